@@ -2,51 +2,78 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperGroup
 
-from launcher.commands import (
-    convert,
-    doctor,
-    engines,
-    evaluate,
-    experiment,
-    inspect,
-    job,
-    plan,
-    profile,
-    rehearse,
-    report,
-    scale,
-    serve,
-    submit,
-    train,
-    verify,
-    watch,
-)
 from launcher.processes import limits
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.user_code import import_from
 
-_NAMES = {"help_option_names": ["-h", "--help"]}
-_COMMANDS = (
-    *(train.train, rehearse.rehearse, submit.submit, job.status, job.logs, job.attach, job.cancel, engines.engines),
-    profile.profile,
-    *(watch.watch, report.report, convert.convert, verify.verify, inspect.inspect, plan.plan, scale.scale),
+_COMMANDS = {
+    "train": "train:train",
+    "rehearse": "rehearse:rehearse",
+    "submit": "submit:submit",
+    "status": "job:status",
+    "logs": "job:logs",
+    "attach": "job:attach",
+    "cancel": "job:cancel",
+    "engines": "engines:engines",
+    "profile": "profile:profile",
+    "watch": "watch:watch",
+    "report": "report:report",
+    "convert": "convert:convert",
+    "verify": "verify:verify",
+    "inspect": "inspect:inspect",
+    "plan": "plan:plan",
+    "scale": "scale:scale",
+    "eval": "evaluate:evaluate",
+    "serve": "serve:serve_to_tools",
+    "doctor": "doctor:app",
+    "experiment": "experiment:app",
+}
+"""In the order of the help, by name: a module of ``launcher.commands``, and its function or its typer application."""
+
+
+class _Imported(Mapping[str, Any]):
+    """The commands by name. Each module is imported when its command is looked up: all of them take a second."""
+
+    def __getitem__(self, name: str) -> Any:
+        module, _, attribute = _COMMANDS[name].partition(":")
+        found = getattr(importlib.import_module(f"launcher.commands.{module}"), attribute)
+        if not isinstance(found, typer.Typer):
+            function, found = found, typer.Typer(add_completion=False)
+            found.command(name)(function)
+        command = typer.main.get_command(found)
+        command.name = name
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_COMMANDS)
+
+    def __len__(self) -> int:
+        return len(_COMMANDS)
+
+
+class _Group(TyperGroup):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands = cast(MutableMapping[str, Any], _Imported())
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_NAMES)
-for command in _COMMANDS:
-    app.command()(command)
-app.command("eval")(evaluate.evaluate)
-app.command("serve")(serve.serve_to_tools)
-app.add_typer(doctor.app, name="doctor")
-app.add_typer(experiment.app, name="experiment")
 
 
 def _version(asked: bool) -> None:

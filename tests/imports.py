@@ -11,19 +11,20 @@ import torch._dynamo  # noqa: E402, F401  as an optimizer's first step does
 
 warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex).* not installed")
 
+import typer  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402, F401  as a controller does
 
 import launcher.__main__  # noqa: E402
-import launcher.commands.train  # noqa: E402
 import launcher.preflight.checks  # noqa: E402
 import launcher.programs.train  # noqa: E402
-import launcher.worker.process  # noqa: E402, F401
+import launcher.worker.process  # noqa: E402
 import rl_megatron.learner.megatron  # noqa: E402
 import rl_megatron.rollout.local.engine  # noqa: E402
 import rl_megatron.rollout.servers.embedded.server  # noqa: E402
 import rl_megatron.weights.transports.connect  # noqa: E402, F401
 from rl_megatron.observability import report  # noqa: E402
 
+list(typer.main.get_command(launcher.__main__.app).commands.values())  # imports the module of each
 report.template()  # compiled: each run writes its report
 
 gc.enable()

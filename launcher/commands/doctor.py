@@ -39,7 +39,7 @@ _PACKAGES = (
 IMPORT_SECONDS = 300.0  # of the learner's modules, from a cold disk
 
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.callback(invoke_without_command=True)

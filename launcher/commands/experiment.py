@@ -15,7 +15,9 @@ from rl_megatron.experiments.cells import Cell, cells_of
 from rl_megatron.experiments.states import STARTABLE, CellState, counts, drift_of, find_states, states_table
 from rl_megatron.experiments.study import Study, outcome_folder, read_study
 
-app = typer.Typer(no_args_is_help=True, help="Run a study: a grid of runs with seeds, from one file.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Run a study: a grid of runs with seeds, from one file."
+)
 StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="the study's file", show_default=False)]
 More = Annotated[
     list[str] | None,

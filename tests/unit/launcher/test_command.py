@@ -105,6 +105,20 @@ def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback(tmp_path: Pat
     assert (done.returncode, done.stderr) == (130, "")
 
 
+def test_a_command_imports_no_other_and_reads_no_configuration_for_a_job_s_state() -> None:
+    code = """
+import sys, typer
+from launcher.__main__ import app
+commands = typer.main.get_command(app).commands
+assert len(list(commands)) == 20
+print(*(name for name in sys.modules if name.startswith("launcher.commands.")))
+assert commands["status"].name == "status"
+print(*(name for name in sys.modules if name.startswith("launcher.commands.")), "pydantic" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\nlauncher.commands.job False\n"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
