@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from launcher.__main__ import main
 from launcher.commands import engines
 from launcher.control import listener
 from launcher.control.address import LONGEST_LINE, address_of
@@ -311,6 +312,7 @@ def test_a_run_that_is_not_there_is_told(run: Run, tmp_path: Path) -> None:
 
 SRUN = """#!/bin/sh
 { echo "$@"; env | grep -E '^(SLURM|SRUN)_'; } >"$(dirname "$0")/called"
+exit 9  # no answer
 """
 
 
@@ -318,7 +320,11 @@ SRUN = """#!/bin/sh
     ("command", "node"), [(("engines",), "n1"), (("profile",), "n1"), (("engines", "join"), "n1"), (("profile",), None)]
 )
 def test_a_command_on_another_node_is_a_step_of_the_runs_job_by_that_jobs_own_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], node: str | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: tuple[str, ...],
+    node: str | None,
 ) -> None:
     """srun knows a task as 12_3 since 23.02 alone; of the job that the command is given in it must know nothing."""
     path, of_task = os.environ["PATH"], {"JOB_ID": "14", "ARRAY_JOB_ID": "12", "ARRAY_TASK_ID": "3"}
@@ -338,12 +344,17 @@ def test_a_command_on_another_node_is_a_step_of_the_runs_job_by_that_jobs_own_nu
     stand_in.write_text(SRUN)
     stand_in.chmod(0o755)
     callers = {"JOB_ID": "99", "CPUS_PER_TASK": "64", "NTASKS_PER_NODE": "8", "EXPORT_ENV": "NONE"}
-    env = {**os.environ, "PATH": f"{tmp_path}:{path}", "SRUN_CPU_BIND": "none", "SLURM_CONF": "/x"}
-    env |= {f"SLURM_{name}": value for name, value in callers.items()}
-    asked = [sys.executable, "-m", "launcher", command[0], str(one.folder), *command[1:]]
-    done = subprocess.run(asked, env=env, capture_output=True, text=True)
+    for name, value in {"PATH": f"{tmp_path}:{path}", "SRUN_CPU_BIND": "none", "SLURM_CONF": "/x"}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in callers.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(os, "execvpe", lambda _, called, env: sys.exit(subprocess.run(called, env=env).returncode))
+    asked = [command[0], str(one.folder), *command[1:]]
+    monkeypatch.setattr(sys, "argv", ["rl-megatron", *asked])
+    with pytest.raises(SystemExit):
+        main(asked)
     if node is None:
-        assert "its controller is on elsewhere; run this command there" in done.stderr
+        assert "its controller is on elsewhere; run this command there" in capsys.readouterr().err
         return
     arguments, *variables = (tmp_path / "called").read_text().splitlines()
     assert arguments.startswith("--jobid=14 --overlap --nodes=1 ")
