@@ -34,7 +34,8 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``site-packages`` as the wheel fills it, with another package beside."""
     folder = tmp_path_factory.mktemp("site-packages")
     for name in ("rl_megatron", "launcher", "tools"):
-        shutil.copytree(REPO / name, folder / name)  # with what is compiled
+        being_written = shutil.ignore_patterns("*.pyc.*")  # by other tests' processes, and renamed once it is
+        shutil.copytree(REPO / name, folder / name, ignore=being_written)  # with what is compiled
     for name in ("conf", "slurm"):
         shutil.copytree(REPO / name, folder / "rl_megatron" / name)
     (folder / "torch_of_the_learner.py").touch()
