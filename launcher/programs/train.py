@@ -77,7 +77,8 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
         )
         with run_log(folder, role="controller"), progress, stop_signals(progress) as stop:
             engine = config.rollout.python if container_of(config) is None else None
-            for line in record_start(folder, step=start.state.step if start else 0, engine=engine):
+            at = start.state.step if start else 0
+            for line in await asyncio.to_thread(record_start, folder, step=at, engine=engine):  # git may be slow
                 progress.note(line)
                 logger.info(line)
             _plan(config, folder)
