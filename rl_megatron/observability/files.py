@@ -22,12 +22,17 @@ JsonValue = str | int | float | None
 JsonRow = Mapping[str, JsonValue]
 _BLOCK, _END = 1 << 16, 1 << 18  # bytes, of a read from the end, and of the end of a log
 _GREATEST = sys.float_info.max
+_NUMBERS = (int, float)  # each call would make a union of types
 
 
 def number(row: JsonRow, name: str) -> float | None:
     """The value, or None if it is missing, or is not a finite float."""
-    value = row.get(name)
-    return value if isinstance(value, int | float) and -_GREATEST <= value <= _GREATEST else None
+    return finite(row.get(name))
+
+
+def finite(value: JsonValue) -> float | None:
+    """The value, or None if it is not a finite float."""
+    return value if isinstance(value, _NUMBERS) and -_GREATEST <= value <= _GREATEST else None
 
 
 class JsonlFile:

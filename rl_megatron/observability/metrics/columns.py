@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from typing_extensions import override
 
-from rl_megatron.observability.files import JsonRow, number
+from rl_megatron.observability.files import JsonRow, finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,14 @@ class _Column:
     recorded: bytearray = field(default_factory=bytearray)  # 1 where the row has it; both may end before the rows do
 
     def put(self, at: int, value: float | None) -> None:
-        if (missing := at + 1 - len(self.values)) > 0:
+        if (missing := at - len(self.values)) > 0:
             self.values.extend(itertools.repeat(math.nan, missing))
             self.recorded.extend(bytes(missing))
-        self.values[at], self.recorded[at] = math.nan if value is None else value, 1
+        if missing >= 0:
+            self.values.append(math.nan if value is None else value)
+            self.recorded.append(1)
+        else:
+            self.values[at], self.recorded[at] = math.nan if value is None else value, 1
 
 
 class _Row(Mapping[str, float | None]):
@@ -74,7 +78,7 @@ class MetricColumns:
 
     def put(self, at: int, row: JsonRow) -> None:
         """Add these values to a row, in place of those of the same names."""
-        for name in row:
+        for name, value in row.items():
             if (column := self._columns.get(name)) is None:
                 column = self._columns[name] = _Column()
-            column.put(at, number(row, name))
+            column.put(at, finite(value))
