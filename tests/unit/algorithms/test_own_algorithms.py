@@ -1,4 +1,4 @@
-"""The five files of docs/own_algorithms.md: plain loops over their papers' equations, finite differences, splits; what
+"""The six files of docs/own_algorithms.md: plain loops over their papers' equations, finite differences, splits; what
 is refused before a run."""
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_page_has_one_file_for_each() -> None:
     names = [block.text.partition(".py:")[0].removeprefix("# ") for block in blocks(PAGE, "python")]
-    assert names == ["cpgd", "aspo", "maxrl", "opo", "kto"]
+    assert names == ["cpgd", "aspo", "maxrl", "opo", "gfpo", "kto"]
 
 
 def evaluate(loss: Loss, inputs: LossInputs) -> tuple[float, Tensor]:
@@ -206,6 +206,20 @@ def test_opo_has_the_baseline_of_least_variance_of_sums_over_tokens() -> None:
         mine = ids == g
         assert float((lengths * found)[mine].sum()) == pytest.approx(0, abs=1e-6)
         assert baselines[mine].tolist() == pytest.approx([float(baselines[mine][0])] * int(mine.sum()))
+
+
+def test_gfpo_compares_the_shorter_half_of_a_group_alone() -> None:
+    """Of six: those of 1, 2 and 3 tokens; of four of equal lengths, the first two. Equal rewards teach nothing."""
+    cases = [
+        ([1.0, 9.0, 0.0, 0.0, 9.0, 9.0], [1, 7, 3, 2, 9, 8], [2**0.5, 0, -(0.5**0.5), -(0.5**0.5), 0, 0]),
+        ([1.0, 0.0, 0.0, 0.0], [5, 5, 5, 5], [1, -1, 0, 0]),
+        ([1.0, 0.0, 1.0, 0.0], [2, 8, 1, 9], [0, 0, 0, 0]),
+    ]
+    for rewards, lengths, wanted in cases:
+        options: dict[str, Any] = {"std": "none", "leave_one_out": False, "lengths": torch.tensor(lengths)}
+        ids = torch.zeros(len(rewards), dtype=torch.int64)
+        found = group_advantages(torch.tensor(rewards), ids, mean="gfpo:gfpo", **options)
+        assert found.tolist() == pytest.approx(wanted, abs=1e-5)
 
 
 def advantages_of(groups: Sequence[Sequence[float]]) -> list[float]:
@@ -302,7 +316,9 @@ def test_micro_batches_add_up(loss: Loss) -> None:
 def test_the_files_of_the_page_are_not_refused() -> None:
     for given in ({"objective": "cpgd:cpgd"}, {"objective": "aspo:aspo", "cap_high": 3.0}):
         check_own_objective(AlgorithmSection.model_validate(given))
-    check_own_advantages(AlgorithmSection(advantage_mean="maxrl:maxrl", advantage_std="none"), RolloutSection())
+    for name in ("maxrl", "opo", "gfpo"):
+        row = AlgorithmSection(advantage_mean=f"{name}:{name}", advantage_std="none")
+        check_own_advantages(row, RolloutSection())
     for name in PAIRS:
         check_own_pair_loss(DpoSection(loss=f"{name}:{name}"))
 
