@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +84,14 @@ class ParquetRows:
         full = [group for group in groups if group.size]
         for group in full[:: -(-len(full) // _MEASURED_GROUPS)]:
             next(self._batches(group, None, _MEASURED_ROWS))
+
+    def check_there(self, names: Iterable[str], key: str) -> None:
+        """Raises DataError for the first of the ``names``, which the config ``key`` gave, that no column has."""
+        for path, footer in self._metadata.items():
+            try:
+                check_there(path, footer.schema.to_arrow_schema(), names)
+            except DataError as error:
+                raise DataError(f"{error}, for {key}") from error
 
     def __len__(self) -> int:
         return self._size

@@ -37,6 +37,7 @@ from rl_megatron.data.problems.rendering import (
     Problem,
     RowForm,
     conversation,
+    fields_in,
     fields_of,
     rendered,
     tokenized,
@@ -95,6 +96,8 @@ def load_prompts(
         train, theirs = splits[key]
         taught = {one: teacher for one, teacher in (teachers or {}).items() if name in (teacher.sources or (name,))}
         if isinstance(train, FileRows):
+            for one, teacher in taught.items():
+                train.rows.check_there(fields_in(teacher.prompt or ""), f"algorithm.kl.teachers.{one}.prompt")
             pools.append(RowsOfPrompts(train, kept[key], replace(of_drawn, teachers=taught), source=name))
         else:
             mask = kept[key]

@@ -34,6 +34,7 @@ MOST_MARGIN = 10_000
 """Largest size of a pair's margin: beside it a score of float32 still has three digits after the point."""
 
 _LIST = (list, type(None))
+_OF_PROBLEM = ("prompt", "answer")  # whatever the fields are called
 _FIELD = re.compile(r"\{([A-Za-z_][\w.]*)\}")  # of a teacher's prompt
 
 OnLongPrompt = Literal["fail", "drop"]
@@ -119,10 +120,15 @@ def _as_user(text: str, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
         ) from error
 
 
+def fields_in(template: str) -> list[str]:
+    """The fields of a row that a teacher's prompt names, besides the problem and its answer."""
+    return [name for name in _FIELD.findall(template) if name not in _OF_PROBLEM]
+
+
 def _with_fields(problem: Problem, template: str, key: str) -> str:
     """A teacher's prompt of a problem. Raises DataError that names the place for a field that its row lacks, or that is
     null."""
-    known = {"prompt": problem.raw, "answer": problem.answer}
+    known = dict(zip(_OF_PROBLEM, (problem.raw, problem.answer), strict=True))
 
     def of_field(found: re.Match[str]) -> str:
         name = found[1]

@@ -92,9 +92,12 @@ def test_a_longer_one_fails_or_is_dropped_by_its_own_key(
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_field_that_a_row_lacks_or_that_is_null_is_named_with_the_row(tmp_path: Path, suffix: str) -> None:
     rows = [{"question": "1", "answer": "2", "hint": "3"}]
-    said = r"train\.\w+:1: .*'solution'.*for algorithm.kl.teachers.t.prompt; \{prompt\} and \{answer\} are"
-    with pytest.raises(DataError, match=said):
-        loaded(files(tmp_path, suffix, rows), {"t": teacher("{prompt} {solution}")})
+    of_footer = suffix == ".parquet"  # before a row is read
+    for name, of_row in (("solution", not of_footer), ("question", True)):
+        said = rf"train\{suffix}{':1' * of_row}: no field '{name}'; it has .*, for algorithm.kl.teachers.t.prompt"
+        said += r"; \{prompt\} and \{answer\} are the problem" * of_row
+        with pytest.raises(DataError, match=said):
+            loaded(files(tmp_path, suffix, rows), {"t": teacher(f"{{prompt}} {{{name}}}")})
     (tmp_path / "null").mkdir()
     rows = [{**rows[0], "why": {"steps": "4"}, "solution": "4"}, {**rows[0], "why": None, "solution": None}]
     for name in ("solution", "why.steps"):
