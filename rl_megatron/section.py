@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_INTEGER = 2**63 - 1
@@ -62,3 +62,13 @@ class Section(BaseModel):
     moved: ClassVar[Mapping[str, str]] = {}
     """Former keys of this section, each with the full name of the key that replaced it."""
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former_keys_unset(cls, given: object) -> object:
+        """The config.yaml of an older version's run names keys that were off, too: a resume of it goes on."""
+        if not cls.moved or not isinstance(given, dict):
+            return given
+        return {
+            key: value for key, value in given.items() if key not in cls.moved or not (value is None or value is False)
+        }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,6 +149,16 @@ def test_keys_that_a_loss_does_not_read_are_refused(key: str, keys: Sequence[str
     given = [f"{key}.{one}" for one in (*keys, "beta=0.1")]
     with pytest.raises(ConfigError, match=said.replace("KEY", key)):
         load_config(recipe, given)
+
+
+def test_former_keys_that_were_off_stand_in_an_older_runs_config_and_change_nothing(tmp_path: Path) -> None:
+    """A job that comes back after an upgrade goes on by the config.yaml of its run, which names every key."""
+    older = tmp_path / "config.yaml"
+    older.write_text("defaults: [tiny_cpu]\nalgorithm: {preference_beta: null, preference_per_token: false}\n")
+    assert load_config(str(older), []) == load_config("tiny_cpu", [])
+    older.write_text("defaults: [tiny_cpu]\nalgorithm: {preference_beta: 0.1}\n")
+    with pytest.raises(ConfigError, match=r"it is called algorithm\.preference\.beta"):
+        load_config(str(older), [])
 
 
 @pytest.mark.parametrize(
