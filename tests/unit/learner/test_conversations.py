@@ -28,7 +28,7 @@ from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.types import Chain, Completion, ParallelDims, Prompt, RolloutGroup, Trajectory
 from rl_megatron.weights.layouts.families import read_shape
 from tests.shares import share_of
-from tests.unit.rollout.conversation.families import FAMILIES, TOOLS, Reply, completion_of, message_of, tokenizer_of
+from tests.unit.rollout.conversation.families import FAMILIES, Reply, completion_of, message_of, tokenizer_of
 
 REPLIES = (
     Reply(reasoning="I call.", calls=[{"a": 1}]),
@@ -75,13 +75,13 @@ def scored(engine: LocalEngine, prompt: TokenIds, completion: Completion) -> Com
 
 
 def played(name: str, engine: LocalEngine, thinking: Any) -> tuple[Chain, ...]:
-    """The rows of a conversation in which tools answer calls, and a user all else."""
+    """The rows of a conversation in which tools answer calls, and a user all else; prompts show them if they can."""
     rng = random.Random(name)
     template = ChatTemplate(tokenizer_of(name), thinking=thinking, options=FAMILIES[name].options)
     conversation, turns = Conversation(template), 0
     messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
     for reply in REPLIES:
-        asked = conversation.prompt_for(messages, TOOLS)
+        asked = conversation.prompt_for(messages, FAMILIES[name].tools)
         completion = completion_of(name, reply, rng)
         turns += len(completion.token_ids) > 0
         conversation.add(asked, scored(engine, asked.token_ids, completion), message_of(name, reply))

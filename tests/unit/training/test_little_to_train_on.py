@@ -24,6 +24,7 @@ from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.rollout.batch import Answered, Drawn, Reason
 from rl_megatron.rollout.by_source import SamplerBySource
 from rl_megatron.rollout.ledger import Ledger
+from rl_megatron.training.checkpoints import CheckpointStore
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.loop import Loop, Pace
@@ -225,7 +226,8 @@ def test_a_stop_before_the_first_step_waits_for_nothing_and_leaves_nothing(tmp_p
     of = job(tmp_path, [], Steps(), warm_start={"steps": 0})
     of.evaluation = cast(Any, Evaluates())
     pace = Pace(steps=1, rows=1, evaluations=1, checkpoints=1)
-    it = Loop(job=of, pace=pace, checkpoints=cast(Any, None), recorder=of.recorder, stop=asyncio.Event())
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1, config={})
+    it = Loop(job=of, pace=pace, checkpoints=store, recorder=of.recorder, stop=asyncio.Event())
     asyncio.run(run())
     assert not list(tmp_path.iterdir())
     assert it.saved is None
