@@ -66,9 +66,8 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_former_keys_unset(cls, given: object) -> object:
-        """The config.yaml of an older version's run names keys that were off, too: a resume of it goes on."""
+        """The config.yaml of an older version's run names keys that were off, too: they are passed over, as a resume
+        passes over those of its checkpoint."""
         if not cls.moved or not isinstance(given, dict):
             return given
-        return {
-            key: value for key, value in given.items() if key not in cls.moved or not (value is None or value is False)
-        }
+        return {key: value for key, value in given.items() if value or key not in cls.moved}

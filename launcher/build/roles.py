@@ -49,7 +49,7 @@ class Parts:
     folder: Path
     reward: RewardFunction
     allocation: Allocation | None  # None: the run uses no Slurm allocation
-    claimed: Callable[[], None] = lambda: None  # see `claim`; of a folder in which nothing trains it tells nothing
+    claimed: Callable[[], None] = lambda: None  # raises CheckpointError where the folder is another than at the start
     services: Services = field(default_factory=Services)  # which the run starts
     control: Control = field(default_factory=Control)  # what the run answers while it trains
     resumes: bool = False  # from a checkpoint

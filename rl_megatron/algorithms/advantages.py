@@ -22,6 +22,7 @@ from rl_megatron.algorithms.segments import (
     segment_sum,
     segment_variance,
 )
+from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.user_code import describe_error, load_named
 
@@ -72,6 +73,28 @@ def group_advantages(
         scale = 1 / (segment_variance(spread, ids, unbiased=unbiased).sqrt() + eps)
         advantages = advantages * torch.where(differ(spread, ids), scale, 0.0)[ids]
     return advantages.float()
+
+
+def row_advantages(
+    rewards: Tensor,
+    group_ids: Tensor,
+    lengths: Tensor,
+    row: AlgorithmSection,
+    *,
+    mean: str | None = None,
+    std: str | None = None,
+) -> Tensor:
+    """`group_advantages` by the choices of a row, or with another mean or std."""
+    return group_advantages(
+        rewards,
+        group_ids,
+        mean=row.advantage_mean if mean is None else mean,
+        std=row.advantage_std if std is None else std,
+        leave_one_out=row.leave_one_out,
+        eps=row.std_eps,
+        unbiased=row.std_unbiased,
+        lengths=lengths,
+    )
 
 
 @functools.cache

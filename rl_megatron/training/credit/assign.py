@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.advantages import moving_baseline, remax_advantages, turn_advantages
+from rl_megatron.algorithms.advantages import moving_baseline, remax_advantages, row_advantages, turn_advantages
 from rl_megatron.algorithms.kl import kl_in_sequence_rewards, kl_in_token_rewards
 from rl_megatron.algorithms.returns import discounted_returns, gae, last_token_rewards, length_adaptive_lambda, whiten
 from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.algorithms.shaping import drop_truncated
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.errors import DataError
-from rl_megatron.training.credit.parts import of_the_row, parts_advantages
+from rl_megatron.training.credit.parts import parts_advantages
 from rl_megatron.training.credit.shaping import RewardedTurns, Rewards, group_ids, nums_sampled, truncated, turns_of
 from rl_megatron.training.credit.state import AlgorithmState, reference_kl
 from rl_megatron.types import RolloutGroup, Samples
@@ -149,7 +149,7 @@ def _generalised(samples: Samples, credit: _Credit, section: AlgorithmSection) -
 def _by_turn(samples: Samples, turns: RewardedTurns, whole: Tensor | None, section: AlgorithmSection) -> Samples:
     """The tokens of a turn, which are masked in one turn after another, have its advantage, beside the ``whole``
     completion's [K] under ``turn_weight``."""
-    of_turns = of_the_row(turns.compared, turns.baseline_of, turns.lengths, section)
+    of_turns = row_advantages(turns.compared, turns.baseline_of, turns.lengths, section)
     if section.turn_compared == "rewards":
         of_turns = turn_advantages(of_turns, turns.each, gamma=section.gamma_turn)
     if whole is not None:
@@ -184,7 +184,7 @@ def _completion_advantages(groups: Sequence[RolloutGroup], rewards: Rewards, sec
         values, mean = values - rewards.tracked[ids], "batch"
     if mean == "moving":
         values, mean = values - (float(values.double().mean()) if before is None else before), "none"
-    return of_the_row(values, ids, lengths, section, mean=mean)
+    return row_advantages(values, ids, lengths, section, mean=mean)
 
 
 def _with_baseline(state: AlgorithmState, rewards: Tensor, section: AlgorithmSection) -> AlgorithmState:

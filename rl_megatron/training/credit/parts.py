@@ -11,37 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.advantages import LEVELS, ROUNDING, group_advantages
+from rl_megatron.algorithms.advantages import LEVELS, ROUNDING, row_advantages
 from rl_megatron.algorithms.segments import segment_sum
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.errors import DataError
 from rl_megatron.types import RolloutGroup
 
 
-def of_the_row(
-    rewards: Tensor,
-    ids: Tensor,
-    lengths: Tensor,
-    section: AlgorithmSection,
-    *,
-    mean: str | None = None,
-    std: str | None = None,
-) -> Tensor:
-    """`group_advantages` of the section's choices, or with another mean or std."""
-    return group_advantages(
-        rewards,
-        ids,
-        mean=section.advantage_mean if mean is None else mean,
-        std=section.advantage_std if std is None else std,
-        leave_one_out=section.leave_one_out,
-        eps=section.std_eps,
-        unbiased=section.std_unbiased,
-        lengths=lengths,
-    )
-
-
 def parts_advantages(groups: Sequence[RolloutGroup], ids: Tensor, lengths: Tensor, section: AlgorithmSection) -> Tensor:
-    """The weighted sum [K] float32 of what `of_the_row` gives for each part; ``ids`` and ``lengths`` [K].
+    """The weighted sum [K] float32 of what `row_advantages` gives for each part; ``ids`` and ``lengths`` [K].
 
     The mean and the std of a batch are over the trajectories that have the part. Raises DataError for a trajectory
     without parts.
@@ -76,7 +54,7 @@ def _summed(
     """
     total, largest = torch.zeros(2, len(ids), dtype=torch.float64)
     for part in _parts_of(groups):
-        above = part.weights * of_the_row(part.values, ids[part.of], lengths[part.of], section, mean=mean, std=std)
+        above = part.weights * row_advantages(part.values, ids[part.of], lengths[part.of], section, mean=mean, std=std)
         total[part.of] += above
         largest[part.of] = largest[part.of].maximum(above.abs())
     return torch.where(total.abs() > ROUNDING * largest, total, 0.0), largest
