@@ -17,7 +17,7 @@ from launcher.preflight import engine
 from launcher.preflight.job_memory import raise_unread_files
 from launcher.preflight.subject import Subject
 from launcher.processes.scratch import scratch
-from launcher.processes.signals import signalled
+from launcher.processes.signals import until_signalled
 from launcher.runs.lock import lock
 from rl_megatron.durable import append_private
 from rl_megatron.errors import ConfigError
@@ -63,11 +63,11 @@ async def serve_model(target: TrainedModel, port: int, key_file: Path | None) ->
                 url = server.listen(port)
             except OSError as error:
                 raise ConfigError(f"--port {port}: {error.strerror}; give another, or 0 for a free one") from error
-            print(f"{target.source}, by {config.rollout.engine}: {url}")
-            most = f"most tokens of a prompt and its answer: {app.max_length}"
-            print(f"key: {file}; tokenizer: {folder}; {most}{shown_variables(config)}")
-            print("Ctrl-C ends it", flush=True)
-            await signalled()
+            async with until_signalled():
+                print(f"{target.source}, by {config.rollout.engine}: {url}")
+                most = f"most tokens of a prompt and its answer: {app.max_length}"
+                print(f"key: {file}; tokenizer: {folder}; {most}{shown_variables(config)}")
+                print("Ctrl-C ends it", flush=True)
             await server.stop()
 
 

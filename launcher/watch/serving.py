@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launcher.processes.signals import signalled
+from launcher.processes.signals import until_signalled
 from launcher.watch.app import WatchApplication
 from rl_megatron.errors import ConfigError
 from rl_megatron.rollout.endpoint.server import HttpServer
@@ -27,8 +27,8 @@ async def watch_runs(runs: Sequence[Path], port: int, costs: Callable[[Path], Se
         url = server.listen(port)
     except OSError as error:
         raise ConfigError(f"--port {port}: {error.strerror}; give another, or 0 for a free one") from error
-    print(f"open {url.removesuffix('v1')}#{token}")
-    print("Ctrl-C ends it", flush=True)
-    await signalled()
+    async with until_signalled():
+        print(f"open {url.removesuffix('v1')}#{token}")
+        print("Ctrl-C ends it", flush=True)
     app.ends.set()
     await server.stop()

@@ -1,0 +1,31 @@
+"""Programs that serve until a signal: one that comes as soon as they say so ends them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from launcher.processes.signals import until_signalled
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_address_is_printed_ends_the_wait_and_not_the_process(number: signal.Signals) -> None:
+    async def serve() -> None:
+        async with asyncio.timeout(10), until_signalled():
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    asyncio.run(serve())
+    assert signal.getsignal(number) is before
+
+
+def test_an_error_before_the_signal_is_not_waited_on() -> None:
+    async def serve() -> None:
+        async with asyncio.timeout(10), until_signalled():
+            raise OSError("the address is taken")
+
+    with pytest.raises(OSError, match="the address is taken"):
+        asyncio.run(serve())
