@@ -180,12 +180,20 @@ def _reconstruct(kind: type[_Record], *_: object) -> _Record:
     return kind()
 
 
+def _member(kind: object, name: object) -> _Record:
+    """The member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as ``getattr(class, name)``."""
+    if kind is not _Record or not isinstance(name, str):
+        raise pickle.UnpicklingError(f"getattr of {kind!r}, which is no enumeration")
+    return kind()
+
+
 class _Careful(pickle.Unpickler):
     """Resolves only the names that these pickles need."""
 
     allowed: Mapping[tuple[str, str], Any] = {
         ("copyreg", "_reconstructor"): _reconstruct,
         ("builtins", "object"): None,
+        ("builtins", "getattr"): _member,
         ("collections", "OrderedDict"): collections.OrderedDict,
         ("torch", "Size"): tuple,
         ("pathlib", "PosixPath"): lambda *parts: "/".join(parts),  # where the checkpoint was saved

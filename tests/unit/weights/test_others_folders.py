@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,3 +188,23 @@ def test_verify_reads_files_that_hold_an_optimizers_state_alone(megatron: Path, 
     (folder / name).unlink()
     with pytest.raises(CheckpointError, match=f"files that should be there are not: {name}"):
         list(verify(folder))
+
+
+class OlderPickler(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.2 does (Debian 12's; ``Enum.__reduce_ex__`` in its enum.py)."""
+
+    def reducer_override(self, value: object) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_an_index_of_an_older_python_is_read_and_an_attribute_of_anything_else_refused(
+    megatron: Path, tmp_path: Path
+) -> None:
+    with (tmp_path / ".metadata").open("wb") as file:
+        OlderPickler(file).dump(pickle.loads((megatron / ".metadata").read_bytes()))
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert read_index(tmp_path) == read_index(megatron)
+    for of in (b"ccollections\nOrderedDict\n", b"cpathlib\nPosixPath\n", b"N"):
+        (tmp_path / ".metadata").write_bytes(b"cbuiltins\ngetattr\n(" + of + b"V__globals__\ntR.")
+        with pytest.raises(CheckpointError, match=r"getattr of .*, which is no enumeration"):
+            read_index(tmp_path)
