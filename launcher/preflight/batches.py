@@ -18,7 +18,7 @@ def check(subject: Subject) -> Iterator[Found]:
     trajectories wait for servers or servers for trajectories, if groups are left out that have a gradient, if samples
     of an older policy have no ratio, or if no step trains the policy."""
     config, ranks = subject.config, subject.config.learner.dims.dp
-    sequences = config.completions_per_step // config.train.minibatches
+    sequences = config.trained_per_step // config.train.minibatches
     if not config.kind.samples:
         yield from _written(config, ranks)
     elif sequences < ranks:

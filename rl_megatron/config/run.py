@@ -303,9 +303,7 @@ class RunConfig(Section):
     def _most_behind_a_prompt(self) -> dict[str, int]:
         """Most tokens that follow a prompt, by the key that says so: of trajectories, and of single completions."""
         led = {f"{key}.max_tokens": one.max_tokens for key, one in self.training_environments.items()}
-        return (
-            led if "environment.max_tokens" in led else {"rollout.max_new_tokens": self.rollout.max_new_tokens, **led}
-        )
+        return led if "environment.max_tokens" in led else {"rollout.max_new_tokens": self.rollout.max_new_tokens} | led
 
     @property
     def longest_sequence(self) -> int:
@@ -372,21 +370,26 @@ class RunConfig(Section):
         return self.rollout.prompts_per_step * self.rollout.group_size
 
     @property
+    def trained_per_step(self) -> int:
+        """Those of `completions_per_step` that are trained on: of each group two, if the row has pairs."""
+        pairs = self.kind.samples and self.algorithm.pairs
+        return 2 * self.rollout.prompts_per_step if pairs else self.completions_per_step
+
+    @property
     def named_completions(self) -> str:
         """The keys that give ``completions_per_step``, for messages."""
         if not self.kind.samples:
             pairs = " * 2 of a pair" if self.kind.pairs else ""
             return f"{self.job}.batch_size={self.written.batch_size}{pairs}"
-        return (
-            f"rollout.prompts_per_step={self.rollout.prompts_per_step} * rollout.group_size={self.rollout.group_size}"
-        )
+        r = self.rollout
+        return f"rollout.prompts_per_step={r.prompts_per_step} * rollout.group_size={r.group_size}"
 
     @property
     def parts_of_minibatches(self) -> tuple[int, str]:
         """How many indivisible parts minibatches are made of, and what they are, with their keys, for messages."""
-        if self.train.whole_groups:
-            prompts = self.rollout.prompts_per_step
-            return prompts, f"whole groups of a step (rollout.prompts_per_step={prompts})"
+        if self.train.whole_groups or self.algorithm.pairs:
+            prompts, parts = self.rollout.prompts_per_step, "pairs" if self.algorithm.pairs else "whole groups"
+            return prompts, f"{parts} of a step (rollout.prompts_per_step={prompts})"
         return self.completions_per_step, f"completions of a step ({self.named_completions})"
 
     @model_validator(mode="after")

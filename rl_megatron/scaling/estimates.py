@@ -223,7 +223,7 @@ def predicted(config: RunConfig, shape: ModelShape, push: Push) -> Predicted:
         rollout.max_prompt_tokens / 2,
     )
     each = training_flops(shape, [round(prompt + mean)], config.learner)
-    flops = each * config.completions_per_step * config.train.epochs
+    flops = each * config.trained_per_step * config.train.epochs
     return Predicted(
         step=rl_step(
             config,
@@ -264,4 +264,4 @@ def floor_seconds(config: RunConfig, shape: ModelShape) -> float:
     """
     peak = config.slurm.speeds.tflops * 1e12
     each = training_flops(shape, [config.longest_sequence], config.learner)
-    return each * config.completions_per_step * config.train.epochs / (config.learner.dims.world_size * peak)
+    return each * config.trained_per_step * config.train.epochs / (config.learner.dims.world_size * peak)

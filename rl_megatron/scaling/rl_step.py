@@ -61,10 +61,13 @@ class RlStep:
         return self.tokens / self.seconds
 
 
-def learner_work(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float) -> LearnerWork:
-    """One optimizer step of a run whose sequences have ``mean`` tokens, prompt included."""
+def learner_work(
+    config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float, sequences: int | None = None
+) -> LearnerWork:
+    """One optimizer step of a run whose sequences have ``mean`` tokens, prompt included, on its share of ``sequences``;
+    None: on that of those that are trained on."""
     learner, d = config.learner, config.learner.dims
-    tokens, micro_batches = filled(config, learner.max_tokens_per_micro_batch, d.dp, mean)
+    tokens, micro_batches = filled(config, learner.max_tokens_per_micro_batch, d.dp, mean, sequences)
     if sizes := learner.padding.sizes:
         tokens = padded_tokens(ceil(tokens), 1, sizes)
     again = set(learner.recompute.modules)
@@ -102,10 +105,10 @@ def _moved(learner: LearnerSection, shape: ModelShape, mean: float) -> tuple[flo
     return dense, moe
 
 
-def filled(config: RunConfig, most: float, dp: int, mean: float) -> tuple[float, float]:
+def filled(config: RunConfig, most: float, dp: int, mean: float, sequences: int | None = None) -> tuple[float, float]:
     """Tokens of a micro-batch of at most ``most``, which is filled but for half a sequence in the mean, and how many
-    micro-batches each of ``dp`` ranks has in an optimizer step."""
-    share = max(1.0, config.completions_per_step / config.train.minibatches / dp) * mean
+    micro-batches each of ``dp`` ranks has in an optimizer step on its share of ``sequences``, as in `learner_work`."""
+    share = max(1.0, (sequences or config.trained_per_step) / config.train.minibatches / dp) * mean
     full = max(mean, most - mean / 2)
     return min(full, share), float(max(1, ceil(share / full)))
 
@@ -236,18 +239,19 @@ def rl_step(
         staleness=k,
         least=least,
         slower=slower,
-        tokens=config.completions_per_step * mean,
+        tokens=config.trained_per_step * mean,
     )
 
 
 def _works(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float, prompt: float) -> dict[str, LearnerWork]:
     """Of all models beside the policy, by their roles. A teacher's own prompt is as much longer than the policy's
-    ``prompt`` as its limit is."""
-    found = {}
+    ``prompt`` as its limit is. Reward models read all that is sampled."""
+    found, judges = {}, reward_model_roles(config)
     for role in ("critic", *frozen_folders(config), *taught_by_policy(config)):
         own = longest_read(config, role)[1] - config.most_sampled
         read = mean + prompt * (own / config.rollout.max_prompt_tokens - 1)
-        found[role] = learner_work(config.of_role(role), role_shape(config, shape, role), gpu, read)
+        sequences = config.completions_per_step if role in judges else None
+        found[role] = learner_work(config.of_role(role), role_shape(config, shape, role), gpu, read, sequences)
     return found
 
 

@@ -121,8 +121,8 @@ class _Taken:
         names = sorted({name for row in rows for name in row if name.startswith("seconds/")})
         seconds = {name.removeprefix("seconds/"): _median(rows, name) for name in names}
         groups = _median(rows, "groups/trained") if any("groups/trained" in row for row in rows) else None
-        each = config.completions_per_step / config.rollout.prompts_per_step
-        sequences = config.completions_per_step if groups is None else groups * each
+        each = config.trained_per_step / config.rollout.prompts_per_step
+        sequences = config.trained_per_step if groups is None else groups * each
         trained = _median(rows, "tokens/train") / config.train.epochs
         return cls(
             seconds=seconds,
@@ -193,7 +193,7 @@ def _notes(config: RunConfig, machine: Calibration | None, steps: Rows) -> Itera
 
 def _as_trained(config: RunConfig, took: _Taken) -> RunConfig:
     """The configuration with as many prompts as had groups to train on."""
-    prompts = max(1, round(took.sequences * config.rollout.prompts_per_step / config.completions_per_step))
+    prompts = max(1, round(took.sequences * config.rollout.prompts_per_step / config.trained_per_step))
     rollout = config.rollout.model_copy(update={"prompts_per_step": prompts})
     return config.model_copy(update={"rollout": rollout})
 

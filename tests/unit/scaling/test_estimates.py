@@ -190,6 +190,19 @@ def test_a_reward_model_on_ranks_scores_beside_servers_and_a_step_waits_for_the_
         assert large.seconds == pytest.approx(sum(large.parts.values()))
 
 
+def test_of_pairs_two_of_each_group_are_trained_on_and_all_are_sampled_and_scored(tmp_path: Path) -> None:
+    """Training and the reference are those of another row with groups of two, and what samples with groups of 16."""
+    keys = ("rollout.group_size=16", "reward.function=ranks:taste", f"reward_models.taste.path={judge(tmp_path, 150)}")
+    kl = ("algorithm.kl.coefficient=0.1", "algorithm.old_logprobs=rollout")
+    pairs = step(job("qwen3_30b_a3b", *keys, "algorithm=dpo"))
+    two, all_sampled = (step(job("qwen3_30b_a3b", *keys, *kl, f"rollout.group_size={n}")) for n in (2, 16))
+    assert pairs.parts["training"] == pytest.approx(two.parts["training"], rel=0.02)
+    assert pairs.parts["reference"] == pytest.approx(two.parts["reference"], rel=0.02)
+    assert pairs.tokens == two.tokens
+    assert pairs.parts["rollout"] == all_sampled.parts["rollout"]
+    assert pairs.parts["reward models"] == pytest.approx(all_sampled.parts["reward models"], rel=0.02)
+
+
 def test_the_least_staleness_that_is_printed_is_the_least_by_the_seconds() -> None:
     """Of a run whose longest completion is many times the mean."""
     keys = ("rollout.max_new_tokens=14336", "slurm.speeds.mean_tokens=200", "rollout.prompts_per_step=8")
