@@ -159,8 +159,8 @@ async def _served(
     sites = service_sites(parts.config, parts.allocation)
     progress.note(f"starting services: {', '.join(parts.config.services)}")
     async with contextlib.AsyncExitStack() as stack:
-        running = RunningServices(parts.config, parts.folder, sites, parts.services).running()
-        watching = await unless_stopped(stop, stack.enter_async_context(running))
+        services = RunningServices(parts.config, parts.folder, sites, parts.services, resumes=parts.resumes)
+        watching = await unless_stopped(stop, stack.enter_async_context(services.running()))
         return await unless_given_up(_train(parts, progress, stop, start, loop_watch), watching)
 
 

@@ -13,9 +13,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from launcher.processes import restarts
 from launcher.processes.guards import Order
+from launcher.processes.last_words import end_of
 from launcher.processes.scratch import scratch
 from launcher.servers.checks import ServerChecks
 from launcher.servers.degrees import degree_problems
@@ -34,7 +36,7 @@ from rl_megatron.rollout.servers import engine_token
 from rl_megatron.rollout.servers.adapter import Adapter, StartOptions, words_of
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.gauges import GaugesInTurn
-from rl_megatron.rollout.servers.http import AttemptFailed, Server
+from rl_megatron.rollout.servers.http import Server
 from rl_megatron.rollout.servers.replicas import Replica
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import header_bytes
@@ -43,6 +45,7 @@ from rl_megatron.weights.formats.served import FORMATS, stored
 from rl_megatron.weights.layouts.families import hf_layout
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _LOOK_SECONDS = 0.25
 _ADVICE = "; `rl-megatron engines RUN add` starts another"
@@ -82,7 +85,7 @@ class ServedEngines:
         stored(self._shapes, DType(config.learner.dtype), self._kind)  # first refuses models without such a format
         self._sites = dict(enumerate(sites or [[Site()] for _ in range(self._section.count)]))
         self._more_sites, self._turns, self._evaluating = more_sites, turns or GpuTurns(), evaluating
-        self._most_restarts, self._restarted = self._section.restarts if resumes else 0, Counter[int]()  # by number
+        self._resumes, self._restarted = resumes, Counter[int]()  # restarts at the run's beginning, by number
         self._fleet: Fleet | None = None
         self.refit: Callable[[str], Awaitable[None]] | None = None  # set before anything is served
 
@@ -215,28 +218,51 @@ class ServedEngines:
             (packages / "bare" / "model.safetensors").write_bytes(header_bytes([]))  # see sglang/loras.py
 
     async def _start_all(self, stack: contextlib.AsyncExitStack, packages: Path) -> list[Started]:
+        others = asyncio.Barrier(self._section.count)
         try:
             async with asyncio.TaskGroup() as tasks:
-                numbers = range(self._section.count)
-                starting = [tasks.create_task(self._start_first(stack, number, packages)) for number in numbers]
+                starting = [
+                    tasks.create_task(self._begin(number, partial(self._start_beside, stack, number, packages, others)))
+                    for number in range(self._section.count)
+                ]
         except ExceptionGroup as failed:  # the first is the cause; callers catch it by its type
             raise failed.exceptions[0] from failed
         return [one.result() for one in starting]
 
-    async def _start_first(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
-        """Start a server of the run's beginning; restarts of a resume count for ``rollout.server.restarts``."""
-        while True:
-            try:
-                return await self._start_ready(stack, number, packages)
-            except (EngineError, OSError) as error:
-                tries = self._restarted[number]
-                if tries >= self._most_restarts:
-                    raise
-                wait = restarts.wait_before(tries, self._section.backoff_seconds)
-                again = f"restart {tries + 1} of {self._most_restarts} in {wait:g} s"
-                logger.warning("%s %d: %s\n%s", self._log_name, number, error, again)
+    async def _begin(self, number: int, start: Callable[[], Awaitable[T]]) -> T:
+        """What ``start`` returns at a run's beginning; restarts of a resume count for ``rollout.server.restarts``."""
+
+        async def again() -> None:
             self._restarted[number] += 1
-            await asyncio.sleep(wait)
+
+        name = f"{self._log_name} {number}"
+        return await restarts.brought_up(
+            start,
+            name=name,
+            most=self._section.restarts if self._resumes else 0,
+            first_wait=self._section.backoff_seconds,
+            made=lambda: self._restarted[number],
+            again=again,
+            failed=partial(logger.warning, "%s: %s", name),
+        )
+
+    async def _start_beside(
+        self, stack: contextlib.AsyncExitStack, number: int, packages: Path, others: asyncio.Barrier
+    ) -> Started:
+        """Start a server, and wait until the others are ready too. Raises EngineError if it ends before."""
+        started = await self._start_ready(stack, number, packages)
+        ended, ready = asyncio.ensure_future(started.ended()), asyncio.ensure_future(others.wait())
+        try:
+            await asyncio.wait({ended, ready}, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                raise EngineError(ended.result())
+            return started
+        except BaseException:
+            await started.end()
+            raise
+        finally:
+            ended.cancel()
+            ready.cancel()
 
     async def _start_ready(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
         """Start a server in its turn, and wait until it is ready."""
@@ -348,14 +374,13 @@ class ServedEngines:
         try:
             async with asyncio.timeout(limit):
                 while not ended.done():
-                    with contextlib.suppress(AttemptFailed, EngineError):
-                        await one.server.get("/health")
+                    if await one.server.status("/health", seconds=limit) == 200:
                         return
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError as error:
             raise EngineError(
-                f"{one.server.url} is not ready after rollout.server.start_seconds={limit:g}; see {one.logs[0]}, and "
-                "raise the limit if loading takes longer"
+                f"{one.server.url} is not ready after rollout.server.start_seconds={limit:g}; raise it if loading "
+                f"takes longer; {one.logs[0]} ends with:{await asyncio.to_thread(end_of, one.logs[0])}"
             ) from error
         finally:
             if not ended.done():

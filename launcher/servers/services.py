@@ -10,6 +10,7 @@ import secrets
 import shlex
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,8 +22,8 @@ from launcher.servers.interpreter import python_path, show_package
 from launcher.servers.site import Site
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.services import ServiceSection
-from rl_megatron.errors import EngineError, ServiceError
-from rl_megatron.rollout.servers.http import AttemptFailed, Server
+from rl_megatron.errors import ServiceError
+from rl_megatron.rollout.servers.http import Server
 from rl_megatron.services import ServiceAddress, Services
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,11 @@ class _Replica:
     restarts: int = 0  # since it last ran for an hour
     ports: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return f"service {self.name}, replica {self.number}"
+
     async def end(self) -> None:
         """End it, if it runs."""
         if self.guard is not None:
@@ -53,12 +59,22 @@ class _Replica:
 
 
 class RunningServices:
-    """The services of one run at their ``sites``: for each service one for each replica."""
+    """The services of one run at their ``sites``: for each service one for each replica.
+
+    ``resumes``: they have served this run before, so one that does not come up is started again.
+    """
 
     def __init__(
-        self, config: RunConfig, folder: Path, sites: Mapping[str, Sequence[Site]], services: Services
+        self,
+        config: RunConfig,
+        folder: Path,
+        sites: Mapping[str, Sequence[Site]],
+        services: Services,
+        *,
+        resumes: bool = False,
     ) -> None:
         self._services, self._folder, self._packages = services, folder.resolve(), Path()
+        self._resumes = resumes
         self._replicas = [
             _Replica(
                 name=name,
@@ -85,7 +101,7 @@ class RunningServices:
             try:
                 async with asyncio.TaskGroup() as starting:
                     for one in self._replicas:
-                        starting.create_task(self._start(one))
+                        starting.create_task(self._begin(one))
             except ExceptionGroup as failed:  # the first is the cause; callers catch it by its type
                 raise failed.exceptions[0] from failed
             watching = asyncio.create_task(self._watch())
@@ -118,23 +134,43 @@ class RunningServices:
             if loop.time() - began >= restarts.CALM_SECONDS:
                 one.restarts = 0
             self._services.stopped(one.name, one.number)
-            while True:
-                one.ports.close()
-                if one.restarts >= one.section.restarts:
-                    self._services.given_up(one.name, one.number)
-                    raise ServiceError(f"services.{one.name}.restarts={one.section.restarts} are used up: {said}")
-                wait = restarts.wait_before(one.restarts, _BACKOFF_SECONDS)
-                one.restarts += 1
-                logger.warning("%s\nrestart %d of %d in %g s", said, one.restarts, one.section.restarts, wait)
-                await asyncio.sleep(wait)
-                try:
-                    await self._start(one)
-                    break
-                except (ServiceError, OSError) as error:
-                    said = str(error)
+            logger.warning("%s", said)
+            try:
+                await self._restarted(one, ServiceError(said))
+            except ServiceError:
+                self._services.given_up(one.name, one.number)
+                raise
+
+    async def _begin(self, one: _Replica) -> None:
+        """Start a replica of the run's beginning. In a resume, where it has served before, also again. Raises as
+        `_start`, and in a resume ServiceError."""
+        await (self._restarted(one) if self._resumes else self._start(one))
+
+    async def _restarted(self, one: _Replica, ended: ServiceError | None = None) -> None:
+        """Start a replica, and again until it serves; ``ended`` says how it did. Raises ServiceError once its restarts
+        are used up."""
+
+        async def again() -> None:
+            one.restarts += 1
+
+        try:
+            await restarts.brought_up(
+                partial(self._start, one),
+                name=one.title,
+                most=one.section.restarts,
+                first_wait=_BACKOFF_SECONDS,
+                made=lambda: one.restarts,
+                again=again,
+                failed=partial(logger.warning, "%s"),
+                ended=ended,
+            )
+        except (ServiceError, OSError) as error:
+            used = f"services.{one.name}.restarts={one.section.restarts} are used up"
+            raise ServiceError(f"{used}: {error}") from error
 
     async def _start(self, one: _Replica) -> None:
         """Start a replica and wait until it serves. Raises ServiceError with its log's last lines, or OSError."""
+        one.ports.close()
         key, site = secrets.token_hex(24), one.site
         port = one.ports.enter_context(site.ports())
         words = [word.format(host=site.host, port=port) for word in shlex.split(one.section.command)]
@@ -154,7 +190,7 @@ class RunningServices:
         address = ServiceAddress(url=f"http://{site.host}:{port}", key=key)
         await self._healthy(one, one.guard, address)
         self._services.serves(one.name, one.number, address)
-        logger.info("service %s, replica %d: serves at %s (%s)", one.name, one.number, address.url, site.node)
+        logger.info("%s: serves at %s (%s)", one.title, address.url, site.node)
 
     async def _healthy(self, one: _Replica, guard: Guard, address: ServiceAddress) -> None:
         server = Server(address.url, token=address.key, timeout_seconds=_ANSWER_SECONDS)
@@ -163,16 +199,15 @@ class RunningServices:
         try:
             async with asyncio.timeout(limit):
                 while not ended.done():
-                    with contextlib.suppress(AttemptFailed, EngineError):
-                        status = await server.status(one.section.health, seconds=_ANSWER_SECONDS)
-                        if status == 200:
-                            return
+                    status = await server.status(one.section.health, seconds=_ANSWER_SECONDS)
+                    if status == 200:
+                        return
                     await asyncio.wait([ended], timeout=_LOOK_SECONDS)
         except TimeoutError as error:
             await guard.end()
             heard = "nothing" if status is None else f"status {status}"
             raise ServiceError(
-                f"service {one.name}, replica {one.number}: {address.url}{one.section.health} answered {heard} within "
+                f"{one.title}: {address.url}{one.section.health} answered {heard} within "
                 f"services.{one.name}.start_seconds={limit:g}; {one.log} ends with:{end_of(one.log)}"
             ) from error
         finally:
@@ -198,4 +233,4 @@ async def unless_given_up(work: Coroutine[Any, Any, T], watching: asyncio.Task[N
 
 
 def _ended(one: _Replica, how: str) -> str:
-    return f"service {one.name}, replica {one.number} ({one.site.node}) {how}; {one.log} ends with:{end_of(one.log)}"
+    return f"{one.title} ({one.site.node}) {how}; {one.log} ends with:{end_of(one.log)}"

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.rollout.servers.adapter import ForeignWeights, Sampling
 from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.rollout.servers.http import AttemptFailed, NoAnswer, OutOfFiles, Server, Unreachable, out_of_files
+from rl_megatron.rollout.servers.http import AttemptFailed, NoAnswer, OutOfFiles, Server, Unreachable
 from rl_megatron.rollout.servers.replicas import Event, Health, Replica
 
 logger = logging.getLogger(__name__)
@@ -144,22 +145,27 @@ class Supervisor:
         One for each death under poison does not count. Raises OutOfFiles, of which the server is not the cause.
         A learner that takes turns with it trains first: its GPUs have no room for a start.
         """
-        while (tries := self.engine.tries(replica)) < self.section.restarts:
-            wait = restarts.wait_before(tries, self.section.backoff_seconds)
-            logger.warning("%s: restart %d of %d in %g s", replica.title, tries + 1, self.section.restarts, wait)
-            await asyncio.sleep(wait)
+
+        async def again() -> None:
             await self.engine.weights.room()
             replica.restarts += 1
             replica.apply(Event.RESTARTED)
-            try:
-                return await self.restart(replica)
-            except OutOfFiles:
-                raise
-            except (EngineError, ConfigError, OSError) as error:
-                if isinstance(error, OSError) and (none_left := out_of_files(f"start of {replica.title}", error)):
-                    raise none_left from error
-                replica.apply(Event.DIED, str(error))
-        return None
+
+        try:
+            return await restarts.brought_up(
+                partial(self.restart, replica),
+                name=replica.title,
+                most=self.section.restarts,
+                first_wait=self.section.backoff_seconds,
+                made=partial(self.engine.tries, replica),
+                again=again,
+                failed=lambda error: replica.apply(Event.DIED, str(error)),
+                ended=EngineError(replica.reason),
+            )
+        except OutOfFiles:
+            raise
+        except (ConfigError, EngineError, OSError):
+            return None
 
     async def _until_dead(self, replica: Replica, standing: Standing) -> str:
         """Refit and watch the server until it is dead. Returns the cause."""

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -119,6 +119,50 @@ def test_a_server_that_dies_while_it_starts_ends_a_run_but_not_its_resume(
     asyncio.run(asyncio.wait_for(test(), 300.0))
 
 
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_server_that_dies_while_others_start_is_as_one_that_dies_while_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resumes: bool
+) -> None:
+    """It was ready, and no supervisor watches it before all are."""
+    model = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0)
+    keys = ("replicas=2", "restarts=1", "backoff_seconds=0.01")
+    config = load_config("tiny_cpu", ("rollout=local", *(f"rollout.server.{key}" for key in keys)))
+    lives, started, ready, start_ready = Started(OPEN), list[int](), asyncio.Event(), ServedEngines._start_ready
+
+    async def told(*given: Any) -> Any:
+        server = await start_ready(*given)
+        ready.set()
+        return server
+
+    async def start(order: Order) -> GuardProcess:
+        started.append(0)
+        return await lives.start(order)
+
+    async def late(order: Order) -> GuardProcess:
+        started.append(1)
+        await ready.wait()
+        (first,) = lives.guards
+        first.process.kill()
+        await first.wait()
+        return await lives.start(order)
+
+    sites = [[Site(start=each, number=n, count=2)] for n, each in enumerate((start, late))]
+    monkeypatch.setattr(ServedEngines, "_start_ready", told)
+    shape = read_shape(model)
+    launcher = ServedLauncher(cast("Launcher", None), model, tmp_path, shape, sites, resumes=resumes)
+    (servers,) = launcher._pools(config, EmbeddedAdapter(shape))
+
+    async def test() -> None:
+        async with contextlib.AsyncExitStack() as running:
+            fails = pytest.raises(EngineError, match=r"(?s)ended with status -9; .*local_0\.log ends with:")
+            with contextlib.nullcontext() if resumes else fails:
+                both = await servers._start_all(running, tmp_path)
+                assert all(guard.process.returncode is None for one in both for guard in one.guards)
+        assert started == ([0, 1, 0] if resumes else [0, 1])
+
+    asyncio.run(asyncio.wait_for(test(), 300.0))
+
+
 def _listens(port: int) -> bool:
     with socket.socket() as there:
         return there.connect_ex(("127.0.0.1", port)) == 0
@@ -128,7 +172,7 @@ def _listens(port: int) -> bool:
     ("code", "nodes", "seconds", "why"),
     [
         (ENDS, 1, 600, r"(?s)ended with status 3; .*local_0\.log ends with:\n  its log"),
-        (SILENT, 1, 0.1, r"is not ready after rollout\.server\.start_seconds=0\.1; see .*local_0\.log"),
+        (SILENT, 1, 0.1, r"is not ready after rollout\.server\.start_seconds=0\.1; .*local_0\.log ends with:"),
         (OPEN, 1, 600, "answers without the run's token"),
         (FOREIGN, 1, 600, r"answers as no server of .* does \(KeyError\('dtype'\)\); check what runs there"),
         (SILENT, 2, 600, "no such node"),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+from typing import Any
 
 import pytest
 
 from launcher.processes import restarts
+from rl_megatron.errors import ServiceError
+from rl_megatron.rollout.servers.http import OutOfFiles
 from rl_megatron.rollout.servers.replicas import Health
 from tests.unit.launcher.test_supervisor import LIMIT, REQUEST, bed, run, running
 
@@ -36,3 +40,53 @@ def test_restarts_before_a_server_ran_for_long_do_not_count(
 
 def test_waits_double_to_a_minute() -> None:
     assert [restarts.wait_before(number, 0.5) for number in (0, 1, 6, 7, 5000)] == [0.5, 1.0, 32.0, 60.0, 60.0]
+
+
+FAULT, FULL = ServiceError("answered nothing"), OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.parametrize(
+    ("faults", "ended", "waits", "raised"),
+    [
+        ([], None, [], None),
+        ([FAULT], None, [0.5], None),
+        ([], FAULT, [0.5], None),
+        ([FAULT] * 4, None, [0.5, 1.0, 2.0], ServiceError),
+        ([FAULT] * 3, FAULT, [0.5, 1.0, 2.0], ServiceError),
+        ([FAULT, FULL], None, [0.5], OutOfFiles),
+    ],
+    ids=["it starts", "again", "it has ended", "in vain", "it has ended in vain", "no file is left"],
+)
+def test_a_server_is_started_again_as_often_as_it_may_be(
+    faults: list[Exception],
+    ended: Exception | None,
+    waits: list[float],
+    raised: type[Exception] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left, waited, seen, made = [*faults], list[float](), list[Exception](), 0
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    async def start() -> str:
+        if left:
+            raise left.pop(0)
+        return "serves"
+
+    async def again() -> None:
+        nonlocal made
+        made += 1
+
+    def brought_up() -> str:
+        limits: Any = {"name": "judge", "most": 3, "first_wait": 0.5, "made": lambda: made}
+        return asyncio.run(restarts.brought_up(start, again=again, failed=seen.append, ended=ended, **limits))
+
+    monkeypatch.setattr("launcher.processes.restarts.asyncio.sleep", sleep)
+    if raised is None:
+        assert brought_up() == "serves"
+    else:
+        with pytest.raises(raised, match=r"answered nothing|start of judge: this process has no open file left"):
+            brought_up()
+    assert (waited, made, left) == (waits, len(waits), [])
+    assert seen == [one for one in faults if one is FAULT]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -39,9 +40,9 @@ def configured(command: str = JUDGE, *keys: str) -> RunConfig:
     return load_config("tiny_cpu", given)
 
 
-def running(config: RunConfig, folder: Path) -> tuple[RunningServices, Services]:
+def running(config: RunConfig, folder: Path, *, resumes: bool = False) -> tuple[RunningServices, Services]:
     services = Services(config.services)
-    return RunningServices(config, folder, service_sites(config, None), services), services
+    return RunningServices(config, folder, service_sites(config, None), services, resumes=resumes), services
 
 
 def started(mark: Path) -> list[int]:
@@ -122,6 +123,29 @@ def test_a_replica_that_dies_is_restarted_and_at_last_given_up(tmp_path: Path, m
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+@pytest.mark.parametrize(("resumes", "deaths", "starts"), [(False, 1, 1), (True, 2, 3), (True, 9, 3)])
+def test_one_that_dies_while_it_starts_ends_a_run_but_not_its_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resumes: bool, deaths: int, starts: int
+) -> None:
+    """Which starts it again ``restarts`` times, 2 here."""
+    monkeypatch.setattr(module, "_BACKOFF_SECONDS", 0.01)
+    mark = tmp_path / "starts"
+    program = f'sh -c "echo its log; echo $$ >>{mark}; test $(wc -l <{mark}) -gt {deaths} || exit 3; exec {JUDGE}"'
+    here, services = running(configured(program, "services.judge.restarts=2"), tmp_path, resumes=resumes)
+    used_up = r"services\.judge\.restarts=2 are used up: " if resumes else ""
+    why = rf"(?s)^{used_up}service judge, replica 0 \(here\) ended with status 3; .*judge_0\.log ends with:.*its log"
+
+    async def run() -> None:
+        fails = pytest.raises(ServiceError, match=why)
+        with contextlib.nullcontext() if deaths < starts else fails:
+            async with here.running() as watching:
+                assert services.address("judge").url
+                assert not watching.done()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert len(started(mark)) == starts
+
+
 def test_a_restart_that_the_system_refuses_is_one_of_its_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +214,7 @@ def test_any_interpreter_finds_this_package_alone(tmp_path: Path, monkeypatch: p
     ],
 )
 def test_one_that_does_not_start_is_named_with_its_last_lines(tmp_path: Path, command: str, said: str) -> None:
+    """What was asked, for how long, and what it printed."""
     keys = ["services.judge.start_seconds=4"] + (["services.judge.health=/other"] if "no-such-path" in command else [])
     here, services = running(configured(command.replace("'", '"'), *keys), tmp_path)
     before = set(psutil.Process().children(recursive=True))
