@@ -10,14 +10,13 @@ import secrets
 import shutil
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from launcher.processes import restarts
 from launcher.processes.guards import Order
-from launcher.processes.last_words import end_of
 from launcher.processes.scratch import scratch
 from launcher.servers.checks import ServerChecks
 from launcher.servers.degrees import degree_problems
@@ -30,13 +29,13 @@ from launcher.servers.supervisor import Attached, Standing, Started, Supervisor
 from launcher.servers.versions import compare_environments, container_of, shared_settings
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.http.token_file import read_token
+from rl_megatron.http.token_file import TokenFile
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers import engine_token
 from rl_megatron.rollout.servers.adapter import Adapter, StartOptions, words_of
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.gauges import GaugesInTurn
-from rl_megatron.rollout.servers.http import Server
+from rl_megatron.rollout.servers.http import AttemptFailed, OutOfFiles, Server
 from rl_megatron.rollout.servers.replicas import Replica
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import header_bytes
@@ -108,7 +107,7 @@ class ServedEngines:
             packages = stack.enter_context(scratch(mirror.parent, within=shared))
             running = await stack.enter_async_context(contextlib.AsyncExitStack())  # servers, also later ones
             if self._section.addresses:
-                standing: list[Standing] = [Attached(server=server) for server in self._attached()]
+                standing: list[Standing] = await self._attach_all()
             else:
                 await self._prepare(packages)
                 standing = list(await self._start_all(running, packages))
@@ -150,9 +149,7 @@ class ServedEngines:
         async def restart(replica: Replica) -> Standing:
             if not self._section.addresses:
                 return await start(replica.number)
-            again = Attached(server=await self._answers(replica.server))
-            await self._checks.check([again.server])
-            return again
+            return await self._attach(replica.server)
 
         async def refit(url: str) -> None:
             if self.refit is not None:
@@ -164,15 +161,24 @@ class ServedEngines:
         async with self._fleet.watched(standing):
             yield
 
+    async def _attach_all(self) -> list[Standing]:
+        """The servers at addresses; in a resume, for which they have served before, once they serve."""
+        servers = self._attached()
+        if not self._resumes:
+            return [Attached(server=server) for server in servers]
+        starts = (self._begin(number, partial(self._attach, server)) for number, server in enumerate(servers))
+        return [*await _first_error(*starts)]
+
     def _attached(self) -> list[Server]:
-        token = read_token(self._section.token_file, key="rollout.server.token_file") or None
+        file = self._section.token_file
+        token = None if file is None else TokenFile(file=file, key="rollout.server.token_file")
         urls = [url.strip() for url in str(self._section.addresses).split(",")]
         bad = [url for url in urls if not url.startswith(("http://", "https://"))]
         if bad:
             raise ConfigError(f"rollout.server.addresses: {', '.join(bad)}: write each as http://host:port")
         return [self._server(url, token) for url in urls]
 
-    def _server(self, url: str, token: str | None, answers: Path | None = None) -> Server:
+    def _server(self, url: str, token: str | TokenFile | None, answers: Path | None = None) -> Server:
         return Server(url, token=token, timeout_seconds=self._section.timeout_seconds, answers=answers)
 
     async def _prepare(self, packages: Path) -> None:
@@ -219,15 +225,8 @@ class ServedEngines:
 
     async def _start_all(self, stack: contextlib.AsyncExitStack, packages: Path) -> list[Started]:
         others = asyncio.Barrier(self._section.count)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                starting = [
-                    tasks.create_task(self._begin(number, partial(self._start_beside, stack, number, packages, others)))
-                    for number in range(self._section.count)
-                ]
-        except ExceptionGroup as failed:  # the first is the cause; callers catch it by its type
-            raise failed.exceptions[0] from failed
-        return [one.result() for one in starting]
+        starts = (partial(self._start_beside, stack, n, packages, others) for n in range(self._section.count))
+        return await _first_error(*(self._begin(number, start) for number, start in enumerate(starts)))
 
     async def _begin(self, number: int, start: Callable[[], Awaitable[T]]) -> T:
         """What ``start`` returns at a run's beginning; restarts of a resume count for ``rollout.server.restarts``."""
@@ -269,7 +268,7 @@ class ServedEngines:
         async with self._turns.on(self._sites[number]):
             started = await self._start_one(stack, number, packages)
             try:
-                await self._ready(started)
+                await started.ready(self._section.start_seconds)
             except BaseException:
                 await started.end()  # else it would keep its GPUs
                 raise
@@ -358,31 +357,36 @@ class ServedEngines:
     def _python(self) -> Path:
         return self._config.rollout.python or Path(sys.executable)
 
-    async def _answers(self, server: Server) -> Server:
-        """Wait until the server answers. Raises EngineError after ``rollout.server.start_seconds``."""
-        limit = self._section.start_seconds
+    async def _attach(self, server: Server) -> Attached:
+        """The server at this address, once it serves. Raises EngineError after ``rollout.server.start_seconds``, and
+        ConfigError for one that does not fit the run."""
+        limit, heard = self._section.start_seconds, "nothing was asked"
+        again = self._server(server.url, server.token)
         try:
             async with asyncio.timeout(limit):
-                while await server.status("/health", seconds=limit) != 200:
+                while True:
+                    try:
+                        await again.text("/health")
+                        await self._checks.check([again])
+                        return Attached(server=again)
+                    except OutOfFiles:
+                        raise
+                    except (AttemptFailed, EngineError) as error:
+                        heard = str(error)
                     await asyncio.sleep(_LOOK_SECONDS)
-        except TimeoutError as error:
-            raise EngineError(f"{server.url} did not answer within rollout.server.start_seconds={limit:g}") from error
-        return self._server(server.url, server.token)
+        except BaseException as error:
+            await again.close()
+            if not isinstance(error, TimeoutError):
+                raise
+            late = f"{server.url} does not serve after rollout.server.start_seconds={limit:g}"
+            raise EngineError(f"{late}: {heard}") from error
 
-    async def _ready(self, one: Started) -> None:
-        limit, ended = self._section.start_seconds, asyncio.ensure_future(one.ended())
-        try:
-            async with asyncio.timeout(limit):
-                while not ended.done():
-                    if await one.server.status("/health", seconds=limit) == 200:
-                        return
-                    await asyncio.sleep(_LOOK_SECONDS)
-        except TimeoutError as error:
-            raise EngineError(
-                f"{one.server.url} is not ready after rollout.server.start_seconds={limit:g}; raise it if loading "
-                f"takes longer; {one.logs[0]} ends with:{await asyncio.to_thread(end_of, one.logs[0])}"
-            ) from error
-        finally:
-            if not ended.done():
-                ended.cancel()
-        raise EngineError(ended.result())
+
+async def _first_error(*starts: Coroutine[Any, Any, T]) -> list[T]:
+    """What all ``starts`` return. Raises the error of the first that fails, which ends the others."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            starting = [tasks.create_task(start) for start in starts]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from failed  # callers catch it by its type
+    return [one.result() for one in starting]

@@ -20,12 +20,13 @@ from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.rollout.servers.adapter import ForeignWeights, Sampling
 from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.rollout.servers.http import AttemptFailed, NoAnswer, OutOfFiles, Server, Unreachable
+from rl_megatron.rollout.servers.http import AttemptFailed, NoAnswer, OutOfFiles, Server, TokenRefused, Unreachable
 from rl_megatron.rollout.servers.replicas import Event, Health, Replica
 
 logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 2.0
+_LOOK_SECONDS = 0.25
 _TAIL = 20  # lines of a log in an error
 _CHECKS = 3  # failed checks in a row; a suspended job may miss one
 
@@ -55,6 +56,25 @@ class Started(Standing):
     ports: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # holds them
     fatal: tuple[type[Exception], ...] = (NoAnswer, ForeignWeights)
 
+    async def ready(self, seconds: float) -> None:
+        """Wait until it answers. Raises EngineError with the end of its log if it ends, or does not in ``seconds``."""
+        ended = asyncio.ensure_future(self.ended())
+        try:
+            async with asyncio.timeout(seconds):
+                while not ended.done():
+                    if await self.server.status("/health", seconds=seconds) == 200:
+                        return
+                    await asyncio.sleep(_LOOK_SECONDS)
+        except TimeoutError as error:
+            raise EngineError(
+                f"{self.server.url} is not ready after rollout.server.start_seconds={seconds:g}; raise it if loading "
+                f"takes longer; {self.logs[0]} ends with:{await asyncio.to_thread(end_of, self.logs[0], lines=_TAIL)}"
+            ) from error
+        finally:
+            if not ended.done():
+                ended.cancel()
+        raise EngineError(ended.result())
+
     @override
     async def ended(self) -> str:
         """Say how the first guard ended, with the last lines of its node's log."""
@@ -82,7 +102,7 @@ class Attached(Standing):
     """A server that somebody else runs. After it was unreachable it may be another one at the same address."""
 
     server: Server
-    fatal: tuple[type[Exception], ...] = (NoAnswer, ForeignWeights, Unreachable)
+    fatal: tuple[type[Exception], ...] = (NoAnswer, ForeignWeights, Unreachable, TokenRefused)
 
     @override
     async def ended(self) -> str:

@@ -18,12 +18,12 @@ from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.errors import EngineError, ServiceError
 from rl_megatron.http.client import TryAgain, retried
-from rl_megatron.http.token_file import read_token, token_now
+from rl_megatron.http.token_file import TokenFile
 from rl_megatron.interfaces import FrozenModel
 from rl_megatron.rollout.servers.adapter import Sampling
 from rl_megatron.rollout.servers.decoding import Judged
 from rl_megatron.rollout.servers.http import Server, Unauthorized
-from rl_megatron.services import ServiceAddress, Services
+from rl_megatron.services import Services
 from rl_megatron.types import Batch, Samples, Scores, Want
 
 _TRIED = (1, 2, 3)  # a text of tokens that every vocabulary has
@@ -34,7 +34,7 @@ class Teacher(FrozenModel):
     """At a server, or at the replicas of a service of the run, which take turns.
 
     It names ``top`` tokens at a place; all of ``vocab_size``, the policy's, where it has no more. Each attempt has a
-    connection of its own, with the token that ``token_file`` holds then. Raises ConfigError for a file without one.
+    connection of its own. Raises ConfigError for a ``token_file`` without a token.
     """
 
     name: str
@@ -44,9 +44,11 @@ class Teacher(FrozenModel):
     top: int
     vocab_size: int
     _slots: asyncio.Semaphore = field(init=False)
+    _token: TokenFile | None = field(init=False)
 
     def __post_init__(self) -> None:
-        read_token(self.section.token_file, key=self._token_key)
+        file, key = self.section.token_file, f"algorithm.kl.teachers.{self.name}.token_file"
+        self._token = None if file is None else TokenFile(file=file, key=key)
         self._slots = asyncio.Semaphore(self.section.concurrency)
 
     async def judge(self, text: Sequence[int], top: int) -> Judged:
@@ -60,32 +62,27 @@ class Teacher(FrozenModel):
     async def _attempt(self, text: Sequence[int], top: int) -> Judged:
         limit = self.section.timeout_seconds
         async with self._slots:
-            address = await self._address()
-            server = Server(address.url, token=address.key or None, timeout_seconds=limit)
+            server = await self._server()
             try:
                 async with asyncio.timeout(limit):
                     return await self.adapter.judge(server, text, top)
             except TimeoutError as error:
                 raise TryAgain(f"no answer within timeout_seconds={limit:g}") from error
             except Unauthorized as error:
-                if not address.key:
+                if not server.token:
                     raise
-                raise TryAgain(str(error)) from error  # the token may have rotated since
+                raise TryAgain(str(error)) from error  # the service may have been started again since, with another
             finally:
                 await server.close()
 
-    @property
-    def _token_key(self) -> str:
-        return f"algorithm.kl.teachers.{self.name}.token_file"
-
-    async def _address(self) -> ServiceAddress:
-        """That of the server whose turn it is, once one serves that is being restarted. Raises ServiceError if none is,
-        and TryAgain without a token."""
-        given = self.section.server
+    async def _server(self) -> Server:
+        """That whose turn it is, once one serves that is being restarted. Raises ServiceError if none is."""
+        given, limit = self.section.server, self.section.timeout_seconds
         assert given is not None, "a teacher that ranks hold is none of these"
         if given.startswith(SERVICE):
-            return await self.services.serving(given.removeprefix(SERVICE))
-        return ServiceAddress(url=given, key=token_now(self.section.token_file, key=self._token_key))
+            address = await self.services.serving(given.removeprefix(SERVICE))
+            return Server(address.url, token=address.key, timeout_seconds=limit)
+        return Server(given, token=self._token, timeout_seconds=limit)
 
     async def try_out(self) -> None:
         """Ask it for a short text. Raises EngineError if it does not answer as it should."""

@@ -14,24 +14,23 @@ from typing_extensions import override
 from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.errors import SandboxError
 from rl_megatron.http.client import TryAgain, beginning_of, check_status, post_json, retried
-from rl_megatron.http.token_file import read_token, token_now
+from rl_megatron.http.token_file import StatusAndBody, TokenFile
 from rl_megatron.sandbox.protocol import Executor, Limits, ProgramEnd, Ran, SandboxProgram
 
 _SLACK_SECONDS = 30.0  # of an answer, beyond the program's limit
-_TOKEN = "sandbox.token_file"
 
 
 class RemoteExecutor(Executor):
     """POSTs each program. It retries without a connection, and on status 408, 429 and 5xx: a program may run twice. So
-    it does on status 401, with the token that the file then holds.
+    it does on status 401 and 403, with the token that the file then holds.
 
     Raises ConfigError for a ``sandbox.token_file`` that others can read, or that holds no token.
     """
 
     def __init__(self, section: SandboxSection) -> None:
         assert section.url is not None
-        read_token(section.token_file, key=_TOKEN, private=True)
-        self._url, self._section = section.url, section
+        file, self._url, self._section = section.token_file, section.url, section
+        self._token = None if file is None else TokenFile(file=file, key="sandbox.token_file", private=True)
 
     @override
     async def execute(self, program: SandboxProgram, limits: Limits) -> Ran:
@@ -56,13 +55,16 @@ class RemoteExecutor(Executor):
 
     async def _attempt(self, body: bytes, limits: Limits) -> bytes:
         seconds, most = limits.seconds + _SLACK_SECONDS, 12 * limits.output_bytes + (1 << 16)
-        token = token_now(self._section.token_file, key=_TOKEN, private=True)
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        status, answer = await post_json(self._url, body, headers, most=most, seconds=seconds, limit=f"{seconds:g} s")
+
+        async def ask(token: str) -> StatusAndBody:
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            return await post_json(self._url, body, headers, most=most, seconds=seconds, limit=f"{seconds:g} s")
+
+        status, answer = await (self._token.answer(ask) if self._token else ask(""))
         if len(answer) > most:
             raise ValueError(f"the answer is longer than {most} bytes")
-        if status == 401 and token:
-            raise TryAgain(f"status 401: {beginning_of(answer)}")  # the token may have rotated since
+        if self._token and (advice := self._token.refused(status)):
+            raise TryAgain(f"status {status}: {beginning_of(answer)}{advice}")
         check_status(status, answer)
         return answer
 

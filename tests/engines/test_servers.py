@@ -241,7 +241,7 @@ async def running_on(server: ServedBench) -> int:
     if server.name == "sglang":
         (load,) = (await replica.get("/v1/loads"))["loads"]
         return int(load["num_running_reqs"])
-    said = (await replica._client.get("/metrics")).text
+    said = await replica.text("/metrics")
     return int(sum(float(n) for n in re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", said, re.MULTILINE)))
 
 
@@ -352,7 +352,7 @@ def test_nobody_reaches_a_server_or_reads_its_token_who_is_not_the_run(server: S
     processes = family(os.getpid())
     assert check_sockets(processes)["An engine server"] >= 1
     (replica,) = server.engine.servers
-    assert replica.token is not None
+    assert isinstance(replica.token, str)
     (log,) = (server.path.parents[1]).glob(f"{server.name}_*.log")
     assert replica.token in check_secrets(processes, log.parent, secrets=[replica.token])
     assert stat.S_IMODE(log.stat().st_mode) == 0o600

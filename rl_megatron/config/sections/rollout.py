@@ -96,7 +96,8 @@ class ServerSection(Section):
     """Addresses of running servers to use, as ``http://host:port``, separated by commas; null: the run starts its own.
     """
     token_file: Path | None = None
-    """File that holds the bearer token of the running servers; the run makes a token for servers that it starts."""
+    """File that holds the bearer token of the running servers, read for each request, as it may rotate; the run makes a
+    token for servers that it starts."""
     replicas: Positive | None = None
     """Number of servers to start; null: one. With ``rollout.engine=local``, processes of their own on this machine's
     CPUs, which sample while the learner trains; null: the learner's processes sample."""

@@ -45,7 +45,7 @@ class SandboxSection(Section):
     rotate."""
     retries: NonNegative = 6
     """type=remote: most retries of a program that gets no connection, no answer in time, or status 408, 429 or 5xx;
-    with ``token_file`` also 401."""
+    with ``token_file`` also 401 and 403."""
     backoff_seconds: PositiveFloat = 0.5
     """type=remote: wait before the first retry; it doubles each time. Waits count for ``reward.timeout_seconds``."""
 

@@ -15,6 +15,7 @@ import msgspec
 
 from rl_megatron.errors import EngineError
 from rl_megatron.http.client import KEEP_ALIVE_SECONDS, TryAgain, describe_transport, new_client
+from rl_megatron.http.token_file import StatusAndBody, TokenFile
 from rl_megatron.json_text import parse
 from rl_megatron.rollout.servers.engine_token import authorization
 
@@ -45,12 +46,16 @@ class Busy(AttemptFailed):
     """The server takes no request at present."""
 
 
+class TokenRefused(Busy):
+    """The server does not take the token of a file, which may hold another one later."""
+
+
 class Refused(EngineError):
     """The server refuses this request for good."""
 
 
-class Unauthorized(Refused):
-    """The server does not take the token."""
+class Unauthorized(EngineError):
+    """The server does not take a token that does not change."""
 
 
 class OutOfFiles(EngineError):
@@ -60,11 +65,14 @@ class OutOfFiles(EngineError):
 class Server:
     """One engine server at ``url``, without proxies.
 
-    An answer must arrive within ``timeout_seconds``, except for requests that wait in the server's queue: their time
-    does not show whether the server works. The tokens it makes do (launcher/servers/supervisor.py).
+    Every request carries ``token``, or that of the file. An answer must arrive within ``timeout_seconds``, except for
+    requests that wait in the server's queue: their time does not show whether the server works. The tokens it makes do
+    (launcher/servers/supervisor.py).
     """
 
-    def __init__(self, url: str, *, token: str | None, timeout_seconds: float, answers: Path | None = None) -> None:
+    def __init__(
+        self, url: str, *, token: str | TokenFile | None, timeout_seconds: float, answers: Path | None = None
+    ) -> None:
         self.url, self.token, self._limit = url.rstrip("/"), token, timeout_seconds
         self.answers = answers  # a folder that its nodes see as this one does; None: that of the weights is one
         self.in_flight = 0  # completions that are asked for
@@ -79,7 +87,7 @@ class Server:
         limits = httpx2.Limits(
             max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS
         )
-        self._client = new_client(base_url=self.url, headers=authorization(token) if token else {}, limits=limits)
+        self._client = new_client(base_url=self.url, limits=limits)
 
     @contextlib.contextmanager
     def busy(self, completions: int = 1) -> Iterator[None]:
@@ -134,17 +142,20 @@ class Server:
     ) -> bytes:
         what = f"{self.url}{path}"
         content = None if body is None else msgspec.json.encode(body)  # the tokens of long prompts: json takes 15 times
-        headers = None if body is None else {"Content-Type": "application/json"}
+        headers = {} if body is None else {"Content-Type": "application/json"}
         try:
             async with asyncio.timeout(limit):
-                response = await self._client.request(method, path, content=content, headers=headers, params=params)
+                status, answer = await self._answered(method, path, headers, content=content, params=params)
         except TimeoutError as error:
             raise NoAnswer(f"{what}: no answer within rollout.server.timeout_seconds={limit:g}") from error
         except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
             raise _unreachable(what, error) from error
         except httpx2.TransportError as error:
             raise Broken(f"{what}: {describe_transport(error)}") from error
-        status, answer = response.status_code, response.content
+        except TryAgain as error:
+            raise Busy(f"{what}: {error}") from error
+        if isinstance(self.token, TokenFile) and (advice := self.token.refused(status)):
+            raise TokenRefused(f"{what}: status {status}: {_shown(answer)}{advice}")
         if status in _PASSING:
             raise Busy(f"{what}: status {status}: {_shown(answer)}")
         if status >= 500:
@@ -153,7 +164,17 @@ class Server:
             raise Unauthorized(f"{what}: status {status}: {_shown(answer)}")
         if status >= 300:
             raise Refused(f"{what}: status {status}: {_shown(answer)}")
-        return bytes(answer)
+        return answer
+
+    async def _answered(self, method: str, path: str, headers: Mapping[str, str], **options: Any) -> StatusAndBody:
+        """Status and body. Raises TryAgain where a file holds no token, and httpx's errors."""
+
+        async def ask(token: str) -> StatusAndBody:
+            given = {**headers, **authorization(token)} if token else headers
+            response = await self._client.request(method, path, headers=given, **options)
+            return response.status_code, bytes(response.content)
+
+        return await (self.token.answer(ask) if isinstance(self.token, TokenFile) else ask(self.token or ""))
 
     def _json(self, path: str, text: bytes | str) -> Any:
         try:
@@ -165,8 +186,8 @@ class Server:
         """The status of an answer to GET; None if none arrived within ``seconds``. Raises OutOfFiles."""
         try:
             async with asyncio.timeout(seconds):
-                return int((await self._client.get(path)).status_code)
-        except TimeoutError:
+                return (await self._answered("GET", path, {}))[0]
+        except (TimeoutError, TryAgain):
             return None
         except httpx2.TransportError as error:
             if isinstance(told := _unreachable(f"{self.url}{path}", error), OutOfFiles):

@@ -100,6 +100,7 @@ class Fake(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.lock, self.asked, self.label = threading.Lock(), list[str](), "0"
+        self.tokens = list[str]()  # of each request
         self.now = self.most = 0
         self.answer: Answer = lambda path, body, number: (200, {"label": self.label})
 
@@ -118,6 +119,7 @@ class Handler(BaseHTTPRequestHandler):
         with fake.lock:
             number = len(fake.asked)
             fake.asked.append(self.path)
+            fake.tokens.append(str(self.headers["Authorization"]).removeprefix("Bearer "))
             fake.label = body.get("label", fake.label)
             fake.now += 1
             fake.most = max(fake.most, fake.now)

@@ -36,7 +36,7 @@ def told(text: Sequence[int], scale: float) -> list[float]:
 
 class Told(Words):
     async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
-        said = await server.sampled("/judge", {"text": list(text), "top": top, "token": server.token}, json.loads)
+        said = await server.sampled("/judge", {"text": list(text), "top": top}, json.loads)
         ids = np.array(said["ids"], np.int32).reshape(len(text) - 1, top)
         return Judged(
             logprobs=np.array(said["logprobs"], np.float32),
@@ -136,8 +136,9 @@ def test_a_failed_attempt_is_made_again_and_a_service_is_asked_where_it_is_then(
     assert waits == [1.0]
 
 
+@pytest.mark.parametrize("refusal", [401, 403])
 def test_a_token_that_rotates_is_read_for_each_attempt_and_no_connection_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int
 ) -> None:
     file = tmp_path / "token"
     file.write_text("old")
@@ -149,7 +150,9 @@ def test_a_token_that_rotates_is_read_for_each_attempt_and_no_connection_stays(
     with running(1) as (fake,):
         answers(fake, 1.0)
         answer = fake.answer
-        fake.answer = lambda path, body, number: answer(path, body, number) if body["token"] == right else (401, {})
+        fake.answer = lambda path, body, number: (
+            answer(path, body, number) if fake.tokens[number] == right else (refusal, {})
+        )
         model = teacher(fake, token_file=file)
 
         async def judged() -> set[int]:
@@ -175,7 +178,10 @@ def test_a_token_that_is_not_there_is_refused_and_one_that_stays_wrong_ends(tmp_
             teacher(fake, token_file=file)
         file.write_text("wrong")
         fake.answer = lambda path, body, number: (401, {"why": "unknown"})
-        with pytest.raises(EngineError, match=r"status 401.*unknown.*attempts made: 1"):
+        named = (
+            rf"teachers\.t: {fake.url}/judge: status 401.*unknown.*refuses the token of .*token_file={file}: .*made: 1"
+        )
+        with pytest.raises(EngineError, match=named):
             asyncio.run(teacher(fake, token_file=file, retries=0).judge([1, 2], 0))
         with pytest.raises(EngineError, match=r"status 401.*unknown"):
             asyncio.run(teacher(fake).judge([1, 2], 0))  # it has none to read again

@@ -113,8 +113,9 @@ def test_a_server_that_is_away_is_waited_for(waits: list[float]) -> None:
     assert sum(waits) == 31.5
 
 
+@pytest.mark.parametrize("refusal", [401, 403])
 def test_a_token_that_rotates_is_read_for_each_attempt(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int
 ) -> None:
     token = tmp_path / "token"
     token.touch(0o600)
@@ -125,11 +126,12 @@ def test_a_token_that_rotates_is_read_for_each_attempt(
         token.write_text(steps.pop(0))
 
     monkeypatch.setattr("rl_megatron.http.client.asyncio.sleep", sleep)
-    server.answers = [(401, b"who?"), (200, json.dumps(DONE).encode())]
+    server.answers = [(refusal, b"who?"), (200, json.dumps(DONE).encode())]
     assert run(server, token_file=token).stdout == "3\n"
     assert [given for given, _ in server.asked] == ["Bearer old", "Bearer new"]
-    server.answers = [(401, b"who?")]
-    with pytest.raises(SandboxError, match=r"status 401: 'who\?'; attempts made: 1"):
+    server.answers = [(refusal, b"who?")]
+    named = rf"{server.url}: status {refusal}: 'who\?'; it refuses the token of sandbox\.token_file={token}: .*made: 1"
+    with pytest.raises(SandboxError, match=named):
         run(server, token_file=token, retries=0)
 
 

@@ -1,0 +1,105 @@
+"""Servers that somebody else runs: their token rotates, and a resume waits for them. With real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.servers.pool import ServedEngines
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import TinyModelSection
+from rl_megatron.errors import EngineError
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.weights.layouts.families import read_shape
+from tests.unit.launcher.test_supervisor import Described, run, until
+from tests.unit.rollout.test_engine_servers import REQUEST, Fake, push, running
+
+
+def attached(folder: Path, fakes: list[Fake], *keys: str, resumes: bool = False) -> ServedEngines:
+    model = make_tiny_model(TinyModelSection(), folder / "cache", seed=0)
+    of_server = (f"addresses={','.join(fake.url for fake in fakes)}", "backoff_seconds=0.01", *keys)
+    config = load_config("tiny_cpu", ["rollout=vllm", *(f"rollout.server.{key}" for key in of_server)])
+    return ServedEngines(config, Described(), model, folder, read_shape(model), resumes=resumes)
+
+
+async def pushed(servers: ServedEngines, engine: ServedEngine, version: int) -> None:
+    """Serve a version, also on servers that come back."""
+
+    async def refit(url: str) -> None:
+        if engine.weights.stale(url):
+            await engine.weights.load(Path("weights"), version, only=url)
+            await engine.weights.commit(version, only=url)
+
+    await push(engine, version)
+    servers.refit = refit
+
+
+@pytest.mark.parametrize(("refusal", "health"), [(401, 401), (403, 403), (403, 200)])
+def test_a_token_that_rotates_ends_no_request(tmp_path: Path, refusal: int, health: int) -> None:
+    """Both servers refuse the one of before, ``health`` their health check. The file is late the second time."""
+    token, taken = tmp_path / "token", "first"
+    token.write_text(taken)
+
+    def answering(fake: Fake) -> None:
+        plain = fake.answer
+
+        def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+            status = health if path == "/health" else refusal
+            return plain(path, body, number) if fake.tokens[number] == taken else (status, "token expired")
+
+        fake.answer = answer
+
+    async def test() -> None:
+        nonlocal taken
+        servers = attached(tmp_path, fakes, f"token_file={token}", "retries=0")
+        async with servers.running(tmp_path / "mirror" / "model.safetensors") as engine:
+            await pushed(servers, engine, 4)
+            taken = "second"
+            token.write_text(taken)
+            assert (await engine.generate(REQUEST))[0].spans == ((0, 4),)
+            assert engine.metrics() == {"engine/healthy": 2, "engine/restarts": 0}
+            taken = "third"
+            request = engine.generate(REQUEST)
+            answering_late = asyncio.create_task(request)
+            await until(lambda: not engine.replicas.healthy())
+            advice = (
+                f"it refuses the token of rollout.server.token_file={token}: write one that it takes into that file"
+            )
+            said = [f'{fake.url}/generate: status {refusal}: "token expired"; {advice}' for fake in fakes]
+            assert [replica.reason for replica in engine.replicas.all] == said
+            token.write_text(taken)
+            assert (await answering_late)[0].spans == ((0, 4),)
+            await until(lambda: len(engine.replicas.healthy()) == 2)
+            assert engine.metrics() == {"engine/healthy": 2, "engine/restarts": 2}
+
+    with running(2) as fakes:
+        for fake in fakes:
+            answering(fake)
+        run(test)
+
+
+@pytest.mark.parametrize(("resumes", "busy"), [(False, 2), (True, 2), (True, 999)])
+def test_one_that_is_away_ends_a_run_but_is_waited_for_in_its_resume(
+    tmp_path: Path, *, resumes: bool, busy: int
+) -> None:
+    """It may be started again at the same time as the job, and says then that it is not ready."""
+
+    async def test() -> None:
+        servers = attached(tmp_path, [fake], "start_seconds=0.3", resumes=resumes)
+        late = r"does not serve after rollout\.server\.start_seconds=0\.3: .*/health: status 503: \"it loads\"$"
+        why = late if resumes else r"^rollout\.engine=vllm: .*status 503: \"it loads\"$"
+        with contextlib.nullcontext() if (resumes, busy) == (True, 2) else pytest.raises(EngineError, match=why):
+            async with servers.running(tmp_path / "mirror" / "model.safetensors") as engine:
+                await pushed(servers, engine, 4)
+                assert engine.metrics()["engine/healthy"] == 1
+                assert engine.metrics()["engine/restarts"] > 0  # each a wait of start_seconds
+
+    with running(1) as (fake,):
+        plain = fake.answer
+        fake.answer = lambda path, body, number: plain(path, body, number) if number >= busy else (503, "it loads")
+        run(test)
