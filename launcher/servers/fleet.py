@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any
 
 from launcher.servers.site import MoreSites, Sites
-from launcher.servers.supervisor import Standing, Supervisor
+from launcher.servers.supervisor import Failed, Standing, Supervisor
 from launcher.wire.greetings import this_node
 from rl_megatron.errors import ConfigError, EngineError, RLMegatronError
-from rl_megatron.rollout.servers.replicas import Health, Replica
+from rl_megatron.rollout.servers.replicas import Event, Health, Replica
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,8 @@ class Fleet:
             if not task.cancelled() and (error := task.exception()) is not None:
                 self._replicas.fail(error)
 
+        if isinstance(standing, Failed):
+            replica.apply(Event.DIED, standing.why)
         task = self._keeping[replica] = asyncio.create_task(self._supervisor.keep(replica, standing))
         task.add_done_callback(ended)
 

@@ -9,13 +9,10 @@ import os
 import secrets
 import shutil
 import sys
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
-from launcher.processes import restarts
 from launcher.processes.guards import Order
 from launcher.processes.scratch import scratch
 from launcher.servers.checks import ServerChecks
@@ -25,7 +22,7 @@ from launcher.servers.fleet import Fleet
 from launcher.servers.interpreter import check_interpreter, python_path, show_package
 from launcher.servers.kernels import folder_of_server
 from launcher.servers.site import GpuTurns, MoreSites, Site, Sites, elsewhere, vacated
-from launcher.servers.supervisor import Attached, Standing, Started, Supervisor
+from launcher.servers.supervisor import Attached, Failed, Standing, Started, Supervisor
 from launcher.servers.versions import compare_environments, container_of, shared_settings
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
@@ -44,7 +41,6 @@ from rl_megatron.weights.formats.served import FORMATS, stored
 from rl_megatron.weights.layouts.families import hf_layout
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _LOOK_SECONDS = 0.25
 _ADVICE = "; `rl-megatron engines RUN add` starts another"
@@ -54,7 +50,8 @@ class ServedEngines:
     """The servers of one run, at ``sites`` or here. ``refit`` pushes the served weights into a restarted server.
 
     ``turns``: of all servers that may have the same GPUs. ``evaluating``: they are of evaluations alone, and no others
-    can join them. ``resumes``: servers of this run have served before, so one that does not come up is started again.
+    can join them. ``resumes``: servers of this run have served before, so one that does not come up is restarted as one
+    that dies.
     """
 
     def __init__(
@@ -84,7 +81,7 @@ class ServedEngines:
         stored(self._shapes, DType(config.learner.dtype), self._kind)  # first refuses models without such a format
         self._sites = dict(enumerate(sites or [[Site()] for _ in range(self._section.count)]))
         self._more_sites, self._turns, self._evaluating = more_sites, turns or GpuTurns(), evaluating
-        self._resumes, self._restarted = resumes, Counter[int]()  # restarts at the run's beginning, by number
+        self._resumes = resumes
         self._fleet: Fleet | None = None
         self.refit: Callable[[str], Awaitable[None]] | None = None  # set before anything is served
 
@@ -107,14 +104,14 @@ class ServedEngines:
             packages = stack.enter_context(scratch(mirror.parent, within=shared))
             running = await stack.enter_async_context(contextlib.AsyncExitStack())  # servers, also later ones
             if self._section.addresses:
-                standing: list[Standing] = await self._attach_all()
+                standing: list[Standing] = [Attached(server=server) for server in self._attached()]
             else:
                 await self._prepare(packages)
-                standing = list(await self._start_all(running, packages))
-            servers = [s.server for s in standing]
+                standing = await self._start_all(running, packages)
+            await self._check(standing)
             engine = ServedEngine(
                 self._adapter,
-                servers,
+                [one.server for one in standing],
                 self._section,
                 max_length=self._max_length,
                 vocab_size=self._shape.vocab_size,
@@ -124,9 +121,6 @@ class ServedEngines:
                 kind="eval replica" if self._evaluating else "replica",
             )
             stack.push_async_callback(engine.close)
-            for replica in engine.replicas.all:
-                replica.restarts = self._restarted[replica.number]
-            await self._checks.check(servers)
             await stack.enter_async_context(self._kept(running, packages, engine, standing))
             await stack.enter_async_context(GaugesInTurn(self._adapter, engine.replicas).asked())
             yield engine
@@ -160,14 +154,6 @@ class ServedEngines:
         self._fleet = Fleet(supervisor=supervisor, start=start, sites=self._sites, more_sites=self._more_sites)
         async with self._fleet.watched(standing):
             yield
-
-    async def _attach_all(self) -> list[Standing]:
-        """The servers at addresses; in a resume, for which they have served before, once they serve."""
-        servers = self._attached()
-        if not self._resumes:
-            return [Attached(server=server) for server in servers]
-        starts = (self._begin(number, partial(self._attach, server)) for number, server in enumerate(servers))
-        return [*await _first_error(*starts)]
 
     def _attached(self) -> list[Server]:
         file = self._section.token_file
@@ -223,27 +209,41 @@ class ServedEngines:
         if self._places is not None:
             (packages / "bare" / "model.safetensors").write_bytes(header_bytes([]))  # see sglang/loras.py
 
-    async def _start_all(self, stack: contextlib.AsyncExitStack, packages: Path) -> list[Started]:
-        others = asyncio.Barrier(self._section.count)
-        starts = (partial(self._start_beside, stack, n, packages, others) for n in range(self._section.count))
-        return await _first_error(*(self._begin(number, start) for number, start in enumerate(starts)))
+    async def _start_all(self, stack: contextlib.AsyncExitStack, packages: Path) -> list[Standing]:
+        """Start the servers of the run's beginning; in a resume one that fails is left to its supervisor."""
+        others, numbers = asyncio.Barrier(self._section.count), range(self._section.count)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                starting = [tasks.create_task(self._start_first(stack, each, packages, others)) for each in numbers]
+        except ExceptionGroup as failed:  # the first is the cause; callers catch it by its type
+            raise failed.exceptions[0] from failed
+        return [one.result() for one in starting]
 
-    async def _begin(self, number: int, start: Callable[[], Awaitable[T]]) -> T:
-        """What ``start`` returns at a run's beginning; restarts of a resume count for ``rollout.server.restarts``."""
+    async def _start_first(
+        self, stack: contextlib.AsyncExitStack, number: int, packages: Path, others: asyncio.Barrier
+    ) -> Standing:
+        try:
+            return await self._start_beside(stack, number, packages, others)
+        except (EngineError, OSError) as error:
+            if not self._resumes:
+                raise
+            await others.wait()
+            return Failed(server=self._server(f"http://{self._sites[number][0].host}", None), why=str(error))
 
-        async def again() -> None:
-            self._restarted[number] += 1
-
-        name = f"{self._log_name} {number}"
-        return await restarts.brought_up(
-            start,
-            name=name,
-            most=self._section.restarts if self._resumes else 0,
-            first_wait=self._section.backoff_seconds,
-            made=lambda: self._restarted[number],
-            again=again,
-            failed=partial(logger.warning, "%s: %s", name),
-        )
+    async def _check(self, standing: list[Standing]) -> None:
+        """Raises ConfigError with all problems, and EngineError; in a resume one that does not answer has Failed."""
+        if not self._resumes:
+            await self._checks.check([one.server for one in standing])
+            return
+        for number, one in enumerate(standing):
+            try:
+                if not isinstance(one, Failed):
+                    await self._checks.check([one.server])
+            except OutOfFiles:
+                raise
+            except EngineError as error:
+                await one.end()
+                standing[number] = Failed(server=one.server, why=str(error))
 
     async def _start_beside(
         self, stack: contextlib.AsyncExitStack, number: int, packages: Path, others: asyncio.Barrier
@@ -262,6 +262,7 @@ class ServedEngines:
         finally:
             ended.cancel()
             ready.cancel()
+            await asyncio.wait({ended, ready})  # else the others count it as ready
 
     async def _start_ready(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
         """Start a server in its turn, and wait until it is ready."""
@@ -380,13 +381,3 @@ class ServedEngines:
                 raise
             late = f"{server.url} does not serve after rollout.server.start_seconds={limit:g}"
             raise EngineError(f"{late}: {heard}") from error
-
-
-async def _first_error(*starts: Coroutine[Any, Any, T]) -> list[T]:
-    """What all ``starts`` return. Raises the error of the first that fails, which ends the others."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            starting = [tasks.create_task(start) for start in starts]
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from failed  # callers catch it by its type
-    return [one.result() for one in starting]

@@ -114,6 +114,23 @@ class Attached(Standing):
         """Does nothing: whoever started the server ends it."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Failed(Standing):
+    """No server: the one of a resume's beginning did not come up, or did not pass its checks, and is gone."""
+
+    server: Server
+    why: str
+    fatal: tuple[type[Exception], ...] = ()
+
+    @override
+    async def ended(self) -> str:
+        return self.why
+
+    @override
+    async def end(self) -> None:
+        """Does nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervisor:
     """Supervises the replicas of ``engine``. ``restart`` returns a ready and checked server after a death.
@@ -136,10 +153,11 @@ class Supervisor:
         replica.supervised, loop = True, asyncio.get_running_loop()
         while True:
             self.standing[replica], began = standing, loop.time()
-            why = await self._until_dead(replica, standing)
-            if loop.time() - began >= restarts.CALM_SECONDS:
-                replica.forgive()
-            replica.apply(Event.DIED, why)
+            if replica.health is not Health.DEAD:  # as one that Failed is
+                why = await self._until_dead(replica, standing)
+                if loop.time() - began >= restarts.CALM_SECONDS:
+                    replica.forgive()
+                replica.apply(Event.DIED, why)
             await replica.end(standing.end())
             if replica.health is Health.GONE:
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import EngineError
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.replicas import Health
 from rl_megatron.weights.layouts.families import read_shape
 from tests.unit.launcher.test_supervisor import Described, run, until
 from tests.unit.rollout.test_engine_servers import REQUEST, Fake, push, running
@@ -83,7 +85,10 @@ def test_a_token_that_rotates_ends_no_request(tmp_path: Path, refusal: int, heal
         run(test)
 
 
-@pytest.mark.parametrize(("resumes", "busy"), [(False, 2), (True, 2), (True, 999)])
+BUSY = r'/health: status 503: "it loads"'
+
+
+@pytest.mark.parametrize(("resumes", "busy"), [(False, 2), (True, 3), (True, 999)])
 def test_one_that_is_away_ends_a_run_but_is_waited_for_in_its_resume(
     tmp_path: Path, *, resumes: bool, busy: int
 ) -> None:
@@ -91,15 +96,33 @@ def test_one_that_is_away_ends_a_run_but_is_waited_for_in_its_resume(
 
     async def test() -> None:
         servers = attached(tmp_path, [fake], "start_seconds=0.3", resumes=resumes)
-        late = r"does not serve after rollout\.server\.start_seconds=0\.3: .*/health: status 503: \"it loads\"$"
-        why = late if resumes else r"^rollout\.engine=vllm: .*status 503: \"it loads\"$"
-        with contextlib.nullcontext() if (resumes, busy) == (True, 2) else pytest.raises(EngineError, match=why):
+        late = rf"(?s)no Words server is left:\n.* does not serve after rollout\.server\.start_seconds=0\.3: .*{BUSY}$"
+        why = late if resumes else r'^rollout\.engine=vllm: .*status 503: "it loads"$'
+        with contextlib.nullcontext() if (resumes, busy) == (True, 3) else pytest.raises(EngineError, match=why):
             async with servers.running(tmp_path / "mirror" / "model.safetensors") as engine:
                 await pushed(servers, engine, 4)
                 assert engine.metrics()["engine/healthy"] == 1
-                assert engine.metrics()["engine/restarts"] > 0  # each a wait of start_seconds
+                assert engine.metrics()["engine/restarts"] > 0
 
     with running(1) as (fake,):
         plain = fake.answer
         fake.answer = lambda path, body, number: plain(path, body, number) if number >= busy else (503, "it loads")
+        run(test)
+
+
+def test_a_resume_goes_on_with_those_that_are_left(tmp_path: Path) -> None:
+    """One does not come back."""
+
+    async def test() -> None:
+        servers = attached(tmp_path, fakes, "start_seconds=0.1", "restarts=1", resumes=True)
+        async with servers.running(tmp_path / "mirror" / "model.safetensors") as engine:
+            await pushed(servers, engine, 4)
+            assert (await engine.generate(REQUEST))[0].spans == ((0, 4),)
+            first = engine.replicas.all[0]
+            await until(lambda: first.health is Health.GONE)
+            assert re.search(BUSY, first.reason)
+            assert (await engine.generate(REQUEST))[0].spans == ((0, 4),)
+
+    with running(2) as fakes:
+        fakes[0].answer = lambda path, body, number: (503, "it loads")
         run(test)
