@@ -25,8 +25,8 @@ def report(
 
     if trace is not None and len(runs) > 1:
         raise ConfigError(f"--trace writes the timeline of one run, but {len(runs)} folders are given; give one")
-    spent = costs_of_run(runs[0]) if len(runs) == 1 else []
+    costs = costs_of_run(runs[0]) if len(runs) == 1 else None
     page = runs[0] / ("report.html" if len(runs) == 1 else "comparison.html")
-    print(write_report(runs, out or page, spent=spent))
+    print(write_report(runs, out or page, costs=costs))
     if trace is not None:
         print(write_trace(runs[0], trace))

@@ -7,9 +7,13 @@ import contextlib
 import json
 import logging
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
 
 from launcher.build.data import Data
 from launcher.build.jobs import loops_of
@@ -19,7 +23,7 @@ from launcher.build.roles import Parts, allocation_of, started
 from launcher.control.listener import Control
 from launcher.hosts.sites import service_sites
 from launcher.processes.loop_watch import LoopWatch
-from launcher.rehearsal.spent import costs, planned_metrics, recorded
+from launcher.rehearsal.spent import RunCosts, planned_metrics, recorded
 from launcher.runs.name import claim
 from launcher.runs.resume import find
 from launcher.runs.starts import record_start
@@ -100,7 +104,7 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
             if stop.comes_back and not finished and parts.allocation is not None:
                 parts.allocation.ask_requeue()
             if finished or (finished is False and stop.exports):  # else its job ends soon: a report may take minutes
-                _report(config, folder, progress)
+                await _report(config, folder, progress)
             if finished is False:
                 progress.note(f"stopped and saved; {goes_on}")
     return folder
@@ -126,12 +130,35 @@ def _no_cluster(config: RunConfig) -> str:
     )
 
 
-def _report(config: RunConfig, folder: Path, progress: Progress) -> None:
-    spent = costs(config, folder)
-    for line in spent:
-        progress.note(line)
-    report = write_report([folder], folder / "report.html", partial(_left_out, progress), spent=spent)
+async def _report(config: RunConfig, folder: Path, progress: Progress) -> None:
+    """In a thread, as that of a long run takes seconds, in which signals are heard."""
+    costs, left_out = _SaidCosts(config, progress), partial(_left_out, progress)
+    try:
+        report = await asyncio.to_thread(write_report, [folder], folder / "report.html", left_out, costs=costs)
+    finally:
+        costs.is_over = True
     progress.note(f"report: {report}")
+
+
+class _SaidCosts(RunCosts):
+    """RunCosts that are said, too."""
+
+    def __init__(self, config: RunConfig, progress: Progress) -> None:
+        super().__init__(config)
+        self._progress, self.is_over = progress, False
+
+    @override
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Raises Stopped, which ends a thread that Python would wait for, once nobody waits for the report."""
+        if self.is_over:
+            raise Stopped("nobody waits for the report")
+        super().add(row)
+
+    @override
+    def lines(self) -> list[str]:
+        for line in (found := super().lines()):
+            self._progress.note(line)
+        return found
 
 
 def _left_out(progress: Progress, why: str) -> None:

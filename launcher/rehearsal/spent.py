@@ -17,7 +17,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.observability.files import JsonValue, rows_from
+from rl_megatron.observability.files import JsonValue
 from rl_megatron.observability.metrics.table import STEPS
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import layout_said, ranks_by_role
@@ -55,32 +55,59 @@ class RunCost:
         return RunCost(unit=self.unit, steps=1, hours=hours, trained=self.trained / n, sampled=self.sampled / n)
 
 
-def spent(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> RunCost:
-    """What the steps in ``rows`` of metrics.jsonl took, which are read once and not kept.
+class Spending:
+    """Adds up what the steps of rows of metrics.jsonl took, which are not kept.
 
     Devices of a role are held by it all the time, but those that learner and engines share are the engines' while they
     sample (seconds/rollout). They are those of each row, which a resume may change; of rows of older versions, which
     have none, those of ``config``.
     """
-    usual = functools.cache(functools.partial(devices, config))
-    hours, warm_start = dict[str, float](), dict[str, float]()
-    steps, trained, sampled = 0, 0.0, 0.0
-    for row in rows:
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self._usual = config, functools.cache(functools.partial(devices, config))
+        self._roles = functools.lru_cache(256)(_roles_of)
+        self._hours, self._warm_start = dict[str, float](), dict[str, float]()
+        self._steps, self._trained, self._sampled = 0, 0.0, 0.0
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Count a row, if it is of a step."""
         if row.get("seconds/step") is None or row.get("phase") not in (*STEPS, "warm_start"):
-            continue
+            return
         if row["phase"] != "warm_start":
-            steps += 1
-            trained += float(row.get("tokens/train") or 0.0)
-            sampled += float(row.get("tokens/rollout") or 0.0)
-        held = {name.removeprefix(_DEVICES): n for name, n in row.items() if name.startswith(_DEVICES)}
-        counts = {role: n for role, n in held.items() if isinstance(n, int)} or usual()
-        into = warm_start if row["phase"] == "warm_start" else hours
+            self._steps += 1
+            self._trained += float(row.get("tokens/train") or 0.0)
+            self._sampled += float(row.get("tokens/rollout") or 0.0)
+        named = {role: row[name] for name, role in self._roles(tuple(row)).items()}
+        counts = {role: n for role, n in named.items() if isinstance(n, int)} or self._usual()
+        into = self._warm_start if row["phase"] == "warm_start" else self._hours
         seconds, sampling = float(row["seconds/step"]), float(row.get("seconds/rollout") or 0.0)
-        for role, each in _hours(config, counts, seconds, sampling).items():
+        for role, each in _hours(self.config, counts, seconds, sampling).items():
             into[role] = into.get(role, 0.0) + each
-    unit = "core" if config.learner.device == "cpu" else "GPU"
-    before = sum(warm_start.values())
-    return RunCost(unit=unit, steps=steps, hours=hours, trained=trained, sampled=sampled, warm_start=before)
+
+    @property
+    def cost(self) -> RunCost:
+        """Of all rows that were added."""
+        return RunCost(
+            unit="core" if self.config.learner.device == "cpu" else "GPU",
+            steps=self._steps,
+            hours=dict(self._hours),
+            trained=self._trained,
+            sampled=self._sampled,
+            warm_start=sum(self._warm_start.values()),
+        )
+
+
+def _roles_of(names: tuple[str, ...]) -> dict[str, str]:
+    """The role of each of the metrics that counts its devices; asked once of rows of the same names."""
+    return {name: name.removeprefix(_DEVICES) for name in names if name.startswith(_DEVICES)}
+
+
+def spent(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> RunCost:
+    """What the steps in ``rows`` took (`Spending`)."""
+    spending = Spending(config)
+    for row in rows:
+        spending.add(row)
+    return spending.cost
 
 
 def planned(config: RunConfig, found: Predicted, steps: int) -> RunCost:
@@ -152,9 +179,8 @@ def devices(config: RunConfig) -> dict[str, int]:
     return held
 
 
-def lines_of_spent(config: RunConfig, rows: Iterable[Mapping[str, Any]], guess: Estimate) -> Iterator[str]:
+def lines_of_spent(config: RunConfig, found: RunCost, guess: Estimate) -> Iterator[str]:
     """Lines to show at a run's end; none before its first step."""
-    found = spent(config, rows)
     if not found.steps:
         return
     yield f"spent in {found.steps:,} {'step' if found.steps == 1 else 'steps'}: {_said(found)}"
@@ -172,26 +198,46 @@ def lines_of_spent(config: RunConfig, rows: Iterable[Mapping[str, Any]], guess: 
         yield f"  a trained token took {rate:.2f} times the planned {found.unit}-hours"
 
 
-def costs_of_run(folder: Path) -> list[str]:
-    """`lines_of_spent` of a run's folder, which may still train; why there are none, where its plan cannot be made."""
-    try:
-        config = load_config(str(folder / "config.yaml"), [])
-        return costs(config, folder)
-    except RLMegatronError as error:
-        return [f"the run's hours are not compared with a plan: {error}"]
+class RunCosts:
+    """`lines_of_spent` of a run, whose rows are added; why there are none, where they cannot be counted or its plan
+    cannot be made: no fault in them ends a run."""
+
+    def __init__(self, config: RunConfig | RLMegatronError) -> None:
+        """An error says why the configuration cannot be read."""
+        self._spending: Spending | str = _why(config) if isinstance(config, RLMegatronError) else Spending(config)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Count a row."""
+        if isinstance(self._spending, Spending):
+            try:
+                self._spending.add(row)
+            except Exception as error:  # noqa: BLE001  `_why` logs it
+                self._spending = _why(error)
+
+    def lines(self) -> list[str]:
+        """Of the rows that were added."""
+        if isinstance(self._spending, str):
+            return [self._spending]
+        try:
+            config = self._spending.config
+            return list(lines_of_spent(config, self._spending.cost, estimate(config, starting_shape(config))))
+        except Exception as error:  # noqa: BLE001  `_why` logs it
+            return [_why(error)]
 
 
-def costs(config: RunConfig, folder: Path) -> list[str]:
-    """As `costs_of_run`, of a known configuration; no fault in them ends a run."""
+def costs_of_run(folder: Path) -> RunCosts:
+    """Those of a run's folder, which may still train."""
     try:
-        metrics = folder / "metrics.jsonl"
-        rows = rows_from(metrics) if metrics.is_file() else ()
-        return list(lines_of_spent(config, rows, estimate(config, starting_shape(config))))
+        return RunCosts(load_config(str(folder / "config.yaml"), []))
     except RLMegatronError as error:
-        return [f"the run's hours are not compared with a plan: {error}"]
-    except Exception as error:
-        logger.warning("the run's hours", exc_info=True)
-        return [f"the run's hours are not counted: {type(error).__name__}: {error}"]
+        return RunCosts(error)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, RLMegatronError):
+        return f"the run's hours are not compared with a plan: {error}"
+    logger.warning("the run's hours", exc_info=error)
+    return f"the run's hours are not counted: {type(error).__name__}: {error}"
 
 
 def _said(one: RunCost) -> str:

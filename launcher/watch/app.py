@@ -45,7 +45,7 @@ class WatchApplication:
 
     runs: Sequence[Path]
     token: str
-    costs: Callable[[Path], Sequence[str]]  # of a run, as lines of its page
+    costs: Callable[[Path], report.CostCounter]  # of a run, on its page
     ends: asyncio.Event = field(default_factory=asyncio.Event)  # once it is set, no answer waits for a page
     _page: bytes = field(init=False)
     _headers: Mapping[bytes, bytes] = field(init=False)
@@ -128,8 +128,8 @@ class WatchApplication:
     def _render(self) -> bytes:
         """The report's page, of damaged parts without them."""
         with tempfile.TemporaryDirectory() as folder:
-            page, spent = Path(folder) / "report.html", self.costs(self.runs[0]) if len(self.runs) == 1 else ()
-            return report.write_report(self.runs, page, logger.warning, spent=spent).read_bytes()
+            page, costs = Path(folder) / "report.html", self.costs(self.runs[0]) if len(self.runs) == 1 else None
+            return report.write_report(self.runs, page, logger.warning, costs=costs).read_bytes()
 
     def _samples(self, query: bytes) -> bytes:
         """The samples that a query asks for. Raises RequestRefused."""

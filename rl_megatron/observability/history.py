@@ -9,7 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from rl_megatron.errors import DataError
 from rl_megatron.json_text import parse
@@ -27,13 +29,34 @@ STARTS = "starts.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MetricRows:
+    """The n rows of a run that have a metric, in the order of their places on a chart: those of a warm start first."""
+
+    x: NDArray[np.float64]  # [n], as charts has it
+    run: Run
+    warm_start: NDArray[np.intp]  # places in the run's rows
+    warm_steps: NDArray[np.float64]  # numbers of these rows
+    rl: NDArray[np.intp]
+
+    def values(self, name: str) -> NDArray[np.float64]:
+        """Of any metric in these rows, [n]; NaN where it is null, or not recorded."""
+        of = self.run.warm_start.values(name)[self.warm_start], self.run.rl.values(name)[self.rl]
+        return np.concatenate(of)
+
+    def label(self, at: int) -> str:
+        """Of the row at this place in ``x``."""
+        warm = len(self.warm_start)
+        return f"warm-start step {self.warm_steps[at]:.0f}" if at < warm else self.run.labels[self.rl[at - warm]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One run. ``config`` is flat: ``learner.ep`` -> the value as YAML text."""
 
     label: str
-    warm_start: Sequence[JsonRow]
-    rl: Sequence[JsonRow]
-    places: Sequence[tuple[float, str]]  # x and label of each row of ``rl``
+    warm_start: MetricColumns
+    rl: MetricColumns
+    labels: Sequence[str]  # of each row of ``rl``
     names: Sequence[str]  # of all metrics in its rows, by their first row
     config: Mapping[str, str]
     samples: Sequence[SampleRow]  # of its first, a middle and its last step
@@ -57,8 +80,21 @@ class Run:
 
     def numbers(self, name: str, *, phase: str = "rl") -> list[float]:
         """The recorded values of a metric in step order, without nulls."""
-        rows = self.rl if phase == "rl" else self.warm_start
-        return [value for row in rows if (value := number(row, name)) is not None]
+        values = (self.rl if phase == "rl" else self.warm_start).values(name)
+        found: list[float] = values[~np.isnan(values)].tolist()
+        return found
+
+    def rows_of(self, name: str, *, warm_start: bool) -> MetricRows:
+        """The rows with a metric: of one of the warm start its own, by their steps; of others those of steps, and
+        before them with ``warm_start`` the warm start's, in [-1, 0)."""
+        first, rl = self.warm_start.recorded(name), self.rl.recorded(name)
+        all_steps = _numbers_of(self.warm_start, "warm_start/step")
+        if name.startswith("warm_start/"):
+            return MetricRows(x=all_steps[first], run=self, warm_start=first, warm_steps=all_steps[first], rl=rl[:0])
+        first = first if warm_start else first[:0]
+        steps = all_steps[first]
+        x = steps * (1 / (all_steps.max(initial=0) or 1)) - 1, _numbers_of(self.rl, "step")[rl]
+        return MetricRows(x=np.concatenate(x), run=self, warm_start=first, warm_steps=steps, rl=rl)
 
     @property
     def success_reward(self) -> float:
@@ -66,8 +102,13 @@ class Run:
         return float(self.config.get("eval.success_reward", "1"))
 
 
-def load_runs(folders: Sequence[Path], left_out: Callable[[str], None] | None = None) -> list[Run]:
-    """Each folder's run, labelled by its name, and by its parents' names if names repeat.
+def load_runs(
+    folders: Sequence[Path],
+    left_out: Callable[[str], None] | None = None,
+    each_row: Callable[[JsonRow], None] = lambda row: None,
+) -> list[Run]:
+    """Each folder's run, labelled by its name, and by its parents' names if names repeat. ``each_row`` is called with
+    the rows of metrics as they are read.
 
     Raises DataError for a folder without config.yaml or rows in metrics.jsonl, or with lines that are not rows; and for
     a plan that is none, unless ``left_out`` takes the message.
@@ -76,7 +117,7 @@ def load_runs(folders: Sequence[Path], left_out: Callable[[str], None] | None = 
         raise DataError("no run folder is given; give one or more, for example runs/<name>")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise DataError(f"the same run folder is given twice: {', '.join(map(str, folders))}; give each once")
-    return [_load(folder, label, left_out) for folder, label in zip(folders, _labels(folders), strict=True)]
+    return [_load(folder, label, left_out, each_row) for folder, label in zip(folders, _labels(folders), strict=True)]
 
 
 def unless_damaged(read: Callable[[Path], T | None], path: Path, left_out: Callable[[str], None] | None) -> T | None:
@@ -93,7 +134,8 @@ def unless_damaged(read: Callable[[Path], T | None], path: Path, left_out: Calla
 def headline_figures(run: Run) -> dict[str, str]:
     """Headline figures by label; a dash for what the run has not recorded."""
     warm, rl = run.numbers("eval/accuracy", phase="warm_start"), run.numbers("eval/accuracy")
-    at_zero = [v for row in run.rl if row["step"] == 0 and (v := number(row, "eval/accuracy")) is not None]
+    first = run.rl.values("eval/accuracy")[run.rl.values("step") == 0]
+    at_zero = first[~np.isnan(first)].tolist()
     seconds, tokens = sum(run.numbers("seconds/step")), sum(run.numbers("tokens/rollout"))
     all_seconds = seconds + sum(run.numbers("seconds/step", phase="warm_start"))
     minutes, rest = divmod(round(all_seconds), 60)
@@ -130,19 +172,19 @@ def _share(values: Sequence[float]) -> str:
     return f"{100 * values[0]:.1f} %" if values else "-"
 
 
-def _load(folder: Path, label: str, left_out: Callable[[str], None] | None) -> Run:
+def _load(folder: Path, label: str, left_out: Callable[[str], None] | None, each_row: Callable[[JsonRow], None]) -> Run:
     metrics = folder / "metrics.jsonl"
     if not (folder / "config.yaml").is_file():
         raise DataError(f"{folder}: it has no config.yaml; give run folders, for example runs/<name>")
     if not metrics.is_file() or next(rows_from(metrics), None) is None:
         raise DataError(f"{metrics}: no step is recorded yet; wait for the run's first row")
     samples = folder / "samples.jsonl"
-    warm_start, rl = _steps(metrics)
+    warm_start, rl = _steps(metrics, each_row)
     return Run(
         label=label,
-        warm_start=warm_start.rows,
-        rl=rl.rows,
-        places=[(step, f"step {step:.0f}") for row in rl.rows for step in [number(row, "step") or 0.0]],
+        warm_start=warm_start,
+        rl=rl,
+        labels=[f"step {step:.0f}" for step in _numbers_of(rl, "step").tolist()],
         names=tuple(dict.fromkeys((*warm_start.names, *rl.names))),
         config=_config(folder / "config.yaml", (folder / "config.yaml").stat().st_mtime_ns),
         samples=samples_between(samples) if samples.is_file() else [],  # log.samples_per_step=0 writes none
@@ -152,11 +194,12 @@ def _load(folder: Path, label: str, left_out: Callable[[str], None] | None) -> R
     )
 
 
-def _steps(metrics: Path) -> tuple[MetricColumns, MetricColumns]:
+def _steps(metrics: Path, each_row: Callable[[JsonRow], None]) -> tuple[MetricColumns, MetricColumns]:
     """The warm start's rows, and those of steps, each with the figures of its step's row of phase ``eval``, which is
     written when that evaluation ended."""
     warm_start, rl, evaluated = MetricColumns(), MetricColumns(), dict[JsonValue, JsonRow]()
     for row in rows_from(metrics):
+        each_row(row)
         if row.get("phase") == "warm_start":
             warm_start.append(row)
         elif row.get("phase") in STEPS:
@@ -165,9 +208,15 @@ def _steps(metrics: Path) -> tuple[MetricColumns, MetricColumns]:
             evaluated[row["step"]] = {
                 name: value for name, value in row.items() if name.startswith(("eval/", "seconds/pin"))
             }
-    for at, step in enumerate(rl.rows):
-        rl.put(at, evaluated.get(step["step"], {}))
+    for at, step in enumerate(rl.values("step").tolist() if evaluated else ()):
+        if step in evaluated:
+            rl.put(at, evaluated[step])
     return warm_start, rl
+
+
+def _numbers_of(rows: MetricColumns, name: str) -> NDArray[np.float64]:
+    """0 where there is none."""
+    return np.nan_to_num(rows.values(name), nan=0.0)
 
 
 def _starts(path: Path) -> list[JsonRow]:

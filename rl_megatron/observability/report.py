@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Protocol
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from numpy.typing import NDArray
 
 from rl_megatron.durable import write_atomically
 from rl_megatron.observability.arms import LEAST_FOR_INTERVAL, Arm, differing, group_runs, over_seeds
@@ -23,13 +27,13 @@ from rl_megatron.observability.charts import (
     averaged,
     histogram_chart,
     line_chart,
+    places_of_thinned,
     stacked_bars,
     styles,
-    thinned,
 )
 from rl_megatron.observability.curves import FIRST, HEADLINES, SECTIONS, Curve
 from rl_megatron.observability.files import JsonRow, number
-from rl_megatron.observability.history import Run, headline_figures, load_runs, unless_damaged
+from rl_megatron.observability.history import MetricRows, Run, headline_figures, load_runs, unless_damaged
 from rl_megatron.observability.intervals import mean_interval
 from rl_megatron.observability.metrics.table import PHASE_SECONDS, documented
 from rl_megatron.observability.samples import SampleRow
@@ -66,23 +70,35 @@ class Panel:
         return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 
+class CostCounter(Protocol):
+    """Counts what a run cost."""
+
+    def add(self, row: JsonRow) -> None:
+        """Count a row of its metrics."""
+        ...
+
+    def lines(self) -> Sequence[str]:
+        """What is shown of all rows that were added."""
+        ...
+
+
 def write_report(
     run_folders: Sequence[Path],
     out: Path,
     left_out: Callable[[str], None] | None = None,
     *,
-    spent: Sequence[str] = (),
+    costs: CostCounter | None = None,
 ) -> Path:
-    """Write the page to ``out`` atomically and return it. The run may still be running. ``spent`` is what one run cost,
-    in lines to show.
+    """Write the page to ``out`` atomically and return it. The run may still be running. ``costs`` are of one run, and
+    get its rows as they are read, once.
 
     Raises DataError that names a missing or invalid folder, file or line. Those of a plan or a trace, which are
     beside a run's figures, go to ``left_out`` if it is given, and the page lacks them.
     """
-    runs = load_runs(run_folders, left_out)
+    runs = load_runs(run_folders, left_out) if costs is None else load_runs(run_folders, left_out, costs.add)
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs compared"
     strip = unless_damaged(strip_of_run, run_folders[0], left_out) if len(runs) == 1 else None
-    return write_page(group_runs(runs), out, title=title, strip=strip, spent=spent)
+    return write_page(group_runs(runs), out, title=title, strip=strip, spent=costs.lines() if costs else ())
 
 
 def write_page(
@@ -259,70 +275,72 @@ def _named(curve: Curve, runs: Sequence[Run]) -> list[Curve]:
 def _groups(metric: str, runs: Sequence[Run]) -> float:
     """How many groups of the metric's source the runs have trained on."""
     share = f"{metric.rpartition('/')[0]}/share"
-    return sum((number(r, "groups/trained") or 0.0) * (number(r, share) or 0.0) for run in runs for r in run.rl)
+    each = (run.rl.values("groups/trained") * run.rl.values(share) for run in runs)
+    return math.fsum(value for one in each for value in one[~np.isnan(one)].tolist())
 
 
 def _lines(curve: Curve, arm: Arm, num_arms: int, *, several: bool) -> list[Series]:
     """One line; of a run alone on the page also its peaks. ``several``: some arm has several runs."""
-    rows = [_rows_of(curve, run, warm_start=not several) for run in arm.runs]
-    lines = []
+    found = [run.rows_of(curve.metric, warm_start=curve.warm_start and not several) for run in arm.runs]
+    values, lines = [one.values(curve.metric) for one in found], []
     alone = num_arms == 1 and not several
     if curve.peak is not None and alone:
-        points = [Point(x=x, y=number(row, curve.peak), label=label) for x, label, row in rows[0]]
+        points = _points(found[0], found[0].values(curve.peak))
         lines.append(Series(label="greatest", style=arm.style + DOTTED, points=points))
     if (planned := arm.runs[0].plan.get(curve.metric)) is not None and alone:
-        points = [Point(x=x, y=planned, label=label) for x, label, _ in rows[0]]
+        points = _points(found[0], np.full(len(values[0]), planned))
         lines.append(Series(label="plan", style=arm.style + DOTTED, points=points))
-    band = not several and num_arms <= MAX_BANDS
-    if len(rows) == 1 and num_arms > MAX_BANDS:
-        points = averaged([(x, label, number(row, curve.metric)) for x, label, row in rows[0]])
-    elif len(rows) == 1:
-        drawn = thinned(rows[0], lambda one: number(one[2], curve.metric))
-        points = [_point(curve, x, label, row, band=band) for x, label, row in drawn]
+    if len(found) == 1 and num_arms > MAX_BANDS:
+        points = averaged(_labelled(found[0], values[0]))
+    elif len(found) == 1:
+        points = _points(found[0], values[0], None if several else curve)
     else:
-        points = over_seeds([[(x, label, number(row, curve.metric)) for x, label, row in each] for each in rows])
+        points = over_seeds([_labelled(*one) for one in zip(found, values, strict=True)])
     name = ("mean" if curve.peak else curve.metric) if alone else arm.label
     lines.append(Series(label=name, style=arm.style, points=points))
     return [line for line in lines if any(p.y is not None for p in line.points)]
 
 
-def _rows_of(curve: Curve, run: Run, *, warm_start: bool) -> list[tuple[float, str, JsonRow]]:
-    """Rows with the metric, by x; a warm start, which ends at another step in each run, is shown for single runs."""
-    if curve.metric not in run.names:
-        return []
-    rows: list[tuple[float, str, JsonRow]] = []
-    steps = [int(number(row, "warm_start/step") or 0) for row in run.warm_start]
-    if curve.metric.startswith("warm_start/"):
-        rows = [(step, f"warm-start step {step}", row) for step, row in zip(steps, run.warm_start, strict=True)]
-    else:
-        if curve.warm_start and steps and warm_start:
-            share = 1 / (max(steps) or 1)
-            rows = [(s * share - 1, f"warm-start step {s}", r) for s, r in zip(steps, run.warm_start, strict=True)]
-        rows += [(*place, row) for place, row in zip(run.places, run.rl, strict=True)]
-    return [row for row in rows if curve.metric in row[2]]
+def _labelled(rows: MetricRows, values: NDArray[np.float64]) -> list[tuple[float, str, float | None]]:
+    """x, label and value of all rows."""
+    labels = map(rows.label, range(len(values)))
+    return list(zip(rows.x.tolist(), labels, _or_none(values), strict=True))
 
 
-def _point(curve: Curve, x: float, label: str, row: JsonRow, *, band: bool) -> Point:
-    value = number(row, curve.metric)
-    low = high = None
-    if band and value is not None and curve.spread and (spread := number(row, curve.spread)) is not None:
-        low, high = value - spread, value + spread
-    elif band and curve.low and curve.high:
-        low, high = number(row, curve.low), number(row, curve.high)
-    return Point(x=x, y=value, label=label, low=low, high=high)
+def _points(rows: MetricRows, values: NDArray[np.float64], banded: Curve | None = None) -> list[Point]:
+    """As many as a chart draws, with the band of ``banded``."""
+    low = high = np.full(len(values), math.nan)
+    if banded is not None and banded.spread is not None:
+        spread = rows.values(banded.spread)
+        low, high = values - spread, values + spread
+    elif banded is not None and banded.low and banded.high:
+        low, high = rows.values(banded.low), rows.values(banded.high)
+    kept = places_of_thinned(values)
+    drawn = zip(kept, rows.x[kept].tolist(), *(_or_none(each[kept]) for each in (values, low, high)), strict=True)
+    return [Point(x=x, y=y, label=rows.label(at), low=lowest, high=highest) for at, x, y, lowest, highest in drawn]
+
+
+def _or_none(values: NDArray[np.float64]) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values.tolist()]
 
 
 def _phases(run: Run, *, named: bool) -> Chart | None:
     """How a step's time divides into phases; ``other`` is the remainder."""
-    rows = [row for row in run.rl if number(row, "seconds/step") is not None]
-    if not rows:
+    seconds = run.rl.values("seconds/step")
+    rows = np.flatnonzero(~np.isnan(seconds))
+    if not len(rows):
         return None
-    parts = [(name, [number(row, f"seconds/{name}") or 0.0 for row in rows]) for name in PHASE_SECONDS]
-    claimed = [sum(values) for values in zip(*(v for _, v in parts), strict=True)]
-    whole = [number(row, "seconds/step") or 0.0 for row in rows]
-    parts.append(("other", [max(w - c, 0.0) for w, c in zip(whole, claimed, strict=True)]))
-    steps = [int(number(row, "step") or 0) for row in rows]
-    return stacked_bars("Where the time goes" + (f": {run.label}" if named else ""), "s", steps, parts)
+    whole, (steps, *phases) = (
+        seconds[rows].tolist(),
+        (
+            np.nan_to_num(run.rl.values(name)[rows], nan=0.0).tolist()
+            for name in ("step", *(f"seconds/{phase}" for phase in PHASE_SECONDS))
+        ),
+    )
+    other = [max(w - sum(values), 0.0) for w, *values in zip(whole, *phases, strict=True)]
+    parts = [*zip(PHASE_SECONDS, phases, strict=True), ("other", other)]
+    title = "Where the time goes" + (f": {run.label}" if named else "")
+    return stacked_bars(title, "s", [int(step) for step in steps], parts)
 
 
 def _idle(run: Run) -> str:
@@ -340,17 +358,18 @@ def _idle(run: Run) -> str:
 
 def _staleness(run: Run, *, named: bool) -> Chart | None:
     """The run's completions by the pushes since their oldest token, where some were sampled before the last push."""
-    shares: dict[int, float] = {}
-    ages = {name: int(found[1]) for name in run.names if (found := _AGE.fullmatch(name))}
-    for row in run.rl if ages else ():
-        groups = number(row, "groups/trained") or 0.0
-        for name, age in ages.items() if groups else ():
-            if name in row:
-                shares[age] = shares.get(age, 0.0) + groups * (number(row, name) or 0.0)
-    if max(shares, default=0) == 0:
+    shares = {int(found[1]): name for name in run.names if (found := _AGE.fullmatch(name))}
+    groups = np.nan_to_num(run.rl.values("groups/trained"), nan=0.0)
+    rows = {age: np.intersect1d(run.rl.recorded(name), np.flatnonzero(groups)) for age, name in shares.items()}
+    last = max((age for age, own in rows.items() if len(own)), default=0)
+    if last == 0:
         return None
+    weights = [0.0] * (last + 1)
+    for age, own in rows.items():
+        if len(own):
+            weights[age] = sum((groups[own] * np.nan_to_num(run.rl.values(shares[age])[own], nan=0.0)).tolist())
     title = "Completions by staleness" + (f": {run.label}" if named else "")
-    return histogram_chart(title, "pushes", "completions", [shares.get(age, 0.0) for age in range(max(shares) + 1)])
+    return histogram_chart(title, "pushes", "completions", weights)
 
 
 def _samples(run: Run) -> list[tuple[int, list[tuple[SampleRow, bool]]]]:

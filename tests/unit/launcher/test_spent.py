@@ -6,7 +6,9 @@ import asyncio
 import json
 import re
 import signal
+import threading
 import tracemalloc
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from launcher.build.roles import Parts
 from launcher.processes.loop_watch import TimedLoop
 from launcher.programs import train
 from launcher.rehearsal.spent import (
-    costs,
+    RunCosts,
     costs_of_run,
     devices,
     lines_of_spent,
@@ -103,7 +105,9 @@ def test_cores_are_counted_on_cpus() -> None:
     assert found.unit == "core"
     assert found.hours["critic"] == pytest.approx(3 * ranks * 0.05)
     assert found.hours["learner"] + found.hours["engines"] == pytest.approx(3 * ranks * 0.05)
-    text = "\n".join(lines_of_spent(config, ROWS, estimate(job("qwen3_30b_a3b", "slurm.speeds.gpu=null"), SHAPE)))
+    text = "\n".join(
+        lines_of_spent(config, spent(config, ROWS), estimate(job("qwen3_30b_a3b", "slurm.speeds.gpu=null"), SHAPE))
+    )
     assert text.startswith("spent in 2 steps: ")
     assert "10,000 tokens trained, 8,000 sampled" in text
     assert "beside no plan: set slurm.speeds.gpu" in text
@@ -136,15 +140,15 @@ def test_the_plan_of_as_many_steps_is_beside_it() -> None:
     assert plan.trained == pytest.approx(2 * 1024 * (3584 + 512))
     assert plan.total == pytest.approx(8 * 2 * guess.step.seconds / 3600)
     assert plan.hours["engines"] == pytest.approx(16 * guess.step.predicted.step.parts["rollout"] / 3600)
-    first, before, beside, ratio = lines_of_spent(config, ROWS, guess)
+    first, before, beside, ratio = lines_of_spent(config, spent(config, ROWS), guess)
     assert first.startswith("spent in 2 steps: 0.4 GPU-hours")
-    assert next(lines_of_spent(config, ROWS[:3], guess)).startswith("spent in 1 step: ")
+    assert next(lines_of_spent(config, spent(config, ROWS[:3]), guess)).startswith("spent in 1 step: ")
     assert before == "  before them the warm start: 0.8 GPU-hours"  # 360 s, of which the plan knows nothing
     assert beside.startswith(f"  planned: {plan.total:,.3g} GPU-hours (learner {plan.hours['learner']:,.3g}, engines")
     found = re.fullmatch(r"  a trained token took ([\d.]+) times the planned GPU-hours", ratio)
     assert found
     assert float(found[1]) == pytest.approx(0.4 / 10000 / (plan.total / plan.trained), abs=0.006)
-    assert not list(lines_of_spent(config, ROWS[:2], guess))
+    assert not list(lines_of_spent(config, spent(config, ROWS[:2]), guess))
 
 
 HERE = ("learner.device=cuda", "weights.transport=file", "rollout.server.replicas=2")
@@ -172,35 +176,39 @@ def test_on_one_machine_gpus_are_those_of_ranks_and_servers(
     assert spent(config, ROWS).total == pytest.approx(sum(held.values()) * 180 / 3600)
 
 
-def test_a_fault_in_the_hours_does_not_end_a_run(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"phase": "rl", "step": 1, "seconds/step": "soon"}) + "\n")
-    (line,) = costs(load_config("tiny_cpu", []), tmp_path)
+def costs_of(costs: RunCosts, rows: Iterable[Mapping[str, object]]) -> list[str]:
+    for row in rows:
+        costs.add(row)
+    return costs.lines()
+
+
+def test_a_fault_in_the_hours_does_not_end_a_run() -> None:
+    soon = {"phase": "rl", "step": 1, "seconds/step": "soon"}
+    (line,) = costs_of(RunCosts(load_config("tiny_cpu", [])), [soon, *ROWS])
     assert line.startswith("the run's hours are not counted: ValueError: could not convert string to float")
 
 
 def test_the_costs_of_a_folder_are_those_that_its_run_said_at_its_end(tmp_path: Path) -> None:
     config = load_config("tiny_cpu", [])
     save_resolved(config, tmp_path / "config.yaml")
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    assert costs_of_run(tmp_path) == costs(config, tmp_path)
-    assert costs_of_run(tmp_path)[0].startswith("spent in 2 steps: ")
+    found = costs_of(costs_of_run(tmp_path), ROWS)
+    assert found == costs_of(RunCosts(config), ROWS)
+    assert found[0].startswith("spent in 2 steps: ")
     (tmp_path / "config.yaml").write_text("rollout: 7\n")
-    assert costs_of_run(tmp_path)[0].startswith("the run's hours are not compared with a plan: ")
+    (line,) = costs_of(costs_of_run(tmp_path), ROWS)
+    assert line.startswith("the run's hours are not compared with a plan: ")
 
 
-def test_a_run_of_many_steps_is_counted_in_the_room_of_a_row(tmp_path: Path) -> None:
+def test_a_run_of_many_steps_is_counted_in_the_room_of_a_row() -> None:
     """Rows of 100,000 steps took 1.1 GB in a controller, and 16 GB of ten times as many."""
-    taken = []
+    taken, row = [], {**ROWS[2], **{f"observer/{number}": number + 0.5 for number in range(200)}}
     for steps in (2, 2, 500):  # the first imports and caches
-        folder = tmp_path / str(steps)
-        folder.mkdir(exist_ok=True)
-        row = {**ROWS[2], **{f"observer/{number}": number + 0.5 for number in range(200)}}
-        (folder / "metrics.jsonl").write_text(f"{json.dumps(row)}\n" * steps)
         tracemalloc.start()
-        assert costs(load_config("tiny_cpu", []), folder)[0].startswith(f"spent in {steps} steps: ")
+        found = costs_of(RunCosts(load_config("tiny_cpu", [])), (dict(row) for _ in range(steps)))
         taken.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert taken[2] - taken[1] < (tmp_path / "500/metrics.jsonl").stat().st_size / 10
+        assert found[0].startswith(f"spent in {steps} steps: ")
+    assert taken[2] - taken[1] < 50 * len(json.dumps(row))
 
 
 def test_a_run_that_waits_has_spent_nothing_and_its_report_says_that_no_step_is_there(
@@ -213,7 +221,7 @@ def test_a_run_that_waits_has_spent_nothing_and_its_report_says_that_no_step_is_
     said = f"{tmp_path}/metrics.jsonl: no step is recorded yet; wait for the run's first row"
     assert capsys.readouterr().err == f"error: {said}\n"
     assert not caplog.records
-    assert costs_of_run(tmp_path) == []
+    assert costs_of_run(tmp_path).lines() == []
 
 
 @pytest.mark.parametrize(
@@ -254,6 +262,35 @@ def test_a_run_whose_job_ends_soon_makes_no_report(
             signal.signal(number, handler)
     assert (tmp_path / "r/jobs/7-0/requeue").is_file() == requeued
     assert (tmp_path / "r/report.html").is_file() == reported
+
+
+def test_a_report_is_made_beside_the_loop_and_ends_once_nobody_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a second Ctrl-C: Python waits for the threads of a loop that ends."""
+    config, begun, goes_on = load_config("tiny_cpu", []), threading.Event(), threading.Event()
+    save_resolved(config, tmp_path / "config.yaml")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    add = train._SaidCosts.add
+
+    def slow(costs: train._SaidCosts, row: Mapping[str, object]) -> None:
+        begun.set()
+        assert goes_on.wait(20)
+        add(costs, row)
+
+    async def interrupted() -> None:
+        making = asyncio.create_task(train._report(config, tmp_path, Progress(2, "plain")))
+        assert await asyncio.to_thread(begun.wait, 20)
+        making.cancel()
+        await asyncio.wait({making})
+        goes_on.set()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train._SaidCosts, "add", slow)
+        asyncio.run(interrupted())
+    assert not (tmp_path / "report.html").exists()
+    asyncio.run(train._report(config, tmp_path, Progress(2, "plain")))
+    assert "spent in 2 steps: " in (tmp_path / "report.html").read_text()
 
 
 def test_an_allocation_without_a_count_of_gpus_has_those_of_its_ranks() -> None:

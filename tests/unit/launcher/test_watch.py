@@ -26,7 +26,9 @@ from urllib.parse import urlencode, urlsplit
 import pytest
 
 from launcher.watch.app import MOST_CHARACTERS, SAMPLES_AT_ONCE, WatchApplication
+from rl_megatron.observability.files import JsonRow
 from rl_megatron.observability.log import run_log
+from rl_megatron.observability.report import CostCounter
 from rl_megatron.observability.samples import SampleRow, SamplesWriter
 from rl_megatron.rollout.endpoint.server import HttpServer
 from tests.exposure import check_secrets, check_server, family
@@ -80,11 +82,24 @@ def client(run: Path) -> Iterator[Client]:
         yield found
 
 
+@dataclass
+class Hours:
+    """Of a run."""
+
+    folder: Path
+
+    def add(self, row: JsonRow) -> None:
+        pass
+
+    def lines(self) -> list[str]:
+        return [f"{self.folder.name} cost 3 hours"]
+
+
 class served:  # noqa: N801 -- a context manager
     """A server of these runs in a thread with an event loop of its own."""
 
-    def __init__(self, runs: list[Path], costs: Callable[[Path], list[str]] | None = None) -> None:
-        self.app = WatchApplication(runs, TOKEN, costs or (lambda run: [f"{run.name} cost 3 hours"]))
+    def __init__(self, runs: list[Path], costs: Callable[[Path], CostCounter] = Hours) -> None:
+        self.app = WatchApplication(runs, TOKEN, costs)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -228,10 +243,10 @@ def test_a_group_of_a_long_prompt_is_found(tmp_path: Path) -> None:
 def test_a_page_that_is_being_made_holds_back_no_end(run: Path) -> None:
     begun, goes_on, said = threading.Event(), threading.Event(), list[tuple[int, str]]()
 
-    def costs(folder: Path) -> list[str]:
+    def costs(folder: Path) -> Hours:
         begun.set()
         goes_on.wait(ENDED)
-        return []
+        return Hours(folder)
 
     def asks(client: Client) -> None:
         status, _, text = client.ask("/report")

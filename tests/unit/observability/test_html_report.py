@@ -11,6 +11,7 @@ import pytest
 
 from rl_megatron.errors import DataError
 from rl_megatron.observability.curves import HEADLINES, SECTIONS
+from rl_megatron.observability.files import JsonRow, read_jsonl
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.metrics.table import METRICS, PHASE_SECONDS
 from rl_megatron.observability.metrics.writer import MetricsWriter
@@ -54,7 +55,18 @@ def test_the_last_warnings_of_the_log_are_shown_as_text(tmp_path: Path) -> None:
 def test_what_a_run_cost_is_text_of_its_page(tmp_path: Path) -> None:
     folder, out = a_run(tmp_path / "a"), tmp_path / "r.html"
     assert "Cost" not in write_report([folder], out).read_text()
-    assert "<p>3 GPU-hours &lt;b&gt;</p>" in write_report([folder], out, spent=["3 GPU-hours <b>"]).read_text()
+    rows = list[JsonRow]()
+
+    class Counted:
+        def add(self, row: JsonRow) -> None:
+            rows.append(row)
+
+        def lines(self) -> list[str]:
+            return [f"{len(rows)} GPU-hours <b>"]
+
+    text = write_report([folder], out, costs=Counted()).read_text()
+    assert rows == read_jsonl(folder / "metrics.jsonl")
+    assert f"<p>{len(rows)} GPU-hours &lt;b&gt;</p>" in text
 
 
 def test_headlines_are_the_runs_figures(tmp_path: Path) -> None:
