@@ -116,26 +116,33 @@ requeue() { # $1 is what SIGTERM does while Slurm is asked to; between two tries
     done
 }
 come_back() { # $1 is why, $2 how many of the slow nodes at least; requeue without as many as the job can do without
-    local failed without few= least count nodes
+    local failed without few= count least fit middle
     list_slow
     failed=$(tac "$RUN/jobs/failed_nodes" 2>/dev/null | awk '!seen[$0]++') # the last one to fail first
     without=$(cat - "$RUN/jobs/slow_nodes" <<<"$failed" | awk 'NF && !seen[$0]++')
     least=$(($2 ? $(grep -c . <<<"$failed") + $2 : 0)) # after a save Slurm still has the job's list
-    for ((count = $(grep -c . <<<"$without"); count >= least; count--)); do
-        nodes=$(head -n "$count" <<<"$without" | sort | paste -sd, -)
-        if ((count)) && could_run && ! could_run --exclude="$nodes${EXCLUDE:+,$EXCLUDE}"; then # it would wait for ever
-            few="; without $nodes there are too few nodes"
-        else
-            say "$1$few; comes back${nodes:+ without $nodes}"
-            requeue '' # until the list of nodes is changed, which a job that runs does not allow
-            nodes+=${nodes:+${EXCLUDE:+,}}$EXCLUDE # where none can be left out, also none of those before
-            scontrol update JobId="$job" ExcNodeList="$nodes" || say "the nodes that it leaves out were not changed"
-            exec sleep 600 # Slurm ends this script
-        fi
-    done
-    say "$1$few; comes back"
-    requeue -
-    exec sleep 600
+    count=$(grep -c . <<<"$without") fit=$((least ? least - 1 : 0))
+    if ((count > fit)) && ! could_run --exclude="$(first "$count")" && could_run; then # it would wait for ever
+        while ((count > fit + 1)); do # the job can do without the first $fit, and not without the first $count
+            middle=$(((fit + count) / 2))
+            if could_run --exclude="$(first "$middle")"; then fit=$middle; else count=$middle; fi
+        done
+        few="; without $(first "$count" '') there are too few nodes"
+        count=$fit
+    fi
+    if ((count < least)); then
+        say "$1$few; comes back"
+        requeue -
+    else
+        say "$1$few; comes back$( ((count)) && echo " without $(first "$count" '')")"
+        requeue '' # until the list of nodes is changed, which a job that runs does not allow
+        scontrol update JobId="$job" ExcNodeList="$(first "$count")" ||
+            say "the nodes that it leaves out were not changed"
+    fi
+    exec sleep 600 # Slurm ends this script
+}
+first() { # $1 of the nodes of $without, and those of $2 or of EXCLUDE, by commas
+    (head -n "$1" <<<"$without" | sort; tr , '\n' <<<"${2-${EXCLUDE:-}}") | awk NF | paste -sd, -
 }
 failures() { # of this job since the newest checkpoint was made, this attempt's among them
     local each count=0

@@ -22,6 +22,7 @@ RUN = """#!/usr/bin/env bash
 """
 SBATCH = """#!/usr/bin/env bash
 # Jobs need $NEED nodes of node1 to node6.
+echo "$@" >>"$RUN/tried"
 for argument in "$@"; do
     case $argument in --exclude=*) without=${argument#*=} ;; esac
 done
@@ -319,6 +320,18 @@ def test_the_nodes_that_failed_last_are_left_out_where_not_all_can_be(tmp_path: 
     assert (asked, "saved; without" in said) == (["requeue 7"], True)  # no slow node in place of one that failed
     _, said, asked = attempt(tmp_path, 5, "000006", FAILED="node4", NEED="6")
     assert asked == ["requeue 7", "update JobId=7 ExcNodeList=node9"]  # none is spare now
+
+
+def test_of_many_nodes_that_failed_a_few_questions_find_how_many_can_be_left_out(tmp_path: Path) -> None:
+    """A run of months has a long list, and each question may take Slurm a second: it was asked twice a node."""
+    jobs, gone = tmp_path / "run" / "jobs", [f"gone{number:03d}" for number in range(200)]
+    jobs.mkdir(parents=True)
+    (jobs / "failed_nodes").write_text("\n".join([*gone[:70], "node2", *gone[70:]]) + "\n")
+    status, said, asked = attempt(tmp_path, 0, FAILED="gone000", NEED="6")
+    kept = ["gone000", *gone[70:]]
+    assert (status, asked) == (0, excluding(*kept)), said
+    assert f"without {','.join([*kept, 'node2'])} there are too few nodes" in said
+    assert len((tmp_path / "run" / "tried").read_text().splitlines()) <= 10
 
 
 def test_as_many_slow_nodes_are_left_out_as_the_cluster_can_spare(tmp_path: Path) -> None:
