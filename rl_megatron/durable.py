@@ -89,6 +89,13 @@ def private_folder(path: Path) -> None:
         raise PermissionError(errno.EACCES, why, str(path))
 
 
+def make_inside(folder: Path, *, mode: int = 0o777) -> None:
+    """Make ``folder`` and the one that it is in, inside of a folder that is there: where a run's was moved or
+    unmounted, the first file would begin another at its path. Raises OSError."""
+    for each in (folder.parent, folder):
+        each.mkdir(mode=mode, exist_ok=True)
+
+
 def sync(path: Path) -> None:
     """Make a file's bytes, or a folder's list of names, durable."""
     with naming(path):

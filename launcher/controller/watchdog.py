@@ -14,6 +14,7 @@ from launcher.controller.failure import Failure
 from launcher.controller.handle import WorkerHandle
 from launcher.processes import stacks
 from rl_megatron.config.run import RunConfig
+from rl_megatron.durable import make_inside
 from rl_megatron.errors import WorkerDied
 from rl_megatron.placement.names import LEARNER, file_stem
 
@@ -93,7 +94,7 @@ class Watchdog:
         return {worker: stacks.read(_text(file)) for worker, file in files.items()}
 
     def _write_tasks(self) -> None:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_inside(self._folder, mode=0o700)
         with (self._folder / "controller.txt").open("a") as file:
             file.writelines(f"{text}\n\n" for text in map(stacks.of_task, asyncio.all_tasks()))
 

@@ -75,7 +75,7 @@ class LoopWatch:
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self._limit, self._disk_limit = config.watchdog_seconds, config.run.watchdog_disk_seconds
         self._folder = folder
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         self._stacks = (folder / "controller.txt").open("a")  # now, as C code can open none
         faulthandler.register(signal.SIGPROF, file=self._stacks, all_threads=True, chain=True)
         loop = asyncio.get_running_loop()

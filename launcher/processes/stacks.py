@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from rl_megatron.durable import make_inside
+
 SIGNAL = signal.SIGUSR2
 _HEAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*\(most recent call first\):$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
@@ -32,7 +34,7 @@ _silence = 0.0
 def register(path: Path, *, silence: float) -> None:
     """Have this process write its stacks into a file on the signal, or ``silence`` seconds after `living`."""
     global _file, _silence
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_inside(path.parent, mode=0o700)
     _silence = silence
     _file = path.open("a")
     faulthandler.register(SIGNAL, file=_file, all_threads=True, chain=False)

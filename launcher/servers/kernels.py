@@ -12,6 +12,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from rl_megatron.durable import make_inside
 from rl_megatron.errors import EngineError
 from rl_megatron.interfaces import Profiled
 from rl_megatron.observability.timeline.kernels import FOLDER, RankKernels
@@ -82,7 +83,7 @@ class ServerKernels(Profiled):
                 logger.warning("%s has no whole file of replica %d after %g s", place, number, _LIMIT_SECONDS)
                 return []
             time.sleep(_LOOK_SECONDS)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_inside(folder, mode=0o700)
         taken = []
         for count, file in enumerate(files):
             moved = file.rename(folder / f"server-{number}-{count}.json.gz")

@@ -86,7 +86,7 @@ def _planned(config: RunConfig, policy: ModelShape, role: str, rank: int) -> Foo
 
 def _snapshot(path: Path) -> str:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(path))
     except (OSError, RuntimeError) as error:
         return f"no snapshot: {path}: {error}"

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_megatron.durable import naming
+from rl_megatron.durable import make_inside, naming
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.kernels import Recorded
@@ -47,7 +47,7 @@ class Recording:
         profiler.stop()
         try:
             with naming(file):
-                file.parent.mkdir(parents=True, exist_ok=True)
+                make_inside(file.parent)
                 file.touch(mode=0o600)
                 profiler.export_chrome_trace(str(file))
         except (OSError, RuntimeError) as error:  # torch's for a disk that is full

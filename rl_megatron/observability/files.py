@@ -38,7 +38,7 @@ def finite(value: JsonValue) -> float | None:
 
 
 class JsonlFile:
-    """Appends rows to ``path``; a row has an integer ``step``. One writer process per file."""
+    """Appends rows to ``path``, whose folder is there; a row has an integer ``step``. One writer process per file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,7 +55,6 @@ class JsonlFile:
             return
         with naming(self.path):
             if self._file is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self.path.open("ab")
             self._file.write(data)
             self._file.flush()

@@ -20,12 +20,12 @@ _LINE = 300
 
 @contextmanager
 def run_log(folder: Path, *, role: str, rank: int | None = None) -> Iterator[None]:
-    """Send this process's logging and Python warnings to ``folder``/log.txt while the context is open.
+    """Send this process's logging and Python warnings to ``folder``/log.txt while the context is open; the folder is
+    there.
 
     Every process of a run appends to this file. Our loggers write from INFO up, and to stderr from WARNING up; other
     libraries' loggers write from WARNING up, and not to stderr.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     who = role if rank is None else f"{role} {rank}"
     file = _File(folder / "log.txt", mode="a", encoding="utf-8", errors="backslashreplace")
     file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)-7s [{who}] %(name)s: %(message)s"))

@@ -130,6 +130,7 @@ class _TensorBoard:
             return
         with self._trying(self._folder / phase):
             if phase not in self._writers:
+                self._folder.mkdir(exist_ok=True)  # TensorBoard would make the run's folder, too
                 self._writers[phase] = _open_tensorboard(self._folder / phase, purge_step=x)
             for tag, value in values.items():
                 self._writers[phase].add_scalar(tag, value, x)
@@ -227,7 +228,6 @@ def _wandb_id(folder: Path, *, fresh: bool) -> str:
             return kept
     elif not fresh and (folder / "wandb").exists():
         return folder.name
-    folder.mkdir(parents=True, exist_ok=True)
     identity = secrets.token_hex(8)
     write_atomically(path, f"{identity} {folder.name}\n".encode())
     return identity

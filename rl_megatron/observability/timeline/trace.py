@@ -145,7 +145,6 @@ class TraceFile:
     def _open(self) -> IO[bytes]:
         if self._file is not None:
             return self._file
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
             self._path.replace(self._before)
         self._lines = _Lines()

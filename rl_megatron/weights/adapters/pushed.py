@@ -46,7 +46,8 @@ class AdapterFolders:
         work = final.with_name(f".{final.name}.partial")
         for left in (work, final):  # of a push that failed
             remove_folder(left)
-        work.mkdir(parents=True)
+        work.parent.mkdir(exist_ok=True)
+        work.mkdir()
         with naming(final):
             save_file({PREFIX + name: tensor for name, tensor in self.tensors.items()}, work / ADAPTERS)
         (work / "adapter_config.json").write_text(self._config)

@@ -99,7 +99,7 @@ class FileTransport(Transport):
 
     def _clear(self, work: Path) -> None:
         """Remove what a killed run left, and make the folder of a version."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(exist_ok=True)
         for left in self._folder.glob(".version_*.partial"):
             remove_folder(left)
         work.mkdir()

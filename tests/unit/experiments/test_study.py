@@ -302,6 +302,8 @@ def test_states_are_read_from_folders_and_records(tmp_path: Path) -> None:
         "f": CellRecord(**dead, seconds=3.0, status=1, reason="status 1: error: no"),
     }
     for cell in cells:
+        if cell.arm in steps:
+            cell.folder.mkdir(parents=True)
         for step in range(steps.get(cell.arm, -1) + 1):
             MetricsWriter(cell.folder).write({"step": step, "phase": "rl", "eval/accuracy": 0.25 * step})
         if cell.arm in records:

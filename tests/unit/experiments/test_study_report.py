@@ -155,6 +155,7 @@ def test_a_measure_of_compute_that_was_not_recorded_is_refused(tmp_path: Path) -
     )
     read = read_study(tmp_path / "s.yaml")
     (cell,) = cells_of(read)
+    cell.folder.mkdir(parents=True)
     for step in range(3):
         MetricsWriter(cell.folder).write({"phase": "rl", "step": step, "eval/accuracy": 0.1})
     save_resolved(cell.config, cell.folder / "config.yaml")
@@ -254,6 +255,7 @@ def test_runs_that_never_recorded_what_is_watched_have_not_survived(tmp_path: Pa
     (tmp_path / "s.yaml").write_text(yaml.safe_dump({"folder": str(tmp_path / "runs"), **keys}))
     read = read_study(tmp_path / "s.yaml")
     (cell,) = cells_of(read)
+    cell.folder.mkdir(parents=True)
     for step in range(3):
         MetricsWriter(cell.folder).write({"phase": "sft", "step": step, "eval/loss": 3.0 - step})
     save_resolved(cell.config, cell.folder / "config.yaml")

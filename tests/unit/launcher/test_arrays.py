@@ -184,6 +184,7 @@ def test_a_failed_task_that_was_resumed_by_hand_is_as_far_as_it_came(tmp_path: P
     os.utime(log, (1e9, 1e9))
     write_record(cell, CellRecord(pid=0, began="", starts=1, seconds=0.0, task="12_0"))
     assert find_states(study, [cell])[0].state.value == "failed"
+    cell.folder.mkdir()
     for step in range(3):
         MetricsWriter(cell.folder).write({"step": step, "phase": "rl"})
     assert find_states(study, [cell])[0].state.value == "done"

@@ -6,16 +6,27 @@ import asyncio
 import errno
 import fcntl
 import os
-from collections.abc import Coroutine
+import sys
+import types
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import pytest
 
+from launcher.controller.watchdog import Watchdog
+from launcher.processes import stacks
+from launcher.processes.loop_watch import LoopWatch
 from launcher.runs.lock import lock
 from launcher.runs.name import claim
+from rl_megatron.config.io import load_config
 from rl_megatron.durable import append_private
 from rl_megatron.errors import CheckpointError, ConfigError
+from rl_megatron.observability.log import run_log
+from rl_megatron.observability.metrics.writer import MetricsWriter
+from rl_megatron.observability.samples import SampleRow, SamplesWriter
+from rl_megatron.observability.timeline import spans
+from rl_megatron.observability.timeline.trace import TraceFile
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
 from rl_megatron.training.loop import Loop, Pace
 from tests.savings import Shards
@@ -84,6 +95,38 @@ def test_nothing_is_written_where_the_runs_folder_was(tmp_path: Path, other: boo
         asyncio.run(saved())
         asyncio.run(exported())
         assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "hf_step_000001", "lock"]
+
+
+def test_no_writer_begins_the_folder_anew_that_was_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first row, or the first stack, began a run's folder again at its old path, and the run went on there."""
+    pytest.importorskip("tensorboard")
+    run, row = tmp_path / "runs/a", {"phase": "rl", "step": 1}
+    run.mkdir(parents=True)
+    mirrored = MetricsWriter(run, tensorboard=True)
+    mirrored.write({"phase": "warm_start", "step": 0, "warm_start/step": 1})
+    run.rename(tmp_path / "moved")
+    mirrored.write(row)  # into the file that is open, and TensorBoard's of its phase, which is not
+    mirrored.close()
+    assert "TensorBoard gets no more rows until a resume" in caplog.text
+    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+    sample = SampleRow(step=1, prompt="", completion="", answer="", reward=0.0)
+    watchdog = Watchdog([], cast(Any, None), load_config("tiny_cpu", []), run / "stacks" / "now")
+    writers: Mapping[str, Callable[[], object]] = {
+        "metrics": lambda: MetricsWriter(run).write(row),
+        "W&B's id": lambda: MetricsWriter(run, wandb="offline"),
+        "samples": lambda: SamplesWriter(run).write([sample]),
+        "timeline": lambda: TraceFile(run).append([(spans.STEPS, "step 1", 0, 1, None)]),
+        "log": lambda: run_log(run, role="rank", rank=1).__enter__(),
+        "stacks of a rank": lambda: stacks.register(run / "stacks" / "now" / "rank-1.txt", silence=1.0),
+        "stacks of the loop": lambda: LoopWatch(load_config("tiny_cpu", []), run / "stacks"),
+        "stacks of tasks": watchdog._write_tasks,
+    }
+    for name, write in writers.items():
+        with pytest.raises(FileNotFoundError, match=f"{run}"):
+            write()
+        assert not run.exists(), name
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])

@@ -34,6 +34,7 @@ def test_each_start_is_recorded_and_what_it_changed_is_told(tmp_path: Path, monk
     """The oracles are git's own words and importlib.metadata's."""
     mine, run = tmp_path / "mine", tmp_path / "run"
     mine.mkdir()
+    run.mkdir()
     (mine / "rewards.py").write_text("A = 1\n")
     git(mine, "init", "-q")
     git(mine, "add", ".")

@@ -22,7 +22,7 @@ from rl_megatron.observability.files import JsonlFile, from_the_end, read_jsonl,
 
 
 def test_rows_are_read_back_in_order_and_floats_to_the_bit(tmp_path: Path) -> None:
-    file = JsonlFile(tmp_path / "deep" / "m.jsonl")
+    file = JsonlFile(tmp_path / "m.jsonl")
     rows = [
         {"step": 1, "loss": 0.1 + 0.2, "phase": "rl"},
         {"step": 2, "loss": None},

@@ -124,11 +124,17 @@ def test_the_head_of_the_docs_names_what_depends_on_the_clock() -> None:
         assert metric.is_timing == (metric.unit in units.split(", ") or f"`{name.split('/')[0]}/`" in names), name
 
 
+def made(folder: Path) -> Path:
+    """A run's folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def test_a_resume_writes_the_rows_of_a_run_that_was_never_stopped(tmp_path: Path) -> None:
     def steps(first: int, last: int) -> list[dict[str, float | str]]:
         return [{"step": s, "phase": "rl", "loss": 1.0 / s} for s in range(first, last + 1)]
 
-    whole, killed = MetricsWriter(tmp_path / "whole"), MetricsWriter(tmp_path / "killed")
+    whole, killed = MetricsWriter(made(tmp_path / "whole")), MetricsWriter(made(tmp_path / "killed"))
     for row in [WARM, *steps(1, 5)]:
         whole.write(row)
     for row in [WARM, *steps(1, 4)]:
@@ -150,7 +156,7 @@ def test_a_row_that_is_written_again_takes_the_place_of_its_step_and_phase_alone
     before = [{**WARM, "warm_start/step": 20}] if row is WARM else [WARM]
     beside = [] if row is WARM else [{"step": row["step"], "phase": "eval", "eval/accuracy": 0.25}]
     for number, rows in enumerate([[*before, row, *beside], [*before, *beside, row], [*before, *beside]]):
-        writer = MetricsWriter(tmp_path / str(number))
+        writer = MetricsWriter(made(tmp_path / str(number)))
         for each in rows:
             writer.write(each)
         writer.write({**row, "eval/accuracy": 0.75}, again=True)
@@ -223,7 +229,7 @@ def test_wandb_gets_the_run_its_axes_and_its_rows(tmp_path: Path, monkeypatch: p
     package = types.ModuleType("wandb")
     package.init = lambda **kwargs: calls.append(("init", kwargs)) or Run()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", package)
-    writer = MetricsWriter(tmp_path / "run7", wandb="offline", wandb_project="p")
+    writer = MetricsWriter(made(tmp_path / "run7"), wandb="offline", wandb_project="p")
     writer.write(WARM)
     writer.write({"step": 1, "phase": "rl", "loss": 0.5})
     writer.close()
@@ -255,7 +261,7 @@ def test_wandb_has_one_run_for_each_that_starts_anew_whatever_its_folder_is_call
     tmp_path: Path, ids: list[str]
 ) -> None:
     for of, fresh in (("a", True), ("a", False), ("b", True), ("b", False), ("a", False), ("a", True), ("a", False)):
-        MetricsWriter(tmp_path / of / "run", wandb="offline", fresh=fresh).close()
+        MetricsWriter(made(tmp_path / of / "run"), wandb="offline", fresh=fresh).close()
     first, _, other, _, _, again, _ = ids
     assert ids == [first, first, other, other, first, again, again]
     assert len({first, other, again, "run"}) == 4
@@ -263,7 +269,7 @@ def test_wandb_has_one_run_for_each_that_starts_anew_whatever_its_folder_is_call
 
 def test_a_copied_folder_is_a_run_of_its_own_at_wandb(tmp_path: Path, ids: list[str]) -> None:
     """As its name tells; an id that an older version kept has none beside it, and stays."""
-    MetricsWriter(tmp_path / "x", wandb="offline").close()
+    MetricsWriter(made(tmp_path / "x"), wandb="offline").close()
     shutil.copytree(tmp_path / "x", tmp_path / "y")
     for of in ("y", "x", "y"):
         MetricsWriter(tmp_path / of, wandb="offline", fresh=False).close()
@@ -277,7 +283,7 @@ def test_a_copied_folder_is_a_run_of_its_own_at_wandb(tmp_path: Path, ids: list[
 
 def test_a_resume_that_turns_wandb_on_begins_a_run_of_its_own_there(tmp_path: Path, ids: list[str]) -> None:
     for of in "aabb":
-        MetricsWriter(tmp_path / of / "run").close()
+        MetricsWriter(made(tmp_path / of / "run")).close()
         MetricsWriter(tmp_path / of / "run", wandb="offline", fresh=False).close()
     first, again, other, once_more = ids
     assert (first, other) == (again, once_more)

@@ -135,6 +135,7 @@ def run(folder: Path, at: str, *, saved: bool = True, least: float = 2.0) -> tup
     async def main() -> tuple[bool | None, list[int]]:
         stop = asyncio.Event()
         job = Steps(stop, at, saved, least)
+        folder.mkdir(exist_ok=True)
         recorder = Recorder(folder, LogSection(tensorboard=False), Progress(6, mode="plain"))
         loop = Loop(
             job=cast(Any, job),
