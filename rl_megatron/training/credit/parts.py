@@ -68,7 +68,7 @@ class _Part:
 
 
 def _parts_of(groups: Sequence[RolloutGroup]) -> Iterator[_Part]:
-    """Each part, by name: sources have their own."""
+    """Each part, by name: sources have their own. One of weight 0 is recorded alone, and may be beyond float32."""
     found: dict[str, list[tuple[int, float, float]]] = {}
     trajectories = ((group.prompt.id, one) for group in groups for one in group.trajectories)
     for place, (prompt, one) in enumerate(trajectories):
@@ -78,7 +78,8 @@ def _parts_of(groups: Sequence[RolloutGroup]) -> Iterator[_Part]:
                 "version that kept none, or by a source of your own; start a new run, or set advantage_of=sum"
             )
         for name, (value, weight) in one.parts.items():
-            found.setdefault(name, []).append((place, value, weight))
+            if weight:
+                found.setdefault(name, []).append((place, value, weight))
     for rows in found.values():
         of, values, weights = zip(*rows, strict=True)
         yield _Part(torch.tensor(of), torch.tensor(values), torch.tensor(weights, dtype=torch.float64))

@@ -108,7 +108,7 @@ def test_of_one_part_it_is_grpo_and_of_a_std_of_the_batch_each_part_has_its_own(
 def test_a_group_of_equal_totals_teaches_by_its_parts(std: str) -> None:
     """Unless its parts are equal, or cancel; a part of weight 0 is recorded alone."""
     same_total = group("total", {"right": [1.0, 0.0, 0.5], "short": [0.0, 2.0, 1.0]})
-    equal = group("equal", {"right": [1.0, 1.0], "short": [0.5, 0.5], "seen": [0.0, 1.0]})
+    equal = group("equal", {"right": [1.0, 1.0], "short": [0.5, 0.5], "seen": [0.0, 1e39]})
     cancels = group("cancels", {"right": [1.0, 0.3, 0.1], "short": [0.0, 0.7, 0.9]}, {"right": 0.7, "short": 0.7})
     differs = group("differs", {"right": [1.0, 0.0]})
     groups = [same_total, equal, cancels, differs]
