@@ -163,7 +163,7 @@ class Chain:
         freeze(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Trajectory:
     """What one reward scores: a row, or several rows if a turn's context does not extend the row before it."""
 

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -190,7 +191,17 @@ def shared_states(groups: Sequence[RolloutGroup]) -> float:
     return float((states.bincount()[states] > 1).double().mean())
 
 
+_known: WeakKeyDictionary[Trajectory, list[str | bytes]] = WeakKeyDictionary()
+
+
 def _states(one: Trajectory) -> list[str | bytes]:
+    """As `_hashed`, once: a step asks which groups teach, how many states are shared, and for advantages."""
+    if (found := _known.get(one)) is None:
+        found = _known[one] = _hashed(one)
+    return found
+
+
+def _hashed(one: Trajectory) -> list[str | bytes]:
     """Of each turn, the name that its environment gave, or 128 bits of BLAKE2b of the tokens that were read since the
     last sampled one before it, or of its whole context where that goes on from no turn."""
     ends = sorted({turn.stop for row in one.chains for turn in row.turns})

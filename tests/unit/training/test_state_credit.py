@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import random
 import statistics
 from collections import defaultdict
@@ -50,6 +51,20 @@ def played(turns: Sequence[Shown], seed: int) -> Trajectory:
         tokens += [rng.randrange(90) for _ in range(length)]
     row = Chain(token_ids=np.array(tokens, np.int32), turns=tuple(found))
     return Trajectory(chains=(row,), reward=sum(reward for _, reward in turns))
+
+
+def test_a_step_hashes_the_states_of_a_trajectory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks which groups teach, for a metric and for advantages."""
+    hashed, blake2b = list[int](), hashlib.blake2b
+    monkeypatch.setattr(hashlib, "blake2b", lambda **given: hashed.append(1) or blake2b(**given))
+    groups = [group("a", [played([("start", 0.0), ("x", 1.0)], seed) for seed in range(4)])]
+    first = states_of(groups).tolist()
+    count = len(hashed)
+    assert count
+    groups_that_differ(groups, AlgorithmSection.model_validate({"credit": "turn", **GIGPO}), max_new_tokens=9)
+    assert shared_states(groups) == 1.0
+    assert states_of(groups).tolist() == first
+    assert len(hashed) == count
 
 
 def test_a_tree_by_hand() -> None:
