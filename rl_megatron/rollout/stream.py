@@ -92,7 +92,7 @@ class Stream:
         self._until = last_step if self._apart else last_step + max_staleness  # the last step to sample groups for
         self._credit = (max_staleness + 1) * self._refills
         self._ahead = min(1, max_staleness) if self._apart else max_staleness
-        self._batch, self._poison = list[str](), list[int]()
+        self._batch, self._poison = Counter[str](), list[int]()
         self._places: dict[int, Waiting] = {}
         self._dues = Counter[int]()  # how many places are due at each step
         self._ready: list[tuple[int, int]] = []  # keys of the places with an answer, ascending
@@ -196,7 +196,7 @@ class Stream:
             credit=self._credit,
             ahead=self._ahead,
             calm=self._calm,
-            batch=tuple(self._batch),
+            batch=tuple(self._batch.elements()),
             places=tuple(map(self._with_tokens, self._places.values())),
             left_out=tuple(self._left_out),
             ledger=self._ledger.state(),
@@ -214,7 +214,7 @@ class Stream:
         """
         self._ledger.restore(state.ledger, state.version, state.places, state.left_out)
         self.version, self._drawn, self._opened = state.version, state.drawn, state.opened
-        self._credit, self._calm, self._batch = state.credit, state.calm, list(state.batch)
+        self._credit, self._calm, self._batch = state.credit, state.calm, Counter(state.batch)
         if self._apart:
             self._ahead = max(min(1, self._most), min(state.ahead, self._most))
         self._left_out, self._poison = list(state.left_out), list(state.poison)
@@ -253,10 +253,8 @@ class Stream:
         ordinal, self._drawn = self._drawn, self._drawn + 1
         if ordinal % self._size == 0:
             self._batch.clear()
-        self._batch.append(prompt.id)
-        drawn = Drawn(
-            ordinal=ordinal, prompt=prompt, batch=1 + ordinal // self._size, time=self._batch.count(prompt.id)
-        )
+        self._batch[prompt.id] += 1
+        drawn = Drawn(ordinal=ordinal, prompt=prompt, batch=1 + ordinal // self._size, time=self._batch[prompt.id])
         place = Waiting(drawn=drawn, birth=self.version, due=self.version + self._most + 1)
         self._places[ordinal] = place
         self._ledger.move([ordinal], "queued")

@@ -19,11 +19,17 @@ STATE = TypeAdapter(MixtureState)
 
 @given(weights=WEIGHTS, steps=st.integers(1, 200))
 @settings(max_examples=60, deadline=None)
-def test_every_prefix_is_within_one_of_its_share(weights: list[float], steps: int) -> None:
+def test_every_prefix_is_within_one_of_its_share_by_the_rule_in_plain_words(weights: list[float], steps: int) -> None:
     shares = Proportions({f"s{i}": weight for i, weight in enumerate(weights)})
     total, taken = sum(map(Fraction, weights)), Counter[str]()
     for n in range(1, steps + 1):
-        taken[shares.next()] += 1
+        due = {
+            f"s{i}": (taken[f"s{i}"] + 1) / Fraction(weight)
+            for i, weight in enumerate(weights)
+            if taken[f"s{i}"] < Fraction(weight) * n / total
+        }
+        taken[name := shares.next()] += 1
+        assert name == min(due, key=due.__getitem__)
         for i, weight in enumerate(weights):
             assert abs(taken[f"s{i}"] - Fraction(weight) * n / total) < 1, (n, i)
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from heapq import heappop, heappush
 from typing import Literal
 
 import numpy as np
@@ -52,18 +53,28 @@ class Proportions:
         self._weights = {name: int(weight * scale) for name, weight in exact.items()}  # in the same ratios, and exact
         self._sum = sum(self._weights.values())
         self.taken = dict(taken) if taken is not None else dict.fromkeys(weights, 0)
+        self._drawn = sum(self.taken.values())
+        self._eligible: list[tuple[Fraction, int, str]] = []  # by when their next prompts are due, and their places
+        self._later: list[tuple[int, int, str]] = []  # the others, by the draw from which on they are eligible
+        self._places = {name: place for place, name in enumerate(weights)}
+        for name in weights:
+            self._wait(name)
 
     def next(self) -> str:
-        """Take the next prompt's source."""
-        after = 1 + sum(self.taken.values())
-        eligible = [name for name, w in self._weights.items() if self.taken[name] * self._sum < w * after]
-        name = eligible[0] if len(eligible) == 1 else min(eligible, key=self._due)
+        """Take the next prompt's source. With n sources it looks at about log n of them."""
+        self._drawn += 1
+        while self._later and self._later[0][0] <= self._drawn:
+            _, place, name = heappop(self._later)
+            heappush(self._eligible, (Fraction(self.taken[name] + 1, self._weights[name]), place, name))
+        _, _, name = heappop(self._eligible)
         self.taken[name] += 1
+        self._wait(name)
         return name
 
-    def _due(self, name: str) -> Fraction:
-        """When its next prompt is, in prompts of all sources."""
-        return Fraction(self.taken[name] + 1, self._weights[name])
+    def _wait(self, name: str) -> None:
+        """Until the first draw n with taken < share of n."""
+        first = self.taken[name] * self._sum // self._weights[name] + 1
+        heappush(self._later, (first, self._places[name], name))
 
 
 class Epochs:

@@ -58,6 +58,8 @@ class PromptStream:
         """Read what the next prompts and `state` need: large files, for minutes. In a thread; nobody else uses the
         stream meanwhile."""
         self.digest()
+        if self.table is not None:
+            self._pool.row_of(self._pool.name_of(0))  # which may make a table of all names
         for epochs in self._epochs.values():
             number = epochs.drawn
             (row,) = epochs.draws(number, number + 1).tolist()
@@ -72,7 +74,7 @@ class PromptStream:
         self.left_out.add(self._pool.row_of(prompt.id))
         name = prompt.source if self._weights else ""
         rows = self._epochs[name].rows
-        if self.left_out.issuperset(rows.tolist()):
+        if len(self.left_out) >= len(rows) and self.left_out.issuperset(rows.tolist()):
             of = f" of source {name!r}" if name else ""
             raise DataError(f"no prompts{of} are left to train on: none of {len(rows)} can be sampled")
         if self.table is not None:
