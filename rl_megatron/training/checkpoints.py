@@ -14,7 +14,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
 from typing import ClassVar, Literal
 
@@ -184,14 +184,14 @@ class CheckpointStore:
             scored: dict[str, list[tuple[float, int, Path]]] = {}
             for place, path in enumerate(found):
                 try:
-                    manifest = _manifest(path)
+                    file = next(path.glob(_MANIFEST_FILE), path).stat()
+                    by, accuracy = _scored(path, (file.st_ino, file.st_mtime_ns))
                 except CheckpointError as error:  # it may be the best, so it stays; the run needs it for nothing
                     logger.warning("checkpoint.keep_best keeps a checkpoint of unknown accuracy: %s", error)
                     kept.add(path)
                 else:
-                    by, accuracy = manifest.measured_by or self._measured_by, manifest.accuracy
                     if accuracy is not None:
-                        scored.setdefault(by, []).append((accuracy, place, path))
+                        scored.setdefault(by or self._measured_by, []).append((accuracy, place, path))
             for alike in scored.values():
                 kept |= {path for _, _, path in sorted(alike, reverse=True)[: self._keep_best]}
         return [path for path in found if path not in kept]
@@ -299,8 +299,7 @@ def _warning(folder: Path) -> Iterator[None]:
 
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint in a run's ``checkpoints`` folder."""
-    found = _all(folder)
-    return found[-1] if found else None
+    return next(reversed(_all(folder)), None)
 
 
 def _all(folder: Path) -> list[Path]:
@@ -317,16 +316,11 @@ def _step_of(folder: Path) -> int | None:
 
 
 def read(folder: Path) -> Checkpoint:
-    """Read ``trainer.json`` and the manifest, and compare the size of every file with the manifest.
-
-    Raises CheckpointError that names each missing or torn file.
-    """
-    manifest = _manifest(folder)
-    files = manifest.files
+    """Read ``trainer.json`` and the manifest, and compare the size of every file with that of the manifest. Raises
+    CheckpointError that names each missing or torn file."""
+    files = (manifest := _manifest(folder)).files
     if _STATE_FILE not in files or not _inside("learner", files):
-        raise CheckpointError(
-            f"{folder / _MANIFEST_FILE} lists no {_STATE_FILE} or no file of learner/\n{_advice(folder)}"
-        )
+        raise unsound(folder, [f"{folder / _MANIFEST_FILE} lists no {_STATE_FILE} or no file of learner/"])
     columns = _inside(_COLUMNS, files)
     own = {_STATE_FILE, *(f"{_COLUMNS}/{name}" for name in columns)}
     problems = misfits(folder, {name: wanted for name, wanted in files.items() if name not in own}, read=False)
@@ -383,6 +377,12 @@ def _manifest(folder: Path) -> _Manifest:
     if outside:
         raise CheckpointError(f"{path} names files outside of the checkpoint: {_listed(outside)}\n{_advice(folder)}")
     return manifest
+
+
+@lru_cache(4096)  # each names all files of a checkpoint, and each save asks for those of all that are kept
+def _scored(folder: Path, version: tuple[int, int]) -> tuple[str, float | None]:
+    """How the accuracy was measured, and it; ``version``: of the manifest's file. Raises as `_manifest`."""
+    return (manifest := _manifest(folder)).measured_by, manifest.accuracy
 
 
 def _said(error: ValidationError) -> str:

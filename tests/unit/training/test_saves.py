@@ -54,6 +54,22 @@ def test_the_best_is_known_after_a_resume_too(tmp_path: Path) -> None:
     assert asyncio.run(write_steps(tmp_path, {3: 0.2}, **rules)) == ["step_000001", "step_000003"]
 
 
+def test_each_manifest_is_read_once_and_again_where_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each names all files of a checkpoint, and a run may keep hundreds of checkpoints."""
+    rules, read, manifest = {"keep": 9, "keep_best": 1}, list[str](), checkpoints._manifest
+
+    def counted(folder: Path) -> Any:
+        read.append(folder.name)
+        return manifest(folder)
+
+    monkeypatch.setattr(checkpoints, "_manifest", counted)
+    steps = asyncio.run(write_steps(tmp_path, {1: 0.9, 2: 0.1, 3: 0.2, 4: 0.3}, **rules))
+    assert sorted(read) == steps
+    store = CheckpointStore(tmp_path, config={}, keep=1, keep_best=1)
+    store.note_accuracy(tmp_path / "step_000002", 0.95)
+    assert asyncio.run(write_steps(tmp_path, {5: 0.1}, keep=1, keep_best=1)) == ["step_000002", "step_000005"]
+
+
 def test_accuracies_that_were_measured_otherwise_are_not_compared(tmp_path: Path) -> None:
     rules = {"keep": 1, "keep_best": 1}
     asyncio.run(write_steps(tmp_path, {1: 0.9, 2: 0.1}, **rules, measured_by="easy"))
