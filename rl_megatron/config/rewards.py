@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rl_megatron.config.sections.data import MixtureData
+from rl_megatron.config.sections.data import rewards_of
 from rl_megatron.config.sections.reward import reward_key
 
 if TYPE_CHECKING:
@@ -35,13 +35,7 @@ def _of_parts(c: RunConfig) -> Iterator[str]:
     given = "algorithm.advantage_of=parts"
     for key, one in c.training_environments.items():
         yield f"{given} with {key}.function={one.function}: an environment gives one reward; set advantage_of=sum"
-    sources = c.data.sources.values() if isinstance(c.data, MixtureData) else ()
-    keys = {reward_key(name): one for name, one in c.source_rewards.items()}
-    if "environment" not in c.training_environments and not (
-        sources and all(one.reward or one.environment for one in sources)
-    ):
-        keys["reward"] = c.reward
-    for key, section in keys.items():
+    for key, section in rewards_of(c.data, c.reward, c.environment).items():
         if not section.parts:
             yield (
                 f"{given} with {key}.function={section.function}: this reward has no parts to compare; name "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rl_megatron.config.reads.choices import OF_OBJECTIVES, OFF, ON, OWN, PREFERENCE_READS, READS
 from rl_megatron.config.reads.leaves import as_given, does_nothing, is_in, set_leaves
+from rl_megatron.config.sections.data import rewards_of
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
@@ -71,7 +72,10 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"algorithm.{key}", "without a mean and a std of advantages turns are not compared"
     if a.gamma_turn == 0:
         yield "algorithm.turn_compared", "with algorithm.gamma_turn=0 the return from a turn on is its own reward"
-    if a.advantage_std == "none" and ":" not in a.advantage_mean:
+    rewards = rewards_of(config.data, config.reward, config.environment).values()
+    parts = {frozenset(name for name, part in one.parts.items() if part.weight) for one in rewards}
+    apart = a.advantage_mean == "batch" and len(parts) > 1  # the mean of a part is over those of its sources alone
+    if a.advantage_std == "none" and ":" not in a.advantage_mean and not apart:
         yield (
             "algorithm.advantage_of",
             "with advantage_std=none the sum of parts less their means is the sum less its mean (advantage_std=group "

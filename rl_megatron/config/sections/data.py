@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rl_megatron.config.sections.environment import EnvironmentSection
-from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.reward import RewardSection, reward_key
 from rl_megatron.section import NUMBER, EntryName, Fraction, Positive, PositiveFloat, PositiveFraction, Section
 
 
@@ -237,6 +237,15 @@ def environments_of(data: DataSection) -> dict[str, EnvironmentSection]:
     sources = data.sources if isinstance(data, MixtureData) else {}
     own = {f"data.sources.{name}.environment": source.environment for name, source in sources.items()}
     return {key: one for key, one in own.items() if one is not None and one.function is not None}
+
+
+def rewards_of(data: DataSection, reward: RewardSection, environment: EnvironmentSection) -> dict[str, RewardSection]:
+    """The rewards of completions that are trained on, by the key of their section: sources' own, and the run's where
+    some are of none of these and of no environment."""
+    sources = data.sources if isinstance(data, MixtureData) else {}
+    own = {reward_key(name): one.reward for name, one in sources.items() if one.reward is not None}
+    apart = sources and all(one.reward or one.environment for one in sources.values())
+    return own if apart or environment.function else {**own, "reward": reward}
 
 
 def name_of(key: str) -> str:

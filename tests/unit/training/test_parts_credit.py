@@ -104,6 +104,15 @@ def test_of_one_part_it_is_grpo_and_of_a_std_of_the_batch_each_part_has_its_own(
     assert advantages(section(advantage_std="batch"), [GROUPS[0], other])[:4] == pytest.approx(wanted, rel=1e-5)
 
 
+def test_a_mean_of_the_batch_is_over_the_completions_that_have_the_part() -> None:
+    """So that without a std, too, it is not what the sums have, whose mean is over all."""
+    other = group("b", {"right": [0.0, 0.0, 1.0, 0.0]})
+    found = advantages(section(advantage_mean="batch", advantage_std="none"), [GROUPS[0], other])
+    right, short = statistics.mean([*RIGHT, 0.0, 0.0, 1.0, 0.0]), statistics.mean(SHORT)
+    wanted = [a - right + 0.5 * (b - short) for a, b in zip(RIGHT, SHORT, strict=True)]
+    assert found == pytest.approx([*wanted, *(value - right for value in (0.0, 0.0, 1.0, 0.0))], rel=1e-5)
+
+
 @pytest.mark.parametrize("std", ["group", "batch"])
 def test_a_group_of_equal_totals_teaches_by_its_parts(std: str) -> None:
     """Unless its parts are equal, or cancel; a part of weight 0 is recorded alone."""
@@ -196,6 +205,11 @@ def test_choices_that_mean_something_for_each_part_are_taken() -> None:
     own = [f"data.sources.{name}.reward.parts.exact_match=1" for name in ("sums", "more")]
     config = load_config("tiny_cpu", ["algorithm=gdpo", *SOURCES, *own])  # the run's own reward judges nothing
     assert isinstance(config, RunConfig)
+    unscaled = ["algorithm.advantage_std=none", "algorithm.advantage_mean=batch"]
+    with pytest.raises(ConfigError, match="advantage_of=parts does nothing"):
+        load_config("tiny_cpu", ["algorithm=gdpo", *SOURCES, *own, *unscaled])
+    other = "data.sources.more.reward.parts.length=1"  # of which the mean is over this source alone
+    assert isinstance(load_config("tiny_cpu", ["algorithm=gdpo", *SOURCES, *own, other, *unscaled]), RunConfig)
     with pytest.raises(ConfigError, match=r"environment\.function=calculator: an environment gives one reward"):
         load_config("calculator", ["algorithm=gdpo"])
 
