@@ -193,8 +193,13 @@ class Learner(FrozenModel, Protocol):
         """Drop the gradients since the last ``step``; neither weights nor the optimizer change."""
         ...
 
+    async def lead(self, rate: float) -> None:
+        """Make the reference on the policy's ranks (1 - ``rate``) of itself and ``rate`` of the policy's weights."""
+        ...
+
     async def save(self, folder: Path) -> Saving:
-        """Write model and optimizer shards into ``folder`` (which exists), as they are now.
+        """Write model and optimizer shards into ``folder`` (which exists), as they are now, and of the policy the
+        reference that it leads.
 
         Returns once training may go on: with ``checkpoint.async_save`` when they are copied, else when written.
         The one before must be durable. Raises CheckpointError that says why nothing could be written.

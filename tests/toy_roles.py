@@ -124,6 +124,9 @@ class Toy:
         self.gradient = None
         self.heard.append(("drop",))
 
+    async def lead(self, rate: float) -> None:
+        self.heard.append(("lead", rate))
+
     def _inputs(self, samples: Samples, batch: Batch, weights: Tensor) -> LossInputs:
         ids, of = sequence_ids(samples.cu_seqlens), self._of(samples, weights)
         zeros = torch.zeros(len(ids))

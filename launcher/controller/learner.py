@@ -78,6 +78,10 @@ class LearnerGroup(Learner):
     async def drop(self) -> None:
         await self._group.each("drop", self.role)
 
+    @override
+    async def lead(self, rate: float) -> None:
+        await self._group.each("lead", rate)
+
     async def check_routes(self, batch: Batch) -> None:
         """Raise RLMegatronError for routes of another model."""
         routes = batch.samples.routes

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
+from rl_megatron.config.beside import reference_follows
 from rl_megatron.config.errors import has_gone, new_name
 from rl_megatron.config.resume import FREE_BEFORE, changes_no_step, defaults, fixed, flat, is_free
 from rl_megatron.config.run import RunConfig
@@ -40,7 +41,8 @@ def find(config: RunConfig, run_folder: Path) -> checkpoints.Checkpoint | None:
             f"train.steps={steps}, but {latest} is of step {made}; give train.steps={made} or more, or another run.name"
         )
     begun = found.state.warm_start_step is None
-    if begun and config.needs_reference and config.reference is None and not config.reference_is_base:
+    kept = config.needs_reference and not config.reference_is_base and not reference_follows(config)
+    if begun and kept and config.reference is None:
         _check_reference(config, run_folder / START_FOLDER)
     return found
 

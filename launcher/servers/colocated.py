@@ -99,6 +99,10 @@ class _Learner(_Frozen):
         await self.servers.release()
         await self.learner.drop()
 
+    async def lead(self, rate: float) -> None:
+        await self.servers.release()
+        await self.learner.lead(rate)
+
     async def save(self, folder: Path) -> Saving:
         return await self.learner.save(folder)
 

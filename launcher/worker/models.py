@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from launcher.wire.setup import Setup
 from launcher.worker.recording import Recording
 from rl_megatron import digests
-from rl_megatron.config.beside import frozen_folders, separate
+from rl_megatron.config.beside import frozen_folders, reference_follows, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest, Written
 from rl_megatron.errors import RLMegatronError, WeightError
@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_megatron.data.shares import Share
+    from rl_megatron.learner.checkpoint.companions import Companions
     from rl_megatron.learner.checkpoint.saving import ShardSave
     from rl_megatron.learner.scorer import MegatronScorer
     from rl_megatron.learner.trained import MegatronLearner
+    from rl_megatron.weights.bytes.moving_average import MovingAverage
     from rl_megatron.weights.layouts.layout import Layout
 
 M = TypeVar("M")
@@ -42,7 +44,7 @@ class RankModels:
     """The models of a rank of ``setup.role``, and the world of its ranks."""
 
     CALLS: tuple[str, ...] = (
-        *("start_from", "release", "score", "routed_layers", "backward", "forget", "step", "drop"),
+        *("start_from", "release", "score", "routed_layers", "backward", "forget", "step", "drop", "lead"),
         *("save", "written", "durable", "verify", "load", "begin_kernels", "end_kernels", "close"),
     )
 
@@ -79,6 +81,7 @@ class RankModels:
             speed.begin(self._device)
         self._scorers: dict[str, MegatronScorer] = {**self._learners, **self._make_frozen(config, setup.role)}
         self._reference: dict[str, Tensor] = {}  # weights that replace the policy's when it scores as the reference
+        self._average: MovingAverage | None = None  # of the policy, whose tensors are the reference's, if that follows
         self._leaving, self._parked = leaving(config.learner), Parked(SLAB)
         self._saves_apart = config.checkpoint.async_save
         self._saving: dict[str, ShardSave] = {}  # those in hand, by role
@@ -137,8 +140,6 @@ class RankModels:
         Raises as ``read_boxes`` does, or CheckpointError. A reference is read from a Hugging Face folder, unless it is
         the policy without its adapters, which start again with the policy.
         """
-        import torch
-
         from rl_megatron.weights.adapters.base import base_digest
         from rl_megatron.weights.checkpoints.kind import is_megatron
         from rl_megatron.weights.checkpoints.made_up import MadeUp
@@ -166,9 +167,7 @@ class RankModels:
         if self._shape.scores and not hf.shape.scores:
             tensors.pop("output_layer.weight", None)  # a score layer starts at 0
         if role not in self._scorers:
-            self._parked.back("reference")
-            tensors = {name: tensor for name, tensor in tensors.items() if name in layout.local_shapes(self._rank)}
-            tensors = self._reference = {name: torch.empty_like(t) for name, t in tensors.items()}
+            tensors = self._hold_reference(layout)
         like = next(iter(tensors.values()))
         shapes = layout.local_shapes(self._rank).items()  # a critic has no output layer: these values are dropped
         unused = {name: like.new_empty(shape) for name, shape in shapes if name not in tensors}
@@ -179,7 +178,26 @@ class RankModels:
             )
         source: TensorSource = MadeUp(folder, hf.local_shapes(0), self._made_up or 0) if random else HFFolder(folder)
         read_boxes(source, hf, layout, self._rank, tensors | unused)
+        if tensors is self._reference and self._average is not None:
+            self._average.restart()
         self._scorer(role).adopt()
+
+    def _hold_reference(self, layout: Layout) -> dict[str, Tensor]:
+        """Memory for the weights of a reference on the policy's ranks, the same at each call."""
+        import torch
+
+        from rl_megatron.weights.bytes.moving_average import MovingAverage
+
+        self._parked.back("reference")
+        if not self._reference:
+            names = layout.local_shapes(self._rank)
+            like = {name: tensor for name, tensor in self._scorer("reference").tensors.items() if name in names}
+            if reference_follows(self._config):
+                self._average = MovingAverage(like)
+                self._reference = self._average.tensors
+            else:
+                self._reference = {name: torch.empty_like(tensor) for name, tensor in like.items()}
+        return self._reference
 
     def _start_adapters(self, role: str) -> None:
         """Give the adapters of a role their first values; `_scorer`'s ``adopt`` takes them with the weights."""
@@ -216,7 +234,8 @@ class RankModels:
         for role, learner in self._learners.items() if self._shares_gpus else ():
             learner.park(pushed=role == "policy")
         if self._shares_gpus and "models" in self._leaving:
-            self._parked.leave("reference", self._reference.values())
+            rest = () if self._average is None else self._average.rest.values()
+            self._parked.leave("reference", (*self._reference.values(), *rest))
         torch.cuda.empty_cache()
 
     def _scorer(self, role: str) -> MegatronScorer:
@@ -284,9 +303,32 @@ class RankModels:
         """Drop the accumulated gradients. Raises RLMegatronError if there are none."""
         self._learner(role).drop()
 
+    def lead(self, rate: float) -> None:
+        """Make the reference on the policy's ranks (1 - ``rate``) of itself and ``rate`` of the policy's weights, with
+        adapters merged."""
+        assert self._average is not None, "the reference follows, and has weights"
+        policy = self._learner("policy")
+        policy.gather()
+        self._parked.back("reference")
+        with policy.merged():
+            self._average.move(policy.tensors, rate)
+
+    def _beside(self, role: str) -> Companions | None:
+        """What a checkpoint of the role holds beside its model: of the policy the reference that follows it, if it has
+        weights."""
+        from rl_megatron.learner.checkpoint.companions import Companions
+
+        if role != "policy" or self._average is None:
+            return None
+        held = {"reference": self._average.tensors, "reference_rest": self._average.rest}
+        return Companions(
+            tensors={name: tensors for name, tensors in held.items() if tensors}, values=self._parked.on_host
+        )
+
     def save(self, role: str, folder: Path) -> None:
         """Write this rank's shards, or with ``checkpoint.async_save`` begin to. Raises CheckpointError."""
-        self._saving[role] = self._learner(role).start_save(folder, apart=self._saves_apart)
+        learner, beside = self._learner(role), self._beside(role)
+        self._saving[role] = learner.start_save(folder, apart=self._saves_apart, beside=beside)
 
     def written(self, role: str, wait: bool) -> bool:
         """Whether this rank's part of the save is written, or could not be; with ``wait``, once that is so."""
@@ -304,7 +346,11 @@ class RankModels:
 
     def load(self, role: str, folder: Path) -> None:
         """Load a saved state. Raises CheckpointError."""
-        self._learner(role).load(folder)
+        from rl_megatron.learner.checkpoint.companions import holds_beside
+
+        if role == "policy" and reference_follows(self._config) and holds_beside(folder):  # a warm start's holds none
+            self._hold_reference(self._layouts_of("reference", self._model_folder)[1])
+        self._learner(role).load(folder, self._beside(role))
 
     def begin_kernels(self) -> None:
         """Record this rank's kernels from now on. Not collective."""

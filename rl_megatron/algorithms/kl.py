@@ -109,6 +109,14 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1)
 
 
+def average_age(steps: int, *, rate: float, every: int) -> float:
+    """Mean age in steps, by their weights, of the policies that a moving average is of, ``steps`` after it began as the
+    newest; after each ``every`` of them it takes ``rate`` of the newest."""
+    moves, since = divmod(steps, every)
+    kept = 1 - rate
+    return since + every * kept * (1 - kept**moves) / rate
+
+
 def adaptive_beta(beta: float, kl: float, *, target: float, num_samples: int, horizon: int = 10_000) -> float:
     """The next coefficient: beta·(1 + clip(kl/target - 1, ±0.2)·min(num_samples/horizon, 1)) (arXiv:1909.08593)."""
     error = min(max(kl / target - 1, -0.2), 0.2)

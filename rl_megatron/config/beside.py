@@ -30,6 +30,11 @@ def taught_by_policy(c: RunConfig) -> dict[str, TeacherSection]:
     return {teacher_role(name): one for name, one in teachers.items() if one.path is None}
 
 
+def reference_follows(c: RunConfig) -> bool:
+    """Whether the reference is a moving average of the policy."""
+    return c.needs_reference and c.kind.samples and c.algorithm.kl.follow_rate is not None
+
+
 def with_own_prompt(c: RunConfig) -> dict[str, TeacherSection]:
     """The teachers that read a prompt of their own, by their names."""
     teachers = c.algorithm.kl.teachers if c.kind.samples else {}
@@ -141,6 +146,11 @@ def problems_of_teachers(c: RunConfig) -> Iterator[str]:
         yield f"algorithm.kl.reference={kl.reference} and {key} ({', '.join(kl.teachers)}): both judge; keep one"
     if c.algorithm.pairs:
         yield f"{key} with algorithm.preference.beta: pairs have a reference of the run, or none; leave {key} out"
+    if kl.follow_rate is not None and not taught_by_policy(c):
+        yield (
+            f"algorithm.kl.follow_rate={kl.follow_rate:g} with {key} ({', '.join(kl.teachers)}): none of them is the "
+            "policy's moving average, as each has a path; leave follow_rate out, or a teacher's path"
+        )
     if c.rollout.temperature != 1 and (served := [name for name, one in kl.teachers.items() if one.server is not None]):
         yield (
             f"{key}.{served[0]}.server with rollout.temperature={c.rollout.temperature:g}: servers tell log-probs of "
@@ -187,6 +197,12 @@ def _of_own_prompt(c: RunConfig, name: str, one: TeacherSection) -> Iterator[str
 def problems_of_separate(c: RunConfig) -> Iterator[str]:
     """A critic or a reference with ranks of its own: their layout, and nodes for them."""
     slurm, needed = c.slurm, {"critic": c.algorithm.needs_critic, "reference": c.needs_reference}
+    if reference_follows(c) and "reference" in c.roles.separate:
+        yield (
+            f"algorithm.kl.follow_rate={c.algorithm.kl.follow_rate:g} with roles.reference=separate: a reference that "
+            "follows the policy takes its weights from the same ranks; set roles.reference=learner, or leave "
+            "follow_rate out"
+        )
     for role in c.roles.separate:
         if not needed[role]:
             yield f"roles.{role}=separate, but the algorithm has no {role}; set roles.{role}=learner"

@@ -238,8 +238,9 @@ class RunConfig(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether ranks hold a frozen model that scores what is trained on."""
-        sampled = self.kind.samples and self.algorithm.needs_reference and not self.algorithm.kl.teachers
+        """Whether ranks hold a model, frozen or the policy's average, that scores what is trained on."""
+        own = self.algorithm.taught_by_average or not self.algorithm.kl.teachers
+        sampled = self.kind.samples and self.algorithm.needs_reference and own
         return (self.kind.reference and not self.dpo.reference_free) or sampled
 
     @property
@@ -250,7 +251,7 @@ class RunConfig(Section):
     @property
     def reference_is_base(self) -> bool:
         """Whether the reference is the policy without its adapters, and so needs no weights of its own."""
-        begins = self.learner.lora.rank is not None and self.reference is None
+        begins = self.learner.lora.rank is not None and self.reference is None and not self.algorithm.kl.follow_rate
         return begins and not self.warm_start.steps and "reference" not in self.roles.separate
 
     @property
@@ -379,8 +380,7 @@ class RunConfig(Section):
     def named_completions(self) -> str:
         """The keys that give ``completions_per_step``, for messages."""
         if not self.kind.samples:
-            pairs = " * 2 of a pair" if self.kind.pairs else ""
-            return f"{self.job}.batch_size={self.written.batch_size}{pairs}"
+            return f"{self.job}.batch_size={self.written.batch_size}{' * 2 of a pair' if self.kind.pairs else ''}"
         r = self.rollout
         return f"rollout.prompts_per_step={r.prompts_per_step} * rollout.group_size={r.group_size}"
 

@@ -28,6 +28,7 @@ from rl_megatron.digests import Digest
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.learner import cpu
 from rl_megatron.learner.checkpoint import loading, saving
+from rl_megatron.learner.checkpoint.companions import Companions
 from rl_megatron.learner.checkpoint.planned import Kept
 from rl_megatron.learner.checkpoint.saving import ShardSave
 from rl_megatron.learner.draft.training import Drafting
@@ -333,24 +334,30 @@ class MegatronLearner(MegatronScorer):
         """
         return self.start_save(folder, apart=False).durable().files
 
-    def start_save(self, folder: Path, *, apart: bool = True) -> ShardSave:
+    def start_save(self, folder: Path, *, apart: bool = True, beside: Companions | None = None) -> ShardSave:
         """As `save`, but with ``apart`` it returns once the shards are copied in the host's memory, and a thread writes
-        them. The next one writes over that memory, so this one must be durable before."""
+        them. The next one writes over that memory, so this one must be durable before. ``beside`` is saved too."""
         self.gather()
         if self._lora.rank is not None and dist.get_rank() == 0:
             with saving.explained(folder):
                 write_lora(folder, self._lora, self.base)
         staged = self._staged if apart else None
         chunks, optimizer = self._chunks_of_all, self._optimizer_of_all
-        return saving.save_shards(folder, chunks, optimizer, self._planned, self._parked.on_host, staged)
+        values, more = self._parked.on_host, None
+        if beside is not None:
+            values, more = lambda tensor: self._parked.on_host(beside.values(tensor)), beside.state(self._models)
+        return saving.save_shards(folder, chunks, optimizer, self._planned, values, staged, more)
 
-    def load(self, folder: Path) -> None:
-        """Load the shards that ``save`` wrote. Raises CheckpointError, on the first rank also for adapters of another
-        model."""
+    def load(self, folder: Path, beside: Companions | None = None) -> None:
+        """Load the shards that ``save`` wrote, and those of ``beside`` into it. Raises CheckpointError, on the first
+        rank also for adapters of another model."""
         self.unpark()
         if self.base is not None and (held := held_lora(folder)) is not None:
             raise_other_base(folder, held, self.base, "model.path")
-        loading.load(folder, self._chunks_of_all, self._optimizer_of_all)
+        more = None if beside is None else beside.state(self._models)
+        read = loading.load(folder, self._chunks_of_all, self._optimizer_of_all, more)
+        if beside is not None:
+            beside.take(self._models, read, folder)
         if self._draft is not None:
             self._draft.changed()
 

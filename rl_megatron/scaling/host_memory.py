@@ -102,7 +102,7 @@ def copies_bytes(config: RunConfig, shape: ModelShape) -> float:
 
 def _copies(config: RunConfig, shape: ModelShape, role: str) -> float:
     """Of one model, on the node that needs most."""
-    each, held = _ranks_of_a_node(config, role), copied_by_rank(config.of_role(role), shape)
+    each, held = _ranks_of_a_node(config, role), copied_by_rank(config.of_role(role), shape, role)
     world = range(0, config.learner_of(role).dims.world_size, each)
     return max(sum(held.get(rank, 0) for rank in range(first, first + each)) for first in world)
 

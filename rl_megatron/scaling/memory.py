@@ -17,7 +17,7 @@ from itertools import accumulate
 from math import prod
 from typing import Literal
 
-from rl_megatron.config.beside import frozen_folders, in_words_of, reward_model_roles, separate
+from rl_megatron.config.beside import frozen_folders, in_words_of, reference_follows, reward_model_roles, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError
@@ -274,6 +274,8 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
         terms["critic"] = sum(critic.values())
     if "reference" in here:
         terms["reference"] = 0.0 if config.reference_is_base else own["parameters"]
+        if reference_follows(config):
+            terms["reference"] *= BYTES["float32"] / BYTES[learner.dtype]
     terms["weight push"] = 4.0 * config.weights.bucket_mb * 2**20  # two buffers each way
     if not config.fills_files:
         terms["engine"] = _local_engine(config, shape)

@@ -247,7 +247,9 @@ def _works(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float, prompt: 
     """Of all models beside the policy, by their roles. A teacher's own prompt is as much longer than the policy's
     ``prompt`` as its limit is. Reward models read all that is sampled."""
     found, judges = {}, reward_model_roles(config)
-    for role in ("critic", *frozen_folders(config), *taught_by_policy(config)):
+    of_teacher = {"reference"} if config.algorithm.taught_by_average else set()  # of the same model
+    frozen = [role for role in frozen_folders(config) if role not in of_teacher]
+    for role in ("critic", *frozen, *taught_by_policy(config)):
         own = longest_read(config, role)[1] - config.most_sampled
         read = mean + prompt * (own / config.rollout.max_prompt_tokens - 1)
         sequences = config.completions_per_step if role in judges else None

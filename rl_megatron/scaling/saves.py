@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rl_megatron.config.beside import nodes_of_role, separate
+from rl_megatron.config.beside import nodes_of_role, reference_follows, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.option import BYTES, Elements
@@ -55,8 +55,9 @@ class Save:
         return self.held / self.every if self.every else 0.0
 
 
-def bytes_by_rank(config: RunConfig, shape: ModelShape) -> dict[int, int]:
-    """Bytes of weights and optimizer that each learner rank writes; ranks left out write none.
+def bytes_by_rank(config: RunConfig, shape: ModelShape, role: str = LEARNER) -> dict[int, int]:
+    """Bytes of weights and optimizer that each rank writes of the model of ``role``, and on the learner's of a
+    reference that follows the policy; ranks left out write none.
 
     Of ranks with the same parameters the first of a data-parallel group writes (megatron-core 0.16.1,
     ``fully_reshardable`` gathers its optimizer state there), the experts' group for experts. With Muon each writes what
@@ -67,19 +68,21 @@ def bytes_by_rank(config: RunConfig, shape: ModelShape) -> dict[int, int]:
     each, inner = BYTES[config.learner.dtype], d.world_size // d.pp
     muon = config.learner.optimizer.name == "muon"
     of_stages = trained_elements(config, layout)
-    held_by = of_stages if config.learner.lora.rank is not None else elements_by_stage(layout)
+    whole_by = elements_by_stage(layout)
+    beside = BYTES["float32"] if role == LEARNER and reference_follows(config) else 0
+    held_by = of_stages if config.learner.lora.rank is not None else whole_by
     spared_of = trained_matrices(config, layout) if muon else [Elements(dense=0, experts=0)] * d.pp
     out: dict[int, int] = {}
-    for stage, (held, trained, spared) in enumerate(zip(held_by, of_stages, spared_of, strict=True)):
+    for stage, (held, trained, spared, whole) in enumerate(zip(held_by, of_stages, spared_of, whole_by, strict=True)):
         for rank in range(max(d.tp, d.etp * d.ep)):
             dense, experts = rank < d.tp, rank < d.etp * d.ep
-            of_dense = held.dense * each + trained.dense * _STATE - spared.dense * _MOMENT
+            of_dense = held.dense * each + trained.dense * _STATE - spared.dense * _MOMENT + whole.dense * beside
             of_experts = held.experts * each + trained.experts * _STATE - spared.experts * _MOMENT
-            out[stage * inner + rank] = dense * of_dense + experts * of_experts
+            out[stage * inner + rank] = dense * of_dense + experts * (of_experts + whole.experts * beside)
     return out
 
 
-def copied_by_rank(config: RunConfig, shape: ModelShape) -> dict[int, float]:
+def copied_by_rank(config: RunConfig, shape: ModelShape, role: str = LEARNER) -> dict[int, float]:
     """Bytes of the host's memory that each learner rank takes for one model while its checkpoint is written apart.
 
     That is a copy of what it writes. Where data-parallel ranks share the optimizer's state out, each copies its shards
@@ -87,7 +90,7 @@ def copied_by_rank(config: RunConfig, shape: ModelShape) -> dict[int, float]:
     """
     layout, learner = learner_layout(config, shape), config.learner
     d, out = learner.dims, Counter[int]()
-    for rank, count in bytes_by_rank(config, shape).items():
+    for rank, count in bytes_by_rank(config, shape, role).items():
         out[rank] += count
     if not learner.optimizer.distributed or learner.optimizer.name == "muon":
         return dict(out)
@@ -115,7 +118,7 @@ def save_cost(config: RunConfig, shape: ModelShape) -> Save:
     """
     speeds, local = config.slurm.speeds, config.run.launcher == "local"
     saved = (LEARNER, "critic") if config.algorithm.needs_critic else (LEARNER,)
-    by_rank = {role: bytes_by_rank(config.of_role(role), shape) for role in saved}
+    by_rank = {role: bytes_by_rank(config.of_role(role), shape, role) for role in saved}
     by_node = {role: _by_node(config, role, found) for role, found in by_rank.items()}
     total = sum(found.total() for found in by_node.values())
     busiest = {role: max(found.values()) for role, found in by_node.items()}

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_megatron.config.beside import frozen_folders
+from rl_megatron.algorithms.kl import average_age
+from rl_megatron.config.beside import frozen_folders, reference_follows
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
@@ -78,7 +79,8 @@ class GroupJob(ABC):
         return {"step": 0, "phase": "rl"} if fresh else None
 
     async def start_models(self, *, fresh: bool) -> bool:
-        """Load the weights of frozen models, and on a fresh start the critic's, which a checkpoint restores itself.
+        """Load the weights of frozen models, and on a fresh start those of a critic and of a reference that follows the
+        policy, which a checkpoint restores itself.
 
         Returns whether there was anything to load.
         """
@@ -93,6 +95,8 @@ class GroupJob(ABC):
         if fresh and "critic" in roles.learners:
             await roles.learners["critic"].start_from(critic.path or self.start_folder)
         frozen = {role: folder for role, (folder, _) in frozen_folders(self.config).items() if role in roles.frozen}
+        if not fresh and reference_follows(self.config):
+            del frozen["reference"]  # it is in the checkpoint
         for role, folder in frozen.items():
             await roles.frozen[role].start_from(folder or self.start_folder)
         return bool(frozen) or (fresh and "critic" in roles.learners)
@@ -103,6 +107,7 @@ class GroupJob(ABC):
         if self.beside is not None:
             self.beside.check()
         row = await self._train(watch)
+        row |= await self._follow(watch)
         if not row["tokens/train"]:
             logger.warning("step %d has no token to train on and is skipped: the weights do not change", number)
         if self.stream is not None:
@@ -122,6 +127,17 @@ class GroupJob(ABC):
             row["weights/quantization_error"] = pushed.quantization_error
         row |= self.roles.engine_metrics()
         return {**row, **stretch_row(row), **self.roles.rank_metrics()}
+
+    async def _follow(self, watch: Stopwatch) -> Row:
+        """Have a reference that follows the policy take a share of its weights, if that is due. Returns how old those
+        weights are that it scored this step with: a function of the step alone."""
+        kl = self.config.algorithm.kl
+        if not reference_follows(self.config) or kl.follow_rate is None:
+            return {}
+        if self.number % kl.follow_every == 0:
+            with watch("reference"):
+                await self.roles.policy.lead(kl.follow_rate)
+        return {"kl/reference_age": average_age(self.number - 1, rate=kl.follow_rate, every=kl.follow_every)}
 
     async def _train(self, watch: Stopwatch) -> Row:
         """Train on the step's batch: in waves while it is sampled, where that is configured. Returns its metrics."""

@@ -37,6 +37,7 @@ KEYS = (
     *("learner.device=cuda", "learner.dtype=bfloat16", "learner.ep=2", "learner.dp=2", "learner.threads=1"),
     *("algorithm=ppo", "algorithm.kl.coefficient=0.05", "algorithm.kl.placement=token_reward"),
     *("algorithm.kl.estimator=k1", "weights.delta=false", "weights.transport=file", "slurm.gpus_per_node=2"),
+    "algorithm.kl.follow_rate=0.5",  # so that the reference is saved and loaded, and is 4 bytes a parameter
     "run.slow_factor=null",  # whose probe holds memory of its own, and takes long on a CPU
 )
 
@@ -123,6 +124,7 @@ def step(worker: Worker, config: RunConfig, rank: int, *, interrupted: bool) -> 
             worker.release()
             said["interrupted"] = alive()
         said[role] = found["loss"].value, worker.step(role, 1e-3).grad_norm
+    worker.lead(0.5)
     return said | {"training": alive()}
 
 

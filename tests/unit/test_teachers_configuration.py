@@ -18,6 +18,7 @@ from rl_megatron.placement.ranks import ranks_by_role
 
 URL = "http://127.0.0.1:9"
 KEY = "algorithm.kl.teachers"
+FOLLOWS = "algorithm.kl.follow_rate=0.1"
 
 
 def teacher(name: str, path: Path = Path("tests"), *keys: str) -> list[str]:
@@ -49,6 +50,8 @@ def test_ranks_hold_no_reference_beside_them() -> None:
     assert not config.needs_reference
     assert config.algorithm.needs_reference
     assert loaded().needs_reference
+    assert not loaded(*own("a", 9)).needs_reference
+    assert loaded(*own("a", 9), FOLLOWS).needs_reference  # the policy's moving average, which reads the prompt
 
 
 @pytest.mark.parametrize(
@@ -68,6 +71,17 @@ def test_ranks_hold_no_reference_beside_them() -> None:
         ([*teacher("a"), "algorithm=grpo"], "does nothing: algorithm.kl.coefficient=0.0 does not read it"),
         ([*teacher("a"), "algorithm=dpo"], "with algorithm.preference.beta"),
         ([*teacher("a"), "roles.reference=separate"], "the algorithm has no reference"),
+        (
+            [*held("a"), FOLLOWS],
+            "none of them is the policy's moving average, as each has a path; leave follow_rate out",
+        ),
+        ([*own("a", 9), FOLLOWS, "roles.reference=separate"], "takes its weights from the same ranks; set roles.ref"),
+        ([FOLLOWS, "roles.reference=separate"], "follow_rate=0.1 with roles.reference=separate: a reference that"),
+        (
+            [FOLLOWS, "algorithm=grpo"],
+            "follow_rate=0.1 does nothing: without algorithm.kl.coefficient or preference.beta",
+        ),
+        (["algorithm.kl.follow_every=2"], "follow_every=2 does nothing: algorithm.kl.follow_rate=null does not read"),
         (
             [*teacher("a"), *teacher("b"), "algorithm=gkd"],
             "a, b judge the same prompts, and estimator=top_k",

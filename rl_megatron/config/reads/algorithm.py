@@ -63,10 +63,11 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield "algorithm.tokens", f"{reason}, where {form} has no gradient (raise train.minibatches)"
     if not a.pairs:
         yield "algorithm.preference", "without algorithm.preference.beta no pairs are trained on"
-    if a.pairs and not a.needs_reference:
-        yield "algorithm.kl.reference", "with algorithm.preference.reference_free=true no reference is loaded"
-    elif not a.needs_reference:
-        yield "algorithm.kl.reference", "without algorithm.kl.coefficient or preference.beta no reference is loaded"
+    if not a.needs_reference:
+        reason = "without algorithm.kl.coefficient or preference.beta no reference is loaded"
+        if a.pairs:
+            reason = "with algorithm.preference.reference_free=true no reference is loaded"
+        yield from ((f"algorithm.kl.{key}", reason) for key in ("reference", "follow_rate", "follow_every"))
     if a.advantage_mean == a.advantage_std == "none":
         for key in ("turn_baseline", "turn_compared"):
             yield f"algorithm.{key}", "without a mean and a std of advantages turns are not compared"

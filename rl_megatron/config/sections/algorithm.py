@@ -150,8 +150,13 @@ class AlgorithmSection(AdvantageKeys):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss or the rewards need log-probs of a frozen reference."""
+        """Whether the loss or the rewards need log-probs of a reference."""
         return self.kl.coefficient > 0 or (self.pairs and not self.preference.reference_free)
+
+    @property
+    def taught_by_average(self) -> bool:
+        """Whether a teacher is the policy's moving average, the reference, which reads another prompt."""
+        return self.kl.follow_rate is not None and any(one.path is None for one in self.kl.teachers.values())
 
     @property
     def needs_top(self) -> bool:

@@ -9,11 +9,19 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from rl_megatron.config.sections.teachers import TeacherSection
-from rl_megatron.section import EntryName, Fraction, NonNegativeFloat, Positive, PositiveFloat, Section
+from rl_megatron.section import (
+    EntryName,
+    Fraction,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    PositiveFraction,
+    Section,
+)
 
 
 class KLSection(Section):
-    """KL of the policy to a frozen reference; ``coefficient=0`` is off and loads no reference."""
+    """KL of the policy to a reference; ``coefficient=0`` is off and loads no reference."""
 
     coefficient: NonNegativeFloat = 0.0
     """Weight of the KL; with ``target``, the initial weight."""
@@ -38,6 +46,11 @@ class KLSection(Section):
     most."""
     reference: Path | None = None
     """Hugging Face folder of the reference; null: the policy at the start of reinforcement learning."""
+    follow_rate: PositiveFraction | None = None
+    """The reference follows the policy: after each ``follow_every`` steps this share of its weights is the policy's, so
+    that it is a moving average; 1 puts the policy in its place. null: it is frozen."""
+    follow_every: Positive = 1
+    """Steps from one to the next."""
     teachers: Mapping[EntryName, TeacherSection] = Field(default_factory=dict)
 
     @field_validator("estimator", mode="before")

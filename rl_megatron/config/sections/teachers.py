@@ -40,7 +40,8 @@ class TeacherSection(Section):
     """What the server is: vllm, sglang, or ``package.module:Class``, an engine of your own; null without a server."""
     path: Path | None = None
     """Hugging Face folder of the teacher; of one behind a server, config.json and tokenizer.json are read here. null:
-    the policy itself, with the weights that a step begins with, by ``prompt``."""
+    the policy itself, with the weights that a step begins with, or its moving average (``algorithm.kl.follow_rate``),
+    by ``prompt``."""
     prompt: str | None = None
     """What it reads in place of data.prompt_template: {prompt} is the problem, {answer} its right answer, and {NAME}
     field NAME of its row, as in data.prompt_field; null: the policy's own prompt."""

@@ -5,7 +5,7 @@ Every rank calls both functions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,15 @@ def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel], *, wit
                     raise WeightError(f"{folder}: {name} holds NaN or infinite values; fetch or convert it again")
 
 
-def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
-    """Load model and optimizer from ``folder``. Raises CheckpointError if shards are missing or do not fit."""
-    state = _read(sharded_state(chunks, optimizer), folder, "this layout")
+def load(
+    folder: Path,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    more: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Load model and optimizer from ``folder``; returns what was read, with that of ``more`` sharded tensors. Raises
+    CheckpointError if shards are missing or do not fit."""
+    state = _read(sharded_state(chunks, optimizer, more=more), folder, "this layout")
     with torch.no_grad():
         for i, chunk in enumerate(chunks):
             adapters = adapters_of(inner(chunk)) is not None  # of which a chunk may have none
@@ -57,6 +63,7 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Meg
         with own_settings(optimizer):
             optimizer.load_state_dict(_in_groups(_in_links(state["optimizer"], optimizer, folder), optimizer))
     copy_to_host(optimizer)
+    return state
 
 
 def _of_chunk(state: dict[str, Any], index: int, chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:

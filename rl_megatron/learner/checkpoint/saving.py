@@ -16,7 +16,7 @@ import inspect
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -86,8 +86,10 @@ def save_shards(
     kept: Kept,
     values: Values,
     staged: Staged | None,
+    more: Mapping[str, Any] | None = None,
 ) -> ShardSave:
-    """Save this rank's shards into the existing ``folder``, by the plan that was ``kept`` of a save before.
+    """Save this rank's shards, and those of ``more``, into the existing ``folder``, by the plan that was ``kept`` of a
+    save before; their memory must be the same then.
 
     With ``staged`` it returns once they are copied there, and a thread writes them; else once they are written.
     ``values`` gives the tensor with the values of one that holds none now. Raises CheckpointError.
@@ -100,7 +102,7 @@ def save_shards(
         with explained(folder):
             begun = plan.again(folder, optimizer, values, gathered)
     else:
-        begun = _begin(folder, chunks, optimizer, kept, values, gathered)
+        begun = _begin(folder, chunks, optimizer, kept, values, gathered, more)
     if staged is not None:
         _copy(begun.writer, gathered, staged)
     if torch.cuda.is_available():
@@ -115,12 +117,13 @@ def _begin(
     kept: Kept,
     values: Values,
     gathered: Gathered,
+    more: Mapping[str, Any] | None,
 ) -> Begun:
     """Have megatron plan a save, and keep the plan."""
     strategy, live = _Strategy(), list[Live]()
     with explained(folder), _keeping():
         request = dist_checkpointing.save(
-            sharded_state(chunks, optimizer, values=values, gathered=gathered, live=live),
+            sharded_state(chunks, optimizer, values=values, gathered=gathered, live=live, more=more),
             str(folder),
             sharded_strategy=strategy,
             async_sharded_save=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -46,8 +46,10 @@ def sharded_state(
     values: Values = lambda tensor: tensor,
     gathered: Gathered | None = None,
     live: list[Live] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The state to save, whose optimizer states `gathered` collects, or, without it, the state to load into.
+    """The state to save, whose optimizer states `gathered` collects, or, without it, the state to load into; and
+    ``more`` sharded tensors.
 
     Appends the tensors that `gathered` did not make to ``live``.
     """
@@ -59,6 +61,7 @@ def sharded_state(
     models = state.get("model", {}) if len(chunks) == 1 else dict(state)
     with _collecting(optimizer, values, gathered):
         state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=gathered is None, metadata=dict(METADATA))
+    state |= more or {}
     for part in nested_values(state):
         if isinstance(part, ShardedBase) and isinstance(part.data, Tensor):
             tensor, part.data = part.data, values(part.data)

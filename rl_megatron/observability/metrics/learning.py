@@ -125,6 +125,11 @@ LEARNING = (
         "the part of `loss` of right or better answers' negative log-likelihood; only if it has one",
     ),
     ("kl/reference", "nats", "KL(old || reference) by algorithm.kl.estimator: completions' mean of their tokens' mean"),
+    (
+        "kl/reference_age",
+        "steps",
+        "mean age of the policies that the reference averages, by their weights, where algorithm.kl.follow_rate is set",
+    ),
     ("kl/coefficient", "", "weight of the KL to the reference in this step"),
     (
         "kl/old_policy",

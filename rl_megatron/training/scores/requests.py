@@ -158,8 +158,9 @@ def _requests(
     """One for each group of ranks, and one for each model that is in none, in the order of their first phases. Before
     them those for other sequences: what ranks hold of the step's they keep until they are trained."""
     found: list[_Request] = []
+    itself = "reference" if config.algorithm.taught_by_average else "policy"
     for role, sequences in read.items():
-        one = Pass(role=role if role in roles.models else "policy", want=_of_reference(config))
+        one = Pass(role=role if role in roles.models else itself, want=_of_reference(config))
         ranks = next((group for group in roles.together if one.role in group.roles), None)
         found.append(_Request(ranks=ranks, read=sequences, phases=["reference"], passes=[one], told_by=[role]))
     for phase, one in _passes(config, roles, samples, [role for role in judged if role not in read]):
@@ -190,7 +191,7 @@ def _passes(config: RunConfig, roles: Roles, samples: Samples, judged: Collectio
     if wanted or both:
         want = wanted | _VALUES if both else wanted
         yield "logprobs" if wanted else "values", Pass(role="policy", want=want, replays=True, last_tokens=both)
-    for role in ("reference", *judged):
+    for role in judged if section.kl.teachers else ("reference",):
         if role in roles.models:
             yield "reference", Pass(role=role, want=_of_reference(config))
     if alone or "critic" in roles.models:

@@ -33,7 +33,9 @@ VALUES = "value_layer."
 """Begins the names of a policy's value layer, where it is its own critic."""
 VALUE_BIAS = "output_layer.bias"
 """Of a critic; the output layer of a reward model has none."""
-_STATE = re.compile(r"(chained_\d+\.)?optimizer\.|.*\._extra_state\b")
+BESIDE = "beside_"
+"""Begins the names of tensors that a run keeps beside the model's, as of a reference that follows it."""
+_STATE = re.compile(rf"(chained_\d+\.)?optimizer\.|{BESIDE}|.*\._extra_state\b")
 _FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)
 
 

@@ -6,7 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_megatron.algorithms.kl import adaptive_beta, kl_in_sequence_rewards, kl_in_token_rewards, kl_per_token
+from rl_megatron.algorithms.kl import (
+    adaptive_beta,
+    average_age,
+    kl_in_sequence_rewards,
+    kl_in_token_rewards,
+    kl_per_token,
+)
 from rl_megatron.config.sections.kl import KLSection
 from rl_megatron.types import LossInputs
 from tests.rows import policy_loss
@@ -118,3 +124,14 @@ def test_a_step_of_more_completions_than_the_horizon_corrects_the_error_once() -
     for num_samples in (10_000, 50_000, 10**9):
         assert adaptive_beta(0.2, 0.0, target=0.1, num_samples=num_samples) == pytest.approx(0.2 * 0.8)
         assert adaptive_beta(0.2, 9.0, target=0.1, num_samples=num_samples) == pytest.approx(0.2 * 1.2)
+
+
+@pytest.mark.parametrize(("rate", "every"), [(0.25, 1), (0.6, 3), (1.0, 4)])
+def test_the_age_of_a_moving_average_is_that_of_the_policies_in_it(rate: float, every: int) -> None:
+    shares = {0: 1.0}  # of the policy after each step
+    for step in range(12):
+        wanted = sum(share * (step - made) for made, share in shares.items())
+        assert average_age(step, rate=rate, every=every) == pytest.approx(wanted)
+        if (step + 1) % every == 0:
+            shares = {made: share * (1 - rate) for made, share in shares.items()}
+            shares[step + 1] = rate

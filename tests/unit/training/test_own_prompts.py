@@ -68,6 +68,7 @@ def groups() -> list[RolloutGroup]:
     [
         ("distill", [], "policy"),
         ("gkd", [], "policy"),
+        ("gkd", ["algorithm.kl.follow_rate=0.1"], "reference"),
         ("distill", [f"{KEY}.me.path=tests"], "teacher_me"),
         ("gkd", [f"{KEY}.me.path=tests", "roles.layouts.teacher_me.tp=1"], "teacher_me"),
         (
@@ -85,7 +86,7 @@ def test_each_sampled_token_is_judged_behind_the_teachers_own_prompt(
     config = load_config("tiny_cpu", ["learner.ep=1", "learner.dp=2", *given])
     names = ["learner", "teacher_me", "teacher_other"]
     ranks = {name: Readers(1 if name == "teacher_me" and "layouts" in str(keys) else 2) for name in names}
-    if role == "policy":
+    if role != "teacher_me":
         del ranks["teacher_me"]
     samples = to_samples(groups(), sources=config.source_names)
     packers, watch = Packers(config=config, attention_cost=0.0), Stopwatch()
@@ -109,7 +110,8 @@ def test_each_sampled_token_is_judged_behind_the_teachers_own_prompt(
         np.testing.assert_array_equal(found.samples.ref_top[:, 0, 0], samples.targets * samples.mask)
         np.testing.assert_array_equal(found.samples.ref_top[:, 1, 0], wanted)
     assert watch.row()["seconds/reference"] > 0
-    assert [[one.role for one in asked] for asked in ranks["learner"].asked] == [["policy"]] * (1 + (role == "policy"))
+    of_teacher = [] if role == "teacher_me" else [[role]]
+    assert [[one.role for one in asked] for asked in ranks["learner"].asked] == [*of_teacher, ["policy"]]
 
 
 def test_what_a_server_reads_may_be_longer_than_a_micro_batch_of_the_learner() -> None:

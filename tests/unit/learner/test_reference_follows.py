@@ -1,0 +1,136 @@
+"""A reference that follows the policy, on a rank that holds both: numpy's moving average of the weights that passes
+compute with, also in bfloat16 and of adapters; and a checkpoint has it to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
+from launcher.wire.setup import Setup
+from launcher.worker.models import RankModels
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import TinyModelSection
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.weights.adapters.merging import merge_adapters
+from rl_megatron.weights.bytes.moving_average import MovingAverage
+from rl_megatron.weights.checkpoints.convert import megatron_to_hf
+
+RATE = 0.25
+GIVEN = ("algorithm=grpo", "algorithm.kl.coefficient=0.1", f"algorithm.kl.follow_rate={RATE}", "learner.ep=1")
+LORA = ("learner.lora.rank=4",)
+PROJECTION = "decoder.layers.0.self_attention.linear_proj."
+
+Arrays = Mapping[str, NDArray[np.float32]]
+
+
+@contextlib.contextmanager
+def rank_of(policy: Path, folder: Path, *keys: str) -> Iterator[RankModels]:
+    """The only rank of a run, with the policy's first weights."""
+    folder.mkdir()
+    config, threads = load_config("tiny_cpu", [*GIVEN, f"model.path={policy}", *keys]), torch.get_num_threads()
+    rendezvous = f"file://{folder}/rendezvous"
+    setup = Setup(config=config, model_folder=policy, run_folder=folder, rendezvous=rendezvous, role="learner")
+    rank = RankModels(setup, 0, None)
+    try:
+        rank.start_from("policy", policy)
+        yield rank
+    finally:
+        rank.close()
+        torch.set_num_threads(threads)
+
+
+def trained(rank: RankModels, seed: int) -> Arrays:
+    """Other weights of the policy, or of its adapters; those that its passes then compute with."""
+    learner, g = rank._learners["policy"], torch.Generator().manual_seed(seed)
+    for tensor in (learner.adapters or learner.tensors).values():
+        tensor += 0.02 * torch.randn(tensor.shape, generator=g)
+    learner.adopt()
+    before = {name: tensor.float().numpy().copy() for name, tensor in learner.tensors.items()}
+    with learner.merged():
+        now = {name: tensor.float().numpy().copy() for name, tensor in learner.tensors.items()}
+    if learner.adapters:
+        a, b = (learner.adapters[f"{PROJECTION}lora_{one}"].float().numpy() for one in "AB")
+        np.testing.assert_allclose(
+            now[f"{PROJECTION}weight"], before[f"{PROJECTION}weight"] + 32 / 4 * b @ a, rtol=1e-5
+        )
+    return now
+
+
+def average(held: MovingAverage | None) -> Arrays:
+    """In float32, from the upper and lower halves of its bits."""
+    assert held is not None
+    found = {}
+    for name, tensor in held.tensors.items():
+        if tensor.dtype == torch.bfloat16:
+            upper = tensor.view(torch.int16).numpy().astype(np.int32)
+            found[name] = ((upper << 16) + held.rest[name].numpy()).view(np.float32)
+        else:
+            found[name] = tensor.numpy().copy()
+    return found
+
+
+@pytest.mark.parametrize("keys", [(), ("learner.dtype=bfloat16",), LORA], ids=["float32", "bfloat16", "adapters"])
+def test_it_is_the_moving_average_and_a_checkpoint_has_it(keys: tuple[str, ...], tmp_path: Path) -> None:
+    policy, shards = make_tiny_model(TinyModelSection(num_layers=1), tmp_path, seed=0), tmp_path / "shards"
+    with rank_of(policy, tmp_path / "run", *keys) as rank:
+        wanted = {name: t.double().numpy().copy() for name, t in rank._learners["policy"].tensors.items()}
+        rank.start_from("reference", policy)
+        for seed in range(3):
+            now = trained(rank, seed)
+            rank.lead(RATE)
+            wanted = {name: (1 - RATE) * held + RATE * now[name] for name, held in wanted.items()}
+        saved = average(rank._average)
+        assert saved.keys() == wanted.keys()
+        for name, held in saved.items():
+            np.testing.assert_allclose(held, wanted[name], rtol=1e-6, atol=1e-7, err_msg=name)
+        assert np.abs(saved[f"{PROJECTION}weight"] - now[f"{PROJECTION}weight"]).max() > 1e-3
+        shards.mkdir()
+        rank.save("policy", shards)
+        rank.durable("policy")
+        trained(rank, 3)
+        rank.lead(RATE)
+        after = average(rank._average)
+    with rank_of(policy, tmp_path / "resumed", *keys) as rank:
+        rank.load("policy", shards)
+        assert_same(average(rank._average), saved)
+        trained(rank, 3)
+        rank.lead(RATE)
+        assert_same(average(rank._average), after)
+    out = tmp_path / "converted"
+    if keys == LORA:
+        merge_adapters(shards, policy, out)
+    else:
+        megatron_to_hf(shards, out, config=policy)
+    assert names_in(out) == names_in(policy)  # of the policy's tensors alone
+
+
+def names_in(folder: Path) -> set[str]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {*file.keys()}
+
+
+def assert_same(one: Arrays, other: Arrays) -> None:
+    assert one.keys() == other.keys()
+    for name, held in one.items():
+        np.testing.assert_array_equal(held.view(np.int32), other[name].view(np.int32), err_msg=name)
+
+
+def test_what_bfloat16_would_round_away_is_kept() -> None:
+    """A hundred moves, each of which is less than half of the last bit of bfloat16."""
+    start, leader = torch.full((3,), -1.0).bfloat16(), torch.tensor([-1.5, -0.5, 300.0]).bfloat16()
+    held = MovingAverage({"w": start})
+    held.tensors["w"].copy_(start)
+    held.restart()
+    for _ in range(100):
+        held.move({"w": leader}, 0.001)
+    wanted = leader.double() + (start.double() - leader.double()) * 0.999**100
+    np.testing.assert_allclose(average(held)["w"], wanted.numpy(), rtol=2e-6)
+    assert torch.equal(held.tensors["w"], torch.from_numpy(average(held)["w"]).bfloat16())  # the nearest
