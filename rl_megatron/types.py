@@ -58,7 +58,7 @@ class Prompt:
     margin: float = 0.0  # that is wanted between the scores of a pair
     meta: Mapping[str, Any] = field(default_factory=dict)  # all other fields of its row, as JSON has them
     source: str = ""  # of a mixture
-    read_by: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # tokens of teachers' own prompts, by name
+    read_by: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # tokens of teachers' own prompts, or ANOTHER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

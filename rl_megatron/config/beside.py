@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rl_megatron.config.sections.learner import RoleLayoutSection
 from rl_megatron.config.sections.reward import RANKS, REWARD, reward_key
 from rl_megatron.config.sections.services import SERVICE
-from rl_megatron.config.sections.teachers import TEACHER, TeacherSection, teacher_role
+from rl_megatron.config.sections.teachers import ANOTHER_FIELD, TEACHER, TeacherSection, teacher_role
 from rl_megatron.options.table import problems as option_problems
 
 if TYPE_CHECKING:
@@ -47,7 +47,11 @@ def longest_read(c: RunConfig, role: str) -> tuple[str, int]:
         if teacher_role(name) == role and one.max_prompt_tokens is not None:
             before = f"algorithm.kl.teachers.{name}.max_prompt_tokens={one.max_prompt_tokens}"
             behind = c.named_longest.removeprefix(f"rollout.max_prompt_tokens={c.rollout.max_prompt_tokens}")
-            return before + behind, one.max_prompt_tokens + c.most_sampled
+            if not one.reads_another:
+                return before + behind, one.max_prompt_tokens + c.most_sampled
+            longest = one.max_prompt_tokens + 2 * c.most_sampled
+            if longest > c.longest_sequence:  # which it reads where there is no other completion to show
+                return before + 2 * behind, longest
     return c.named_longest, c.longest_sequence
 
 
@@ -185,6 +189,11 @@ def _of_own_prompt(c: RunConfig, name: str, one: TeacherSection) -> Iterator[str
                 f"nothing says what to put in their place; leave {key}.prompt out, or name sources of single "
                 f"completions in {key}.sources"
             )
+    if one.reads_another and c.rollout.group_size == 1:
+        yield (
+            f"{key}.prompt has {{{ANOTHER_FIELD}}} with rollout.group_size=1: no group has another completion; raise "
+            "group_size, or leave it out"
+        )
     role, most = teacher_role(name), c.learner.max_tokens_per_micro_batch
     named, longest = longest_read(c, role)
     if one.server is None and longest > most:

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_megatron.columns import LogProbs, TokenIds
+from rl_megatron.config.sections.teachers import ANOTHER
 from rl_megatron.data.routes import joined_routes
 from rl_megatron.errors import DataError
-from rl_megatron.types import Prompt, RolloutGroup, Samples
+from rl_megatron.types import Prompt, RolloutGroup, Samples, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,16 +57,37 @@ def to_samples(
     )
 
 
-def read_by_teacher(groups: Sequence[RolloutGroup], name: str, part: NDArray[np.int64]) -> Samples:
+def read_by_teacher(
+    groups: Sequence[RolloutGroup], name: str, part: NDArray[np.int64], *, success_reward: float
+) -> Samples:
     """The rows ``part`` of `to_samples`, what was sampled behind the prompt that the teacher ``name`` reads in place of
-    the policy's. Their log-probs are 0. Each has one turn."""
-    rows = [(group.prompt, row) for group in groups for one in group.trajectories for row in one.chains]
+    the policy's. Their log-probs are 0. Each has one turn.
+
+    Where that prompt has ``ANOTHER``, it is the best completion of the group but the row's own, without its end token;
+    if that has a reward below ``success_reward``, the row is behind the policy's own prompt.
+    """
+    rows = [(group, one, row) for group in groups for one in group.trajectories for row in one.chains]
     chosen = [rows[number] for number in part.tolist()]
-    before = [prompt.read_by[name] for prompt, _ in chosen]
-    behind = [row.token_ids[row.turns[0].start :] for _, row in chosen]
+    before = [_before(group, one, name, success_reward) for group, one, _ in chosen]
+    behind = [row.token_ids[row.turns[0].start :] for _, _, row in chosen]
     tokens = [np.concatenate([np.array(one, np.int32), ids]) for one, ids in zip(before, behind, strict=True)]
     turns = [[(len(one), np.zeros(len(ids), np.float32))] for one, ids in zip(before, behind, strict=True)]
-    return _join([prompt.id for prompt, _ in chosen], tokens, turns)
+    return _join([group.prompt.id for group, _, _ in chosen], tokens, turns)
+
+
+def _before(group: RolloutGroup, own: Trajectory, name: str, success_reward: float) -> Sequence[int]:
+    """The tokens before what was sampled, as the teacher ``name`` reads them."""
+    read = group.prompt.read_by[name]
+    if ANOTHER not in read:
+        return read
+    others = [one for one in group.trajectories if one is not own]
+    best = max(others, key=lambda one: one.reward, default=None)
+    if best is None or best.reward < success_reward:
+        return group.prompt.token_ids
+    (row,), at = best.chains, read.index(ANOTHER)
+    ended = row.turns[-1].finish_reason == "stop"
+    shown = row.token_ids[row.turns[0].start : len(row.token_ids) - ended].tolist()
+    return [*read[:at], *shown, *read[at + 1 :]]
 
 
 def _numbered(counts: Sequence[int]) -> Tensor:

@@ -36,6 +36,11 @@ def own(name: str, most: int) -> list[str]:
     return [f"{KEY}.{name}.prompt={{answer}}: {{prompt}}", f"{KEY}.{name}.max_prompt_tokens={most}"]
 
 
+def shown(name: str, most: int, times: int = 1) -> list[str]:
+    """A prompt of its own with another completion of the group."""
+    return [f"{KEY}.{name}.prompt={'{right_completion} ' * times}{{prompt}}", own(name, most)[1]]
+
+
 def sources(*names: str) -> list[str]:
     made = [f"data.sources.{name}.{key}" for name in names for key in ("type=arithmetic", "digits=2")]
     return ["data.type=mixture", *made]
@@ -102,6 +107,13 @@ def test_ranks_hold_no_reference_beside_them() -> None:
             f"{KEY}.a.prompt with environment.function=calculator: an environment writes its prompts itself",
         ),
         ([*own("a", 9), "roles.layouts.teacher_a.tp=2"], "that ranks hold has this role; allowed: none"),
+        ([*shown("a", 9), "rollout.group_size=1"], "with rollout.group_size=1: no group has another completion; raise"),
+        ([*shown("a", 9, times=2)], "has {right_completion} 2 times, and one completion is shown; write it once"),
+        (
+            [*shown("a", 50), "learner.max_tokens_per_micro_batch=60"],
+            "learner.max_tokens_per_micro_batch=60 is less than the longest sequence that teacher_a reads, "
+            f"({KEY}.a.max_prompt_tokens=50 + rollout.max_new_tokens=6 + rollout.max_new_tokens=6) = 62",
+        ),
         (
             [*sources("sums", "more"), *teacher("a", Path("tests"), "sources=[sums]")],
             "none judges the prompts of data.sources.more",

@@ -20,6 +20,10 @@ def _of_server(text: str) -> str:
     return text
 
 
+ANOTHER_FIELD = "right_completion"
+"""What a prompt calls another completion of the group, which is right."""
+ANOTHER = -1
+"""Stands among the tokens of a prompt where that completion's go."""
 TEACHER = "teacher_"
 """How roles of teachers begin."""
 
@@ -44,7 +48,8 @@ class TeacherSection(Section):
     by ``prompt``."""
     prompt: str | None = None
     """What it reads in place of data.prompt_template: {prompt} is the problem, {answer} its right answer, and {NAME}
-    field NAME of its row, as in data.prompt_field; null: the policy's own prompt."""
+    field NAME of its row, as in data.prompt_field; {right_completion} is another completion of the same group, whose
+    reward is at least eval.success_reward. null: the policy's own prompt."""
     max_prompt_tokens: Positive | None = None
     """Most tokens of such a prompt; what is done with a longer one says ``rollout.on_long_prompt``."""
     weight: PositiveFloat = 1.0
@@ -60,6 +65,11 @@ class TeacherSection(Section):
     """Time limit of one attempt at a sequence."""
     retries: NonNegative = 5
     """Most retries of a sequence, after 1, 2, 4, ... seconds; after that the run ends."""
+
+    @property
+    def reads_another(self) -> bool:
+        """Whether it reads another completion of the group."""
+        return self.prompt is not None and f"{{{ANOTHER_FIELD}}}" in self.prompt
 
     @model_validator(mode="after")
     def _of_one_place(self) -> Self:
@@ -94,4 +104,9 @@ class TeacherSection(Section):
             )
         if self.prompt is not None and "{prompt}" not in self.prompt:
             raise ValueError(f"prompt={self.prompt!r:.80} has no {{prompt}}; write it where the problem goes")
+        if self.prompt is not None and (times := self.prompt.count(f"{{{ANOTHER_FIELD}}}")) > 1:
+            raise ValueError(
+                f"prompt={self.prompt!r:.80} has {{{ANOTHER_FIELD}}} {times} times, and one completion is shown; write "
+                "it once"
+            )
         return self

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 
 from rl_megatron.chat_templates import bounded_rendering, prompt_tokens
 from rl_megatron.config.sections.data import FileKeys
-from rl_megatron.config.sections.teachers import TeacherSection
+from rl_megatron.config.sections.teachers import ANOTHER, ANOTHER_FIELD, TeacherSection
 from rl_megatron.data.problems.records import Record, missing_field
 from rl_megatron.errors import DataError
 from rl_megatron.json_text import value_at
@@ -35,6 +35,7 @@ MOST_MARGIN = 10_000
 
 _LIST = (list, type(None))
 _OF_PROBLEM = ("prompt", "answer")  # whatever the fields are called
+_PLACE = f"\ue000{ANOTHER_FIELD}\ue000"  # in a teacher's prompt: no text has these characters, of a private use
 _FIELD = re.compile(r"\{([A-Za-z_][\w.]*)\}")  # of a teacher's prompt
 
 OnLongPrompt = Literal["fail", "drop"]
@@ -122,13 +123,13 @@ def _as_user(text: str, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def fields_in(template: str) -> list[str]:
     """The fields of a row that a teacher's prompt names, besides the problem and its answer."""
-    return [name for name in _FIELD.findall(template) if name not in _OF_PROBLEM]
+    return [name for name in _FIELD.findall(template) if name not in (*_OF_PROBLEM, ANOTHER_FIELD)]
 
 
 def _with_fields(problem: Problem, template: str, key: str) -> str:
     """A teacher's prompt of a problem. Raises DataError that names the place for a field that its row lacks, or that is
     null."""
-    known = dict(zip(_OF_PROBLEM, (problem.raw, problem.answer), strict=True))
+    known = {**dict(zip(_OF_PROBLEM, (problem.raw, problem.answer), strict=True)), ANOTHER_FIELD: _PLACE}
 
     def of_field(found: re.Match[str]) -> str:
         name = found[1]
@@ -314,7 +315,36 @@ def _of_teacher(
         found = _with_fields(problem, template, f"{key}.prompt")
         return _as_user(found, problem.place, tokenizer) if chat else found
 
-    return _encoded(map(text, problems), tokenizer, not chat, most, f"{key}.max_prompt_tokens")
+    limit = f"{key}.max_prompt_tokens"
+    if not teacher.reads_another:
+        return _encoded(map(text, problems), tokenizer, not chat, most, limit)
+    firsts, lasts = tee(_in_two(text(problem), problem) for problem in problems)
+    before = _encoded((first for first, _ in firsts), tokenizer, not chat, most, limit)
+    behind = _encoded((last for _, last in lasts), tokenizer, False, most, limit)
+    return (_around(*both, most, limit) for both in zip(before, behind, strict=True))
+
+
+def _in_two(text: str, problem: Problem) -> tuple[str, str]:
+    """What is before and behind the place of another completion. Raises DataError for a chat template without it."""
+    if text.count(_PLACE) != 1:
+        raise DataError(
+            f"{problem.place}: a teacher's prompt has {{{ANOTHER_FIELD}}} once, and behind the chat template "
+            f"{text.count(_PLACE)} times; fix the model's chat_template.jinja, or set chat_template=false"
+        )
+    before, _, behind = text.partition(_PLACE)
+    return before, behind
+
+
+def _around(
+    before: tuple[int, ...] | TooLong, behind: tuple[int, ...] | TooLong, most: int, key: str
+) -> tuple[int, ...] | TooLong:
+    """The tokens around another completion, with ``ANOTHER`` between them, which is no token."""
+    if isinstance(before, TooLong):
+        return before
+    if isinstance(behind, TooLong):
+        return behind
+    length = len(before) + len(behind)
+    return (*before, ANOTHER, *behind) if length <= most else TooLong(f"{length} tokens", key, most)
 
 
 def _encoded(

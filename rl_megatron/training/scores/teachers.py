@@ -38,7 +38,12 @@ def read_by(
 ) -> dict[str, Samples]:
     """What each teacher with a prompt of its own reads of the groups, by its role: the sequences that it judges."""
     own = {teacher_role(name): name for name in with_own_prompt(config)}
-    return {role: read_by_teacher(groups, own[role], part) for role, part in judged.items() if role in own}
+    right = config.eval.success_reward
+    return {
+        role: read_by_teacher(groups, own[role], part, success_reward=right)
+        for role, part in judged.items()
+        if role in own
+    }
 
 
 def as_sampled(column: Tensor, read: Samples, samples: Samples, part: NDArray[np.int64]) -> Tensor:

@@ -63,6 +63,22 @@ def test_fields_of_the_row_are_put_in_once_and_the_chat_template_is_the_policys(
     assert found == [{"t": f"user: {text}\nassistant: " if chat else text}]
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_place_of_another_completion_is_between_the_tokens_around_it(tmp_path: Path, chat: bool) -> None:
+    form = teacher("{answer}: {right_completion}\n{prompt}", most=45 if chat else 17)
+    data = files(tmp_path, ".jsonl", ROWS[:1], chat_template=chat)
+    train, _ = load_prompts(
+        data, byte_tokenizer(), max_prompt_tokens=40, on_long_prompt="fail", seed=0, teachers={"t": form}
+    )
+    ids = train[0].read_by["t"]
+    before, behind = ids[: ids.index(-1)], ids[ids.index(-1) + 1 :]
+    wanted = ("user: 2: ", "\n1+{answer}\nassistant: ") if chat else ("2: ", "\n1+{answer}")
+    assert (bytes(before).decode(), bytes(behind).decode()) == wanted
+    short = form.model_copy(update={"max_prompt_tokens": len(before) + len(behind) - 1})
+    with pytest.raises(DataError, match=f"the prompt has {len(before) + len(behind)} tokens, algorithm.kl.teachers.t"):
+        load_prompts(data, byte_tokenizer(), max_prompt_tokens=40, on_long_prompt="fail", seed=0, teachers={"t": short})
+
+
 def test_a_generated_sum_has_its_answer() -> None:
     (first, *_) = loaded(ArithmeticRunData(digits=1, num_eval=2), {"t": teacher("{answer} {prompt}=")})
     answer, _, question = first["t"].rstrip("=").partition(" ")

@@ -119,5 +119,28 @@ def test_what_a_server_reads_may_be_longer_than_a_micro_batch_of_the_learner() -
     keys = [f"{KEY}.me.{key}" for key in of]
     config = load_config("tiny_cpu", ["algorithm=distill", "learner.max_tokens_per_micro_batch=64", *keys])
     long = [replace(one, prompt=replace(one.prompt, read_by={"me": (1,) * 800})) for one in groups()]
-    batch = Packers(config=config, attention_cost=0.0).apart(read_by_teacher(long, "me", np.arange(6)), "teacher_me")
+    batch = Packers(config=config, attention_cost=0.0).apart(
+        read_by_teacher(long, "me", np.arange(6), success_reward=1), "teacher_me"
+    )
     assert sorted(int(one) for row in batch.sequences for part in row for one in part) == [*range(6)]
+
+
+def test_a_place_in_the_prompt_is_filled_with_the_best_other_completion_that_is_right() -> None:
+    """By hand: of each row, what is read before its own tokens. An end token is not shown."""
+    first = [trajectory([3], seed=1, total=1.0), trajectory([2], seed=2, total=0.0), trajectory([4], seed=3, total=2.0)]
+    cut = trajectory([3], seed=4, total=1.0, finish="length")
+    prompt = Prompt(id="p", text="", token_ids=(1, 2), answer="", read_by={"me": (9, -1, 8)})
+    both = [
+        RolloutGroup(prompt=prompt, trajectories=tuple(first)),
+        RolloutGroup(prompt=prompt, trajectories=(cut, trajectory([2], seed=5, total=0.9))),
+    ]
+    sampled = [one.chains[0].token_ids[2:].tolist() for group in both for one in group.trajectories]
+    best, second = [9, *sampled[2][:-1], 8], [9, *sampled[0][:-1], 8]
+    before = [best, best, second, [1, 2], [9, *sampled[3], 8]]  # the cut one has no right one beside it, but is whole
+    for part in (np.arange(5), np.array([3, 1])):
+        read = read_by_teacher(both, "me", part, success_reward=1.0)
+        ends = read.cu_seqlens.tolist()
+        for number, first_at, stop in zip(part.tolist(), ends, ends[1:], strict=False):
+            row = [*read.input_ids[first_at:stop].tolist(), int(read.targets[stop - 1])]
+            assert row == before[number] + sampled[number]
+            assert read.mask[first_at:stop].tolist() == [at >= len(before[number]) for at in range(1, len(row))]
