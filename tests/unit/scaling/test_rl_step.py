@@ -267,3 +267,7 @@ def test_a_policy_that_teaches_itself_makes_one_more_pass_over_longer_sequences(
     wanted = forward_seconds(learner_work(config, SHAPE, H100, 900.0), config.train.minibatches)
     assert parts["teacher_me"] == pytest.approx(wanted, rel=1e-9)
     assert parts["teacher_me"] > 1.4 * parts["log-probs"]
+    average = load_config(
+        "qwen3_30b_a3b", [*teacher, "algorithm.kl.follow_rate=0.1", "model.path=x", "rollout.max_prompt_tokens=200"]
+    )
+    assert rl_step(average, SHAPE, H100, [500.0], prompt=100.0).parts == parts  # no second pass as the reference
