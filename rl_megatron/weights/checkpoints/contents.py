@@ -13,7 +13,7 @@ from rl_megatron.json_text import parse
 from rl_megatron.models.json_files import JsonFields, read_json
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.kind import is_megatron, total_bytes
-from rl_megatron.weights.checkpoints.megatron_names import VALUES
+from rl_megatron.weights.checkpoints.megatron_names import BESIDE, VALUES
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
 
@@ -134,6 +134,8 @@ def _megatron(folder: Path, layers: int | None) -> Iterator[_Held]:
 
 def _kind(name: str, layers: int | None) -> str:
     """The part of a model that a tensor belongs to, by either kind's names; the decoder has so many ``layers``."""
+    if name.startswith(BESIDE):
+        return "beside the model: a reference that follows it"
     if _draft_of(name, layers) is not None or name.startswith("mtp."):
         return _DRAFTS
     if name.startswith(("model.visual.", "vision_tower.", "mm_projector.")):
