@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_megatron.data.problems.batch_columns import column_at, is_text, unread_rows
 from rl_megatron.data.problems.leaks import digests_of, hashes_of
 from rl_megatron.data.problems.records import (
     NESTED,
@@ -24,6 +26,7 @@ from rl_megatron.data.problems.records import (
     listed,
     record_of,
     shortened,
+    unread_field,
     values_of,
     widened,
 )
@@ -85,13 +88,23 @@ class ParquetRows:
         for group in full[:: -(-len(full) // _MEASURED_GROUPS)]:
             next(self._batches(group, None, _MEASURED_ROWS))
 
-    def check_there(self, names: Iterable[str], key: str) -> None:
-        """Raises DataError for the first of the ``names``, which the config ``key`` gave, that no column has."""
+    def check_read(self, names: Sequence[str], rows: NDArray[np.int64], key: str) -> None:
+        """Raises DataError for the first of the ``names``, which the config ``key`` has a teacher read beside the
+        texts, that no column has, and one that names those of these ascending rows where one is null or no UTF-8."""
         for path, footer in self._metadata.items():
-            try:
-                check_there(path, footer.schema.to_arrow_schema(), names)
-            except DataError as error:
-                raise DataError(f"{error}, for {key}") from error
+            schema = footer.schema.to_arrow_schema()
+            others = kinds_of(one for one in schema if one.name not in self._fields or not is_text(one.type))
+            for name in names:
+                try:
+                    value_at(others, name)
+                except KeyError as error:
+                    raise DataError(f"{path}: {unread_field(name, others, key)}") from error
+        problems, numbers = list[str](), iter(rows.tolist())
+        for batch in self.selected(rows, list(names)) if names else ():
+            of_batch = list(islice(numbers, len(batch)))
+            problems += [f"{self.place(of_batch[row])}: {why}" for row, why in unread_rows(batch, names, key)]
+        if problems:
+            raise DataError(listed(problems))
 
     def __len__(self) -> int:
         return self._size
@@ -130,7 +143,7 @@ class ParquetRows:
     def are_texts(self) -> bool:
         """Whether every field of texts is a column of text in all files."""
         kinds = [kinds_of(footer.schema.to_arrow_schema()) for footer in self._metadata.values()]
-        return all(_is_text(value_at(one, name)) for one in kinds for name in self._fields)
+        return all(is_text(value_at(one, name)) for one in kinds for name in self._fields)
 
     def hashes(self, texts: int = 1) -> NDArray[np.int64]:
         """64 bits of each row's first ``texts`` fields, columns of text, without a difference of white space, as
@@ -165,7 +178,7 @@ class ParquetRows:
             if not _is_number(self._metadata[group.path].schema.to_arrow_schema(), name):
                 continue
             for start, batch in self._batches(group, [name]):
-                values = pc.cast(widened(_column(batch, name)), pa.float64(), safe=False)
+                values = pc.cast(widened(column_at(batch, name)), pa.float64(), safe=False)
                 numbers[start : start + len(batch)] = values.to_numpy(zero_copy_only=False)
         return numbers
 
@@ -224,7 +237,7 @@ class ParquetRows:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        found = [_spaced(_column(batch, name)) for name in self._fields[:texts]]
+        found = [_spaced(column_at(batch, name)) for name in self._fields[:texts]]
         joined: list[str] = pc.binary_join_element_wise(*found, pa.scalar("\0", pa.large_string())).to_pylist()
         return joined
 
@@ -273,8 +286,8 @@ class ParquetRows:
         try:
             batch.validate(full=True)
             for name in self._fields:
-                column = _column(batch, name)
-                if not _is_text(column.type):
+                column = column_at(batch, name)
+                if not is_text(column.type):
                     nan = pa.types.is_floating(column.type)
                     empty = pc.invert(pc.is_finite(column)) if nan else pc.is_null(column)
                 else:
@@ -297,29 +310,11 @@ def _check_columns(path: Path, schema: Any, fields: tuple[str, ...], others: tup
     check_there(path, schema, (*fields, *others))
     for name in fields[:1]:
         kind = value_at(kinds_of(schema), name)
-        if not (_is_text(kind) or (isinstance(kind, pa.DataType) and pa.types.is_null(kind))):
+        if not (is_text(kind) or (isinstance(kind, pa.DataType) and pa.types.is_null(kind))):
             nested = isinstance(kind, dict) or pa.types.is_nested(kind)
             wanted = NESTED if nested else "it must be text, so write it as string"
             shown = f"struct of {', '.join(kind)}" if isinstance(kind, dict) else str(kind)
             raise DataError(f"{path}: column {name!r} is of {shortened(shown)}; {wanted}")
-
-
-def _column(batch: Any, name: str) -> Any:
-    """As `value_at`."""
-    import pyarrow.compute as pc
-
-    first, *inner = [name] if name in batch.schema.names else name.split(".")
-    column = batch.column(first)
-    return pc.struct_field(column, inner) if inner else column
-
-
-def _is_text(kind: Any) -> bool:
-    import pyarrow as pa
-
-    if isinstance(kind, dict):  # a struct's fields
-        return False
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def _is_number(schema: Any, name: str) -> bool:

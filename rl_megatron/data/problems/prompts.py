@@ -95,12 +95,13 @@ def load_prompts(
         name = name_of(key) if isinstance(data, MixtureData) else ""
         train, theirs = splits[key]
         taught = {one: teacher for one, teacher in (teachers or {}).items() if name in (teacher.sources or (name,))}
+        mask = kept[key]
         if isinstance(train, FileRows):
+            rows = np.arange(len(train.rows)) if mask is None else np.flatnonzero(mask)
             for one, teacher in taught.items():
-                train.rows.check_there(fields_in(teacher.prompt or ""), f"algorithm.kl.teachers.{one}.prompt")
-            pools.append(RowsOfPrompts(train, kept[key], replace(of_drawn, teachers=taught), source=name))
+                train.rows.check_read(fields_in(teacher.prompt or ""), rows, f"algorithm.kl.teachers.{one}.prompt")
+            pools.append(RowsOfPrompts(train, mask, replace(of_drawn, teachers=taught), source=name))
         else:
-            mask = kept[key]
             ours = train if mask is None else [train[row] for row in np.flatnonzero(mask).tolist()]
             made = _named(_formed(ours, source, replace(of_row, teachers=taught)), name)
             pools.append(Listed(made, len(ours) - len(made)))

@@ -196,6 +196,19 @@ def missing_field(name: str, row: Mapping[str, Any]) -> str:
     return f"no field {name!r}; it has {shortened(', '.join(names)) or 'none'}{hint}"
 
 
+def unread_field(name: str, row: Mapping[str, Any], key: str) -> str:
+    """As `missing_field`, of a field that the config ``key`` has a teacher read beside the problem and its answer."""
+    return (
+        f"{missing_field(name, row)}, for {key}; {{prompt}} and {{answer}} are the problem and its answer, whatever "
+        "their fields are called"
+    )
+
+
+def null_field(name: str, key: str) -> str:
+    """Say that a field is null which the config ``key`` has a teacher read."""
+    return f"field {name!r} is null, for {key}; give it a value, or remove the row"
+
+
 def _leaves(row: Mapping[str, Any]) -> Iterator[str]:
     for name, value in row.items():
         inner = _leaves(value) if isinstance(value, Mapping) and value else ()

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from rl_megatron.chat_templates import bounded_rendering, prompt_tokens
 from rl_megatron.config.sections.data import FileKeys
 from rl_megatron.config.sections.teachers import ANOTHER, ANOTHER_FIELD, TeacherSection
-from rl_megatron.data.problems.records import Record, missing_field
+from rl_megatron.data.problems.records import Record, missing_field, null_field, unread_field
 from rl_megatron.errors import DataError
 from rl_megatron.json_text import value_at
 from rl_megatron.types import Prompt
@@ -122,8 +122,8 @@ def _as_user(text: str, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def fields_in(template: str) -> list[str]:
-    """The fields of a row that a teacher's prompt names, besides the problem and its answer."""
-    return [name for name in _FIELD.findall(template) if name not in (*_OF_PROBLEM, ANOTHER_FIELD)]
+    """The fields of a row that a teacher's prompt names, each once, besides the problem and its answer."""
+    return [name for name in dict.fromkeys(_FIELD.findall(template)) if name not in (*_OF_PROBLEM, ANOTHER_FIELD)]
 
 
 def _with_fields(problem: Problem, template: str, key: str) -> str:
@@ -138,12 +138,9 @@ def _with_fields(problem: Problem, template: str, key: str) -> str:
         try:
             value = value_at(problem.meta, name)
         except KeyError:
-            raise DataError(
-                f"{problem.place}: {missing_field(name, problem.meta)}, for {key}; {{prompt}} and {{answer}} are the "
-                "problem and its answer, whatever their fields are called"
-            ) from None
+            raise DataError(f"{problem.place}: {unread_field(name, problem.meta, key)}") from None
         if value is None:
-            raise DataError(f"{problem.place}: field {name!r} is null, for {key}; give it a value, or remove the row")
+            raise DataError(f"{problem.place}: {null_field(name, key)}")
         return value if isinstance(value, str) else _to_json(value)
 
     return _FIELD.sub(of_field, template)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -107,18 +108,43 @@ def test_a_longer_one_fails_or_is_dropped_by_its_own_key(
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_field_that_a_row_lacks_or_that_is_null_is_named_with_the_row(tmp_path: Path, suffix: str) -> None:
+    """Before a row is drawn; of rows that are left out, nothing is asked."""
+
+    def load(folder: Path, rows: list[dict[str, Any]], name: str, **keys: Any) -> None:
+        data, taught = files(folder, suffix, rows), {"t": teacher(f"{{prompt}} {{{name}}}")}
+        load_prompts(
+            data, byte_tokenizer(), max_prompt_tokens=40, on_long_prompt="fail", seed=0, teachers=taught, **keys
+        )
+
     rows = [{"question": "1", "answer": "2", "hint": "3"}]
-    of_footer = suffix == ".parquet"  # before a row is read
-    for name, of_row in (("solution", not of_footer), ("question", True)):
-        said = rf"train\{suffix}{':1' * of_row}: no field '{name}'; it has .*, for algorithm.kl.teachers.t.prompt"
-        said += r"; \{prompt\} and \{answer\} are the problem" * of_row
-        with pytest.raises(DataError, match=said):
-            loaded(files(tmp_path, suffix, rows), {"t": teacher(f"{{prompt}} {{{name}}}")})
+    row = "" if suffix == ".parquet" else ":1"  # of a parquet file its footer says so
+    for name in ("solution", "question"):
+        said = rf"train\{suffix}{row}: no field '{name}'; it has .*, for algorithm.kl.teachers.t.prompt"
+        with pytest.raises(DataError, match=said + r"; \{prompt\} and \{answer\} are the problem"):
+            load(tmp_path, rows, name)
     (tmp_path / "null").mkdir()
-    rows = [{**rows[0], "why": {"steps": "4"}, "solution": "4"}, {**rows[0], "why": None, "solution": None}]
-    for name in ("solution", "why.steps"):
+    whole = {**rows[0], "why": {"steps": "4"}, "solution": "4", "score": 1.5}
+    null = {**whole, "question": "9", "why": None, "solution": None, "score": math.nan}
+    for name in ("solution", "why.steps", "why", "score"):
         with pytest.raises(DataError, match=rf":2: field '{name}' is null, for algorithm.kl.teachers.t.prompt; give"):
-            loaded(files(tmp_path / "null", suffix, rows), {"t": teacher(f"{{prompt}} {{{name}}}")})
+            load(tmp_path / "null", [whole, null], name)
+        load(tmp_path / "null", [whole, null], name, on_leak="drop")  # the second is held out
+
+
+def test_a_field_of_a_parquet_file_that_is_no_text_is_named_before_it_is_drawn(tmp_path: Path) -> None:
+    data = files(tmp_path, ".parquet", [{"question": f"{n}", "answer": "2", "why": "é"} for n in range(3)])
+    table = pq.read_table(data.train)
+    broken = pa.array([b"a", b"\xff", b"b"]).view(pa.string())
+    pq.write_table(table.set_column(2, "why", broken), data.train)
+    with pytest.raises(DataError, match=r"train.parquet:2: field 'why' cannot be read: .*UTF8.*, for algorithm"):
+        load_prompts(
+            data,
+            byte_tokenizer(),
+            max_prompt_tokens=40,
+            on_long_prompt="fail",
+            seed=0,
+            teachers={"t": teacher("{prompt} {why}")},
+        )
 
 
 def test_prompts_of_a_source_have_those_of_its_own_teachers(tmp_path: Path) -> None:
