@@ -97,6 +97,13 @@ def test_ranks_hold_no_reference_beside_them() -> None:
         (own("a", 9)[:1], "prompt='{answer}: {prompt}' without max_prompt_tokens: a prompt of its own has both"),
         ([*held("a"), *own("a", 9)[1:]], "max_prompt_tokens=9 without prompt: a prompt of its own has both; give"),
         ([f"{KEY}.a.prompt={{answer}}", *own("a", 9)[1:]], "prompt='{answer}' has no {prompt}; write it where"),
+        ([f"{KEY}.a.prompt={{{{prompt}}}}", *own("a", 9)[1:]], "prompt='{{prompt}}' has no {prompt}; write it where"),
+        (
+            [f"{KEY}.a.prompt={{prompt}} \\boxed{{}}", *own("a", 9)[1:]],
+            "{} names no field; {NAME} is a field of the",
+        ),
+        ([f"{KEY}.a.prompt={{prompt}} {{a!r:3}}", *own("a", 9)[1:]], "{a!r:3} names no field; {NAME} is a field of"),
+        ([f"{KEY}.a.prompt={{prompt}} x}}", *own("a", 9)[1:]], "Single '}' encountered in format string; {NAME} is"),
         (
             [*own("a", 50), "learner.max_tokens_per_micro_batch=55"],
             "learner.max_tokens_per_micro_batch=55 is less than the longest sequence that teacher_a reads, "

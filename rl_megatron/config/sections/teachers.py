@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from string import Formatter
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, model_validator
@@ -20,6 +21,7 @@ def _of_server(text: str) -> str:
     return text
 
 
+_BRACES = "{NAME} is a field of the row, and braces of the text are written twice, as in \\boxed{{}}"
 ANOTHER_FIELD = "right_completion"
 """What a prompt calls another completion of the group, which is right."""
 ANOTHER = -1
@@ -31,6 +33,20 @@ TEACHER = "teacher_"
 def teacher_role(name: str) -> str:
     """The role of a teacher among a run's models, and of its ranks."""
     return f"{TEACHER}{name}"
+
+
+def prompt_parts(prompt: str) -> list[tuple[str, str | None]]:
+    """The texts of a teacher's prompt, each with the name of the field that follows it, None where none does: {NAME} is
+    a field, and {{ and }} are braces, as in ``str.format``. Raises ValueError for other braces."""
+    try:
+        parts = list(Formatter().parse(prompt))
+    except ValueError as error:
+        raise ValueError(f"prompt={prompt!r:.80}: {error}; {_BRACES}") from error
+    for _, name, form, converted in parts:
+        if name is not None and (not name or form or converted):
+            shown = "".join(("{", name, f"!{converted}" * bool(converted), f":{form}" * bool(form), "}"))
+            raise ValueError(f"prompt={prompt!r:.80}: {shown:.40} names no field; {_BRACES}")
+    return [(text, name) for text, name, _, _ in parts]
 
 
 class TeacherSection(Section):
@@ -49,7 +65,7 @@ class TeacherSection(Section):
     prompt: str | None = None
     """What it reads in place of data.prompt_template: {prompt} is the problem, {answer} its right answer, and {NAME}
     field NAME of its row, as in data.prompt_field; {right_completion} is another completion of the same group, whose
-    reward is at least eval.success_reward. null: the policy's own prompt."""
+    reward is at least eval.success_reward; {{ and }} are braces. null: the policy's own prompt."""
     max_prompt_tokens: Positive | None = None
     """Most tokens of such a prompt; what is done with a longer one says ``rollout.on_long_prompt``."""
     weight: PositiveFloat = 1.0
@@ -69,7 +85,12 @@ class TeacherSection(Section):
     @property
     def reads_another(self) -> bool:
         """Whether it reads another completion of the group."""
-        return self.prompt is not None and f"{{{ANOTHER_FIELD}}}" in self.prompt
+        return ANOTHER_FIELD in self._named
+
+    @property
+    def _named(self) -> list[str | None]:
+        """The fields in the prompt."""
+        return [] if self.prompt is None else [name for _, name in prompt_parts(self.prompt)]
 
     @model_validator(mode="after")
     def _of_one_place(self) -> Self:
@@ -102,9 +123,9 @@ class TeacherSection(Section):
                 f"{given}={getattr(self, given)!r:.80} without {missing}: a prompt of its own has both; give "
                 f"{missing}, or leave {given} out"
             )
-        if self.prompt is not None and "{prompt}" not in self.prompt:
+        if self.prompt is not None and "prompt" not in self._named:
             raise ValueError(f"prompt={self.prompt!r:.80} has no {{prompt}}; write it where the problem goes")
-        if self.prompt is not None and (times := self.prompt.count(f"{{{ANOTHER_FIELD}}}")) > 1:
+        if (times := self._named.count(ANOTHER_FIELD)) > 1:
             raise ValueError(
                 f"prompt={self.prompt!r:.80} has {{{ANOTHER_FIELD}}} {times} times, and one completion is shown; write "
                 "it once"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, tee
@@ -15,7 +14,7 @@ from jinja2 import TemplateError
 
 from rl_megatron.chat_templates import bounded_rendering, prompt_tokens
 from rl_megatron.config.sections.data import FileKeys
-from rl_megatron.config.sections.teachers import ANOTHER, ANOTHER_FIELD, TeacherSection
+from rl_megatron.config.sections.teachers import ANOTHER, ANOTHER_FIELD, TeacherSection, prompt_parts
 from rl_megatron.data.problems.records import Record, missing_field, null_field, unread_field
 from rl_megatron.errors import DataError
 from rl_megatron.json_text import value_at
@@ -36,7 +35,6 @@ MOST_MARGIN = 10_000
 _LIST = (list, type(None))
 _OF_PROBLEM = ("prompt", "answer")  # whatever the fields are called
 _PLACE = f"\ue000{ANOTHER_FIELD}\ue000"  # in a teacher's prompt: no text has these characters, of a private use
-_FIELD = re.compile(r"\{([A-Za-z_][\w.]*)\}")  # of a teacher's prompt
 
 OnLongPrompt = Literal["fail", "drop"]
 LimitKeys = tuple[str, str]
@@ -121,18 +119,18 @@ def _as_user(text: str, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
         ) from error
 
 
-def fields_in(template: str) -> list[str]:
+def fields_in(prompt: str) -> list[str]:
     """The fields of a row that a teacher's prompt names, each once, besides the problem and its answer."""
-    return [name for name in dict.fromkeys(_FIELD.findall(template)) if name not in (*_OF_PROBLEM, ANOTHER_FIELD)]
+    names = dict.fromkeys(name for _, name in prompt_parts(prompt) if name is not None)
+    return [name for name in names if name not in (*_OF_PROBLEM, ANOTHER_FIELD)]
 
 
-def _with_fields(problem: Problem, template: str, key: str) -> str:
-    """A teacher's prompt of a problem. Raises DataError that names the place for a field that its row lacks, or that is
-    null."""
+def _with_fields(problem: Problem, parts: Sequence[tuple[str, str | None]], key: str) -> str:
+    """A teacher's prompt of a problem, of its `prompt_parts`. Raises DataError that names the place for a field that
+    its row lacks, or that is null."""
     known = {**dict(zip(_OF_PROBLEM, (problem.raw, problem.answer), strict=True)), ANOTHER_FIELD: _PLACE}
 
-    def of_field(found: re.Match[str]) -> str:
-        name = found[1]
+    def of_field(name: str) -> str:
         if name in known:
             return known[name]
         try:
@@ -143,7 +141,7 @@ def _with_fields(problem: Problem, template: str, key: str) -> str:
             raise DataError(f"{problem.place}: {null_field(name, key)}")
         return value if isinstance(value, str) else _to_json(value)
 
-    return _FIELD.sub(of_field, template)
+    return "".join(text + ("" if name is None else of_field(name)) for text, name in parts)
 
 
 def check_pair(record: Record, place: str, data: FileKeys) -> None:
@@ -306,10 +304,10 @@ def _of_teacher(
     key = f"algorithm.kl.teachers.{name}"
     assert teacher.prompt is not None
     assert teacher.max_prompt_tokens is not None
-    template, most = teacher.prompt, teacher.max_prompt_tokens
+    parts, most = prompt_parts(teacher.prompt), teacher.max_prompt_tokens
 
     def text(problem: Problem) -> str:
-        found = _with_fields(problem, template, f"{key}.prompt")
+        found = _with_fields(problem, parts, f"{key}.prompt")
         return _as_user(found, problem.place, tokenizer) if chat else found
 
     limit = f"{key}.max_prompt_tokens"

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -25,10 +26,10 @@ ROWS = [
     {"question": "1+{answer}", "answer": "2", "why": {"steps": "one and {prompt}"}, "worth": 0.5},
     {"question": "café", "answer": "3", "why": {"steps": "long " * 9}, "worth": [1]},
 ]
-FORM = "{prompt}\n\\boxed{} {answer} {why.steps} {worth} {{answer}}"
+FORM = '{prompt}\n\\frac{{a}}{{b}} \\boxed{{{answer}}} {why.steps} {worth} {{"of": {{"x": "{answer}"}}}}'
 
 
-def teacher(prompt: str = FORM, most: int = 60, **keys: Any) -> TeacherSection:
+def teacher(prompt: str = FORM, most: int = 75, **keys: Any) -> TeacherSection:
     return TeacherSection(path=Path("t"), prompt=prompt, max_prompt_tokens=most, **keys)
 
 
@@ -58,9 +59,10 @@ def test_fields_of_the_row_are_put_in_once_and_the_chat_template_is_the_policys(
 ) -> None:
     rows = ROWS[:1]
     found = loaded(
-        files(tmp_path, suffix, rows, prompt_template="Q {prompt}", chat_template=chat), {"t": teacher(most=80)}
+        files(tmp_path, suffix, rows, prompt_template="Q {prompt}", chat_template=chat), {"t": teacher(most=99)}
     )
-    text = "1+{answer}\n\\boxed{} 2 one and {prompt} 0.5 {2}"
+    text = FORM.format(prompt="1+{answer}", answer="2", why=SimpleNamespace(**ROWS[0]["why"]), worth=0.5)
+    assert '\\frac{a}{b} \\boxed{2} one and {prompt} 0.5 {"of": {"x": "2"}}' in text
     assert found == [{"t": f"user: {text}\nassistant: " if chat else text}]
 
 
@@ -92,8 +94,8 @@ def test_a_longer_one_fails_or_is_dropped_by_its_own_key(
     tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{**row, "worth": 1} for row in ROWS]
-    data, key = files(tmp_path, suffix, rows), "algorithm.kl.teachers.t.max_prompt_tokens=60"
-    length = len(f"{rows[1]['question']}\n\\boxed{{}} 3 {'long ' * 9} 1 {{3}}".encode())
+    data, key = files(tmp_path, suffix, rows), "algorithm.kl.teachers.t.max_prompt_tokens=75"
+    length = len(FORM.format(prompt="café", answer="3", why=SimpleNamespace(**ROWS[1]["why"]), worth=1).encode())
     with pytest.raises(DataError, match=f":2: the prompt has {length} tokens, {key}.*rollout.on_long_prompt=drop"):
         loaded(data, {"t": teacher()})
     with caplog.at_level(logging.WARNING):
