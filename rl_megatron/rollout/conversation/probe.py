@@ -12,6 +12,7 @@ from rl_megatron.rollout.conversation.templates import Rewritten, Template, Tool
 Habit = Literal["appends", "drops thinking at user turns", "drops thinking at every turn", "rewrites"]
 
 _ASKED: ChatMessage = {"role": "user", "content": "What is 1+1?"}
+_SYSTEM: ChatMessage = {"role": "system", "content": "You add."}
 _TOOLS: Tools = ({"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}},)
 _SAYS: ChatMessage = {"role": "assistant", "content": "It is 2."}
 _FOREIGN: ChatMessage = {"role": "assistant", "content": "Ça fait 2 – 二 🙂"}
@@ -44,6 +45,7 @@ class TemplateReport:
 
     habit: Habit
     shows_tools: bool
+    with_system: bool  # the scripts begin with a system's message, without which it shows none
     rows: float  # a trajectory, on average over the scripts; 1 is the least
     begun: Mapping[str, tuple[Rewritten, ...]]  # by script, why each row after its first began
     refused: Mapping[str, str]  # by script, the reason
@@ -57,7 +59,10 @@ class TemplateReport:
             f"{1 + len(why)} with {name} ({', '.join(sorted(set(why)))})" for name, why in self.begun.items() if why
         ]
         lines[0] += f"; {'; '.join(rows)}" if rows else ""
-        lines[0] += "" if self.shows_tools else "; it shows no tools, so that conversations with some are refused"
+        without = "" if self.shows_tools else "; it shows no tools, so that conversations with some are refused"
+        if self.with_system:
+            without = "; it shows tools beside a message of the system alone: conversations with tools begin with one"
+        lines[0] += without
         return "\n".join((*lines, *(f"refused: {name}: {reason}" for name, reason in self.refused.items())))
 
 
@@ -65,10 +70,10 @@ def probe_template(template: Template, stop_token_ids: Sequence[int]) -> Templat
     """Play the scripts, in each turn with the stop token of ``stop_token_ids`` after which the template goes on."""
     begun: dict[str, tuple[Rewritten, ...]] = {}
     refused: dict[str, str] = {}
-    in_calls, tools = False, _shown_tools(template)
+    in_calls, (asked, tools) = False, _beginning(template)
     for name, turns in _SCRIPTS.items():
         try:
-            found = _play(template, turns, tools, (None,) if name == _CUT else tuple(stop_token_ids))
+            found = _play(template, asked, turns, tools, (None,) if name == _CUT else tuple(stop_token_ids))
         except MessagesRefused as error:
             refused[name] = str(error)
             continue
@@ -81,22 +86,31 @@ def probe_template(template: Template, stop_token_ids: Sequence[int]) -> Templat
     elif reasons == {"thinking"}:
         habit = "drops thinking at every turn" if in_calls else "drops thinking at user turns"
     rows = sum(1 + len(of_script) for of_script in begun.values()) / max(1, len(begun))
-    return TemplateReport(habit=habit, shows_tools=bool(tools), rows=rows, begun=begun, refused=refused)
+    return TemplateReport(
+        habit=habit, shows_tools=bool(tools), with_system=len(asked) > 1, rows=rows, begun=begun, refused=refused
+    )
 
 
-def _shown_tools(template: Template) -> Tools:
-    try:
-        template.begin([_ASKED], _TOOLS)
-    except MessagesRefused:
-        return ()
-    return _TOOLS
+def _beginning(template: Template) -> tuple[Sequence[ChatMessage], Tools]:
+    """The first messages of the scripts, and the tools that are shown there."""
+    for asked in ([_ASKED], [_SYSTEM, _ASKED]):
+        try:
+            template.begin(asked, _TOOLS)
+        except MessagesRefused:
+            continue
+        return asked, _TOOLS
+    return [_ASKED], ()
 
 
 def _play(
-    template: Template, turns: Sequence[ChatMessage], tools: Tools, stops: Sequence[int | None]
+    template: Template,
+    asked: Sequence[ChatMessage],
+    turns: Sequence[ChatMessage],
+    tools: Tools,
+    stops: Sequence[int | None],
 ) -> list[tuple[ChatMessage, Rewritten]]:
     """The turns after which a row began, each with the reason. Raises MessagesRefused."""
-    messages: tuple[ChatMessage, ...] = tidied([_ASKED])
+    messages: tuple[ChatMessage, ...] = tidied(asked)
     _, before = template.begin(messages, tools)
     begun: list[tuple[ChatMessage, Rewritten]] = []
     for turn in turns[:-1]:

@@ -24,6 +24,7 @@ THOUGHT = "</think>"
 LOSABLE = ("tool_calls", "function_call", "refusal")
 """Keys of an assistant's message that say something, and that some templates do not read; with the first some leave out
 the content."""
+_SYSTEM = ("system", "developer")
 _SHOWN = "Rl0Megatron0Shown0Here"  # in any form of quoting
 _RAISED = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
@@ -46,19 +47,19 @@ class ChatRenderer:
         self._reasoning = [name for name in REASONING if name in source]
         self._asks_for_none = "content'] is none" in source or "content is none" in source
         self._roles = {("assistant", first): "assistant" for first in (True, False)}  # as what each is rendered
-        self._shows_tools = False  # which is not known before the first
+        self._shows_tools = set[str]()  # in messages of which the first has one of these roles
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools, *, opened: bool = True) -> str:
         """The template's text, with the generation prompt if ``opened``. Raises MessagesRefused with its reason.
 
         Some templates read the arguments of calls as objects, some as text: the second is tried where the first raises.
         A message whose role the template passes over is refused; a ``developer``'s is then tried as the system's. Tools
-        are refused where the template shows none.
+        are refused where the template shows none, which may depend on a system's message.
         """
         for place, message in enumerate(messages):
             if (message["role"], place == 0) not in self._roles and message["content"]:
                 self._know_role(messages, place, tools)
-        if tools and not self._shows_tools:
+        if tools and messages[0]["role"] not in self._shows_tools:
             self._know_tools(messages, tools)
         return self._rendered(messages, tools, opened)
 
@@ -95,7 +96,7 @@ class ChatRenderer:
         )
 
     def _know_tools(self, messages: Sequence[ChatMessage], tools: Tools) -> None:
-        """Find whether tools are shown."""
+        """Find whether tools are shown in messages that begin so."""
         first = tools[0]
         function = first.get("function", first) if isinstance(first, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
@@ -103,12 +104,26 @@ class ChatRenderer:
         marked = {**function, "name": f"{name}{_SHOWN}"}
         marked = {**first, "function": marked} if "function" in first else marked
         if _SHOWN not in self._rendered(messages, [marked, *tools[1:]], opened=True):
+            where, advice = self._place_of_tools(messages, [marked, *tools[1:]])
             more = f" and {len(tools) - 1} more" if tools[1:] else ""
             raise MessagesRefused(
-                f"the model's chat template shows no tools, so the model would not know of {name:.100}{more}: give the "
-                "model a template that shows them, or describe them in a message and send none"
+                f"the model's chat template shows no tools{where}, so the model would not know of {name:.100}{more}: "
+                f"{advice}give the model a template that shows them, or describe them in a message and send none"
             )
-        self._shows_tools = True
+        self._shows_tools.add(messages[0]["role"])
+
+    def _place_of_tools(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[str, str]:
+        """Where the marked tools are not shown, and what to do about it, if that depends on a system's message."""
+        is_system = messages[0]["role"] in _SYSTEM
+        others = messages[1:] if is_system else [{"role": _SYSTEM[0], "content": "."}, *messages]
+        try:
+            if not others or _SHOWN not in self._rendered(others, tools, opened=True):
+                return "", ""
+        except MessagesRefused:
+            return "", ""
+        if is_system:
+            return " beside a message of the system", "leave that message out, "
+        return " without a message of the system", "begin the conversation with one, "
 
     def _rendered(self, messages: Sequence[ChatMessage], tools: Tools, opened: bool) -> str:
         for form in self._forms(messages):
