@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -11,7 +11,15 @@ import numpy as np
 
 from rl_megatron.columns import TokenIds, freeze
 from rl_megatron.errors import DataError
-from rl_megatron.rollout.conversation.messages import ChatMessage, MessagesRefused, alike, same, tidied, with_others
+from rl_megatron.rollout.conversation.messages import (
+    ChatMessage,
+    MessagesRefused,
+    alike,
+    losable,
+    same,
+    tidied,
+    with_others,
+)
 from rl_megatron.rollout.conversation.templates import Rendered, Rewritten, Template, Tools
 from rl_megatron.types import Chain, Completion, Routes, Turn
 
@@ -79,7 +87,8 @@ class Conversation:
         """The prompt for the turn that answers ``messages``. It changes nothing, and prompts may be asked at once.
 
         It goes on from the row of the last assistant message, if that was sampled after the messages before it and the
-        template allows (of equal turns, from the newest one's). Raises MessagesRefused.
+        template allows (of equal turns, from the newest one's). Raises MessagesRefused, also for calls of messages that
+        were not sampled, if the template leaves them out.
         """
         given = tidied(messages)
         last = _last_turn(given)
@@ -97,6 +106,7 @@ class Conversation:
                 tokens = np.concatenate((after.row, tokens))
         if after is None:
             tokens, rendered = self._template.begin(known, tools)
+            self._check_calls(known, tools, {place for place, node in enumerate(path) if node.sampled is not None})
         return TurnPrompt(
             token_ids=tokens,
             branch=branch,
@@ -193,6 +203,17 @@ class Conversation:
         """The turns from which none goes on."""
         gone_on = {id(one.after) for one in self._sampled}
         return [one for one in self._sampled if id(one) not in gone_on]
+
+    def _check_calls(self, messages: Sequence[ChatMessage], tools: Tools, sampled: Collection[int]) -> None:
+        """Raises MessagesRefused for what was not sampled and is lost, but for thinking, which templates drop by
+        intent, and content beside calls, which some models have no place for."""
+        places = [place for place in losable(messages) if place not in sampled]
+        for place, part in self._template.lost(messages, tools, places) if places else ():
+            if part not in ("reasoning", "content"):
+                raise MessagesRefused(
+                    f"message {place + 1}: the model's chat template does not write its {part}, so the model would not "
+                    "read it; give the model a template that writes it, or say it in the message's content"
+                )
 
     def _known(self, given: Sequence[ChatMessage], last: int, tools: Tools) -> list[Node]:
         """The nodes of the messages that are known, up to the message ``last``.

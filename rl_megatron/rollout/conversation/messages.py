@@ -16,6 +16,9 @@ from rl_megatron.errors import RLMegatronError
 ChatMessage = Mapping[str, Any]
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one thing; tidied messages have the first
+LOSABLE = ("tool_calls", "function_call", "refusal")
+"""Keys of an assistant's message that say something, and that some templates do not read; with the first some leave out
+the content."""
 _PLAIN = {"role", "content"}
 _SAYING = ("user", "system", "developer")  # the roles whose messages are nothing but their content
 _UNCOMPARED = ("role", "content", "tool_calls", "tool_call_id", "id", *REASONING)
@@ -63,6 +66,13 @@ def with_others(known: ChatMessage, given: ChatMessage) -> ChatMessage:
 def reasoning_of(message: ChatMessage) -> str:
     """The reasoning of a tidied message, empty if it has none."""
     return str(message.get(REASONING[0], ""))
+
+
+def losable(messages: Sequence[ChatMessage]) -> list[int]:
+    """The places of the assistant's messages of which templates leave out more than thinking."""
+    return [
+        place for place, one in enumerate(messages) if one["role"] == "assistant" and not one.keys().isdisjoint(LOSABLE)
+    ]
 
 
 def written_arguments(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 THOUGHT = "</think>"
 """What templates look for in a content, to drop what is before it."""
-LOSABLE = ("tool_calls", "function_call", "refusal")
-"""Keys of an assistant's message that say something, and that some templates do not read; with the first some leave out
-the content."""
 _SYSTEM = ("system", "developer")
 _SHOWN = "Rl0Megatron0Shown0Here"  # in any form of quoting
 _RAISED = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from rl_megatron.chat_templates import prompt_tokens
 from rl_megatron.columns import TokenIds
-from rl_megatron.rollout.conversation.messages import ChatMessage, MessagesRefused
+from rl_megatron.rollout.conversation.messages import LOSABLE, ChatMessage, MessagesRefused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,6 +55,11 @@ class Template(Protocol):
         """Whether the prompts of both have the same text. Raises MessagesRefused."""
         ...
 
+    def lost(self, messages: Sequence[ChatMessage], tools: Tools, places: Collection[int]) -> list[tuple[int, str]]:
+        """What of the assistant's messages at ``places`` is not in the text of all messages, which nothing follows: the
+        place and the name of each part. Raises MessagesRefused."""
+        ...
+
     def decode(self, token_ids: TokenIds, *, special: bool = False) -> str:
         """Their text, with special tokens or without."""
         ...
@@ -81,6 +86,10 @@ class PlainText(Template):
     @override
     def shows_alike(self, one: Sequence[ChatMessage], other: Sequence[ChatMessage], tools: Tools) -> bool:
         return _text_of(one, tools) == _text_of(other, tools)
+
+    @override
+    def lost(self, messages: Sequence[ChatMessage], tools: Tools, places: Collection[int]) -> list[tuple[int, str]]:
+        return [(place, key) for place in places for key in LOSABLE if messages[place].get(key)]
 
     @override
     def decode(self, token_ids: TokenIds, *, special: bool = False) -> str:

@@ -20,8 +20,16 @@ from rl_megatron.data.problems.records import listed
 from rl_megatron.data.samples import WrittenRow
 from rl_megatron.errors import DataError
 from rl_megatron.rollout.conversation.chat import ChatTemplate
-from rl_megatron.rollout.conversation.messages import REASONING, ChatMessage, MessagesRefused, reasoning_of, tidied
-from rl_megatron.rollout.conversation.rendering import LOSABLE, without_thinking
+from rl_megatron.rollout.conversation.messages import (
+    LOSABLE,
+    REASONING,
+    ChatMessage,
+    MessagesRefused,
+    losable,
+    reasoning_of,
+    tidied,
+)
+from rl_megatron.rollout.conversation.rendering import without_thinking
 from rl_megatron.rollout.conversation.templates import Tools
 from rl_megatron.types import Prompt
 
@@ -136,7 +144,7 @@ class WrittenConversations:
         """
         try:
             known = conversation.tidied()
-            text, places = self._template.render(known, conversation.tools, opened=False), _losable(known)
+            text, places = self._template.render(known, conversation.tools, opened=False), losable(known)
             for place, part in self._template.lost(known, conversation.tools, places) if places else ():
                 is_context = place < len(known) - 1
                 if is_context and part in ("reasoning", "content"):  # gpt-oss's content of a call is thinking
@@ -201,7 +209,7 @@ class WrittenConversations:
 
     def _look_at_context(self, name: str, known: Sequence[ChatMessage], turns: Sequence[int], tools: Tools) -> None:
         """Warn of what the template leaves out of messages before the last turn that are context alone."""
-        places = [place for place in _losable(known[: turns[-1]]) if place not in turns] if turns else []
+        places = [place for place in losable(known[: turns[-1]]) if place not in turns] if turns else []
         if places and not self._warned:
             for place, part in self._template.lost(known[: turns[-1] + 1], tools, places):
                 self._warn(name, place, part)
@@ -253,13 +261,6 @@ class WrittenConversations:
                 turns.append((len(tokens), len(tokens) + int(ends[-1]) + 1))
             tokens += ids
         return WrittenRow(id=name, token_ids=np.array(tokens[: turns[-1][1]], np.int32), turns=tuple(turns))
-
-
-def _losable(known: Sequence[ChatMessage]) -> list[int]:
-    """The places of the assistant's messages of which templates leave out more than thinking."""
-    return [
-        place for place, one in enumerate(known) if one["role"] == "assistant" and not one.keys().isdisjoint(LOSABLE)
-    ]
 
 
 def _says_anything(message: Mapping[str, Any]) -> bool:
