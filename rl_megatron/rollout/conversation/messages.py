@@ -20,6 +20,7 @@ LOSABLE = ("tool_calls", "function_call", "refusal")
 """Keys of an assistant's message that say something, and that some templates do not read; with the first some leave out
 the content."""
 _PLAIN = {"role", "content"}
+_TEXT_PARTS = (None, "text", "input_text", "output_text")  # the last two in OpenAI's Responses
 _SAYING = ("user", "system", "developer")  # the roles whose messages are nothing but their content
 _UNCOMPARED = ("role", "content", "tool_calls", "tool_call_id", "id", *REASONING)
 
@@ -68,6 +69,16 @@ def reasoning_of(message: ChatMessage) -> str:
     return str(message.get(REASONING[0], ""))
 
 
+def in_parts(messages: Sequence[Mapping[str, Any]]) -> dict[int, list[dict[str, str]]]:
+    """The contents of several texts, by their place, as chat templates read them."""
+    contents = [(place, one.get("content")) for place, one in enumerate(messages)]
+    return {
+        place: [{"type": "text", "text": part["text"]} for part in content]
+        for place, content in contents
+        if isinstance(content, list) and len(content) > 1
+    }
+
+
 def losable(messages: Sequence[ChatMessage]) -> list[int]:
     """The places of the assistant's messages of which templates leave out more than thinking."""
     return [
@@ -110,14 +121,17 @@ def _tidied(place: int, given: ChatMessage) -> ChatMessage:
 def _content(place: int, content: object) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    texts = (
-        [part.get("text") if isinstance(part, Mapping) else None for part in content]
-        if isinstance(content, list)
-        else [None]
-    )
-    if not all(isinstance(text, str) for text in texts):
+    parts: list[Any] = content if isinstance(content, list) else [None]
+    if not all(map(_is_text_part, parts)):
         raise MessagesRefused(f"message {place} has content {content!r:.200}; it must be a text, or a list of texts")
-    return "".join(map(str, texts))
+    return "".join(part["text"] for part in parts)
+
+
+def _is_text_part(part: object) -> bool:
+    """Whether a part of a content is of text alone: an image may have a text of its own, which may be empty."""
+    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        return False
+    return part.get("type") in _TEXT_PARTS
 
 
 def _call(place: int, call: Any) -> dict[str, Any]:

@@ -75,6 +75,15 @@ class ChatRenderer:
         text = self._rendered([marked(place, one) for place, one in enumerate(messages)], tools, opened=False)
         return [part for mark, part in marks.items() if mark not in text]
 
+    def joins(self, messages: Sequence[ChatMessage], parts: Mapping[int, object], tools: Tools) -> bool:
+        """Whether the template itself makes of the ``parts`` of contents, by their place, what it makes of the contents
+        as texts."""
+        given = [{**one, "content": parts[place]} if place in parts else one for place, one in enumerate(messages)]
+        try:
+            return self._rendered(given, tools, opened=False) == self._rendered(messages, tools, opened=False)
+        except MessagesRefused:
+            return False
+
     def _know_role(self, messages: Sequence[ChatMessage], place: int, tools: Tools) -> None:
         """Find as what the message's role is rendered there: in the first message, or in a later one."""
         message = messages[place]

@@ -25,6 +25,7 @@ from rl_megatron.rollout.conversation.messages import (
     REASONING,
     ChatMessage,
     MessagesRefused,
+    in_parts,
     losable,
     reasoning_of,
     tidied,
@@ -144,6 +145,7 @@ class WrittenConversations:
         """
         try:
             known = conversation.tidied()
+            self._check_parts(conversation, known)
             text, places = self._template.render(known, conversation.tools, opened=False), losable(known)
             for place, part in self._template.lost(known, conversation.tools, places) if places else ():
                 is_context = place < len(known) - 1
@@ -160,6 +162,7 @@ class WrittenConversations:
 
     def _texts(self, conversation: WrittenConversation) -> list[_Texts]:
         (known, turns), tools, rows = conversation.learnt(), conversation.tools, list[_Texts]()
+        self._check_parts(conversation, known)
         for place in turns:
             if not _says_anything(conversation.messages[place]):
                 raise MessagesRefused(
@@ -175,6 +178,16 @@ class WrittenConversations:
                 rows.append(_Texts([(prompt, False), (turn, True)]))
         self._look_at_context(conversation.id, known, turns, tools)
         return rows
+
+    def _check_parts(self, conversation: WrittenConversation, known: Sequence[ChatMessage]) -> None:
+        """Raises MessagesRefused for contents of several texts, if the template does not join them as they are."""
+        parts = in_parts(conversation.messages)
+        if parts and not self._template.joins(known, parts, conversation.tools):
+            raise MessagesRefused(
+                f"message {next(iter(parts)) + 1} has a content of several texts, which the model's chat template does "
+                "not put one after the other (vLLM would put a line feed between them, SGLang a blank): make them one "
+                "text, with what belongs between them"
+            )
 
     def _prompt_and_turn(self, known: Sequence[ChatMessage], tools: Tools) -> tuple[str, str]:
         """The texts before the last message and of it."""

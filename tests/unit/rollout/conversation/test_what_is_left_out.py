@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from rl_megatron.errors import DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.conversation.conversation import Conversation
 from rl_megatron.rollout.conversation.messages import MessagesRefused
 from rl_megatron.rollout.conversation.probe import probe_template
 from rl_megatron.rollout.conversation.templates import PlainText, Template
+from rl_megatron.rollout.conversation.written import WrittenConversation, WrittenConversations
 from tests.unit.rollout.conversation.families import FAMILIES, TOOLS, completion, tokenizer_of
 
 SYSTEM, ASKED = {"role": "system", "content": "Be."}, {"role": "user", "content": "1 + 16?"}
@@ -92,3 +94,41 @@ def test_calls_that_the_template_leaves_out_are_refused_but_for_sampled_ones(
     talk = Conversation(template)
     talk.add(talk.prompt_for([ASKED]), completion([1, 2], random.Random(0)), call)
     assert talk.prompt_for([ASKED, call, RESULT, SAYS, ASKED]).branch == "edited"
+
+
+def written(tokenizer: PreTrainedTokenizerFast, content: object) -> tuple[str, list[str]]:
+    """The texts of the row that is learnt, and of the whole that is scored."""
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>" if "<|im_end|>" in tokenizer.get_vocab() else "<|user|>")
+    talk = WrittenConversation(id="t:1", messages=[{"role": "user", "content": content}, SAYS], tools=())
+    maker = WrittenConversations(tokenizer, [stop])
+    ((row,),) = maker.rows_of([talk])
+    return maker.whole(talk), [str(tokenizer.decode(row.token_ids))]
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "is_joined"),
+    [
+        ("glm", None, True),  # it puts them one after the other
+        ("chatml", None, False),  # it takes a text
+        ("chatml", WITHOUT_CALLS, False),  # it would write Python's list
+        ("chatml", WITHOUT_CALLS.replace("m.content", "m.content | map(attribute='text') | map('trim') | join"), False),
+    ],
+)
+def test_texts_of_a_content_are_one_where_the_template_itself_makes_them_one(
+    name: str, template: str | None, is_joined: bool
+) -> None:
+    """transformers' own rendering of the parts is what the template does with them."""
+    tokenizer = with_template(name, template or str(tokenizer_of(name).chat_template))
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    if is_joined:
+        assert written(tokenizer, parts) == written(tokenizer, "one two")
+        messages = [{"role": "user", "content": parts}, SAYS]
+        assert written(tokenizer, parts)[0] == tokenizer.apply_chat_template(messages, tokenize=False)
+    else:
+        for make in ("rows_of", "whole"):
+            talk = WrittenConversation(id="t:1", messages=[{"role": "user", "content": parts}, SAYS], tools=())
+            maker = WrittenConversations(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+            with pytest.raises(DataError, match=r"prompt 't:1': message 1 has a content of several texts, which the"):
+                getattr(maker, make)([talk] if make == "rows_of" else talk)
+    if template is None:
+        assert written(tokenizer, parts[:1]) == written(tokenizer, "one ")
