@@ -21,7 +21,6 @@ LOSABLE = ("tool_calls", "function_call", "refusal")
 the content."""
 _PLAIN = {"role", "content"}
 _TEXT_PARTS = (None, "text", "input_text", "output_text")  # the last two in OpenAI's Responses
-_SAYING = ("user", "system", "developer")  # the roles whose messages are nothing but their content
 _UNCOMPARED = ("role", "content", "tool_calls", "tool_call_id", "id", *REASONING)
 
 
@@ -100,12 +99,12 @@ def _tidied(place: int, given: ChatMessage) -> ChatMessage:
         raise MessagesRefused(f"message {place} is {given!r:.200}; it must be an object with a role")
     if given.keys() == _PLAIN and isinstance(given["content"], str):
         return dict(given)
-    if "content" not in given and given["role"] in _SAYING:
-        raise MessagesRefused(
-            f"message {place}, of the role {given['role']!r}, has no content, but {sorted(given)!r:.200}; name "
-            "its text content"
-        )
     message = {key: value for key, value in given.items() if value is not None}
+    if message.get("content") in (None, []) and given["role"] != "assistant":
+        raise MessagesRefused(
+            f"message {place}, of the role {given['role']!r}, has no content, but {sorted(message)!r:.200}; name "
+            "its text content, which may be empty"
+        )
     message["content"] = _content(place, given.get("content"))
     if reasoning := [message.pop(key) for key in REASONING if key in message]:
         if not all(isinstance(text, str) for text in reasoning):
@@ -139,6 +138,12 @@ def _call(place: int, call: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise MessagesRefused(f"message {place} has the call {call!r:.200}; it must have function.name and arguments")
     arguments = function.get("arguments")
+    others = [] if arguments else [key for key in function if key != "name" and function[key]]
+    if others or not isinstance(arguments or "", str | Mapping):
+        raise MessagesRefused(
+            f"message {place} has the call {call!r:.200}; its arguments must be an object, or the JSON text of one"
+            + (f", under the name arguments, not {others[0]!r:.40}" if others else "")
+        )
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # the model may write no JSON
             arguments = json.loads(arguments)

@@ -132,3 +132,29 @@ def test_texts_of_a_content_are_one_where_the_template_itself_makes_them_one(
                 getattr(maker, make)([talk] if make == "rows_of" else talk)
     if template is None:
         assert written(tokenizer, parts[:1]) == written(tokenizer, "one ")
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "user", "content": None}, r"of the role 'user', has no content, but \['role'\]; name"),
+        ({"role": "user", "content": []}, r"of the role 'user', has no content"),
+        ({"role": "tool", "output": "17"}, r"of the role 'tool', has no content, but \['output', 'role'\]; name"),
+        ({"role": "user", "content": [{"type": "image", "text": ""}]}, "content .*; it must be a text, or a list of"),
+        (
+            {**CALLS, "tool_calls": [{"function": {"name": "add", "parameters": {"a": 1}}}]},
+            "name arguments, not 'par",
+        ),
+        ({**CALLS, "tool_calls": [{"function": {"name": "add", "arguments": [["a", 1]]}}]}, "must be an object, or"),
+    ],
+)
+def test_what_would_be_an_empty_text_or_other_arguments_is_refused(message: dict[str, Any], said: str) -> None:
+    talk = WrittenConversation(id="t:1", messages=[ASKED, message, SAYS], tools=())
+    with pytest.raises(MessagesRefused, match=f"^message 2.*{said}"):
+        talk.tidied()
+    for empty in ({"role": "tool", "content": ""}, {**CALLS, "content": None}):
+        assert WrittenConversation(id="t:1", messages=[ASKED, empty, SAYS], tools=()).tidied()[1]["content"] == ""
+    for nothing in ({}, {"arguments": None, "strict": None}, {"arguments": "{}"}, {"arguments": []}):
+        calls = {**CALLS, "tool_calls": [{"function": {"name": "add", **nothing}}]}
+        known = WrittenConversation(id="t:1", messages=[ASKED, calls, SAYS], tools=()).tidied()
+        assert known[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {}}
