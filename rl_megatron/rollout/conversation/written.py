@@ -271,7 +271,7 @@ class WrittenConversations:
                         f"prompt {name!r}: the chat template writes nothing before its first turn, {text[:40]!r}, and "
                         "tokens are learnt behind others; give the messages before it a text"
                     )
-                turns.append((len(tokens), len(tokens) + int(ends[-1]) + 1))
+                turns.append((len(tokens), len(tokens) + int(ends[0]) + 1))
             tokens += ids
         return WrittenRow(id=name, token_ids=np.array(tokens[: turns[-1][1]], np.int32), turns=tuple(turns))
 

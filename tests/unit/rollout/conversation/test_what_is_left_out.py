@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from typing import Any
 
@@ -158,3 +159,14 @@ def test_what_would_be_an_empty_text_or_other_arguments_is_refused(message: dict
         calls = {**CALLS, "tool_calls": [{"function": {"name": "add", **nothing}}]}
         known = WrittenConversation(id="t:1", messages=[ASKED, calls, SAYS], tools=()).tidied()
         assert known[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {}}
+
+
+def test_a_turn_ends_with_the_first_token_that_ends_sampling() -> None:
+    """A template may write the end of a text behind the last turn's end."""
+    last = WITHOUT_CALLS.replace("<|im_end|>\n", "<|im_end|>\n{{ '<think>' if loop.last and m.role == 'assistant' }}")
+    tokenizer = with_template("chatml", last)
+    stops = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<think>"])
+    talk = json.loads(json.dumps([ASKED, SAYS]))
+    ((row,),) = WrittenConversations(tokenizer, stops).rows_of([WrittenConversation(id="t", messages=talk, tools=())])
+    assert [tokenizer.decode(row.token_ids[start:stop]) for start, stop in row.turns] == ["17<|im_end|>"]
+    assert len(row.token_ids) == row.turns[-1][1]
