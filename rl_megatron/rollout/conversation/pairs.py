@@ -49,7 +49,7 @@ def check_answers(prompts: Iterable[Prompt]) -> None:
 
 def check_texts(prompts: Iterable[Prompt]) -> None:
     """Raises DataError that names each pair with a conversation of which `paired_texts` makes no text."""
-    check_each(prompts, lambda prompt: [side.tidied() for side in _read(prompt)])
+    check_each(prompts, lambda prompt: [side.scored() for side in _read(prompt)])
 
 
 def paired_texts(prompts: Sequence[Prompt], conversations: WrittenConversations) -> list[tuple[str, str]]:

@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_ANSWERS_NOBODY = (
+    "message 1 is the assistant's, which answers nobody; put one before it (the prompt's, where a row has these in "
+    "another field), or give it a weight of 0"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenConversation:
@@ -60,10 +65,15 @@ class WrittenConversation:
         weights = [place >= self.first and _weight(place, message) for place, message in enumerate(self.messages)]
         turns = [place for place, one in enumerate(known) if one["role"] == "assistant" and weights[place]]
         if turns[:1] == [0]:
-            raise MessagesRefused(
-                "message 1 is the assistant's, which answers nobody; put one before it, or give it a weight of 0"
-            )
+            raise MessagesRefused(_ANSWERS_NOBODY)
         return known, turns
+
+    def scored(self) -> tuple[ChatMessage, ...]:
+        """The messages in one form, of a conversation that is scored as a whole. Raises MessagesRefused."""
+        known = self.tidied()
+        if known[0]["role"] == "assistant" and _weight(0, self.messages[0]):
+            raise MessagesRefused(_ANSWERS_NOBODY)
+        return known
 
 
 def _read(prompt: Prompt) -> WrittenConversation:
@@ -144,7 +154,7 @@ class WrittenConversations:
         Raises DataError that names the prompt, as for calls or an answer's content that are not in it.
         """
         try:
-            known = conversation.tidied()
+            known = conversation.scored()
             self._check_parts(conversation, known)
             text, places = self._template.render(known, conversation.tools, opened=False), losable(known)
             for place, part in self._template.lost(known, conversation.tools, places) if places else ():

@@ -145,6 +145,24 @@ def test_all_conversations_that_are_no_pair_are_named_before_the_first_step() ->
     check_texts(prompts)
 
 
+def test_an_answer_without_the_messages_before_it_is_no_text_to_score() -> None:
+    """As TRL's files have them, whose ``prompt`` is another field."""
+    one = prompt("a:2", "a:3")
+    for check in (check_answers, check_texts, lambda prompts: paired_texts(prompts, conversations())):
+        with pytest.raises(
+            DataError, match=r"^prompt 'p:1': message 1 is the assistant's, which answers nobody; put one"
+        ):
+            check([one])
+    greeting = replace(
+        one,
+        text=json.dumps(
+            {"messages": [{"weight": 0, **m} for m in said("a:Hi|u:1|a:2")]}
+            | {"rejected": [{"weight": 0, **m} for m in said("a:Hi|u:1|a:3")], "tools": []}
+        ),
+    )
+    check_texts([greeting])
+
+
 def test_messages_that_say_the_same_are_the_same_beginning() -> None:
     """Null keys of parquet files, contents in parts, and weights of what is before the answers."""
     one = json.loads(prompt("u:1|a:2|u:3|a:good", "u:1|a:2|u:3|a:no").text)
