@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING
 from launcher.build.tokenizer import read_tokenizer
 from rl_megatron.config.beside import with_own_prompt
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import FileKeys, OneSource, data_sources
+from rl_megatron.config.sections.data import FileKeys, OneSource, data_sources, name_of
 from rl_megatron.config.sections.eval import EvalSetSection, RunData
 from rl_megatron.config.sections.jobs import JobName
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.problems.pool import Pool
 from rl_megatron.data.problems.prompts import load_held_out, load_prompts
-from rl_megatron.data.samples import end_of_answers
+from rl_megatron.data.samples import EndTokens, end_of_answers
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.evaluation.sets import ProblemSet
 from rl_megatron.models.families.fields import GenerationFields
 from rl_megatron.models.json_files import read_json
 from rl_megatron.rollout.conversation.pairs import check_answers, check_texts
-from rl_megatron.rollout.conversation.written import check_turns
+from rl_megatron.rollout.conversation.written import check_turns, end_of_turns
 from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:
@@ -43,12 +43,12 @@ _CHECKS: Mapping[JobName, Callable[[Iterable[Prompt]], None]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """The tokenizer, the tokens that end a completion, the one of them after answers that are learnt, both splits, and
+    """The tokenizer, the tokens that end a completion, those of them after answers that are learnt, both splits, and
     the sets to evaluate."""
 
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
-    end_token_id: int | None  # None: the tokenizer has none of them
+    end_token_ids: EndTokens
     train: Pool
     held_out: Sequence[Prompt]
     sets: Sequence[ProblemSet]  # at least one: without ``eval.sets`` it is the held-out prompts
@@ -88,7 +88,7 @@ def load_data(config: RunConfig, model_folder: Path, teachers: Mapping[str, Teac
     return Data(
         tokenizer=tokenizer,
         stop_token_ids=stops,
-        end_token_id=end_of_answers(tokenizer, stops),
+        end_token_ids={name_of(key): _end_of(one, tokenizer, stops) for key, one in data_sources(config.data).items()},
         train=train,
         held_out=held_out,
         sets=problem_sets(config, held_out, load),
@@ -98,17 +98,32 @@ def load_data(config: RunConfig, model_folder: Path, teachers: Mapping[str, Teac
 def training_data(config: RunConfig, model_folder: Path) -> Data:
     """As `load_data`, of which a job on written text can make rows, and teachers can read. May take minutes."""
     data = load_data(config, model_folder, with_own_prompt(config))
-    if _learns_answers(config) and data.end_token_id not in (None, data.tokenizer.eos_token_id):
-        logger.info(
-            "learned answers end with %r: the tokenizer's eos_token, %r, is none of the tokens that end sampling "
-            "(eos_token_id of generation_config.json: %s)",
-            data.tokenizer.convert_ids_to_tokens(data.end_token_id),
-            data.tokenizer.eos_token,
-            ", ".join(map(str, data.stop_token_ids)),
-        )
+    if _learns_answers(config):
+        _tell_ends(data)
     if (check := _CHECKS.get(config.job)) is not None:
         check(data.train.conversations())
     return data
+
+
+def _end_of(source: OneSource, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> int | None:
+    """The token after answers of a source: of chats, the one with which the chat template ends a turn, if known."""
+    is_chat = isinstance(source, FileKeys) and source.chat_template
+    end = end_of_turns(tokenizer, stops) if is_chat else None
+    return end_of_answers(tokenizer, stops) if end is None else end
+
+
+def _tell_ends(data: Data) -> None:
+    """Log the tokens after answers that are not the tokenizer's ``eos_token``."""
+    for end in dict.fromkeys(data.end_token_ids.values()):
+        if end not in (None, data.tokenizer.eos_token_id):
+            ends = data.tokenizer.eos_token_id in data.stop_token_ids
+            why = "is not what ends a turn in the chat template" if ends else "is none of the tokens that end sampling"
+            logger.info(
+                "learned answers end with %r: the tokenizer's eos_token, %r, %s (eos_token_id of "
+                "generation_config.json: %s)",
+                *(data.tokenizer.convert_ids_to_tokens(end), data.tokenizer.eos_token, why),
+                ", ".join(map(str, data.stop_token_ids)),
+            )
 
 
 def _learns_answers(config: RunConfig) -> bool:

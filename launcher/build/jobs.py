@@ -109,7 +109,7 @@ def _sampling(
         roles=roles,
         prompts=PromptStream(data.train, seed=config.seed + 1, weights=weights_of(config.data)),
         tokenizer=data.tokenizer,
-        end_token_id=data.end_token_id,
+        end_token_ids=data.end_token_ids,
         vocab_size=size,
         targets=answers if made is None else demonstrations(made, config),
         evaluation=evaluation,

@@ -48,7 +48,7 @@ class _Rows:
         made, tokenizer = list[Unit](), self.data.tokenizer
         for is_problem, some in _runs(prompts):
             if is_problem:
-                rows = supervised_rows(some, answers(some, 0), tokenizer, self.data.end_token_id)
+                rows = supervised_rows(some, answers(some, 0), tokenizer, self.data.end_token_ids)
             else:
                 rows = self._conversations.rows(some)
             made += [(row,) for row in rows]
@@ -59,7 +59,7 @@ class _Rows:
         made = list[Unit]()
         for is_problem, some in _runs(prompts):
             if is_problem:
-                made += answer_pairs(some, self.data.tokenizer, self.data.end_token_id)
+                made += answer_pairs(some, self.data.tokenizer, self.data.end_token_ids)
             else:
                 made += paired_answers(some, self._conversations)
         return self._known(made)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rl_megatron.chat_templates import begun_once
-from rl_megatron.data.samples import WrittenRow, supervised_rows, written_samples
+from rl_megatron.data.samples import EndTokens, WrittenRow, supervised_rows, written_samples
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt, Samples
 
@@ -21,11 +21,11 @@ Pair = tuple[WrittenRow, WrittenRow]
 """The rows of the better and of the worse answer."""
 
 
-def answer_pairs(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, end: int | None) -> list[Pair]:
-    """Each prompt with either answer, of which the tokens and ``end`` after them are learnt. Raises as
+def answer_pairs(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, ends: EndTokens) -> list[Pair]:
+    """Each prompt with either answer, of which the tokens and the one of ``ends`` after them are learnt. Raises as
     `supervised_rows`."""
     better, worse = (
-        supervised_rows(prompts, [(text,) for text in texts], tokenizer, end)
+        supervised_rows(prompts, [(text,) for text in texts], tokenizer, ends)
         for texts in ([one.answer for one in prompts], [one.rejected[0] for one in prompts])
     )
     return list(zip(better, worse, strict=True))

@@ -7,7 +7,7 @@ Letters: S sequences, N positions of all of them, L tokens of one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -120,23 +120,27 @@ class WrittenRow:
     margin: float = 0.0
 
 
+EndTokens = Mapping[str, int | None]
+"""The token after answers that are learnt, by the source of their prompts; None: the tokenizer has none for it."""
+
+
 def supervised_rows(
-    prompts: Sequence[Prompt], targets: Sequence[Sequence[str]], tokenizer: PreTrainedTokenizerBase, end: int | None
+    prompts: Sequence[Prompt], targets: Sequence[Sequence[str]], tokenizer: PreTrainedTokenizerBase, ends: EndTokens
 ) -> list[WrittenRow]:
     """Each prompt followed by its target's texts.
 
-    The first text is the model's, the next is read, and so on in turns. The model's end with the token ``end``, as
-    `end_of_answers` finds it, and only they are learnt. Raises DataError if there is none.
+    The first text is the model's, the next is read, and so on in turns. The model's end with the token of the prompt's
+    source, and only they are learnt. Raises DataError if there is none.
     """
-    if end is None:
-        raise DataError(
-            "the tokenizer has none of the tokens that end sampling, so a model would learn to go on; give the id of "
-            "one that it has as eos_token_id in generation_config.json"
-        )
     texts = [text for target in targets for text in target]
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
     rows = []
     for prompt, target in zip(prompts, targets, strict=True):
+        if (end := ends[prompt.source]) is None:
+            raise DataError(
+                "the tokenizer has none of the tokens that end sampling, so a model would learn to go on; give the id "
+                "of one that it has as eos_token_id in generation_config.json"
+            )
         row, said = list(prompt.token_ids), list[tuple[int, int]]()
         for number in range(len(target)):
             ids = next(encoded)

@@ -18,7 +18,7 @@ import numpy as np
 
 from rl_megatron.data.problems.records import listed
 from rl_megatron.data.samples import WrittenRow
-from rl_megatron.errors import DataError
+from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.conversation.messages import (
     LOSABLE,
@@ -98,6 +98,18 @@ def check_each(prompts: Iterable[Prompt], check: Callable[[Prompt], object]) -> 
 def check_turns(prompts: Iterable[Prompt]) -> None:
     """Raises DataError that names each of the conversations of which no template makes rows."""
     check_each(prompts, lambda prompt: _read(prompt).learnt())
+
+
+def end_of_turns(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> int | None:
+    """The token with which turns of conversations are learnt to end; None for a tokenizer without a chat template, and
+    for one that ends no turn or does not show it after its own prompt."""
+    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    made_up = Prompt(id="", text=json.dumps({"messages": messages, "tools": []}), token_ids=(), answer="")
+    try:
+        (row,) = WrittenConversations(tokenizer, stop_token_ids).rows([made_up])
+    except (ConfigError, DataError):
+        return None
+    return int(row.token_ids[-1])
 
 
 @dataclass(slots=True)

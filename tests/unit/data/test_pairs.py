@@ -60,7 +60,7 @@ def test_wrong_sums_have_the_answers_length_are_never_right_and_always_the_same(
 
 def test_answers_of_problems_end_with_the_end_of_sequence_token_and_share_their_prompt() -> None:
     one = Prompt(id="p", text="ab", token_ids=(7, 8), answer="x", rejected=("yz",))
-    ((better, worse),) = answer_pairs([one], TOKENIZER, EOS)
+    ((better, worse),) = answer_pairs([one], TOKENIZER, {"": EOS})
     x, y, z = (TOKENIZER(letter, add_special_tokens=False)["input_ids"][0] for letter in "xyz")
     assert (better.token_ids.tolist(), better.turns) == ([7, 8, x, EOS], ((2, 4),))
     assert (worse.token_ids.tolist(), worse.turns) == ([7, 8, y, z, EOS], ((2, 5),))

@@ -69,7 +69,7 @@ def test_a_sequence_without_a_sampled_token_is_named() -> None:
 
 def test_supervised_targets_end_with_eos() -> None:
     prompts = [Prompt(id="x", text="1+1=", token_ids=tuple(b"1+1="), answer="2")]
-    samples = written_samples(supervised_rows(prompts, [("2",)], byte_tokenizer(), 257))
+    samples = written_samples(supervised_rows(prompts, [("2",)], byte_tokenizer(), {"": 257}))
     assert samples.input_ids.tolist() == list(b"1+1=2")
     assert samples.targets.tolist() == [*b"+1=2", 257]
     assert samples.mask.tolist() == [False, False, False, True, True]
@@ -93,7 +93,7 @@ def test_what_ends_a_supervised_target_ends_sampling_and_is_a_token_of_the_token
     with pytest.raises(
         DataError, match=r"none of the tokens that end sampling, .* eos_token_id in generation_config\.json"
     ):
-        supervised_rows(prompts, [("2",)], tokenizer, None)
+        supervised_rows(prompts, [("2",)], tokenizer, {"": None})
 
 
 def test_select_of_nothing_is_an_empty_batch(samples: Samples) -> None:

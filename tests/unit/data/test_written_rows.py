@@ -169,9 +169,9 @@ def test_an_epoch_of_parquet_has_each_row_once_and_counts_those_that_are_too_lon
     train = load(data, pairs=pairs, limit=32, long="drop")
     drawn = PromptStream(train, seed=0).take(len(train))
     units: list[Unit] = (
-        [*answer_pairs(drawn, byte_tokenizer(), 257)]
+        [*answer_pairs(drawn, byte_tokenizer(), {"": 257})]
         if pairs
-        else [(one,) for one in supervised_rows(drawn, answers(drawn, 0), byte_tokenizer(), 257)]
+        else [(one,) for one in supervised_rows(drawn, answers(drawn, 0), byte_tokenizer(), {"": 257})]
     )
     found = fitted(units, config)
     assert sorted(unit[0].id for unit in found.units) == sorted(f"t:{number}" for number in range(21, 41))

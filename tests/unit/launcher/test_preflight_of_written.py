@@ -191,6 +191,39 @@ def test_learned_answers_end_with_a_token_that_ends_sampling(
     assert "learned answers end with '<pad>': the tokenizer's eos_token, '<eos>', is none of the tokens" in caplog.text
 
 
+def test_learned_answers_of_chats_end_as_the_chat_template_ends_a_turn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engines stop at either token: GLM's chats end with <|user|>, and its eos_token ends a text."""
+    model, none, tokenizer = (
+        model_folder(tmp_path / "m", {**QWEN3, "vocab_size": 259}),
+        cast(Any, None),
+        byte_tokenizer(),
+    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ '<pad>' if m.role[0] == 'a' }}{% endfor %}"
+    tokenizer.split_special_tokens = False
+    tokenizer.save_pretrained(model)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 256]}))
+    keys = ["data.type=mixture"]
+    for source in ("plain", "chats"):
+        for split in ("train", "eval"):
+            path = tmp_path / f"{source}_{split}.jsonl"
+            path.write_text(json.dumps({"question": f"{source} {split}", "answer": "2"}))
+            keys.append(f"data.sources.{source}.{split}={path}")
+        keys += [f"data.sources.{source}.type=files", f"data.sources.{source}.chat_template={source == 'chats'}"]
+    config = load_config("sft_tiny", [f"model.path={model}", *keys])
+    parts = Parts(config=config, folder=tmp_path, reward=none, allocation=None)
+    roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
+    with caplog.at_level(logging.INFO):
+        data = training_data(config, model)
+    job = written_job(parts, starting_shape(config), roles, data, attention_cost=1.0, note=print)
+    ends = {unit[0].id.split("/")[0]: int(unit[0].token_ids[-1]) for unit in job.units_of(data.train[:])}
+    assert ends == {"plain": 257, "chats": 256}
+    assert (
+        "learned answers end with '<pad>': the tokenizer's eos_token, '<eos>', is not what ends a turn" in caplog.text
+    )
+
+
 @pytest.mark.parametrize(("name", "more", "rows"), [("sft_tiny", (), 1), ("dpo_tiny", PAIRED, 2)])
 def test_a_job_knows_of_the_rows_that_were_too_long_as_files_were_read(
     tmp_path: Path, name: str, more: tuple[str, ...], rows: int

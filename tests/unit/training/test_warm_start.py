@@ -44,7 +44,7 @@ def warm_start(data: Sequence[Prompt], targets: Targets = answers, *keys: str) -
         roles=Roles(learners={"policy": learner}, frozen={}, engine=NONE, weights=NONE),
         prompts=PromptStream(data, seed=0),
         tokenizer=byte_tokenizer(),
-        end_token_id=257,
+        end_token_ids={"": 257},
         vocab_size=259,
         targets=targets,
         evaluation=NONE,

@@ -17,7 +17,7 @@ from rl_megatron.rollout.conversation.conversation import Conversation
 from rl_megatron.rollout.conversation.messages import MessagesRefused
 from rl_megatron.rollout.conversation.probe import probe_template
 from rl_megatron.rollout.conversation.templates import PlainText, Template
-from rl_megatron.rollout.conversation.written import WrittenConversation, WrittenConversations
+from rl_megatron.rollout.conversation.written import WrittenConversation, WrittenConversations, end_of_turns
 from tests.unit.rollout.conversation.families import FAMILIES, TOOLS, completion, tokenizer_of
 
 SYSTEM, ASKED = {"role": "system", "content": "Be."}, {"role": "user", "content": "1 + 16?"}
@@ -159,6 +159,16 @@ def test_what_would_be_an_empty_text_or_other_arguments_is_refused(message: dict
         calls = {**CALLS, "tool_calls": [{"function": {"name": "add", **nothing}}]}
         known = WrittenConversation(id="t:1", messages=[ASKED, calls, SAYS], tools=()).tidied()
         assert known[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {}}
+
+
+def test_the_end_of_turns_is_the_templates_of_several_tokens_that_end_sampling() -> None:
+    """Llama 3's <|eot_id|> and GLM's <|user|>, not the token that ends a text; none where a turn's end is not known."""
+    for name, end in (("llama3", "<|eot_id|>"), ("glm", "<|user|>"), ("chatml", "<|im_end|>"), ("deepseek", None)):
+        tokenizer = tokenizer_of(name)
+        first, last = tokenizer.bos_token_id, tokenizer.convert_tokens_to_ids(FAMILIES[name].stop)
+        found = end_of_turns(tokenizer, [0, first, last])
+        assert (None if found is None else tokenizer.decode([found])) == end
+        assert end_of_turns(tokenizer, [0]) is None
 
 
 def test_a_turn_ends_with_the_first_token_that_ends_sampling() -> None:
