@@ -17,7 +17,7 @@ from rl_megatron.config.sections.data import FileKeys
 from rl_megatron.config.sections.teachers import ANOTHER, ANOTHER_FIELD, TeacherSection, prompt_parts
 from rl_megatron.data.problems.records import Record, missing_field, null_field, unread_field
 from rl_megatron.errors import DataError
-from rl_megatron.json_text import value_at
+from rl_megatron.json_text import parse, value_at
 from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:
@@ -210,7 +210,10 @@ def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs:
             found[name] = _without_null_keys(value)
         if not isinstance(found[name], _LIST) or not all(isinstance(one, dict) for one in found[name] or ()):
             raise DataError(f"{place}: field {name!r} is {_start_of(value)}; it must be a list of objects")
-    whole = {"messages": found[data.messages_field], "tools": found.get(data.tools_field or "") or []}
+    tools = [
+        _with_parameters(one, f"{place}: field {data.tools_field!r}") for one in found.get(data.tools_field or "") or []
+    ]
+    whole = {"messages": found[data.messages_field], "tools": tools}
     if data.rejected_field is not None:
         whole["rejected"] = found[data.rejected_field]
     for name in filter(None, (data.messages_field, data.rejected_field)):
@@ -224,6 +227,22 @@ def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs:
     except UnicodeEncodeError as error:
         raise DataError(f"{place}: its messages hold a lone surrogate, which is not valid text") from error
     return text
+
+
+def _with_parameters(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    """The tool with its parameters as an object: some files have them as JSON text, because a column of Arrow has one
+    schema for all. Raises DataError that begins with ``where``."""
+    function = tool.get("function", tool)
+    if not isinstance(function, dict) or not isinstance(text := function.get("parameters"), str):
+        return tool
+    try:
+        parameters = parse(text)
+    except ValueError:
+        parameters = None
+    if not isinstance(parameters, dict):
+        raise DataError(f"{where} has a tool of parameters {_start_of(text)}; they must be an object, or its JSON text")
+    function = {**function, "parameters": parameters}
+    return {**tool, "function": function} if "function" in tool else function
 
 
 def _without_null_keys(value: object) -> object:

@@ -312,3 +312,25 @@ def test_conversations_are_looked_at_in_one_pass_and_pairs_of_answers_are_none(t
     assert len(read) == 40
     with pytest.raises(DataError, match=r"^prompt 'talks/talks:31': its conversations first differ in message 1"):
         check_answers(train.conversations())
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_parameters_of_tools_may_be_json_text(suffix: str, tmp_path: Path) -> None:
+    """No column of Arrow has the schemas of all functions."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "default": None}}}
+    for number, given in enumerate((json.dumps(schema), "{1", "[]")):
+        tools = [
+            {"type": "function", "function": {"name": "f", "parameters": given}},
+            {"name": "g", "parameters": given},
+        ]
+        path = written(tmp_path / f"{number}{suffix}", [{"good": talk("1", "2"), "tools": tools}])
+        held_out = written(tmp_path / "e.jsonl", [{"good": talk("3", "4"), "tools": None}])
+        keys = {"type": "files", "train": path, "eval": held_out, "messages_field": "good", "tools_field": "tools"}
+        if number:
+            with pytest.raises(
+                DataError, match=rf"{number}\{suffix}:1: field 'tools' has a tool of parameters '.*; they"
+            ):
+                load(FileRunData.model_validate(keys), pairs=False)
+        else:
+            one, other = json.loads(load(FileRunData.model_validate(keys), pairs=False)[0].text)["tools"]
+            assert [one["function"]["parameters"], other["parameters"]] == [schema, schema]
