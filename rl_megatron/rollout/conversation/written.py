@@ -30,7 +30,7 @@ from rl_megatron.rollout.conversation.messages import (
     reasoning_of,
     tidied,
 )
-from rl_megatron.rollout.conversation.rendering import without_thinking
+from rl_megatron.rollout.conversation.rendering import THOUGHT, without_thinking
 from rl_megatron.rollout.conversation.templates import Tools
 from rl_megatron.types import Prompt
 
@@ -191,6 +191,7 @@ class WrittenConversations:
                     f"message {place + 1} has neither content nor tool_calls, so a model would learn to say nothing; "
                     "name its text content, or give it a weight of 0"
                 )
+            _check_turn(place, known[place])
             prompt, turn = self._prompt_and_turn(known[: place + 1], tools)
             turn += self._ending(prompt + turn, known, place, tools)
             before = rows[-1].whole if rows else None
@@ -301,6 +302,22 @@ class WrittenConversations:
 def _says_anything(message: Mapping[str, Any]) -> bool:
     """Whether an assistant's message has a text, which may be empty, or what stands for one."""
     return message.get("content") is not None or any(message.get(key) for key in (*LOSABLE, *REASONING))
+
+
+def _check_turn(place: int, message: ChatMessage) -> None:
+    """Raises MessagesRefused for a tidied message that no model should learn to write."""
+    for call in message.get("tool_calls", ()):
+        if not isinstance(arguments := call["function"]["arguments"], Mapping):
+            raise MessagesRefused(
+                f"message {place + 1}: the arguments of its call of {call['function']['name']:.100} are no object in "
+                f"JSON, but {arguments!r:.100}, so a model would learn a call that nothing can read; write them as "
+                "one, or give the message a weight of 0"
+            )
+    if reasoning_of(message) and THOUGHT in message["content"]:
+        raise MessagesRefused(
+            f"message {place + 1} has thinking twice, as reasoning_content and before {THOUGHT} in its content, so a "
+            "model would learn to write both; leave one of them out, or give the message a weight of 0"
+        )
 
 
 def _weight(place: int, message: Mapping[str, Any]) -> int:

@@ -140,6 +140,7 @@ def test_texts_of_a_content_are_one_where_the_template_itself_makes_them_one(
     [
         ({"role": "user", "content": None}, r"of the role 'user', has no content, but \['role'\]; name"),
         ({"role": "user", "content": []}, r"of the role 'user', has no content"),
+        ({**SAYS, "reasoning": "one", "thinking": "two"}, "has thinking under several of .*, which differ; keep one"),
         ({"role": "tool", "output": "17"}, r"of the role 'tool', has no content, but \['output', 'role'\]; name"),
         ({"role": "user", "content": [{"type": "image", "text": ""}]}, "content .*; it must be a text, or a list of"),
         (
@@ -159,6 +160,29 @@ def test_what_would_be_an_empty_text_or_other_arguments_is_refused(message: dict
         calls = {**CALLS, "tool_calls": [{"function": {"name": "add", **nothing}}]}
         known = WrittenConversation(id="t:1", messages=[ASKED, calls, SAYS], tools=()).tidied()
         assert known[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {}}
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        ({"tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1'}}]}, "call of add are no object in JSON"),
+        ({"tool_calls": [{"function": {"name": "add", "arguments": '"{}"'}}]}, "call of add are no object in JSON"),
+        ({"content": "<think>\nSo.\n</think>\n\n17", "reasoning_content": "So."}, "has thinking twice, as reasoning"),
+    ],
+)
+def test_a_turn_that_no_model_should_write_is_refused_and_is_context(turn: dict[str, Any], said: str) -> None:
+    """As exports of cut answers, and of servers that left thinking in the content, have them."""
+    tokenizer = tokenizer_of("qwen3")
+    maker = WrittenConversations(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+
+    def made(weight: int) -> int:
+        messages = [ASKED, {"role": "assistant", "weight": weight, **turn}, ASKED, SAYS]
+        ((row,),) = maker.rows_of([WrittenConversation(id="t:1", messages=messages, tools=())])
+        return len(row.turns)
+
+    assert made(0) == 1
+    with pytest.raises(DataError, match=f"^prompt 't:1': message 2.*{said}"):
+        made(1)
 
 
 def test_the_end_of_turns_is_the_templates_of_several_tokens_that_end_sampling() -> None:
