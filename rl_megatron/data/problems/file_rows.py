@@ -41,9 +41,9 @@ class FileRows:
         """What two rows have in common of which the first alone is trained on where nothing is sampled."""
         if self.data.messages_field is not None:
             return self.texts
-        if self.data.rejected_field is not None:
-            return _RowTexts(self, _pair_text)
-        return _AnsweredTexts(self.rows) if self.rows.are_texts else _RowTexts(self, _answered_text)
+        if self.data.rejected_field is None and self.rows.are_texts:
+            return _AnsweredTexts(self.rows)
+        return _RowTexts(self, _answered_text)
 
     def conversations(self, rows: NDArray[np.int64]) -> Iterator[Prompt]:
         """Those of these ascending rows, without fields that are no part of them; none where rows are problems."""
@@ -129,9 +129,5 @@ def _conversation_text(record: Record, place: str, data: FileKeys) -> str:
 
 
 def _answered_text(record: Record, place: str, data: FileKeys) -> str:
-    return spaced(*record.texts)
-
-
-def _pair_text(record: Record, place: str, data: FileKeys) -> str:
     check_pair(record, place, data)
-    return _answered_text(record, place, data)
+    return spaced(*record.texts)

@@ -145,16 +145,21 @@ def _with_fields(problem: Problem, parts: Sequence[tuple[str, str | None]], key:
 
 
 def check_pair(record: Record, place: str, data: FileKeys) -> None:
-    """Raises DataError for a pair of equals, for one whose answers are no texts, and for a bad margin."""
+    """Raises DataError for a pair of equals, for one whose answers are no texts, and for a bad margin; also for a
+    lone answer that is a list of messages."""
     _margin(record, place, data)
-    if data.rejected_field is None or data.messages_field is not None:
+    if data.messages_field is not None:
         return
-    for name in (data.answer_field, data.rejected_field):
-        if isinstance(record.others.get(name), list | dict):
+    for name in (data.answer_field, *filter(None, (data.rejected_field,))):
+        value = record.others.get(name)
+        is_talk = isinstance(value, list) and any(isinstance(one, dict) and "role" in one for one in value)
+        if is_talk or (data.rejected_field is not None and isinstance(value, list | dict)):
             raise DataError(
-                f"{place}: field {name!r} is {_start_of(record.others[name])}; an answer is a text. If it is a "
-                "conversation, name it in messages_field, and the worse one in rejected_field"
+                f"{place}: field {name!r} is {_start_of(value)}; an answer is a text. If it is a conversation, name it "
+                "in messages_field, and a worse one in rejected_field"
             )
+    if data.rejected_field is None:
+        return
     _, answer, rejected = record.texts
     if answer == rejected:
         raise DataError(f"{place}: {_EQUAL.format(data.answer_field, data.rejected_field)}")
