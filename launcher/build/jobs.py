@@ -104,20 +104,18 @@ def _sampling(
         training_flops=partial(training_flops, shape, learner=config.learner),
         tracked=None if prompts.table is None else prompts.table.value_of,
     )
+    packer = packer_of(config.learner, attention_cost=cost)
     warm = WarmStart(
         config=config,
         roles=roles,
         prompts=PromptStream(data.train, seed=config.seed + 1, weights=weights_of(config.data)),
         tokenizer=data.tokenizer,
         end_token_ids=data.end_token_ids,
+        stop_token_ids=data.stop_token_ids,
         vocab_size=size,
         targets=answers if made is None else demonstrations(made, config),
         evaluation=evaluation,
-        supervised=SupervisedSteps(
-            learner=roles.policy,
-            packer=packer_of(config.learner, attention_cost=cost),
-            optimizer_steps=update.policy_steps,
-        ),
+        supervised=SupervisedSteps(learner=roles.policy, packer=packer, optimizer_steps=update.policy_steps),
         note=recorder.progress.note,
     )
     beside = EvaluationBeside(

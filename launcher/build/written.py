@@ -17,7 +17,7 @@ from rl_megatron.config.sections.jobs import JobName
 from rl_megatron.data.packing import Packer, packer_of
 from rl_megatron.data.pairs import answer_pairs, scored_pairs
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.data.samples import check_tokens, supervised_rows
+from rl_megatron.data.samples import check_ends, check_tokens, supervised_rows
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.names import LEARNER
@@ -78,8 +78,10 @@ class _Rows:
         return self._known(made)
 
     def _known(self, units: list[Unit]) -> list[Unit]:
-        """Raises as `check_tokens`."""
-        check_tokens((row for unit in units for row in unit), self.vocab_size)
+        """Raises as `check_tokens` and `check_ends`."""
+        rows = [row for unit in units for row in unit]
+        check_tokens(rows, self.vocab_size)
+        check_ends(rows, self.data.stop_token_ids)
         return units
 
 

@@ -180,6 +180,19 @@ def check_tokens(rows: Iterable[WrittenRow], vocab_size: int) -> None:
             )
 
 
+def check_ends(rows: Iterable[WrittenRow], stop_token_ids: Sequence[int]) -> None:
+    """Raises DataError for a row of which a turn goes on after one of ``stop_token_ids``, where no model would."""
+    for row in rows:
+        for start, stop in row.turns:
+            within = row.token_ids[start : stop - 1]
+            found = within[np.isin(within, stop_token_ids)]
+            if len(found):
+                raise DataError(
+                    f"prompt {row.id!r}: its answer spells a token that ends sampling (id {found[0]}), and a model "
+                    "would learn to go on after it; take its text out of the answer, behind which an end is put"
+                )
+
+
 def rows_of(cu_seqlens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Concatenated positions of the sequences ``indices`` [K], and the boundaries [K + 1] between them."""
     starts, lengths = cu_seqlens[:-1][indices], cu_seqlens.diff()[indices]

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.data.samples import EndTokens, WrittenRow, check_tokens, supervised_rows, written_samples
+from rl_megatron.data.samples import (
+    EndTokens,
+    WrittenRow,
+    check_ends,
+    check_tokens,
+    supervised_rows,
+    written_samples,
+)
 from rl_megatron.errors import DataError, EnvironmentFailed
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.progress import seldom
@@ -48,6 +55,7 @@ class WarmStart:
     prompts: PromptStream
     tokenizer: PreTrainedTokenizerBase
     end_token_ids: EndTokens  # after each of the model's texts
+    stop_token_ids: Sequence[int]
     vocab_size: int  # of the policy
     targets: Targets
     evaluation: Evaluation
@@ -117,9 +125,10 @@ class WarmStart:
 
     def _rows(self, prompts: Sequence[Prompt], number: int) -> list[WrittenRow]:
         """What step ``number`` learns of them. Raises what the targets raise, and DataError that names a prompt of
-        which that is more than a micro-batch holds, or a token that the model lacks."""
+        which that is more than a micro-batch holds, a token that the model lacks, or one that ends sampling."""
         rows = supervised_rows(prompts, self.targets(prompts, number), self.tokenizer, self.end_token_ids)
         check_tokens(rows, self.vocab_size)
+        check_ends(rows, self.stop_token_ids)
         steps, most = self.config.warm_start.steps, self.config.learner.max_tokens_per_micro_batch
         for row in rows:
             if (positions := len(row.token_ids) - 1) > most:

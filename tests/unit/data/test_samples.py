@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rl_megatron.data.samples import (
+    check_ends,
     end_of_answers,
     select,
     split_minibatches,
@@ -94,6 +95,23 @@ def test_what_ends_a_supervised_target_ends_sampling_and_is_a_token_of_the_token
         DataError, match=r"none of the tokens that end sampling, .* eos_token_id in generation_config\.json"
     ):
         supervised_rows(prompts, [("2",)], tokenizer, {"": None})
+
+
+@pytest.mark.parametrize(("answer", "said"), [("2<pad>", 256), ("<eos>2", 257), ("2<eos>", 257), ("2", None)])
+def test_an_answer_that_spells_what_ends_sampling_is_refused(answer: str, said: int | None) -> None:
+    """As texts that a chat template wrote have it, at their end, too."""
+    tokenizer = byte_tokenizer()
+    tokenizer.split_special_tokens = False
+    prompts = [Prompt(id="x", text="<eos>=", token_ids=(257, 1), answer=answer)]
+    for target in ((answer,), ("1", "read <eos>", answer)):
+        rows = supervised_rows(prompts, [target], tokenizer, {"": 257})
+        if said is None:
+            check_ends(rows, (256, 257))
+        else:
+            with pytest.raises(
+                DataError, match=rf"prompt 'x': its answer spells a token that ends sampling .id {said}.,"
+            ):
+                check_ends(rows, (256, 257))
 
 
 def test_select_of_nothing_is_an_empty_batch(samples: Samples) -> None:

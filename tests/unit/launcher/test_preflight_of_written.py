@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -219,6 +220,8 @@ def test_learned_answers_of_chats_end_as_the_chat_template_ends_a_turn(
     job = written_job(parts, starting_shape(config), roles, data, attention_cost=1.0, note=print)
     ends = {unit[0].id.split("/")[0]: int(unit[0].token_ids[-1]) for unit in job.units_of(data.train[:])}
     assert ends == {"plain": 257, "chats": 256}
+    with pytest.raises(DataError, match=r"^prompt '.*': its answer spells a token that ends sampling \(id 256\)"):
+        job.units_of([replace(data.train[0], answer="2<pad>")])
     assert (
         "learned answers end with '<pad>': the tokenizer's eos_token, '<eos>', is not what ends a turn" in caplog.text
     )

@@ -182,9 +182,8 @@ def warm(folder: Path) -> Started:
     roles = Roles(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
     supervised = SupervisedSteps(learner=learner, packer=NONE, optimizer_steps=steps)
     fields: dict[str, Any] = {"config": RunConfig(), "tokenizer": NONE, "targets": NONE, "evaluation": NONE}
-    return WarmStart(
-        end_token_ids={"": 1}, vocab_size=9, roles=roles, prompts=prompts, supervised=supervised, **fields
-    ), steps
+    fields |= {"end_token_ids": {"": 1}, "stop_token_ids": (1,), "vocab_size": 9}
+    return WarmStart(roles=roles, prompts=prompts, supervised=supervised, **fields), steps
 
 
 def of_policy(folder: Path) -> Started:

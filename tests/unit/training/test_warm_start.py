@@ -45,6 +45,7 @@ def warm_start(data: Sequence[Prompt], targets: Targets = answers, *keys: str) -
         prompts=PromptStream(data, seed=0),
         tokenizer=byte_tokenizer(),
         end_token_ids={"": 257},
+        stop_token_ids=(257, 258),
         vocab_size=259,
         targets=targets,
         evaluation=NONE,
@@ -65,6 +66,13 @@ LATE = (
 def test_a_long_answer_is_named_before_the_first_step() -> None:
     with pytest.raises(DataError, match=LATE):
         asyncio.run(warm_start(prompts(1, 2, 3, 31, 4, 5)).start(fresh=True))
+
+
+def test_an_answer_that_spells_the_end_of_one_is_named_before_the_first_step() -> None:
+    ours = warm_start(prompts(1, 2), lambda drawn, _: [("2<eos>",) for _ in drawn])
+    ours.tokenizer.split_special_tokens = False
+    with pytest.raises(DataError, match=r"^prompt 'train:\d': its answer spells a token that ends sampling \(id 257\)"):
+        asyncio.run(ours.start(fresh=True))
 
 
 def test_an_answer_that_just_fits_is_learned_in_the_order_of_the_seed() -> None:
