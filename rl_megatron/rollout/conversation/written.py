@@ -73,6 +73,11 @@ class WrittenConversation:
         known = self.tidied()
         if known[0]["role"] == "assistant" and _weight(0, self.messages[0]):
             raise MessagesRefused(_ANSWERS_NOBODY)
+        if (last := known[-1]["role"]) != "assistant":
+            raise MessagesRefused(
+                f"message {len(known)}, the last, is of the role {last!r:.40}, and what is scored is an answer; end "
+                "the conversation with the assistant's"
+            )
         return known
 
 

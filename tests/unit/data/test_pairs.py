@@ -142,7 +142,7 @@ def test_all_conversations_that_are_no_pair_are_named_before_the_first_step() ->
     for check in (check_answers, check_texts):
         with pytest.raises(DataError, match=r"^prompt 'p:0': message 2 has content 3"):
             check([formless])
-    check_texts(prompts)
+    check_texts(prompts[:2])
 
 
 def test_an_answer_without_the_messages_before_it_is_no_text_to_score() -> None:
@@ -161,6 +161,17 @@ def test_an_answer_without_the_messages_before_it_is_no_text_to_score() -> None:
         ),
     )
     check_texts([greeting])
+
+
+def test_a_conversation_that_ends_with_a_user_has_no_answer_to_score() -> None:
+    """Its score would be that of the question; in job=dpo what follows the last answer is not read."""
+    one = prompt("u:1|a:2|u:thanks", "u:1|a:3")
+    check_answers([one])
+    for check in (check_texts, lambda prompts: paired_texts(prompts, conversations())):
+        with pytest.raises(
+            DataError, match=r"^prompt 'p:1': message 3, the last, is of the role 'user', and what is scored"
+        ):
+            check([one])
 
 
 def test_messages_that_say_the_same_are_the_same_beginning() -> None:
