@@ -145,11 +145,11 @@ def changes_no_step(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -
     """Whether the values of a fixed ``key`` differ in what is done with longer or refused rows alone, of which a run
     that fails at one has trained on none."""
     section, _, name = key.rpartition(".")
-    if section not in ("sft", "dpo", "reward_model"):
-        return False
-    if name == "max_tokens":
-        return then.get(f"{section}.on_long") == "fail" and bool(now[key] > then[key])
-    return name in ("on_long", "on_refused") and then[key] == "fail"
+    written = section in ("sft", "dpo", "reward_model")
+    if name == ("max_tokens" if written else "max_prompt_tokens"):  # of the policy's prompts, or a teacher's own
+        longer = None not in (then[key], now[key]) and now[key] > then[key]
+        return longer and then.get(f"{section}.on_long" if written else "rollout.on_long_prompt") == "fail"
+    return (key == "rollout.on_long_prompt" or (written and name in ("on_long", "on_refused"))) and then[key] == "fail"
 
 
 def fixed(config: RunConfig) -> dict[str, Any]:

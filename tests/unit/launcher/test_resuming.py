@@ -201,6 +201,33 @@ def test_what_is_done_with_longer_and_refused_rows_may_change_where_none_was_see
     assert all(f"{job}.{said}" in str(caught.value) for said in refused)
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "refused"),
+    [
+        ((), ("rollout.on_long_prompt=drop",), None),
+        ((), ("rollout.max_prompt_tokens=64",), None),
+        ((), ("algorithm.kl.teachers.solved.max_prompt_tokens=80",), None),
+        (("rollout.max_prompt_tokens=64",), ("rollout.max_prompt_tokens=63",), "max_prompt_tokens: 64 then, 63 now"),
+        (("rollout.on_long_prompt=drop",), ("rollout.max_prompt_tokens=64",), "max_prompt_tokens: 32 then, 64 now"),
+        (("rollout.on_long_prompt=drop",), (), "on_long_prompt: 'drop' then, 'fail' now"),
+    ],
+)
+def test_what_is_done_with_longer_prompts_may_change_where_none_was_drawn(
+    then: tuple[str, ...], now: tuple[str, ...], refused: str | None, tmp_path: Path
+) -> None:
+    """As the error of the first such prompt, drawn from a parquet file, advises."""
+    own = "algorithm.kl.teachers.solved"
+    keys = ("algorithm=gkd", "rollout.max_prompt_tokens=32", f"{own}.prompt={{prompt}} {{answer}}")
+    keys = (*keys, f"{own}.max_prompt_tokens=40")
+    run = run_of(tmp_path, load_config("tiny_cpu", [*keys, *then]))
+    config = load_config("tiny_cpu", [*keys, *now])
+    if refused is None:
+        find(config, run)
+        return
+    with pytest.raises(CheckpointError, match=refused):
+        find(config, run)
+
+
 KL = ("tiny_cpu", "algorithm.kl.coefficient=0.1", "warm_start.steps=0")
 
 
