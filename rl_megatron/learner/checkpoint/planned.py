@@ -8,7 +8,7 @@ the same tensors in the same memory. Every rank calls all functions here.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -95,26 +97,24 @@ class Kept:
 
     plan: ShardPlan | None = None
     made: int = field(default=0, init=False)  # plans
+    _asked: tuple[list[tuple[object, ...]], list[Tensor]] = field(default=([], []), init=False)  # `_standing`
 
-    def agreed(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> ShardPlan | None:
-        """The plan, if it still fits the state of every rank."""
-        fits = self.plan is not None and self.plan.standing == _standing(chunks, optimizer)[0]
+    def agreed(
+        self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, more: Mapping[str, Any] | None
+    ) -> ShardPlan | None:
+        """The plan, if it still fits the state of every rank, and ``more`` sharded tensors are those that it has."""
+        self._asked = _standing(chunks, optimizer, more)  # a save that megatron plans cuts ``more`` otherwise
+        fits = self.plan is not None and self.plan.standing == self._asked[0]
         everywhere = torch.tensor(int(fits), device=next(inner(chunks[0]).parameters()).device)
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
         if not everywhere.item():
             self.plan = None
         return self.plan
 
-    def learn(
-        self,
-        chunks: Sequence[DistributedDataParallel],
-        optimizer: MegatronOptimizer,
-        strategy: Any,
-        begun: Begun,
-        live: Sequence[Live],
-    ) -> None:
-        """Make a plan of a save that ``strategy`` planned. There is none where items are objects, which may change
-        (megatron-core 0.19 has one on some rank), or where the optimizer is not distributed."""
+    def learn(self, optimizer: MegatronOptimizer, strategy: Any, begun: Begun, live: Sequence[Live]) -> None:
+        """Make a plan of a save that ``strategy`` planned after `agreed` found none. There is none where items are
+        objects, which may change (megatron-core 0.19 has one on some rank), or where the optimizer is not distributed.
+        """
         if READS_WITHOUT_COMMON:
             return
         found = [(name, items) for _, name, items in begun.writer.write_buckets]
@@ -122,7 +122,7 @@ class Kept:
         places = _places(items, live, begun.gathered)
         if len(distributed_parts(optimizer)) < len(inner_optimizers(optimizer)) or places is None:
             return
-        standing, kept = _standing(chunks, optimizer)
+        standing, kept = self._asked
         self.plan = ShardPlan(
             name=name,
             items=[(item, place) for (item, _), place in zip(items, places, strict=True)],
@@ -136,15 +136,18 @@ class Kept:
 
 
 def _standing(
-    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
+    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, more: Mapping[str, Any] | None
 ) -> tuple[list[tuple[object, ...]], list[Tensor]]:
-    """Which tensors the model's parameters and buffers are, and where their memory is; and these tensors."""
+    """Which tensors the model's parameters and buffers are, and where their memory and that of ``more`` is; and these
+    tensors."""
     tensors = [t for chunk in chunks for t in (*inner(chunk).parameters(), *inner(chunk).buffers())]
     found: list[tuple[object, ...]] = [
         (id(t), t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype) for t in tensors
     ]
     found += [(id(part), *map(id, part.buffers)) for part in distributed_parts(optimizer)]
-    return found, tensors
+    beside = [part.data for part in nested_values(more or {}) if isinstance(part, ShardedBase)]
+    found += [(t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.dtype) for t in beside]
+    return found, [*tensors, *beside]
 
 
 def _places(items: Sequence[tuple[WriteItem, Any]], live: Sequence[Live], gathered: Gathered) -> list[_Place] | None:

@@ -89,7 +89,7 @@ def save_shards(
     more: Mapping[str, Any] | None = None,
 ) -> ShardSave:
     """Save this rank's shards, and those of ``more``, into the existing ``folder``, by the plan that was ``kept`` of a
-    save before; their memory must be the same then.
+    save before, if it fits.
 
     With ``staged`` it returns once they are copied there, and a thread writes them; else once they are written.
     ``values`` gives the tensor with the values of one that holds none now. Raises CheckpointError.
@@ -97,7 +97,7 @@ def save_shards(
     if staged is not None:
         staged.begin()
     gathered = Gathered(staged)
-    plan = kept.agreed(chunks, optimizer)
+    plan = kept.agreed(chunks, optimizer, more)
     if plan is not None:
         with explained(folder):
             begun = plan.again(folder, optimizer, values, gathered)
@@ -131,7 +131,7 @@ def _begin(
             **_BUILT_IN,
         )
     begun = Begun(writer=strategy.writer, finalize=request.finalize_fns, gathered=gathered)
-    kept.learn(chunks, optimizer, strategy, begun, live)
+    kept.learn(optimizer, strategy, begun, live)
     return begun
 
 

@@ -18,6 +18,7 @@ from launcher.wire.setup import Setup
 from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
+from rl_megatron.learner.checkpoint.companions import holds_beside
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.bytes.moving_average import MovingAverage
@@ -46,6 +47,12 @@ def rank_of(policy: Path, folder: Path, *keys: str) -> Iterator[RankModels]:
     finally:
         rank.close()
         torch.set_num_threads(threads)
+
+
+def save(rank: RankModels, folder: Path) -> None:
+    folder.mkdir()
+    rank.save("policy", folder)
+    rank.durable("policy")
 
 
 def trained(rank: RankModels, seed: int) -> Arrays:
@@ -83,7 +90,10 @@ def test_it_is_the_moving_average_and_a_checkpoint_has_it(keys: tuple[str, ...],
     policy, shards = make_tiny_model(TinyModelSection(num_layers=1), tmp_path, seed=0), tmp_path / "shards"
     with rank_of(policy, tmp_path / "run", *keys) as rank:
         wanted = {name: t.double().numpy().copy() for name, t in rank._learners["policy"].tensors.items()}
+        save(rank, tmp_path / "warm_start")  # whose plan later saves do not use, which have more
+        assert not holds_beside(tmp_path / "warm_start")
         rank.start_from("reference", policy)
+        save(rank, tmp_path / "first")
         for seed in range(3):
             now = trained(rank, seed)
             rank.lead(RATE)
@@ -93,9 +103,8 @@ def test_it_is_the_moving_average_and_a_checkpoint_has_it(keys: tuple[str, ...],
         for name, held in saved.items():
             np.testing.assert_allclose(held, wanted[name], rtol=1e-6, atol=1e-7, err_msg=name)
         assert np.abs(saved[f"{PROJECTION}weight"] - now[f"{PROJECTION}weight"]).max() > 1e-3
-        shards.mkdir()
-        rank.save("policy", shards)
-        rank.durable("policy")
+        save(rank, shards)
+        assert rank._learners["policy"]._planned.made == 2  # by the plan of the one before
         trained(rank, 3)
         rank.lead(RATE)
         after = average(rank._average)
