@@ -18,7 +18,7 @@
 # make docs                                    the documents as a site, build/site; a broken link is an error (lint does it)
 # make clean                                   remove the environment and caches; runs/ stays
 
-PYTHON := $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PYTHON312 ?= python3.12
 BIN := .venv/bin
 ENVIRONMENT := .venv/.installed

@@ -58,6 +58,8 @@ def followed(folder: Path, model: Path, samples: Samples, shards: Path, *keys: s
         assert found.samples.ref_logprobs is not None
         return found.samples.ref_logprobs
 
+    folder.mkdir()
+
     async def run() -> Tensor:
         async with LocalLauncher(model, folder).start(config) as roles:
             return await steps(roles)

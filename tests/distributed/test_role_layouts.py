@@ -55,6 +55,8 @@ def learnt(folder: Path, model: Path, samples: Samples, *keys: str) -> tuple[Mea
         norms = [made.step.grad_norm for made in of_critic if made is not None]
         return before, await measured(config, roles, update.packers, samples, 2, Stopwatch(), groups=()), norms
 
+    folder.mkdir()
+
     async def run() -> tuple[Measured, Measured, list[float]]:
         async with LocalLauncher(model, folder).start(config) as roles:
             assert len(roles.profiled) == (3 if keys else 1)

@@ -40,6 +40,7 @@ MODEL = {
 def rank_of(folder: Path, *keys: str) -> Setup:
     """Of a Qwen3-30B-A3B on eight GPUs."""
     (folder / "config.json").write_text(json.dumps(MODEL))
+    (folder / "run").mkdir()
     config = load_config("qwen3_30b_a3b", [f"model.path={folder}", *keys])
     return Setup(config=config, model_folder=folder, run_folder=folder / "run", rendezvous="file:///none")
 
