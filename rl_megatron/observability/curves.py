@@ -124,6 +124,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Clipped with a ratio above 1", metric="clip_fraction/high", hide_constant=True),
             Curve(title="KL to the reference", metric="kl/reference"),
             Curve(title="Coefficient of the KL to the reference", metric="kl/coefficient", hide_constant=True),
+            Curve(title="Age of the reference in steps", metric="kl/reference_age", hide_constant=True),
             Curve(title="Weight of the entropy bonus", metric="entropy/coefficient", hide_constant=True),
             Curve(title="Preference pairs: share with the right order", metric="preference/accuracy"),
             Curve(title="Preference pairs: margin", metric="preference/margin"),

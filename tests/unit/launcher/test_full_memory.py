@@ -40,7 +40,6 @@ MODEL = {
 def rank_of(folder: Path, *keys: str) -> Setup:
     """Of a Qwen3-30B-A3B on eight GPUs."""
     (folder / "config.json").write_text(json.dumps(MODEL))
-    (folder / "run").mkdir()
     config = load_config("qwen3_30b_a3b", [f"model.path={folder}", *keys])
     return Setup(config=config, model_folder=folder, run_folder=folder / "run", rendezvous="file:///none")
 
@@ -64,6 +63,7 @@ def notes_of(setup: Setup, rank: int = 3) -> list[str]:
 @pytest.mark.usefixtures("full")
 def test_the_plans_terms_stand_beside_what_is_allocated_and_a_snapshot_is_left(tmp_path: Path) -> None:
     setup = rank_of(tmp_path, "profile.memory=true")
+    setup.run_folder.mkdir()
     plan, largest, now, snapshot = notes_of(setup)
     (own,) = {one.total: one for one in footprints(setup.config, NAMED["qwen3-30b-a3b"]) if one.rank == 3}.values()
     terms = ", ".join(f"{name} {size / GB:.3g}" for name, size in own.terms.items() if size)
