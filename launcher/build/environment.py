@@ -16,6 +16,7 @@ from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_e
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.conversation.probe import probe_template
+from rl_megatron.rollout.conversation.rendering import template_of
 from rl_megatron.rollout.conversation.templates import PlainText, Template, tokens_of_text
 from rl_megatron.rollout.environments.source import EnvironmentSampler
 from rl_megatron.rollout.environments.waves import Waves
@@ -99,7 +100,9 @@ def environment_sampler(
 def _warn_of_calls(tokenizer: PreTrainedTokenizerBase, parser: str | None, key: str) -> None:
     """Warn where neither the chat template nor the tokenizer has what each call of the parser's format has in it."""
     mark = WRITTEN.get(parser or "")
-    if mark is not None and mark not in tokenizer.chat_template and mark not in tokenizer.get_added_vocab():
+    if mark is None or mark in tokenizer.get_added_vocab():
+        return
+    if mark not in template_of(tokenizer, with_tools=True):
         logger.warning(
             "%s.tool_parser=%s reads calls with %s, which is neither in the model's chat template nor a token of its "
             "own: a model that writes calls otherwise would call nothing; set the parser of its format",

@@ -42,7 +42,9 @@ def read_tokenizer(folder: Path, variables: Mapping[str, TemplateVariable]) -> P
         return tokenizer
     template = tokenizer.chat_template
     if not isinstance(template, str):
-        raise ConfigError(f"model.template_variables: the tokenizer of {folder} has no chat template; leave it out")
+        has = f"several chat templates ({', '.join(sorted(template))})" if template else "no chat template"
+        advice = "give it one, as chat_template.jinja, or leave it out" if template else "leave it out"
+        raise ConfigError(f"model.template_variables: the tokenizer of {folder} has {has}; {advice}")
     for name, value in variables.items():
         if not re.search(rf"\b{name}\b", template):
             raise ConfigError(

@@ -26,24 +26,30 @@ _SHOWN = "Rl0Megatron0Shown0Here"  # in any form of quoting
 _RAISED = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
-class ChatRenderer:
-    """A tokenizer's chat template, with ``options`` for variables of its own (``enable_thinking``)."""
+class _Jinja:
+    """A template, and what of messages it reads. Raises ConfigError for one that is no Jinja."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
-        """Raises ConfigError for a tokenizer without a chat template or with one that is no Jinja."""
-        source = tokenizer.chat_template
-        if not isinstance(source, str):
-            raise ConfigError("the model's tokenizer has no chat template; give it one")
+    def __init__(self, source: str) -> None:
         try:
-            self._compiled = compiled(source)
+            self.compiled = compiled(source)
         except TemplateSyntaxError as error:
             raise ConfigError(
                 f"line {error.lineno} of the model's chat template is no Jinja: {error.message}; repair it"
             ) from error
+        self.reasoning = [name for name in REASONING if name in source]
+        self.asks_for_none = "content'] is none" in source or "content is none" in source
+        self.roles = {("assistant", first): "assistant" for first in (True, False)}  # as what each is rendered
+
+
+class ChatRenderer:
+    """A tokenizer's chat template, with ``options`` for variables of its own (``enable_thinking``)."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
+        """Raises ConfigError as `template_of`, and for a template that is no Jinja."""
+        alone, beside = (template_of(tokenizer, with_tools=given) for given in (False, True))
+        self._without_tools = _Jinja(alone)
+        self._with_tools = self._without_tools if beside == alone else _Jinja(beside)
         self._variables = {"documents": None, **tokenizer.special_tokens_map, **(options or {})}
-        self._reasoning = [name for name in REASONING if name in source]
-        self._asks_for_none = "content'] is none" in source or "content is none" in source
-        self._roles = {("assistant", first): "assistant" for first in (True, False)}  # as what each is rendered
         self._shows_tools = set[str]()  # in messages of which the first has one of these roles
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools, *, opened: bool = True) -> str:
@@ -53,8 +59,9 @@ class ChatRenderer:
         A message whose role the template passes over is refused; a ``developer``'s is then tried as the system's. Tools
         are refused where the template shows none, which may depend on a system's message.
         """
+        roles = self._jinja(tools).roles
         for place, message in enumerate(messages):
-            if (message["role"], place == 0) not in self._roles and message["content"]:
+            if (message["role"], place == 0) not in roles and message["content"]:
                 self._know_role(messages, place, tools)
         if tools and messages[0]["role"] not in self._shows_tools:
             self._know_tools(messages, tools)
@@ -92,7 +99,7 @@ class ChatRenderer:
             marked = {**message, "role": shown_as, "content": f"{message['content']}{_SHOWN}"}
             try:
                 if _SHOWN in self._rendered([*messages[:place], marked, *messages[place + 1 :]], tools, True):
-                    self._roles[role, place == 0] = shown_as
+                    self._jinja(tools).roles[role, place == 0] = shown_as
                     return
             except MessagesRefused as error:
                 reason = error
@@ -131,36 +138,59 @@ class ChatRenderer:
             return " beside a message of the system", "leave that message out, "
         return " without a message of the system", "begin the conversation with one, "
 
+    def _jinja(self, tools: Tools) -> _Jinja:
+        return self._with_tools if tools else self._without_tools
+
     def _rendered(self, messages: Sequence[ChatMessage], tools: Tools, opened: bool) -> str:
-        for form in self._forms(messages):
+        jinja = self._jinja(tools)
+        for form in _forms(messages, jinja):
             try:
                 with bounded_rendering():
-                    return self._compiled.render(
+                    return jinja.compiled.render(
                         self._variables, messages=form, tools=list(tools) or None, add_generation_prompt=opened
                     )
             except _RAISED as error:
                 reason = f"{type(error).__name__}: {error}"
         raise MessagesRefused(f"the model's chat template refuses these messages: {reason}")
 
-    def _forms(self, messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
-        shown = [self._shown(self._of_role(message, not place)) for place, message in enumerate(messages)]
-        yield shown
-        if any("tool_calls" in message for message in messages):
-            yield [written_arguments(message) for message in shown]
 
-    def _of_role(self, message: ChatMessage, first: bool) -> ChatMessage:
-        role = message["role"]
-        known = self._roles.get((role, first), role)
-        return message if known == role else {**message, "role": known}
+def _forms(messages: Sequence[ChatMessage], jinja: _Jinja) -> Iterator[list[ChatMessage]]:
+    shown = [_shown(_of_role(message, not place, jinja), jinja) for place, message in enumerate(messages)]
+    yield shown
+    if any("tool_calls" in message for message in messages):
+        yield [written_arguments(message) for message in shown]
 
-    def _shown(self, message: ChatMessage) -> ChatMessage:
-        asks = self._asks_for_none and "tool_calls" in message and not message["content"]
-        if not asks and REASONING[0] not in message:
-            return message
-        shown = dict(message)
-        if reasoning := shown.pop(REASONING[0], None):
-            shown |= dict.fromkeys(self._reasoning, reasoning)
-        return shown | {"content": None} if asks else shown
+
+def _of_role(message: ChatMessage, first: bool, jinja: _Jinja) -> ChatMessage:
+    role = message["role"]
+    known = jinja.roles.get((role, first), role)
+    return message if known == role else {**message, "role": known}
+
+
+def _shown(message: ChatMessage, jinja: _Jinja) -> ChatMessage:
+    asks = jinja.asks_for_none and "tool_calls" in message and not message["content"]
+    if not asks and REASONING[0] not in message:
+        return message
+    shown = dict(message)
+    if reasoning := shown.pop(REASONING[0], None):
+        shown |= dict.fromkeys(jinja.reasoning, reasoning)
+    return shown | {"content": None} if asks else shown
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, *, with_tools: bool) -> str:
+    """The Jinja of the chat template that transformers and engines apply: of several by name ``tool_use`` beside tools,
+    if it is there, else ``default``. Raises ConfigError that names those that are there, and for none."""
+    given = tokenizer.chat_template
+    known = given if isinstance(given, dict) else {} if given is None else {"default": given}
+    name = "tool_use" if with_tools and "tool_use" in known else "default"
+    if name in known:
+        return str(known[name])
+    if known:
+        raise ConfigError(
+            f"the model's tokenizer has the chat templates {', '.join(sorted(known))}, of which none is called "
+            "default; give one of them this name, or write it as chat_template.jinja"
+        )
+    raise ConfigError("the model's tokenizer has no chat template; give it one")
 
 
 def without_thinking(message: ChatMessage) -> ChatMessage:

@@ -96,6 +96,11 @@ def test_a_variable_that_the_template_does_not_read_is_refused(model: Path, give
     (model / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="has no chat template; leave it out"):
         read_tokenizer(model, given)
+    several = [{"name": name, "template": "{{ enable_thought }}"} for name in ("default", "rag")]
+    settings = model / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": several}))
+    with pytest.raises(ConfigError, match=r"has several chat templates \(default, rag\); give it one"):
+        read_tokenizer(model, given)
 
 
 @pytest.mark.parametrize("key", ["a b", "1a", "x%}"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
+from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.conversation.messages import ChatMessage, MessagesRefused
@@ -81,6 +84,18 @@ def test_a_tool_without_a_name_is_refused(tools: Tools, shown: str | None) -> No
     else:
         with pytest.raises(MessagesRefused, match=r"tool 1 is .*; it must be an object with function\.name"):
             template.render([ASKED], tools)
+
+
+def test_of_several_templates_by_name_it_is_the_one_that_transformers_picks() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("chatml"))
+    with_tools = str(tokenizer.chat_template)
+    tokenizer.chat_template = {"default": "{% for m in messages %}{{ m.content }};{% endfor %}", "tool_use": with_tools}
+    for tools in ((), TOOLS):
+        oracle = tokenizer.apply_chat_template(SAID, tools=tools or None, tokenize=False, add_generation_prompt=True)
+        assert ChatTemplate(tokenizer).render(SAID, tools) == oracle
+    del tokenizer.chat_template["default"]
+    with pytest.raises(ConfigError, match=r"has the chat templates tool_use, of which none is called default; give"):
+        ChatTemplate(tokenizer)
 
 
 def test_plain_texts_show_no_tools_at_any_turn() -> None:
