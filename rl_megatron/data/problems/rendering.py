@@ -33,6 +33,7 @@ MOST_MARGIN = 10_000
 """Largest size of a pair's margin: beside it a score of float32 still has three digits after the point."""
 
 _LIST = (list, type(None))
+_MESSAGE = {"role", "content"}  # a list of objects with a role alone may be an answer: who does what
 _OF_PROBLEM = ("prompt", "answer")  # whatever the fields are called
 _PLACE = f"\ue000{ANOTHER_FIELD}\ue000"  # in a teacher's prompt: no text has these characters, of a private use
 
@@ -152,7 +153,7 @@ def check_pair(record: Record, place: str, data: FileKeys) -> None:
         return
     for name in (data.answer_field, *filter(None, (data.rejected_field,))):
         value = record.others.get(name)
-        is_talk = isinstance(value, list) and any(isinstance(one, dict) and "role" in one for one in value)
+        is_talk = isinstance(value, list) and any(isinstance(one, dict) and one.keys() >= _MESSAGE for one in value)
         if is_talk or (data.rejected_field is not None and isinstance(value, list | dict)):
             raise DataError(
                 f"{place}: field {name!r} is {_start_of(value)}; an answer is a text. If it is a conversation, name it "

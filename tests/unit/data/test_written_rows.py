@@ -340,7 +340,7 @@ def test_parameters_of_tools_may_be_json_text(suffix: str, tmp_path: Path) -> No
 def test_an_answer_that_is_a_list_of_messages_is_refused_and_another_list_is_none(suffix: str, tmp_path: Path) -> None:
     """As TRL's files with a prompt and a completion have it; it would be learnt as JSON."""
     held_out = written(tmp_path / "e.jsonl", [{"q": "9", "good": "9"}])
-    for number, good in enumerate((talk("1", "2")[1:], [{"a": "1"}])):
+    for number, good in enumerate((talk("1", "2")[1:], [{"role": "buyer", "name": "1"}])):
         path = written(tmp_path / f"{number}{suffix}", [{"q": "1", "good": good}])
         keys = {"type": "files", "train": path, "eval": held_out, **FORMS["answers"]}
         if number:
