@@ -20,6 +20,8 @@ LOSABLE = ("tool_calls", "function_call", "refusal")
 """Keys of an assistant's message that say something, and that some templates do not read; with the first some leave out
 the content."""
 _PLAIN = {"role", "content"}
+_SAYING = ("user", "system", "developer")  # the roles whose messages are nothing but their content
+_OF_RESULT = {"role", "content", "name", "tool_call_id", "id"}  # a tool that returned nothing has no others
 _TEXT_PARTS = (None, "text", "input_text", "output_text")  # the last two in OpenAI's Responses
 _UNCOMPARED = ("role", "content", "tool_calls", "tool_call_id", "id", *REASONING)
 
@@ -100,7 +102,8 @@ def _tidied(place: int, given: ChatMessage) -> ChatMessage:
     if given.keys() == _PLAIN and isinstance(given["content"], str):
         return dict(given)
     message = {key: value for key, value in given.items() if value is not None}
-    if message.get("content") in (None, []) and given["role"] != "assistant":
+    says_nothing = message.get("content") in (None, []) and given["role"] != "assistant"
+    if says_nothing and (given["role"] in _SAYING or any(message[key] for key in message.keys() - _OF_RESULT)):
         raise MessagesRefused(
             f"message {place}, of the role {given['role']!r}, has no content, but {sorted(message)!r:.200}; name "
             "its text content, which may be empty"
@@ -142,7 +145,7 @@ def _call(place: int, call: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise MessagesRefused(f"message {place} has the call {call!r:.200}; it must have function.name and arguments")
     arguments = function.get("arguments")
-    others = [] if arguments else [key for key in function if key != "name" and function[key]]
+    others = [] if arguments is not None else [key for key in function if key != "name" and function[key]]
     if others or not isinstance(arguments or "", str | Mapping):
         raise MessagesRefused(
             f"message {place} has the call {call!r:.200}; its arguments must be an object, or the JSON text of one"

@@ -154,9 +154,12 @@ def test_what_would_be_an_empty_text_or_other_arguments_is_refused(message: dict
     talk = WrittenConversation(id="t:1", messages=[ASKED, message, SAYS], tools=())
     with pytest.raises(MessagesRefused, match=f"^message 2.*{said}"):
         talk.tidied()
-    for empty in ({"role": "tool", "content": ""}, {**CALLS, "content": None}):
+    of_tool = {"role": "tool", "tool_call_id": "c", "name": "add"}
+    returned = [{**of_tool, "content": nothing, "tool_calls": nothing} for nothing in (None, [])]
+    for empty in ({"role": "tool", "content": ""}, {**CALLS, "content": None}, *returned):
         assert WrittenConversation(id="t:1", messages=[ASKED, empty, SAYS], tools=()).tidied()[1]["content"] == ""
-    for nothing in ({}, {"arguments": None, "strict": None}, {"arguments": "{}"}, {"arguments": []}):
+    given = [{"arguments": arguments, "description": "Adds."} for arguments in ({}, [], "", "{}")]
+    for nothing in ({}, {"arguments": None, "strict": None}, *given):
         calls = {**CALLS, "tool_calls": [{"function": {"name": "add", **nothing}}]}
         known = WrittenConversation(id="t:1", messages=[ASKED, calls, SAYS], tools=()).tidied()
         assert known[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {}}
