@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from launcher.build.tokenizer import read_tokenizer
 from rl_megatron.config.beside import with_own_prompt
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import FileKeys, OneSource, data_sources, name_of
+from rl_megatron.config.sections.data import DataSection, FileKeys, OneSource, data_sources, name_of
 from rl_megatron.config.sections.eval import EvalSetSection, RunData
 from rl_megatron.config.sections.jobs import JobName
 from rl_megatron.config.sections.teachers import TeacherSection
@@ -88,7 +88,7 @@ def load_data(config: RunConfig, model_folder: Path, teachers: Mapping[str, Teac
     return Data(
         tokenizer=tokenizer,
         stop_token_ids=stops,
-        end_token_ids={name_of(key): _end_of(one, tokenizer, stops) for key, one in data_sources(config.data).items()},
+        end_token_ids=_ends(config.data, tokenizer, stops),
         train=train,
         held_out=held_out,
         sets=problem_sets(config, held_out, load),
@@ -105,11 +105,12 @@ def training_data(config: RunConfig, model_folder: Path) -> Data:
     return data
 
 
-def _end_of(source: OneSource, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> int | None:
-    """The token after answers of a source: of chats, the one with which the chat template ends a turn, if known."""
-    is_chat = isinstance(source, FileKeys) and source.chat_template
-    end = end_of_turns(tokenizer, stops) if is_chat else None
-    return end_of_answers(tokenizer, stops) if end is None else end
+def _ends(data: DataSection, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> EndTokens:
+    """The token after answers of each source: of chats, the one with which the chat template ends a turn, if known."""
+    sources = {name_of(key): one for key, one in data_sources(data).items()}
+    chats = {name for name, one in sources.items() if isinstance(one, FileKeys) and one.chat_template}
+    of_turns, plain = end_of_turns(tokenizer, stops) if chats else None, end_of_answers(tokenizer, stops)
+    return {name: of_turns if name in chats and of_turns is not None else plain for name in sources}
 
 
 def _tell_ends(data: Data) -> None:
