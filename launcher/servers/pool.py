@@ -211,24 +211,30 @@ class ServedEngines:
 
     async def _start_all(self, stack: contextlib.AsyncExitStack, packages: Path) -> list[Standing]:
         """Start the servers of the run's beginning; in a resume one that fails is left to its supervisor."""
-        others, numbers = asyncio.Barrier(self._section.count), range(self._section.count)
+        still, all_came = set(range(self._section.count)), asyncio.Event()
+
+        def came(number: int) -> None:
+            still.discard(number)
+            if not still:
+                all_came.set()
+
+        async def start(number: int) -> Standing:
+            try:
+                started = await self._start_ready(stack, number, packages)
+                came(number)
+                return await _unless_ended(started, all_came)
+            except (EngineError, OSError) as error:
+                if not self._resumes:
+                    raise
+                came(number)
+                return Failed(server=self._server(f"http://{self._sites[number][0].host}", None), why=str(error))
+
         try:
             async with asyncio.TaskGroup() as tasks:
-                starting = [tasks.create_task(self._start_first(stack, each, packages, others)) for each in numbers]
+                starting = [tasks.create_task(start(number)) for number in sorted(still)]
         except ExceptionGroup as failed:  # the first is the cause; callers catch it by its type
             raise failed.exceptions[0] from failed
         return [one.result() for one in starting]
-
-    async def _start_first(
-        self, stack: contextlib.AsyncExitStack, number: int, packages: Path, others: asyncio.Barrier
-    ) -> Standing:
-        try:
-            return await self._start_beside(stack, number, packages, others)
-        except (EngineError, OSError) as error:
-            if not self._resumes:
-                raise
-            await others.wait()
-            return Failed(server=self._server(f"http://{self._sites[number][0].host}", None), why=str(error))
 
     async def _check(self, standing: list[Standing]) -> None:
         """Raises ConfigError with all problems, and EngineError; in a resume one that does not answer has Failed."""
@@ -244,25 +250,6 @@ class ServedEngines:
             except EngineError as error:
                 await one.end()
                 standing[number] = Failed(server=one.server, why=str(error))
-
-    async def _start_beside(
-        self, stack: contextlib.AsyncExitStack, number: int, packages: Path, others: asyncio.Barrier
-    ) -> Started:
-        """Start a server, and wait until the others are ready too. Raises EngineError if it ends before."""
-        started = await self._start_ready(stack, number, packages)
-        ended, ready = asyncio.ensure_future(started.ended()), asyncio.ensure_future(others.wait())
-        try:
-            await asyncio.wait({ended, ready}, return_when=asyncio.FIRST_COMPLETED)
-            if not ready.done():
-                raise EngineError(ended.result())
-            return started
-        except BaseException:
-            await started.end()
-            raise
-        finally:
-            ended.cancel()
-            ready.cancel()
-            await asyncio.wait({ended, ready})  # else the others count it as ready
 
     async def _start_ready(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
         """Start a server in its turn, and wait until it is ready."""
@@ -381,3 +368,19 @@ class ServedEngines:
                 raise
             late = f"{server.url} does not serve after rollout.server.start_seconds={limit:g}"
             raise EngineError(f"{late}: {heard}") from error
+
+
+async def _unless_ended(started: Started, all_came: asyncio.Event) -> Started:
+    """The server, once the others have come up or failed too. Raises EngineError if it ends before."""
+    ended, waiting = asyncio.ensure_future(started.ended()), asyncio.ensure_future(all_came.wait())
+    try:
+        await asyncio.wait({ended, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if all_came.is_set():
+            return started
+        raise EngineError(ended.result())
+    except BaseException:
+        await started.end()
+        raise
+    finally:
+        ended.cancel()
+        waiting.cancel()

@@ -114,20 +114,27 @@ def test_a_server_that_dies_while_it_starts_ends_a_run_and_is_left_to_its_superv
     asyncio.run(asyncio.wait_for(test(), 300.0))
 
 
-@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize(("resumes", "ends_late"), [(False, False), (True, False), (True, True)])
 def test_a_server_that_dies_while_others_start_is_as_one_that_dies_while_it_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resumes: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resumes: bool, ends_late: bool
 ) -> None:
-    """It was ready, and no supervisor watches it before all are."""
+    """It was ready, and no supervisor watches it before all are; it may still be ending when the others are ready."""
     model = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0)
     config = load_config("tiny_cpu", ("rollout=local", "rollout.server.replicas=2"))
-    lives, ready, start_ready = Started(OPEN), asyncio.Event(), ServedEngines._start_ready
+    lives, ready, start_ready, end = Started(OPEN), asyncio.Event(), ServedEngines._start_ready, Server.end
+    up, both = list[Server](), asyncio.Event()
     why = r"(?s)^http.* ended with status -9; .*local_0\.log ends with:"
 
     async def told(*given: Any) -> Any:
-        server = await start_ready(*given)
-        ready.set()
-        return server
+        up.append(await start_ready(*given))
+        (ready if len(up) == 1 else both).set()
+        return up[-1]
+
+    async def late_end(server: Server) -> None:
+        await both.wait()
+        for _ in range(10):  # turns of the loop, in which the second sees who is ready
+            await asyncio.sleep(0)
+        await end(server)
 
     async def late(order: Order) -> GuardProcess:
         await ready.wait()
@@ -138,6 +145,8 @@ def test_a_server_that_dies_while_others_start_is_as_one_that_dies_while_it_star
 
     sites = [[Site(start=each, number=n, count=2)] for n, each in enumerate((lives.start, late))]
     monkeypatch.setattr(ServedEngines, "_start_ready", told)
+    if ends_late:
+        monkeypatch.setattr(Server, "end", late_end)
     shape = read_shape(model)
     launcher = ServedLauncher(cast("Launcher", None), model, tmp_path, shape, sites, resumes=resumes)
     (servers,) = launcher._pools(config, EmbeddedAdapter(shape))
