@@ -171,7 +171,8 @@ fi
 reason=$(grep -a '^error:' "$attempt/controller.txt" | tail -n 1)
 [ "$status" -gt 128 ] || reason=${reason:-$(tail -n 1 "$attempt/controller.txt" | cut -c -400)} # a traceback's last
 command -v "$PYTHON" >/dev/null || reason="$PYTHON, in which the controller runs, is not on this node; set slurm.python"
-if [ -e "$attempt/failed_node" ]; then
+# It is empty where ranks of several nodes did not come up: before the first checkpoint the options may be the cause.
+if [ -s "$attempt/failed_node" ] || { [ -e "$attempt/failed_node" ] && [ -n "$before" ]; }; then
     cat "$attempt/failed_node" >>"$RUN/jobs/failed_nodes"
     newest >"$attempt/newest"
     if [ "$(failures)" -le "$RESTARTS" ]; then

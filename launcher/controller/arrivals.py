@@ -96,7 +96,7 @@ class Awaited:
     seconds: float
     folder: Path  # of the ranks' output files
     files: str  # the names of these files, for messages
-    blame: Callable[[str], None]  # called in a thread, with the only node whose ranks did not connect
+    blame: Callable[[Sequence[str]], None]  # called in a thread, with the nodes whose ranks did not connect, or died
     name_slow: Callable[[Sequence[str]], None]  # called with the nodes that are slow, the slowest first
     separate: Sequence[Placement] = ()  # of other roles with their own ranks
 
@@ -151,7 +151,7 @@ async def learner(
             yield roles_of(groups, config, Speeds(groups, config, run_folder, awaited.name_slow))
     except WorkerDied:
         if failure.rank is not None:
-            await asyncio.to_thread(awaited.blame, awaited.where()[failure.role, failure.rank])
+            await asyncio.to_thread(awaited.blame, [awaited.where()[failure.role, failure.rank]])
         raise
 
 
@@ -173,9 +173,8 @@ async def arrivals(listener: socket.socket, awaited: Awaited) -> list[ConnectedR
             return ranks
         missing = [who for who in where if who not in arrived]
         nodes = sorted({where[who] for who in missing})
-        if len(nodes) == 1:  # excluding one node does not help if several have the problem
-            waiting.cancel()  # who arrives now is too late
-            await asyncio.to_thread(awaited.blame, nodes[0])
+        waiting.cancel()  # who arrives now is too late
+        await asyncio.to_thread(awaited.blame, nodes)
         why = ended.result() if ended.done() else f"learner.timeout_seconds={awaited.seconds:g} passed"
         raise WorkerDied(
             f"{why} before {_named(missing, where)} connected; {awaited.files} in {awaited.folder} have their output"

@@ -158,7 +158,11 @@ class RayCluster:
             for command, told in calls
         ]
         wanted = {name for _, told in calls for has in told.resources.values() for name in has}
-        await self._come_up(stack, self._join(call, wanted), steps)
+        try:
+            await self._come_up(stack, self._join(call, wanted), steps)
+        except WorkerDied:
+            await asyncio.to_thread(allocation.blame, sorted({n for _, told in calls for n in told.resources}))
+            raise
         for step in steps:
             assert step.stdin is not None
             step.stdin.write(COMPLETE)

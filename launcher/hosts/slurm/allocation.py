@@ -73,14 +73,16 @@ class Allocation:
         """Tell the job's script to requeue the job, to resume from a checkpoint."""
         (self.folder / "requeue").touch()
 
-    def blame(self, node: str) -> None:
-        """Tell the job's script on which node a rank died.
+    def blame(self, nodes: Sequence[str]) -> None:
+        """Tell the job's script on which node a rank died, or did not come up. Of several it names none: to leave one
+        out does not help.
 
         Where Slurm has taken a node of these ranks from the job, that is it: ranks on all nodes die of its loss.
         """
         ranks = {one for role, nodes in self.by_role.items() if role not in {"engines", "services"} for one in nodes}
         lost = sorted(ranks - self.nodes_left()) if self.engine_nodes else []
-        (self.folder / "failed_node").write_text(f"{lost[0] if lost else node}\n")
+        failed = lost[:1] or nodes
+        (self.folder / "failed_node").write_text(f"{failed[0]}\n" if len(failed) == 1 else "")
 
     def nodes_left(self) -> set[str]:
         """The nodes that the job has now: a job with engine nodes goes on without a node that fails.

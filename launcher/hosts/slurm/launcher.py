@@ -1,8 +1,8 @@
 """Starts ranks on the nodes of a Slurm allocation: one srun step per role, one task per node, whose ranks connect back.
 
 This file learns about the job from its environment alone. It leaves messages for the job's script in the folder of this
-attempt: ``requeue``, to be requeued and resume from the checkpoint, ``failed_node``, the node where a rank died, and
-``slow_nodes``, those that are slow.
+attempt: ``requeue``, to be requeued and resume from the checkpoint, ``failed_node``, the node where a rank died, empty
+where ranks of several did not come up, and ``slow_nodes``, those that are slow.
 """
 
 from __future__ import annotations

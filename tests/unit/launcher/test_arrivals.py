@@ -7,7 +7,7 @@ import contextlib
 import resource
 import socket
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -83,7 +83,7 @@ async def once_all_have_come(count: int) -> str:
     return await loop.create_future()
 
 
-def arrived(folder: Path, absent: Collection[int], blamed: list[str]) -> Mapping[int, ConnectedRank]:
+def arrived(folder: Path, absent: Collection[int], blamed: list[Sequence[str]]) -> Mapping[int, ConnectedRank]:
     """Those that `arrivals` returns when all but the ``absent`` connect at once. Checks that every stream is whole."""
     held: dict[int, Connection] = {}
     made.clear()
@@ -131,7 +131,7 @@ def test_384_ranks_arrive_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 def test_strangers_that_say_nothing_hold_up_no_rank(tmp_path: Path) -> None:
     """As many as there is room for stay, since each has 10 s to prove itself; of more the oldest are hung up on."""
-    blamed: list[str] = []
+    blamed: list[Sequence[str]] = []
 
     async def main(listener: socket.socket, strangers: list[socket.socket]) -> None:
         awaited = Awaited(
@@ -161,22 +161,22 @@ def test_strangers_that_say_nothing_hold_up_no_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("absent", "named", "to_blame"),
+    ("absent", "named", "nodes"),
     [
-        ((3, 4, 380), "rank 3, 4 on node0, rank 380 on node47", []),
+        ((3, 4, 380), "rank 3, 4 on node0, rank 380 on node47", ["node0", "node47"]),
         ((8, 9, 11), "rank 8, 9, 11 on node1", ["node1"]),
     ],
 )
 def test_three_that_never_come_are_named_with_their_nodes(
-    tmp_path: Path, absent: tuple[int, ...], named: str, to_blame: list[str]
+    tmp_path: Path, absent: tuple[int, ...], named: str, nodes: list[str]
 ) -> None:
-    blamed: list[str] = []
+    blamed: list[Sequence[str]] = []
     with pytest.raises(
         WorkerDied,
         match=rf"^learner.timeout_seconds=900 passed before {named} connected; rank-\*.txt in .* have their output$",
     ):
         arrived(tmp_path, absent, blamed)
-    assert blamed == to_blame
+    assert blamed == [nodes]
 
 
 def test_many_missing_ranks_are_named_by_ranges(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.unit.launcher.slurm_jobs import config_of
 JOB = Path(__file__).resolve().parents[3] / "slurm" / "job.sh"
 RUN = """#!/usr/bin/env bash
 [ -n "$FAILED$ENDS" ] || touch "$ATTEMPT/requeue"
-[ -z "$FAILED" ] || echo "$FAILED" >"$ATTEMPT/failed_node"
+[ -z "$FAILED" ] || echo "${FAILED#several}" | awk NF >"$ATTEMPT/failed_node"
 [ -z "$NAMED" ] || printf '%s\\n' $NAMED >"$ATTEMPT/slow_nodes"
 [ -z "$STEP" ] || mkdir -p "$RUN/checkpoints/step_$STEP"
 """
@@ -59,7 +59,7 @@ def attempt(
     folder: Path, restart: int, step: str = "", slow: int = 0, python: str = "python", script: str = "", **given: str
 ) -> tuple[int, str, list[str]]:
     """The script's status, its words and what it asked of Slurm's controller, after a run that asks to come back, with
-    a checkpoint of ``step``, or whose rank died on the node FAILED; NAMED are the nodes that it named slow."""
+    a checkpoint of ``step``, or whose rank died on the node FAILED (or on several); it named the nodes NAMED slow."""
     commands, run = folder / "commands", folder / "run"
     commands.mkdir(exist_ok=True)
     run.mkdir(exist_ok=True)
@@ -298,6 +298,16 @@ def test_failures_of_the_run_in_an_earlier_job_do_not_count_but_their_nodes_are_
         assert (status, asked) == (0, excluding("node5", "node6"))
     status, said, asked = attempt(tmp_path, 3, FAILED="node5")  # RESTARTS=3
     assert (asked, "comes back" in said) == ([], False)
+
+
+def test_a_job_of_which_several_nodes_did_not_come_up_comes_back_with_all_once_it_has_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """At a first start the options may be the cause."""
+    assert attempt(tmp_path, 0, FAILED="several")[2] == []
+    (tmp_path / "run" / "checkpoints" / "step_000001").mkdir(parents=True)
+    done = [attempt(tmp_path, restart, FAILED="several") for restart in (1, 2, 3, 4)]
+    assert [asked for _, _, asked in done] == [excluding()] * 3 + [[]], done  # RESTARTS=3
 
 
 def test_failures_before_the_newest_checkpoint_do_not_count(tmp_path: Path) -> None:

@@ -381,9 +381,10 @@ def test_ranks_that_die_of_a_lost_node_blame_it_and_not_their_own(run: Path) -> 
     said = []
     for left in ("a1,a2,b1", "a1,b1", "a1,a2"):
         (run.parent / "left").write_text(left)
-        allocation.blame("a1")
-        said.append((allocation.folder / "failed_node").read_text())
-    assert said == ["a1\n", "a2\n", "a1\n"]
+        for nodes in (["a1"], ["a1", "a2"]):
+            allocation.blame(nodes)
+            said.append((allocation.folder / "failed_node").read_text())
+    assert said == ["a1\n", "", "a2\n", "a2\n", "a1\n", ""]
 
 
 def test_nodes_that_slurm_does_not_expand_are_not_lost(run: Path) -> None:
@@ -393,5 +394,5 @@ def test_nodes_that_slurm_does_not_expand_are_not_lost(run: Path) -> None:
     for broken in ("exit 1", "exit 0"):  # with no output
         (run.parent / "scontrol").write_text(f"#!/bin/sh\n{broken}\n")
         assert allocation.nodes_left() == {"a1", "a2", "b1"}
-        allocation.blame("a2")
+        allocation.blame(["a2"])
         assert (allocation.folder / "failed_node").read_text() == "a2\n"
