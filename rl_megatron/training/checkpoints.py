@@ -186,7 +186,7 @@ class CheckpointStore:
                 try:
                     file = next(path.glob(_MANIFEST_FILE), path).stat()
                     by, accuracy = _scored(path, (file.st_ino, file.st_mtime_ns))
-                except CheckpointError as error:  # it may be the best, so it stays; the run needs it for nothing
+                except (CheckpointError, OSError) as error:  # it may be the best, so it stays; no step needs it
                     logger.warning("checkpoint.keep_best keeps a checkpoint of unknown accuracy: %s", error)
                     kept.add(path)
                 else:

@@ -98,6 +98,8 @@ def test_a_checkpoint_whose_accuracy_cannot_be_read_stays_and_ends_no_save(
     found = asyncio.run(write_steps(tmp_path, {2: 0.9, 3: 0.5, 4: 0.4}, **rules))
     assert found == ["step_000001", "step_000002", "step_000004"]
     assert f"keeps a checkpoint of unknown accuracy: {manifest}" in caplog.text
+    gone = tmp_path / "step_000000"  # which somebody removes meanwhile
+    assert CheckpointStore(tmp_path, config={}, **rules)._superseded([gone, tmp_path / found[-1]]) == []
 
 
 @pytest.mark.parametrize(
