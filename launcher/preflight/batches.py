@@ -22,8 +22,10 @@ def check(subject: Subject) -> Iterator[Found]:
     if not config.kind.samples:
         yield from _written(config, ranks)
     elif sequences < ranks:
+        pairs = f"rollout.prompts_per_step={config.rollout.prompts_per_step} * 2 of a pair"
+        of_step = pairs if config.algorithm.pairs else config.named_completions
         yield note(
-            f"an optimizer step has {sequences} sequences ({config.named_completions} / train.minibatches="
+            f"an optimizer step has {sequences} sequences ({of_step} / train.minibatches="
             f"{config.train.minibatches}) for {ranks} data-parallel ranks (learner.dp), so {ranks - sequences} of them "
             "are idle; raise rollout.prompts_per_step, or lower train.minibatches"
         )
