@@ -156,6 +156,7 @@ def test_a_head_that_does_not_come_up_is_not_waited_for(
     assert run.end() == 1  # ray.init waits twice as long for such a head as this does
     assert f"error: {why}" in run.text()
     assert "Traceback" not in run.text()
+    assert (run.folder / "jobs" / "7-0" / "failed_node").read_text() == "here\n"
 
 
 def test_servers_in_actors_end_with_them_and_with_the_controller(tmp_path: Path) -> None:
