@@ -108,7 +108,7 @@ class ServedEngines:
             else:
                 await self._prepare(packages)
                 standing = await self._start_all(running, packages)
-            await self._check(standing)
+            standing = await self._checked(standing)
             engine = ServedEngine(
                 self._adapter,
                 [one.server for one in standing],
@@ -236,20 +236,30 @@ class ServedEngines:
             raise failed.exceptions[0] from failed
         return [one.result() for one in starting]
 
-    async def _check(self, standing: list[Standing]) -> None:
-        """Raises ConfigError with all problems, and EngineError; in a resume one that does not answer has Failed."""
+    async def _checked(self, standing: list[Standing]) -> list[Standing]:
+        """Raises ConfigError with all problems, and EngineError; in a resume one that does not answer has Failed, and
+        holds up no other: where its host is gone, that takes minutes."""
         if not self._resumes:
             await self._checks.check([one.server for one in standing])
-            return
-        for number, one in enumerate(standing):
+            return standing
+
+        async def check(one: Standing) -> Standing:
             try:
                 if not isinstance(one, Failed):
                     await self._checks.check([one.server])
+                return one
             except OutOfFiles:
                 raise
             except EngineError as error:
                 await one.end()
-                standing[number] = Failed(server=one.server, why=str(error))
+                return Failed(server=one.server, why=str(error))
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                checking = [tasks.create_task(check(one)) for one in standing]
+        except ExceptionGroup as failed:  # as in `_start_all`
+            raise failed.exceptions[0] from failed
+        return [one.result() for one in checking]
 
     async def _start_ready(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
         """Start a server in its turn, and wait until it is ready."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,8 @@ def test_one_that_is_away_ends_a_run_but_is_waited_for_in_its_resume(
 
 
 def test_a_resume_goes_on_with_those_that_are_left(tmp_path: Path) -> None:
-    """One does not come back."""
+    """One does not come back, and is asked at the same time as the others, which may take minutes."""
+    together, waited = threading.Event(), list[bool]()
 
     async def test() -> None:
         servers = attached(tmp_path, fakes, "start_seconds=0.1", "restarts=1", resumes=True)
@@ -123,6 +125,16 @@ def test_a_resume_goes_on_with_those_that_are_left(tmp_path: Path) -> None:
             assert re.search(BUSY, first.reason)
             assert (await engine.generate(REQUEST))[0].spans == ((0, 4),)
 
+    def late(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        waited.append(together.wait(10.0))
+        return 503, "it loads"
+
+    def other(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        together.set()
+        return plain(path, body, number)
+
     with running(2) as fakes:
-        fakes[0].answer = lambda path, body, number: (503, "it loads")
+        plain = fakes[1].answer
+        fakes[0].answer, fakes[1].answer = late, other
         run(test)
+    assert all(waited)
