@@ -62,6 +62,7 @@ def test_servers_on_other_nodes_have_their_file_in_the_runs_folder_or_where_the_
 
 def test_runs_with_one_folder_have_versions_of_their_own_there(tmp_path: Path) -> None:
     """So none reads, or removes, what another wrote."""
+    (tmp_path / "shared").mkdir()  # as `claim_folder` does
     config = load_config("tiny_cpu", ["weights.transport=file", f"weights.folder={tmp_path / 'shared'}"])
     rest: dict[str, Any] = {"moves": Plan(stretches=()), "src": {}, "dst": {}, "timeout_seconds": 1.0}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -41,7 +41,8 @@ TOLD = f"prompt 'train:{FIRST}' has {FIRST + 12} tokens with its answers, sft.ma
 
 
 def units_of(prompts: Sequence[Prompt]) -> list[Unit]:
-    return [(row,) for row in supervised_rows(prompts, answers(prompts, 0), byte_tokenizer(), {"": 257})]
+    ends = dict.fromkeys((prompt.source for prompt in prompts), 257)
+    return [(row,) for row in supervised_rows(prompts, answers(prompts, 0), byte_tokenizer(), ends)]
 
 
 def job(
