@@ -112,12 +112,12 @@ def _tidied(place: int, given: ChatMessage) -> ChatMessage:
     if reasoning := [message.pop(key) for key in REASONING if key in message]:
         if not all(isinstance(text, str) for text in reasoning):
             raise MessagesRefused(f"message {place}: its reasoning is {reasoning!r:.200}; it must be a text")
-        if len(texts := {*filter(None, reasoning)}) > 1:
+        if len(texts := {text.strip(): text for text in reversed(reasoning) if text}) > 1:
             raise MessagesRefused(
                 f"message {place} has thinking under several of {', '.join(REASONING)}, which differ; keep one of them"
             )
         if texts:
-            message[REASONING[0]] = texts.pop()
+            message[REASONING[0]] = texts.popitem()[1]
     calls = message.pop("tool_calls", None)
     if calls:
         message["tool_calls"] = [_call(place, call) for call in calls]

@@ -163,6 +163,9 @@ def test_what_would_be_an_empty_text_or_other_arguments_is_refused(message: dict
         calls = {**CALLS, "tool_calls": [{"function": {"name": "add", **nothing}}]}
         known = WrittenConversation(id="t:1", messages=[ASKED, calls, SAYS], tools=()).tidied()
         assert known[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {}}
+    twice = {**SAYS, "thinking": "one", "reasoning_content": "one\n", "reasoning": ""}  # the same but for white space
+    known = WrittenConversation(id="t:1", messages=[ASKED, twice, SAYS], tools=()).tidied()
+    assert known[1] == {**SAYS, "reasoning_content": "one\n"}
 
 
 @pytest.mark.parametrize(
