@@ -71,7 +71,7 @@ FREE: Mapping[str, bool] = {
     "reward_model": False,
     "train": True,
     "eval": True,
-    "eval.success_reward": False,  # the NLL of right completions and pass rates of prompts go by it
+    "eval.success_reward": False,  # the NLL of right completions, pass rates of prompts and {right_completion} go by it
     "checkpoint": True,
     "log": True,
     "profile": True,

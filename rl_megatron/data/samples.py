@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import nlargest
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,24 +67,27 @@ def read_by_teacher(
     Where that prompt has ``ANOTHER``, it is the best completion of the group but the row's own, without its end token;
     if that has a reward below ``success_reward``, the row is behind the policy's own prompt.
     """
-    rows = [(group, one, row) for group in groups for one in group.trajectories for row in one.chains]
+    ranked = [(group, nlargest(2, group.trajectories, key=lambda one: one.reward)) for group in groups]
+    rows = [(of.prompt, best, one, row) for of, best in ranked for one in of.trajectories for row in one.chains]
     chosen = [rows[number] for number in part.tolist()]
-    before = [_before(group, one, name, success_reward) for group, one, _ in chosen]
-    behind = [row.token_ids[row.turns[0].start :] for _, _, row in chosen]
+    before = [_before(prompt, name, best, one, success_reward) for prompt, best, one, _ in chosen]
+    behind = [row.token_ids[row.turns[0].start :] for *_, row in chosen]
     tokens = [np.concatenate([np.array(one, np.int32), ids]) for one, ids in zip(before, behind, strict=True)]
     turns = [[(len(one), np.zeros(len(ids), np.float32))] for one, ids in zip(before, behind, strict=True)]
-    return _join([group.prompt.id for group, _, _ in chosen], tokens, turns)
+    return _join([prompt.id for prompt, *_ in chosen], tokens, turns)
 
 
-def _before(group: RolloutGroup, own: Trajectory, name: str, success_reward: float) -> Sequence[int]:
-    """The tokens before what was sampled, as the teacher ``name`` reads them."""
-    read = group.prompt.read_by[name]
+def _before(
+    prompt: Prompt, name: str, two_best: Sequence[Trajectory], own: Trajectory, success_reward: float
+) -> Sequence[int]:
+    """The tokens before what was sampled, as the teacher ``name`` reads them. One of the ``two_best`` trajectories of
+    the group is another than ``own``, if it has several."""
+    read = prompt.read_by[name]
     if ANOTHER not in read:
         return read
-    others = [one for one in group.trajectories if one is not own]
-    best = max(others, key=lambda one: one.reward, default=None)
+    best = next((one for one in two_best if one is not own), None)
     if best is None or best.reward < success_reward:
-        return group.prompt.token_ids
+        return prompt.token_ids
     (row,), at = best.chains, read.index(ANOTHER)
     ended = row.turns[-1].finish_reason == "stop"
     shown = row.token_ids[row.turns[0].start : len(row.token_ids) - ended].tolist()

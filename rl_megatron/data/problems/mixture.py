@@ -72,7 +72,7 @@ class Proportions:
         return name
 
     def _wait(self, name: str) -> None:
-        """Until the first draw n with taken < share of n."""
+        """Hold the source back until the first draw n with taken < share of n."""
         first = self.taken[name] * self._sum // self._weights[name] + 1
         heappush(self._later, (first, self._places[name], name))
 

@@ -92,26 +92,31 @@ def test_servers_of_one_gpu_start_one_after_the_other(
     assert ready == [True, alone, alone]
 
 
-@pytest.mark.parametrize("resumes", [False, True])
-def test_a_server_that_dies_while_it_starts_ends_a_run_and_is_left_to_its_supervisor_in_a_resume(
-    tmp_path: Path, *, resumes: bool
-) -> None:
-    model = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0)
+def check_that_the_first_fails(folder: Path, sites: list[list[Site]], why: str, *, resumes: bool) -> None:
+    """Of two servers: that ends a first start; in a resume the second serves."""
     config = load_config("tiny_cpu", ("rollout=local", "rollout.server.replicas=2"))
-    sites = [[Site(start=Started(each).start, number=n, count=2)] for n, each in enumerate((ENDS, OPEN))]
+    model = make_tiny_model(TinyModelSection(), folder / "cache", seed=0)
     shape = read_shape(model)
-    launcher = ServedLauncher(cast("Launcher", None), model, tmp_path, shape, sites, resumes=resumes)
+    launcher = ServedLauncher(cast("Launcher", None), model, folder, shape, sites, resumes=resumes)
     (servers,) = launcher._pools(config, EmbeddedAdapter(shape))
-    why = r"(?s)^http.* ended with status 3; .*local_0\.log ends with:\n  its log"
 
     async def test() -> None:
         async with contextlib.AsyncExitStack() as running:
             with contextlib.nullcontext() if resumes else pytest.raises(EngineError, match=why):
-                first, second = await servers._start_all(running, tmp_path)
+                first, second = await servers._start_all(running, folder)
                 assert re.match(why, cast("Failed", first).why)
                 assert [guard.process.returncode for guard in cast("Server", second).guards] == [None]
 
     asyncio.run(asyncio.wait_for(test(), 300.0))
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_server_that_dies_while_it_starts_ends_a_run_and_is_left_to_its_supervisor_in_a_resume(
+    tmp_path: Path, *, resumes: bool
+) -> None:
+    sites = [[Site(start=Started(each).start, number=n, count=2)] for n, each in enumerate((ENDS, OPEN))]
+    why = r"(?s)^http.* ended with status 3; .*local_0\.log ends with:\n  its log"
+    check_that_the_first_fails(tmp_path, sites, why, resumes=resumes)
 
 
 @pytest.mark.parametrize(("resumes", "ends_late"), [(False, False), (True, False), (True, True)])
@@ -119,8 +124,6 @@ def test_a_server_that_dies_while_others_start_is_as_one_that_dies_while_it_star
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resumes: bool, ends_late: bool
 ) -> None:
     """It was ready, and no supervisor watches it before all are; it may still be ending when the others are ready."""
-    model = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0)
-    config = load_config("tiny_cpu", ("rollout=local", "rollout.server.replicas=2"))
     lives, ready, start_ready, end = Started(OPEN), asyncio.Event(), ServedEngines._start_ready, Server.end
     up, both = list[Server](), asyncio.Event()
     why = r"(?s)^http.* ended with status -9; .*local_0\.log ends with:"
@@ -147,18 +150,7 @@ def test_a_server_that_dies_while_others_start_is_as_one_that_dies_while_it_star
     monkeypatch.setattr(ServedEngines, "_start_ready", told)
     if ends_late:
         monkeypatch.setattr(Server, "end", late_end)
-    shape = read_shape(model)
-    launcher = ServedLauncher(cast("Launcher", None), model, tmp_path, shape, sites, resumes=resumes)
-    (servers,) = launcher._pools(config, EmbeddedAdapter(shape))
-
-    async def test() -> None:
-        async with contextlib.AsyncExitStack() as running:
-            with contextlib.nullcontext() if resumes else pytest.raises(EngineError, match=why):
-                first, second = await servers._start_all(running, tmp_path)
-                assert re.match(why, cast("Failed", first).why)
-                assert [guard.process.returncode for guard in cast("Server", second).guards] == [None]
-
-    asyncio.run(asyncio.wait_for(test(), 300.0))
+    check_that_the_first_fails(tmp_path, sites, why, resumes=resumes)
 
 
 def _listens(port: int) -> bool:

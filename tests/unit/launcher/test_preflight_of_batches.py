@@ -7,6 +7,7 @@ import pytest
 from launcher.preflight import batches
 from launcher.preflight.subject import Subject
 from rl_megatron.config.io import load_config
+from rl_megatron.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -69,3 +70,13 @@ def test_an_objective_without_a_ratio_on_samples_of_an_older_policy_is_noted(
     found = batches.check(Subject(load_config("tiny_cpu", list(more)), False))
     texts = [one.text for one in found if one.text.startswith("algorithm.objective=reinforce has no ratio")]
     assert [given for text, given in zip(texts, noted, strict=True) if given not in text] == []
+
+
+def test_pairs_are_the_parts_of_minibatches_and_two_sequences_each() -> None:
+    """Of groups of 16, of which the other 14 are not trained on."""
+    keys = ["algorithm=dpo", "learner.ep=1", "learner.dp=4", "rollout.prompts_per_step=3", "rollout.group_size=16"]
+    (idle,) = batches.check(Subject(load_config("tiny_cpu", [*keys, "train.minibatches=3"]), False))
+    product = "rollout.prompts_per_step=3 * 2 of a pair / train.minibatches=3"
+    assert idle.text.startswith(f"an optimizer step has 2 sequences ({product}) for 4 data-parallel ranks")
+    with pytest.raises(ConfigError, match=r"train\.minibatches=4 is more than the 3 pairs of a step"):
+        load_config("tiny_cpu", [*keys, "train.minibatches=4"])

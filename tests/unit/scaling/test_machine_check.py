@@ -87,6 +87,17 @@ def test_groups_that_were_left_out_are_not_predicted() -> None:
     assert few.predicted == pytest.approx(all_of_them.predicted / 4, rel=1e-6)
 
 
+def test_of_pairs_two_of_each_group_are_predicted() -> None:
+    pairs = {"advantage_mean": "none", "advantage_std": "none", "preference": {"beta": 0.1}, "old_logprobs": "rollout"}
+    rows = [row(n, 4.0, **{"tokens/train": 8 * 2 * 64}) for n in range(1, 9)]
+    base = config()
+    of_pairs = base.model_copy(update={"algorithm": base.algorithm.model_validate(pairs)})
+    checked = check_run(of_pairs, SHAPE, rows, PRODUCTS, None)
+    (trained,) = (each for each in checked.phases if each.part == "train")
+    (whole,) = (each for each in found().phases if each.part == "train")
+    assert trained.predicted == pytest.approx(whole.predicted / 2, rel=1e-6)
+
+
 def test_epochs_train_on_the_same_positions_again() -> None:
     rows = [row(n, 4.0, **{"tokens/train": 2 * 32 * 64}) for n in range(1, 9)]
     twice, once = found(rows, train__epochs=2), found()
