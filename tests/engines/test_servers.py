@@ -373,9 +373,12 @@ def test_running_servers_are_attached_to_and_left_running(
     token = tmp_path / "token.txt"
     token.write_text(f"{replica.token}\n")
     attach = {"addresses": replica.url, "token_file": token}
+    server.push(models[0], 7)
     with served(server.name, models[0], tmp_path, **attach) as attached:
         attached.push(models[1], 7)
         assert attached.generate(request(n=2))[0][1].spans == ((0, 7),)
+        with pytest.raises(EngineError, match="another run has pushed its weights to the server"):
+            server.generate(request())
     server.push(models[0], 1)
     assert len(server.generate(request())[0]) == 1
     with (

@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 import shlex
+import uuid
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes
 
 _OFF = ("", "0", "false")
+_LABEL = re.compile(r"(?P<version>\d+)\??@(?P<start>\w+)", re.ASCII)
 _NAME = re.compile(r"--[^.=]+")  # of an option, up to its value or a key of it
 
 
@@ -175,8 +177,8 @@ class Loading(Protocol):
 
         Cached prefixes are dropped, unless ``server.salt`` tells them from those to come.
 
-        Completions are then labelled by `candidate`. With ``straight`` take the weights from the learner's ranks, over
-        the group joined last. Raises SyncError that names a wrong tensor.
+        Completions are then labelled by `Labels.candidate`. With ``straight`` take the weights from the learner's
+        ranks, over the group joined last. Raises SyncError that names a wrong tensor.
         """
         ...
 
@@ -189,7 +191,7 @@ class Loading(Protocol):
         ...
 
     async def relabel(self, server: Server, version: int) -> None:
-        """Label the loaded weights as ``version``, once they are verified."""
+        """Label the loaded weights by `Labels.verified`."""
         ...
 
     async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
@@ -344,17 +346,42 @@ class ForeignWeights(EngineError):
     """A server sampled with weights that this run did not push."""
 
 
-def candidate(version: int) -> str:
-    """The label of ``version`` before it is verified."""
-    return f"{version}?"
+class AnotherRun(EngineError):
+    """A server sampled with weights that another run has pushed to it."""
 
 
-def version_of(label: object) -> int:
-    """The version that a label names. Raises ForeignWeights for a label that this run did not set."""
-    text = str(label).removesuffix("?")
-    if not text.isdecimal():
-        raise ForeignWeights(
-            f"the server sampled with weights labelled {label!r}, which this run did not push; check that no other run "
-            "uses the server and that nobody restarted it"
-        )
-    return int(text)
+class Labels:
+    """Labels of the weights that one start of a run pushes: versions, and a word that no other start has.
+
+    Two runs may be given one server by address. Each pushes to it, and samples between its own pushes with the weights
+    of the other, whose versions may be the same.
+    """
+
+    def __init__(self, start: str | None = None) -> None:
+        """``start``: the word; by default one that is drawn."""
+        self._start = uuid.uuid4().hex if start is None else start
+
+    def candidate(self, version: int) -> str:
+        """The label of ``version`` before it is verified."""
+        return f"{version}?@{self._start}"
+
+    def verified(self, version: int) -> str:
+        """The label of ``version`` once it is."""
+        return f"{version}@{self._start}"
+
+    def version(self, label: object) -> int:
+        """The version that a label names. Raises ForeignWeights for a label that no run set, as those of a server that
+        was started again, and AnotherRun for one that another start set."""
+        found = _LABEL.fullmatch(str(label))
+        if found is None:
+            raise ForeignWeights(
+                f"the server sampled with weights labelled {label!r}, which this run did not push; check that no other "
+                "run uses the server and that nobody restarted it"
+            )
+        if found["start"] != self._start:
+            raise AnotherRun(
+                "another run has pushed its weights to the server, and this one sampled with them: an evaluation, an "
+                "earlier start of this run that goes on, or somebody else's. End it, or give it other servers "
+                "(rollout.server.addresses); then go on with --resume"
+            )
+        return int(found["version"])

@@ -287,7 +287,7 @@ def test_a_server_that_dies_while_the_learner_has_the_gpus_starts_with_the_next_
             await it.reach(0, Health.HEALTHY)
             orders = [path for path in fakes[2].asked if path != "/health"]
             assert orders == ["/pause", "/load", "/resume", "/relabel"]
-            assert fakes[2].label == "5"
+            assert fakes[2].label == "5@t"
 
     run(test)
 

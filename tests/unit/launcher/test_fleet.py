@@ -33,7 +33,11 @@ def test_the_requests_of_a_server_that_leaves_are_answered_once(fakes: list[Fake
             go.set()
         if path == "/generate":
             go.wait(LIMIT)
-            return 200, {"label": "4", "tokens": [3] if not drain else [3, 5], "finish": "length" if drain else "abort"}
+            return 200, {
+                "label": "4@t",
+                "tokens": [3] if not drain else [3, 5],
+                "finish": "length" if drain else "abort",
+            }
         return 200, {"label": fakes[0].label}
 
     def staying(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
@@ -145,7 +149,7 @@ def test_a_server_that_joins_gets_the_served_weights_and_then_requests(fakes: li
             it.may_start.set()
             await adding
             assert [path for path in fakes[2].asked if path != "/health"] == ["/pause", "/load", "/resume", "/relabel"]
-            assert fakes[2].label == "4"
+            assert fakes[2].label == "4@t"
             go = stuck(fakes[1], "/generate")
             both = [replace(REQUEST, id=name) for name in ("first", "second")]
             asked = [asyncio.create_task(it.engine.generate(request)) for request in both]
@@ -153,7 +157,7 @@ def test_a_server_that_joins_gets_the_served_weights_and_then_requests(fakes: li
             go.set()
             await asyncio.gather(*asked)
             await it.push(5)
-            assert fakes[2].label == "5"
+            assert fakes[2].label == "5@t"
             it.places[-1].why.set_result("killed")  # it is supervised as others are
             await it.reach(-1, Health.GONE)
             assert (await it.engine.generate(REQUEST))[0].spans == ((0, 5),)

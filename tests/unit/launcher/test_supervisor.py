@@ -164,7 +164,7 @@ def test_requests_of_a_server_that_dies_are_answered_once_by_what_was_refitted(
             assert it.places[0].was_ended
             orders = [path for path in fakes[2].asked if path != "/health"]
             assert orders[:4] == ["/pause", "/load", "/resume", "/relabel"]
-            assert fakes[2].label == "4"
+            assert fakes[2].label == "4@t"
             assert it.engine.metrics() == {"engine/healthy": replicas, "engine/restarts": 1}
             go.set()
 
@@ -186,7 +186,7 @@ def test_a_server_that_dies_of_a_push_gets_the_new_version(fakes: list[Fake], re
             await pushing
             assert (await waiting)[0].spans == ((0, 5),)
             await it.reach(0, Health.HEALTHY)
-            assert fakes[2].label == "5"
+            assert fakes[2].label == "5@t"
             assert (await it.engine.generate(REQUEST))[0].spans == ((0, 5),)
             go.set()
 
@@ -332,7 +332,7 @@ def test_a_server_of_somebody_else_that_came_back_with_other_weights_is_refitted
             fakes[0].label = "default"
             assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
             assert "'default'" in it.engine.replicas.all[0].reason
-            assert fakes[0].label == "4"
+            assert fakes[0].label == "4@t"
 
     run(test)
 

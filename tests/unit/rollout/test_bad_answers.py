@@ -31,11 +31,12 @@ ADAPTERS = {"vllm": VLLMAdapter(SHAPE), "sglang": SGLangAdapter(SHAPE)}
 
 
 def good(engine: str) -> Any:
+    label = ADAPTERS[engine].labels.verified(4)
     if engine == "sglang":
-        meta = {"output_token_logprobs": [[-1.0, 5, None], [-2.0, 6, None]], "weight_version": "4"}
+        meta = {"output_token_logprobs": [[-1.0, 5, None], [-2.0, 6, None]], "weight_version": label}
         return [{"meta_info": {**meta, "finish_reason": {"type": "stop"}}}]
     choice = {"index": 0, "token_ids": [5, 6], "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]}}
-    return {"choices": [{**choice, "weight_versions": [{"version": "4", "start": 0}], "finish_reason": "stop"}]}
+    return {"choices": [{**choice, "weight_versions": [{"version": label, "start": 0}], "finish_reason": "stop"}]}
 
 
 def tokens(answer: Any, engine: str) -> Any:
@@ -201,8 +202,8 @@ def test_versions_begin_at_tokens_that_ascend(starts: list[int], taken: bool) ->
 
 @pytest.mark.parametrize("engine", ADAPTERS)
 def test_weights_that_were_vouched_for_meanwhile_are_one_version(engine: str) -> None:
-    answer = good(engine)
-    spans = [{"version": "4?", "start": 0}, {"version": "4", "start": 1}]
+    answer, labels = good(engine), ADAPTERS[engine].labels
+    spans = [{"version": labels.candidate(4), "start": 0}, {"version": labels.verified(4), "start": 1}]
     (answer["choices"][0] if engine == "vllm" else answer[0]["meta_info"])["weight_versions"] = spans
     (taken,) = ask(engine, answer)
     assert taken.spans == ((0, 4),)

@@ -79,7 +79,7 @@ def test_an_evaluation_does_not_wait_behind_what_is_sampled_ahead() -> None:
             evaluated.set()
         else:
             evaluated.wait(SECTION.timeout_seconds)
-        return 200, {"label": "1"}
+        return 200, {"label": "1@t"}
 
     async def ask(fake: Fake) -> None:
         engine = engine_of([fake])

@@ -20,10 +20,12 @@ from launcher.servers.engines import SERVERS
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
-from rl_megatron.rollout.servers.adapter import Description
+from rl_megatron.rollout.servers.adapter import Description, Labels
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.rollout.servers.sglang import drafts as sglang_drafts
+from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
 from rl_megatron.rollout.servers.vllm import drafts
+from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.weights.checks.packed import packed_report
 from rl_megatron.weights.checks.reports import Report
 from tests.unit.rollout.test_engine_routes import ASKED, OPTIONS
@@ -68,12 +70,13 @@ def test_a_push_brings_vllm_the_draft_layer_first_and_labels_once(tmp_path: Path
     for count, starts in ((0, ["/start_weight_update"]), (2, ["/start_draft_weight_update", "/start_weight_update"])):
         server = Holding()
         server.draft_tokens = count
-        asyncio.run(SERVERS["vllm"](DEEPSEEK).load(server, tmp_path, 4, private=()))
+        adapter = VLLMAdapter(DEEPSEEK)
+        asyncio.run(adapter.load(server, tmp_path, 4, private=()))
         assert [path for path, _ in server.asked if path.startswith("/start")] == starts
         infos = [body["update_info"] for path, body in server.asked if path == "/update_weights"]
         assert infos == [{"path": str(tmp_path), "version": 4, "straight": False}] * len(starts)
         labels = [body for path, body in server.asked if path == "/finish_weight_update"]
-        assert labels == [{}] * (len(starts) - 1) + [{"weight_version": "4?"}]
+        assert labels == [{}] * (len(starts) - 1) + [{"weight_version": adapter.labels.candidate(4)}]
 
 
 def test_a_push_brings_sglang_the_draft_layer_first_and_each_answers_by_itself(tmp_path: Path) -> None:
@@ -82,13 +85,14 @@ def test_a_push_brings_sglang_the_draft_layer_first_and_each_answers_by_itself(t
     for count, runners in ((0, ["target"]), (2, ["draft", "target"])):
         server = Asked()
         server.draft_tokens, server.paused = count, True
-        reports = asyncio.run(SERVERS["sglang"](DEEPSEEK).load(server, tmp_path / "weights", 4, private=()))
+        adapter = SGLangAdapter(DEEPSEEK)
+        reports = asyncio.run(adapter.load(server, tmp_path / "weights", 4, private=()))
         assert len(reports) == 1
         begun = [body["selector"] for path, body in server.asked if path == "/begin_weight_update"]
         sent = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
         assert begun == [body["selector"] for body in sent] == [_order(body)["runner"] for body in sent] == runners
         assert len({_order(body)["answer"] for body in sent}) == len(runners)
-        assert [body["weight_version"] for body in sent] == [None] * count.bit_count() + ["4?"]
+        assert [body["weight_version"] for body in sent] == [None] * count.bit_count() + [adapter.labels.candidate(4)]
 
 
 def _order(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +125,8 @@ def test_what_vllm_counts_is_read_over_its_ranks() -> None:
 
 def test_what_sglangs_answers_count_is_added_up_by_server() -> None:
     """Over the completions of a request, and requests; an answer without proposals has no counts."""
-    adapter, servers = SERVERS["sglang"](DEEPSEEK), [Answering([(4, 1), (3, 2)]), Answering([(2, 0)]), Answering([])]
+    adapter = SGLangAdapter(DEEPSEEK)
+    adapter.labels, servers = Labels("t"), [Answering([(4, 1), (3, 2)]), Answering([(2, 0)]), Answering([])]
     for server in (servers[0], servers[0], servers[1], servers[2]):
         asyncio.run(adapter.generate(server, replace(ASKED, routes=False), "r"))
     assert [asyncio.run(adapter.drafted(server)) for server in servers] == [(14.0, 6.0), (2.0, 0.0), (0.0, 0.0)]
@@ -136,7 +141,11 @@ class Answering(Server):
 
     async def sampled(self, path: str, body: object, read: Callable[[bytes], Any]) -> Any:
         told = [{"spec_num_proposed_drafts": a, "spec_num_correct_drafts": b} for a, b in self._counts] or [{}]
-        ends = {"output_token_logprobs": [[-1.0, 2, None]], "finish_reason": {"type": "length"}, "weight_version": "1"}
+        ends = {
+            "output_token_logprobs": [[-1.0, 2, None]],
+            "finish_reason": {"type": "length"},
+            "weight_version": "1@t",
+        }
         return read(json.dumps([{"meta_info": ends | one} for one in told]).encode())
 
 

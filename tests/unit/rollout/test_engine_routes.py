@@ -78,32 +78,34 @@ class Answering:
 def by_sglang(
     experts: np.ndarray | None, shape: ModelShape, asked: GenerationRequest = ASKED, end: str = "length"
 ) -> Completion:
+    adapter = SGLangAdapter(shape)
     said = {
         "output_token_logprobs": [[-1.0, 5, None], [-2.0, 6, None]],
-        "weight_version": "1",
+        "weight_version": adapter.labels.verified(1),
         "finish_reason": {"type": end},
     }
     if experts is not None:
         said["routed_experts"] = base64.b64encode(experts.astype("<i4").tobytes()).decode()
     server = Answering([{"meta_info": said}])
-    (completion,) = asyncio.run(SGLangAdapter(shape).generate(server, asked, "x"))
+    (completion,) = asyncio.run(adapter.generate(server, asked, "x"))
     assert server.asked["return_routed_experts"] == asked.routes
     return completion
 
 
 def by_vllm(experts: np.ndarray | None, shape: ModelShape, asked: GenerationRequest = ASKED) -> Completion:
+    adapter = VLLMAdapter(shape)
     choice = {
         "index": 0,
         "token_ids": [5, 6],
         "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]},
-        "weight_versions": [{"version": "1", "start": 0}],
+        "weight_versions": [{"version": adapter.labels.verified(1), "start": 0}],
         "finish_reason": "length",
     }
     if experts is not None:
         with io.BytesIO() as file:
             np.save(file, experts.astype(np.uint8))
             choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
-    (completion,) = asyncio.run(VLLMAdapter(shape).generate(Answering({"choices": [choice]}), asked, "x"))
+    (completion,) = asyncio.run(adapter.generate(Answering({"choices": [choice]}), asked, "x"))
     return completion
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from rl_megatron.config.sections.rollout import RunningRequests, ServerSection
 from rl_megatron.errors import EngineError, SyncError
-from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, StartOptions, candidate, version_of
+from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, Labels, StartOptions
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
@@ -28,6 +28,8 @@ Answer = Callable[[str, dict[str, Any], int], tuple[int, object]]
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=2, stop_token_ids=(), seed=0)
 REQUEST = GenerationRequest(id="step 1: 2+2=", token_ids=(1, 2), num_completions=1, params=PARAMS)
 SECTION = ServerSection(retries=2, backoff_seconds=0.01, timeout_seconds=60.0, concurrency=3)
+
+LABELS = Labels("t")
 
 
 class Words(Adapter):
@@ -45,7 +47,7 @@ class Words(Adapter):
         new, birth = request.params.max_new_tokens, request.birth
         body = {"id": request_id, "prompt": request.token_ids, "new": new, "birth": birth}
         answer = {"tokens": [7], "finish": "stop", **await server.sampled("/generate", body, json.loads)}
-        version = version_of(answer["label"])
+        version = LABELS.version(answer["label"])
         return [completion(answer["tokens"], finish=answer["finish"], spans=((0, version),))] * request.num_completions
 
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
@@ -72,7 +74,7 @@ class Words(Adapter):
         private: Collection[str],
         straight: bool = False,
     ) -> list[Report]:
-        await server.post("/load", {"label": candidate(version)})
+        await server.post("/load", {"label": LABELS.candidate(version)})
         return []
 
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
@@ -83,7 +85,7 @@ class Words(Adapter):
         raise NotImplementedError
 
     async def relabel(self, server: Server, version: int) -> None:
-        await server.post("/relabel", {"label": str(version)})
+        await server.post("/relabel", {"label": LABELS.verified(version)})
 
     async def release(self, server: Server) -> None:
         await server.post("/release")
@@ -99,7 +101,7 @@ class Fake(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.lock, self.asked, self.label = threading.Lock(), list[str](), "0"
+        self.lock, self.asked, self.label = threading.Lock(), list[str](), LABELS.verified(0)
         self.tokens = list[str]()  # of each request
         self.now = self.most = 0
         self.answer: Answer = lambda path, body, number: (200, {"label": self.label})
@@ -186,9 +188,10 @@ def test_a_failed_attempt_goes_to_another_replica(fakes: list[Fake]) -> None:
         ((503, {}), "status 503: {}; attempts made: 3", 3),
         ((400, "too hot"), 'status 400: "too hot"', 1),
         ((200, {"label": "default"}), "labelled 'default', which this run did not push", 1),
-        ((200, {"label": "3"}), "was sampled with version 3, but 4 to 4 were served", 1),
+        ((200, {"label": "3@t"}), "was sampled with version 3, but 4 to 4 were served", 1),
+        ((200, {"label": "4@another"}), "another run has pushed its weights to the server", 1),
     ],
-    ids=["server error", "refusal", "a server that was started again", "of another run"],
+    ids=["server error", "refusal", "a server that was started again", "of no push", "of another run's push"],
 )
 def test_what_cannot_be_served_names_the_request(answer: tuple[int, object], said: str, attempts: int) -> None:
     with running(1) as (fake,):
@@ -211,7 +214,7 @@ def test_no_more_requests_are_in_flight_than_allowed(fakes: list[Fake]) -> None:
 
     def meeting(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
         three.wait(SECTION.timeout_seconds)  # none is answered before as many are in flight as may be
-        return 200, {"label": "1"}
+        return 200, {"label": "1@t"}
 
     async def ask() -> None:
         engine = engine_of(fakes)
@@ -321,8 +324,8 @@ def test_what_an_update_ends_is_asked_again_with_what_it_has(sampled: list[int])
             prompts.append((body["prompt"], body["new"]))
             if len(prompts) == 1:
                 assert paused.wait(10)
-                return 200, {"label": "1", "tokens": sampled, "finish": "abort"}
-            return 200, {"label": "2", "tokens": [4] * body["new"], "finish": "length"}
+                return 200, {"label": "1@t", "tokens": sampled, "finish": "abort"}
+            return 200, {"label": "2@t", "tokens": [4] * body["new"], "finish": "length"}
 
         async def ask() -> Completion:
             engine = engine_of([fake], running_requests="abort")

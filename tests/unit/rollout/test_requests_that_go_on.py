@@ -40,7 +40,7 @@ def test_a_request_goes_on_from_what_was_begun_by_versions_before() -> None:
         if path != "/generate":
             return 200, {}
         asked.append((body["prompt"], body["new"]))
-        return 200, {"label": "7", "tokens": [5, 6, 7], "finish": "length"}
+        return 200, {"label": "7@t", "tokens": [5, 6, 7], "finish": "length"}
 
     async def ask() -> tuple[Completion | None, Completion, Completion | None]:
         engine = engine_of([fake])
@@ -105,9 +105,9 @@ def test_an_interrupt_knows_all_tokens_and_loses_none(overtaken: bool) -> None:
             asked.append((body["prompt"], body["new"]))
             if len(asked) == 1:
                 assert aborted.wait(LIMIT)
-                return 200, {"label": "7", "tokens": [3, 4], "finish": "abort"}
+                return 200, {"label": "7@t", "tokens": [3, 4], "finish": "abort"}
             assert go_on.wait(LIMIT)
-            return 200, {"label": "7", "tokens": [5, 6, 8], "finish": "length"}
+            return 200, {"label": "7@t", "tokens": [5, 6, 8], "finish": "length"}
 
         async def ask() -> tuple[Completion | None, Completion]:
             engine = engine_of([fake])
@@ -183,8 +183,8 @@ def test_what_goes_on_goes_where_its_own_tokens_are_but_never_where_it_failed() 
 def test_what_a_server_ends_that_shuts_down_goes_on_at_another(fakes: list[Fake], sampled: list[int]) -> None:
     """vLLM answers what it samples with aborted completions when it gets SIGTERM, and what comes then too."""
     leaving, rest = fakes
-    leaving.answer = lambda path, body, number: (200, {"label": "1", "tokens": sampled, "finish": "abort"})
-    rest.answer = lambda path, body, number: (200, {"label": "1", "tokens": [4] * body.get("new", 0)})
+    leaving.answer = lambda path, body, number: (200, {"label": "1@t", "tokens": sampled, "finish": "abort"})
+    rest.answer = lambda path, body, number: (200, {"label": "1@t", "tokens": [4] * body.get("new", 0)})
 
     async def ask() -> Completion:
         engine = engine_of(fakes)
@@ -198,7 +198,7 @@ def test_what_a_server_ends_that_shuts_down_goes_on_at_another(fakes: list[Fake]
 
 def test_what_servers_go_on_ending_without_an_update_is_an_error(fakes: list[Fake]) -> None:
     for fake in fakes:
-        fake.answer = lambda path, body, number: (200, {"label": "1", "tokens": [], "finish": "abort"})
+        fake.answer = lambda path, body, number: (200, {"label": "1@t", "tokens": [], "finish": "abort"})
 
     async def ask() -> None:
         engine = engine_of(fakes)

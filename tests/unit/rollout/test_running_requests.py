@@ -108,7 +108,7 @@ def test_a_request_is_as_old_as_it_says_or_as_the_version_served_and_the_oldest_
 
     def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
         births.append(body["birth"])
-        return 200, {"label": "5"}
+        return 200, {"label": "5@t"}
 
     async def ask(fake: Fake) -> None:
         engine = engine_of([fake])

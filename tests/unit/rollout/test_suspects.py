@@ -254,7 +254,7 @@ def test_what_two_servers_refuse_is_dropped(refusing: list[int], dropped: bool) 
 def test_what_one_server_failed_on_and_another_refuses_goes_back_to_the_first() -> None:
     """It does not go again and again where it is refused."""
     with running(2) as fakes:
-        answers: dict[int, list[tuple[int, object]]] = {0: [(500, "failed"), (200, {"label": "4"})], 1: [(400, "no")]}
+        answers: dict[int, list[tuple[int, object]]] = {0: [(500, "failed"), (200, {"label": "4@t"})], 1: [(400, "no")]}
 
         async def ask() -> Completion:
             engine = engine_of(fakes)
@@ -276,7 +276,7 @@ def test_what_fails_on_two_servers_while_these_answer_others_is_dropped() -> Non
     with running(2) as fakes:
 
         def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
-            return (500, "failed") if body.get("prompt") == [6, 6] else (200, {"label": "4"})
+            return (500, "failed") if body.get("prompt") == [6, 6] else (200, {"label": "4@t"})
 
         async def ask() -> list[Any]:
             engine = engine_of(fakes)
@@ -299,7 +299,7 @@ def test_what_fails_on_two_servers_while_these_answer_others_is_dropped() -> Non
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_servers_that_answer_errors_and_live_on_show_one_bad_prompt_after_another(replicas: int) -> None:
     def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
-        return (500, "failed") if body.get("prompt", [0])[0] == 6 else (200, {"label": "4"})
+        return (500, "failed") if body.get("prompt", [0])[0] == 6 else (200, {"label": "4@t"})
 
     async def ask() -> list[Any]:
         engine, answers = engine_of(fakes), list[Any]()

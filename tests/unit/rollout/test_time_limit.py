@@ -39,7 +39,7 @@ class Slow:
             return 200, {}
         self.asked.append((body["prompt"], body["new"]))
         assert aborted.wait(LIMIT)
-        return 200, {"label": "7", "tokens": self.parts.pop(0), "finish": "abort"}
+        return 200, {"label": "7@t", "tokens": self.parts.pop(0), "finish": "abort"}
 
 
 def sampled(slow: Slow, answer: Answer | None = None, **changes: Any) -> list[Completion]:

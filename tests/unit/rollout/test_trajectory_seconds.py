@@ -81,7 +81,7 @@ def test_a_turn_that_a_server_samples_ends_with_what_it_has(turn: int, parts: li
 
     def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
         if path == "/generate" and f"turn {turn}" not in body["id"]:
-            return 200, {"label": "7", "tokens": [97, EOS]}
+            return 200, {"label": "7@t", "tokens": [97, EOS]}
         return slow(path, body, number)
 
     async def ended(url: str) -> Any:

@@ -22,11 +22,10 @@ from rl_megatron.rollout.servers.adapter import (
     Command,
     Description,
     EngineGauges,
+    Labels,
     StartOptions,
-    candidate,
     refused_option,
     value_given,
-    version_of,
 )
 from rl_megatron.rollout.servers.answers import completion_seed, sampled_with, spans_of
 from rl_megatron.rollout.servers.decoding import Judged, SampledColumns, as_form
@@ -82,6 +81,7 @@ class SGLangAdapter(Adapter):
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape, self._counted, self._reader = shape, drafts.Counted(), ReportReader()
+        self.labels = Labels()
 
     @override
     def command(self, options: StartOptions) -> Command:
@@ -207,7 +207,7 @@ class SGLangAdapter(Adapter):
         }
         answers = await server.sampled("/generate", body, form.read_sampled)
         self._counted.add(server, answers)
-        return [_completion(answer, request, self._shape) for answer in answers]
+        return [_completion(answer, request, self._shape, self.labels) for answer in answers]
 
     @override
     async def score(self, server: Server, text: Sequence[int]) -> list[float]:
@@ -291,7 +291,7 @@ class SGLangAdapter(Adapter):
         straight: bool = False,
     ) -> list[Report]:
         order = {"do": "receive" if straight else "load", "version": version, "private": sorted(private)}
-        return await self._reports(server, path, order, label=candidate(version))
+        return await self._reports(server, path, order, label=self.labels.candidate(version))
 
     @override
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
@@ -339,7 +339,9 @@ class SGLangAdapter(Adapter):
 
     @override
     async def relabel(self, server: Server, version: int) -> None:
-        await server.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        await server.post(
+            "/update_weight_version", {"new_version": self.labels.verified(version), "abort_all_requests": False}
+        )
 
     @override
     async def release(self, server: Server) -> None:
@@ -375,7 +377,7 @@ class SGLangAdapter(Adapter):
         await server.post("/unload_lora_adapter", {"lora_name": adapters.name})
 
 
-def _completion(answer: SampledColumns, request: GenerationRequest, shape: ModelShape) -> Completion:
+def _completion(answer: SampledColumns, request: GenerationRequest, shape: ModelShape, labels: Labels) -> Completion:
     count = len(answer.token_ids)
     if request.routes and answer.routes is None and answer.finish_reason == "abort":
         count = 0  # it had lost its place in the cache, and its routes with it: its tokens are sampled again
@@ -383,7 +385,7 @@ def _completion(answer: SampledColumns, request: GenerationRequest, shape: Model
         token_ids=answer.token_ids[:count],
         logprobs=answer.logprobs[:count],
         finish_reason=answer.finish_reason,
-        spans=sampled_with(request, spans_of((s.start, version_of(s.version)) for s in answer.spans[: count or 1])),
+        spans=sampled_with(request, spans_of((s.start, labels.version(s.version)) for s in answer.spans[: count or 1])),
         routes=form.read_routes(answer.routes, len(request.token_ids) + count - 1, shape)
         if request.routes and count
         else None,

@@ -22,10 +22,9 @@ from rl_megatron.rollout.servers.adapter import (
     Command,
     Description,
     EngineGauges,
+    Labels,
     StartOptions,
-    candidate,
     refused_option,
-    version_of,
 )
 from rl_megatron.rollout.servers.answers import sampled_with, spans_of
 from rl_megatron.rollout.servers.decoding import Judged, SampledColumns, as_form
@@ -76,7 +75,7 @@ class VLLMAdapter(Adapter):
     variables = VARIABLES
 
     def __init__(self, shape: ModelShape) -> None:
-        self._shape, self._reader = shape, ReportReader()
+        self._shape, self._reader, self.labels = shape, ReportReader(), Labels()
 
     @override
     def command(self, options: StartOptions) -> Command:
@@ -201,7 +200,7 @@ class VLLMAdapter(Adapter):
         if server.priorities:
             body["priority"] = request.birth or 0
         answers = await server.sampled("/inference/v1/generate", body, form.read_sampled)
-        completions = [_completion(answer, request, self._shape) for answer in answers]
+        completions = [_completion(answer, request, self._shape, self.labels) for answer in answers]
         return completions if p.temperature else completions * request.num_completions
 
     @override
@@ -280,7 +279,7 @@ class VLLMAdapter(Adapter):
         info = {"path": str(path), "version": version, "straight": straight}
         if server.draft_tokens:  # it is labelled once it has both
             await self._update(server, "/start_draft_weight_update", info, {})
-        await self._update(server, "/start_weight_update", info, {"weight_version": candidate(version)})
+        await self._update(server, "/start_weight_update", info, {"weight_version": self.labels.candidate(version)})
         return await self.held(server, path, private)
 
     async def _update(self, server: Server, start: str, info: Mapping[str, object], label: Mapping[str, str]) -> None:
@@ -305,7 +304,7 @@ class VLLMAdapter(Adapter):
 
     @override
     async def relabel(self, server: Server, version: int) -> None:
-        await server.post("/update_weight_version", {"new_version": str(version)})
+        await server.post("/update_weight_version", {"new_version": self.labels.verified(version)})
 
     @override
     async def release(self, server: Server) -> None:
@@ -378,13 +377,13 @@ def _slots_of_replica(options: StartOptions) -> int:
     return each
 
 
-def _completion(answer: SampledColumns, request: GenerationRequest, shape: ModelShape) -> Completion:
+def _completion(answer: SampledColumns, request: GenerationRequest, shape: ModelShape, labels: Labels) -> Completion:
     count = len(answer.token_ids)
     return Completion(
         token_ids=answer.token_ids,
         logprobs=answer.logprobs,
         finish_reason=answer.finish_reason,
-        spans=sampled_with(request, spans_of((span.start, version_of(span.version)) for span in answer.spans)),
+        spans=sampled_with(request, spans_of((span.start, labels.version(span.version)) for span in answer.spans)),
         routes=form.read_routes(answer.routes, len(request.token_ids) + count - 1, shape)
         if request.routes and count
         else None,
