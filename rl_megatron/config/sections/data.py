@@ -48,8 +48,9 @@ class FileKeys(Section):
     somebody finds one of them; ``a.b``: field b of the object in field a. null: 0."""
     messages_field: str | None = None
     """Field that holds a conversation, a list of messages, for jobs on written text: they train on the assistant's, of
-    which those with a ``weight`` of 0 are context alone, and of pairs on what follows the messages that both
-    conversations begin with; ``a.b``: field b of the object in field a. null: a row is a problem and its answer."""
+    which those with a ``weight`` of 0 or ``train`` false are context alone (docs/sft.md), and of pairs on what follows
+    the messages that both conversations begin with; ``a.b``: field b of the object in field a. null: a row is a problem
+    and its answer."""
     tools_field: str | None = None
     """Field that holds the list of functions that a conversation's chat template shows; ``a.b``: field b of the object
     in field a. null: there are none."""

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_DETAILS = ("train_detail", "training_detail")
+_MARKS = ("weight", "train", "training", "train_on_turn", "loss", "trainable", *_DETAILS)
+"""Keys of a message that say whether it is learnt: OpenAI's, those of Axolotl's files, ms-swift's, and agents'."""
 _ANSWERS_NOBODY = (
     "message 1 is the assistant's, which answers nobody; put one before it (the prompt's, where a row has these in "
     "another field), or give it a weight of 0"
@@ -56,8 +59,8 @@ class WrittenConversation:
     first: int = 0
 
     def tidied(self) -> tuple[ChatMessage, ...]:
-        """The messages in one form, without weights. Raises MessagesRefused."""
-        return tidied([{key: value for key, value in one.items() if key != "weight"} for one in self.messages])
+        """The messages in one form, without what says which are learnt. Raises MessagesRefused."""
+        return tidied([{key: value for key, value in one.items() if key not in _MARKS} for one in self.messages])
 
     def learnt(self) -> tuple[tuple[ChatMessage, ...], list[int]]:
         """The messages in one form, and which of them are turns to learn. Raises MessagesRefused."""
@@ -326,8 +329,19 @@ def _check_turn(place: int, message: ChatMessage) -> None:
 
 
 def _weight(place: int, message: Mapping[str, Any]) -> int:
-    """Whether to train on a message, as OpenAI's fine-tuning files say it."""
-    weight = message.get("weight")
-    if weight not in (None, 0, 1):
-        raise MessagesRefused(f"message {place + 1}: weight={weight!r}; it must be 0 or 1")
-    return 1 if weight is None else int(weight)
+    """Whether to train on a message, as its marks say; 1 without any."""
+    marks = {key: value for key in _MARKS if (value := message.get(key)) is not None}
+    for key, value in marks.items():
+        if key in _DETAILS:
+            raise MessagesRefused(
+                f"message {place + 1}: {key}={value!r:.100} names parts of it, and a turn is learnt as a whole or not "
+                "at all; write train instead, or weight"
+            )
+        if value not in (0, 1):
+            raise MessagesRefused(f"message {place + 1}: {key}={value!r:.100}; it must be 0 or 1, or false or true")
+    if len(said := set(map(int, marks.values()))) > 1:
+        raise MessagesRefused(
+            f"message {place + 1}: {', '.join(f'{key}={value!r}' for key, value in marks.items())} say different "
+            "things; keep one of them"
+        )
+    return said.pop() if said else 1

@@ -18,7 +18,7 @@ from rl_megatron.errors import DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.conversation.messages import tidied
-from rl_megatron.rollout.conversation.written import WrittenConversations, check_turns
+from rl_megatron.rollout.conversation.written import WrittenConversation, WrittenConversations, check_turns
 from rl_megatron.types import Prompt
 from tests.unit.rollout.conversation.families import FAMILIES, TOOLS, Reply, message_of, tokenizer_of, written
 
@@ -185,9 +185,19 @@ def test_a_date_that_a_template_writes_is_the_same_in_all_rows_of_a_run(monkeypa
     assert f"Current date: {datetime.now():%Y-%m}" in decoded("gptoss", first[0].token_ids)
 
 
-def test_turns_with_a_weight_of_0_are_context() -> None:
+@pytest.mark.parametrize(
+    ("mark", "no", "yes"),
+    [
+        ("weight", 0, 1),
+        *((mark, False, True) for mark in ("train", "training", "train_on_turn", "loss", "trainable")),
+        ("train", 0.0, None),
+    ],
+)
+def test_turns_that_are_marked_as_not_learnt_are_context(mark: str, no: object, yes: object) -> None:
     messages = asked("chatml")
-    messages[2]["weight"], messages[4]["weight"] = 0, 1
+    messages[2][mark], messages[4][mark] = no, yes
+    shown = WrittenConversation(id="chats:1", messages=messages, tools=()).tidied()
+    assert mark not in set().union(*shown)  # no template sees it
     (row,) = rows_of("chatml", messages, TOOLS)
     learnt = [decoded("chatml", row.token_ids[start:stop]) for start, stop in row.turns]
     assert learnt == ["It is 17.<|im_end|>", "No: 日本 18.<|im_end|>"]
@@ -202,6 +212,18 @@ def test_turns_with_a_weight_of_0_are_context() -> None:
         (
             [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 2}],
             "weight=2; it must be",
+        ),
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "train": "no"}],
+            "message 2: train='no'; it must be 0 or 1, or false or true",
+        ),
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "train": False, "weight": 1}],
+            "message 2: weight=1, train=False say different things; keep one of them",
+        ),
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "train_detail": []}],
+            r"message 2: train_detail=\[\] names parts of it",
         ),
         ([{"content": "a"}], "message 1 is .*it must be an object with a role"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "message 1 has content .*a list of texts"),
