@@ -26,6 +26,7 @@ from rl_megatron.models.families.fields import GenerationFields
 from rl_megatron.models.json_files import read_json
 from rl_megatron.rollout.conversation.pairs import check_answers, check_texts
 from rl_megatron.rollout.conversation.written import check_turns, end_of_turns
+from rl_megatron.training.jobs.written import or_left_out
 from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:
@@ -96,12 +97,19 @@ def load_data(config: RunConfig, model_folder: Path, teachers: Mapping[str, Teac
 
 
 def training_data(config: RunConfig, model_folder: Path) -> Data:
-    """As `load_data`, of which a job on written text can make rows, and teachers can read. May take minutes."""
+    """As `load_data`, of which a job on written text can make rows, and teachers can read. May take minutes.
+
+    Rows without the form of a conversation end the run by a DataError, or are left out as they are drawn, where
+    ``on_refused`` says so."""
     data = load_data(config, model_folder, with_own_prompt(config))
     if _learns_answers(config):
         _tell_ends(data)
-    if (check := _CHECKS.get(config.job)) is not None:
-        check(data.train.conversations())
+    check = _CHECKS.get(config.job)
+    if check is not None and config.written.on_refused == "fail":
+        try:
+            check(data.train.conversations())
+        except DataError as error:
+            raise DataError(f"{error}\n{or_left_out(config)}") from error
     return data
 
 

@@ -92,8 +92,9 @@ class WrittenSection(Section):
     """What to do with a longer sequence: end the run and name it (fail), not train on its row (drop), or train on what
     of it fits, without its end (cut). Metrics count the dropped and the cut ones."""
     on_refused: Literal["fail", "drop"] = "fail"
-    """What to do with a row of which no sequence is made, as the chat template refuses its messages or no token ends
-    a turn (docs/sft.md): end the run and name it (fail), or not train on it (drop), and count it."""
+    """What to do with a row of which no sequence is made, as its messages have no known form, the chat template refuses
+    them or no token ends a turn (docs/sft.md): end the run and name it (fail), or not train on it (drop), and count
+    it."""
 
 
 class SftSection(WrittenSection):

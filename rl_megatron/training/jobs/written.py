@@ -112,12 +112,16 @@ def made_units(prompts: Sequence[Prompt], units_of: UnitsOf, config: RunConfig) 
         units, refused = units_of(prompts), list[tuple[str, str]]()
     except DataError as error:
         if config.written.on_refused == "fail":
-            key = f"{config.job}.on_refused=drop"
-            raise DataError(f"{error}; or leave such rows out with {key}, which a resume may set") from error
+            raise DataError(f"{error}; {or_left_out(config)}") from error
         units, refused = _of_each(prompts, units_of)
     known = {unit[0].id for unit in units}.union(name for name, _ in refused)
     unlearnt = tuple(prompt.id for prompt in prompts if prompt.id not in known)
     return units, LeftOut(refused=tuple(why for _, why in refused), unlearnt=unlearnt)
+
+
+def or_left_out(config: RunConfig) -> str:
+    """What may be done with rows that are refused, besides fixing them."""
+    return f"or leave such rows out with {config.job}.on_refused=drop, which a resume may set"
 
 
 def _of_each(prompts: Sequence[Prompt], units_of: UnitsOf) -> tuple[list[Unit], list[tuple[str, str]]]:

@@ -22,6 +22,7 @@ from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.conversation.written import WrittenConversation, WrittenConversations
+from rl_megatron.training.jobs.written import made_units
 from tests.unit.launcher.sites import data_file, model_folder
 from tests.unit.launcher.test_memory import QWEN3
 
@@ -157,17 +158,35 @@ def test_conversations_are_refused_where_the_generated_models_template_ends_no_t
 
 @pytest.mark.parametrize(("name", "more"), [("sft_tiny", ()), ("dpo_tiny", PAIRED), ("reward_tiny", PAIRED)])
 def test_conversations_are_read_through_while_processes_start(tmp_path: Path, name: str, more: tuple[str, ...]) -> None:
-    """With the data, on the thread of a start: 50 us each, which the event loop would stand still for."""
-    byte_tokenizer().save_pretrained(tmp_path)
+    """With the data, on the thread of a start: 50 us each, which the event loop would stand still for. Those without a
+    form are refused by the door of others: a resume may leave them out."""
+    tokenizer, none = byte_tokenizer(), cast(Any, None)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}<eos>{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}assistant:{% endif %}"
+    tokenizer.save_pretrained(model := model_folder(tmp_path / "model", {**QWEN3, "vocab_size": 259}))
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"split_special_tokens": False}))
     formless = [{"role": "user", "content": [{"type": "image_url"}]}, TALK[1]]
-    for split, talk in (("train", formless), ("eval", TALK)):
-        row = {"talk": talk, "worse": [*talk[:1], {**TALK[1], "content": "3"}]}
-        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row))
+    for split, talks in (("train", (formless, [{**TALK[0], "content": "4"}, TALK[1]])), ("eval", (TALK,))):
+        given = ({"talk": talk, "worse": [*talk[:1], {**TALK[1], "content": "3"}]} for talk in talks)
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, given)))
     rows = [f"data.{split}={tmp_path / split}.jsonl" for split in ("train", "eval")]
     config = load_config(name, ["data.type=files", "data.messages_field=talk", *rows, *more])
-    assert len(load_data(config, tmp_path).train) == 1  # for an evaluation, which trains on none
-    with pytest.raises(DataError, match=r"^prompt 'train:1': message 1 has content .*image_url"):
-        training_data(config, tmp_path)
+    assert len(load_data(config, model).train) == 2  # for an evaluation, which trains on none
+    with pytest.raises(DataError, match=r"^prompt 'train:1': message 1 has content .*image_url") as refused:
+        training_data(config, model)
+    key = f"{config.job}.on_refused=drop"
+    assert str(refused.value).endswith(f"\nor leave such rows out with {key}, which a resume may set")
+    config = load_config(
+        name, [f"model.path={model}", "data.type=files", "data.messages_field=talk", *rows, *more, key]
+    )
+    parts = Parts(config=config, folder=tmp_path, reward=none, allocation=None)
+    roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
+    data = training_data(config, model)
+    job = written_job(parts, starting_shape(config), roles, data, attention_cost=1.0, note=print)
+    units, left_out = made_units(data.train[:], job.units_of, config)
+    assert [[row.id for row in unit] for unit in units] == [["train:2"] * (1 + len(more))]
+    assert [why.split(" has content")[0] for why in left_out.refused] == ["prompt 'train:1': message 1"]
 
 
 @pytest.mark.parametrize(("name", "more"), [("sft_tiny", ()), ("dpo_tiny", PAIRED)])
