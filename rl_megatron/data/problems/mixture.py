@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from numpy.typing import NDArray
 
 from rl_megatron.types import Prompt
 
-DigestOf = Literal["margins", "questions", "texts"]
-OLDER_DIGESTS: tuple[DigestOf, ...] = ("questions", "texts")
+DigestOf = Literal["rows", "margins", "questions", "texts"]
+OLDER_DIGESTS: tuple[DigestOf, ...] = ("margins", "questions", "texts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,15 +126,18 @@ class Epochs:
         return order
 
 
-def digest_of_prompts(prompts: Sequence[Prompt], of: DigestOf = "margins") -> str:
-    """Of their ids, questions and answers, of pairs both and the margin, in their order. Checkpoints of older versions
-    have it without margins (questions), and with texts for questions, which differ by day where a chat template writes
-    the date (texts)."""
+def digest_of_prompts(prompts: Sequence[Prompt], of: DigestOf = "rows") -> str:
+    """Of their ids, questions and answers, of pairs both and the margin, in their order; also of all other fields of
+    problems, which teachers, rewards and environments may read. Checkpoints of older versions have it without these
+    (margins), without margins (questions), and with texts for questions, which differ by day where a chat template
+    writes the date (texts)."""
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         question = prompt.text if of == "texts" or not prompt.question else prompt.question
-        margin = [f"{prompt.margin!r}"] if prompt.margin and of == "margins" else []
-        for text in (prompt.id, question, prompt.answer, *prompt.rejected, *margin):
+        margin = [f"{prompt.margin!r}"] if prompt.margin and of in ("rows", "margins") else []
+        is_read = of == "rows" and prompt.meta and prompt.token_ids  # a conversation's are in its question
+        others = [json.dumps(prompt.meta, ensure_ascii=False, sort_keys=True)] if is_read else []
+        for text in (prompt.id, question, prompt.answer, *prompt.rejected, *margin, *others):
             data = text.encode()
             digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()

@@ -69,7 +69,7 @@ class Pool(Sequence[Prompt]):
         """The rows of each of these sources."""
 
     @abstractmethod
-    def digest(self, rows: NDArray[np.integer], of: DigestOf = "margins") -> str:
+    def digest(self, rows: NDArray[np.integer], of: DigestOf = "rows") -> str:
         """A checksum of all prompts of one source, as `digest_of_prompts`."""
 
     @abstractmethod
@@ -127,7 +127,7 @@ class Listed(Pool):
         return {name: np.array(own, np.uint32) for name, own in rows.items()}
 
     @override
-    def digest(self, rows: NDArray[np.integer], of: DigestOf = "margins") -> str:
+    def digest(self, rows: NDArray[np.integer], of: DigestOf = "rows") -> str:
         return digest_of_prompts([self._prompts[row] for row in rows.tolist()], of)
 
     @override
@@ -197,7 +197,7 @@ class RowsOfPrompts(Pool):
         return {self._source: np.arange(len(self), dtype=np.uint32)}
 
     @override
-    def digest(self, rows: NDArray[np.integer], of: DigestOf = "margins") -> str:
+    def digest(self, rows: NDArray[np.integer], of: DigestOf = "rows") -> str:
         """Of the files' bytes, and of which rows are in the pool."""
         return self._digest
 
@@ -303,7 +303,7 @@ class Joined(Pool):
         return {name: found[name] for name in names}
 
     @override
-    def digest(self, rows: NDArray[np.integer], of: DigestOf = "margins") -> str:
+    def digest(self, rows: NDArray[np.integer], of: DigestOf = "rows") -> str:
         part, start = self._part(int(rows[0]))
         return part.digest(rows - np.uint32(start), of)
 

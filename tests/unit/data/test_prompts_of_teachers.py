@@ -18,8 +18,10 @@ from launcher.build.data import load_data, training_data
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import ArithmeticRunData, FileRunData, MixtureData
 from rl_megatron.config.sections.teachers import TeacherSection
+from rl_megatron.data.problems.mixture import MixtureState
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
-from rl_megatron.errors import DataError
+from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 
 ROWS = [
@@ -147,6 +149,25 @@ def test_a_field_of_a_parquet_file_that_is_no_text_is_named_before_it_is_drawn(t
             seed=0,
             teachers={"t": teacher("{prompt} {why}")},
         )
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_resume_refuses_other_texts_of_a_teacher(tmp_path: Path, suffix: str) -> None:
+    """Keys of a row in another order are the same row in JSON lines, where tokens and bytes do not count."""
+
+    def stream(row: dict[str, Any]) -> PromptStream:
+        data, taught = files(tmp_path, suffix, [row]), {"t": teacher("{prompt} {why.steps}")}
+        train, _ = load_prompts(
+            data, byte_tokenizer(), max_prompt_tokens=40, on_long_prompt="fail", seed=0, teachers=taught
+        )
+        return PromptStream(train, seed=0)
+
+    state, other = stream(ROWS[0]).state(), {**ROWS[0], "why": {"steps": "one and 1"}}
+    assert not isinstance(state, MixtureState)
+    if suffix == ".jsonl":
+        stream(dict(reversed(ROWS[0].items()))).restore(state)
+    with pytest.raises(CheckpointError, match="but with others, by their digest; resume with the same files"):
+        stream(other).restore(state)
 
 
 def test_prompts_of_a_source_have_those_of_its_own_teachers(tmp_path: Path) -> None:
