@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from jinja2 import TemplateRuntimeError
+from jinja2 import TemplateError, TemplateRuntimeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TemplateValue = bool | int | float | str
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""What a template raises as it renders, and who applies it where of several none is called default."""
 SECONDS = 5.0
 """Of processor time; templates take milliseconds, so that a busy machine or a stopped process ends none."""
 _BETWEEN_LOOKS = 0.5  # seconds

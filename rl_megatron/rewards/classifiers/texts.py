@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.chat_templates import begun_once, bounded_rendering
+from rl_megatron.chat_templates import TEMPLATE_ERRORS, begun_once, bounded_rendering
 from rl_megatron.config.sections.reward import RewardModelSection
 from rl_megatron.errors import ConfigError
 
@@ -54,7 +54,15 @@ def classifier_texts(folder: Path, section: RewardModelSection, config: Any, whe
             f"reward.model.chat_template=true, but the tokenizer of {folder} has no chat template; set it to false"
         )
     most = _max_tokens(config, tokenizer, section.max_tokens, where)
-    return ClassifierTexts(tokenizer=tokenizer, chat_template=section.chat_template, max_tokens=most)
+    texts = ClassifierTexts(tokenizer=tokenizer, chat_template=section.chat_template, max_tokens=most)
+    try:
+        texts.rows("1+1?", ["2"])
+    except TEMPLATE_ERRORS as error:
+        raise ConfigError(
+            f"{where}: its chat template fails at a question and an answer: {type(error).__name__}: {error!s:.500}; "
+            f"give {folder} a chat_template.jinja that shows both, or set reward.model.chat_template=false"
+        ) from error
+    return texts
 
 
 def _max_tokens(config: Any, tokenizer: Any, wanted: int | None, where: str) -> int:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 
-from rl_megatron.chat_templates import bounded_rendering
+from rl_megatron.chat_templates import TEMPLATE_ERRORS, bounded_rendering
 from rl_megatron.errors import ConfigError
 from rl_megatron.rollout.conversation.compiled import compiled
 from rl_megatron.rollout.conversation.messages import REASONING, ChatMessage, MessagesRefused, written_arguments
@@ -23,7 +23,6 @@ THOUGHT = "</think>"
 """What templates look for in a content, to drop what is before it."""
 _SYSTEM = ("system", "developer")
 _SHOWN = "Rl0Megatron0Shown0Here"  # in any form of quoting
-_RAISED = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 class _Jinja:
@@ -149,7 +148,7 @@ class ChatRenderer:
                     return jinja.compiled.render(
                         self._variables, messages=form, tools=list(tools) or None, add_generation_prompt=opened
                     )
-            except _RAISED as error:
+            except TEMPLATE_ERRORS as error:
                 reason = f"{type(error).__name__}: {error}"
         raise MessagesRefused(f"the model's chat template refuses these messages: {reason}")
 

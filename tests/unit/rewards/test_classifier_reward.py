@@ -173,6 +173,14 @@ def test_what_is_no_reward_model_is_refused_at_the_start(tmp_path: Path) -> None
     folder = make(tmp_path / "good", num_labels=1)
     with pytest.raises(ConfigError, match=r"has no chat template; set it to false"):
         score(folder, chat_template=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    for template, said in (
+        ([{"name": name, "template": "U"} for name in ("rag", "tools")], "ValueError: .*multiple chat templates .*rag"),
+        ("{{ raise_exception('one turn alone') }}", "TemplateError: one turn alone"),
+    ):
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+        with pytest.raises(ConfigError, match=rf"hf:.*its chat template fails at a question and an answer: {said}"):
+            score(folder, chat_template=True)
     with pytest.raises(ConfigError, match=r"reward\.model\.max_tokens=13: .* reads at most 12"):
         score(folder, max_tokens=13)
     with pytest.raises(ConfigError, match=r"reward\.model\.device=nowhere"):
