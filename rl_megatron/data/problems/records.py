@@ -17,7 +17,10 @@ from rl_megatron.errors import DataError, cut_to
 from rl_megatron.json_text import value_at
 
 NESTED = "it must be text: write a message's text alone, and data.chat_template=true makes it a user's message"
-_NO_VALUE, _QUOTED = "the row has no value, so remove it", "it must be text, so quote it"
+_NO_VALUE, _QUOTED = (
+    "the row has no value, or a number that is not finite, so remove it",
+    "it must be text, so quote it",
+)
 _MAX_SHOWN = 500  # characters of a file's or a library's text in an error
 _MAX_PROBLEMS_SHOWN = 20
 
@@ -205,8 +208,8 @@ def unread_field(name: str, row: Mapping[str, Any], key: str) -> str:
 
 
 def null_field(name: str, key: str) -> str:
-    """Say that a field is null which the config ``key`` has a teacher read."""
-    return f"field {name!r} is null, for {key}; give it a value, or remove the row"
+    """Say that a field has no value which the config ``key`` has a teacher read."""
+    return f"field {name!r} is null, or a number that is not finite, for {key}; give it a value, or remove the row"
 
 
 def _leaves(row: Mapping[str, Any]) -> Iterator[str]:

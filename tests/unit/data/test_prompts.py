@@ -158,7 +158,7 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
         6: "did you mean 'questoin'",
         7: "'question' is 72 (int); it must be text, so quote it",
         8: "(list); it must be text: write a message's text alone",
-        9: "'answer' is None (NoneType); the row has no value",
+        9: "'answer' is None (NoneType); the row has no value, or a number that is not finite, so remove it",
         10: "'answer' is empty",
         11: "field 'question' holds a lone surrogate",
         12: "not JSON",

@@ -128,9 +128,11 @@ def test_a_field_that_a_row_lacks_or_that_is_null_is_named_with_the_row(tmp_path
             load(tmp_path, rows, name)
     (tmp_path / "null").mkdir()
     whole = {**rows[0], "why": {"steps": "4"}, "solution": "4", "score": 1.5}
-    null = {**whole, "question": "9", "why": None, "solution": None, "score": math.nan}
-    for name in ("solution", "why.steps", "why", "score"):
-        with pytest.raises(DataError, match=rf":2: field '{name}' is null, for algorithm.kl.teachers.t.prompt; give"):
+    null = {**whole, "question": "9", "why": None, "solution": None, "score": math.nan, "worth": -math.inf}
+    whole["worth"] = 1.5
+    for name in ("solution", "why.steps", "why", "score", "worth"):
+        said = rf":2: field '{name}' is null, or a number that is not finite, for algorithm.kl.teachers.t.prompt; give"
+        with pytest.raises(DataError, match=said):
             load(tmp_path / "null", [whole, null], name)
         load(tmp_path / "null", [whole, null], name, on_leak="drop")  # the second is held out
 
