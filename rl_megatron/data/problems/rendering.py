@@ -10,9 +10,7 @@ from itertools import islice, tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from jinja2 import TemplateError
-
-from rl_megatron.chat_templates import bounded_rendering, prompt_tokens
+from rl_megatron.chat_templates import TEMPLATE_ERRORS, bounded_rendering, prompt_tokens
 from rl_megatron.config.sections.data import FileKeys
 from rl_megatron.config.sections.teachers import ANOTHER, ANOTHER_FIELD, TeacherSection, prompt_parts
 from rl_megatron.data.problems.records import Record, missing_field, null_field, unread_field
@@ -33,7 +31,11 @@ MOST_MARGIN = 10_000
 """Largest size of a pair's margin: beside it a score of float32 still has three digits after the point."""
 
 _LIST = (list, type(None))
-_MESSAGE = {"role", "content"}  # a list of objects with a role alone may be an answer: who does what
+_MESSAGE = {"role", "content"}  # objects with a role alone may be an answer: who does what
+_SHAREGPT, _SPEAKERS = (
+    {"from", "value"},
+    {"human", "gpt", "user", "assistant", "system"},
+)  # of other senders it is an answer
 _OF_PROBLEM = ("prompt", "answer")  # whatever the fields are called
 _PLACE = f"\ue000{ANOTHER_FIELD}\ue000"  # in a teacher's prompt: no text has these characters, of a private use
 
@@ -113,7 +115,7 @@ def _as_user(text: str, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
     try:
         with bounded_rendering():
             return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+    except TEMPLATE_ERRORS as error:
         raise DataError(
             f"{place}: the tokenizer's chat template fails at it: {type(error).__name__}: {error!s:.500}; "
             "fix the model's chat_template.jinja, or set chat_template=false"
@@ -147,13 +149,13 @@ def _with_fields(problem: Problem, parts: Sequence[tuple[str, str | None]], key:
 
 def check_pair(record: Record, place: str, data: FileKeys) -> None:
     """Raises DataError for a pair of equals, for one whose answers are no texts, and for a bad margin; also for a
-    lone answer that is a list of messages."""
+    lone answer that is a message, or a list of them."""
     _margin(record, place, data)
     if data.messages_field is not None:
         return
     for name in (data.answer_field, *filter(None, (data.rejected_field,))):
         value = record.others.get(name)
-        is_talk = isinstance(value, list) and any(isinstance(one, dict) and one.keys() >= _MESSAGE for one in value)
+        is_talk = any(map(_is_message, value if isinstance(value, list) else [value]))
         if is_talk or (data.rejected_field is not None and isinstance(value, list | dict)):
             raise DataError(
                 f"{place}: field {name!r} is {_start_of(value)}; an answer is a text. If it is a conversation, name it "
@@ -164,6 +166,12 @@ def check_pair(record: Record, place: str, data: FileKeys) -> None:
     _, answer, rejected = record.texts
     if answer == rejected:
         raise DataError(f"{place}: {_EQUAL.format(data.answer_field, data.rejected_field)}")
+
+
+def _is_message(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return value.keys() >= _MESSAGE or (value.keys() >= _SHAREGPT and value["from"] in (*_SPEAKERS,))
 
 
 def _margin(record: Record, place: str, data: FileKeys) -> float:

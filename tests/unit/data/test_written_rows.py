@@ -337,16 +337,19 @@ def test_parameters_of_tools_may_be_json_text(suffix: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_an_answer_that_is_a_list_of_messages_is_refused_and_another_list_is_none(suffix: str, tmp_path: Path) -> None:
-    """As TRL's files with a prompt and a completion have it; it would be learnt as JSON."""
-    held_out = written(tmp_path / "e.jsonl", [{"q": "9", "good": "9"}])
-    for number, good in enumerate((talk("1", "2")[1:], [{"role": "buyer", "name": "1"}])):
-        path = written(tmp_path / f"{number}{suffix}", [{"q": "1", "good": good}])
-        keys = {"type": "files", "train": path, "eval": held_out, **FORMS["answers"]}
-        if number:
+@pytest.mark.parametrize("field", ["good", "in.it"])
+def test_an_answer_that_is_messages_is_refused_and_another_list_or_object_is_none(
+    suffix: str, field: str, tmp_path: Path
+) -> None:
+    """As TRL's files with a prompt and a completion have it, and ShareGPT's; it would be learnt as JSON."""
+    held_out = written(tmp_path / "e.jsonl", [{"q": "9", "good": "9", "in": {"it": "9"}}])
+    messages = talk("1", "2")[1:], talk("1", "2")[1], [{"from": "gpt", "value": "2"}]
+    for number, good in enumerate((*messages, [{"role": "buyer", "name": "1"}], {"from": "USD", "value": 2})):
+        path = written(tmp_path / f"{number}{suffix}", [{"q": "1", "good": good, "in": {"it": good}}])
+        keys = {"type": "files", "train": path, "eval": held_out, **FORMS["answers"], "answer_field": field}
+        if number >= len(messages):
             assert load(FileRunData.model_validate(keys), pairs=False)[0].answer == json.dumps(good)
         else:
-            with pytest.raises(
-                DataError, match=rf"0\{suffix}:1: field 'good' is .*; an answer is a text. If it is a con"
-            ):
+            said = rf"{number}\{suffix}:1: field '{field}' is .*; an answer is a text. If it is a con"
+            with pytest.raises(DataError, match=said):
                 load(FileRunData.model_validate(keys), pairs=False)
