@@ -114,9 +114,11 @@ def training_data(config: RunConfig, model_folder: Path) -> Data:
 
 
 def _ends(data: DataSection, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> EndTokens:
-    """The token after answers of each source: of chats, the one with which the chat template ends a turn, if known."""
+    """The token after answers of each source: of chats and of conversations, the one with which the chat template ends
+    a turn, if known."""
     sources = {name_of(key): one for key, one in data_sources(data).items()}
-    chats = {name for name, one in sources.items() if isinstance(one, FileKeys) and one.chat_template}
+    files = {name: one for name, one in sources.items() if isinstance(one, FileKeys)}
+    chats = {name for name, one in files.items() if one.chat_template or one.messages_field is not None}
     of_turns, plain = end_of_turns(tokenizer, stops) if chats else None, end_of_answers(tokenizer, stops)
     return {name: of_turns if name in chats and of_turns is not None else plain for name in sources}
 

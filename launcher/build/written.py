@@ -180,6 +180,7 @@ def written_job(
         objective=objective,
         optimizer_steps=steps,
         name=name,
+        end_token_ids={} if config.kind.scores else data.end_token_ids,
         dropped=data.train.dropped * (2 if config.kind.pairs else 1),
         seconds_at_peak=seconds_at_peak(shape, roles.gpus, config.learner),
         training_flops=partial(training_flops, shape, learner=config.learner),

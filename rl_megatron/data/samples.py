@@ -7,6 +7,7 @@ Letters: S sequences, N positions of all of them, L tokens of one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
@@ -25,6 +26,8 @@ from rl_megatron.types import Prompt, RolloutGroup, Samples, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 def to_samples(
@@ -163,6 +166,19 @@ def end_of_answers(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[
         return int(tokenizer.eos_token_id)
     known = set(tokenizer.get_vocab().values())
     return next((one for one in stop_token_ids if one in known), None)
+
+
+def warn_of_other_ends(then: EndTokens, now: EndTokens) -> None:
+    """Log the sources whose learnt answers and turns end with another token than before a resume; of checkpoints of
+    older versions, which do not tell, none."""
+    for source, token in now.items():
+        if source in then and then[source] != token:
+            logger.warning(
+                "what is learnt%s ends with the token %s from here on, and ended with %s before this resume, so a "
+                "model learns two ends: the tokenizer, its chat template or eos_token_id of generation_config.json "
+                "changed, or the version, whose choice docs/sft.md tells",
+                *(f" of data.sources.{source}" if source else "", token, then[source]),
+            )
 
 
 def written_samples(rows: Sequence[WrittenRow]) -> Samples:

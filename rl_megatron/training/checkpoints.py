@@ -35,9 +35,8 @@ from rl_megatron.training.credit.state import AlgorithmState
 
 logger = logging.getLogger(__name__)
 
-_TEMPORARY = ".writing-"
+_TEMPORARY, _MAX_LINES = ".writing-", 20
 _STATE_FILE, _MANIFEST_FILE, _COLUMNS = "trainer.json", "manifest.json", "stream"
-_MAX_LINES = 20
 _FIRST_LOOK = 0.1  # seconds until ranks are asked again whether they have written
 
 
@@ -53,6 +52,7 @@ class TrainerState:
     left_out: tuple[int, ...] = ()  # PromptStream.left_out, ascending
     memory: AlgorithmState | None = None  # the algorithm's, by the name in checkpoints; None in a warm start
     table: TableState | None = None  # of data.curriculum
+    ends: dict[str, int | None] = field(default_factory=dict)  # EndTokens of what was learnt; empty where unknown
     skipped: dict[str, int] = field(default_factory=dict)  # optimizer steps in a row until now, by model
     row: Row | None = None  # of this step's metrics, where a stop put off its evaluation
     warm_start_step: int | None = None  # supervised steps done in a stopped warm start; ``prompts`` is then its

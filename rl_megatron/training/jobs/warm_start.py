@@ -18,6 +18,7 @@ from rl_megatron.data.samples import (
     check_ends,
     check_tokens,
     supervised_rows,
+    warn_of_other_ends,
     written_samples,
 )
 from rl_megatron.errors import DataError, EnvironmentFailed
@@ -162,7 +163,8 @@ class WarmStart:
         """The position in the data."""
         prompts, steps = self.prompts.state(), self.supervised.optimizer_steps
         skipped = {steps.name: steps.in_a_row}
-        return TrainerState(step=0, prompts=prompts, stream=None, skipped=skipped, warm_start_step=self.number)
+        ends, number = dict(self.end_token_ids), self.number
+        return TrainerState(step=0, prompts=prompts, stream=None, ends=ends, skipped=skipped, warm_start_step=number)
 
     async def restore(self, state: TrainerState) -> None:
         """Continue from ``state``, and push the weights."""
@@ -171,6 +173,7 @@ class WarmStart:
         steps.in_a_row = state.skipped.get(steps.name, 0)
         await asyncio.to_thread(self.prompts.digest)
         self.prompts.restore(state.prompts)
+        warn_of_other_ends(state.ends, self.end_token_ids)
         await self.roles.weights.push(0)
 
     async def close(self) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.problems.mixture import MixtureState
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.data.samples import WrittenRow
+from rl_megatron.data.samples import EndTokens, WrittenRow, warn_of_other_ends
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.progress import seldom
@@ -196,6 +196,8 @@ class WrittenJob:
     optimizer_steps: OptimizerSteps
     """Those of the objective."""
     name: str
+    end_token_ids: EndTokens = field(default_factory=dict)
+    """After what is learnt of each source; empty where no end is."""
     dropped: int = 0
     """Rows that are not in the data, as they were too long when it was read."""
     seconds_at_peak: Callable[[Iterable[int]], float] | None = None
@@ -340,7 +342,9 @@ class WrittenJob:
         """The position in the data after the last step."""
         prompts = self.prompts.state() if self._next is None else self._next.before
         skipped = {self.optimizer_steps.name: self.optimizer_steps.in_a_row}
-        return TrainerState(step=self.number, prompts=prompts, stream=None, skipped=skipped)
+        return TrainerState(
+            step=self.number, prompts=prompts, stream=None, ends=dict(self.end_token_ids), skipped=skipped
+        )
 
     async def restore(self, state: TrainerState) -> None:
         """Continue from ``state``."""
@@ -348,6 +352,7 @@ class WrittenJob:
         self.optimizer_steps.in_a_row = state.skipped.get(self.optimizer_steps.name, 0)
         await asyncio.to_thread(self.prompts.digest)
         self.prompts.restore(state.prompts)
+        warn_of_other_ends(state.ends, self.end_token_ids)
 
     async def close(self) -> None:
         """End the making of rows, and forget those of steps that an early end left out."""

@@ -6,12 +6,14 @@ import asyncio
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.data.samples import written_samples
+from rl_megatron.data.samples import EndTokens, written_samples
 from rl_megatron.errors import DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.observability.recorder import Stopwatch
@@ -112,6 +114,26 @@ def test_it_is_counted_in_the_row_of_its_step(
     said = "3 of the first 9 rows to train on are refused and left out, by sft.on_refused=drop; the first: "
     first = f"prompt 'd:{drawn(9)[1]}': "
     assert [text[: len(said + first)] for text in caplog.messages] == [said + first] * bool(looked_at)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        ({"": 257}, {"": 258}, "what is learnt ends with the token 258 from here on, and ended with 257 before this"),
+        ({"a": 7, "b": None}, {"a": 7, "b": 8}, "what is learnt of data.sources.b ends with the token 8 from here on"),
+        ({"": 257}, {"": 257}, ""),
+        ({}, {"": 257}, ""),  # an older version's
+    ],
+)
+def test_a_resume_says_that_what_it_learns_ends_otherwise(
+    then: EndTokens, now: EndTokens, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    form = TypeAdapter(TrainerState)
+    first = replace(its_job(data(6), 2), end_token_ids=then)
+    state = form.validate_json(form.dump_json(first.state()))
+    asyncio.run(replace(its_job(data(6), 2), end_token_ids=now).restore(state))
+    told = [one.getMessage() for one in caplog.records if "ends with" in one.getMessage()]
+    assert (len(told), all(one.startswith(said) for one in told)) == (bool(said), True)
 
 
 @pytest.mark.parametrize("on_refused", ["fail", "drop"])
