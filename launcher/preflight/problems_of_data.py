@@ -12,11 +12,12 @@ from launcher.preflight.subject import Found, Subject, note, problem, unchecked
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
 from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.data.problems.conversations import conversation_text
 from rl_megatron.data.problems.files import files_in, local_files, read_records
 from rl_megatron.data.problems.leaks import ListedTexts, leaked, leaks_named, spaced
 from rl_megatron.data.problems.prompts import check_template
 from rl_megatron.data.problems.records import Record, listed
-from rl_megatron.data.problems.rendering import check_pair, conversation_text, fields_of
+from rl_megatron.data.problems.rendering import check_pair, fields_of
 from rl_megatron.errors import ConfigError, DataError, RLMegatronError
 from rl_megatron.rewards.registry import REWARDS
 

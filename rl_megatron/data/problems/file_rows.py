@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from rl_megatron.config.sections.data import FileKeys
+from rl_megatron.data.problems.conversations import conversation, conversation_text, unrendered
 from rl_megatron.data.problems.leaks import ProblemTexts, digests_of, spaced
 from rl_megatron.data.problems.parquet import ParquetRows
 from rl_megatron.data.problems.records import Record, listed
-from rl_megatron.data.problems.rendering import check_pair, conversation, conversation_text, fields_of, unrendered
+from rl_megatron.data.problems.rendering import check_pair, fields_of
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt
 

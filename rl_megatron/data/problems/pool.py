@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from rl_megatron.data.problems.conversations import conversation, unrendered
 from rl_megatron.data.problems.file_rows import FileRows
 from rl_megatron.data.problems.mixture import DigestOf, digest_of_prompts
 from rl_megatron.data.problems.records import number_at
-from rl_megatron.data.problems.rendering import RowForm, TooLong, conversation, rendered, tokenized_one, unrendered
+from rl_megatron.data.problems.rendering import RowForm, TooLong, rendered, tokenized_one
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt
 

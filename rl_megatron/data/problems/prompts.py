@@ -25,6 +25,7 @@ from rl_megatron.config.sections.data import (
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.problems.arithmetic import split_sums
+from rl_megatron.data.problems.conversations import conversation, unrendered
 from rl_megatron.data.problems.file_rows import FileRows, file_rows
 from rl_megatron.data.problems.files import files_in, local_files, read_records
 from rl_megatron.data.problems.leaks import JoinedTexts, ListedTexts, OnLeak, TextsFor, rows_to_keep, spaced
@@ -36,12 +37,10 @@ from rl_megatron.data.problems.rendering import (
     OnLongPrompt,
     Problem,
     RowForm,
-    conversation,
     fields_in,
     fields_of,
     rendered,
     tokenized,
-    unrendered,
 )
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.types import Prompt

@@ -212,6 +212,16 @@ def null_field(name: str, key: str) -> str:
     return f"field {name!r} is null, or a number that is not finite, for {key}; give it a value, or remove the row"
 
 
+def equal_fields(better: str, worse: str) -> str:
+    """Say that the two fields of a pair are equal."""
+    return f"fields {better!r} and {worse!r} are equal, so nothing says which is better; remove the row"
+
+
+def start_of(value: object) -> str:
+    """The start of a bad value, for errors."""
+    return f"{value!r:.80}"
+
+
 def _leaves(row: Mapping[str, Any]) -> Iterator[str]:
     for name, value in row.items():
         inner = _leaves(value) if isinstance(value, Mapping) and value else ()

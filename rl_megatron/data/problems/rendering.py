@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from rl_megatron.chat_templates import TEMPLATE_ERRORS, bounded_rendering, prompt_tokens
 from rl_megatron.config.sections.data import FileKeys
 from rl_megatron.config.sections.teachers import ANOTHER, ANOTHER_FIELD, TeacherSection, prompt_parts
-from rl_megatron.data.problems.records import Record, missing_field, null_field, unread_field
+from rl_megatron.data.problems.records import Record, equal_fields, missing_field, null_field, start_of, unread_field
 from rl_megatron.errors import DataError
-from rl_megatron.json_text import parse, value_at
+from rl_megatron.json_text import value_at
 from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:
@@ -26,11 +26,9 @@ logger = logging.getLogger(__name__)
 _AT_ONCE = 1000  # prompts that a tokenizer gets in one call
 _MOST_CHARACTERS = 100  # per token, on average over a prompt
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
-_EQUAL = "fields {!r} and {!r} are equal, so nothing says which is better; remove the row"
 MOST_MARGIN = 10_000
 """Largest size of a pair's margin: beside it a score of float32 still has three digits after the point."""
 
-_LIST = (list, type(None))
 _MESSAGE = {"role", "content"}  # objects with a role alone may be an answer: who does what
 _SHAREGPT, _SPEAKERS = (
     {"from", "value"},
@@ -104,7 +102,7 @@ def rendered(record: Record, path: Path, line: int, data: FileKeys, tokenizer: P
         raw=question,
         answer=answer,
         rejected=rejected,
-        margin=_margin(record, f"{path}:{line}", data),
+        margin=margin_of(record, f"{path}:{line}", data),
         meta=record.others,
     )
 
@@ -150,7 +148,7 @@ def _with_fields(problem: Problem, parts: Sequence[tuple[str, str | None]], key:
 def check_pair(record: Record, place: str, data: FileKeys) -> None:
     """Raises DataError for a pair of equals, for one whose answers are no texts, and for a bad margin; also for a
     lone answer that is a message, or a list of them."""
-    _margin(record, place, data)
+    margin_of(record, place, data)
     if data.messages_field is not None:
         return
     for name in (data.answer_field, *filter(None, (data.rejected_field,))):
@@ -158,14 +156,14 @@ def check_pair(record: Record, place: str, data: FileKeys) -> None:
         is_talk = any(map(_is_message, value if isinstance(value, list) else [value]))
         if is_talk or (data.rejected_field is not None and isinstance(value, list | dict)):
             raise DataError(
-                f"{place}: field {name!r} is {_start_of(value)}; an answer is a text. If it is a conversation, name it "
+                f"{place}: field {name!r} is {start_of(value)}; an answer is a text. If it is a conversation, name it "
                 "in messages_field, and a worse one in rejected_field"
             )
     if data.rejected_field is None:
         return
     _, answer, rejected = record.texts
     if answer == rejected:
-        raise DataError(f"{place}: {_EQUAL.format(data.answer_field, data.rejected_field)}")
+        raise DataError(f"{place}: {equal_fields(data.answer_field, data.rejected_field)}")
 
 
 def _is_message(value: object) -> bool:
@@ -174,7 +172,7 @@ def _is_message(value: object) -> bool:
     return value.keys() >= _MESSAGE or (value.keys() >= _SHAREGPT and value["from"] in (*_SPEAKERS,))
 
 
-def _margin(record: Record, place: str, data: FileKeys) -> float:
+def margin_of(record: Record, place: str, data: FileKeys) -> float:
     """The number in the field of margins; 0 without a field. Raises DataError for anything else there."""
     if data.margin_field is None:
         return 0.0
@@ -184,98 +182,10 @@ def _margin(record: Record, place: str, data: FileKeys) -> float:
         raise DataError(f"{place}: {missing_field(data.margin_field, record.others)}") from None
     if isinstance(value, bool) or not isinstance(value, int | float) or not -MOST_MARGIN <= value <= MOST_MARGIN:
         raise DataError(
-            f"{place}: field {data.margin_field!r} is {_start_of(value)}; it must be a finite number, from "
+            f"{place}: field {data.margin_field!r} is {start_of(value)}; it must be a finite number, from "
             f"-{MOST_MARGIN} to {MOST_MARGIN}"
         )
     return float(value)
-
-
-def conversation(record: Record, path: Path, line: int, data: FileKeys) -> Problem:
-    """The conversation in a row of a file, or the pair of them. Raises as `conversation_text`, which it has."""
-    place = f"{path}:{line}"
-    text = conversation_text(record, place, data, in_structs=path.suffix == ".parquet")
-    margin = _margin(record, place, data)
-    return Problem(
-        id=f"{path.stem}:{line}", place=place, text=text, answer="", raw=text, margin=margin, meta=record.others
-    )
-
-
-def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs: bool) -> str:
-    """Messages and tools in JSON; ``in_structs``: lists come from Arrow's structs, where each row has the keys of all,
-    null where it lacks them, and are left without these.
-
-    Raises DataError that names the ``place`` for a row without messages of which one is the assistant's, and as
-    `check_pair` does.
-    """
-    assert data.messages_field is not None
-    found = dict[str, Any]()
-    check_pair(record, place, data)
-    for name in filter(None, (data.messages_field, data.rejected_field, data.tools_field)):
-        try:
-            value = found[name] = record.at(name)
-        except KeyError:
-            raise DataError(f"{place}: {missing_field(name, record.others)}") from None
-        if isinstance(value, str) and value.startswith("["):
-            try:
-                found[name] = json.loads(value)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{place}: field {name!r} is text that begins a list, and not JSON: {error}") from error
-        elif in_structs:
-            found[name] = _without_null_keys(value)
-        if not isinstance(found[name], _LIST) or not all(isinstance(one, dict) for one in found[name] or ()):
-            raise DataError(f"{place}: field {name!r} is {_start_of(value)}; it must be a list of objects")
-    tools = [
-        _with_parameters(one, f"{place}: field {data.tools_field!r}") for one in found.get(data.tools_field or "") or []
-    ]
-    whole = {"messages": found[data.messages_field], "tools": tools}
-    if data.rejected_field is not None:
-        whole["rejected"] = found[data.rejected_field]
-    for name in filter(None, (data.messages_field, data.rejected_field)):
-        if not any(one.get("role") == "assistant" for one in found[name] or ()):
-            raise DataError(f"{place}: field {name!r} has no message of the role 'assistant' to train on")
-        if name == data.rejected_field and found[name] == found[data.messages_field]:
-            raise DataError(f"{place}: {_EQUAL.format(data.messages_field, data.rejected_field)}")
-    text = _to_json(whole)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{place}: its messages hold a lone surrogate, which is not valid text") from error
-    return text
-
-
-def _with_parameters(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """The tool with its parameters as an object: some files have them as JSON text, because a column of Arrow has one
-    schema for all. Raises DataError that begins with ``where``."""
-    function = tool.get("function", tool)
-    if not isinstance(function, dict) or not isinstance(text := function.get("parameters"), str):
-        return tool
-    try:
-        parameters = parse(text)
-    except ValueError:
-        parameters = None
-    if not isinstance(parameters, dict):
-        raise DataError(f"{where} has a tool of parameters {_start_of(text)}; they must be an object, or its JSON text")
-    function = {**function, "parameters": parameters}
-    return {**tool, "function": function} if "function" in tool else function
-
-
-def _without_null_keys(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _without_null_keys(inner) for key, inner in value.items() if inner is not None}
-    return [_without_null_keys(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _start_of(value: object) -> str:
-    """The start of a bad value, for errors."""
-    return f"{value!r:.80}"
-
-
-def unrendered(conversations: Sequence[Problem]) -> list[Prompt]:
-    """The conversations as prompts without tokens, which whoever trains on them makes of ``text``."""
-    return [
-        Prompt(id=one.id, text=one.text, token_ids=(), answer="", question=one.raw, margin=one.margin, meta=one.meta)
-        for one in conversations
-    ]
 
 
 def tokenized(problems: Sequence[Problem], form: RowForm, *, chat: bool = False) -> list[Prompt]:
