@@ -54,6 +54,13 @@ class FileKeys(Section):
     tools_field: str | None = None
     """Field that holds the list of functions that a conversation's chat template shows; ``a.b``: field b of the object
     in field a. null: there are none."""
+    context_field: str | None = None
+    """Field that holds the messages before those of ``messages_field`` and ``rejected_field``, as ``prompt`` of TRL's
+    pairs and completions: context alone, whoever says them; ``a.b``: field b of the object in field a. null: there are
+    none."""
+    system_field: str | None = None
+    """Field that holds the text of the system's message, which comes first where it is not empty: in a conversation, or
+    in front of the user turn of ``chat_template``; ``a.b``: field b of the object in field a. null: there is none."""
     prompt_template: str = "{prompt}"
     """Text of a prompt, in which the problem replaces {prompt}."""
     chat_template: bool = False
@@ -66,7 +73,12 @@ class FileKeys(Section):
         of_texts = ("prompt_field", "answer_field", "prompt_template", "chat_template")
         unread = {key: getattr(self, key) != type(self).model_fields[key].default for key in of_texts}
         if self.messages_field is None:
-            unread = {"tools_field": self.tools_field is not None}
+            unread = {key: getattr(self, key) is not None for key in ("tools_field", "context_field")}
+            if self.system_field is not None and not self.chat_template:
+                raise ValueError(
+                    f"system_field={self.system_field!r} does nothing without chat_template=true or messages_field; "
+                    "set one of them, or leave it out"
+                )
         for name in (name for name, given in unread.items() if given):
             of = "without messages_field" if self.messages_field is None else f"messages_field={self.messages_field!r}"
             raise ValueError(

@@ -23,7 +23,7 @@ from rl_megatron.section import (
     Section,
 )
 
-_OF_WRITTEN_TEXT = ("messages_field", "tools_field", "rejected_field", "margin_field")
+_OF_WRITTEN_TEXT = ("messages_field", "tools_field", "context_field", "rejected_field", "margin_field")
 """What only jobs on written text read of a file."""
 
 

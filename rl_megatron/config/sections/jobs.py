@@ -43,7 +43,8 @@ JOBS: Mapping[JobName, JobKind] = {
         samples=True,
         unread=(
             *("sft", "dpo", "reward_model"),
-            *("data.messages_field", "data.tools_field", "data.rejected_field", "data.margin_field"),
+            *("data.messages_field", "data.tools_field", "data.context_field"),
+            *("data.rejected_field", "data.margin_field"),
         ),
     ),
     "sft": JobKind(reads=(*_WRITTEN, "sft"), unread=(*_UNREAD, "data.rejected_field", "data.margin_field")),

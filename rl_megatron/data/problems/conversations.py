@@ -9,12 +9,11 @@ from typing import Any
 
 from rl_megatron.config.sections.data import FileKeys
 from rl_megatron.data.problems.records import Record, equal_fields, missing_field, start_of
-from rl_megatron.data.problems.rendering import Problem, check_pair, margin_of
+from rl_megatron.data.problems.rendering import Problem, check_pair, margin_of, system_of
 from rl_megatron.errors import DataError
 from rl_megatron.json_text import parse
 from rl_megatron.types import Prompt
 
-_LIST = (list, type(None))
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
@@ -29,46 +28,60 @@ def conversation(record: Record, path: Path, line: int, data: FileKeys) -> Probl
 
 
 def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs: bool) -> str:
-    """Messages and tools in JSON; ``in_structs``: lists come from Arrow's structs, where each row has the keys of all,
-    null where it lacks them, and are left without these.
+    """Messages and tools in JSON, and the number of the ``first`` message behind context alone, if there is any;
+    ``in_structs``: lists come from Arrow's structs, where each row has the keys of all, null where it lacks them, and
+    are left without these.
 
-    Raises DataError that names the ``place`` for a row without messages of which one is the assistant's, and as
-    `check_pair` does.
+    Raises DataError that names the ``place`` for a row without messages of which one is the assistant's, for two
+    messages of the system, and as `check_pair` does.
     """
     assert data.messages_field is not None
-    found = dict[str, Any]()
     check_pair(record, place, data)
-    for name in filter(None, (data.messages_field, data.rejected_field, data.tools_field)):
-        try:
-            value = found[name] = record.at(name)
-        except KeyError:
-            raise DataError(f"{place}: {missing_field(name, record.others)}") from None
-        if isinstance(value, str) and value.startswith("["):
-            try:
-                found[name] = json.loads(value)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{place}: field {name!r} is text that begins a list, and not JSON: {error}") from error
-        elif in_structs:
-            found[name] = _without_null_keys(value)
-        if not isinstance(found[name], _LIST) or not all(isinstance(one, dict) for one in found[name] or ()):
-            raise DataError(f"{place}: field {name!r} is {start_of(value)}; it must be a list of objects")
-    tools = [
-        _with_parameters(one, f"{place}: field {data.tools_field!r}") for one in found.get(data.tools_field or "") or []
-    ]
-    whole = {"messages": found[data.messages_field], "tools": tools}
-    if data.rejected_field is not None:
-        whole["rejected"] = found[data.rejected_field]
-    for name in filter(None, (data.messages_field, data.rejected_field)):
-        if not any(one.get("role") == "assistant" for one in found[name] or ()):
+    of_lists = (data.messages_field, data.rejected_field, data.tools_field, data.context_field)
+    found = {name: _list_at(record, name, place, in_structs=in_structs) for name in of_lists if name is not None}
+    before = list(found.get(data.context_field or "", ()))
+    if system := system_of(record, place, data):
+        before.insert(0, {"role": "system", "content": system})
+    where = f"{place}: field {data.tools_field!r}"
+    whole = dict[str, Any](tools=[_with_parameters(one, where) for one in found.get(data.tools_field or "", ())])
+    for side, name in (("messages", data.messages_field), ("rejected", data.rejected_field)):
+        if name is None:
+            continue
+        if not any(one.get("role") == "assistant" for one in found[name]):
             raise DataError(f"{place}: field {name!r} has no message of the role 'assistant' to train on")
-        if name == data.rejected_field and found[name] == found[data.messages_field]:
-            raise DataError(f"{place}: {equal_fields(data.messages_field, data.rejected_field)}")
-    text = _to_json(whole)
+        whole[side] = [*before, *found[name]]
+        if system and whole[side][1].get("role") == "system":
+            raise DataError(
+                f"{place}: field {data.system_field!r} has a text, and the messages begin with the system's; keep one"
+            )
+    if data.rejected_field is not None and found[data.rejected_field] == found[data.messages_field]:
+        raise DataError(f"{place}: {equal_fields(data.messages_field, data.rejected_field)}")
+    if before:
+        whole["first"] = len(before)
+    text = _to_json({"messages": whole.pop("messages"), **whole})  # in the order of which checkpoints have digests
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(f"{place}: its messages hold a lone surrogate, which is not valid text") from error
     return text
+
+
+def _list_at(record: Record, name: str, place: str, *, in_structs: bool) -> list[dict[str, Any]]:
+    """The list of objects in a field, which may be its JSON text; empty where it is null. Raises DataError."""
+    try:
+        found = value = record.at(name)
+    except KeyError:
+        raise DataError(f"{place}: {missing_field(name, record.others)}") from None
+    if isinstance(value, str) and value.startswith("["):
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{place}: field {name!r} is text that begins a list, and not JSON: {error}") from error
+    elif in_structs:
+        found = _without_null_keys(value)
+    if not isinstance(found, list | None) or not all(isinstance(one, dict) for one in found or ()):
+        raise DataError(f"{place}: field {name!r} is {start_of(value)}; it must be a list of objects")
+    return found or []
 
 
 def unrendered(conversations: Sequence[Problem]) -> list[Prompt]:

@@ -15,7 +15,7 @@ from rl_megatron.data.problems.conversations import conversation, conversation_t
 from rl_megatron.data.problems.leaks import ProblemTexts, digests_of, spaced
 from rl_megatron.data.problems.parquet import ParquetRows
 from rl_megatron.data.problems.records import Record, listed
-from rl_megatron.data.problems.rendering import check_pair, fields_of
+from rl_megatron.data.problems.rendering import check_pair, fields_of, system_of
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt
 
@@ -42,7 +42,7 @@ class FileRows:
         """What two rows have in common of which the first alone is trained on where nothing is sampled."""
         if self.data.messages_field is not None:
             return self.texts
-        if self.data.rejected_field is None and self.rows.are_texts:
+        if self.data.rejected_field is None and self.data.system_field is None and self.rows.are_texts:
             return _AnsweredTexts(self.rows)
         return _RowTexts(self, _answered_text)
 
@@ -67,7 +67,8 @@ def file_rows(paths: Sequence[Path], data: FileKeys, key: str) -> FileRows:
 
 def _others(data: FileKeys) -> tuple[str, ...]:
     """The fields besides those of texts that a row must have."""
-    names = (data.messages_field, data.rejected_field, data.tools_field, data.margin_field)
+    written = (data.messages_field, data.rejected_field, data.tools_field, data.context_field)
+    names = (*written, data.margin_field, data.system_field)
     return tuple(dict.fromkeys(name for name in names if name is not None and name not in fields_of(data)))
 
 
@@ -131,4 +132,5 @@ def _conversation_text(record: Record, place: str, data: FileKeys) -> str:
 
 def _answered_text(record: Record, place: str, data: FileKeys) -> str:
     check_pair(record, place, data)
-    return spaced(*record.texts)
+    system = system_of(record, place, data)
+    return spaced(*([system] if system else []), *record.texts)

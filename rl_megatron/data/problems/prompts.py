@@ -167,7 +167,7 @@ def _whole_texts(problems: Sequence[Problem]) -> ListedTexts:
     """With their answers, which conversations have within."""
     return ListedTexts(
         [one.place for one in problems],
-        (spaced(one.raw, *filter(None, (one.answer, *one.rejected))) for one in problems),
+        (spaced(*filter(None, (one.system, one.raw, one.answer, *one.rejected))) for one in problems),
     )
 
 

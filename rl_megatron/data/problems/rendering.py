@@ -76,6 +76,7 @@ class Problem:
     raw: str  # as the data has it, without templates
     rejected: Sequence[str] = ()  # a worse answer, in data of pairs
     margin: float = 0.0  # of a pair
+    system: str = ""  # the text of a message before it
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -92,9 +93,9 @@ def rendered(record: Record, path: Path, line: int, data: FileKeys, tokenizer: P
     tokenizer's template fails."""
     check_pair(record, f"{path}:{line}", data)
     question, answer, *rejected = record.texts
-    text = data.prompt_template.replace("{prompt}", question)
+    text, system = data.prompt_template.replace("{prompt}", question), system_of(record, f"{path}:{line}", data)
     if data.chat_template:
-        text = _as_user(text, f"{path}:{line}", tokenizer)
+        text = _as_user(text, system, f"{path}:{line}", tokenizer)
     return Problem(
         id=f"{path.stem}:{line}",
         place=f"{path}:{line}",
@@ -103,13 +104,28 @@ def rendered(record: Record, path: Path, line: int, data: FileKeys, tokenizer: P
         answer=answer,
         rejected=rejected,
         margin=margin_of(record, f"{path}:{line}", data),
+        system=system,
         meta=record.others,
     )
 
 
-def _as_user(text: str, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text as a user's turn, and the start of the assistant's."""
-    chat = [{"role": "user", "content": text}]
+def system_of(record: Record, place: str, data: FileKeys) -> str:
+    """The text of the system's message in a row, empty without one. Raises DataError for anything else there."""
+    if data.system_field is None:
+        return ""
+    try:
+        value = record.at(data.system_field)
+    except KeyError:
+        raise DataError(f"{place}: {missing_field(data.system_field, record.others)}") from None
+    if not isinstance(value, str | None):
+        raise DataError(f"{place}: field {data.system_field!r} is {start_of(value)}; a system's message is a text")
+    return value if value and value.strip() else ""
+
+
+def _as_user(text: str, system: str, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text as a user's turn, behind what the system says, if anything, and the start of the assistant's."""
+    first = [{"role": "system", "content": system}] if system else []
+    chat = [*first, {"role": "user", "content": text}]
     try:
         with bounded_rendering():
             return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
@@ -146,9 +162,10 @@ def _with_fields(problem: Problem, parts: Sequence[tuple[str, str | None]], key:
 
 
 def check_pair(record: Record, place: str, data: FileKeys) -> None:
-    """Raises DataError for a pair of equals, for one whose answers are no texts, and for a bad margin; also for a
-    lone answer that is a message, or a list of them."""
+    """Raises DataError for a pair of equals, for one whose answers are no texts, and as `margin_of` and `system_of`;
+    also for a lone answer that is a message, or a list of them."""
     margin_of(record, place, data)
+    system_of(record, place, data)
     if data.messages_field is not None:
         return
     for name in (data.answer_field, *filter(None, (data.rejected_field,))):
@@ -251,7 +268,7 @@ def _of_teacher(
 
     def text(problem: Problem) -> str:
         found = _with_fields(problem, parts, f"{key}.prompt")
-        return _as_user(found, problem.place, tokenizer) if chat else found
+        return _as_user(found, problem.system, problem.place, tokenizer) if chat else found
 
     limit = f"{key}.max_prompt_tokens"
     if not teacher.reads_another:

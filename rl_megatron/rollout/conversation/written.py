@@ -44,8 +44,8 @@ _DETAILS = ("train_detail", "training_detail")
 _MARKS = ("weight", "train", "training", "train_on_turn", "loss", "trainable", *_DETAILS)
 """Keys of a message that say whether it is learnt: OpenAI's, those of Axolotl's files, ms-swift's, and agents'."""
 _ANSWERS_NOBODY = (
-    "message 1 is the assistant's, which answers nobody; put one before it (the prompt's, where a row has these in "
-    "another field), or give it a weight of 0"
+    "message 1 is the assistant's, which answers nobody; put one before it (where a row has the prompt's in another "
+    "field, name that in data.context_field), or give it a weight of 0"
 )
 
 
@@ -86,7 +86,7 @@ class WrittenConversation:
 
 def _read(prompt: Prompt) -> WrittenConversation:
     said = json.loads(prompt.text)
-    return WrittenConversation(id=prompt.id, messages=said["messages"], tools=said["tools"])
+    return WrittenConversation(id=prompt.id, messages=said["messages"], tools=said["tools"], first=said.get("first", 0))
 
 
 def check_each(prompts: Iterable[Prompt], check: Callable[[Prompt], object]) -> None:
