@@ -11,7 +11,6 @@ import contextlib
 import logging
 import secrets
 import sys
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -22,7 +21,7 @@ from typing_extensions import override
 
 from launcher.control.listener import Control
 from launcher.hosts.ray.guests import Guests
-from launcher.hosts.ray.head import await_health, join_cluster, start_here, take_sigterm_back
+from launcher.hosts.ray.head import Wait, await_health, join_cluster, start_here, take_sigterm_back
 from launcher.hosts.ray.node import COMPLETE, Bundle, NodeCall, engine_node_command, node_command, shares, totals
 from launcher.hosts.ray.server_actors import ActorGuard, make_free_actor, make_server_actor
 from launcher.hosts.sites import cpus_of_engine_node, visible_gpus
@@ -129,7 +128,8 @@ class RayCluster:
     async def _start_here(self, stack: contextlib.AsyncExitStack) -> None:
         folder = stack.enter_context(scratch(within=Path("/tmp")))  # a short path, because it holds sockets
         (has,) = totals(*self.shares.ranks.values(), self.shares.engines).values()
-        await self._come_up(stack, self.own(start_here, has, secrets.token_hex(32), str(folder)), [])
+        driver = self.own(start_here, has, secrets.token_hex(32), str(folder))
+        await self._come_up(stack, driver, [], Wait(what="its processes on this machine"))
 
     async def _start_on(self, allocation: Allocation, stack: contextlib.AsyncExitStack) -> None:
         learner, engines = self.shares.ranks[LEARNER], self.shares.engines
@@ -158,8 +158,9 @@ class RayCluster:
             for command, told in calls
         ]
         wanted = {name for _, told in calls for has in told.resources.values() for name in has}
+        wait = Wait(what=f"its head at {call.host}:{call.port}")
         try:
-            await self._come_up(stack, self._join(call, wanted), steps)
+            await self._come_up(stack, self._join(call, wanted, wait), steps, wait)
         except WorkerDied:
             await asyncio.to_thread(allocation.blame, sorted({n for _, told in calls for n in told.resources}))
             raise
@@ -176,9 +177,14 @@ class RayCluster:
         )
 
     async def _come_up(
-        self, stack: contextlib.AsyncExitStack, driver: Awaitable[None], steps: Sequence[asyncio.subprocess.Process]
+        self,
+        stack: contextlib.AsyncExitStack,
+        driver: Awaitable[None],
+        steps: Sequence[asyncio.subprocess.Process],
+        wait: Wait,
     ) -> None:
-        """Wait for ``driver``. Raises WorkerDied if a step of Ray ends first, or the wait takes too long."""
+        """Wait for ``driver``. Raises WorkerDied that says what was waited for if a step of Ray ends first, or after
+        ``learner.timeout_seconds``: the only limit of the wait."""
         limit, driving = self._config.learner.timeout_seconds, asyncio.ensure_future(driver)
         over = [asyncio.ensure_future(ended(step)) for step in steps]
         read = f"ray-*.txt in {self.folder} have Ray's output"
@@ -188,21 +194,22 @@ class RayCluster:
             if not driving.done():
                 late = f"learner.timeout_seconds={limit:g} passed"
                 why = next((one.result() for one in over if one.done()), late)
-                raise WorkerDied(f"{why} before Ray was up; {read}")
-            driving.result()
-        except (TimeoutError, ConnectionError, RayError) as error:
-            raise WorkerDied(f"{error}; {read}") from error
+                raise WorkerDied(f"{why} before Ray was up; it waited for {wait.what}; {read}")
+            try:
+                driving.result()
+            except Exception as error:  # Ray raises a bare one where its raylet is slow
+                logger.info("Ray did not start", exc_info=True)
+                raise WorkerDied(f"Ray did not start: {error}; {read}") from error
         finally:
             for one in (driving, *over):
                 one.cancel()
 
-    async def _join(self, call: NodeCall, wanted: set[str]) -> None:
-        given_up = threading.Event()
+    async def _join(self, call: NodeCall, wanted: set[str], wait: Wait) -> None:
         try:
             await await_health(call)
-            await self.own(join_cluster, call, wanted, given_up)
+            await self.own(join_cluster, call, wanted, wait)
         finally:
-            given_up.set()
+            wait.given_up.set()
 
     async def _shut(self) -> None:
         """Leave the cluster, unless Ray still waits for a head that has died."""

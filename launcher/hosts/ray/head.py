@@ -11,8 +11,8 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from typing_extensions import override
 
@@ -49,6 +49,14 @@ class _Job(JobConfig):
         return True  # for else Ray 2.60.0 puts the driver's script and current folder first (connect, worker.py)
 
 
+@dataclass(slots=True, kw_only=True)
+class Wait:
+    """A wait for a cluster that goes on in several threads."""
+
+    what: str  # is waited for now, for messages
+    given_up: threading.Event = field(default_factory=threading.Event)
+
+
 async def await_health(call: NodeCall) -> None:
     """Wait until the head answers, which may be some time after it listens.
 
@@ -71,12 +79,11 @@ async def await_health(call: NodeCall) -> None:
         await asyncio.sleep(_LOOK_SECONDS)
 
 
-def join_cluster(call: NodeCall, wanted: set[str], given_up: threading.Event) -> None:
-    """Join a running cluster once it has the ``wanted`` resources.
+def join_cluster(call: NodeCall, wanted: set[str], wait: Wait) -> None:
+    """Join a running cluster once it has the ``wanted`` resources, or end once nobody waits any more.
 
-    Raises TimeoutError that names the missing ones, ConnectionError or RayError if Ray refuses.
+    Ray refuses by a RuntimeError, too, where the raylet of this node has not registered in a minute.
     """
-    end = time.monotonic() + call.seconds
     os.environ.update({"RAY_gcs_server_port_wait_time_s": "1"})  # Ray makes one attempt with a limit, not twenty
     while not ray.is_initialized():
         try:
@@ -87,16 +94,16 @@ def join_cluster(call: NodeCall, wanted: set[str], given_up: threading.Event) ->
                     log_to_driver=False,
                     configure_logging=False,
                 )
-        except ConnectionError:
-            if given_up.wait(1.0) or time.monotonic() > end:
+        except (ConnectionError, RuntimeError) as error:
+            wait.what = f"this node's raylet, of which Ray says: {error}"
+            if wait.given_up.wait(_LOOK_SECONDS):
                 raise
-    while not given_up.is_set():
+    while not wait.given_up.is_set():
         missing = sorted(wanted - ray.cluster_resources().keys())  # type: ignore[no-untyped-call]
         if not missing:
             return
-        if time.monotonic() > end:
-            raise TimeoutError(f"Ray has no {', '.join(missing)} after learner.timeout_seconds={call.seconds:g}")
-        given_up.wait(_LOOK_SECONDS)
+        wait.what = f"nodes that have {', '.join(missing)}"
+        wait.given_up.wait(_LOOK_SECONDS)
 
 
 def start_here(has: Bundle, token: str, folder: str) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from launcher.build.roles import allocation_of
 from launcher.hosts.ray.actors import ServerActor
+from launcher.hosts.ray.head import Wait, join_cluster
 from launcher.hosts.ray.node import COMPLETE, Bundle, NodeCall, node_command, options, shares, totals
 from launcher.processes.guards import Order
 from rl_megatron.config.io import load_config
@@ -197,3 +198,38 @@ def test_a_slow_start_of_ray_is_tried_again_until_the_cluster_has_all_nodes(
     assert len(left) == starts
     assert status == (-9 & 255 if starts == 3 else 7)
     assert not [pid for pid in left if psutil.pid_exists(pid)]
+
+
+class SlowRay:
+    """Ray whose raylet here registers after the minute that ray.init waits for it, and of which a node is late."""
+
+    def __init__(self, wait: Wait) -> None:
+        self.wait, self.said, self.up = wait, [wait.what], False
+
+    def is_initialized(self) -> bool:
+        return self.up
+
+    def init(self, **_: object) -> None:
+        self.up = len(self.said) == 2
+        self.said.append(self.wait.what)
+        if not self.up:
+            self.said[-1] = "refused"
+            raise RuntimeError("No node info found")
+
+    def cluster_resources(self) -> dict[str, float]:
+        self.said.append(self.wait.what)
+        return {"learner on a1": 2.0, **({"learner on a2": 2.0} if len(self.said) > 4 else {})}
+
+
+def test_a_driver_waits_for_a_slow_raylet_and_a_late_node_and_knows_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = NodeCall(head="a1", host="h", port=1, token="t", folder="/f", resources={}, seconds=1.0)
+    ray = SlowRay(Wait(what="its head"))
+    monkeypatch.setattr("launcher.hosts.ray.head.ray", ray)
+    join_cluster(call, {"learner on a1", "learner on a2"}, ray.wait)
+    raylet = "this node's raylet, of which Ray says: No node info found"
+    assert ray.said == ["its head", "refused", raylet, raylet, "nodes that have learner on a2"]
+    ray.wait.given_up.set()
+    join_cluster(call, {"learner on a3"}, ray.wait)  # returns: nobody waits
+    ray.up = False
+    with pytest.raises(RuntimeError):
+        join_cluster(call, set(), ray.wait)
