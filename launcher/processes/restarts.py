@@ -1,21 +1,46 @@
-"""Starts a server again that ended or did not come up: of a run's engines and of its services."""
+"""Waits for a server to come up, and starts it again if it ended or did not: of a run's engines and its services."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from rl_megatron.errors import ConfigError, EngineError, ServiceError
-from rl_megatron.rollout.servers.http import OutOfFiles, out_of_files
+from rl_megatron.rollout.servers.http import OutOfFiles, Server, out_of_files
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CALM_SECONDS = 3600.0
 """Of a server that ran for so long the restarts before count no more."""
+ANSWER_SECONDS = 30.0
+"""Of one look at the health of a server that comes up. SGLang's own limit for its answer is 20."""
 _MOST_SECONDS = 60.0
+_LOOK_SECONDS = 0.1
+
+
+async def until_serving(server: Server, path: str, ends: Coroutine[Any, Any, str], seconds: float) -> str | None:
+    """Ask ``server`` for ``path`` until its answer is 200; if it ends first, return what ``ends`` says.
+
+    A request without an answer is made again: a server that has just begun to listen may never answer those before.
+    Raises TimeoutError after ``seconds``, of which the text is what the last answer was, as "status 503".
+    """
+    ended, heard = asyncio.ensure_future(ends), "nothing"
+    try:
+        async with asyncio.timeout(seconds):
+            while not ended.done():
+                status = await server.status(path, seconds=ANSWER_SECONDS)
+                if status == 200:
+                    return None
+                heard = "nothing" if status is None else f"status {status}"
+                await asyncio.wait([ended], timeout=_LOOK_SECONDS)
+        return ended.result()
+    except TimeoutError as error:
+        raise TimeoutError(heard) from error
+    finally:
+        ended.cancel()
 
 
 async def brought_up(

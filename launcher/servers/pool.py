@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from launcher.processes import restarts
 from launcher.processes.guards import Order
 from launcher.processes.scratch import scratch
 from launcher.servers.checks import ServerChecks
@@ -364,11 +365,14 @@ class ServedEngines:
             async with asyncio.timeout(limit):
                 while True:
                     try:
-                        await again.text("/health")
+                        async with asyncio.timeout(restarts.ANSWER_SECONDS):
+                            await again.text("/health")
                         await self._checks.check([again])
                         return Attached(server=again)
                     except OutOfFiles:
                         raise
+                    except TimeoutError:
+                        heard = f"{server.url}/health: no answer within {restarts.ANSWER_SECONDS:g} s"
                     except (AttemptFailed, EngineError) as error:
                         heard = str(error)
                     await asyncio.sleep(_LOOK_SECONDS)

@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_LOOK_SECONDS = 0.1
-_ANSWER_SECONDS = 10.0  # of one look at health
 _BACKOFF_SECONDS = 1.0  # before the first restart
 
 
@@ -130,7 +128,7 @@ class RunningServices:
         while True:
             assert one.guard is not None
             began = loop.time()
-            said = _ended(one, await one.guard.wait())
+            said = await _ended(one, await one.guard.wait())
             if loop.time() - began >= restarts.CALM_SECONDS:
                 one.restarts = 0
             self._services.stopped(one.name, one.number)
@@ -193,27 +191,20 @@ class RunningServices:
         logger.info("%s: serves at %s (%s)", one.title, address.url, site.node)
 
     async def _healthy(self, one: _Replica, guard: Guard, address: ServiceAddress) -> None:
-        server = Server(address.url, token=address.key, timeout_seconds=_ANSWER_SECONDS)
-        ended, limit = asyncio.ensure_future(guard.wait()), one.section.start_seconds
-        status: int | None = None
+        server = Server(address.url, token=address.key, timeout_seconds=one.section.start_seconds)
+        limit = one.section.start_seconds
         try:
-            async with asyncio.timeout(limit):
-                while not ended.done():
-                    status = await server.status(one.section.health, seconds=_ANSWER_SECONDS)
-                    if status == 200:
-                        return
-                    await asyncio.wait([ended], timeout=_LOOK_SECONDS)
+            how = await restarts.until_serving(server, one.section.health, guard.wait(), limit)
         except TimeoutError as error:
             await guard.end()
-            heard = "nothing" if status is None else f"status {status}"
             raise ServiceError(
-                f"{one.title}: {address.url}{one.section.health} answered {heard} within "
-                f"services.{one.name}.start_seconds={limit:g}; {one.log} ends with:{end_of(one.log)}"
+                f"{one.title}: {address.url}{one.section.health} answered {error} within "
+                f"services.{one.name}.start_seconds={limit:g}; {await _log_of(one)}"
             ) from error
         finally:
-            ended.cancel()
             await server.close()
-        raise ServiceError(_ended(one, ended.result()))
+        if how is not None:
+            raise ServiceError(await _ended(one, how))
 
 
 async def unless_given_up(work: Coroutine[Any, Any, T], watching: asyncio.Task[None]) -> T:
@@ -232,5 +223,9 @@ async def unless_given_up(work: Coroutine[Any, Any, T], watching: asyncio.Task[N
             await asyncio.wait([working])
 
 
-def _ended(one: _Replica, how: str) -> str:
-    return f"{one.title} ({one.site.node}) {how}; {one.log} ends with:{end_of(one.log)}"
+async def _ended(one: _Replica, how: str) -> str:
+    return f"{one.title} ({one.site.node}) {how}; {await _log_of(one)}"
+
+
+async def _log_of(one: _Replica) -> str:
+    return f"{one.log} ends with:{await asyncio.to_thread(end_of, one.log)}"

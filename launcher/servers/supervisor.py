@@ -26,7 +26,6 @@ from rl_megatron.rollout.servers.replicas import Event, Health, Replica
 logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 2.0
-_LOOK_SECONDS = 0.25
 _TAIL = 20  # lines of a log in an error
 _CHECKS = 3  # failed checks in a row; a suspended job may miss one
 
@@ -58,22 +57,16 @@ class Started(Standing):
 
     async def ready(self, seconds: float) -> None:
         """Wait until it answers. Raises EngineError with the end of its log if it ends, or does not in ``seconds``."""
-        ended = asyncio.ensure_future(self.ended())
         try:
-            async with asyncio.timeout(seconds):
-                while not ended.done():
-                    if await self.server.status("/health", seconds=seconds) == 200:
-                        return
-                    await asyncio.sleep(_LOOK_SECONDS)
+            how = await restarts.until_serving(self.server, "/health", self.ended(), seconds)
         except TimeoutError as error:
+            tail = await asyncio.to_thread(end_of, self.logs[0], lines=_TAIL)
             raise EngineError(
-                f"{self.server.url} is not ready after rollout.server.start_seconds={seconds:g}; raise it if loading "
-                f"takes longer; {self.logs[0]} ends with:{await asyncio.to_thread(end_of, self.logs[0], lines=_TAIL)}"
+                f"{self.server.url} is not ready after rollout.server.start_seconds={seconds:g} (/health answered "
+                f"{error}); raise it if loading takes longer; {self.logs[0]} ends with:{tail}"
             ) from error
-        finally:
-            if not ended.done():
-                ended.cancel()
-        raise EngineError(ended.result())
+        if how is not None:
+            raise EngineError(how)
 
     @override
     async def ended(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from launcher.processes import restarts
 from launcher.servers.pool import ServedEngines
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
@@ -109,6 +110,35 @@ def test_one_that_is_away_ends_a_run_but_is_waited_for_in_its_resume(
         plain = fake.answer
         fake.answer = lambda path, body, number: plain(path, body, number) if number >= busy else (503, "it loads")
         run(test)
+
+
+def test_one_that_takes_a_connection_and_answers_nothing_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "ANSWER_SECONDS", 0.1)
+    over, asked = threading.Event(), list[str]()
+
+    async def test() -> None:
+        servers = attached(tmp_path, [fake], "start_seconds=30", resumes=True)
+        async with servers.running(tmp_path / "mirror" / "model.safetensors") as engine:
+            await pushed(servers, engine, 4)
+            assert engine.metrics()["engine/healthy"] == 1
+            assert asked[:2] == ["/health", "/health"]
+
+    def silent(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        if number < 3:  # so it counts as away
+            return 503, "it loads"
+        asked.append(path)
+        if asked == ["/health"]:
+            over.wait(60.0)
+        return plain(path, body, number)
+
+    with running(1) as (fake,):
+        plain, fake.answer = fake.answer, silent
+        try:
+            run(test)
+        finally:
+            over.set()
 
 
 def test_a_resume_goes_on_with_those_that_are_left(tmp_path: Path) -> None:

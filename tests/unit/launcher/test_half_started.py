@@ -162,7 +162,7 @@ def _listens(port: int) -> bool:
     ("code", "nodes", "seconds", "why"),
     [
         (ENDS, 1, 600, r"(?s)ended with status 3; .*local_0\.log ends with:\n  its log"),
-        (SILENT, 1, 0.1, r"is not ready after rollout\.server\.start_seconds=0\.1; .*local_0\.log ends with:"),
+        (SILENT, 1, 0.1, r"not ready after .*start_seconds=0.1 \(.health answered nothing\); .*ends with:"),
         (OPEN, 1, 600, "answers without the run's token"),
         (FOREIGN, 1, 600, r"answers as no server of .* does \(KeyError\('dtype'\)\); check what runs there"),
         (SILENT, 2, 600, "no such node"),

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.processes import restarts
 from rl_megatron.errors import ServiceError
-from rl_megatron.rollout.servers.http import OutOfFiles
+from rl_megatron.rollout.servers.http import OutOfFiles, Server
 from rl_megatron.rollout.servers.replicas import Health
 from tests.unit.launcher.test_supervisor import LIMIT, REQUEST, bed, run, running
 
@@ -36,6 +36,52 @@ def test_restarts_before_a_server_ran_for_long_do_not_count(
                 assert it.engine.metrics()["engine/restarts"] == (3 if left is Health.HEALTHY else 2)
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("answers", "seconds", "said"),
+    [
+        ([None, 503, 200], 60.0, None),
+        ([None, 503, "ends"], 60.0, "ended with status 3"),
+        ([None] * 99, 0.2, TimeoutError("nothing")),
+        ([503, *[None] * 99], 0.2, TimeoutError("nothing")),
+        ([*[503] * 99], 0.2, TimeoutError("status 503")),
+    ],
+    ids=["it comes up", "it ends", "it is silent", "it falls silent", "it is busy"],
+)
+def test_a_server_that_comes_up_is_asked_again_where_it_does_not_answer(
+    answers: list[int | str | None], seconds: float, said: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the connection and answers nothing, as one whose loop still loads a model."""
+    monkeypatch.setattr(restarts, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(restarts, "_LOOK_SECONDS", 0.001)
+
+    async def test() -> object:
+        left, ended = iter(answers), asyncio.get_running_loop().create_future()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while request := await reader.readline():
+                if request == b"\r\n" and (answer := next(left)) is not None:
+                    if answer == "ends":
+                        ended.set_result("ended with status 3")
+                        break
+                    writer.write(f"HTTP/1.1 {answer} So\r\nContent-Length: 0\r\n\r\n".encode())
+            writer.close()
+
+        async def ends() -> str:
+            return str(await ended)
+
+        async with await asyncio.start_server(serve, "127.0.0.1") as listening:
+            host, port = listening.sockets[0].getsockname()
+            server = Server(f"http://{host}:{port}", token=None, timeout_seconds=60.0)
+            try:
+                return await restarts.until_serving(server, "/health", ends(), seconds)
+            except TimeoutError as error:
+                return error
+            finally:
+                await server.close()
+
+    assert str(asyncio.run(test())) == str(said)
 
 
 def test_waits_double_to_a_minute() -> None:
