@@ -76,7 +76,7 @@ async def _start(
     shape = job_shape(config, read_shape(model_folder, config.learner.model))
     counted = ", ".join(f"{count} {role} processes" for role, count in ranks_by_role(config).items())
     progress.note(f"starting {counted} and loading data")
-    launcher = _launcher(parts, model_folder, shape, stop)
+    launcher = await thread(_launcher, parts, model_folder, shape, stop)  # it looks up nodes' names
     starting = asyncio.create_task(stack.enter_async_context(launcher.start(config, progress.note)))
     try:
         data = await thread(training_data, config, model_folder)

@@ -66,7 +66,8 @@ class MoreOnNodes(MoreSites):
         if not alone:
             had = {site.node for sites in (*living, *vacant) for site in sites}
             nodes = [one for one in nodes if one in had]
-        return [self._site(self._seat([node] if node in nodes else [] if node else nodes, living), len(living))]
+        seat = self._seat([node] if node in nodes else [] if node else nodes, living)
+        return [await asyncio.to_thread(self._site, seat, len(living))]
 
     def _seat(self, nodes: Sequence[str], living: Sequence[Sites]) -> Seat:
         """On the node with the fewest servers. Raises ConfigError."""

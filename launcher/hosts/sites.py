@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.servers.site import HERE, Site, Sites, StartAt
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import EngineError
+from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.placement.nodes import service_nodes
 from rl_megatron.placement.seats import Seat, seats_alone, seats_here, seats_of
 
@@ -118,9 +117,9 @@ def _host(seat: Seat, allocation: Allocation, *, alone: bool) -> str:
     try:
         if seat.node == allocation.here:  # whose own name is often loopback here
             return allocation.address()
-        return socket.gethostbyname(seat.node)
-    except OSError as error:
-        raise EngineError(allocation.without_address(seat.node, error)) from error
+        return allocation.address_of(seat.node)
+    except ConfigError as error:
+        raise EngineError(str(error)) from error
 
 
 def _here(seat: Seat, allocation: Allocation) -> bool:

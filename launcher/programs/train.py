@@ -183,7 +183,7 @@ async def _served(
     """Train beside the run's services. Raises ServiceError once one of them is given up."""
     if not parts.config.services:
         return await _train(parts, progress, stop, start, loop_watch)
-    sites = service_sites(parts.config, parts.allocation)
+    sites = await asyncio.to_thread(service_sites, parts.config, parts.allocation)
     progress.note(f"starting services: {', '.join(parts.config.services)}")
     async with contextlib.AsyncExitStack() as stack:
         services = RunningServices(parts.config, parts.folder, sites, parts.services, resumes=parts.resumes)

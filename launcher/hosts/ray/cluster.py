@@ -136,8 +136,8 @@ class RayCluster:
         on_learner = totals(learner) if allocation.engine_nodes else totals(learner, engines)
         call = NodeCall(
             head=allocation.here,
-            host=allocation.address(),
-            port=free_port(allocation.address()),
+            host=self.host,
+            port=free_port(self.host),
             token=secrets.token_hex(32),
             folder=f"/tmp/rlm-{allocation.id}-{secrets.token_hex(6)}",  # on each node; its name cannot be guessed
             resources=on_learner,

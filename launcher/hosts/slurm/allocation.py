@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher.hosts.slurm.calls import call_slurm
 from launcher.wire.greetings import this_node
 from rl_megatron.config.beside import separate
 from rl_megatron.config.run import RunConfig
@@ -20,7 +21,8 @@ from rl_megatron.placement.nodes import beside, cut
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_SECONDS = 30.0  # of Slurm's controller, which serves many users
+_NAME_SECONDS = 60.0  # in which a name server learns of a node that a cloud has just made
+_LOOK_SECONDS = 1.0
 _INHERITED = ("SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK")  # srun would apply the learner's
 
 
@@ -43,7 +45,7 @@ class Allocation:
 
     @classmethod
     def this(cls, run_folder: Path, config: RunConfig) -> Allocation | None:
-        """Read the environment; None outside a job."""
+        """Read the environment; None outside a job. Raises ConfigError where that, or scontrol, tells no nodes."""
         job, restart = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if job is None:
             return None
@@ -52,9 +54,10 @@ class Allocation:
         heterogeneous = "SLURM_HET_SIZE" in os.environ
         others = beside(config)
         if heterogeneous:
-            found = {r: _hosts(f"SLURM_JOB_NODELIST_HET_GROUP_{i}") for i, r in enumerate((LEARNER, *others))}
+            parts = enumerate((LEARNER, *others))
+            found = {role: _hosts(job, f"SLURM_JOB_NODELIST_HET_GROUP_{i}", role) for i, role in parts}
         else:
-            found = cut(_hosts("SLURM_JOB_NODELIST"), others)
+            found = cut(_hosts(job, "SLURM_JOB_NODELIST", LEARNER), others)
         folder = run_folder / "jobs" / f"{job}-{restart}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return cls(
@@ -89,13 +92,10 @@ class Allocation:
 
         All of them where Slurm does not answer.
         """
-        command = ["squeue", "--noheader", f"--job={self.id}", "--states=all", "--format=%N"]
         try:
-            listed = subprocess.run(
-                command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=True, env=dict(os.environ)
-            )
-            left = {node for line in listed.stdout.split() for node in _expanded(line)}
-        except (OSError, subprocess.SubprocessError) as error:
+            listed = call_slurm(["squeue", "--noheader", f"--job={self.id}", "--states=all", "--format=%N"])
+            left = {node for line in listed.split() for node in _expanded(line)}
+        except ConfigError as error:
             logger.warning("Slurm does not say which nodes the job has: %s", error)
             left = set()
         return left or {node for nodes in self.by_role.values() for node in nodes}
@@ -105,24 +105,38 @@ class Allocation:
         write_atomically(self.folder / "slow_nodes", "".join(f"{node}\n" for node in nodes).encode())
 
     def address(self) -> str:
-        """This node's address for the other nodes; loopback if there are none. Raises ConfigError where there is no way
-        to another node."""
+        """This node's address for the other nodes; loopback if there are none. Raises ConfigError as `address_of`."""
         others = [node for nodes in self.by_role.values() for node in nodes if node != self.here]
         if not others:
             return "127.0.0.1"
+        there = self.address_of(others[0])
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect((others[0], 9))  # sends nothing: only finds the route
+                probe.connect((there, 9))  # sends nothing: only finds the route
             except OSError as error:
-                raise ConfigError(self.without_address(others[0], error)) from error
+                raise ConfigError(
+                    f"node {self.here} of job {self.id} has no way to {others[0]} ({there}): {error}; fix its network, "
+                    "or leave one of them out by slurm.exclude"
+                ) from error
             return str(probe.getsockname()[0])
 
-    def without_address(self, node: str, error: OSError) -> str:
-        """Says that this node finds no address of another, and what to do."""
-        return (
-            f"node {node} of job {self.id} has no address here: {error}. Nodes reach each other over IPv4, by Slurm's "
-            f"names: have `getent ahostsv4 {node}` find an address on {self.here}, by DNS or /etc/hosts"
-        )
+    def address_of(self, node: str) -> str:
+        """The IPv4 address of another node; asked for a minute, so not on the event loop.
+
+        Raises ConfigError where its name has none by then.
+        """
+        end = time.monotonic() + _NAME_SECONDS
+        while True:
+            try:
+                return socket.gethostbyname(node)
+            except OSError as error:
+                if time.monotonic() >= end:
+                    raise ConfigError(
+                        f"node {node} of job {self.id} has no address here after {_NAME_SECONDS:g} s: {error}. Nodes "
+                        f"reach each other over IPv4, by Slurm's names: have `getent ahostsv4 {node}` find an address "
+                        f"on {self.here}, by DNS or /etc/hosts"
+                    ) from error
+            time.sleep(_LOOK_SECONDS)
 
     @property
     def by_role(self) -> dict[str, tuple[str, ...]]:
@@ -187,14 +201,18 @@ def cores_option(cores: int | None) -> list[str]:
     return [] if cores is None else [f"--cpus-per-task={cores}"]
 
 
-def _hosts(variable: str) -> tuple[str, ...]:
-    return _expanded(os.environ[variable])
+def _hosts(job: str, variable: str, role: str) -> tuple[str, ...]:
+    if variable not in os.environ:
+        raise ConfigError(
+            f"job {job}: {variable}, the nodes of {role}, is not set here: this is no process of a job that "
+            "rl-megatron submit sent with this configuration; submit it, or set run.launcher=local"
+        )
+    try:
+        return _expanded(os.environ[variable])
+    except ConfigError as error:
+        raise ConfigError(f"job {job}: its nodes are not known: {error}") from error
 
 
 def _expanded(nodes: str) -> tuple[str, ...]:
-    """The nodes of a list as Slurm writes it. Raises OSError or SubprocessError."""
-    command = ["scontrol", "show", "hostnames", nodes]
-    listed = subprocess.run(
-        command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=True, env=dict(os.environ)
-    )
-    return tuple(listed.stdout.split())
+    """The nodes of a list as Slurm writes it. Raises ConfigError."""
+    return tuple(call_slurm(["scontrol", "show", "hostnames", nodes]).split())

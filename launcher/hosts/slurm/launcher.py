@@ -7,6 +7,7 @@ where ranks of several did not come up, and ``slow_nodes``, those that are slow.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import secrets
@@ -51,10 +52,9 @@ class SlurmLauncher(Launcher):
         for other in separate:
             logger.info("%s", other.describe())
         token = secrets.token_bytes(channel.TOKEN_BYTES)
+        address = await asyncio.to_thread(allocation.address)
         async with contextlib.AsyncExitStack() as stack:
-            listener = stack.enter_context(
-                channel.listen(allocation.address(), backlog=sum(ranks_by_role(config).values()))
-            )
+            listener = stack.enter_context(channel.listen(address, backlog=sum(ranks_by_role(config).values())))
             host, port = listener.getsockname()
             threads = config.learner.threads or threads_per_rank(placement)
             steps = []

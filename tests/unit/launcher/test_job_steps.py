@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from launcher.hosts.ray.node import engine_node_command, node_command
+from launcher.hosts.sites import sites_of
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.steps import step_command
 from launcher.programs import submit
 from launcher.rehearsal.survey import commands
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.placement.ranks import placement_of
 from tests.unit.launcher.slurm_jobs import CASES, config_of
 
@@ -101,13 +102,59 @@ def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path, heterogeneo
     assert "--nodelist=e1" in server
 
 
-def test_a_node_whose_name_has_no_address_is_told_with_what_to_do(tmp_path: Path) -> None:
-    nodes = ("a1", "a2.invalid")  # a name that RFC 6761 keeps without an address
+def test_a_name_without_an_address_is_asked_for_again_and_told_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clouds name a node that they have just made after Slurm has started the job on it."""
     allocation = Allocation(
-        id="7", restart=0, here="a1", nodes=nodes, engine_nodes=(), heterogeneous=False, folder=tmp_path
+        id="7", restart=0, here="a1", nodes=("a1", "a2"), engine_nodes=("b1",), heterogeneous=False, folder=tmp_path
     )
-    with pytest.raises(ConfigError, match=r"node a2\.invalid of job 7 has no address.* IPv4.*`getent ahostsv4 a2\.in"):
+    config = config_of("slurm.nodes=2", "rollout=vllm", "slurm.engines.nodes=1")
+    left = 2
+
+    def late(name: str) -> str:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise OSError("Name or service not known")
+        return {"a2": "127.0.0.2", "b1": "10.0.0.3"}[name]
+
+    monkeypatch.setattr("socket.gethostbyname", late)
+    monkeypatch.setattr("launcher.hosts.slurm.allocation._LOOK_SECONDS", 0.0)
+    assert [site.host for (site,) in sites_of(config, allocation)] == ["10.0.0.3"]
+    left = 2
+    assert allocation.address() == "127.0.0.1"  # by which this machine goes there
+    left = 2
+    monkeypatch.setattr("launcher.hosts.slurm.allocation._NAME_SECONDS", 0.0)
+    said = "node {} of job 7 has no address here after 0 s: Name or service not known.* IPv4.*`getent ahostsv4 {}` find"
+    with pytest.raises(EngineError, match=said.format("b1", "b1")):
+        sites_of(config, allocation)
+    with pytest.raises(ConfigError, match=said.format("a2", "a2")):
         allocation.address()
+
+
+@pytest.mark.parametrize(
+    ("scontrol", "nodes", "said"),
+    [
+        (None, "a[1-2]", "job 7: its nodes are not known: scontrol is not installed here"),
+        ("echo no slurm.conf >&2; exit 1", "a[1-2]", "job 7: its nodes are not known: .* status 1: no slurm.conf"),
+        (None, None, r"job 7: SLURM_JOB_NODELIST, the nodes of learner, is not set here: .*submit it, or set run\.lau"),
+    ],
+)
+def test_a_job_that_does_not_tell_its_nodes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scontrol: str | None, nodes: str | None, said: str
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for name in ("SLURM_HET_SIZE", "SLURM_ARRAY_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_JOB_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+    if nodes is not None:
+        monkeypatch.setenv("SLURM_JOB_NODELIST", nodes)
+    if scontrol is not None:
+        (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{scontrol}\n")
+        (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=said):
+        Allocation.this(tmp_path, config_of())
 
 
 def test_a_step_with_engine_nodes_beside_it_keeps_to_the_learners(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from launcher.runs.folder import mirror_path
 from launcher.servers.site import Site, elsewhere
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.placement.ranks import placement_of
@@ -302,16 +302,6 @@ def test_who_has_places_on_all_nodes_starts_servers_there_by_number(run: Path) -
 
 async def _end_of(site: Site, order: Order) -> str:
     return await (await site.start(order)).wait()
-
-
-def test_a_node_without_an_address_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(name: str) -> str:
-        raise OSError("Name or service not known")
-
-    monkeypatch.setattr("socket.gethostbyname", unknown)
-    config = config_of("slurm.nodes=2", "slurm.engines.nodes=1")
-    with pytest.raises(EngineError, match="node b1 of job 7 has no address here: Name or service not known"):
-        sites_of(config, allocation_of(config, run))
 
 
 SQUEUE = """#!/bin/sh
