@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from rl_megatron.config.sections.advantages import AdvantageKeys
 from rl_megatron.config.sections.correction import CorrectionSection
 from rl_megatron.config.sections.critic import CriticSection
 from rl_megatron.config.sections.kl import KLSection
+from rl_megatron.config.sections.objective import ObjectiveKeys
 from rl_megatron.config.sections.preference import PreferenceSection
 from rl_megatron.config.sections.tokens import TokensSection
-from rl_megatron.section import (
-    NUMBER,
-    Finite,
-    NonNegativeFloat,
-    OwnCode,
-    Positive,
-    PositiveFloat,
-)
+from rl_megatron.section import Finite, NonNegativeFloat, Positive, PositiveFloat
 
 
-class AlgorithmSection(AdvantageKeys):
+class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
     """An algorithm is this row of choices (docs/algorithms.md); conf/algorithm/ has a file for each known one."""
 
     moved: ClassVar[Mapping[str, str]] = {
@@ -32,41 +26,6 @@ class AlgorithmSection(AdvantageKeys):
         "preference_per_token": "algorithm.preference.per_token",
     }
 
-    ratio_level: Literal["token", "sequence", "turn", "sequence_sum"] = "token"
-    """The importance ratio is each token's, the sequence's or its turn's (length-normalised), or the product over the
-    sequence."""
-    objective: (
-        Literal["clip", "cispo", "reinforce", "importance", "sapo", "vespo", "topr", "gmpo", "dppo_tv", "dppo_kl"]
-        | OwnCode
-    ) = "clip"
-    """The loss of a token as a function of its ratio, with gmpo of all of its sequence, and advantage
-    (docs/algorithms.md). ``package.module:name`` is a function of your own, which the limits below reach if it reads
-    them."""
-    clip_low: NonNegativeFloat = 0.2
-    """objective=clip, gmpo: the ratio is clipped from below at 1 minus this; dppo_tv, dppo_kl: the greatest distance to
-    the old policy at which a token of negative advantage goes on falling, a difference of probabilities or nats."""
-    clip_high: NonNegativeFloat = 0.2
-    """objective=clip, gmpo: the ratio is clipped from above at 1 plus this; dppo_tv, dppo_kl: the greatest distance at
-    which a token of positive advantage goes on rising."""
-    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False), NUMBER] | None = None
-    """objective=clip: the loss of a token of negative advantage is at most this times its |advantage|; null: no bound.
-    """
-    cap_low: NonNegativeFloat = 0.0
-    """objective=cispo, topr: least weight, as a ratio."""
-    cap_high: PositiveFloat = 5.0
-    """objective=cispo, topr, dppo_tv, dppo_kl: greatest weight, as a ratio."""
-    tau_positive: PositiveFloat = 1.0
-    """objective=sapo: temperature of the gate for positive advantages."""
-    tau_negative: PositiveFloat = 1.05
-    """objective=sapo: temperature of the gate for other advantages."""
-    shape_positive: PositiveFloat = 2.0
-    """objective=vespo: k of the weight rho^k exp(lambda (1 - rho)) for positive advantages."""
-    shape_negative: PositiveFloat = 3.0
-    """objective=vespo: the same for other advantages."""
-    rate_positive: PositiveFloat = 3.0
-    """objective=vespo: lambda of the weight for positive advantages."""
-    rate_negative: PositiveFloat = 2.0
-    """objective=vespo: the same for other advantages."""
     old_kl_limit: PositiveFloat | None = None
     """Greatest KL of the old policy to the current one (``kl/old_policy`` of a minibatch, in nats) at which a step goes
     on: the minibatch that is found above it and those after it, of all epochs, are not trained on. null: all are."""
