@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -19,6 +20,7 @@ from rl_megatron.algorithms.segments import (
     differ,
     discounted_sum,
     segment_mean,
+    segment_range,
     segment_sum,
     segment_variance,
 )
@@ -45,6 +47,7 @@ def group_advantages(
     eps: float = 1e-6,
     unbiased: bool = True,
     lengths: Tensor | None = None,
+    best_of: int = 1,
 ) -> Tensor:
     """Advantages [n] float32 = (reward - mean) / (std + ``eps``), computed in float64.
 
@@ -52,16 +55,24 @@ def group_advantages(
     for which are ``lengths`` [n], sampled tokens.
     ``std`` is that of the rewards of the group or the batch, or of the batch's ``advantages`` (rewards less the mean),
     its variance over n - 1, or over n if not ``unbiased``. ``group_ids`` [n] int64 are any integers, equal within a
-    group. ``leave_one_out`` takes the mean of the *others*. If the rewards under the mean or the std are all equal, as
-    in a group of one, the advantage is exactly 0, never NaN. Raises ValueError for a reward that is not finite, or
-    leave-one-out without a mean.
+    group. ``leave_one_out`` takes the mean of the *others*. Above 1 ``best_of`` compares as `best_of_subsets`, and the
+    std of a group is that of its bests, or with ``leave_one_out`` of its rewards. If the rewards under the mean or the
+    std are all equal, as in a group of one, the advantage is exactly 0, never NaN. Raises ValueError for a reward that
+    is not finite, leave-one-out without a mean, or ``best_of`` without the group's.
     """
     mean_of, std_of = LEVELS.get(mean), LEVELS["batch" if std == "advantages" else std]
     if leave_one_out and mean_of is None:
         raise ValueError("leave_one_out=True needs a mean to leave one out of; set mean='group' or mean='batch'")
     raw = _finite(rewards).double()
     advantages = raw if mean in LEVELS else of_each_group(mean, raw, group_ids, lengths)
-    if mean_of is not None:
+    if best_of > 1:
+        if mean != "group":
+            raise ValueError(f"best_of={best_of} compares subsets of a group; set mean='group', not {mean!r}")
+        ids = dense(group_ids)
+        advantages, deviation = best_of_subsets(raw, ids, best_of, leave_one_out=leave_one_out, unbiased=unbiased)
+        if std == "group" and not leave_one_out:
+            return (advantages / (deviation + eps)).float()
+    elif mean_of is not None:
         ids = dense(mean_of(group_ids))
         advantages = raw - segment_mean(raw, ids)[ids]
         if leave_one_out:
@@ -94,7 +105,61 @@ def row_advantages(
         eps=row.std_eps,
         unbiased=row.std_unbiased,
         lengths=lengths,
+        best_of=row.best_of,
     )
+
+
+def best_of_subsets(
+    rewards: Tensor, group_ids: Tensor, k: int, *, leave_one_out: bool, unbiased: bool
+) -> tuple[Tensor, Tensor]:
+    """Compares the best reward of ``k`` completions of a group, over all such subsets of it.
+
+    The advantages [n] float64 are the mean of the best over the subsets that have the completion, less that over all
+    subsets: Pass@k training (arXiv:2508.10751), whose A_pos and A_neg these are for rewards of 0 and 1 once divided by
+    the second, the standard deviation [n] float64 of the best over all subsets of the group. With ``leave_one_out``
+    less the mean over the same subsets without it (arXiv:2505.15201); of ``k`` that are the whole group that is the
+    best less the second best, for the best alone (arXiv:2503.19595). They are exactly 0 where no two bests differ.
+    ``rewards`` [n] are float64, ``group_ids`` [n] are 0 .. K - 1. Raises ValueError for a group of fewer than ``k``.
+    """
+    advantages, deviation = torch.zeros(2, len(rewards), dtype=torch.float64)
+    order = rewards.argsort(stable=True)
+    order = order[group_ids[order].argsort(stable=True)]
+    sizes = group_ids.bincount()
+    starts = sizes.cumsum(0) - sizes
+    for size in sizes.unique().tolist():
+        if size < k:
+            raise ValueError(f"best_of={k} of a group of {size}: it has no such subset")
+        places = order[starts[sizes == size][:, None] + torch.arange(size)]  # [groups, size], by rewards
+        ranked, (above, share) = rewards[places], _rank_weights(size, k, leave_one_out)
+        count = math.comb(size, k)
+        variance = (ranked - (ranked @ share)[:, None]).square() @ share * (count / max(count - unbiased, 1))
+        advantages[places], deviation[places] = ranked @ above.T, variance.sqrt()[:, None]
+    some = bests_differ(rewards, group_ids, k, leave_one_out=leave_one_out)
+    return torch.where(some[group_ids], advantages, 0.0), deviation
+
+
+def bests_differ(rewards: Tensor, group_ids: Tensor, k: int, *, leave_one_out: bool) -> Tensor:
+    """Whether `best_of_subsets` compares two different bests in a group, [K] bool: so many are below its best reward
+    that a subset can do without that."""
+    below = rewards < segment_range(rewards, group_ids)[1][group_ids]
+    return segment_sum(below.int(), group_ids) >= k - leave_one_out
+
+
+@functools.cache
+def _rank_weights(size: int, k: int, leave_one_out: bool) -> tuple[Tensor, Tensor]:
+    """For a group's ascending rewards [size]: the matrix that makes them advantages, and the share of subsets of which
+    each is the best. The completion of rank j, from 0, is the best of C(j, k - 1) subsets, of which C(j - 1, k - 2)
+    have a given one below it."""
+    own, every = math.comb(size - 1, k - 1), math.comb(size, k)
+    share = [math.comb(j, k - 1) / every for j in range(size)]
+    rows = []
+    for i in range(size):
+        best = [0 if j < i else math.comb(i, k - 1) if j == i else math.comb(j - 1, k - 2) for j in range(size)]
+        others = [0 if j == i else math.comb(j - (j > i), k - 2) for j in range(size)]
+        rows.append(
+            [one / own - (out / own if leave_one_out else of) for one, out, of in zip(best, others, share, strict=True)]
+        )
+    return torch.tensor(rows, dtype=torch.float64), torch.tensor(share, dtype=torch.float64)
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""Rules of the ``reward`` section and the algorithm: rewards that are KL alone, or compared by their parts."""
+"""Rules of the ``reward`` section and the algorithm: rewards that are KL alone, or compared by their parts or by the
+best of subsets."""
 
 from __future__ import annotations
 
@@ -13,11 +14,19 @@ if TYPE_CHECKING:
 
 
 def problems_of_rewards(c: RunConfig) -> Iterator[str]:
-    """A line for each reward that is none, or has no parts where these are compared."""
+    """A line for each reward that is none, or has no parts where these are compared, and for groups too small."""
     if not (c.algorithm.needs_top or (c.algorithm.kl.coefficient > 0 and c.algorithm.kl.placement != "loss")):
         yield from _of_no_reward(c)
     if c.kind.samples and c.algorithm.advantage_of == "parts":
         yield from _of_parts(c)
+    a, size = c.algorithm, c.rollout.group_size
+    least = a.best_of if a.leave_one_out else a.best_of + 1
+    if c.kind.samples and a.best_of > 1 and size < least:
+        yield (
+            f"algorithm.best_of={a.best_of} with rollout.group_size={size} and leave_one_out="
+            f"{str(a.leave_one_out).lower()}: a group has no two bests to compare, so nothing would be trained; set "
+            f"rollout.group_size={least} or more, or lower algorithm.best_of"
+        )
 
 
 def _of_no_reward(c: RunConfig) -> Iterator[str]:

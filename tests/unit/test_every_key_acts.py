@@ -67,6 +67,7 @@ OF_ROWS = {
         "reward.parts.grade.function=tests.toy_roles:grade",
         "reward.parts.brief.function=tests.toy_roles:brief",
     ],
+    "passk": ["algorithm.best_of=2"],  # of four completions
     "luspo": ["train.learning_rate=30.0"],  # at 100 times lengths no ratio is near its limits
 }
 NOT_OF_A_STEP = ("rollout.engine", "rollout.python", "rollout.server")  # what samples: tests of engines

@@ -105,7 +105,7 @@ def test_waves_that_are_never_full_are_refused_with_the_numbers() -> None:
 
 def test_the_page_lists_the_algorithms_that_can() -> None:
     turns = ("environment.function=calculator", "environment.template=plain", "environment.max_tokens=32")
-    beside = {**BESIDE, **dict.fromkeys(WITH_TURNS, turns)}
+    beside = {**BESIDE, "passk": ("algorithm.best_of=2",), **dict.fromkeys(WITH_TURNS, turns)}
     can = {name for name in NAMES if not problem(f"algorithm={name}", *beside.get(name, ()))}
     page = (ROOT / "docs" / "asynchronous.md").read_text(encoding="utf-8")
     section = page.split("## Gradients while others sample")[1].split("\n## ")[0]

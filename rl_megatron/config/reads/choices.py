@@ -37,7 +37,7 @@ OF_OBJECTIVES = (
 READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "advantage_mean": {
         "none": (),
-        "group": ("leave_one_out",),
+        "group": ("leave_one_out", "best_of"),
         "batch": ("leave_one_out",),
         "greedy": (),
         "moving": ("baseline_decay",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rl_megatron.section import Fraction, OwnCode, PositiveFloat, Section
+from rl_megatron.section import Fraction, OwnCode, Positive, PositiveFloat, Section
 
 
 class AdvantageKeys(Section):
@@ -26,6 +26,10 @@ class AdvantageKeys(Section):
     """Whether its variance is over n - 1 values, not n."""
     leave_one_out: bool = False
     """Whether the baseline excludes the completion itself (RLOO)."""
+    best_of: Positive = 1
+    """Compare the best reward of this many completions, over all such subsets of the group: the best of those that have
+    the completion less that of all (Pass@k training), or with ``leave_one_out`` of the same ones without it. 1: compare
+    rewards."""
     baseline_decay: Fraction = 0.9
     """advantage_mean=moving: decay of the moving mean, the weight of earlier steps; tracked: of earlier completions."""
     credit: Literal["completion", "turn", "discounted", "gae"] = "completion"

@@ -180,6 +180,8 @@ def _credit_problems(a: AlgorithmSection) -> list[str]:
         out += _turn_problems(a)
     if a.advantage_of == "parts":
         out += _parts_problems(a)
+    if a.best_of > 1:
+        out += _best_problems(a)
     if a.whiten and a.whiten_of == "completions" and a.credit != "completion":
         out.append(
             f"algorithm.whiten_of=completions with credit={a.credit}: a completion has no one advantage there; set "
@@ -270,6 +272,20 @@ def _parts_problems(a: AlgorithmSection) -> Iterator[str]:
         yield f"{given} with algorithm.{key}: it changes the sum; leave it out, and make it a part or a weight"
     if a.kl.coefficient > 0 and a.kl.placement == "completion_reward":
         yield f"{given} with algorithm.kl.placement=completion_reward: the KL is no part; set kl.placement=loss"
+
+
+def _best_problems(a: AlgorithmSection) -> Iterator[str]:
+    """What is not of whole completions of one group, beside best_of."""
+    given = f"algorithm.best_of={a.best_of}"
+    if a.credit == "turn":
+        yield f"{given} with algorithm.credit=turn: it is a group's completions that are compared; set best_of=1"
+    if a.advantage_of == "parts":
+        yield f"{given} with algorithm.advantage_of=parts: a part has bests of its own; set best_of=1"
+    if a.advantage_std in {"batch", "advantages"}:
+        yield (
+            f"{given} with algorithm.advantage_std={a.advantage_std}: the std is that of the group's bests; set "
+            "advantage_std=group or none"
+        )
 
 
 def _mapped(a: AlgorithmSection) -> dict[str, bool]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.advantages import own_gives
+from rl_megatron.algorithms.advantages import bests_differ, own_gives
 from rl_megatron.algorithms.segments import dense, differ, discounted_sum, segment_sum
 from rl_megatron.algorithms.shaping import overlong_penalty, score_finished, to_unit_range
 from rl_megatron.columns import TokenIds
@@ -88,7 +88,7 @@ def _clipped(rewards: Tensor, section: AlgorithmSection) -> Tensor:
 
 
 def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int) -> list[bool]:
-    """Whether each group has two different shaped rewards, and so a gradient.
+    """Whether each group has two different shaped rewards, or bests of ``best_of`` of them, and so a gradient.
 
     With credit=turn, whether two of its turns that have one baseline differ, or with a ``turn_weight`` two of its
     trajectories. Ignores running moments and the range of the batch, which shift all rewards alike and would make the
@@ -128,6 +128,8 @@ def groups_to_train_on(groups: Sequence[RolloutGroup], section: AlgorithmSection
 
 def _teaching(rewards: Tensor, ids: Tensor, lengths: Tensor, section: AlgorithmSection) -> Tensor:
     """Of the rewards that have one baseline, [K] bool."""
+    if section.best_of > 1:
+        return bests_differ(rewards, ids, section.best_of, leave_one_out=section.leave_one_out)
     if not section.own_decides:
         return differ(rewards, ids)
     own = own_gives(section.advantage_mean, rewards, ids, lengths)

@@ -1,0 +1,160 @@
+"""``best_of`` by brute force over all subsets, by the papers' closed forms, and by the gradient of pass@k itself."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+
+import pytest
+import torch
+
+from rl_megatron.algorithms.advantages import group_advantages
+from rl_megatron.config.io import load_config
+from rl_megatron.data.trajectories import single_turns
+from rl_megatron.errors import ConfigError
+from rl_megatron.training.credit.shaping import groups_that_differ
+from rl_megatron.types import Prompt
+from tests.completions import completion
+from tests.rows import config_of
+
+
+def by_subsets(rewards: list[float], k: int, *, leave_one_out: bool, std: bool, unbiased: bool = True) -> list[float]:
+    """Of one group."""
+    subsets = [set(one) for one in itertools.combinations(range(len(rewards)), k)]
+    bests = [max(rewards[i] for i in one) for one in subsets]
+    out = []
+    for i in range(len(rewards)):
+        mine = [one for one in subsets if i in one]
+        value = statistics.fmean(max(rewards[j] for j in one) for one in mine)
+        value -= (
+            statistics.fmean(max(rewards[j] for j in one - {i}) for one in mine)
+            if leave_one_out
+            else (statistics.fmean(bests))
+        )
+        scale = rewards if leave_one_out else bests
+        if std:
+            spread = statistics.stdev(scale) if unbiased else statistics.pstdev(scale)
+            value = value / (spread + 1e-6) if len(set(scale)) > 1 else 0.0
+        out.append(value)
+    return out
+
+
+@pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize(("std", "unbiased"), [("none", True), ("group", True), ("group", False)])
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_it_is_the_mean_over_all_subsets(k: int, std: str, unbiased: bool, leave_one_out: bool) -> None:
+    """Of groups of several sizes in any order: rewards of 0 and 1, real ones, and some that are equal."""
+    rng = random.Random(k)
+    kinds = [lambda: float(rng.random() < 0.5), lambda: rng.gauss(0, 3), lambda: rng.choice([0.1, 0.2, 0.3])]
+    told = [[kind() for _ in range(size)] for size in (6, 8, 6) for kind in kinds] + [[0.1] * 7]
+    placed = [(number, i) for number, one in enumerate(told) for i in range(len(one))]
+    rng.shuffle(placed)
+    found = group_advantages(
+        torch.tensor([told[g][i] for g, i in placed], dtype=torch.float64),
+        torch.tensor([90 - 7 * g for g, _ in placed]),
+        mean="group",
+        std=std,
+        leave_one_out=leave_one_out,
+        unbiased=unbiased,
+        best_of=k,
+    )
+    wanted = [by_subsets(one, k, leave_one_out=leave_one_out, std=std == "group", unbiased=unbiased) for one in told]
+    assert found.tolist() == pytest.approx([wanted[g][i] for g, i in placed], rel=1e-5, abs=1e-6)
+    assert all(found[place] == 0 for place, (g, _) in enumerate(placed) if len(set(told[g])) == 1)
+
+
+@pytest.mark.parametrize("wrong", range(9))
+def test_the_row_is_the_papers_closed_form(wrong: int) -> None:
+    """arXiv:2508.10751, of 8 completions and k = 4; with fewer than k wrong ones every subset has a right one."""
+    row, n, k = config_of("passk").algorithm, 8, 4
+    rewards = torch.tensor([0.0] * wrong + [1.0] * (n - wrong))
+    found = group_advantages(
+        rewards,
+        torch.zeros(n, dtype=torch.int64),
+        mean=row.advantage_mean,
+        std=row.advantage_std,
+        leave_one_out=row.leave_one_out,
+        unbiased=row.std_unbiased,
+        best_of=row.best_of,
+    )
+    mean = 1 - math.comb(wrong, k) / math.comb(n, k)
+    if mean in (0.0, 1.0):
+        assert found.tolist() == [0.0] * n
+        return
+    std = math.sqrt(mean * (1 - mean))
+    of_wrong = 1 - mean - math.comb(wrong - 1, k - 1) / math.comb(n - 1, k - 1)
+    wanted = [of_wrong / std] * wrong + [(1 - mean) / std] * (n - wrong)
+    assert found.tolist() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_of_the_whole_group_the_best_alone_has_the_lead_over_the_second() -> None:
+    """arXiv:2503.19595, and verl's grpo_passk by its description; tied bests have no lead."""
+    rewards = torch.tensor([0.2, 0.9, 0.5, 1.0, 1.0, 0.0])
+    ids = torch.tensor([3, 3, 3, 8, 8, 8])
+    found = group_advantages(rewards, ids, mean="group", std="none", leave_one_out=True, best_of=3)
+    assert found.tolist() == pytest.approx([0.0, 0.4, 0.0, 0.0, 0.0, 0.0], abs=1e-7)
+    divided = group_advantages(rewards, ids, mean="group", std="group", leave_one_out=True, best_of=3)
+    assert divided[1].item() == pytest.approx(0.4 / (statistics.stdev([0.2, 0.9, 0.5]) + 1e-6), rel=1e-5)
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_leaving_the_completion_out_gives_the_gradient_of_the_best_of_k(k: int) -> None:
+    """All outcomes of three completions of a policy over four answers, by their probabilities: no sampling."""
+    logits = torch.tensor([0.3, -0.5, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    worth = torch.tensor([0.0, 1.0, 0.4, 2.5], dtype=torch.float64)
+    probabilities = logits.softmax(0)
+    wanted = sum(
+        probabilities[list(drawn)].prod() * worth[list(drawn)].max() for drawn in itertools.product(range(4), repeat=k)
+    )
+    (gradient,) = torch.autograd.grad(wanted, logits, retain_graph=True)
+    surrogate = torch.zeros((), dtype=torch.float64)
+    for drawn in (list(one) for one in itertools.product(range(4), repeat=3)):
+        ids = torch.zeros(3, dtype=torch.int64)
+        found = group_advantages(worth[drawn], ids, mean="group", std="none", leave_one_out=True, best_of=k)
+        chance = probabilities[drawn].prod().detach()
+        surrogate = surrogate + chance * k / 3 * (found.double() * probabilities[drawn].log()).sum()
+    (found_gradient,) = torch.autograd.grad(surrogate, logits)
+    assert found_gradient.tolist() == pytest.approx(gradient.tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("leave_one_out", "teach"), [(False, [False, True, False]), (True, [True, True, False])])
+def test_dynamic_sampling_keeps_the_groups_that_have_an_advantage(leave_one_out: bool, teach: list[bool]) -> None:
+    keys = ["algorithm.best_of=2", f"algorithm.leave_one_out={str(leave_one_out).lower()}"]
+    row = config_of("grpo", *keys).algorithm
+    prompt, sampled = Prompt(id="a", text="", token_ids=(1, 2), answer=""), [completion([3])] * 3
+    told = [[1.0, 0.0, 1.0], [0.0, 0.0, 1.0], [1.0, 1.0, 1.0]]
+    groups = [single_turns(prompt, sampled, [""] * 3, rewards, [{}] * 3) for rewards in told]
+    assert groups_that_differ(groups, row, max_new_tokens=9) == teach
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (["rollout.group_size=4"], r"best_of=4 with rollout\.group_size=4 and leave_one_out=false: .*group_size=5 or"),
+        (["rollout.group_size=3", "algorithm.leave_one_out=true"], r"leave_one_out=true: .*rollout\.group_size=4 or"),
+        (["algorithm.advantage_std=batch"], r"best_of=4 with algorithm\.advantage_std=batch: the std is that of the"),
+        (["algorithm.advantage_mean=batch"], r"best_of=4 does nothing: algorithm\.advantage_mean=batch does not read"),
+        (
+            ["algorithm.advantage_of=parts"],
+            r"best_of=4 with algorithm\.advantage_of=parts: a part has bests of its own",
+        ),
+        (["algorithm.credit=turn"], r"best_of=4 with algorithm\.credit=turn: it is a group's completions"),
+        (
+            ["algorithm.preference.beta=0.1"],
+            r"best_of=4 does nothing: algorithm\.preference\.beta=0\.1 trains on pairs",
+        ),
+    ],
+)
+def test_what_is_not_of_a_groups_completions_is_refused(keys: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config("tiny_cpu", ["algorithm=passk", *keys])
+
+
+def test_a_group_of_fewer_is_an_error() -> None:
+    ids = torch.tensor([0, 0, 0, 1, 1])
+    with pytest.raises(ValueError, match="best_of=3 of a group of 2"):
+        group_advantages(torch.rand(5), ids, mean="group", std="none", leave_one_out=False, best_of=3)
+    with pytest.raises(ValueError, match="set mean='group', not 'batch'"):
+        group_advantages(torch.rand(5), ids, mean="batch", std="none", leave_one_out=False, best_of=2)
