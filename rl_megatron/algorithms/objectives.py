@@ -43,11 +43,18 @@ def importance(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: Algo
 
 
 def clip(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmSection) -> TokenLosses:
-    """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A): PPO (arXiv:1707.06347), GRPO, DAPO, GSPO."""
+    """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A): PPO (arXiv:1707.06347), GRPO, DAPO, GSPO.
+
+    With ``keep_low`` and ``keep_high`` the gradient beyond a limit is so many times limit * A * grad log rho, not 0:
+    beta_1 and beta_2 of CE-GPPO (arXiv:2509.20712), both 1 in GPPO (arXiv:2508.07629). The value stays the clip's.
+    """
     ratio, advantages = log_ratio.exp(), inputs.advantages
     free = ratio * advantages
     clipped = ratio.clamp(1 - row.clip_low, 1 + row.clip_high) * advantages
     loss, limited = -torch.minimum(free, clipped), clipped < free
+    if row.keep_low or row.keep_high:
+        kept = _by_sign(advantages, row.keep_high * (1 + row.clip_high), row.keep_low * (1 - row.clip_low))
+        loss = loss - (limited * kept * advantages) * (log_ratio - log_ratio.detach())
     if row.dual_clip is None:
         return loss, limited
     bound = torch.where(advantages < 0, -row.dual_clip * advantages, torch.inf)

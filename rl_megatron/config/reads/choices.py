@@ -22,6 +22,8 @@ OF_OBJECTIVES = (
     "ratio_level",
     "clip_low",
     "clip_high",
+    "keep_low",
+    "keep_high",
     "dual_clip",
     "cap_low",
     "cap_high",
@@ -57,7 +59,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "gae": ("gamma", "lam", "lam_length_factor", "critic"),
     },
     "objective": {
-        "clip": ("ratio_level", "clip_low", "clip_high", "dual_clip"),
+        "clip": ("ratio_level", "clip_low", "clip_high", "keep_low", "keep_high", "dual_clip"),
         "cispo": ("ratio_level", "cap_low", "cap_high"),
         "reinforce": (),
         "importance": ("ratio_level",),

@@ -28,6 +28,11 @@ class ObjectiveKeys(Section):
     clip_high: NonNegativeFloat = 0.2
     """objective=clip, gmpo: the ratio is clipped from above at 1 plus this; dppo_tv, dppo_kl: the greatest distance at
     which a token of positive advantage goes on rising."""
+    keep_low: NonNegativeFloat = 0.0
+    """objective=clip: a token that the lower limit clips keeps this times the gradient that it has at the limit
+    (beta_1 of CE-GPPO); 0: none."""
+    keep_high: NonNegativeFloat = 0.0
+    """objective=clip: the same of a token that the upper limit clips (beta_2)."""
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False), NUMBER] | None = None
     """objective=clip: the loss of a token of negative advantage is at most this times its |advantage|; null: no bound.
     """
