@@ -17,6 +17,7 @@ from torch import Tensor
 from rl_megatron.algorithms.losses import CrossEntropy, PolicyLoss
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.types import LossInputs, LossOutput
+from tests.losses import local_sum, loss_inputs
 from tests.reduction import joined, values
 from tests.rows import changed, policy_loss
 
@@ -86,33 +87,22 @@ def draw(seed: int, lengths: Sequence[int], scale: float) -> Sequences:
     return out
 
 
-def local_sum(ids: Tensor, num: int) -> Callable[[Tensor], Tensor]:
-    def segment_sum(values: Tensor) -> Tensor:
-        assert not values.requires_grad, "segment_sum is given detached tensors only"
-        return values.new_zeros(num).index_add_(0, ids, values)
-
-    return segment_sum
-
-
 def tensors(sequences: Sequences, *, num_tokens: int | None = None, num_sequences: int | None = None) -> LossInputs:
     flat = [token for tokens in sequences for token in tokens]
-    ids = torch.tensor([s for s, tokens in enumerate(sequences) for _ in tokens], dtype=torch.int64)
 
     def column(name: str) -> Tensor:
         return torch.tensor([getattr(token, name) for token in flat], dtype=torch.float64)
 
-    kept = sum(token.kept for token in flat)
-    return LossInputs(
+    return loss_inputs(
+        [len(tokens) for tokens in sequences],
+        [token.kept for token in flat],
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
         logprobs=column("logprob").requires_grad_(),
         entropy=column("entropy"),
         old_logprobs=column("old"),
         rollout_logprobs=column("rollout"),
         advantages=column("advantage"),
-        mask=torch.tensor([token.kept for token in flat], dtype=torch.bool),
-        segment_ids=ids,
-        segment_sum=local_sum(ids, len(sequences)),
-        num_tokens=kept if num_tokens is None else num_tokens,
-        num_sequences=len(sequences) if num_sequences is None else num_sequences,
     )
 
 

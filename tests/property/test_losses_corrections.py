@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from rl_megatron.algorithms.corrections import correction_weights, proximal_share, second_moment_mask
 from rl_megatron.config.sections.correction import CorrectionSection, CorrectionWeight
 from rl_megatron.types import LossInputs
+from tests.losses import loss_inputs
 from tests.rows import policy_loss
 
 CORRECTIONS = [
@@ -70,28 +70,20 @@ def draw(seed: int, lengths: list[int], scale: float) -> LossInputs:
     """Rollout, old and current log-probs that differ by ``scale``; NaN wherever masked out."""
     g = torch.Generator().manual_seed(seed)
     num = sum(lengths)
-    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     mask = torch.rand(num, generator=g) < 0.8
     rollout = -torch.rand(num, generator=g, dtype=torch.float64)
     old = rollout + scale * torch.randn(num, generator=g, dtype=torch.float64)
     new = old + scale * torch.randn(num, generator=g, dtype=torch.float64)
-    advantages = torch.randn(len(lengths), generator=g, dtype=torch.float64)[ids]
-
-    def segment_sum(values: Tensor) -> Tensor:
-        return values.new_zeros(len(lengths)).index_add_(0, ids, values)
-
+    advantages = torch.randn(len(lengths), generator=g, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
     nan = torch.full((num,), math.nan, dtype=torch.float64)
-    return LossInputs(
+    return loss_inputs(
+        lengths,
+        mask,
         logprobs=torch.where(mask, new, nan).requires_grad_(),
         entropy=nan,
         old_logprobs=torch.where(mask, old, nan),
         rollout_logprobs=torch.where(mask, rollout, nan),
         advantages=torch.where(mask, advantages, nan),
-        mask=mask,
-        segment_ids=ids,
-        segment_sum=segment_sum,
-        num_tokens=int(mask.sum()),
-        num_sequences=len(lengths),
     )
 
 
@@ -293,19 +285,13 @@ def test_proximal_logprobs_are_log_linear_in_the_version() -> None:
     assert share.tolist() == [0.75, 0.0, 0.0]
     now = torch.full((3,), -1.0, dtype=torch.float64, requires_grad=True)
     zeros = torch.zeros(3, dtype=torch.float64)
-    ids = torch.zeros(3, dtype=torch.int64)
-    inputs = LossInputs(
+    inputs = loss_inputs(
+        [3],
         logprobs=now,
-        entropy=zeros,
         old_logprobs=torch.full_like(zeros, math.nan),  # nobody computed them
         rollout_logprobs=zeros - 2,
         advantages=zeros + 1,
         proximal_share=share.double(),
-        mask=torch.ones(3, dtype=torch.bool),
-        segment_ids=ids,
-        segment_sum=lambda values: values.sum()[None],
-        num_tokens=3,
-        num_sequences=1,
     )
     output = policy_loss(correction={"mode": "truncate", "high": 5.0}, clip_high=9.0)(inputs)
     output.loss.backward()

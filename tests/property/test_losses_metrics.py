@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from rl_megatron.algorithms.auxiliary import PreferenceLoss, ValueLoss
 from rl_megatron.algorithms.losses import PolicyLoss
@@ -17,6 +16,7 @@ from rl_megatron.algorithms.quantiles import histogram, ratio_quantiles
 from rl_megatron.observability.recorder import Row
 from rl_megatron.training.measures import Made, policy_row
 from rl_megatron.types import Counts, Loss, LossInputs, Metric, StepResult
+from tests.losses import loss_inputs, part_of
 from tests.reduction import values
 from tests.rows import pair_loss, policy_loss
 
@@ -49,22 +49,15 @@ def batch(
     old = -torch.rand(num, generator=g, dtype=torch.float64)
     mask = torch.rand(num, generator=g) < kept
     new = old + scale * torch.randn(num, generator=g, dtype=torch.float64)
-
-    def segment_sum(values: Tensor) -> Tensor:
-        return values.new_zeros(len(lengths)).index_add_(0, ids, values)
-
-    return LossInputs(
+    return loss_inputs(
+        lengths,
+        mask,
         logprobs=new.to(dtype).requires_grad_(),
         entropy=torch.rand(num, generator=g, dtype=torch.float64).to(dtype),
         old_logprobs=old.to(dtype),
         rollout_logprobs=(old + 0.1 * scale).to(dtype),
         ref_logprobs=(old - scale).to(dtype),
         advantages=torch.randn(len(lengths), generator=g, dtype=torch.float64)[ids].to(dtype),
-        mask=mask,
-        segment_ids=ids,
-        segment_sum=segment_sum,
-        num_tokens=int(mask.sum()),
-        num_sequences=len(lengths),
     )
 
 
@@ -156,22 +149,6 @@ def row_of(loss: Loss, *minibatches: LossInputs) -> Row:
     return policy_row(steps)
 
 
-def part_of(x: LossInputs, first: int, stop: int) -> LossInputs:
-    """A minibatch of these sequences."""
-    inside = (x.segment_ids >= first) & (x.segment_ids < stop)
-    tensors = {one.name: getattr(x, one.name) for one in fields(x) if isinstance(getattr(x, one.name), Tensor)}
-    columns = {name: column[inside] for name, column in tensors.items()}
-    ids = columns.pop("segment_ids") - first
-    return replace(
-        x,
-        **columns,
-        segment_ids=ids,
-        segment_sum=lambda values: values.new_zeros(stop - first).index_add_(0, ids, values),
-        num_tokens=int(columns["mask"].sum()),
-        num_sequences=stop - first,
-    )
-
-
 @pytest.mark.parametrize("loss", [*ROWS, ValueLoss(clip=0.1), pair_loss(0.1)])
 @quick
 @given(seed=seeds, pairs=st.integers(2, 4), cut=st.integers(1, 3))
@@ -182,7 +159,11 @@ def test_means_of_a_step_are_those_of_its_minibatches_tokens_together(
     lengths = torch.randint(1, 9, (2 * pairs,), generator=torch.Generator().manual_seed(seed)).tolist()
     x, cut = batch(lengths, seed, kept=1.0 if isinstance(loss, PreferenceLoss) else 0.6), 2 * min(cut, pairs - 1)
     x = replace(x, values=x.entropy, old_values=x.advantages, returns=x.rollout_logprobs)
-    parts = part_of(x, 0, cut), part_of(x, cut, 2 * pairs)
+    parts = [
+        replace(part, num_tokens=int(part.mask.sum()), num_sequences=stop - first)
+        for first, stop in ((0, cut), (cut, 2 * pairs))
+        for part in [part_of(x, first, stop)]
+    ]
     assume(all(part.num_tokens for part in parts))
     whole, found = row_of(loss, x), row_of(loss, *parts)
     for key in {"loss", "loss/kl"} & set(whole):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.types import Loss, LossInputs, LossOutput
+from tests.losses import local_sum, loss_inputs
 from tests.reduction import joined, values
 from tests.rows import pair_loss, policy_loss
 
@@ -86,19 +87,10 @@ def draw(seed: int, lengths: Sequence[int], scale: float) -> Sequences:
     return out
 
 
-def segment_sum_of(ids: Tensor, num: int) -> Callable[[Tensor], Tensor]:
-    def segment_sum(x: Tensor) -> Tensor:
-        assert not x.requires_grad, "segment_sum is given detached tensors only"
-        return x.new_zeros(num).index_add_(0, ids, x)
-
-    return segment_sum
-
-
 def inputs_of(
     sequences: Sequences, *, num_tokens: int | None = None, num_sequences: int | None = None, proximal: bool = False
 ) -> LossInputs:
     flat = [token for tokens in sequences for token in tokens]
-    ids = torch.tensor([s for s, tokens in enumerate(sequences) for _ in tokens], dtype=torch.int64)
     columns = {
         name: torch.tensor([getattr(token, name) for token in flat], dtype=torch.float64).requires_grad_(
             name in LEARNED
@@ -106,13 +98,12 @@ def inputs_of(
         for name in COLUMNS
         if proximal or name != "proximal_share"
     }
-    return LossInputs(
+    return loss_inputs(
+        [len(tokens) for tokens in sequences],
+        [token.mask for token in flat],
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
         **columns,
-        mask=torch.tensor([token.mask for token in flat], dtype=torch.bool),
-        segment_ids=ids,
-        segment_sum=segment_sum_of(ids, len(sequences)),
-        num_tokens=sum(token.mask for token in flat) if num_tokens is None else num_tokens,
-        num_sequences=len(sequences) if num_sequences is None else num_sequences,
     )
 
 
@@ -338,7 +329,7 @@ def test_context_parallel_ranks_add_up(loss: Loss, proximal: bool, seed: int, le
     def run(rank: int) -> None:
         half = slice(rank, None, 2)
         ids = x.segment_ids[half]
-        local = segment_sum_of(ids, len(lengths))
+        local = local_sum(ids, len(lengths))
 
         def segment_sum(values: Tensor) -> Tensor:
             slots[rank] = local(values)

@@ -13,33 +13,14 @@ from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.types import LossInputs
+from tests.losses import loss_inputs
 from tests.rows import pair_loss
-
-
-def inputs(mask: list[bool], lengths: list[int], **columns: Tensor) -> LossInputs:
-    """Sequences of ``lengths``, one after the other; columns that are not given are zeros."""
-    kept, zeros = torch.tensor(mask), torch.zeros(len(mask))
-    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    given = dict.fromkeys(("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "advantages"), zeros) | columns
-
-    def segment_sum(values: Tensor) -> Tensor:
-        assert not values.requires_grad
-        return values.new_zeros(len(lengths)).index_add_(0, ids, values)
-
-    return LossInputs(
-        **given,
-        mask=kept,
-        segment_ids=ids,
-        segment_sum=segment_sum,
-        num_tokens=int(kept.sum()),
-        num_sequences=len(lengths),
-    )
 
 
 def test_value_loss_is_the_worse_of_the_free_and_the_clipped() -> None:
     values = torch.tensor([1.0, 1.0, math.nan], requires_grad=True)
     old, returns = torch.tensor([0.5, 0.5, math.inf]), torch.tensor([0.0, 2.0, math.nan])
-    batch = inputs([True, True, False], [3], values=values, old_values=old, returns=returns)
+    batch = loss_inputs([3], [True, True, False], values=values, old_values=old, returns=returns)
     output = ValueLoss(clip=0.2)(batch)
     output.loss.backward()
     # token 0: (1-0)² = 1 > (0.7-0)²; token 1: (1-2)² = 1 < (0.7-2)² = 1.69, whose gradient the clip removes
@@ -51,16 +32,16 @@ def test_value_loss_is_the_worse_of_the_free_and_the_clipped() -> None:
 
 
 def test_value_loss_without_clipping_is_half_the_squared_error() -> None:
-    batch = inputs([True], [1], values=torch.tensor([3.0]), old_values=torch.zeros(1), returns=torch.ones(1))
+    batch = loss_inputs([1], [True], values=torch.tensor([3.0]), old_values=torch.zeros(1), returns=torch.ones(1))
     output = ValueLoss()(batch)
     assert (output.loss.item(), output.metrics["critic/clip_fraction"].value.item()) == (2.0, 0.0)
 
 
 def test_a_column_that_the_batch_lacks_is_named() -> None:
     with pytest.raises(ValueError, match="returns"):
-        ValueLoss()(inputs([True], [1], values=torch.ones(1)))
+        ValueLoss()(loss_inputs([1], [True], values=torch.ones(1)))
     with pytest.raises(ValueError, match="ref_logprobs"):
-        pair_loss(0.1)(inputs([True, True], [1, 1]))
+        pair_loss(0.1)(loss_inputs([1, 1], [True, True]))
 
 
 def pairs() -> tuple[Tensor, LossInputs]:
@@ -68,7 +49,7 @@ def pairs() -> tuple[Tensor, LossInputs]:
     logprobs = torch.tensor([math.nan, -0.5, -0.5, -2.0, -5.0, -1.0, -3.0, math.inf], requires_grad=True)
     ref = torch.tensor([math.inf, -1.0, -0.5, -1.0, -5.0, -3.0, -4.0, math.nan])
     mask = [False, True, True, True, True, True, True, False]
-    return logprobs, inputs(mask, [3, 1, 1, 2, 1], logprobs=logprobs, ref_logprobs=ref)
+    return logprobs, loss_inputs([3, 1, 1, 2, 1], mask, logprobs=logprobs, ref_logprobs=ref)
 
 
 def test_dpo_of_two_pairs() -> None:
@@ -92,7 +73,7 @@ def test_a_pair_without_a_trained_token_on_one_side_is_padding(without: int) -> 
     sides = [side == without for side in (0, 1)]
     mask = [not sides[0], not sides[0], not sides[1], True, True]
     logprobs, ref = torch.tensor([-1.0, -2.0, -3.0, -1.0, -2.0], requires_grad=True), torch.zeros(5)
-    batch = replace(inputs(mask, [2, 1, 1, 1], logprobs=logprobs, ref_logprobs=ref), num_sequences=2)
+    batch = loss_inputs([2, 1, 1, 1], mask, num_sequences=2, logprobs=logprobs, ref_logprobs=ref)
     output = pair_loss(1.0)(batch)
     output.loss.backward()
     assert output.loss.item() == pytest.approx(math.log(1 + math.exp(-1)))
@@ -109,7 +90,7 @@ def test_dpo_is_torchs_logsigmoid_of_the_margin(per_token: bool) -> None:
     logprobs = -torch.rand(12, generator=g, dtype=torch.float64)
     ref = -torch.rand(12, generator=g, dtype=torch.float64)
     ours, plain = logprobs.clone().requires_grad_(), logprobs.clone().requires_grad_()
-    batch = inputs([True] * 12, lengths, logprobs=ours, ref_logprobs=ref)
+    batch = loss_inputs(lengths, [True] * 12, logprobs=ours, ref_logprobs=ref)
     output = pair_loss(0.7, per_token=per_token)(batch)
     output.loss.backward()
     sums = torch.stack([part.mean() if per_token else part.sum() for part in (plain - ref).split(lengths)])
@@ -129,7 +110,7 @@ def test_a_policy_that_is_its_own_critic_adds_its_value_loss_by_the_coefficient(
     loss = loss_of(row, kl_coefficient=0.0, max_new_tokens=1)
     logprobs, values = (torch.tensor(x, requires_grad=True) for x in ([-1.0, -3.0], [1.0, 1.0]))
     columns = {"values": values, "old_values": torch.tensor([0.5, 0.5]), "returns": torch.tensor([0.0, 2.0])}
-    batch = inputs([True, True], [2], logprobs=logprobs, **columns)
+    batch = loss_inputs([2], [True, True], logprobs=logprobs, **columns)
     output = loss(replace(batch, advantages=torch.tensor([2.0, 0.0])))
     output.loss.backward()
     of_values = (1 + 1.69) / 2 / 2

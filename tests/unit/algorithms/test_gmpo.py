@@ -12,6 +12,7 @@ from torch import Tensor
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.types import LossInputs, LossOutput
+from tests.losses import part_of
 from tests.property.test_losses_metrics import batch
 from tests.rows import policy_loss
 
@@ -104,16 +105,7 @@ def test_micro_batches_add_up() -> None:
     whole, gradient = evaluate(inputs)
     losses, gradients = [], []
     for first in range(0, len(LENGTHS), 2):
-        part = (inputs.segment_ids >= first) & (inputs.segment_ids < first + 2)
-        ids = inputs.segment_ids[part] - first
-
-        def segment_sum(values: Tensor, ids: Tensor = ids) -> Tensor:
-            assert not values.requires_grad, "segment_sum is given detached tensors only"
-            return values.new_zeros(2).index_add_(0, ids, values)
-
-        names = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "advantages", "mask")
-        cut = {name: getattr(inputs, name)[part] for name in names}
-        output, slope = evaluate(replace(inputs, **cut, ref_logprobs=None, segment_ids=ids, segment_sum=segment_sum))
+        output, slope = evaluate(part_of(inputs, first, first + 2))
         losses.append(output.loss)
         gradients.append(slope)
     torch.testing.assert_close(torch.stack(losses).sum(), whole.loss, rtol=1e-12, atol=0)

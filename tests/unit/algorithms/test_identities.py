@@ -22,6 +22,7 @@ from rl_megatron.training.credit.shaping import shape_rewards
 from rl_megatron.training.credit.state import AlgorithmState
 from rl_megatron.types import Loss, LossInputs, Prompt, Samples
 from tests.completions import completion
+from tests.losses import loss_inputs
 
 LENGTHS = [5, 9, 1, 3]
 COPG = ("coefficient=0.3", "placement=completion_reward", "estimator=k1")
@@ -38,21 +39,12 @@ def batch(spread: float = 0.3, seed: int = 0) -> LossInputs:
     ids = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     old = -torch.rand(len(ids), generator=g, dtype=torch.float64)
     noise = [spread * torch.randn(len(ids), generator=g, dtype=torch.float64) for _ in range(2)]
-
-    def segment_sum(values: Tensor) -> Tensor:
-        return values.new_zeros(len(LENGTHS)).index_add_(0, ids, values)
-
-    return LossInputs(
+    return loss_inputs(
+        LENGTHS,
         logprobs=(old + noise[0]).requires_grad_(),
-        entropy=torch.zeros_like(old),
         old_logprobs=old,
         rollout_logprobs=old + noise[1],
         advantages=torch.randn(len(LENGTHS), generator=g, dtype=torch.float64)[ids],
-        mask=torch.ones(len(ids), dtype=torch.bool),
-        segment_ids=ids,
-        segment_sum=segment_sum,
-        num_tokens=len(ids),
-        num_sequences=len(LENGTHS),
     )
 
 
@@ -159,7 +151,7 @@ def test_copg_is_rloo_with_the_kl_in_its_rewards_whoever_sampled() -> None:
     x = replace(x, ref_logprobs=x.old_logprobs - torch.linspace(-1, 1, sum(LENGTHS), dtype=torch.float64))
     made = credited(*keys, given=x)
     _, gradient = evaluate(row(*keys), replace(x, advantages=made.advantages[made.mask].double()))
-    h = x.segment_sum(x.logprobs - x.ref_logprobs)
+    h = torch.stack([one.sum() for one in (x.logprobs - x.ref_logprobs).split(LENGTHS)])
     rewards = torch.tensor([1.0, 0.0, 0.25, 0.5], dtype=torch.float64)
     pairs = torch.combinations(torch.arange(4))
     apart, further = rewards[pairs[:, 0]] - rewards[pairs[:, 1]], h[pairs[:, 0]] - h[pairs[:, 1]]

@@ -15,23 +15,12 @@ from rl_megatron.algorithms.kl import (
 )
 from rl_megatron.config.sections.kl import KLSection
 from rl_megatron.types import LossInputs
+from tests.losses import loss_inputs
 from tests.rows import policy_loss
 
 
 def inputs(logprobs: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, ref: torch.Tensor) -> LossInputs:
-    return LossInputs(
-        ref_logprobs=ref,
-        logprobs=logprobs,
-        entropy=torch.zeros_like(old),
-        old_logprobs=old,
-        rollout_logprobs=old,
-        advantages=torch.zeros_like(old),
-        mask=mask,
-        segment_ids=torch.zeros(len(old), dtype=torch.int64),
-        segment_sum=lambda values: values.sum()[None],
-        num_tokens=int(mask.sum()),
-        num_sequences=1,
-    )
+    return loss_inputs([len(old)], mask, logprobs=logprobs, ref_logprobs=ref, old_logprobs=old, rollout_logprobs=old)
 
 
 def test_placement_in_rewards_of_tokens_and_of_sequences() -> None:

@@ -28,6 +28,7 @@ from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.update import Update
 from rl_megatron.types import Loss, LossInputs, Trajectory
 from tests.documents import blocks
+from tests.losses import part_of
 from tests.property.test_losses_metrics import batch
 from tests.rows import pair_loss, policy_loss
 from tests.toy_roles import VOCABULARY, Toy, table
@@ -297,18 +298,7 @@ def test_micro_batches_add_up(loss: Loss) -> None:
     """Three of two sequences each, under the whole batch's denominators."""
     inputs = batch(LENGTHS, 3, scale=0.6, kept=0.75)
     whole, gradient = evaluate(loss, inputs)
-    found = []
-    for first in range(0, 6, 2):
-        part = (inputs.segment_ids >= first) & (inputs.segment_ids < first + 2)
-        ids = inputs.segment_ids[part] - first
-
-        def segment_sum(values: Tensor, ids: Tensor = ids) -> Tensor:
-            assert not values.requires_grad, "segment_sum is given detached tensors only"
-            return values.new_zeros(2).index_add_(0, ids, values)
-
-        names = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages", "mask")
-        cut: dict[str, Any] = {name: getattr(inputs, name)[part] for name in names}
-        found.append(evaluate(loss, replace(inputs, **cut, segment_ids=ids, segment_sum=segment_sum)))
+    found = [evaluate(loss, part_of(inputs, first, first + 2)) for first in range(0, 6, 2)]
     assert sum(one for one, _ in found) == pytest.approx(whole, rel=1e-12)
     torch.testing.assert_close(torch.cat([slopes for _, slopes in found]), gradient, rtol=1e-12, atol=0)
 

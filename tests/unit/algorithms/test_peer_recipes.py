@@ -24,6 +24,7 @@ from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.returns import gae, whiten
 from rl_megatron.config.io import load_config
 from rl_megatron.types import LossInputs
+from tests.losses import loss_inputs
 
 LENGTHS, PROMPTS = [9, 4, 6, 2, 5, 7], [2, 1, 3, 1, 0, 2]
 WIDTH = max(LENGTHS)
@@ -59,23 +60,14 @@ def padded(spread: float = 0.3) -> Padded:
 def packed(x: Padded, logp: Tensor) -> LossInputs:
     """The same batch without its padding."""
     real = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
-    ids = torch.arange(len(LENGTHS))[:, None].expand(real.shape)[real]
-
-    def segment_sum(values: Tensor) -> Tensor:
-        return values.new_zeros(len(LENGTHS)).index_add_(0, ids, values)
-
-    return LossInputs(
+    return loss_inputs(
+        LENGTHS,
+        x.mask[real].bool(),
         logprobs=logp[real],
-        entropy=torch.zeros_like(ids, dtype=torch.float64),
         old_logprobs=x.old[real],
         rollout_logprobs=x.old[real],
         ref_logprobs=x.ref[real],
         advantages=x.adv[real],
-        mask=x.mask[real].bool(),
-        segment_ids=ids,
-        segment_sum=segment_sum,
-        num_tokens=int(x.mask.sum()),
-        num_sequences=len(LENGTHS),
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl_megatron.algorithms.losses import CrossEntropy, PolicyLoss
 from rl_megatron.types import LossInputs, LossOutput
+from tests.losses import loss_inputs
 from tests.rows import changed, policy_loss
 
 NAN = math.nan
@@ -32,24 +33,15 @@ def batch(
         return torch.tensor([value for row in rows for value in row], dtype=torch.float64)
 
     values = flat(logprobs)
-    ids = torch.tensor([s for s, row in enumerate(logprobs) for _ in row], dtype=torch.int64)
-    kept = torch.ones_like(values, dtype=torch.bool) if mask is None else flat(mask).bool()
     old_values = values.clone() if old is None else flat(old)
-
-    def segment_sum(x: Tensor) -> Tensor:
-        return x.new_zeros(len(logprobs)).index_add_(0, ids, x)
-
-    return LossInputs(
+    return loss_inputs(
+        [len(row) for row in logprobs],
+        None if mask is None else flat(mask).bool(),
         logprobs=values.requires_grad_(),
         entropy=torch.full_like(old_values, 0.7),
         old_logprobs=old_values,
         rollout_logprobs=old_values,
         advantages=torch.ones_like(old_values) if advantages is None else flat(advantages),
-        mask=kept,
-        segment_ids=ids,
-        segment_sum=segment_sum,
-        num_tokens=int(kept.sum()),
-        num_sequences=len(logprobs),
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_megatron.algorithms.auxiliary import ScoreLoss
 from rl_megatron.algorithms.losses import LossOutput
-from tests.unit.algorithms.test_auxiliary import inputs
+from tests.losses import loss_inputs
 
 LENGTHS = [2, 3, 1, 2, 4, 1]  # three pairs
 ENDS = torch.tensor(LENGTHS).cumsum(0) - 1
@@ -30,7 +30,7 @@ def loss_of(given: Tensor, kept: list[bool]) -> LossOutput:
     mask, returns = torch.zeros(len(given), dtype=torch.bool), torch.zeros(len(given))
     mask[ENDS] = torch.tensor(kept).repeat_interleave(2)
     returns[ENDS[::2]] = MARGINS
-    return ScoreLoss(centring=CENTRING)(inputs(mask.tolist(), LENGTHS, values=given, returns=returns))
+    return ScoreLoss(centring=CENTRING)(loss_inputs(LENGTHS, mask, values=given, returns=returns))
 
 
 @pytest.mark.parametrize("kept", [[True] * 3, [True, False, True], [False, True, False]], ids=str)
