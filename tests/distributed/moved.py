@@ -16,6 +16,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.types import LossInputs, LossOutput, Samples
 from rl_megatron.weights.bytes.pinned import Extent, Pinned
 from tests.distributed.test_kept import SHAPES, samples
+from tests.samples import sequences_of
 
 if TYPE_CHECKING:
     from rl_megatron.learner.dry_run.meter import Meter
@@ -63,19 +64,8 @@ def ragged(step: int) -> list[Samples]:
     out = []
     for _ in range(2 + step):
         lengths = torch.randint(20, 70, (4,), generator=g)
-        count = int(lengths.sum())
-        ids, targets = torch.randint(0, 250, (2, count), generator=g)
-        out.append(
-            Samples(
-                input_ids=ids,
-                targets=targets,
-                mask=torch.ones(count, dtype=torch.bool),
-                advantages=torch.zeros(count),
-                rollout_logprobs=torch.zeros(count),
-                old_logprobs=torch.zeros(count),
-                cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-            )
-        )
+        ids, targets = torch.randint(0, 250, (2, int(lengths.sum())), generator=g)
+        out.append(sequences_of(lengths, input_ids=ids, targets=targets))
     return out
 
 

@@ -29,6 +29,7 @@ from rl_megatron.options.recompute import Recompute, RecomputeSection
 from rl_megatron.scaling.memory import footprints
 from rl_megatron.types import LossInputs, LossOutput, Samples
 from tests.distributed.ranks import run_ranks
+from tests.samples import sequences_of
 from tests.small_models import TINY_MOE
 
 LENGTHS = torch.tensor([60, 61] * 4)  # in one class, so that little is padding, which is not counted
@@ -95,15 +96,7 @@ Seen = tuple[ModelShape, LearnerSection, list[Any]]
 def samples(seed: int) -> Samples:
     g = torch.Generator().manual_seed(seed)
     ids, targets = torch.randint(0, 250, (2, TOKENS), generator=g)
-    return Samples(
-        input_ids=ids,
-        targets=targets,
-        mask=torch.ones(TOKENS, dtype=torch.bool),
-        advantages=torch.zeros(TOKENS),
-        rollout_logprobs=torch.zeros(TOKENS),
-        old_logprobs=torch.zeros(TOKENS),
-        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), LENGTHS.cumsum(0)]),
-    )
+    return sequences_of(LENGTHS, input_ids=ids, targets=targets)
 
 
 class Saved:

@@ -33,6 +33,7 @@ from tests.distributed.own_critic import gap_to_two_models, own_critics_loss
 from tests.distributed.ranks import run_ranks
 from tests.optimizer_step import train_step
 from tests.rows import NAMES, config_of, policy_loss
+from tests.samples import sequences_of
 
 OfLayout = Callable[[str], list[dict[str, Any]]]
 IN_WAVES = (
@@ -68,12 +69,12 @@ def make_samples() -> Samples:
     g = torch.Generator().manual_seed(5)
     lengths = torch.randint(4, 40, (24,), generator=g)
     n = int(lengths.sum())
-    cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    position = torch.arange(n) - torch.repeat_interleave(cu[:-1], lengths)
+    position = torch.arange(n) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
     near = -5.5 + 0.3 * torch.randn(3, n, generator=g)  # of a random policy over 256 tokens
     mask = position >= 2
     named = torch.randn(n, 256, generator=g).log_softmax(1).topk(7)
-    return Samples(
+    return sequences_of(
+        lengths,
         input_ids=torch.randint(0, 256, (n,), generator=g),
         targets=torch.randint(0, 256, (n,), generator=g),
         mask=mask,
@@ -87,7 +88,6 @@ def make_samples() -> Samples:
         nll_weights=0.01 * (position % 3 == 0) * mask,
         old_kl_weights=2.0 * (position % 5 == 0) * mask,
         ref_top=torch.stack([named.indices.float(), named.values], 1),
-        cu_seqlens=cu,
     )
 
 

@@ -26,6 +26,7 @@ from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Samples
+from tests.samples import sequences_of
 
 pytestmark = pytest.mark.usefixtures("forked_nursery")
 _PIDFD_GETFD = 438  # a system call of Linux 5.6
@@ -42,14 +43,13 @@ def sampled(of: Sequence[int] = LENGTHS) -> Samples:
     place = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends - lengths, lengths)
     mask = place >= PROMPT - 1
     logprobs = -torch.rand(len(mask), generator=g) * mask
-    return Samples(
+    return sequences_of(
+        of,
         input_ids=torch.cat([row[:-1] for row in rows]),
         targets=torch.cat([row[1:] for row in rows]),
         mask=mask,
-        advantages=torch.zeros(len(mask)),
         rollout_logprobs=logprobs,
         old_logprobs=logprobs.clone(),
-        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]),
     )
 
 

@@ -16,6 +16,7 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Samples
 from tests.gpu import branch
+from tests.samples import sequences_of
 
 LAYERS = 4
 SEED = 7
@@ -31,16 +32,7 @@ def samples_of(tokens: int, length: int, vocabulary: int) -> Samples:
     """Sequences of equal length."""
     g = torch.Generator().manual_seed(SEED)
     ids, targets = torch.randint(0, vocabulary, (2, tokens), generator=g)
-    zeros = torch.zeros(tokens)
-    return Samples(
-        input_ids=ids,
-        targets=targets,
-        mask=torch.ones(tokens, dtype=torch.bool),
-        advantages=torch.ones(tokens),
-        rollout_logprobs=zeros,
-        old_logprobs=zeros,
-        cu_seqlens=torch.arange(0, tokens + 1, length),
-    )
+    return sequences_of([length] * (tokens // length), input_ids=ids, targets=targets, advantages=torch.ones(tokens))
 
 
 def fill_at_random(tensors: Mapping[str, torch.Tensor]) -> None:

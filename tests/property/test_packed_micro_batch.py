@@ -12,21 +12,20 @@ from hypothesis import strategies as st
 
 from rl_megatron.learner.packed import Slots, pack_micro_batch
 from rl_megatron.types import Samples
+from tests.samples import sequences_of
 
 CPU = torch.device("cpu")
 
 
 def make_samples(lengths: list[int]) -> Samples:
     total = sum(lengths)
-    return Samples(
+    return sequences_of(
+        lengths,
         input_ids=torch.arange(total),
         targets=torch.arange(total) + 1,
-        mask=torch.ones(total, dtype=torch.bool),
         advantages=torch.arange(total).float(),
         rollout_logprobs=-torch.arange(total).float(),
-        old_logprobs=torch.zeros(total),
         routes=torch.randint(0, 300, (total, 2, 3), generator=torch.Generator().manual_seed(0)).to(torch.int16),
-        cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]),
     )
 
 

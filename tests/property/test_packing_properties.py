@@ -18,6 +18,7 @@ from rl_megatron.learner.packed import pack_micro_batch
 from rl_megatron.options.fp8 import rows
 from rl_megatron.options.padding import PaddingSection
 from rl_megatron.types import ParallelDims, Samples
+from tests.samples import sequences_of
 
 COLUMNS = ("input_ids", "targets", "mask", "advantages", "rollout_logprobs", "old_logprobs", "routes")
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=80)
@@ -28,7 +29,8 @@ def ragged(lengths: list[int]) -> Samples:
     """Every position of every column has a value of its own."""
     n = sum(lengths)
     number = torch.arange(n)
-    return Samples(
+    return sequences_of(
+        lengths,
         input_ids=number,
         targets=number + n,
         mask=number % 3 != 0,
@@ -36,7 +38,6 @@ def ragged(lengths: list[int]) -> Samples:
         rollout_logprobs=number + 0.5,
         old_logprobs=number + 0.75,
         routes=torch.stack([number % 200, number % 200 + 1], 1).to(torch.uint8)[:, None].expand(n, 3, 2),
-        cu_seqlens=torch.tensor([0, *np.cumsum(lengths).tolist()]),
     )
 
 

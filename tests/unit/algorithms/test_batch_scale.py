@@ -18,6 +18,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.types import Samples
 from tests.property.test_losses_metrics import batch
 from tests.rows import policy_loss
+from tests.samples import sequences_of
 
 LENGTHS = [5, 1, 9, 3]
 
@@ -29,14 +30,12 @@ def samples(seed: int = 0) -> Samples:
     mask = torch.rand(count, generator=g) < 0.8
     mask[-LENGTHS[-1] :] = False
     advantages = torch.randn(count, generator=g) * (torch.arange(count) % 4 > 0)
-    return Samples(
-        input_ids=torch.zeros(count, dtype=torch.int64),
-        targets=torch.zeros(count, dtype=torch.int64),
+    return sequences_of(
+        LENGTHS,
         mask=mask,
         advantages=advantages.where(mask, torch.nan),
         rollout_logprobs=(old + 0.4 * torch.randn(count, generator=g)).where(mask, torch.nan),
         old_logprobs=old,
-        cu_seqlens=torch.tensor([0, *LENGTHS]).cumsum(0),
     )
 
 

@@ -33,7 +33,8 @@ from rl_megatron.rollout.servers.replicas import Health
 from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.jobs.rl import Reinforcement
-from rl_megatron.types import Loss, ParallelDims, Samples
+from rl_megatron.types import Loss, ParallelDims
+from tests.samples import sequences_of
 from tests.unit.launcher.test_supervisor import LIMIT, Bed, Place, bed, run, stuck, until
 from tests.unit.rollout.test_engine_servers import Fake, running
 
@@ -99,10 +100,7 @@ def test_models_release_their_memory_before_a_push_and_servers_before_models_com
         ),
         cast(ReplicaWeights, servers),
     )
-    zeros = torch.zeros(2)
-    columns = {"advantages": zeros, "rollout_logprobs": zeros, "old_logprobs": zeros, "mask": zeros == 0}
-    samples = Samples(input_ids=zeros.long(), targets=zeros.long(), cu_seqlens=torch.tensor([0, 2]), **columns)
-    batch = pack(samples, dims=ParallelDims(), max_tokens=2)
+    batch = pack(sequences_of([2]), dims=ParallelDims(), max_tokens=2)
 
     async def one_iteration() -> None:
         await roles.weights.push(1)

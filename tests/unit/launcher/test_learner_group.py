@@ -21,6 +21,7 @@ from rl_megatron.data.shares import Share
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import Pass
 from rl_megatron.types import Batch, ParallelDims, Samples
+from tests.samples import sequences_of
 
 DIMS = ParallelDims(tp=2, pp=2, dp=2)
 FIRST = (0, 2)  # rank of each data-parallel rank
@@ -65,17 +66,19 @@ class Stages:
 def samples(num_layers: int | None = None) -> Samples:
     g, lengths = torch.Generator().manual_seed(0), torch.tensor([5, 3, 4, 6])
     n = int(lengths.sum())
-    routes = None if num_layers is None else torch.randint(0, 8, (n, num_layers, 2), generator=g).to(torch.uint8)
+    routes = {}
+    if num_layers is not None:
+        routes["routes"] = torch.randint(0, 8, (n, num_layers, 2), generator=g).to(torch.uint8)
     logprobs = -torch.rand(n, generator=g)
-    return Samples(
+    return sequences_of(
+        lengths,
         input_ids=torch.arange(n),
         targets=torch.arange(n) + 1,
         mask=torch.arange(n) % 3 > 0,
         advantages=torch.rand(n, generator=g),
         rollout_logprobs=logprobs,
         old_logprobs=logprobs.clone(),
-        routes=routes,
-        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        **routes,
     )
 
 

@@ -21,6 +21,7 @@ from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.observability.metrics.table import documented
 from rl_megatron.types import Metric, Samples, StepResult
 from rl_megatron.weights.layouts.families import read_shape
+from tests.samples import sequences_of
 
 SECTION = LearnerSection()
 OBSERVER = """
@@ -90,16 +91,7 @@ def policy(hf: Path) -> MegatronLearner:
 
 
 def samples() -> Samples:
-    tokens, zeros = torch.arange(6), torch.zeros(6)
-    return Samples(
-        input_ids=tokens,
-        targets=tokens,
-        mask=zeros == 0,
-        advantages=zeros,
-        rollout_logprobs=zeros,
-        old_logprobs=zeros,
-        cu_seqlens=torch.tensor([0, 6]),
-    )
+    return sequences_of([6], input_ids=torch.arange(6), targets=torch.arange(6))
 
 
 def test_it_is_found_sees_steps_alone_and_its_number_is_in_the_row(

@@ -28,6 +28,7 @@ from rl_megatron.interfaces import Pass
 from rl_megatron.types import ParallelDims, Samples
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from tests.own_family import FAMILY, LAYERS, SKIPPED, save_own_model, write_package
+from tests.samples import sequences_of
 from tests.shares import share_of
 
 TOKENS = torch.arange(1, 23)
@@ -57,16 +58,7 @@ def config_of(folder: Path, *more: str) -> RunConfig:
 
 
 def samples() -> Samples:
-    n = len(TOKENS) - 1
-    return Samples(
-        input_ids=TOKENS[:-1],
-        targets=TOKENS[1:],
-        mask=torch.ones(n, dtype=torch.bool),
-        advantages=torch.zeros(n),
-        rollout_logprobs=torch.zeros(n),
-        old_logprobs=torch.zeros(n),
-        cu_seqlens=torch.tensor([0, n]),
-    )
+    return sequences_of([len(TOKENS) - 1], input_ids=TOKENS[:-1], targets=TOKENS[1:])
 
 
 def theirs(model: Any) -> Tensor:

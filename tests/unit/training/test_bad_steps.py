@@ -39,10 +39,10 @@ from rl_megatron.types import (
     Metric,
     ParallelDims,
     Prompt,
-    Samples,
     SkippedStep,
     StepResult,
 )
+from tests.samples import sequences_of
 from tests.unit.training.test_little_to_train_on import Steps, job
 
 PROMPTS = [
@@ -55,16 +55,7 @@ MADE = StepResult(grad_norm=1.0)
 def packed(*sequences: tuple[int, ...]) -> Batch:
     """A micro-batch a sequence, on one rank."""
     tokens = torch.tensor([t for s in sequences for t in s])
-    zeros = torch.zeros(len(tokens))
-    samples = Samples(
-        input_ids=tokens,
-        targets=tokens,
-        mask=zeros == 0,
-        advantages=zeros,
-        rollout_logprobs=zeros,
-        old_logprobs=zeros,
-        cu_seqlens=torch.tensor([0, *torch.tensor([len(s) for s in sequences]).cumsum(0).tolist()]),
-    )
+    samples = sequences_of([len(s) for s in sequences], input_ids=tokens, targets=tokens)
     batch = pack(samples, dims=ParallelDims(), max_tokens=100)
     parts = tuple(select(samples, torch.tensor([i])) for i in range(len(sequences)))
     return replace(batch, micro_batches=(parts,), num_tokens=1)

@@ -13,21 +13,13 @@ from rl_megatron.data.packing import Packer, with_own_columns
 from rl_megatron.errors import ConfigError
 from rl_megatron.seeds import seed_of
 from rl_megatron.types import ParallelDims, Samples
+from tests.samples import sequences_of
 
 
 def numbered(count: int) -> Samples:
     """Sequences of one position that hold their number."""
-    zeros = torch.zeros(count)
-    return Samples(
-        input_ids=torch.arange(count),
-        targets=torch.arange(count),
-        mask=torch.ones(count, dtype=torch.bool),
-        advantages=zeros,
-        rollout_logprobs=zeros,
-        old_logprobs=zeros,
-        nll_weights=0.1 * (torch.arange(count) % 2),
-        cu_seqlens=torch.arange(count + 1),
-    )
+    numbers = torch.arange(count)
+    return sequences_of([1] * count, input_ids=numbers, targets=numbers, nll_weights=0.1 * (numbers % 2))
 
 
 def parts_of(samples: Samples, seeds: Sequence[int], *, most: int, unit: int = 1) -> list[Samples]:

@@ -27,6 +27,7 @@ from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.measures import Measured
 from rl_megatron.training.scores.requests import Packers, measured
 from rl_megatron.types import ParallelDims, Samples, Want
+from tests.samples import sequences_of
 
 MOST = 48  # positions of a micro-batch
 GIVEN = ("algorithm=ppo", "algorithm.kl.coefficient=0.1", "learner.ep=1", "learner.dp=2", "train.minibatches=1")
@@ -76,15 +77,8 @@ def samples() -> Samples:
     lengths, g = torch.tensor([30, 18, 20, 28, 24, 24, 26, 22]), torch.Generator().manual_seed(0)
     n = int(lengths.sum())
     tokens = torch.randint(0, 64, (n + 1,), generator=g)
-    return Samples(
-        input_ids=tokens[:-1],
-        targets=tokens[1:],
-        mask=torch.rand(n, generator=g) > 0.3,
-        advantages=torch.zeros(n),
-        rollout_logprobs=torch.zeros(n),
-        old_logprobs=torch.zeros(n),
-        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-    )
+    mask = torch.rand(n, generator=g) > 0.3
+    return sequences_of(lengths, input_ids=tokens[:-1], targets=tokens[1:], mask=mask)
 
 
 def roles_of(config: RunConfig, groups: Mapping[str, Ranks]) -> Roles:

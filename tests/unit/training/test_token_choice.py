@@ -19,6 +19,7 @@ from rl_megatron.training.selection import covariances, drawn_between, greatest,
 from rl_megatron.types import LossOutput, ParallelDims, Samples
 from tests.property.test_losses_metrics import batch
 from tests.rows import policy_loss
+from tests.samples import sequences_of
 
 ONE_STEP = ["train.minibatches=1", "train.epochs=1"]
 LENGTHS = [5, 9, 1, 3, 7, 4]
@@ -28,16 +29,15 @@ def samples_of(seed: int, lengths: list[int] = LENGTHS * 4) -> tuple[Samples, Te
     """With log-probs and entropies of the policy; a quarter of the tokens is context."""
     g = torch.Generator().manual_seed(seed)
     num = sum(lengths)
-    cu = torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(lengths).cumsum(0)])
     logprobs = -3 * torch.rand(num, generator=g)
-    samples = Samples(
+    samples = sequences_of(
+        lengths,
         input_ids=torch.arange(num),
         targets=torch.arange(num),
         mask=torch.rand(num, generator=g) < 0.75,
         advantages=torch.randn(num, generator=g),
         rollout_logprobs=logprobs,
         old_logprobs=logprobs,
-        cu_seqlens=cu,
     )
     return samples, logprobs, 4 * torch.rand(num, generator=g)
 
