@@ -6,12 +6,12 @@ from asyncio import to_thread
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from rl_megatron.algorithms.auxiliary import PreferenceLoss, ScoreLoss
 from rl_megatron.algorithms.segments import segment_sum, sequence_ids
 from rl_megatron.data.packing import Packer, unpack
 from rl_megatron.data.pairs import with_margins
@@ -48,22 +48,18 @@ class Reference:
 
 
 @dataclass(slots=True, kw_only=True)
-class Preferences(JobObjective):
-    """Log-probs of both answers, beside those of the frozen reference if the loss compares with one, whose held-out
-    ones are computed once."""
+class PairObjective(JobObjective):
+    """Of rows that are pairs: what the model says of both answers, in `wants`, beside the log-probs of the frozen
+    ``reference`` if the loss compares with one, whose held-out ones are computed once."""
 
-    loss: PreferenceLoss
+    wants: ClassVar[Want]
+    loss: Loss
     roles: Roles
     packer: Packer
     optimizer_steps: OptimizerSteps
     parts: list[Samples]  # held out
-    reference: Reference | None
+    reference: Reference | None = None
     _referred: bool = False
-
-    @override
-    @staticmethod
-    def samples_of(rows: Sequence[WrittenRow]) -> Samples:
-        return written_samples(rows)
 
     @override
     async def begin(self, *, fresh: bool) -> None:
@@ -78,7 +74,7 @@ class Preferences(JobObjective):
         with watch("train"):
             batch = self.packer.pack(samples)
             made = await self.optimizer_steps.step(self.roles.policy, batch, self.loss, rate, prompts)
-        await _forget(self.roles)
+        await self._forget()
         return made
 
     @override
@@ -88,58 +84,42 @@ class Preferences(JobObjective):
             self._referred = True
         found = []
         for part in self.parts:
-            scores = await _scores(self.roles.policy, self.packer, part, "logprobs")
-            found.append(await to_thread(_measured, self.loss, part, logprobs=scores))
-            await _forget(self.roles)
+            scores = await _scores(self.roles.policy, self.packer, part, self.wants)
+            found.append(await to_thread(_measured, self.loss, part, **{self.wants: scores}))
+            await self._forget()
         return _eval_row(found, self.parts)
 
+    async def _forget(self) -> None:
+        for model in self.roles.models.values():
+            await model.forget()
 
-@dataclass(slots=True, kw_only=True)
-class Scoring(JobObjective):
+
+class Preferences(PairObjective):
+    """The better answer is more probable than the worse."""
+
+    wants = "logprobs"
+
+    @override
+    @staticmethod
+    def samples_of(rows: Sequence[WrittenRow]) -> Samples:
+        return written_samples(rows)
+
+
+class Scoring(PairObjective):
     """A reward model: the score of the better answer above that of the worse."""
 
-    loss: ScoreLoss
-    roles: Roles
-    packer: Packer
-    optimizer_steps: OptimizerSteps
-    parts: Sequence[Samples]  # held out
+    wants = "values"
 
     @override
     @staticmethod
     def samples_of(rows: Sequence[WrittenRow]) -> Samples:
         return with_margins(rows)
 
-    @override
-    async def begin(self, *, fresh: bool) -> None:
-        """There is no other model."""
-
-    @override
-    async def step(self, samples: Samples, rate: float, prompts: Iterable[Prompt], watch: Stopwatch) -> Made | None:
-        with watch("train"):
-            batch = self.packer.pack(samples)
-            made = await self.optimizer_steps.step(self.roles.policy, batch, self.loss, rate, prompts)
-        await _forget(self.roles)
-        return made
-
-    @override
-    async def held_out(self) -> Row:
-        found = []
-        for part in self.parts:
-            scores = await _scores(self.roles.policy, self.packer, part, "values")
-            found.append(await to_thread(_measured, self.loss, part, values=scores))
-            await _forget(self.roles)
-        return _eval_row(found, self.parts)
-
 
 async def _scores(model: Scorer, packer: Packer, samples: Samples, want: Want) -> Tensor:
     batch = packer.pack(samples)
     said = await model.score(batch, frozenset({want}))
     return await to_thread(unpack, batch, said[want], samples)
-
-
-async def _forget(roles: Roles) -> None:
-    for model in roles.models.values():
-        await model.forget()
 
 
 def _measured(
