@@ -7,7 +7,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from rl_megatron.weights.servers.file import FileDelivery
 from rl_megatron.weights.servers.probe import Probe
 from rl_megatron.weights.servers.trust import Trust
 from tests.completions import completion
-from tests.unit.rollout.test_engine_servers import SECTION, Fake, Words
+from tests.unit.rollout.test_engine_servers import SECTION, Fake, Words, serving
 from tests.unit.weights.test_served_weights import Both
 
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=2, stop_token_ids=(), seed=0)
@@ -143,11 +143,7 @@ class Run:
 @contextmanager
 def holders(count: int) -> Iterator[list[Holder]]:
     fakes = [Holder() for _ in range(count)]
-    with ExitStack() as stack:
-        for fake in fakes:
-            threading.Thread(target=fake.serve_forever, args=(0.01,), daemon=True).start()
-            stack.callback(fake.server_close)
-            stack.callback(fake.shutdown)
+    with serving(fakes):
         yield fakes
 
 

@@ -30,14 +30,14 @@ from rl_megatron.training.group_job import carried_row, stretch_row
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, Turn
 from rl_megatron.weights.checks.reports import Report
 from tests.completions import completion
-from tests.unit.rollout.test_engine_servers import Words
+from tests.unit.rollout.still import Still
 from tests.virtual_time import run_at_once
 
 PAUSE = 0.02  # seconds of a push on the first server
 
 
 @dataclass(eq=False)
-class Sleeping(Words):
+class Sleeping(Still):
     """Servers whose tokens take a time each, in slots; they note what they did. ``pause``: seconds of a push."""
 
     pause_seconds: float
@@ -66,19 +66,13 @@ class Sleeping(Words):
         spans += [(start, version) for start, version in versions if 0 < start < made]
         return [completion([1] * made, finish="stop" if made == tokens else "abort", spans=spans)]
 
-    async def load(self, server: Server, path: Path, version: int, **_: object) -> list[Report]:  # type: ignore[override]
+    async def load(self, server: Server, path: Path, version: int, **options: object) -> list[Report]:
         await asyncio.sleep(self.pause_seconds if server.url.endswith("0") and version else 0)
         self.loaded.setdefault(server.url, []).append((asyncio.get_running_loop().time(), version))
         return []
 
-    async def pause(self, server: Server, mode: RunningRequests) -> None:
+    async def pause(self, server: Server, mode: object) -> None:
         self.pushes.pop(server.url, asyncio.Event()).set()
-
-    async def resume(self, server: Server) -> None: ...
-
-    async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None: ...
-
-    async def relabel(self, server: Server, version: int) -> None: ...
 
 
 @dataclass

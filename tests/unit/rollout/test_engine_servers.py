@@ -143,13 +143,20 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running(count: int) -> Iterator[list[Fake]]:
-    fakes = [Fake() for _ in range(count)]
+def serving(fakes: Sequence[Fake]) -> Iterator[None]:
+    """Each in a thread of its own."""
     with ExitStack() as stack:
         for fake in fakes:
             threading.Thread(target=fake.serve_forever, args=(0.01,), daemon=True).start()
             stack.callback(fake.server_close)
             stack.callback(fake.shutdown)
+        yield
+
+
+@contextmanager
+def running(count: int) -> Iterator[list[Fake]]:
+    fakes = [Fake() for _ in range(count)]
+    with serving(fakes):
         yield fakes
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.config.sections.rollout import RolloutSection, RunningRequests, ServerSection
+from rl_megatron.config.sections.rollout import RolloutSection, ServerSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.rewards.own import Plain
 from rl_megatron.rollout.ledger import Ledger
@@ -21,14 +21,14 @@ from rl_megatron.rollout.stream import Stream
 from rl_megatron.types import Completion, GenerationRequest, Prompt
 from rl_megatron.weights.checks.reports import Report
 from tests.completions import completion
-from tests.unit.rollout.test_engine_servers import Words
+from tests.unit.rollout.still import Still
 
 STEPS, STALENESS = 5, 2
 PROMPTS = [Prompt(id=f"p{i}", text="", token_ids=(i, 5), answer="") for i in range(40)]
 
 
 @dataclass(eq=False)
-class Seeded(Words):
+class Seeded(Still):
     """A server whose tokens are a function of the request's seed; all but evaluations' wait until they may go on."""
 
     go: asyncio.Event = field(default_factory=asyncio.Event)
@@ -44,15 +44,9 @@ class Seeded(Words):
             spans += [(1, self.version)] if self.version > spans[0][1] else []
         return [completion(tokens, spans=spans)]
 
-    async def load(self, server: Server, path: Path, version: int, **_: object) -> list[Report]:  # type: ignore[override]
+    async def load(self, server: Server, path: Path, version: int, **options: object) -> list[Report]:
         self.version = version
         return []
-
-    async def pause(self, server: Server, mode: RunningRequests) -> None: ...
-
-    async def resume(self, server: Server) -> None: ...
-
-    async def relabel(self, server: Server, version: int) -> None: ...
 
 
 async def trained(path: Path, *, evaluates: bool) -> tuple[list[object], list[int], int]:

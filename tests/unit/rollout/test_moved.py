@@ -7,17 +7,16 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rl_megatron.config.sections.rollout import ServerSection
-from rl_megatron.rollout.servers.adapter import Adapter
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.places import surplus
 from rl_megatron.types import Completion, GenerationRequest
 from tests.completions import completion
+from tests.unit.rollout.still import Still
 from tests.unit.rollout.test_engine_servers import REQUEST, push
 from tests.unit.rollout.test_suspects import Seat
 from tests.virtual_time import run_at_once
@@ -49,10 +48,8 @@ def test_as_few_move_as_level_the_servers() -> None:
     assert surplus([161, 128, 128]) == [1, 0, 0]
 
 
-class Rows(Adapter):
+class Rows(Still):
     """A server's rows get a token each in turn, the n-th token n; so with fewer rows they are faster."""
-
-    name, module, tested, renormalises_top_p = "Rows", "rows", "1", True
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, int]] = []  # request, server, tokens that it has
@@ -72,18 +69,6 @@ class Rows(Adapter):
 
     async def abort(self, server: Any, request: GenerationRequest, request_id: str) -> None:
         self.ended.add(request_id)
-
-    async def pause(self, server: Any, mode: object) -> None:
-        pass
-
-    async def resume(self, server: Any) -> None:
-        pass
-
-    async def load(self, server: Any, path: Path, version: int, **options: object) -> list[Any]:
-        return []
-
-    async def relabel(self, server: Any, version: int) -> None:
-        pass
 
 
 async def sampled(adapter: Rows, *, grouped: bool) -> float:

@@ -19,7 +19,6 @@ from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import EngineError, PoisonPrompt
 from rl_megatron.rollout.batch import Answered
-from rl_megatron.rollout.servers.adapter import Adapter
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import AttemptFailed, Broken, Server, Unreachable
 from rl_megatron.rollout.servers.replicas import Event, Replica
@@ -27,6 +26,7 @@ from rl_megatron.rollout.servers.suspects import Suspects
 from rl_megatron.types import Completion, GenerationRequest, Prompt
 from tests.completions import completion
 from tests.streams import PROMPTS, Source, stream_over
+from tests.unit.rollout.still import Still
 from tests.unit.rollout.test_engine_servers import REQUEST, engine_of, push, running
 from tests.virtual_time import run_at_once
 
@@ -136,10 +136,8 @@ class Poisoned(Source):
         return super()._answer(prompt)
 
 
-class Deadly(Adapter):
+class Deadly(Still):
     """Samples for some seconds, or until the server dies."""
-
-    name, module, tested, renormalises_top_p = "Deadly", "deadly", "1", True
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -164,21 +162,6 @@ class Deadly(Adapter):
             raise Broken(f"{server.url}: it died of this") from None
         finally:
             server.running[name] -= 1
-
-    async def abort(self, server: Any, request: GenerationRequest, request_id: str) -> None:
-        pass
-
-    async def pause(self, server: Any, mode: object) -> None:
-        pass
-
-    async def resume(self, server: Any) -> None:
-        pass
-
-    async def load(self, server: Any, path: Path, version: int, **options: object) -> list[Any]:
-        return []
-
-    async def relabel(self, server: Any, version: int) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
