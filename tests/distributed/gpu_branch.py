@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,13 +17,11 @@ from rl_megatron.data.packing import pack
 from rl_megatron.training.measures import Made
 from rl_megatron.types import Samples
 from rl_megatron.weights.checks.checksums import box_checksums, checksum
-from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
+from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ragged import ragged_samples
+from tests.distributed.ranks import fill
 from tests.optimizer_step import train_step
 from tests.rows import policy_loss
-
-if TYPE_CHECKING:
-    from rl_megatron.learner.scorer import MegatronScorer
 
 TINY = TinyModelSection(num_layers=2)
 STEPS = 2
@@ -36,16 +34,6 @@ def make_samples() -> Samples:
     samples = ragged_samples(8, g)
     advantages = torch.repeat_interleave(torch.randn(8, generator=g), samples.cu_seqlens.diff())
     return replace(samples, advantages=advantages)
-
-
-def fill(scorer: MegatronScorer, learner: LearnerSection, rank: int, model: Path) -> None:
-    """Give a model the weights of a Hugging Face folder."""
-    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
-
-    shape = read_shape(model)
-    layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple)
-    read_boxes(HFFolder(model), hf_layout(shape), layout, rank, dict(scorer.tensors))
-    scorer.adopt()
 
 
 def batch_of(learner: LearnerSection, rank: int) -> tuple[Sequence[Samples], dict[str, int]]:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from rl_megatron.config.sections.learner import LearnerSection
 from tests.forks import FORKS
+
+if TYPE_CHECKING:
+    from rl_megatron.learner.scorer import MegatronScorer
 
 LIMIT = 1200.0  # seconds; an idle machine needs at most 40, one with a load of 30 more than 500
 
@@ -21,3 +28,29 @@ def run_ranks(main: Callable[..., None], world_size: int, *arguments: Any) -> No
     for process in ranks:
         process.kill()
     assert codes == [0] * world_size, f"the ranks' exit statuses are {codes}; None has not ended in {LIMIT:.0f} s"
+
+
+def worlds(
+    rank: int, root: Path, layouts: Mapping[str, LearnerSection]
+) -> Iterator[tuple[str, LearnerSection, torch.device]]:
+    """In a rank's process: its world in each layout, one after the other. It is idle where a layout has fewer ranks."""
+    torch.set_num_threads(1)
+    import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here: before its functions are bound
+    from rl_megatron.learner import world
+
+    for name, learner in layouts.items():
+        if rank < learner.dims.world_size:
+            device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-{name}", seed=1)
+            yield name, learner, device
+            world.leave()
+
+
+def fill(scorer: MegatronScorer, learner: LearnerSection, rank: int, folder: Path) -> None:
+    """Give a rank's model the weights of a Hugging Face folder."""
+    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
+    from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
+
+    shape = read_shape(folder)
+    layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple)
+    read_boxes(HFFolder(folder), hf_layout(shape), layout, rank, dict(scorer.tensors))
+    scorer.adopt()

@@ -23,9 +23,10 @@ from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.plans.plan import plan
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_ranks, worlds
 from tests.draft_models import WrittenDraft, save_with_drafts, save_with_qwens_draft
 from tests.optimizer_step import train_step
+from tests.samples import sequences_of
 
 if TYPE_CHECKING:
     from rl_megatron.learner.trained import MegatronLearner
@@ -71,15 +72,11 @@ def texts() -> list[Tensor]:
 def make_samples() -> Samples:
     parts = texts()
     masks = [torch.arange(len(x) - 1) >= skipped - 1 for x, skipped in zip(parts, SKIPPED, strict=True)]
-    n = sum(len(x) - 1 for x in parts)
-    return Samples(
+    return sequences_of(
+        [len(x) - 1 for x in parts],
         input_ids=torch.cat([x[:-1] for x in parts]),
         targets=torch.cat([x[1:] for x in parts]),
         mask=torch.cat(masks),
-        advantages=torch.zeros(n),
-        rollout_logprobs=torch.zeros(n),
-        old_logprobs=torch.zeros(n),
-        cu_seqlens=torch.tensor([0, *torch.tensor([len(x) - 1 for x in parts]).cumsum(0).tolist()]),
     )
 
 
@@ -184,18 +181,11 @@ def resumed(
 
 
 def rank_main(rank: int, root: Path) -> None:
-    torch.set_num_threads(1)
-    import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here: before its functions are bound
-    from rl_megatron.learner import world
-
-    for layout, (options, names) in LAYOUTS.items():
-        learner = LearnerSection.model_validate(options)
-        if rank >= learner.dims.world_size:
-            continue
-        device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-{layout}", seed=1)
+    layouts = {name: LearnerSection.model_validate(options) for name, (options, _) in LAYOUTS.items()}
+    for layout, _, device in worlds(rank, root, layouts):
+        options, names = LAYOUTS[layout]
         found = {name: check(root / name, layout, options, rank, device) for name in names}
         (root / f"{layout}-{rank}.json").write_text(json.dumps(found))
-        world.leave()
 
 
 @pytest.fixture(scope="module")

@@ -25,9 +25,10 @@ from rl_megatron.types import Samples
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.formats.hf_folder import is_draft
 from rl_megatron.weights.layouts.families import read_shape
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_ranks, worlds
 from tests.family_models import DENSE, MODELS, SPARSE, save_model
 from tests.optimizer_step import train_step
+from tests.samples import sequences_of
 
 if TYPE_CHECKING:
     from rl_megatron.learner.trained import MegatronLearner
@@ -52,14 +53,11 @@ SAVED_IN = ("tp2", "tp2-ep2")  # and read back by the tools
 def make_samples() -> Samples:
     g = torch.Generator().manual_seed(5)
     n = sum(LENGTHS)
-    return Samples(
+    return sequences_of(
+        LENGTHS,
         input_ids=torch.randint(0, 61, (n,), generator=g),
         targets=torch.randint(0, 61, (n,), generator=g),
-        mask=torch.ones(n, dtype=torch.bool),
         advantages=torch.randn(n, generator=g),
-        rollout_logprobs=torch.zeros(n),
-        old_logprobs=torch.zeros(n),
-        cu_seqlens=torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()]),
     )
 
 
@@ -119,19 +117,10 @@ def logits_error(policy: MegatronLearner, wanted: Tensor) -> float | None:
 
 
 def rank_main(rank: int, root: Path) -> None:
-    """One rank of all layouts in turn; rank 1 is not in those of one process."""
-    torch.set_num_threads(1)
-    import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here: before its functions are bound
-    from rl_megatron.learner import world
-
-    for layout, (options, names) in LAYOUTS.items():
-        learner = LearnerSection.model_validate(options)
-        if rank >= learner.dims.world_size:
-            continue
-        device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-{layout}", seed=1)
-        found = {name: check(root / name, layout, learner, rank, device) for name in names}
+    layouts = {name: LearnerSection.model_validate(options) for name, (options, _) in LAYOUTS.items()}
+    for layout, learner, device in worlds(rank, root, layouts):
+        found = {name: check(root / name, layout, learner, rank, device) for name in LAYOUTS[layout][1]}
         (root / f"{layout}-{rank}.json").write_text(json.dumps(found))
-        world.leave()
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.types import Loss, Samples
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ragged import ragged_samples
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import fill, run_ranks, worlds
 from tests.family_models import save_model
 from tests.rows import policy_loss
 
@@ -46,14 +46,9 @@ def section(layout: str, head: str | None, dtype: str = "float32") -> LearnerSec
 def make(folder: Path, learner: LearnerSection, rank: int, device: torch.device, *, frozen: bool = False) -> Any:
     """A policy, or a frozen one, with the folder's weights."""
     from rl_megatron.learner.megatron import make_frozen, make_policy
-    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
-    from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 
-    shape = read_shape(folder)
-    policy = (make_frozen if frozen else make_policy)(shape, learner, device, temperature=0.7)
-    layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple)
-    read_boxes(HFFolder(folder), hf_layout(shape), layout, rank, dict(policy.tensors))
-    policy.adopt()
+    policy = (make_frozen if frozen else make_policy)(read_shape(folder), learner, device, temperature=0.7)
+    fill(policy, learner, rank, folder)
     return policy
 
 
@@ -128,22 +123,12 @@ def half(folder: Path, layout: str, rank: int, device: torch.device, *, head: st
 
 
 def rank_main(rank: int, root: Path) -> None:
-    """One rank of all layouts in turn; rank 1 is not in those of one process."""
-    torch.set_num_threads(1)
-    import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here: before its functions are bound
-    from rl_megatron.learner import world
-
-    for layout in LAYOUTS:
-        learner = section(layout, None)
-        if rank >= learner.dims.world_size:
-            continue
-        device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-{layout}", seed=1)
+    for layout, _, device in worlds(rank, root, {layout: section(layout, None) for layout in LAYOUTS}):
         for model in MODELS:
             found = {"float32": compare(root / model, layout, rank, device, root / f"saved-{layout}-{model}")}
             for head in (None, "float32") if layout in HALF else ():
                 found[f"bfloat16, {head}"] = half(root / model, layout, rank, device, head=head)
             (root / f"{layout}-{model}-{rank}.json").write_text(json.dumps(found))
-        world.leave()
 
 
 @pytest.fixture(scope="module")

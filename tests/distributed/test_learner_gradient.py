@@ -23,8 +23,9 @@ from rl_megatron.scaling.memory import footprints
 from rl_megatron.training.measures import Made
 from rl_megatron.types import Samples
 from rl_megatron.weights.layouts.families import read_shape
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import fill, run_ranks
 from tests.optimizer_step import train_step
+from tests.samples import sequences_of
 
 STEPS = 10
 LEARNING_RATE = 2e-3
@@ -38,17 +39,13 @@ def make_samples() -> Samples:
     g = torch.Generator().manual_seed(7)
     lengths = torch.randint(3, 40, (48,), generator=g)
     n = int(lengths.sum())
-    cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    position = torch.arange(n) - torch.repeat_interleave(cu[:-1], lengths)
+    position = torch.arange(n) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
     ids = torch.randint(0, 256, (n,), generator=g)
-    return Samples(
+    return sequences_of(
+        lengths,
         input_ids=ids,
         targets=(ids * 3 + 1) % 256,
         mask=position >= torch.repeat_interleave(lengths // 2, lengths),
-        advantages=torch.zeros(n),
-        rollout_logprobs=torch.zeros(n),
-        old_logprobs=torch.zeros(n),
-        cu_seqlens=cu,
     )
 
 
@@ -58,17 +55,12 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path) -> 
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_policy
     from rl_megatron.learner.optimizer import state_of
-    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
-    from rl_megatron.weights.layouts.layout import Layout
-    from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
     shape = read_shape(model)
     rendezvous = f"file://{folder}/rendezvous"
     device = world.join(learner, rank=rank, rendezvous=rendezvous, seed=0)
     megatron = make_policy(shape, learner, device, temperature=1.0)
-    layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)
-    read_boxes(HFFolder(model), Layout(table=HF_QWEN3_MOE, shape=shape), layout, rank, dict(megatron.tensors))
-    megatron.adopt()
+    fill(megatron, learner, rank, model)
     batch = pack(make_samples(), dims=learner.dims, max_tokens=400)
     counts = {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
     mine = batch.micro_batches[learner.dims.dp_rank(rank)]

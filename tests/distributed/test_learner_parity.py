@@ -23,7 +23,7 @@ from rl_megatron.training.measures import Made
 from rl_megatron.types import Batch, Samples, SkippedStep
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ragged import ragged_samples
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import fill, run_ranks
 from tests.optimizer_step import train_step
 from tests.rows import policy_loss
 
@@ -48,18 +48,12 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
     torch.set_num_threads(1)
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_policy
-    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
-    from rl_megatron.weights.layouts.layout import Layout
-    from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
     shape = read_shape(model)
     rendezvous = f"file://{folder}/rendezvous"
     device = world.join(learner, rank=rank, rendezvous=rendezvous, seed=1)
     megatron = make_policy(shape, learner, device, temperature=0.7)
-    layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)
-    hf = Layout(table=HF_QWEN3_MOE, shape=shape)
-    read_boxes(HFFolder(model), hf, layout, rank, dict(megatron.tensors))
-    megatron.adopt()
+    fill(megatron, learner, rank, model)
     dp = learner.dims.dp_rank(rank)
     batch = pack(make_samples(), dims=learner.dims, max_tokens=max_tokens)
     said = megatron.score(batch.micro_batches[dp], frozenset({"logprobs", "logits"}))

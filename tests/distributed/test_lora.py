@@ -33,7 +33,7 @@ from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, rea
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from rl_megatron.weights.plans.plan import plan
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_ranks, worlds
 from tests.distributed.test_families import LENGTHS, logits_error, make_samples
 from tests.family_models import BASE, MODELS, save_model
 from tests.optimizer_step import train_step
@@ -172,27 +172,17 @@ IN_PEFT = {PLAIN_START: "tp2", "qwen3_moe": "tp2-ep2"}  # the layout that saved 
 
 
 def rank_main(rank: int, root: Path) -> None:
-    """One rank of all layouts in turn; rank 1 is not in those of one process."""
-    torch.set_num_threads(1)
-    import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here: before its functions are bound
-    from rl_megatron.learner import world
-
-    for layout, (options, names) in LAYOUTS.items():
-        learner = LearnerSection.model_validate({**PLAIN, **options, "lora": LORA})
-        if rank >= learner.dims.world_size:
-            continue
-        device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-{layout}", seed=1)
-        found = {name: check(root / name, layout, learner, rank, device) for name in names}
+    plain = {
+        name: LearnerSection.model_validate({**PLAIN, **keys, "lora": LORA}) for name, (keys, _) in LAYOUTS.items()
+    }
+    for layout, learner, device in worlds(rank, root, plain):
+        found = {name: check(root / name, layout, learner, rank, device) for name in LAYOUTS[layout][1]}
         (root / f"{layout}-{rank}.json").write_text(json.dumps(found))
-        world.leave()
-    for layout in RELAY:
-        learner = LearnerSection.model_validate({**LAYOUTS[layout][0], "lora": LORA})
-        if rank >= learner.dims.world_size:
-            continue
-        device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-relay-{layout}", seed=1)
+    relayed = {name: LearnerSection.model_validate({**LAYOUTS[name][0], "lora": LORA}) for name in RELAY}
+    (root / "relay").mkdir(exist_ok=True)
+    for layout, learner, device in worlds(rank, root / "relay", relayed):
         found = {name: relay(root / name, layout, learner, rank, device) for name in MOE}
         (root / f"relay-{layout}-{rank}.json").write_text(json.dumps(found))
-        world.leave()
 
 
 def adapters_in_files(folder: Path) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Batch, SkippedStep
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ragged import ragged_samples
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import fill, run_ranks, worlds
 from tests.family_models import save_model
 from tests.rows import policy_loss
 from tests.shares import share_of
@@ -67,14 +67,9 @@ def make_batch(learner: LearnerSection) -> Batch:
 
 def make(folder: Path, learner: LearnerSection, rank: int, device: torch.device) -> Any:
     from rl_megatron.learner.megatron import make_policy
-    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
-    from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 
-    shape = read_shape(folder)
-    policy = make_policy(shape, learner, device, temperature=0.7)
-    layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple)
-    read_boxes(HFFolder(folder), hf_layout(shape), layout, rank, dict(policy.tensors))
-    policy.adopt()
+    policy = make_policy(read_shape(folder), learner, device, temperature=0.7)
+    fill(policy, learner, rank, folder)
     return policy
 
 
@@ -161,21 +156,12 @@ def after(policy: Any, plain: Any, batch: Batch, dp: int, to: Path) -> dict[str,
 
 
 def rank_main(rank: int, root: Path) -> None:
-    torch.set_num_threads(1)
-    import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here: before its functions are bound
-    from rl_megatron.learner import world
-
-    for layout in LAYOUTS:
-        learner = section(layout)
-        if rank >= learner.dims.world_size:
-            continue
-        device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-{layout}", seed=1)
+    for layout, _, device in worlds(rank, root, {layout: section(layout) for layout in LAYOUTS}):
         found = {"experts": compare(root / "experts", layout, {}, rank, device, root / f"saved-{layout}")}
         if layout == "dp2":
             for model in ("tied", "untied"):
                 found[model] = compare(root / model, layout, HEAD, rank, device)
         (root / f"{layout}-{rank}.json").write_text(json.dumps(found))
-        world.leave()
     for name in ("none", "both") if rank < PUSHING else ():
         (root / f"pushed-{name}-{rank}.json").write_text(json.dumps(pushed(root, name, rank)))
 

@@ -20,7 +20,7 @@ from rl_megatron.options.padding import PaddingSection
 from rl_megatron.options.table import problems
 from rl_megatron.types import Batch
 from tests.distributed.ragged import ragged_samples
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_ranks, worlds
 from tests.distributed.test_overlap import make
 from tests.family_models import save_model
 from tests.rows import policy_loss
@@ -70,16 +70,11 @@ def seen_by(folder: Path, keys: dict[str, Any], rank: int, device: torch.device)
 
 
 def rank_main(rank: int, root: Path) -> None:
-    torch.set_num_threads(1)
-    import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here: before its functions are bound
-    from rl_megatron.learner import world
-
-    for layout, (family, keys) in LAYOUTS.items():
-        learner = LearnerSection.model_validate(keys)
-        device = world.join(learner, rank=rank, rendezvous=f"file://{root}/{layout}", seed=1)
+    layouts = {name: LearnerSection.model_validate(keys) for name, (_, keys) in LAYOUTS.items()}
+    for layout, _, device in worlds(rank, root, layouts):
+        family, keys = LAYOUTS[layout]
         found = [seen_by(root / family, {**keys, **more}, rank, device) for more in ({}, {"padding": PADDING})]
         torch.save(found, root / f"{layout} {rank}.pt")
-        world.leave()
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from rl_megatron.scaling.memory import footprints
 from rl_megatron.types import Batch, Samples, SkippedStep
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ragged import ragged_samples
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import fill, run_ranks, worlds
 from tests.family_models import save_model
 from tests.rows import policy_loss
 
@@ -55,15 +55,13 @@ def make_samples() -> Samples:
 def make(folder: Path, learner: LearnerSection, rank: int, device: torch.device) -> MegatronLearner:
     """A policy with the folder's weights."""
     from rl_megatron.learner.megatron import make_policy
-    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
-    from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
+    from rl_megatron.weights.layouts.families import megatron_layout
 
     shape = read_shape(folder)
     policy = make_policy(shape, learner, device, temperature=1.0)
     layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple)
     assert {name: tuple(t.shape) for name, t in policy.tensors.items()} == layout.local_shapes(rank)  # what is pushed
-    read_boxes(HFFolder(folder), hf_layout(shape), layout, rank, dict(policy.tensors))
-    policy.adopt()
+    fill(policy, learner, rank, folder)
     return policy
 
 
@@ -138,20 +136,11 @@ def frozen(folder: Path, keys: dict[str, Any], max_tokens: int, rank: int, devic
 
 
 def rank_main(rank: int, root: Path) -> None:
-    """One rank of all layouts in turn; rank 1 is not in those of one process."""
-    torch.set_num_threads(1)
-    import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here: before its functions are bound
-    from rl_megatron.learner import world
-
-    for layout, (keys, max_tokens) in LAYOUTS.items():
-        learner = section(keys)
-        if rank >= learner.dims.world_size:
-            continue
-        device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-{layout}", seed=1)
+    for layout, learner, device in worlds(rank, root, {name: section(keys) for name, (keys, _) in LAYOUTS.items()}):
+        keys, max_tokens = LAYOUTS[layout]
         torch.save(balanced(root / "model", keys, max_tokens, rank, device), root / f"{layout}-{rank}.pt")
         if learner.dims.world_size > 1:
             frozen(root / "model", keys, 2 * max_tokens, rank, device, root / f"saved-{layout}")
-        world.leave()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

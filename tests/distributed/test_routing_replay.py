@@ -30,7 +30,7 @@ from rl_megatron.options.optimizer import OptimizerSection
 from rl_megatron.types import Batch, GenerationRequest, Prompt, Samples, SamplingParams, Want
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ragged import ragged_samples
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import fill, run_ranks
 from tests.optimizer_step import train_step
 
 TINY = TinyModelSection(num_layers=4)
@@ -91,16 +91,11 @@ def one_layout(rank: int, learner: LearnerSection, model: Path, rendezvous: Path
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_policy
     from rl_megatron.learner.naming import global_parameters
-    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
-    from rl_megatron.weights.layouts.layout import Layout
-    from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
     shape = read_shape(model)
     device = world.join(learner, rank=rank, rendezvous=f"file://{rendezvous}", seed=0)
     policy = make_policy(shape, learner, device, temperature=1.0)
-    layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)
-    read_boxes(HFFolder(model), Layout(table=HF_QWEN3_MOE, shape=shape), layout, rank, dict(policy.tensors))
-    policy.adopt()
+    fill(policy, learner, rank, model)
     samples = make_samples()
     batch, unrouted = (pack(s, dims=learner.dims, max_tokens=MAX_TOKENS) for s in (samples, free(samples)))
     dp = learner.dims.dp_rank(rank)

@@ -155,18 +155,15 @@ def family_main(rank: int, folder: Path, keys: Mapping[str, Any], names: Sequenc
     learner, device = begin(rank, folder, keys)
     from rl_megatron.algorithms.losses import CrossEntropy
     from rl_megatron.learner.megatron import make_policy
-    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
-    from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
+    from rl_megatron.weights.layouts.families import read_shape
+    from tests.distributed import ranks
     from tests.distributed import test_families as families
 
     logits, usually, losses = {}, {}, {}
     for name in names:
         model = folder.parent / name
-        shape = read_shape(model)
-        policy = make_policy(shape, learner, device, temperature=1.0)
-        layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple)
-        read_boxes(HFFolder(model), hf_layout(shape), layout, rank, dict(policy.tensors))
-        policy.adopt()
+        policy = make_policy(read_shape(model), learner, device, temperature=1.0)
+        ranks.fill(policy, learner, rank, model)
         said = policy.score([families.make_samples()], frozenset({"logits"}))
         assert said is not None
         wanted: Tensor = torch.load(model / "logits.pt")
