@@ -1,8 +1,8 @@
 """Seconds that engines take to sample a step's completions: a decode roofline with the tail of lengths. No torch.
 
 A token of all rows that decode costs the larger of what is read (weights, of experts those that some row chose, and the
-rows' cache) and what is computed, and a fixed time for launches and messages. Once no prompt waits, rows end one after
-the other and the longest decodes nearly alone.
+rows' cache, with the states of delta nets) and what is computed, and a fixed time for launches and messages. Once no
+prompt waits, rows end one after the other and the longest decodes nearly alone.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def token_seconds(shape: ModelShape, server: ServerShape, gpu: Gpu, rows: float,
     others = shape.active_parameters - experts * k
     touched = shape.num_experts * (1 - (1 - k / shape.num_experts) ** rows) if shape.num_experts else 0.0
     weights = server.others * others / server.tp + server.experts * experts * touched / server.ranks
-    cache = cache_bytes(shape, context) * rows / server.dp / _cache_ranks(shape, server)
-    read = (weights + cache) / (READ * gpu.hbm * GB)
+    cache = _on_gpu(shape, server, cache_bytes(shape, context), 2 * state_bytes(shape)) * rows / server.dp
+    read = (weights + cache) / (READ * gpu.hbm * GB)  # states are written as well
     computed = 2 * shape.active_parameters * rows / server.ranks / (gpu.peak.bfloat16 * 1e12 * COMPUTED)
     layer = LAYER_SECONDS if server.ranks <= gpu.domain else FAR_LAYER_SECONDS
     return max(read, computed) + TOKEN_SECONDS + layer * shape.num_layers
@@ -101,9 +101,18 @@ def cache_bytes(shape: ModelShape, context: float) -> float:
     return 4.0 * shape.num_kv_heads * shape.head_dim * held
 
 
+def state_bytes(shape: ModelShape) -> float:
+    """Of the delta nets of one row, however long it is, of the whole model: a state in float32, as SGLang 0.5.21 has it
+    and vLLM 0.32.0 that of Qwen3.5 (Qwen3-Next's in the model's dtype), and the convolution's last inputs."""
+    if (net := shape.delta) is None:
+        return 0.0
+    state = 4.0 * net.value_heads * net.key_dim * net.value_dim
+    return len(shape.delta_layers) * (state + 2.0 * net.mixed * (net.kernel - 1))
+
+
 def rows_that_fit(shape: ModelShape, server: ServerShape, context: float) -> float:
     """Rows of ``context`` tokens that a server's cache holds at once."""
-    return server.cache * server.dp * _cache_ranks(shape, server) / cache_bytes(shape, context)
+    return server.cache * server.dp / _on_gpu(shape, server, cache_bytes(shape, context), state_bytes(shape))
 
 
 def sampled(
@@ -163,6 +172,8 @@ def _longest_of(group: int, lengths: Sequence[float]) -> float:
     return sum(length * share for length, share in zip(lengths, shares, strict=True))
 
 
-def _cache_ranks(shape: ModelShape, server: ServerShape) -> int:
-    """Ranks of a tensor-parallel group that share out a row's cache: latents are whole on each."""
-    return 1 if shape.latent is not None else min(server.tp, shape.num_kv_heads)
+def _on_gpu(shape: ModelShape, server: ServerShape, cache: float, state: float) -> float:
+    """Of a row's bytes those on each GPU of a tensor-parallel group, whose ranks share out the heads of keys and values
+    and of delta nets; latents are whole on each."""
+    heads = 1 if shape.latent is not None else min(server.tp, shape.num_kv_heads)
+    return cache / heads + (state / min(server.tp, shape.delta.key_heads) if shape.delta is not None else 0.0)

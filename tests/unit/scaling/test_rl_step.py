@@ -50,6 +50,21 @@ def test_a_token_reads_the_weights_that_some_row_uses_and_the_cache() -> None:
     assert cache_bytes(half, 2816) == 98304 * (128 + 2816) / 2
 
 
+def test_a_row_of_delta_nets_has_their_states_and_a_token_reads_and_writes_them() -> None:
+    """Qwen3-Next-80B-A3B over tp 4: of the states that vLLM's gated_delta_net_state_shape gives, [8, 128, 128] a rank
+    and the last 3 inputs of 2,048 channels, in each of 36 layers; of 2 heads of keys and values one a rank, in 12."""
+    shape, server = NAMED["qwen3-next-80b-a3b"], ServerShape(tp=4, dp=2, cache=40e9)
+    state = 36 * (4 * 8 * 128 * 128 + 2 * 3 * 2048)
+    assert rollouts.state_bytes(shape) == 4 * state
+    keys = 12 * 2 * 2 * 256 * 3000
+    assert rollouts.rows_that_fit(shape, server, 3000) == pytest.approx(2 * 40e9 / (keys + state))
+    assert rollouts.state_bytes(SHAPE) == 0
+    light = replace(server, experts=0.0, others=0.0)  # without what the weights take
+    read = 512 / 2 * (keys + 2 * state) / (rollouts.READ * 3350e9)
+    fixed = rollouts.TOKEN_SECONDS + 48 * rollouts.LAYER_SECONDS
+    assert token_seconds(shape, light, H100, 512, 3000) == pytest.approx(read + fixed, rel=1e-9)
+
+
 def test_published_tokens_take_the_predicted_seconds() -> None:
     """DeepSeek-R1 in float8 on 8 H200 and on two nodes of 8 H100, Qwen3-30B-A3B on an A100: milliseconds of a token of
     so many rows that three public issues name (`rollouts.LAYER_SECONDS`)."""
