@@ -1,4 +1,4 @@
-"""An adapter whose servers are told nothing."""
+"""An adapter that sends its servers no weights, pauses or aborts."""
 
 from __future__ import annotations
 
