@@ -22,6 +22,17 @@ from rl_megatron.errors import ConfigError, DataError, RLMegatronError
 from rl_megatron.rewards.registry import REWARDS
 
 ROWS = 1000
+_OF_SYSTEM = "name it in {key}.system_field"
+_OF_ROWS: Mapping[str, str] = {
+    "system": f"{_OF_SYSTEM}, with {{key}}.chat_template=true",
+    "system_prompt": f"{_OF_SYSTEM}, with {{key}}.chat_template=true",
+    "input": "write it into the text of the question",
+}
+_OF_CONVERSATIONS: Mapping[str, str] = {
+    **dict.fromkeys(("system", "system_prompt"), _OF_SYSTEM),
+    **dict.fromkeys(("tools", "functions"), "name it in {key}.tools_field"),
+}
+"""What to do with fields of these names that no key reads: published data sets have parts of prompts there."""
 
 
 @dataclass(slots=True)
@@ -48,11 +59,12 @@ def check(subject: Subject) -> Iterator[Found]:
         if isinstance(data, FileKeys):
             compared = _compared(config, config.source_rewards.get(name_of(key)))
             into = {"train": trained, "eval": held_out.setdefault(key, _Texts())}
-            yield from _of(key, data, into, named, compared=compared)
+            yield from _of(key, data, into, named, compared=compared, learns=not config.kind.samples)
     for key, data in config.eval.data_of_sets.items():
         if isinstance(data, FileKeys):
             compared = _compared(config, config.own_rewards.get(key.removesuffix(".data")))
-            yield from _of(key, data, {"eval": held_out.setdefault(key, _Texts())}, named, compared=compared)
+            into = {"eval": held_out.setdefault(key, _Texts())}
+            yield from _of(key, data, into, named, compared=compared, learns=False)
     if config.data.on_leak == "fail":
         texts = trained.listed()
         rows, places = leaked(texts, texts.hashes(), {key: theirs.listed() for key, theirs in held_out.items()})
@@ -66,9 +78,12 @@ def _compared(config: RunConfig, own: RewardSection | None) -> bool:
     return config.kind.samples and not config.environments and compares
 
 
-def _of(section: str, data: FileKeys, into: Mapping[str, _Texts], limit: str, *, compared: bool) -> Iterator[Found]:
+def _of(
+    section: str, data: FileKeys, into: Mapping[str, _Texts], limit: str, *, compared: bool, learns: bool
+) -> Iterator[Found]:
     """What is wrong in these files of ``data``, by the names of their keys; their problems go ``into`` the texts of
-    that name. ``limit``: the key of most tokens. ``compared``: completions are, with the answers."""
+    that name. ``limit``: the key of most tokens. ``compared``: completions are, with the answers; ``learns``: answers
+    are learnt."""
     try:
         data = local_files(data, section, into)
     except RLMegatronError as error:
@@ -90,6 +105,8 @@ def _of(section: str, data: FileKeys, into: Mapping[str, _Texts], limit: str, *,
                     f"{first}:1: {section}.answer_field={data.answer_field!r} is an object, and completions are "
                     f"compared with its JSON; a field in it is named {section}.answer_field={data.answer_field}.<field>"
                 )
+            for unread in _unread(rows, data, learns) if name == "train" else ():
+                yield note(f"{first}: {unread.replace('{key}', section)}")
             longer += [str(path)] if others or len(rows) == ROWS else []
             if with_nulls:
                 yield note(
@@ -104,6 +121,21 @@ def _of(section: str, data: FileKeys, into: Mapping[str, _Texts], limit: str, *,
     except ConfigError as error:
         yield problem(str(error))
     yield unchecked(f"whether prompts fit in {limit}")
+
+
+def _unread(rows: Sequence[Record], data: FileKeys, learns: bool) -> Iterator[str]:
+    """Fields of rows to train on that look like a part of the prompt, and that no key reads, and what to do with each.
+    Only what ``learns`` answers has the ``input`` of Alpaca's rows; where completions are sampled, a reward may read
+    it."""
+    known = _OF_ROWS if data.messages_field is None else _OF_CONVERSATIONS
+    for name, advice in known.items():
+        if name in (data.system_field, data.tools_field) or (name == "input" and not learns):
+            continue
+        if count := sum(row.others.get(name) not in (None, "", [], {}, "[]") for row in rows):
+            yield (
+                f"{count} of the first {len(rows)} rows have a field {name!r}, which no key names, so it is in no "
+                f"prompt; {advice}, if it belongs there"
+            )
 
 
 def _add(rows: Sequence[Record], file: Path, data: FileKeys, found: _Texts) -> list[str]:

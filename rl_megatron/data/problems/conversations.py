@@ -9,11 +9,12 @@ from typing import Any
 
 from rl_megatron.config.sections.data import FileKeys
 from rl_megatron.data.problems.records import Record, equal_fields, missing_field, start_of
-from rl_megatron.data.problems.rendering import Problem, check_pair, margin_of, system_of
+from rl_megatron.data.problems.rendering import SHAREGPT, Problem, check_pair, margin_of, system_of
 from rl_megatron.errors import DataError
 from rl_megatron.json_text import parse
 from rl_megatron.types import Prompt
 
+_RENAMED = "; from and value, of ShareGPT's form, are called role and content, human is user, and gpt assistant"
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
@@ -48,7 +49,8 @@ def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs:
         if name is None:
             continue
         if not any(one.get("role") == "assistant" for one in found[name]):
-            raise DataError(f"{place}: field {name!r} has no message of the role 'assistant' to train on")
+            shared = "" if not any(one.keys() >= SHAREGPT for one in found[name]) else _RENAMED
+            raise DataError(f"{place}: field {name!r} has no message of the role 'assistant' to train on{shared}")
         whole[side] = [*before, *found[name]]
         if system and whole[side][1].get("role") == "system":
             raise DataError(

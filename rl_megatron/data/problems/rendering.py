@@ -30,10 +30,9 @@ MOST_MARGIN = 10_000
 """Largest size of a pair's margin: beside it a score of float32 still has three digits after the point."""
 
 _MESSAGE = {"role", "content"}  # objects with a role alone may be an answer: who does what
-_SHAREGPT, _SPEAKERS = (
-    {"from", "value"},
-    {"human", "gpt", "user", "assistant", "system"},
-)  # of other senders it is an answer
+SHAREGPT = {"from", "value"}
+"""Keys of a message in ShareGPT's form."""
+_SPEAKERS = ("human", "gpt", "user", "assistant", "system")  # an object of other senders is an answer
 _OF_PROBLEM = ("prompt", "answer")  # whatever the fields are called
 _PLACE = f"\ue000{ANOTHER_FIELD}\ue000"  # in a teacher's prompt: no text has these characters, of a private use
 
@@ -186,7 +185,7 @@ def check_pair(record: Record, place: str, data: FileKeys) -> None:
 def _is_message(value: object) -> bool:
     if not isinstance(value, dict):
         return False
-    return value.keys() >= _MESSAGE or (value.keys() >= _SHAREGPT and value["from"] in (*_SPEAKERS,))
+    return value.keys() >= _MESSAGE or (value.keys() >= SHAREGPT and value["from"] in _SPEAKERS)
 
 
 def margin_of(record: Record, place: str, data: FileKeys) -> float:

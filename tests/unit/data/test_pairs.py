@@ -294,6 +294,10 @@ def test_pairs_of_equals_are_refused_with_all_their_rows(tmp_path: Path) -> None
     [
         (LETTERS | {"good": said("u:1|a:2")}, "field 'good' is .*; an answer is a text. If it is a conversation"),
         (LETTERS | {"bad": {"a": 1}}, "field 'bad' is .*; an answer is a text. If it is a conversation"),
+        (
+            TALK | {"good": [{"from": "gpt", "value": "2"}]},
+            "field 'good' has no message of the .*; from and value, of S",
+        ),
         (TALK | {"good": "[oops"}, "field 'good' is text that begins a list, and not JSON"),
         (TALK | {"good": "[" * 100_000}, "field 'good' is text that begins a list, and not JSON"),
         (json.dumps(TALK | {"good": said("u:1|a:?")}).replace("?", "\\ud800"), "field 'good' holds a lone surrogate"),

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from launcher.preflight.checks import preflight
+from rl_megatron.config.io import load_config
 from tests.unit.launcher.sites import data_file, site
 from tests.unit.launcher.test_memory import QWEN3
 from tests.unit.launcher.test_preflight import job
+
+TALK = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
 
 
 @pytest.fixture
@@ -58,3 +61,25 @@ def test_an_answer_that_is_an_object_is_noted_and_a_field_in_it_can_be_named(
     found = preflight(job(keys, *given, "data.answer_field=judge.ground_truth"), for_job=True)
     assert found.texts("note") == found.texts("problem") == []
     assert found.texts("fact")[-1].startswith("reward 'final_number' gives 1 for the answer itself")
+
+
+@pytest.mark.parametrize(
+    ("job_of", "row", "given", "noted"),
+    [
+        ("sft", {"system": "Be brief.", "input": "3", "question": "q", "answer": "a"}, (), ("system", "input")),
+        ("sft", {"system": "Be brief.", "question": "q", "answer": "a", "input": ""}, ("system_field=system",), ()),
+        ("rl", {"system_prompt": "Be brief.", "input": "3", "question": "q", "answer": "a"}, (), ("system_prompt",)),
+        ("sft", {"m": TALK, "tools": "[{}]", "system": None, "functions": []}, ("messages_field=m",), ("tools",)),
+        ("sft", {"m": TALK, "tools": [], "system": "Be brief."}, ("messages_field=m", "system_field=system"), ()),
+    ],
+)
+def test_fields_of_published_data_that_no_key_reads_are_noted(
+    tmp_path: Path, job_of: str, row: dict[str, object], given: tuple[str, ...], noted: tuple[str, ...]
+) -> None:
+    path = data_file(tmp_path / "rows.jsonl", row)
+    keys = [f"data.{key}" for key in (f"train={path}", f"eval={path}", "type=files", "on_leak=keep", *given)]
+    chats = ["data.chat_template=true"] if "system_field=system" in given and "m" not in row else []
+    found = preflight(load_config("sft_tiny" if job_of == "sft" else "gsm8k_tiny", [*keys, *chats])).texts("note")
+    said = [text for text in found if "which no key names" in text]
+    assert [text.split(" have a field ")[1].split(",")[0] for text in said] == [repr(name) for name in noted]
+    assert all(text.startswith(f"{path}: 1 of the first 1 rows") and "data." in text for text in said[:1])
