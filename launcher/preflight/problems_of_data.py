@@ -4,7 +4,7 @@ that are held out is trained on."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from rl_megatron.data.problems.prompts import check_template
 from rl_megatron.data.problems.records import Record, listed
 from rl_megatron.data.problems.rendering import check_pair, fields_of
 from rl_megatron.errors import ConfigError, DataError, RLMegatronError
+from rl_megatron.interfaces import RewardFunction
+from rl_megatron.rewards.final_number import final_number, is_formula
 from rl_megatron.rewards.registry import REWARDS
 
 ROWS = 1000
@@ -31,6 +33,7 @@ _OF_ROWS: Mapping[str, str] = {
 _OF_CONVERSATIONS: Mapping[str, str] = {
     **dict.fromkeys(("system", "system_prompt"), _OF_SYSTEM),
     **dict.fromkeys(("tools", "functions"), "name it in {key}.tools_field"),
+    **dict.fromkeys(("chat_template_kwargs", "enable_thinking"), "all rows have those of model.template_variables"),
 }
 """What to do with fields of these names that no key reads: published data sets have parts of prompts there."""
 
@@ -72,18 +75,25 @@ def check(subject: Subject) -> Iterator[Found]:
             yield problem(leaks_named(texts, rows, places))
 
 
-def _compared(config: RunConfig, own: RewardSection | None) -> bool:
-    """Whether a built-in reward, ``own`` or the run's, compares completions with answers."""
-    compares = not REWARDS.keys().isdisjoint((own or config.reward).functions.values())
-    return config.kind.samples and not config.environments and compares
+def _compared(config: RunConfig, own: RewardSection | None) -> set[RewardFunction]:
+    """The built-in rewards, of ``own`` or the run's, that compare completions with answers."""
+    if not config.kind.samples or config.environments:
+        return set()
+    return {REWARDS[name] for name in (own or config.reward).functions.values() if name in REWARDS}
 
 
 def _of(
-    section: str, data: FileKeys, into: Mapping[str, _Texts], limit: str, *, compared: bool, learns: bool
+    section: str,
+    data: FileKeys,
+    into: Mapping[str, _Texts],
+    limit: str,
+    *,
+    compared: Collection[RewardFunction],
+    learns: bool,
 ) -> Iterator[Found]:
     """What is wrong in these files of ``data``, by the names of their keys; their problems go ``into`` the texts of
-    that name. ``limit``: the key of most tokens. ``compared``: completions are, with the answers; ``learns``: answers
-    are learnt."""
+    that name. ``limit``: the key of most tokens. ``compared``: the rewards that compare completions with the answers;
+    ``learns``: answers are learnt."""
     try:
         data = local_files(data, section, into)
     except RLMegatronError as error:
@@ -100,11 +110,8 @@ def _of(
         except RLMegatronError as error:
             yield problem(str(error))
         else:
-            if compared and isinstance(rows[0].others.get(data.answer_field), dict):
-                yield note(
-                    f"{first}:1: {section}.answer_field={data.answer_field!r} is an object, and completions are "
-                    f"compared with its JSON; a field in it is named {section}.answer_field={data.answer_field}.<field>"
-                )
+            for odd in _odd_answers(rows, data, compared, learns):
+                yield note(f"{first}{odd.replace('{key}', section)}")
             for unread in _unread(rows, data, learns) if name == "train" else ():
                 yield note(f"{first}: {unread.replace('{key}', section)}")
             longer += [str(path)] if others or len(rows) == ROWS else []
@@ -121,6 +128,26 @@ def _of(
     except ConfigError as error:
         yield problem(str(error))
     yield unchecked(f"whether prompts fit in {limit}")
+
+
+def _odd_answers(
+    rows: Sequence[Record], data: FileKeys, compared: Collection[RewardFunction], learns: bool
+) -> Iterator[str]:
+    """Of answers that are read otherwise than their file may mean them, the line and what is done with them."""
+    if data.messages_field is not None:
+        return
+    value, field_of = rows[0].others.get(data.answer_field), f"{{key}}.answer_field={data.answer_field}"
+    kind = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else ""
+    if kind and (compared or learns):
+        what = "completions are compared with its JSON" if compared else "its JSON is learnt"
+        advice = f"a field in it is named {field_of}.<field>" if isinstance(value, dict) else "write one answer as text"
+        yield f":1: {{key}}.answer_field={data.answer_field!r} is {kind}, and {what}; {advice}"
+    formulas = [line for line, row in enumerate(rows, 1) if final_number in compared and is_formula(row.texts[1])]
+    if formulas and not kind:
+        yield (
+            f":{formulas[0]}: the answer is a formula, as of {len(formulas)} of the first {len(rows)} rows, and "
+            "final_number compares its last number alone, 2 of \\frac{1}{2}; reward.function=math_verify reads it whole"
+        )
 
 
 def _unread(rows: Sequence[Record], data: FileKeys, learns: bool) -> Iterator[str]:

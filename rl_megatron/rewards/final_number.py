@@ -19,6 +19,7 @@ _NUMBER = re.compile(
     rf"(?P<sign>(?<![\w.)%])[-+\u2212])?\$?(?P<inner>(?<=\$)[-+\u2212])?(?P<top>{_DIGITS})(?:/(?P<bottom>\d+(?:\.\d+)?{_POWER}))?",
     re.ASCII,
 )
+_FORMULA = re.compile(r"\\[dtc]?frac|\\sqrt|\\pi\b|\^")
 
 
 async def final_number(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
@@ -35,6 +36,12 @@ async def final_number(prompt: Prompt, completions: Sequence[Completion], texts:
 
 def _judged(number: Fraction | None, wanted: Fraction) -> Scored:
     return Scored(total=float(number == wanted), answer="" if number is None else str(number))
+
+
+def is_formula(answer: str) -> bool:
+    """Whether the answer itself, behind ``####`` or in ``\\boxed``, is a formula in LaTeX, of which the last number is
+    a part: 2 of ``\\frac{1}{2}``."""
+    return _FORMULA.search(answer.rsplit("####", 1)[-1].rsplit("\\boxed", 1)[-1]) is not None
 
 
 def last_number(text: str) -> Fraction | None:

@@ -70,6 +70,7 @@ def test_an_answer_that_is_an_object_is_noted_and_a_field_in_it_can_be_named(
         ("sft", {"system": "Be brief.", "question": "q", "answer": "a", "input": ""}, ("system_field=system",), ()),
         ("rl", {"system_prompt": "Be brief.", "input": "3", "question": "q", "answer": "a"}, (), ("system_prompt",)),
         ("sft", {"m": TALK, "tools": "[{}]", "system": None, "functions": []}, ("messages_field=m",), ("tools",)),
+        ("sft", {"m": TALK, "enable_thinking": True}, ("messages_field=m",), ("enable_thinking",)),
         ("sft", {"m": TALK, "tools": [], "system": "Be brief."}, ("messages_field=m", "system_field=system"), ()),
     ],
 )
@@ -82,4 +83,40 @@ def test_fields_of_published_data_that_no_key_reads_are_noted(
     found = preflight(load_config("sft_tiny" if job_of == "sft" else "gsm8k_tiny", [*keys, *chats])).texts("note")
     said = [text for text in found if "which no key names" in text]
     assert [text.split(" have a field ")[1].split(",")[0] for text in said] == [repr(name) for name in noted]
-    assert all(text.startswith(f"{path}: 1 of the first 1 rows") and "data." in text for text in said[:1])
+    assert all(text.startswith(f"{path}: 1 of the first 1 rows") for text in said)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "answer", "more", "noted"),
+    [
+        (
+            "gsm8k_tiny",
+            r"We have $\boxed{\frac{1}{2}}$.",
+            (),
+            ":1: the answer is a formula, as of 1 of the first 1 rows",
+        ),
+        ("gsm8k_tiny", r"\frac{1}{2}", ("reward.function=math_verify",), ""),
+        ("gsm8k_tiny", r"$\frac{4}{2}$ is 2\n#### 2", (), ""),
+        (
+            "gsm8k_tiny",
+            ["1", "2"],
+            (),
+            ":1: data.answer_field='answer' is a list, and completions are compared with its",
+        ),
+        (
+            "sft_tiny",
+            ["a", "b"],
+            (),
+            ":1: data.answer_field='answer' is a list, and its JSON is learnt; write one answer",
+        ),
+        ("sft_tiny", r"\frac{1}{2}", (), ""),
+    ],
+)
+def test_answers_that_are_read_otherwise_than_they_may_be_meant_are_noted(
+    tmp_path: Path, recipe: str, answer: object, more: tuple[str, ...], noted: str
+) -> None:
+    path = data_file(tmp_path / "rows.jsonl", {"question": "q", "answer": answer})
+    given = [f"data.{key}" for key in (f"train={path}", f"eval={path}", "type=files", "on_leak=keep")]
+    found = preflight(load_config(recipe, [*given, *more])).texts("note")
+    said = {text.removeprefix(str(path)) for text in found if text.startswith(f"{path}:1: ")}
+    assert (len(said), all(text.startswith(noted) for text in said)) == (bool(noted), True)
