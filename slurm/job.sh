@@ -25,7 +25,10 @@ if [ -e "$attempt" ]; then # an earlier job had this number: Slurm gives them ou
     mkdir -m 700 "$earlier" && mv "$RUN/jobs/$job"-* "$earlier"
     rm -f "$RUN/jobs/stalled"
 fi
-mkdir -p -m 700 "$attempt"
+if ! why=$({ mkdir -p "$RUN/jobs" && mkdir -m 700 "$attempt"; } 2>&1); then # what another attempt left there would be taken for this one's
+    say "failed: this attempt has no folder: $why"
+    exit 1
+fi
 echo "$job" >"$RUN/jobs/id"
 if [ -n "${ARRAY_RUN:-}" ] && ! grep -qsx "$SLURM_ARRAY_JOB_ID" "$ARRAY_RUN/jobs/id"; then # the script was sent by hand
     echo "$SLURM_ARRAY_JOB_ID" >"$ARRAY_RUN/jobs/id"
@@ -39,7 +42,8 @@ for_good() { # whether no later try would change what scontrol requeue said, $1;
 newest() { # the checkpoint of the most steps, of each kind: clocks go back
     for kind in step warm_start; do ls -1d "$RUN/checkpoints/$kind"_[0-9]* 2>/dev/null | sort -V | tail -n 1; done
 }
-before=$(newest)
+before=$(newest) trained=
+[ ! -s "$RUN/metrics.jsonl" ] || trained=yes # by an attempt before, perhaps without a checkpoint
 say "starts on $SLURM_JOB_NODELIST; output is in $attempt"
 used=$(cat "$RUN/jobs/$job-$((restart - 1))/minutes" 2>/dev/null)
 if [ -n "${BUDGETED:-}" ] && [ "${used:-0}" -gt 0 ]; then # only now: Slurm does not while it preempts the job
@@ -171,8 +175,8 @@ fi
 reason=$(grep -a '^error:' "$attempt/controller.txt" | tail -n 1)
 [ "$status" -gt 128 ] || reason=${reason:-$(tail -n 1 "$attempt/controller.txt" | cut -c -400)} # a traceback's last
 command -v "$PYTHON" >/dev/null || reason="$PYTHON, in which the controller runs, is not on this node; set slurm.python"
-# It is empty where ranks of several nodes did not come up: before the first checkpoint the options may be the cause.
-if [ -s "$attempt/failed_node" ] || { [ -e "$attempt/failed_node" ] && [ -n "$before" ]; }; then
+# It is empty where ranks of several nodes did not come up: before the first step the options may be the cause.
+if [ -s "$attempt/failed_node" ] || { [ -e "$attempt/failed_node" ] && [ -n "$before$trained" ]; }; then
     cat "$attempt/failed_node" >>"$RUN/jobs/failed_nodes"
     newest >"$attempt/newest"
     if [ "$(failures)" -le "$RESTARTS" ]; then

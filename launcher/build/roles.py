@@ -52,7 +52,7 @@ class Parts:
     claimed: Callable[[], None] = lambda: None  # raises CheckpointError where the folder is another than at the start
     services: Services = field(default_factory=Services)  # which the run starts
     control: Control = field(default_factory=Control)  # what the run answers while it trains
-    resumes: bool = False  # from a checkpoint
+    resumes: bool = False  # its servers have served this run before
 
 
 @contextlib.asynccontextmanager

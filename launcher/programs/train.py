@@ -25,7 +25,7 @@ from launcher.hosts.sites import service_sites
 from launcher.processes.loop_watch import LoopWatch
 from launcher.rehearsal.spent import RunCosts, planned_metrics, recorded
 from launcher.runs.name import claim
-from launcher.runs.resume import find
+from launcher.runs.resume import find, has_trained
 from launcher.runs.starts import record_start
 from launcher.runs.stop import Stop, stop_signals
 from launcher.servers.services import RunningServices, unless_given_up
@@ -62,7 +62,7 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
             reward=reward,
             services=services,
             allocation=allocation_of(config, folder),
-            resumes=start is not None,
+            resumes=start is not None or has_trained(folder),
             control=Control(
                 {
                     "engines": _no_engines(config),

@@ -47,6 +47,12 @@ def find(config: RunConfig, run_folder: Path) -> checkpoints.Checkpoint | None:
     return found
 
 
+def has_trained(run_folder: Path) -> bool:
+    """Whether a start before this one has recorded a row, perhaps without a checkpoint: its options let it train."""
+    metrics = run_folder / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
+
+
 def _check_reference(config: RunConfig, folder: Path) -> None:
     """Raises CheckpointError if the reference that the run kept at its start lacks files."""
     try:

@@ -65,7 +65,7 @@ class ServedLauncher(Launcher):
         resumes: bool = False,
     ) -> None:
         """``host``: this machine's address for the servers at all ``sites``. ``control`` gets the command engines.
-        ``resumes``: of a run that goes on from a checkpoint."""
+        ``resumes``: servers have served this run before."""
         self._inner, self._model_folder, self._run_folder, self._shape = inner, model_folder, run_folder, shape
         self._sites, self._host = sites, host
         self._more_sites, self._control, self._resumes = more_sites, control or Control(), resumes

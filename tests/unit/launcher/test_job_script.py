@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -300,14 +301,34 @@ def test_failures_of_the_run_in_an_earlier_job_do_not_count_but_their_nodes_are_
     assert (asked, "comes back" in said) == ([], False)
 
 
-def test_a_job_of_which_several_nodes_did_not_come_up_comes_back_with_all_once_it_has_a_checkpoint(
-    tmp_path: Path,
+@pytest.mark.parametrize("done", ["checkpoints/step_000001", "metrics.jsonl"])
+def test_a_job_of_which_several_nodes_did_not_come_up_comes_back_with_all_once_it_has_made_a_step(
+    tmp_path: Path, done: str
 ) -> None:
     """At a first start the options may be the cause."""
-    assert attempt(tmp_path, 0, FAILED="several")[2] == []
-    (tmp_path / "run" / "checkpoints" / "step_000001").mkdir(parents=True)
-    done = [attempt(tmp_path, restart, FAILED="several") for restart in (1, 2, 3, 4)]
-    assert [asked for _, _, asked in done] == [excluding()] * 3 + [[]], done  # RESTARTS=3
+    for folder in (first := tmp_path / "first", tmp_path):
+        (folder / "run").mkdir(parents=True)
+        (folder / "run" / "metrics.jsonl").touch()
+    assert attempt(first, 0, FAILED="several")[2] == []
+    if done == "metrics.jsonl":
+        (tmp_path / "run" / done).write_text('{"step": 1}\n')
+    else:
+        (tmp_path / "run" / done).mkdir(parents=True)
+    tries = [attempt(tmp_path, restart, FAILED="several") for restart in (1, 2, 3, 4)]
+    assert [asked for _, _, asked in tries] == [excluding()] * 3 + [[]], tries  # RESTARTS=3
+
+
+def test_an_attempt_whose_folder_is_there_and_stays_is_refused(tmp_path: Path) -> None:
+    """An earlier job of this number asked to be requeued, and what it left cannot be moved."""
+    left = tmp_path / "run" / "jobs" / "7-0"
+    left.mkdir(parents=True)
+    (left / "requeue").touch()
+    (tmp_path / "commands").mkdir()
+    (tmp_path / "commands" / "mv").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "commands" / "mv").chmod(0o755)
+    status, said, asked = attempt(tmp_path, 0, ENDS="well")
+    assert (status, asked) == (1, [])
+    assert re.search(r"failed: this attempt has no folder: mkdir: .*7-0.*exists", said)
 
 
 def test_failures_before_the_newest_checkpoint_do_not_count(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from launcher.__main__ import main
-from launcher.runs.resume import find
+from launcher.runs.resume import find, has_trained
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.resume import COSTS, FREE, FREE_BEFORE, fixed, is_free, table
 from rl_megatron.config.run import RunConfig
@@ -22,6 +22,7 @@ from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.digests import digests
 from rl_megatron.errors import CheckpointError
+from rl_megatron.observability.metrics.writer import MetricsWriter
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
 from tests.savings import Ended
 
@@ -50,6 +51,17 @@ def run_of(
     asyncio.run(write())
     save_resolved(config, folder / "config.yaml")
     return folder
+
+
+def test_a_run_has_trained_once_a_row_is_recorded(tmp_path: Path) -> None:
+    assert not has_trained(tmp_path)
+    writer = MetricsWriter(tmp_path)
+    assert not has_trained(tmp_path)
+    writer.write({"step": 1, "phase": "rl"})
+    assert has_trained(tmp_path)
+    writer.truncate_after(-1)  # it starts over
+    assert not has_trained(tmp_path)
+    writer.close()
 
 
 def keep_start(run: Path) -> None:
