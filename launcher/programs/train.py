@@ -104,7 +104,7 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
             if stop.comes_back and not finished and parts.allocation is not None:
                 parts.allocation.ask_requeue()
             if finished or (finished is False and stop.exports):  # else its job ends soon: a report may take minutes
-                await _report(config, folder, progress)
+                await _report(config, folder, progress, stop)
             if finished is False:
                 progress.note(f"stopped and saved; {goes_on}")
     return folder
@@ -130,14 +130,22 @@ def _no_cluster(config: RunConfig) -> str:
     )
 
 
-async def _report(config: RunConfig, folder: Path, progress: Progress) -> None:
-    """In a thread, as that of a long run takes seconds, in which signals are heard."""
+async def _report(config: RunConfig, folder: Path, progress: Progress, stop: Stop) -> None:
+    """In a thread, as that of a long run takes seconds, in which a signal leaves it out. All else is written by now, so
+    no fault in it makes the run one that failed."""
     costs, left_out = _SaidCosts(config, progress), partial(_left_out, progress)
+    later = f"rl-megatron report {shlex.quote(str(folder))} writes it"
+    writing = asyncio.to_thread(write_report, [folder], folder / "report.html", left_out, costs=costs)
     try:
-        report = await asyncio.to_thread(write_report, [folder], folder / "report.html", left_out, costs=costs)
+        with stop.reporting() as asked:
+            progress.note(f"report: {await unless_stopped(asked, writing)}")
+    except Stopped:
+        progress.note(f"the report is left out; {later}")
+    except Exception as error:
+        ours = not isinstance(error, (RLMegatronError, OSError))
+        logger.warning("the report is not written: %s; %s", error, later, exc_info=ours)
     finally:
         costs.is_over = True
-    progress.note(f"report: {report}")
 
 
 class _SaidCosts(RunCosts):

@@ -23,9 +23,22 @@ class Stop(asyncio.Event):
         super().__init__()
         self._progress = progress
         self.comes_back, self.exports = False, True
+        self._report: asyncio.Event | None = None
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[asyncio.Event]:
+        """While the context is open there is no step left to finish: a signal sets this event alone."""
+        self._report = asyncio.Event()
+        try:
+            yield self._report
+        finally:
+            self._report = None
 
     def ask(self, by: str) -> None:
         """Stop after this step, because of the signal ``by``."""
+        if self._report is not None:
+            self._report.set()
+            return
         if not self.is_set():
             self._progress.note(f"{by}: finishing and saving the current step; press Ctrl-C again to stop at once")
         if by == _COME_BACK.name:

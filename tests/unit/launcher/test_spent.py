@@ -250,7 +250,7 @@ def test_a_run_whose_job_ends_soon_makes_no_report(
 
     for name, value in {"ID": "7", "NODELIST": "here"}.items():
         monkeypatch.setenv(f"SLURM_JOB_{name}", value)
-    monkeypatch.setattr("launcher.hosts.slurm.allocation._hosts", lambda _: ("here",))  # asks scontrol
+    monkeypatch.setattr("launcher.hosts.slurm.allocation._hosts", lambda *_: ("here",))  # asks scontrol
     monkeypatch.setattr(train, "_train", saved)
     config = load_config("tiny_cpu", ["run.launcher=slurm", "run.name=r", f"run.dir={tmp_path}"])
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGINT)}
@@ -264,10 +264,11 @@ def test_a_run_whose_job_ends_soon_makes_no_report(
     assert (tmp_path / "r/report.html").is_file() == reported
 
 
+@pytest.mark.parametrize("by", [None, "SIGTERM"])
 def test_a_report_is_made_beside_the_loop_and_ends_once_nobody_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    by: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As after a second Ctrl-C: Python waits for the threads of a loop that ends."""
+    """As after a second Ctrl-C, or a signal: Python waits for the threads of a loop that ends."""
     config, begun, goes_on = load_config("tiny_cpu", []), threading.Event(), threading.Event()
     save_resolved(config, tmp_path / "config.yaml")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -279,18 +280,32 @@ def test_a_report_is_made_beside_the_loop_and_ends_once_nobody_waits_for_it(
         add(costs, row)
 
     async def interrupted() -> None:
-        making = asyncio.create_task(train._report(config, tmp_path, Progress(2, "plain")))
+        stop = Stop(Progress(2, "plain"))
+        making = asyncio.create_task(train._report(config, tmp_path, Progress(2, "plain"), stop))
         assert await asyncio.to_thread(begun.wait, 20)
-        making.cancel()
+        making.cancel() if by is None else stop.ask(by)
         await asyncio.wait({making})
+        assert not stop.is_set()
         goes_on.set()
 
     with monkeypatch.context() as patched:
         patched.setattr(train._SaidCosts, "add", slow)
         asyncio.run(interrupted())
     assert not (tmp_path / "report.html").exists()
-    asyncio.run(train._report(config, tmp_path, Progress(2, "plain")))
+    said = f"the report is left out; rl-megatron report {tmp_path} writes it\n"
+    assert capsys.readouterr().out == ("" if by is None else said)
+    asyncio.run(train._report(config, tmp_path, Progress(2, "plain"), Stop(Progress(2, "plain"))))
     assert "spent in 2 steps: " in (tmp_path / "report.html").read_text()
+
+
+def test_a_report_that_fails_is_warned_of_and_fails_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = load_config("tiny_cpu", [])
+    save_resolved(config, tmp_path / "config.yaml")
+    progress = Progress(2, "plain")
+    asyncio.run(train._report(config, tmp_path, progress, Stop(progress)))
+    (said,) = caplog.messages
+    assert said.startswith(f"the report is not written: {tmp_path}/metrics.jsonl")
+    assert said.endswith(f"; rl-megatron report {tmp_path} writes it")
 
 
 def test_an_allocation_without_a_count_of_gpus_has_those_of_its_ranks() -> None:
