@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncio import TaskGroup
+
 _MOST_SHOWN = 60  # characters of a value
 
 
@@ -80,3 +87,15 @@ def shorten(value: object) -> str:
 def cut_to(text: str, most: int) -> str:
     """The text, or so many characters of it with dots at the end."""
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+@contextlib.asynccontextmanager
+async def together() -> AsyncIterator[TaskGroup]:
+    """Tasks of which the first to fail ends the others, and is raised as itself: callers catch it by its type."""
+    import asyncio  # what a quick command imports needs none of it
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from failed

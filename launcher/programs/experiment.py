@@ -21,7 +21,7 @@ from launcher.hosts.threads import threads_per_worker
 from launcher.processes.parent import die_with_parent
 from launcher.runs.lock import lock
 from rl_megatron.config.io import save_resolved
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, together
 from rl_megatron.experiments import states
 from rl_megatron.experiments.cells import Cell
 from rl_megatron.experiments.queued import Queued
@@ -102,11 +102,9 @@ async def run_cells(
         with _signals(series), display:
             watch = asyncio.create_task(series.watch())
             try:
-                async with asyncio.TaskGroup() as group:
+                async with together() as group:
                     for _ in range(min(at_once, len(waiting))):
                         group.create_task(series.work())
-            except ExceptionGroup as several:
-                raise several.exceptions[0] from several
             finally:
                 watch.cancel()
         return states.find_states(study, cells, queue() if queue else None)

@@ -26,7 +26,7 @@ from launcher.servers.site import GpuTurns, MoreSites, Site, Sites, elsewhere, v
 from launcher.servers.supervisor import Attached, Failed, Standing, Started, Supervisor
 from launcher.servers.versions import compare_environments, container_of, shared_settings
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.errors import ConfigError, EngineError, together
 from rl_megatron.http.token_file import TokenFile
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers import engine_token
@@ -230,11 +230,8 @@ class ServedEngines:
                 came(number)
                 return Failed(server=self._server(f"http://{self._sites[number][0].host}", None), why=str(error))
 
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                starting = [tasks.create_task(start(number)) for number in sorted(still)]
-        except ExceptionGroup as failed:  # the first is the cause; callers catch it by its type
-            raise failed.exceptions[0] from failed
+        async with together() as tasks:
+            starting = [tasks.create_task(start(number)) for number in sorted(still)]
         return [one.result() for one in starting]
 
     async def _checked(self, standing: list[Standing]) -> list[Standing]:
@@ -255,11 +252,8 @@ class ServedEngines:
                 await one.end()
                 return Failed(server=one.server, why=str(error))
 
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                checking = [tasks.create_task(check(one)) for one in standing]
-        except ExceptionGroup as failed:  # as in `_start_all`
-            raise failed.exceptions[0] from failed
+        async with together() as tasks:
+            checking = [tasks.create_task(check(one)) for one in standing]
         return [one.result() for one in checking]
 
     async def _start_ready(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:

@@ -22,7 +22,7 @@ from launcher.servers.interpreter import python_path, show_package
 from launcher.servers.site import Site
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.services import ServiceSection
-from rl_megatron.errors import ServiceError
+from rl_megatron.errors import ServiceError, together
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.services import ServiceAddress, Services
 
@@ -96,12 +96,9 @@ class RunningServices:
                 self._packages = stack.enter_context(scratch(within=self._folder))
                 show_package(self._packages)
             stack.push_async_callback(self._end)
-            try:
-                async with asyncio.TaskGroup() as starting:
-                    for one in self._replicas:
-                        starting.create_task(self._begin(one))
-            except ExceptionGroup as failed:  # the first is the cause; callers catch it by its type
-                raise failed.exceptions[0] from failed
+            async with together() as starting:
+                for one in self._replicas:
+                    starting.create_task(self._begin(one))
             watching = asyncio.create_task(self._watch())
             try:
                 yield watching
@@ -114,12 +111,9 @@ class RunningServices:
         await asyncio.gather(*(one.end() for one in self._replicas))
 
     async def _watch(self) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for one in self._replicas:
-                    group.create_task(self._keep(one))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from failed
+        async with together() as group:
+            for one in self._replicas:
+                group.create_task(self._keep(one))
         await asyncio.Event().wait()  # a run without services
 
     async def _keep(self, one: _Replica) -> None:

@@ -6,7 +6,6 @@ here. So no code can find the answer, whatever it reads.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import textwrap
@@ -17,7 +16,7 @@ from io import StringIO
 from typing import Any
 
 from rl_megatron.config.sections.reward import TestsSection
-from rl_megatron.errors import RewardError
+from rl_megatron.errors import RewardError, together
 from rl_megatron.json_text import parse, value_at
 from rl_megatron.rewards.scoring import queued
 from rl_megatron.sandbox.table import Sandbox
@@ -57,12 +56,9 @@ class PassedTests:
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
         """Raises RewardError for a problem without usable tests, SandboxError where programs cannot run."""
         tests, place = _tests(prompt, self._section.field), self._sandbox.place()
-        try:
-            with queued() as begun:
-                async with asyncio.TaskGroup() as group:
-                    running = [group.create_task(self._passed(code_of(text), tests, place, begun)) for text in texts]
-        except ExceptionGroup as failed:  # the first is the cause; it cancelled the others
-            raise failed.exceptions[0] from failed
+        with queued() as begun:
+            async with together() as group:
+                running = [group.create_task(self._passed(code_of(text), tests, place, begun)) for text in texts]
         return [Scored(total=task.result()) for task in running]
 
     async def _passed(self, code: str, tests: Sequence[_Test], place: int, begun: Callable[[], None]) -> float:

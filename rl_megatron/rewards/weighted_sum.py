@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Mapping, Sequence
 
 from rl_megatron.config.sections.reward import RewardPart
-from rl_megatron.errors import RewardError
+from rl_megatron.errors import RewardError, together
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.scoring import queued, running
 from rl_megatron.types import Completion, Prompt, Scored
@@ -23,15 +22,12 @@ class WeightedSum:
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
         """Raises RewardError that names the part."""
-        try:
-            with queued():
-                async with asyncio.TaskGroup() as tasks:
-                    parts = [
-                        tasks.create_task(_part(name, function, prompt, completions, texts))
-                        for name, function in self._functions.items()
-                    ]
-        except ExceptionGroup as failed:  # the first is the cause; it cancelled the others
-            raise failed.exceptions[0] from failed
+        with queued():
+            async with together() as tasks:
+                parts = [
+                    tasks.create_task(_part(name, function, prompt, completions, texts))
+                    for name, function in self._functions.items()
+                ]
         by_completion = zip(*(task.result() for task in parts), strict=True)
         return [self._sum(dict(zip(self._functions, totals, strict=True))) for totals in by_completion]
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.data.trajectories import in_steps, single_turns
-from rl_megatron.errors import PoisonPrompt, RewardError
+from rl_megatron.errors import PoisonPrompt, RewardError, together
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.observability.timeline.spans import FreeLanes
 from rl_megatron.rewards.scoring import errors_of, score
@@ -114,22 +114,19 @@ class RolloutSampler(PolicySampler):
     ) -> list[Answered]:
         """A group of each prompt, whose request has the name beside it; ``begun``: by the requests' ids, if they may be
         apart."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = []
-                for prompt, name in named:
-                    request = replace(
-                        self._request(prompt, name, count, params),
-                        routes=routes,
-                        exact_logprobs=exact_logprobs,
-                        ahead=ahead,
-                        max_seconds=max_seconds,
-                    )
-                    running.append(tasks.create_task(self._group(prompt, request, begun)))
-                    if tell is not None:
-                        running[-1].add_done_callback(lambda _: tell(count))
-        except ExceptionGroup as failed:  # the first is the cause; callers catch its type
-            raise failed.exceptions[0] from failed
+        async with together() as tasks:
+            running = []
+            for prompt, name in named:
+                request = replace(
+                    self._request(prompt, name, count, params),
+                    routes=routes,
+                    exact_logprobs=exact_logprobs,
+                    ahead=ahead,
+                    max_seconds=max_seconds,
+                )
+                running.append(tasks.create_task(self._group(prompt, request, begun)))
+                if tell is not None:
+                    running[-1].add_done_callback(lambda _: tell(count))
         return [task.result() for task in running]
 
     def _request(self, prompt: Prompt, purpose: str, count: int, params: SamplingParams) -> GenerationRequest:
@@ -160,11 +157,9 @@ class RolloutSampler(PolicySampler):
         before = begun[request.id] or (None,) * request.num_completions
         parts = [_alone(request, i, one) for i, one in enumerate(before)]
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with together() as tasks:
                 running = [tasks.create_task(self._completion(part)) for part in parts]
             return await self._scored(prompt, tuple(task.result() for task in running), request)
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from failed
         finally:
             for part in parts:
                 self.sampled.pop(part.id, None)
@@ -179,11 +174,8 @@ class RolloutSampler(PolicySampler):
         if self.interruption is None or place is None:
             return await sampled_by(self.engine, request)
         first = await sampled_by(self.engine, self.interruption.until(request, place))
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._gone_on(request, place, *one)) for one in enumerate(first)]
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from failed
+        async with together() as tasks:
+            running = [tasks.create_task(self._gone_on(request, place, *one)) for one in enumerate(first)]
         return tuple(task.result() for task in running)
 
     async def _gone_on(self, request: GenerationRequest, place: int, number: int, sampled: Completion) -> Completion:

@@ -18,7 +18,7 @@ from rl_megatron.columns import TokenIds
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.environments.protocol import OpenAIMessage
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
-from rl_megatron.errors import DataError, EnvironmentFailed, PoisonPrompt
+from rl_megatron.errors import DataError, EnvironmentFailed, PoisonPrompt, together
 from rl_megatron.rollout.batch import Answered, Drawn, Reason, reason_of
 from rl_megatron.rollout.conversation.messages import tidied
 from rl_megatron.rollout.conversation.templates import Template
@@ -154,14 +154,11 @@ class EnvironmentSampler(PolicySampler):
             vocab_size=self.vocab_size,
             parser=self.parser,
         )
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._with_spares(setting, *member)) for member in members]
-                if tell is not None:
-                    for task in running:
-                        task.add_done_callback(lambda _: tell(1))
-        except ExceptionGroup as failed:  # the first is the cause; callers catch its type
-            raise failed.exceptions[0] from failed
+        async with together() as tasks:
+            running = [tasks.create_task(self._with_spares(setting, *member)) for member in members]
+            if tell is not None:
+                for task in running:
+                    task.add_done_callback(lambda _: tell(1))
         return [task.result() for task in running]
 
     def _place(self, task: Prompt, name: str, number: int) -> TrajectoryPlace:
