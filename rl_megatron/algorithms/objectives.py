@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.ratios import mean_per_sequence
+from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, mean_per_sequence
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.types import LossInputs
 from rl_megatron.user_code import load_named
 
 TokenLosses = tuple[Tensor, Tensor]
 _LEAST_REST = 1e-8  # probability of all tokens but one: below it a float32 1 - p is 0
+_RAISED_BY = 0.05  # the paper's delta_1
 Objective = Callable[[Tensor, LossInputs, Tensor, AlgorithmSection], TokenLosses]
 
 
@@ -132,6 +135,44 @@ def _near_old(distance: Tensor, log_ratio: Tensor, inputs: LossInputs, row: Algo
     capped = ratio.clamp(max=row.cap_high)
     loss = -torch.where(left, 0.0, capped) * advantages * inputs.logprobs
     return loss, (left | (capped != ratio)) & (advantages != 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipLimits:
+    """Limits of a minibatch's clip, and what tokens of ``positive`` advantage and ``all`` tokens then sum to."""
+
+    low: float
+    high: float
+    positive: float
+    all: float
+
+
+def balanced_limits(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, row: AlgorithmSection, share: float
+) -> ClipLimits:
+    """The limits at which positive tokens have the ``share``, of one minibatch's tokens: BAPO (arXiv:2510.18927).
+
+    The sums are over pi_old |A| min(rho, 1 + high) where A > 0 and pi_old |A| max(rho, 1 - low) where A < 0 (its eq. 8,
+    in absolute values). As in its algorithm 1, high rises first; as a higher lower limit makes the second sum larger,
+    the share that the greatest high leaves too small stays so, and low then goes all its way. Columns are [n].
+    """
+    log_ratio = (logprobs.double() - old_logprobs.double()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio, worth = log_ratio.exp(), old_logprobs.double().exp() * advantages.double()
+    good, bad = advantages > 0, advantages < 0
+
+    def limits(steps: int, low: float) -> ClipLimits:
+        high = row.clip_high + steps * _RAISED_BY
+        positive = float((worth * ratio.clamp(max=1 + high))[good].sum())
+        negative = float((worth * ratio.clamp(min=1 - low))[bad].sum())
+        return ClipLimits(low=low, high=high, positive=positive, all=positive - negative)
+
+    def enough(steps: int) -> bool:
+        found = limits(steps, row.clip_low)
+        return found.positive >= share * found.all
+
+    most = math.floor((row.balance.high - row.clip_high) / _RAISED_BY + 1e-9)
+    steps = bisect_left(range(most + 1), True, key=enough)
+    return limits(steps, row.clip_low) if steps <= most else limits(most, row.balance.low)
 
 
 OBJECTIVES: Mapping[str, Objective] = {

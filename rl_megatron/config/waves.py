@@ -69,6 +69,11 @@ def _of_batches(c: RunConfig) -> Iterator[tuple[str, str]]:
             f"algorithm.tokens.choose={a.tokens.choose}",
             "the tokens to choose are the batch's; set tokens.choose=all",
         )
+    if a.balance.share is not None:
+        yield (
+            f"algorithm.balance.share={a.balance.share:g}",
+            "the limits are of the whole minibatch; set balance.share=null",
+        )
     if a.correction.normalises:
         yield f"{a.correction.normalises}=true", "the mean of the weights is the batch's; set normalise=false"
     if a.old_kl_limit is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import to_thread
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -29,6 +29,7 @@ from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.seeds import seed_of
+from rl_megatron.training.balanced_clip import BalancedClip
 from rl_megatron.training.credit.assign import assign_credit
 from rl_megatron.training.credit.shaping import Rewards, shape_rewards
 from rl_megatron.training.credit.state import AlgorithmState, controlled
@@ -226,10 +227,10 @@ class Update:
         versions = token_versions(groups, samples)
         return replace(samples, proximal_share=proximal_share(versions, proximal_version=step - 1, version=step))
 
-    def _loss(self) -> Loss:
-        """The policy's loss under the coefficients of this step."""
+    def _loss(self, limits: Mapping[str, float]) -> Loss:
+        """The policy's loss under the coefficients of this step, and a minibatch's ``limits``."""
         weight = self.state.entropy_weight(self.config.algorithm)
-        row = self.config.algorithm.model_copy(update={"entropy_coefficient": weight})
+        row = self.config.algorithm.model_copy(update={"entropy_coefficient": weight, **limits})
         return loss_of(row, kl_coefficient=self.state.kl_coefficient, max_new_tokens=self.config.most_sampled)
 
     async def _train(
@@ -240,13 +241,15 @@ class Update:
         c = self.config
         choice = token_choice(c.algorithm.tokens, found, seed_of(c.seed, step, c.train.epochs))
         batches, own_columns = await to_thread(self._minibatches, samples, choice, step)
+        balance = self._balance(found)
         row: Row = {"learning_rate": learning_rate(c, step)}
         described = asyncio.ensure_future(to_thread(self._described, found, samples, batches))
         try:
-            policy_steps, critic_steps = await self._steps(batches, own_columns, step, watch, prompts, row)
+            policy_steps, critic_steps = await self._steps(batches, own_columns, step, watch, prompts, row, balance)
         finally:
             await asyncio.wait([described])
         row = described.result() | row | ({} if choice is None else choice.row())
+        row |= {} if balance is None else balance.metrics()
         row["steps/skipped"] = [*policy_steps, *critic_steps].count(None)
         row |= policy_row([made for made in policy_steps if made is not None])
         if c.algorithm.old_kl_limit is not None:
@@ -257,6 +260,13 @@ class Update:
         if learnt:
             row |= {"critic/learning_rate": critic_learning_rate(c, step)} | critic_row(learnt)
         return row
+
+    def _balance(self, found: Measured) -> BalancedClip | None:
+        row = self.config.algorithm
+        if row.balance.share is None:
+            return None
+        assert found.current is not None
+        return BalancedClip(row=row, share=row.balance.share, policy=self.roles.policy, current=found.current)
 
     def _minibatches(
         self, samples: Samples, choice: TokenChoice | None, step: int
@@ -283,6 +293,7 @@ class Update:
         watch: Stopwatch,
         prompts: Sequence[Prompt],
         row: Row,
+        balance: BalancedClip | None,
     ) -> tuple[list[Made | None], list[Made | None]]:
         """Make the optimizer steps of policy and critic; of each, None if it was skipped.
 
@@ -292,7 +303,7 @@ class Update:
         """
         section, roles = self.config.algorithm, self.roles
         rate, critic_rate = learning_rate(self.config, step), critic_learning_rate(self.config, step)
-        loss, value_loss, critic = self._loss(), ValueLoss(clip=section.critic.clip), roles.learners.get("critic")
+        value_loss, critic = ValueLoss(clip=section.critic.clip), roles.learners.get("critic")
         policy_steps: list[Made | None] = []
         critic_steps: list[Made | None] = []
         goes_on = critic is None or step > section.critic.only_steps
@@ -300,6 +311,7 @@ class Update:
             if not goes_on and critic is None:
                 break
             batch = await to_thread(own_columns, planned)
+            loss = self._loss({} if balance is None or not goes_on else await balance(batch, watch))
             async with AtOnce(watch) as at_once:
                 trained = valued = None
                 if goes_on:

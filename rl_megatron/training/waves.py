@@ -56,7 +56,7 @@ class WaveUpdate(Update):
 
         The phase ``rollout`` has only the seconds of waiting without a full wave.
         """
-        loss = self._loss()
+        loss = self._loss({})
         assert isinstance(loss, PolicyLoss)  # of pairs: refused
         trained, waiting, early, more = _Trained(loss=loss), list[RolloutGroup](), 0, True
         while more:

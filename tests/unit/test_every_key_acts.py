@@ -57,6 +57,7 @@ BASE = [
 ]
 LONGER_RANGE = ["algorithm.overlong_buffer=1", "algorithm.overlong_factor=2.0"]  # else rewards are 0 .. 1 already
 TWO_STEPS = ["train.minibatches=2"]  # in a batch's first optimizer step ratios are 1, as without them
+NARROW = ["algorithm.clip_high=0.01"]  # else no good token of the few that are trained on is clipped
 OF_ROWS = {
     "dr_grpo": LONGER_RANGE,
     "rloo": [*LONGER_RANGE, *TWO_STEPS],
@@ -67,7 +68,8 @@ OF_ROWS = {
         "reward.parts.grade.function=tests.toy_roles:grade",
         "reward.parts.brief.function=tests.toy_roles:brief",
     ],
-    "passk": ["algorithm.best_of=2"],  # of four completions
+    "passk": ["algorithm.best_of=2", *NARROW],  # of four completions
+    "top_entropy": NARROW,
     "luspo": ["train.learning_rate=30.0"],  # at 100 times lengths no ratio is near its limits
 }
 NOT_OF_A_STEP = ("rollout.engine", "rollout.python", "rollout.server")  # what samples: tests of engines

@@ -59,7 +59,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "gae": ("gamma", "lam", "lam_length_factor", "critic"),
     },
     "objective": {
-        "clip": ("ratio_level", "clip_low", "clip_high", "keep_low", "keep_high", "dual_clip"),
+        "clip": ("ratio_level", "clip_low", "clip_high", "keep_low", "keep_high", "dual_clip", "balance"),
         "cispo": ("ratio_level", "cap_low", "cap_high"),
         "reinforce": (),
         "importance": ("ratio_level",),
@@ -95,6 +95,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "kl_cov": ("tokens.share", "tokens.kl_coefficient", "tokens.kl_estimator"),
         "second_moment": ("tokens.limit",),
     },
+    "balance.share": {OFF: (), ON: ("balance.high", "balance.low")},
     "kl.coefficient": {OFF: (), ON: _KL},
     "kl.placement": {"loss": ("kl.importance_weighted",), "token_reward": (), "completion_reward": ()},
     "kl.target": {OFF: (), ON: ("kl.horizon",)},

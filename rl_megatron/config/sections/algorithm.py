@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import model_validator
 
 from rl_megatron.config.sections.advantages import AdvantageKeys
+from rl_megatron.config.sections.balance import BalanceSection
 from rl_megatron.config.sections.correction import CorrectionSection
 from rl_megatron.config.sections.critic import CriticSection
 from rl_megatron.config.sections.kl import KLSection
@@ -48,6 +49,7 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
     not replaced by ``unfinished_reward``."""
     preference: PreferenceSection = PreferenceSection()
     tokens: TokensSection = TokensSection()
+    balance: BalanceSection = BalanceSection()
     correction: CorrectionSection = CorrectionSection()
     kl: KLSection = KLSection()
     critic: CriticSection = CriticSection()
@@ -329,9 +331,31 @@ def _ratio_problems(a: AlgorithmSection) -> list[str]:
         )
     if a.objective == "gmpo" and a.clip_low >= 1:
         out.append(f"algorithm.clip_low={a.clip_low:g} with {given}: 1 minus it has no logarithm; set it below 1")
+    if a.balance.share is not None:
+        out += _balance_problems(a)
     if a.cap_low > a.cap_high:
         out.append(f"algorithm.cap_low={a.cap_low} is above algorithm.cap_high={a.cap_high}; swap them")
     return out
+
+
+def _balance_problems(a: AlgorithmSection) -> Iterator[str]:
+    """What the share of positive tokens is not known with."""
+    given = f"algorithm.balance.share={a.balance.share:g}"
+    if a.ratio_level != "token":
+        yield f"{given} with algorithm.ratio_level={a.ratio_level}: it is of ratios of tokens; set ratio_level=token"
+    if a.old_logprobs == "interpolated":
+        yield f"{given} with algorithm.old_logprobs=interpolated: these follow the policy; set learner or rollout"
+    if a.correction.acts:
+        yield (
+            f"{given} with algorithm.correction: the share is of the loss without its weights; leave the correction "
+            "out, and set old_logprobs=rollout"
+        )
+    if a.balance.high < a.clip_high or a.balance.low > a.clip_low:
+        yield (
+            f"algorithm.balance.low={a.balance.low:g} and high={a.balance.high:g} with clip_low={a.clip_low:g} and "
+            f"clip_high={a.clip_high:g}: clip_low falls to the former and clip_high rises to the latter; set low to "
+            "clip_low or less and high to clip_high or more"
+        )
 
 
 def _kl_problems(a: AlgorithmSection) -> list[str]:

@@ -142,6 +142,17 @@ LEARNING = (
         "nats",
         "KL(engine || learner) per token before the update: k3 estimate; where there is mismatch/k1",
     ),
+    (
+        "balance/clip_low",
+        "",
+        "lower limit of the clip, 1 minus the ratio, mean over minibatches; with algorithm.balance",
+    ),
+    (
+        "balance/clip_high",
+        "",
+        "upper limit of the clip, the ratio minus 1, mean over minibatches; with algorithm.balance",
+    ),
+    ("balance/positive_share", "", "share of tokens of positive advantage in the sum that algorithm.balance is of"),
     ("entropy", "nats", "mean entropy of the policy's next-token distribution at sampled positions"),
     ("entropy/coefficient", "", "weight of the entropy bonus in this step; only with algorithm.entropy_target"),
     (

@@ -184,6 +184,7 @@ def _passes(config: RunConfig, roles: Roles, samples: Samples, judged: Collectio
     policy's prompts."""
     section = config.algorithm
     asked = section.old_logprobs == "learner" or section.tokens.choose != "all"
+    asked |= section.balance.share is not None
     asked |= section.routing_replay == "r2" or config.train.route_flips
     wanted = wanted_of_policy(config) if asked else frozenset[Want]()
     alone = section.is_own_critic and samples.routes is not None  # which the last targets do not have
