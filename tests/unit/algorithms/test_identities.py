@@ -18,7 +18,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.training.credit.assign import assign_credit
-from rl_megatron.training.credit.shaping import shape_rewards
+from rl_megatron.training.credit.shaping import groups_to_train_on, shape_rewards
 from rl_megatron.training.credit.state import AlgorithmState
 from rl_megatron.types import Loss, LossInputs, Prompt, Samples
 from tests.completions import completion
@@ -168,6 +168,27 @@ def test_a_group_of_two_without_a_std_has_the_pairwise_gradient_of_p3o() -> None
     advantages = torch.tensor([0.25, -0.25, 0.0, 0.0], dtype=torch.float64)[x.segment_ids]
     _, gradient = evaluate(row(*keys), replace(x, advantages=advantages, num_sequences=2))
     wanted = [-0.5 / 2 / 2] * LENGTHS[0] + [0.5 / 2 / 2] * LENGTHS[1] + [0.0] * sum(LENGTHS[2:])
+    assert gradient.tolist() == pytest.approx(wanted)
+
+
+def test_gpg_is_reinforce_over_the_groups_that_dynamic_sampling_keeps() -> None:
+    """arXiv:2504.02546 times the mean over all tokens by B / (B - M), M completions of groups without a gradient."""
+    keys = ["algorithm=reinforce", "algorithm.advantage_mean=group", "rollout.dynamic_sampling=drop"]
+    config, told = load_config("tiny_cpu", keys), [[1.0, 0.0, 0.0, 1.0], [1.0] * 4, [0.0, 0.0, 1.0, 0.0], [0.0] * 4]
+    prompt, length = Prompt(id="a", text="", token_ids=(1, 2), answer=""), 3
+    groups = [single_turns(prompt, [completion((7,) * length)] * 4, rewards=rewards) for rewards in told]
+    kept = groups_to_train_on(groups, config.algorithm, max_new_tokens=9)
+    trained = [group for group, keep in zip(groups, kept, strict=True) if keep]
+    shaped = shape_rewards(trained, config.algorithm, AlgorithmState(kl_coefficient=0.0), max_new_tokens=9)
+    made = assign_credit(to_samples(trained), trained, shaped, config.algorithm, success_reward=1.0)[0]
+    advantages = made.advantages[made.mask].double()
+    x = replace(batch(), logprobs=torch.full_like(advantages, -0.5).requires_grad_())
+    zeros, ids = torch.zeros_like(advantages), torch.arange(len(advantages)) // length
+    x = replace(x, entropy=zeros, old_logprobs=zeros, rollout_logprobs=zeros, advantages=advantages, segment_ids=ids)
+    x = replace(x, mask=ids >= 0, segment_sum=lambda values: values.new_zeros(8).index_add_(0, ids, values))
+    _, gradient = evaluate(row(*keys), replace(x, num_tokens=len(ids), num_sequences=8))
+    alpha, tokens = 16 / (16 - 8), 16 * length
+    wanted = [-(r - sum(of) / 4) * alpha / tokens for of in (told[0], told[2]) for r in of for _ in range(length)]
     assert gradient.tolist() == pytest.approx(wanted)
 
 
