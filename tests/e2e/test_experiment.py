@@ -12,7 +12,6 @@ import pytest
 import yaml
 from rich.console import Console
 
-from launcher.__main__ import main
 from launcher.programs.experiment import run_cells, start_process
 from rl_megatron.errors import ConfigError
 from rl_megatron.experiments.cells import Cell, cells_of
@@ -21,6 +20,7 @@ from rl_megatron.experiments.study import Study, read_study
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.metrics.table import deterministic
 from tests.e2e.processes import LIMIT, TINY, Fork, Place
+from tests.unit.launcher.commands import status_of
 
 REWARD = '''
 import time
@@ -133,9 +133,7 @@ def test_a_study_that_was_killed_and_stopped_goes_on_to_its_end(
     assert "cells that failed are left as they are; --retry starts them again" in text
     assert f"{cells[0].name}: goes on" in text
 
-    with pytest.raises(SystemExit) as exit_status:
-        main(["experiment", "status", str(place.folder / "three.yaml")])
-    assert exit_status.value.code == 0
+    assert status_of("experiment", "status", str(place.folder / "three.yaml")) == 0
     assert "3 cells: 3 done" in capsys.readouterr().out
 
 

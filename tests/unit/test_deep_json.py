@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.__main__ import main
 from launcher.control.address import address_of
 from rl_megatron.errors import EngineError, RewardError, RLMegatronError
 from rl_megatron.models.json_files import tensor_names
@@ -21,6 +20,7 @@ from rl_megatron.rewards.tests import _tests
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.scaling.published.points import read_points
 from rl_megatron.types import Prompt
+from tests.unit.launcher.commands import status_of
 
 DEEP = "[" * 100_000
 READERS: dict[str, Callable[[Path], object]] = {
@@ -69,8 +69,7 @@ def test_a_command_says_which_file_it_is(
     (run / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (run / name).parent.mkdir(parents=True, exist_ok=True)
     (run / name).write_text(content)
-    with pytest.raises(SystemExit, match="1"):
-        main([command, str(run)])
+    assert status_of(command, str(run)) == 1
     said = capsys.readouterr().err
     assert str(run / name) in said
     assert len(said) < 2000

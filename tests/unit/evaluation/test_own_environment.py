@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.__main__ import main
 from launcher.build.model import starting_folder
 from launcher.preflight.reward import check
 from launcher.preflight.subject import Subject
@@ -20,6 +19,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.evaluation.results import read_results
 from rl_megatron.evaluation.sets import MeasuredSet
 from rl_megatron.types import Prompt
+from tests.unit.launcher.commands import status_of
 
 KEYS = ("data.num_eval=12", "rollout.max_new_tokens=6", "warm_start.steps=0", f"reward.function={__name__}:right")
 ODD = (f"function={__name__}:Odd", "template=plain", "max_turns=2", "max_tokens=20", "min_turn_tokens=2")
@@ -69,9 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluated(model: Path, name: str, *keys: str) -> dict[str, MeasuredSet]:
-    with pytest.raises(SystemExit) as ended:
-        main(["eval", str(model), "--name", name, *KEYS, *keys])
-    assert not ended.value.code
+    assert status_of("eval", str(model), "--name", name, *KEYS, *keys) == 0
     return {
         of: replace(one.measured, seconds=0.0) for of, one in read_results(Path("eval") / f"{name}.json").sets.items()
     }

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.__main__ import main
 from launcher.programs.experiment import cells_at_once
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.errors import ConfigError, DataError
@@ -17,6 +16,7 @@ from rl_megatron.experiments.cells import Cell, cells_of, config_digest
 from rl_megatron.experiments.states import CellRecord, birth_of, find_states, record_path, states_table, write_record
 from rl_megatron.experiments.study import Study, outcome_folder, read_study
 from rl_megatron.observability.metrics.writer import MetricsWriter
+from tests.unit.launcher.commands import status_of
 
 ALGORITHMS = ["algorithm=grpo", "algorithm=gspo"]
 RATES = ["train.learning_rate=1e-3", {"fast": ["train.learning_rate=3e-3", "train.lr_warmup_steps=5"]}]
@@ -244,9 +244,7 @@ def test_the_studies_of_the_documents_can_start() -> None:
 
 def test_what_a_machine_refuses_names_the_arm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study_of(tmp_path, axes={"a": [*ALGORITHMS, {"mine": "reward.function=nowhere:reward"}]})
-    with pytest.raises(SystemExit) as exit_status:
-        main(["experiment", "run", str(tmp_path / "mine.yaml")])
-    assert exit_status.value.code == 1
+    assert status_of("experiment", "run", str(tmp_path / "mine.yaml")) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: mine: ")
     assert "nowhere" in line
@@ -350,23 +348,19 @@ def test_a_report_of_another_outcome_lies_in_a_folder_of_its_own(
             writer.write({"step": step, "phase": "rl", "eval/accuracy": 0.5, "moe/flips_update": flips})
         writer.close()
     path = str(tmp_path / "mine.yaml")
-    with pytest.raises(SystemExit, match="0"):
-        main(["experiment", "report", path, "--metric", "moe/flips_update", "--last", "2"])
+    assert status_of("experiment", "report", path, "--metric", "moe/flips_update", "--last", "2") == 0
     page = tmp_path / "runs/outcomes/moe-flips_update,last=2/report.html"
     assert str(page) in capsys.readouterr().out
     found = json.loads((page.parent / "results.json").read_text())
     assert found["arms"]["grpo"]["value"] == pytest.approx(0.75)  # of 0.2 and 0.3, 1.2 and 1.3
     assert found["differences"]["gspo - grpo"]["value"] == pytest.approx(1.0)
     assert not (tmp_path / "runs/results.json").exists()
-    with pytest.raises(SystemExit, match="0"):
-        main(["experiment", "report", path, "--last", "3"])
+    assert status_of("experiment", "report", path, "--last", "3") == 0
     assert sorted(each.name for each in (tmp_path / "runs/outcomes").iterdir()) == ["last=3", "moe-flips_update,last=2"]
     assert not (tmp_path / "runs/results.json").exists()
-    with pytest.raises(SystemExit, match="1"):
-        main(["experiment", "report", path, "--metric", "moe/flip"])
+    assert status_of("experiment", "report", path, "--metric", "moe/flip") == 1
     assert "--metric moe/flip: no such metric" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="1"):
-        main(["experiment", "report", path, "--metric", "eval/perplexity"])
+    assert status_of("experiment", "report", path, "--metric", "eval/perplexity") == 1
     assert "evaluation.metric=eval/perplexity: job=rl never records it" in capsys.readouterr().err
 
 

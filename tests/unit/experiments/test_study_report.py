@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import yaml
 
-from launcher.__main__ import main
 from rl_megatron.config.io import save_resolved
 from rl_megatron.errors import DataError
 from rl_megatron.experiments.cells import Cell, cells_of
@@ -22,6 +21,7 @@ from rl_megatron.experiments.states import CellRecord, drift_of, find_states, wr
 from rl_megatron.experiments.study import Study, read_study
 from rl_megatron.observability.history import load_runs
 from rl_megatron.observability.metrics.writer import MetricsWriter
+from tests.unit.launcher.commands import status_of
 
 SEEDS, STEPS = [0, 1, 2, 3], 40
 ARMS = ["moe grpo", "moe gspo", "dense grpo", "dense gspo"]
@@ -217,8 +217,7 @@ def test_a_done_cell_that_ran_with_another_versions_default_is_named(
     wanted = f"it ran with train.epochs=3; now it would with train.epochs={now}: remove it to repeat"
     assert drift_of(cell) == wanted
     assert wanted in write_study_report(read_study(path), [cell], tmp_path / "report.html").read_text()
-    with pytest.raises(SystemExit):
-        main(["experiment", "status", str(path)])
+    status_of("experiment", "status", str(path))
     assert f"note: {cell.name}: {wanted}" in capsys.readouterr().out
 
 

@@ -9,6 +9,14 @@ import pytest
 from launcher.__main__ import main
 
 
+def status_of(*arguments: object) -> int:
+    """The exit status of a command; that of one which ends with a message is 1."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(one) for one in arguments])
+    code = ended.value.code
+    return 1 if isinstance(code, str) else code or 0
+
+
 @dataclass(frozen=True, slots=True)
 class Said:
     """What ``command`` prints: its output, or with a status its errors."""
@@ -17,8 +25,6 @@ class Said:
     capsys: pytest.CaptureFixture[str]
 
     def __call__(self, *arguments: str, status: int = 0) -> str:
-        with pytest.raises(SystemExit) as ended:
-            main([self.command, *arguments])
-        out = self.capsys.readouterr()
-        assert ended.value.code == status, out
+        ended, out = status_of(self.command, *arguments), self.capsys.readouterr()
+        assert ended == status, out
         return out.err if status else out.out

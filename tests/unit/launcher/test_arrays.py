@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.__main__ import main
 from launcher.hosts.slurm.jobs import job_of, states_of
 from launcher.programs.arrays import CellArray, arrays_of, checked_for_slurm, send
 from launcher.programs.experiment import alone
@@ -21,6 +20,7 @@ from rl_megatron.experiments.queued import Queued, read_task, task_log
 from rl_megatron.experiments.states import CellRecord, find_states, read_record, record_path, write_record
 from rl_megatron.experiments.study import Study, read_study
 from rl_megatron.observability.metrics.writer import MetricsWriter
+from tests.unit.launcher.commands import status_of
 
 ARMS = {"a": ["algorithm=grpo", "algorithm=gspo"]}
 WIDE = {"x": ["train.learning_rate=1e-3", {"two nodes": ["train.learning_rate=2e-3", "slurm.nodes=2"]}]}
@@ -230,9 +230,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def called(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as exit_status:
-        main(["experiment", *arguments, "mine.yaml"])
-    assert exit_status.value.code == 0
+    assert status_of("experiment", *arguments, "mine.yaml") == 0
     return capsys.readouterr().out
 
 
@@ -354,8 +352,7 @@ def test_the_queue_is_asked_when_no_other_process_can_send(cluster: Path, monkey
         raise ConfigError("enough")
 
     monkeypatch.setattr("launcher.programs.arrays.queue_of", told)
-    with pytest.raises(SystemExit):
-        main(["experiment", "run", "mine.yaml"])
+    assert status_of("experiment", "run", "mine.yaml") == 1
     assert asked == [4]
 
 

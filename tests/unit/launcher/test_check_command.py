@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.__main__ import main
 from rl_megatron.config import yaml_text
 from rl_megatron.scaling.machines.calibration import write_calibration
+from tests.unit.launcher.commands import status_of
 from tests.unit.scaling.test_machine_check import ROWS, config
 from tests.unit.scaling.test_machines import calibrated
 
@@ -25,9 +25,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def ended(*arguments: str) -> int | str | None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["scale", *arguments])
-    return stopped.value.code
+    return status_of("scale", *arguments)
 
 
 def test_it_prints_phases_terms_and_notes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,11 +12,11 @@ from typing import NoReturn
 import pytest
 
 import launcher
-from launcher.__main__ import main
 from launcher.processes import limits
 from rl_megatron.durable import write_atomically
 from rl_megatron.observability.files import JsonlFile
 from rl_megatron.observability.log import run_log
+from tests.unit.launcher.commands import status_of
 
 
 @pytest.mark.parametrize(
@@ -31,9 +31,7 @@ def test_a_folder_that_cannot_be_made_is_one_line_with_its_path(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, said: str
 ) -> None:
     (tmp_path / "itself").symlink_to("itself")
-    with pytest.raises(SystemExit) as end:
-        main(["train", f"run.dir={folder.format(tmp=tmp_path)}", f"model.cache_dir={tmp_path}"])
-    assert end.value.code == 1
+    assert status_of("train", f"run.dir={folder.format(tmp=tmp_path)}", f"model.cache_dir={tmp_path}") == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(said.format(tmp=tmp_path))
 
@@ -139,6 +137,5 @@ def test_ctrl_c_before_a_run_has_its_folder_promises_nothing_of_it(
     monkeypatch.setattr("launcher.commands.train.uncollected", interrupted)  # around the imports, which take seconds
     if options:
         (tmp_path / "x").mkdir()
-    with pytest.raises(SystemExit) as end:
-        main(["train", f"run.dir={tmp_path}", "run.name=x", f"model.cache_dir={tmp_path}", *options])
-    assert (end.value.code, capsys.readouterr().err) == (130, said)
+    assert status_of("train", f"run.dir={tmp_path}", "run.name=x", f"model.cache_dir={tmp_path}", *options) == 130
+    assert capsys.readouterr().err == said

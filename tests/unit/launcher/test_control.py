@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from launcher.__main__ import main
 from launcher.commands import engines
 from launcher.control import listener
 from launcher.control.address import LONGEST_LINE, address_of
@@ -26,7 +25,7 @@ from launcher.control.client import ask_run
 from launcher.control.listener import Control
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.errors import ConfigError, EngineError
-from tests.unit.launcher.commands import Said
+from tests.unit.launcher.commands import Said, status_of
 
 
 async def echo(arguments: Mapping[str, Any]) -> object:
@@ -351,8 +350,7 @@ def test_a_command_on_another_node_is_a_step_of_the_runs_job_by_that_jobs_own_nu
     monkeypatch.setattr(os, "execvpe", lambda _, called, env: sys.exit(subprocess.run(called, env=env).returncode))
     asked = [command[0], str(one.folder), *command[1:]]
     monkeypatch.setattr(sys, "argv", ["rl-megatron", *asked])
-    with pytest.raises(SystemExit):
-        main(asked)
+    status_of(*asked)
     if node is None:
         assert "its controller is on elsewhere; run this command there" in capsys.readouterr().err
         return

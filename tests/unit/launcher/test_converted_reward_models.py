@@ -12,19 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
-from launcher.__main__ import main
 from launcher.preflight.model_files import check
 from launcher.preflight.subject import Subject
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model
-
-
-def main_of(*arguments: object) -> int:
-    """The exit status of a command."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(a) for a in arguments])
-    return int(ended.value.code or 0)
+from tests.unit.launcher.commands import status_of
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +32,7 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config["architectures"] = ["Qwen3MoeForSequenceClassification"]
     (root / "hf" / "config.json").write_text(json.dumps(config))
     (root / "hf" / "chat_template.jinja").write_text("{{ who | default('nobody') }} asks")
-    assert main_of("convert", root / "hf", root / "shards") == 0
+    assert status_of("convert", root / "hf", root / "shards") == 0
     for path in root.glob("shards/*"):
         if path.suffix in (".json", ".jinja") and path.name != "metadata.json":
             path.unlink()
@@ -58,7 +51,7 @@ def test_a_converted_reward_model_has_its_runs_template_variables_or_a_note_says
         save_resolved(given, tmp_path / "rm" / "config.yaml")
     if where == "torn":
         (tmp_path / "rm" / "config.yaml").write_text("job: [")
-    assert main_of("convert", shards, out, "--config", hf) == 0
+    assert status_of("convert", shards, out, "--config", hf) == 0
     said, wanted = capsys.readouterr().err, "somebody" if where == "run" else "nobody"
     assert jinja2.Template((out / "chat_template.jinja").read_text()).render() == f"{wanted} asks"
     why = {"torn": f"{tmp_path}/rm/config.yaml", "alone": f"{shards} is in no run's folder"}
@@ -72,9 +65,9 @@ def test_a_reward_models_shards_are_converted_and_verified_with_the_model_that_t
     shards, out = reward_model / "shards", tmp_path / "out"
     spec = TinyModelSection(tie_embeddings=True)  # a policy's config.json may say it; a score is of no token
     policy = make_tiny_model(spec, tmp_path / "policy", 1)
-    assert main_of("convert", shards, out, "--config", policy) == 0
+    assert status_of("convert", shards, out, "--config", policy) == 0
     (check,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("check it: ")]
-    assert main_of(*check.removeprefix("check it: rl-megatron ").split()) == 0
+    assert status_of(*check.removeprefix("check it: rl-megatron ").split()) == 0
     wanted = load_file(reward_model / "hf" / "model.safetensors")
     found = AutoModelForSequenceClassification.from_pretrained(out)
     assert found.config.num_labels == 1

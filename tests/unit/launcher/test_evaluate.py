@@ -15,7 +15,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from launcher.__main__ import main
 from launcher.build.data import load_data
 from launcher.build.model import starting_folder
 from launcher.build.trained import shown_variables, trained_model
@@ -28,6 +27,7 @@ from rl_megatron.evaluation.bounds import difference_interval, share_interval
 from rl_megatron.evaluation.results import WHOLE, paired_figures, read_results
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
 from tests.savings import Shards
+from tests.unit.launcher.commands import status_of
 
 JUDGE = Path(__file__).resolve().parents[2] / "judge.py"
 REWARD = """
@@ -62,10 +62,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     """Exit status, and all that was printed."""
-    with pytest.raises(SystemExit) as ended:
-        main(["eval", *arguments])
-    printed = capsys.readouterr()
-    return int(ended.value.code or 0) if not isinstance(ended.value.code, str) else 1, printed.out + printed.err
+    status, printed = status_of("eval", *arguments), capsys.readouterr()
+    return status, printed.out + printed.err
 
 
 def of_transformers(folder: Path) -> list[int]:

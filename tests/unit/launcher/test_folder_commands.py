@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from launcher.__main__ import app, main
+from launcher.__main__ import app
 from launcher.programs.logprobs import differences
 from rl_megatron.observability.metrics.table import STEPS
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
@@ -26,6 +26,7 @@ from tests.draft_models import save_with_drafts
 from tests.family_models import save_model
 from tests.saved_adapters import save_adapters
 from tests.savings import Shards
+from tests.unit.launcher.commands import status_of
 
 LAYERS = """
 from pathlib import Path
@@ -46,15 +47,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny DeepSeek-V3 without a tokenizer, and a Megatron checkpoint of it."""
     root = tmp_path_factory.mktemp("folders")
     save_model("deepseek_v3", root / "hf")
-    main_of("convert", root / "hf", root / "megatron")
+    status_of("convert", root / "hf", root / "megatron")
     return root
-
-
-def main_of(*arguments: object) -> int:
-    """The exit status of a command."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(a) for a in arguments])
-    return int(ended.value.code or 0)
 
 
 @pytest.mark.parametrize(
@@ -65,20 +59,20 @@ def test_draft_layers_are_named(
     name: str, changed: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors = save_with_drafts(name, tmp_path / "hf", count=2, **changed)
-    main_of("convert", tmp_path / "hf", tmp_path / "megatron")
+    status_of("convert", tmp_path / "hf", tmp_path / "megatron")
     drafts = {name: tensor.numel() for name, tensor in tensors.items() if re.match(r"model\.layers\.[45]\.", name)}
     copies = sum(size for name, size in drafts.items() if name.endswith(("embed_tokens.weight", "head.weight")))
     for folder, names, left in (
         ("hf", "model.layers.4, model.layers.5", 0),
         ("megatron", "mtp.layers.0, mtp.layers.1", copies),
     ):
-        assert main_of("inspect", tmp_path / folder) == 0
+        assert status_of("inspect", tmp_path / folder) == 0
         said = capsys.readouterr().out
         assert f"draft layers: {names}" in said
         (row,) = (line for line in said.splitlines() if "model: draft layers" in line)
         assert int(row.split("│")[4].replace(",", "")) == sum(drafts.values()) - left
     save_model("deepseek_v3", tmp_path / "plain")
-    main_of("inspect", tmp_path / "plain")
+    status_of("inspect", tmp_path / "plain")
     assert "draft layers" not in capsys.readouterr().out
 
 
@@ -89,10 +83,10 @@ def test_adapters_of_peft_are_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "base_model_name_or_path": "some/model", "r": 8, "lora_alpha": 16})
     )
-    assert main_of("inspect", tmp_path) == 1
+    assert status_of("inspect", tmp_path) == 1
     assert "adapter_model.safetensors is not; fetch it again" in capsys.readouterr().err
     save_file({name: torch.ones(8, 4) for name in names}, tmp_path / "adapter_model.safetensors")
-    assert main_of("inspect", tmp_path) == 0
+    assert status_of("inspect", tmp_path) == 0
     said = capsys.readouterr().out
     for line in ("adapters (LORA, peft)", "base model: some/model", "rank and alpha: 8 and 16"):
         assert line in said
@@ -110,16 +104,16 @@ def test_names_of_folders_are_no_markup(
     for name in ("a[red]", "{a}["):
         shutil.copytree(folders / "hf", name)
         capsys.readouterr()
-        assert main_of("inspect", name) == 0
+        assert status_of("inspect", name) == 0
         assert capsys.readouterr().out.startswith(f"{name}: Hugging Face\n")
-        assert main_of("convert", name, f"megatron {name}") == 0
-        assert main_of("verify", f"megatron {name}", "--against", name) == 0
+        assert status_of("convert", name, f"megatron {name}") == 0
+        assert status_of("verify", f"megatron {name}", "--against", name) == 0
 
 
 def test_what_a_folder_holds_is_told(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parameters = sum(tensor.numel() for tensor in load_file(folders / "hf" / "model.safetensors").values())
     for folder, kind in (("hf", "Hugging Face"), ("megatron", "megatron torch_dist")):
-        assert main_of("inspect", folders / folder) == 0
+        assert status_of("inspect", folders / folder) == 0
         said = capsys.readouterr().out
         assert f"{folder}: {kind}" in said
         assert "deepseek_v3: 4 layers, hidden size 32, 8 experts" in said
@@ -135,16 +129,16 @@ def test_a_runs_checkpoint_is_told_with_its_step(
     for step in (2, 10):
         shutil.copytree(folders / "megatron", tmp_path / f"checkpoints/step_{step:06d}/learner")
         (tmp_path / f"checkpoints/step_{step:06d}/trainer.json").write_text(json.dumps({"step": step}))
-    assert main_of("inspect", tmp_path) == 0
+    assert status_of("inspect", tmp_path) == 0
     assert "step_000010/learner: megatron torch_dist, of step 10" in capsys.readouterr().out
 
 
 def test_who_holds_what_of_a_layout_is_told_by_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main_of("inspect", "qwen3-30b-a3b", "megatron,tp=2,ep=2") == 0
+    assert status_of("inspect", "qwen3-30b-a3b", "megatron,tp=2,ep=2") == 0
     assert "15,272,458,240" in capsys.readouterr().out
-    assert main_of("inspect", "qwen3-30b-a3b", "megatron,tp=2,ep=2", "--rank", "2") == 1
+    assert status_of("inspect", "qwen3-30b-a3b", "megatron,tp=2,ep=2", "--rank", "2") == 1
     assert "--rank 2: the layout megatron,tp=2,ep=2 has 2 ranks" in capsys.readouterr().err
-    assert main_of("inspect", ".", "--rank", "2") == 1
+    assert status_of("inspect", ".", "--rank", "2") == 1
 
 
 def test_verify_compares_to_the_bit_and_with_transformers(
@@ -153,25 +147,25 @@ def test_verify_compares_to_the_bit_and_with_transformers(
     """Starts a learner's process (6 s): the only test of the command's own forward."""
     (tmp_path / "layers_of_own.py").write_text(LAYERS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert main_of("verify", folders / "megatron", "--against", folders / "hf") == 0
+    assert status_of("verify", folders / "megatron", "--against", folders / "hf") == 0
     assert "no problems, compared with" in capfd.readouterr().out
     bent = shutil.copytree(folders / "hf", tmp_path / "bent")
     tensors = load_file(bent / "model.safetensors")
     tensors["model.norm.weight"][3] *= 1.5
     save_file(tensors, bent / "model.safetensors", metadata={"format": "pt"})
-    assert main_of("verify", bent, "--against", folders / "hf") == 1
+    assert status_of("verify", bent, "--against", folders / "hf") == 1
     assert "model.norm.weight: " in capfd.readouterr().out
 
     given, threads = ("--logprobs", "--against", bent, "--texts", "2"), torch.get_num_threads()
-    assert main_of("verify", folders / "megatron", *given, "--layers", "layers_of_own:spec") == 1
+    assert status_of("verify", folders / "megatron", *given, "--layers", "layers_of_own:spec") == 1
     assert torch.get_num_threads() == threads
     assert (tmp_path / "seen.txt").read_text() == "0123"
     said = capfd.readouterr()
     assert said.out.count("DIFFERENT") == 2
     assert "Warning" not in said.err
-    assert main_of("verify", folders / "megatron", *given, "--layers", "mine") == 1
+    assert status_of("verify", folders / "megatron", *given, "--layers", "mine") == 1
     assert "--layers='mine': it must be auto, torch or your own package.module:name" in capfd.readouterr().err
-    assert main_of("verify", folders / "megatron", "--logprobs") == 1
+    assert status_of("verify", folders / "megatron", "--logprobs") == 1
     assert "which transformers cannot read; give --against" in capfd.readouterr().err
 
 
@@ -181,7 +175,7 @@ def test_a_model_that_transformers_does_not_know_is_refused_before_the_learner_s
     kimi = shutil.copytree(folders / "hf", tmp_path / "kimi")
     config = json.loads((kimi / "config.json").read_text())
     (kimi / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2"}))
-    assert main_of("verify", kimi, "--logprobs", "--texts", "2") == 1
+    assert status_of("verify", kimi, "--logprobs", "--texts", "2") == 1
     assert "give --against a folder of the same weights whose model_type it knows" in capsys.readouterr().err
 
 
@@ -194,11 +188,11 @@ def test_errors_about_a_runs_checkpoint_lead_to_what_reads_it(
     (shards / "config.json").unlink()
     for command in (("verify",), ("verify", folders / "hf", "--against"), ("convert",)):
         more = (out,) if command == ("convert",) else ()
-        assert main_of(*command, step, *more) == 1
+        assert status_of(*command, step, *more) == 1
         assert f"config.json (Hugging Face); give {shards}\n" in capsys.readouterr().err
-        assert main_of(*command, shards, *more) == 1
+        assert status_of(*command, shards, *more) == 1
         assert f"error: {shards} has no config.json; give --config with the Hugging" in capsys.readouterr().err
-    assert main_of("verify", shards, "--config", folders / "hf", "--against", folders / "hf") == 0
+    assert status_of("verify", shards, "--config", folders / "hf", "--against", folders / "hf") == 0
 
 
 def test_verify_of_adapters_reads_them_beside_their_model(
@@ -207,22 +201,22 @@ def test_verify_of_adapters_reads_them_beside_their_model(
     """As a run with learner.lora saves them: they have no config.json, and no matrix of the model."""
     base = ("--config", folders / "hf")
     ones, other = (save_adapters(tmp_path / name, read_shape(folders / "hf")) for name in ("ones", "other"))
-    assert main_of("verify", ones, *base) == 0
+    assert status_of("verify", ones, *base) == 0
     shards = other / "__0_0.distcp"
     content = bytearray(shards.read_bytes())
     at = content.index(np.float32(1).tobytes() * 8)
     content[at : at + 4] = np.float32("nan").tobytes()
     shards.write_bytes(content)
-    assert main_of("verify", other, *base, "--against", ones) == 1
+    assert status_of("verify", other, *base, "--against", ones) == 1
     said = capsys.readouterr().out
     assert "values are NaN or infinite" in said
     assert "bytes differ" in said
     assert f"{shards}, " in said  # the chunk's checksum
-    assert main_of("verify", ones) == 1
+    assert status_of("verify", ones) == 1
     assert f"{ones} holds adapters alone (learner.lora); give --config with" in capsys.readouterr().err
-    assert main_of("verify", ones, *base, "--against", folders / "hf") == 1
+    assert status_of("verify", ones, *base, "--against", folders / "hf") == 1
     assert f"one of {ones} and {folders / 'hf'} holds adapters alone" in capsys.readouterr().err
-    assert main_of("verify", ones, *base, "--logprobs", "--against", folders / "hf") == 1
+    assert status_of("verify", ones, *base, "--logprobs", "--against", folders / "hf") == 1
     assert f"{ones} holds adapters alone (learner.lora); merge them" in capsys.readouterr().err
 
 
@@ -240,17 +234,17 @@ def test_verify_of_a_runs_shards_finds_what_has_changed_in_any_file_of_the_check
 
     step = asyncio.run(save())
     command = ("verify", step / "learner", "--config", folders / "hf")
-    assert main_of(*command) == 0
+    assert status_of(*command) == 0
     files = [step / "trainer.json", step / "manifest.json", *(step / "learner" / name for name in content)]
     for path in files:
         sound = path.read_bytes()
         path.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
-        assert main_of(*command) == 1
+        assert status_of(*command) == 1
         said = capsys.readouterr()
         assert str(path) in said.out + said.err
         path.write_bytes(sound)
     (step / "trainer.json").unlink()
-    assert main_of(*command) == 1
+    assert status_of(*command) == 1
     assert f"{step}/trainer.json is missing" in capsys.readouterr().out
 
 
@@ -262,7 +256,7 @@ def test_inspect_takes_the_checkpoint_of_a_run_that_a_resume_would(
         shards = tmp_path / "checkpoints" / f"step_{step}" / "learner"
         shutil.copytree(folders / "megatron", shards)
         (shards.parent / "trainer.json").write_text(json.dumps({"step": step}))
-    assert main_of("inspect", tmp_path) == 0
+    assert status_of("inspect", tmp_path) == 0
     assert capsys.readouterr().out.startswith(f"{shards}: megatron torch_dist, of step 1000000\n")
 
 
@@ -281,13 +275,13 @@ def test_differences_of_log_probs(ours: list[list[float]], theirs: list[list[flo
 def test_convert_says_what_it_made_and_what_it_lacks(
     folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main_of("convert", folders / "hf", tmp_path / "made") == 0
+    assert status_of("convert", folders / "hf", tmp_path / "made") == 0
     said = capsys.readouterr()
     assert "made: megatron torch_dist, " in said.out
     assert f"check it: rl-megatron verify {tmp_path / 'made'} --against {folders / 'hf'}" in said.out
     assert "has no tokenizer" in said.out
     assert "draft layers" not in said.err  # its config speaks of such a layer, but there are no tensors of one
-    assert main_of("convert", folders / "hf", tmp_path / "made") == 1
+    assert status_of("convert", folders / "hf", tmp_path / "made") == 1
     assert capsys.readouterr().err.strip().endswith("made exists; remove it or give another name")
 
 
@@ -295,14 +289,14 @@ def test_convert_says_what_it_made_and_what_it_lacks(
 def test_the_status_of_a_run_without_a_job_is_its_last_step(
     phase: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main_of("status", tmp_path) == 1
+    assert status_of("status", tmp_path) == 1
     assert "it holds no run, and no job was submitted from it" in capsys.readouterr().err
     at = "2026-11-24 08:16:18,508"
     ours = f"{at} INFO    [rank 1] launcher.worker: the last words\n"
     (tmp_path / "config.yaml").touch()
     (tmp_path / "log.txt").write_text(f"{ours}{at} WARNING [rank 1] megatron.core.x: Mismatched keys\n\n")
     (tmp_path / "metrics.jsonl").write_text(f'{{"phase": "{phase}", "step": 7}}\n')
-    assert main_of("status", tmp_path) == 0
+    assert status_of("status", tmp_path) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["step 7", "08:16:18 rank 1: the last words"]
 
 
@@ -327,7 +321,7 @@ def test_a_link_that_leads_to_itself_is_told(tmp_path: Path, capsys: pytest.Capt
     loop = tmp_path / "loop"
     loop.symlink_to("loop")
     for command in ("report", "inspect", "status"):
-        assert main_of(command, loop) == 1
+        assert status_of(command, loop) == 1
         said = capsys.readouterr().err
         assert said.startswith("error: ")
         assert str(loop) in said

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.__main__ import main
 from launcher.preflight.checks import preflight
 from launcher.programs.submit import checked
 from rl_megatron.config.io import load_config
@@ -34,6 +33,7 @@ from rl_megatron.scaling.memory import (
 from rl_megatron.scaling.parameters import elements
 from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.learner import learner_layout
+from tests.unit.launcher.commands import status_of
 
 CONF = Path(__file__).parents[3] / "conf"
 RECIPES = {  # name: GPUs of the learner, and of servers that have their own
@@ -365,10 +365,8 @@ def test_without_the_size_of_a_gpu_nothing_is_refused() -> None:
 
 
 def test_plan_shows_a_column_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "--config", "deepseek_v3"])
+    assert status_of("plan", "--config", "deepseek_v3") == 0
     said = capsys.readouterr().out
-    assert ended.value.code == 0
     assert "deepseek_v3: GB on the fullest GPU of each pipeline stage, 256 GPUs in all" in said
     together = next(line for line in said.splitlines() if "together" in line)
     config, shape = recipe("deepseek_v3")
@@ -381,8 +379,7 @@ def test_plan_says_whose_layers_it_counts_and_what_the_others_need(capsys: pytes
     kept = ("learner.recompute.uniform=null", "slurm.gpu_memory_gb=1000")
 
     def said(*keys: str) -> str:
-        with pytest.raises(SystemExit):
-            main(["plan", "--config", "qwen3_30b_a3b", *kept, *keys])
+        status_of("plan", "--config", "qwen3_30b_a3b", *kept, *keys)
         return capsys.readouterr().out
 
     here, torchs = said(), said("learner.layers=torch")

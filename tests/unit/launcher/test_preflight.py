@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.__main__ import main
 from launcher.build.model import starting_folder, starting_shape
 from launcher.preflight import reward
 from launcher.preflight.checks import CHECKS, Preflight, preflight
@@ -20,6 +19,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.layouts.families import read_shape
+from tests.unit.launcher.commands import status_of
 from tests.unit.launcher.sites import answering, site
 from tests.unit.launcher.test_memory import QWEN3
 
@@ -345,13 +345,9 @@ def test_check_says_what_it_found_by_its_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "--check"])
-    assert ended.value.code == 0
+    assert status_of("train", "--check") == 0
     assert "reward 'exact_match' gives 1 for the answer itself" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "--check", "learner.ep=3", "reward.function=gone:x"])
-    assert ended.value.code == 1
+    assert status_of("train", "--check", "learner.ep=3", "reward.function=gone:x") == 1
     said = capsys.readouterr().err
     assert "learner: ep = 3 does not divide 8 experts" in said
     assert "no module 'gone'" in said

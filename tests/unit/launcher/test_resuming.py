@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from launcher.__main__ import main
 from launcher.runs.resume import find, has_trained
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.resume import COSTS, FREE, FREE_BEFORE, fixed, is_free, table
@@ -25,6 +24,7 @@ from rl_megatron.errors import CheckpointError
 from rl_megatron.observability.metrics.writer import MetricsWriter
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
 from tests.savings import Ended
+from tests.unit.launcher.commands import status_of
 
 REPO = Path(__file__).resolve().parents[3]
 
@@ -357,9 +357,7 @@ def test_a_check_of_a_resume_refuses_what_the_resume_would(
     monkeypatch.chdir(tmp_path)
     run = run_of(Path("runs/x"), load_config("tiny_cpu", ["run.name=x"]))
     for seed, status, said in ((0, 0, ""), (1, 1, "seed: 0 then, 1 now")):
-        with pytest.raises(SystemExit) as ended:
-            main(["train", "--config", f"{run}/config.yaml", "--resume", "--check", f"seed={seed}"])
-        assert ended.value.code == status
+        assert status_of("train", "--config", f"{run}/config.yaml", "--resume", "--check", f"seed={seed}") == status
         assert said in capsys.readouterr().err
 
 
@@ -372,9 +370,8 @@ def test_a_copied_or_moved_folder_is_no_longer_the_run_that_its_config_names(
     run = run_of(Path("runs/x"), load_config("tiny_cpu", ["run.name=x"]))
 
     def resumed(folder: Path, *keys: str) -> tuple[object, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["train", "--config", f"{folder}/config.yaml", "--resume", "--check", *keys])
-        return ended.value.code, capsys.readouterr().err
+        status = status_of("train", "--config", f"{folder}/config.yaml", "--resume", "--check", *keys)
+        return status, capsys.readouterr().err
 
     copied = Path(shutil.copytree(run, "runs/y"))
     away = Path(shutil.copytree(run, tmp_path / "else where" / "x"))

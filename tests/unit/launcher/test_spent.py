@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.__main__ import main
 from launcher.build.roles import Parts
 from launcher.processes.loop_watch import TimedLoop
 from launcher.programs import train
@@ -35,6 +34,7 @@ from rl_megatron.observability.progress import Progress
 from rl_megatron.scaling.estimates import estimate
 from rl_megatron.scaling.memory import fullest
 from rl_megatron.services import Services
+from tests.unit.launcher.commands import status_of
 
 ROWS = [
     {"phase": "warm_start", "step": 0, "seconds/step": 360.0},
@@ -215,9 +215,7 @@ def test_a_run_that_waits_has_spent_nothing_and_its_report_says_that_no_step_is_
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     save_resolved(load_config("tiny_cpu", []), tmp_path / "config.yaml")
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(tmp_path)])
-    assert ended.value.code == 1
+    assert status_of("report", str(tmp_path)) == 1
     said = f"{tmp_path}/metrics.jsonl: no step is recorded yet; wait for the run's first row"
     assert capsys.readouterr().err == f"error: {said}\n"
     assert not caplog.records

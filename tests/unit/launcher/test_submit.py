@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from launcher.__main__ import main
 from launcher.hosts.slurm.jobs import job_of
 from launcher.preflight.checks import preflight
 from launcher.programs import submit
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
+from tests.unit.launcher.commands import status_of
 from tests.unit.launcher.sites import site
 from tests.unit.launcher.slurm_jobs import BIG, CASES, config_of
 from tests.unit.launcher.test_memory import QWEN3
@@ -230,9 +230,7 @@ def test_two_submits_at_once_have_a_run_each(
     for name, value in {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", str(REPO))
-    with pytest.raises(SystemExit) as ended:
-        main(["submit", "tiny_cpu", "seed=11"])
-    assert ended.value.code == 0
+    assert status_of("submit", "tiny_cpu", "seed=11") == 0
     runs = tmp_path / "runs"
     assert capsys.readouterr().out.splitlines()[-1] == f"job 2: {runs / 'tiny_cpu'}"
     assert (tmp_path / "beside" / "said").read_text().splitlines()[-1] == f"job 1: {runs / 'tiny_cpu-2'}"
@@ -240,14 +238,12 @@ def test_two_submits_at_once_have_a_run_each(
     for name, seed, job in (("tiny_cpu", 11, "2"), ("tiny_cpu-2", 22, "1")):
         assert load_config(str(runs / name / "config.yaml"), []).seed == seed
         assert job_of(runs / name) == job
-    with pytest.raises(SystemExit):
-        main(["submit", "tiny_cpu", "run.name=tiny_cpu-2"])
+    assert status_of("submit", "tiny_cpu", "run.name=tiny_cpu-2") == 1
     assert "tiny_cpu-2 exists; sbatch runs/tiny_cpu-2/job.sbatch continues it once it" in capsys.readouterr().err
     (tmp_path / "runs/local").mkdir()
     (tmp_path / "runs/tiny_cpu-2").rename(tmp_path / "runs/x-rehearsal")
     for name, *options in (["local"], ["x-rehearsal", "--rehearse"]):
-        with pytest.raises(SystemExit):
-            main(["submit", "tiny_cpu", f"run.name={name}", *options])
+        assert status_of("submit", "tiny_cpu", f"run.name={name}", *options) == 1
         assert capsys.readouterr().err.endswith(f"runs/{name} exists; take another name\n")
 
 
@@ -292,9 +288,7 @@ def test_no_submit_changes_a_folder_whose_job_may_wait(
     runs = tmp_path / "runs"
 
     def submitted(*keys: str, fails: bool = False) -> str:
-        with pytest.raises(SystemExit) as ended:
-            main(["submit", "tiny_cpu", *keys])
-        assert ended.value.code == int(fails)
+        assert status_of("submit", "tiny_cpu", *keys) == int(fails)
         said = capsys.readouterr()
         return said.err if fails else said.out.splitlines()[-1].rpartition(" ")[2]
 

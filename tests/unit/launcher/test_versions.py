@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.__main__ import main
 from launcher.preflight.checks import preflight
 from launcher.servers import interpreter
 from launcher.servers.pool import ServedEngines
@@ -26,6 +25,7 @@ from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.weights.checks.libraries import Libraries, nccl_version
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.parsing import model_shape
+from tests.unit.launcher.commands import status_of
 
 OLD, NEW = 22907, 23007  # as ncclGetVersion says 2.29.7 and 2.30.7
 GPU = ("rollout=vllm", "learner.device=cuda")
@@ -189,12 +189,10 @@ def test_they_are_compared_before_a_run_and_again_before_servers_start(
     shape = read_shape(folder := make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0))
     with pytest.raises(ConfigError, match=re.escape(said)):
         asyncio.run(ServedEngines(config, VLLMAdapter(shape), folder, tmp_path, shape)._prepare(tmp_path / "packages"))
-    with pytest.raises(SystemExit):
-        main(["train", "--check", "rollout=vllm", f"rollout.python={engine}"])
+    status_of("train", "--check", "rollout=vllm", f"rollout.python={engine}")
     assert re.search(r"^NCCL +2\.29\.7 +2\.30\.7$", capsys.readouterr().out, re.MULTILINE)
     monkeypatch.setattr("launcher.commands.doctor._learner", lambda: "")
-    with pytest.raises(SystemExit):
-        main(["doctor", "--python", str(engine)])
+    status_of("doctor", "--python", str(engine))
     found = capsys.readouterr().out
     assert re.search(r"^torch +2\.13\.0\+cu130 +2\.14\.1\+cu130$", found, re.MULTILINE)
     assert "weights.transport=process_group between GPUs is refused: NCCL differs: 2.29.7 (" in found

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
-from launcher.__main__ import main
 from launcher.preflight import own_modules, sizes
 from launcher.preflight.subject import Subject
 from launcher.wire.setup import Setup
@@ -30,6 +29,7 @@ from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from tests.own_family import FAMILY, LAYERS, SKIPPED, save_own_model, write_package
 from tests.samples import sequences_of
 from tests.shares import share_of
+from tests.unit.launcher.commands import status_of
 
 TOKENS = torch.arange(1, 23)
 
@@ -102,29 +102,23 @@ def test_every_model_of_a_run_reads_by_the_family_and_has_its_layers(
             torch.set_num_threads(threads)
 
 
-def main_of(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(a) for a in arguments])
-    return int(ended.value.code or 0)
-
-
 @pytest.mark.usefixtures("model")
 def test_the_tools_read_by_it(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hf, megatron, back, given = place / "hf", tmp_path / "megatron", tmp_path / "back", ("--family", FAMILY)
-    assert main_of("convert", hf, megatron, *given) == 0
+    assert status_of("convert", hf, megatron, *given) == 0
     assert f"--family {FAMILY}" in (said := capsys.readouterr().out)
     assert f"learner.model={FAMILY}" in said
-    assert main_of("convert", megatron, back, *given) == 0
+    assert status_of("convert", megatron, back, *given) == 0
     found, original = (load_file(folder / "model.safetensors") for folder in (back, hf))
     assert found.keys() == original.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in original.items())
     assert "blocks.3.mixer.q_proj.weight" in found
     for folder in (megatron, back):
-        assert main_of("verify", folder, "--against", hf, *given) == 0
-    assert main_of("inspect", hf, "megatron,tp=2", *given) == 0
-    assert main_of("plan", hf, "src=megatron,tp=2", "dst=hf,dp=1", *given) == 0
+        assert status_of("verify", folder, "--against", hf, *given) == 0
+    assert status_of("inspect", hf, "megatron,tp=2", *given) == 0
+    assert status_of("plan", hf, "src=megatron,tp=2", "dst=hf,dp=1", *given) == 0
     for command in (("verify", hf), ("plan", hf, "src=megatron,tp=2", "dst=hf,dp=1")):
-        assert main_of(*command) == 1
+        assert status_of(*command) == 1
         assert "model_type='own_model' is not supported; allowed: 'qwen2'" in capsys.readouterr().err
 
 

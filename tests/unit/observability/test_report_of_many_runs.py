@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.__main__ import main
 from rl_megatron.observability.history import load_runs
 from rl_megatron.observability.report import write_report
+from tests.unit.launcher.commands import status_of
 from tests.unit.observability.report_pages import Page, a_run
 
 
@@ -37,9 +37,7 @@ def test_runs_compared_share_axes_and_show_what_differs(tmp_path: Path) -> None:
 def test_a_comparison_leaves_each_runs_own_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = (a_run(tmp_path / name) for name in "ab")
     for given, written in (((one,), "report.html"), ((one, two), "comparison.html")):
-        with pytest.raises(SystemExit) as ended:
-            main(["report", *map(str, given)])
-        assert (ended.value.code, capsys.readouterr().out) == (0, f"{one / written}\n")
+        assert (status_of("report", *map(str, given)), capsys.readouterr().out) == (0, f"{one / written}\n")
     assert "2 runs compared" not in (one / "report.html").read_text()
     assert "2 runs compared" in (one / "comparison.html").read_text()
 
