@@ -1,15 +1,19 @@
-"""The save of a learner in this process, as `interfaces.Saving`, and saves whose writing waits."""
+"""The save of a learner in this process, as `interfaces.Saving`, saves whose writing waits, and a job that saves it."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rl_megatron.digests import Digest, Written, digests
+from rl_megatron.interfaces import Learner
+from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.training.checkpoints import TrainerState
 
 FILES = {f"__{i}_0.distcp": bytes(range(i, 200 + i)) * 400 for i in range(5)}
 
@@ -82,3 +86,45 @@ def held_back() -> Iterator[None]:
         yield
     finally:
         go.set()
+
+
+@dataclass
+class Failing:
+    """A job whose steps end with the errors of ``errors``, by number, and whose learner is ``shards``."""
+
+    errors: dict[int, BaseException]
+    until: dict[int, Callable[[], object]] = field(default_factory=dict)  # steps that last until something is true
+    shards: Shards = field(default_factory=Shards)
+    first_step_is_saved: bool = False
+    name: str = "failing"
+    done: int = 0
+
+    async def start(self, *, fresh: bool) -> None:
+        """Nothing to prepare."""
+
+    async def step(self, number: int, watch: Stopwatch) -> dict[str, Any]:
+        async with asyncio.timeout(30):
+            while number in self.until and not self.until[number]():
+                await asyncio.sleep(0.001)
+        if number in self.errors:
+            raise self.errors[number]
+        self.done = number
+        return {"step": number}
+
+    async def evaluate(self, watch: Stopwatch) -> dict[str, Any]:
+        return {}
+
+    def enough(self, row: object) -> bool:
+        return False
+
+    def state(self) -> TrainerState:
+        return TrainerState(step=self.done, prompts={"epoch": 0, "next": 8}, stream=None)
+
+    def learners(self) -> dict[str, Learner]:
+        return {"learner": cast(Learner, self.shards)}
+
+    async def before_save(self, stop: asyncio.Event) -> None:
+        """Nothing is under way."""
+
+    async def close(self) -> None:
+        """Nothing goes on."""

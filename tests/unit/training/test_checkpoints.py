@@ -27,14 +27,13 @@ from rl_megatron.digests import Digest
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
 from rl_megatron.observability.metrics.table import deterministic
-from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.training import checkpoints
 from rl_megatron.training.checkpoints import CheckpointStore, Saved, TrainerState
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.loop import Loop, Pace
 from rl_megatron.types import ParallelDims
-from tests.savings import FILES, Ended, Shards
+from tests.savings import FILES, Ended, Failing, Shards
 
 STATE = TrainerState(step=3, prompts={"epoch": 0, "next": 8}, stream=None)
 
@@ -255,44 +254,15 @@ def test_the_first_step_waits_for_no_checkpoint_where_a_resume_makes_the_start_a
 
 
 def test_the_row_after_a_checkpoint_has_its_bytes_and_seconds(tmp_path: Path) -> None:
-    class Idle:
-        name, first_step_is_saved = "idle", False
-
-        async def start(self, *, fresh: bool) -> None:
-            """Nothing to prepare."""
-
-        async def step(self, number: int, watch: Stopwatch) -> dict[str, Any]:
-            async with asyncio.timeout(30):
-                while number == 3 and loop.in_hand and not loop.in_hand.saved:
-                    await asyncio.sleep(0.001)
-            return {"step": number}
-
-        async def evaluate(self, watch: Stopwatch) -> dict[str, Any]:
-            return {}
-
-        def enough(self, row: object) -> bool:
-            return False
-
-        def state(self) -> TrainerState:
-            return STATE
-
-        def learners(self) -> dict[str, Learner]:
-            return {"learner": cast(Learner, Shards())}
-
-        async def before_save(self, stop: asyncio.Event) -> None:
-            """Nothing is under way."""
-
-        async def close(self) -> None:
-            """Nothing goes on."""
-
-    rows = list[dict[str, Any]]()
+    rows, job = list[dict[str, Any]](), Failing({})
     loop = Loop(
-        job=cast(Any, Idle()),
+        job=cast(Any, job),
         pace=Pace(steps=3, rows=1, evaluations=0, checkpoints=2),
         checkpoints=CheckpointStore(tmp_path, keep=2, config={}),
         recorder=cast(Any, SimpleNamespace(write=rows.append)),
         stop=asyncio.Event(),
     )
+    job.until[3] = lambda: not loop.in_hand or loop.in_hand.saved
     assert asyncio.run(loop.run())
     after = {name: value for name, value in rows[2].items() if "checkpoint/" in name}
     assert after == {

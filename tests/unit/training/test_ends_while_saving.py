@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,12 +15,10 @@ import pytest
 from launcher.servers.services import unless_given_up
 from rl_megatron.digests import Written
 from rl_megatron.errors import CheckpointError, DataError, ServiceError, WorkerDied
-from rl_megatron.interfaces import Learner
-from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training import checkpoints
-from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
+from rl_megatron.training.checkpoints import CheckpointStore
 from rl_megatron.training.loop import Loop, Pace
-from tests.savings import Ended, Shards
+from tests.savings import Ended, Failing, Shards
 
 
 class Writing(Shards):
@@ -45,48 +42,6 @@ class Writing(Shards):
                 return await super().durable()
 
         return Later(done.files)
-
-
-@dataclass
-class Failing:
-    """A job whose steps end with the errors of ``errors``, by number, and whose learner is ``shards``."""
-
-    errors: dict[int, BaseException]
-    until: dict[int, Callable[[], object]] = field(default_factory=dict)  # steps that last until something is true
-    shards: Shards = field(default_factory=Shards)
-    first_step_is_saved: bool = False
-    name: str = "failing"
-    done: int = 0
-
-    async def start(self, *, fresh: bool) -> None:
-        """Nothing to prepare."""
-
-    async def step(self, number: int, watch: Stopwatch) -> dict[str, Any]:
-        async with asyncio.timeout(30):
-            while number in self.until and not self.until[number]():
-                await asyncio.sleep(0.001)
-        if number in self.errors:
-            raise self.errors[number]
-        self.done = number
-        return {"step": number}
-
-    async def evaluate(self, watch: Stopwatch) -> dict[str, Any]:
-        return {}
-
-    def enough(self, row: object) -> bool:
-        return False
-
-    def state(self) -> TrainerState:
-        return replace(TrainerState(step=0, prompts={"epoch": 0, "next": 8}, stream=None), step=self.done)
-
-    def learners(self) -> dict[str, Learner]:
-        return {"learner": cast(Learner, self.shards)}
-
-    async def before_save(self, stop: asyncio.Event) -> None:
-        """Nothing is under way."""
-
-    async def close(self) -> None:
-        """Nothing goes on."""
 
 
 def loop_of(job: Failing, folder: Path) -> Loop:
