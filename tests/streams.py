@@ -1,4 +1,4 @@
-"""A Stream over groups that only take time, for tests on a virtual clock."""
+"""A Stream over groups that only take time, for tests on a virtual clock; and over the sampler, for those of tokens."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.interfaces import RolloutEngine
+from rl_megatron.rewards.own import Plain
 from rl_megatron.rollout.batch import Answered, Drawn
 from rl_megatron.rollout.ledger import Ledger
+from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.rollout.stream import Stream
 from rl_megatron.types import Prompt, RolloutGroup
 
 PROMPTS = [Prompt(id=f"p{i}", text="", token_ids=(1,), answer="") for i in range(600)]
+OF_TOKENS = [Prompt(id=f"p{i}", text="", token_ids=(i, 5), answer="") for i in range(40)]
 
 
 @dataclass
@@ -75,3 +80,31 @@ def stream_over(
         ledger=Ledger(path),
     )
     return source.stream
+
+
+def sampled_from(
+    engine: RolloutEngine, *, staleness: int, last_step: int, path: Path | None = None, keep_tokens: bool = False
+) -> tuple[RolloutSampler, Stream]:
+    """Two prompts of `OF_TOKENS` a step, three completions of each, and a reward that is the length of their text."""
+    section = RolloutSection(engine="vllm", prompts_per_step=2, group_size=3, max_new_tokens=20)
+    sampler = RolloutSampler(
+        engine=engine,
+        reward_function=Plain(lambda prompt, completions, texts: [float(len(text)) for text in texts]),
+        decode=lambda tokens: " ".join(map(str, tokens)),
+        rollout=section,
+        reward=RewardSection(),
+        stop_token_ids=(),
+        seed=0,
+        apart=staleness > 0,
+    )
+    stream = Stream(
+        prompts=PromptStream(OF_TOKENS, seed=0),
+        source=sampler,
+        section=section,
+        max_staleness=staleness,
+        last_step=last_step,
+        teaches=lambda groups: [True] * len(groups),
+        ledger=Ledger(path),
+        keep_tokens=keep_tokens,
+    )
+    return sampler, stream

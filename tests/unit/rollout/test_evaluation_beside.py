@@ -8,23 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.config.sections.rollout import RolloutSection, ServerSection
-from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.rewards.own import Plain
-from rl_megatron.rollout.ledger import Ledger
+from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.rollout.policy_sampler import HeldOut
-from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import Server
-from rl_megatron.rollout.stream import Stream
-from rl_megatron.types import Completion, GenerationRequest, Prompt
+from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.checks.reports import Report
 from tests.completions import completion
+from tests.streams import OF_TOKENS, sampled_from
 from tests.unit.rollout.still import Still
 
 STEPS, STALENESS = 5, 2
-PROMPTS = [Prompt(id=f"p{i}", text="", token_ids=(i, 5), answer="") for i in range(40)]
 
 
 @dataclass(eq=False)
@@ -51,28 +45,9 @@ class Seeded(Still):
 
 async def trained(path: Path, *, evaluates: bool) -> tuple[list[object], list[int], int]:
     """What each step trains on and what the stream says of itself, seeds in their order, and evaluations' requests."""
-    adapter, section = Seeded(), RolloutSection(engine="vllm", prompts_per_step=2, group_size=3, max_new_tokens=20)
-    servers = [Server("http://s:0", token=None, timeout_seconds=60)]
+    adapter, servers = Seeded(), [Server("http://s:0", token=None, timeout_seconds=60)]
     engine = ServedEngine(adapter, servers, ServerSection(), max_length=64, vocab_size=41)
-    sampler = RolloutSampler(
-        engine=engine,
-        reward_function=Plain(lambda prompt, completions, texts: [float(len(text)) for text in texts]),
-        decode=lambda tokens: " ".join(map(str, tokens)),
-        rollout=section,
-        reward=RewardSection(),
-        stop_token_ids=(),
-        seed=0,
-        apart=True,
-    )
-    stream = Stream(
-        prompts=PromptStream(PROMPTS, seed=0),
-        source=sampler,
-        section=section,
-        max_staleness=STALENESS,
-        last_step=STEPS + STALENESS,
-        teaches=lambda groups: [True] * len(groups),
-        ledger=Ledger(path),
-    )
+    sampler, stream = sampled_from(engine, staleness=STALENESS, last_step=STEPS + STALENESS, path=path)
     found: list[object] = []
     await engine.weights.load(Path("none"), 0)
     await engine.weights.commit(0)
@@ -80,7 +55,7 @@ async def trained(path: Path, *, evaluates: bool) -> tuple[list[object], list[in
     for step in range(1, STEPS + 1):
         if evaluates:
             assert stream._tasks  # something is sampled, and waits
-            answers = await sampler.held_out(HeldOut(prompts=PROMPTS[:7], params=sampler.params(temperature=1.0)))
+            answers = await sampler.held_out(HeldOut(prompts=OF_TOKENS[:7], params=sampler.params(temperature=1.0)))
             assert all(one.rewards[0] >= 1.0 for one in answers)
         adapter.go.set()
         while stream._tasks:  # each draws and sends the next group

@@ -9,17 +9,11 @@ from dataclasses import dataclass, field
 import pytest
 from pydantic import TypeAdapter
 
-from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.config.sections.rollout import RolloutSection
-from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.rewards.own import Plain
-from rl_megatron.rollout.ledger import Ledger
-from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.rollout.stream import Stream, StreamState
-from rl_megatron.types import Completion, GenerationRequest, Prompt
+from rl_megatron.types import Completion, GenerationRequest
 from tests.completions import completion
+from tests.streams import sampled_from
 
-PROMPTS = [Prompt(id=f"p{i}", text="", token_ids=(i, 5), answer="") for i in range(40)]
 VERSIONS = {"first": 0, "second": 7}
 
 
@@ -63,27 +57,7 @@ class Tokens:
 
 
 def stream_over(engine: Tokens, *, keep_tokens: bool, staleness: int = 1) -> Stream:
-    section = RolloutSection(engine="vllm", prompts_per_step=2, group_size=3, max_new_tokens=20)
-    source = RolloutSampler(
-        engine=engine,
-        reward_function=Plain(lambda prompt, completions, texts: [float(len(text)) for text in texts]),
-        decode=lambda tokens: " ".join(map(str, tokens)),
-        rollout=section,
-        reward=RewardSection(),
-        stop_token_ids=(),
-        seed=0,
-        apart=staleness > 0,
-    )
-    return Stream(
-        prompts=PromptStream(PROMPTS, seed=0),
-        source=source,
-        section=section,
-        max_staleness=staleness,
-        last_step=2,
-        teaches=lambda groups: [True] * len(groups),
-        ledger=Ledger(),
-        keep_tokens=keep_tokens,
-    )
+    return sampled_from(engine, staleness=staleness, last_step=2, keep_tokens=keep_tokens)[1]
 
 
 async def killed(*, keep_tokens: bool) -> tuple[Tokens, StreamState]:
