@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -173,10 +173,11 @@ class Run:
         """Wait for its end; the exit status."""
         return self.process.wait(limit)
 
-    def finish(self) -> None:
+    def finish(self) -> Self:
         """Wait for an end without an error."""
         assert self.end() == 0, self.text()
         assert "Traceback" not in self.text()
+        return self
 
 
 @dataclass(kw_only=True)

@@ -97,8 +97,7 @@ def test_an_agent_with_a_client_trains_on_what_was_sampled(place: Place) -> None
 def test_an_environment_is_one_file_of_the_user(place: Place) -> None:
     (place.folder / "my_env.py").write_text(ENVIRONMENT)
     given = ("environment.function=my_env:Odd", "environment.options.question=?", "environment.max_turns=2")
-    run = place.fork("environment", *given, *KEYS, "warm_start.steps=0", "train.steps=1", "eval.every=0")
-    run.finish()
+    run = place.fork("environment", *given, *KEYS, "warm_start.steps=0", "train.steps=1", "eval.every=0").finish()
     (row,) = [row for row in run.rows() if row["step"]]
     assert 0 < row["reward/mean"] < 1, row
     assert row["grad_norm"] > 0, row
@@ -139,8 +138,7 @@ def test_trajectories_that_fail_are_replaced(place: Place) -> None:
     (place.folder / "my_env.py").write_text(text)
     given = ("environment.function=my_env:Odd", "environment.options.question=?", "environment.max_turns=2")
     spares = ("environment.on_error=drop", "environment.spare=40", "rollout.group_size=8")
-    run = place.fork("spares", *given, *spares, *KEYS, "warm_start.steps=0", "train.steps=1", "eval.every=0")
-    run.finish()
+    run = place.fork("spares", *given, *spares, *KEYS, "warm_start.steps=0", "train.steps=1", "eval.every=0").finish()
     (row,) = [row for row in run.rows() if row["step"]]
     lines = [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
     assert {line["state"] for line in lines} == {"trained"}
@@ -161,8 +159,7 @@ def test_a_set_in_an_environment_of_its_own_beside_a_run_without_one(place: Plac
         *("eval.sets.odd.temperature=1.0", "eval.sets.odd.max_new_tokens=4"),
         *(f"eval.sets.odd.environment.{key}" for key in (*own, "min_turn_tokens=2")),
     )
-    run = place.fork("odd_set", *keys)
-    run.finish()
+    run = place.fork("odd_set", *keys).finish()
     before, after = run.rows()
     assert 0.2 < before["eval/odd/mean_at_4"] < 0.8
     assert before["eval/odd/length"] > 4  # of two turns

@@ -41,9 +41,7 @@ OWN_LAYOUTS = (
 
 @pytest.fixture(scope="module")
 def ppo(place: Place) -> Run:
-    run = place.fork("ppo", *PPO)
-    run.finish()
-    return run
+    return place.fork("ppo", *PPO).finish()
 
 
 def test_ppo_trains_policy_and_critic_with_kl_in_the_reward(ppo: Run) -> None:
@@ -85,8 +83,7 @@ def test_a_killed_ppo_run_resumes_with_its_critic_reference_and_memory(place: Pl
     assert f"error: critic rank 1 (pid {workers[3].pid}) was killed by signal 9" in run.text()
     assert not any(map(alive, workers))
     assert "2 learner processes, 2 critic processes, 2 reference processes" in run.text()
-    run = place.fork("ppo-killed", *PPO, "roles.reference=separate", resume=True)
-    run.finish()
+    run = place.fork("ppo-killed", *PPO, "roles.reference=separate", resume=True).finish()
     assert run.record() == ppo.record()
     state = json.loads((run.folder / "checkpoints/step_000004/trainer.json").read_text())["memory"]
     assert state["reward_moments"]["count"] == 4 * 16
@@ -99,8 +96,7 @@ def test_a_critic_and_a_reference_in_layouts_of_their_own_change_no_figure_and_r
     """The learner has two data-parallel ranks, the critic two stages, the reference two parts of each matrix; on the
     resume they are actors of Ray. 22 s."""
     pytest.importorskip("ray")
-    run = place.fork("ppo-layouts", *PPO, *OWN_LAYOUTS)
-    run.finish()
+    run = place.fork("ppo-layouts", *PPO, *OWN_LAYOUTS).finish()
     assert "2 learner processes, 2 critic processes, 2 reference processes" in run.text()
     for mine, theirs in zip(run.rows(), ppo.rows(), strict=True):
         for name in ("loss", "grad_norm", "critic/loss", "critic/grad_norm", "critic/value_mean", "kl/reference"):
@@ -118,8 +114,7 @@ def test_a_critic_and_a_reference_in_layouts_of_their_own_change_no_figure_and_r
 def test_a_critic_starts_from_a_checkpoint_and_may_train_alone_at_first(place: Place, ppo: Run) -> None:
     path = ppo.folder / "checkpoints/step_000004/critic"
     keys = (f"algorithm.critic.path={path}", "algorithm.critic.only_steps=1", "train.steps=2")
-    run = place.fork("from-critic", "algorithm=vapo", HALF_RIGHT, CUTS_COUNT, *keys)
-    run.finish()
+    run = place.fork("from-critic", "algorithm=vapo", HALF_RIGHT, CUTS_COUNT, *keys).finish()
     first, second = (row for row in run.rows() if row["step"])
     assert abs(first["critic/explained_variance"]) > 0  # it says something from the start
     assert "grad_norm" not in first
@@ -129,8 +124,7 @@ def test_a_critic_starts_from_a_checkpoint_and_may_train_alone_at_first(place: P
 
 def test_a_policy_that_is_its_own_critic_resumes_to_the_bit(place: Place) -> None:
     keys = ("algorithm=ppo", HALF_RIGHT, CUTS_COUNT, "algorithm.critic.backbone=policy", "train.steps=4")
-    run = place.fork("own-critic", *keys)
-    run.finish()
+    run = place.fork("own-critic", *keys).finish()
     first, *_, last = rows = [row for row in run.rows() if row["step"]]
     assert all("critic/grad_norm" not in row and row["critic/loss"] > 0 < row["grad_norm"] for row in rows)
     assert (first["critic/explained_variance"], last["critic/value_mean"] == 0) == (0, False)
@@ -144,8 +138,7 @@ def test_kl_in_the_loss_to_a_reference_of_ones_own(place: Place, ppo: Run) -> No
     folder = ppo.folder / "hf_start"
     routes = ("train.route_flips=true", "rollout.router_noise=0.5")
     keys = ("algorithm.kl.coefficient=0.1", f"algorithm.kl.reference={folder}", "train.steps=2", "seed=1", *routes)
-    run = place.fork("own-reference", "algorithm=grpo", HALF_RIGHT, *keys)
-    run.finish()
+    run = place.fork("own-reference", "algorithm=grpo", HALF_RIGHT, *keys).finish()
     rows = [row for row in run.rows() if row["step"]]
     assert rows[0]["kl/reference"] > 0.01  # another seed's model
     assert rows[0]["loss/kl"] > 0
@@ -157,8 +150,7 @@ def test_kl_in_the_loss_to_a_reference_of_ones_own(place: Place, ppo: Run) -> No
 def test_a_model_of_one_expert_is_a_dense_one_without_flips(place: Place) -> None:
     sizes = [f"model.tiny.{key}=1" for key in ("num_experts", "experts_per_token")]
     flips = ("train.route_flips=true", "train.steps=1")
-    run = place.fork("one-expert", "algorithm=grpo", *UNWARMED, *sizes, "learner.ep=1", *flips)
-    run.finish()
+    run = place.fork("one-expert", "algorithm=grpo", *UNWARMED, *sizes, "learner.ep=1", *flips).finish()
     (row,) = (row for row in run.rows() if row["step"])
     assert row["mismatch/logprob_abs_max"] < 1e-4  # the engine's forward is transformers'
     assert row["moe/flips_update"] == row["moe/flips_engine"] == 0
@@ -167,16 +159,14 @@ def test_a_model_of_one_expert_is_a_dense_one_without_flips(place: Place) -> Non
 
 
 def test_dpo_on_pairs_of_the_group(place: Place) -> None:
-    run = place.fork("dpo", "algorithm=dpo", *UNWARMED, "train.steps=3")
-    run.finish()
+    run = place.fork("dpo", "algorithm=dpo", *UNWARMED, "train.steps=3").finish()
     rows = [row for row in run.rows() if row["step"]]
     assert all(1 <= row["preference/pairs"] <= 4 and row["grad_norm"] > 0 for row in rows)
 
 
 def test_old_log_probs_between_stale_rollouts_and_the_policy(place: Place) -> None:
     keys = ("algorithm=decoupled_ppo", "algorithm.old_logprobs=interpolated", "train.max_staleness=2", *UNWARMED)
-    run = place.fork("interpolated", *keys, "train.steps=4")
-    run.finish()
+    run = place.fork("interpolated", *keys, "train.steps=4").finish()
     rows = [row for row in run.rows() if row["step"]]
     assert [row["staleness/max"] for row in rows] == [0, 1, 2, 2]
     assert all(row["grad_norm"] > 0 and "seconds/logprobs" not in row for row in rows)
@@ -187,11 +177,9 @@ def test_a_prompt_has_a_baseline_from_its_earlier_completions_and_a_resume_knows
     keys = ("algorithm=spo", *UNWARMED, "data.digits=1", "rollout.prompts_per_step=28", "log.samples_per_step=28")
     keys = (*keys, "rollout.group_size=1", "algorithm.advantage_std=none", "rollout.ignore_eos=true")
     keys = (*keys, "train.lr_decay=none")
-    whole = place.fork("spo", *keys)
-    whole.finish()
+    whole = place.fork("spo", *keys).finish()
     place.fork("spo-resumed", *keys, "train.steps=4").finish()
-    resumed = place.fork("spo-resumed", *keys, resume=True)
-    resumed.finish()
+    resumed = place.fork("spo-resumed", *keys, resume=True).finish()
     assert resumed.record() == whole.record()
     alpha, beta = defaultdict[str, float](lambda: 0.5), defaultdict[str, float](lambda: 0.5)
     found = [row["advantage/std"] for row in whole.rows() if row["step"]]

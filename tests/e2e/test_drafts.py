@@ -49,10 +49,8 @@ def test_trained_and_left_a_draft_layer_is_exported_beside_the_same_policy_to_th
 ) -> None:
     family, folder, tensors = model
     prefix = DRAFTS[family]
-    left = place.fork(f"{family}-left", *KEYS, f"model.path={folder}")
-    left.finish()
-    trained = place.fork(f"{family}-trained", *KEYS, f"model.path={folder}", "learner.draft.train=true")
-    trained.finish()
+    left = place.fork(f"{family}-left", *KEYS, f"model.path={folder}").finish()
+    trained = place.fork(f"{family}-trained", *KEYS, f"model.path={folder}", "learner.draft.train=true").finish()
     exports = [load_file(run.folder / "hf_step_000002/model.safetensors") for run in (left, trained)]
     copies = {name for name in tensors if name.startswith(prefix) and name.endswith(COPIES)}
     for run, exported in zip((left, trained), exports, strict=True):

@@ -26,8 +26,7 @@ def evaluated(run: Run) -> dict[int, dict[str, Any]]:
 
 def test_evaluations_are_those_of_their_steps_weights_and_a_resume_has_each_once(place: Place) -> None:
     place.environment = PORTABLE
-    run = place.fork("beside", *KEYS, "train.steps=5")
-    run.finish()
+    run = place.fork("beside", *KEYS, "train.steps=5").finish()
     first, last = evaluated(run), run.rows()[-1]
     assert set(first) <= {2, 4}
     assert len(first) + sum(row["eval/skipped"] for row in first.values()) == 2
@@ -35,8 +34,7 @@ def test_evaluations_are_those_of_their_steps_weights_and_a_resume_has_each_once
     assert 0 < last["eval/accuracy"] < 1  # of the last step training has nothing to do meanwhile
     for step in (4, 5):
         shutil.rmtree(run.folder / "checkpoints" / f"step_{step:06d}")
-    run = place.fork("beside", *KEYS, "train.steps=5", resume=True)
-    run.finish()
+    run = place.fork("beside", *KEYS, "train.steps=5", resume=True).finish()
     again = evaluated(run)
     assert 2 in again
     assert [row["step"] for row in run.rows() if row["phase"] == "rl"] == [0, 1, 2, 3, 4, 5]
@@ -78,8 +76,7 @@ def test_a_set_with_an_environment_of_its_own_has_the_figures_that_it_has_where_
     keys += ["eval.sets.plain.limit=4", *(f"eval.sets.odd.{key}" for key in odd)]
     found = {}
     for mode in ("blocking", "beside"):
-        run = place.fork(f"odd-{mode}", *keys, f"eval.mode={mode}")
-        run.finish()
+        run = place.fork(f"odd-{mode}", *keys, f"eval.mode={mode}").finish()
         rows = [row for row in run.rows() if row["phase"] == ("eval" if mode == "beside" else "rl")]
         of_set = [{name: one for name, one in row.items() if name.startswith("eval/odd/")} for row in rows]
         found[mode] = {row["step"]: deterministic(one) for row, one in zip(rows, of_set, strict=True)}

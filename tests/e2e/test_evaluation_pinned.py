@@ -55,8 +55,7 @@ def test_figures_are_those_of_an_evaluation_that_training_waits_for_and_a_resume
     assert {row["eval/own_version_fraction"] for row in pinned.rows() if row["phase"] == "eval"} == {1.0}
     assert (pinned.folder / "eval_0.log").is_file()
     shutil.rmtree(pinned.folder / "checkpoints" / "step_000003")
-    pinned = place.fork("pinned", *KEYS, *PINNED, resume=True, before=first_starts_end)
-    pinned.finish()
+    pinned = place.fork("pinned", *KEYS, *PINNED, resume=True, before=first_starts_end).finish()
     assert evaluated(pinned, "eval") == ours
     log = (pinned.folder / "log.txt").read_text()
     both = log.count("ended with status 3; "), log.count("replica 0: restart 1 of 3 in 0.5 s\n")

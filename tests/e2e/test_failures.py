@@ -37,8 +37,7 @@ def test_an_update_that_is_not_finite_ends_the_run_with_what_to_do(place: Place)
     assert "log-probs by weight version" in run.text()
     assert "resume from the last checkpoint with a lower learning rate" in run.text()
     assert "Traceback" not in run.text()
-    run = place.fork("nan", ONE, EVEN, "train.learning_rate=1e-3", "train.steps=4", resume=True)
-    run.finish()
+    run = place.fork("nan", ONE, EVEN, "train.learning_rate=1e-3", "train.steps=4", resume=True).finish()
     assert [row["step"] for row in run.rows() if row["phase"] == "rl"] == [0, 1, 2, 3, 4]
 
 

@@ -33,8 +33,7 @@ KEYS = (
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_a_run_samples_gets_better(name: str, place: Place) -> None:
     (place.folder / "my_rewards.py").write_text(REWARDS + EVEN_SHARE)
-    run = place.fork(name, *KEYS, f"model.path={saved(name, place)}")
-    run.finish()
+    run = place.fork(name, *KEYS, f"model.path={saved(name, place)}").finish()
     rows = [row for row in run.rows() if row["step"]]
     rewards = [row["reward/mean"] for row in rows]
     print(f"{name}: {rewards[0]:.2f} to {rewards[-1]:.2f}")

@@ -28,16 +28,12 @@ GIVEN = (
 def whole(place: Place) -> Run:
     """Of two steps."""
     place.environment = PORTABLE
-    run = place.fork("whole", *GIVEN, "train.steps=2")
-    run.finish()
-    return run
+    return place.fork("whole", *GIVEN, "train.steps=2").finish()
 
 
 def test_engines_get_merged_weights_and_a_resume_goes_on_to_the_bit(place: Place, whole: Run, tmp_path: Path) -> None:
-    halves = place.fork("halves", *GIVEN, "train.steps=1")
-    halves.finish()
-    halves = place.fork("halves", *GIVEN, "train.steps=2", "--resume")
-    halves.finish()
+    halves = place.fork("halves", *GIVEN, "train.steps=1").finish()
+    halves = place.fork("halves", *GIVEN, "train.steps=2", "--resume").finish()
     rows, again = ([row for row in run.rows() if row["step"]] for run in (whole, halves))
     assert [row["grad_norm"] for row in again] == [row["grad_norm"] for row in rows]
     assert all(row["grad_norm"] > 0 for row in rows)

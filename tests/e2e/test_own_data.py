@@ -89,8 +89,7 @@ def test_parquet_with_other_names_math_verify_and_layers_beside_the_command(plac
         *("data.answer_field=solution", "data.chat_template=true", "reward.function=math_verify", "learner.ep=1"),
         *("rollout.max_prompt_tokens=128", "rollout.max_new_tokens=8", "warm_start.steps=0", "train.steps=2"),
         "learner.layers=own_layers:spec",
-    )
-    run.finish()
+    ).finish()
     assert (place.folder / "layers.txt").read_text().splitlines() == ["qwen3_moe 0", "qwen3_moe 1"]
     assert [row["reward/errors"] for row in run.rows() if row["step"]] == [0, 0]
     assert "user: A baker has" in (run.folder / "samples.jsonl").read_text()

@@ -103,8 +103,7 @@ def ranks(run: Run) -> list[psutil.Process]:
 
 
 def test_actors_train_as_processes_do_and_a_dead_one_ends_the_run_by_name(place: Place) -> None:
-    local = place.fork("local", *KEYS)
-    local.finish()
+    local = place.fork("local", *KEYS).finish()
     run = place.fork("actors", *KEYS, "run.launcher=ray", "train.steps=100000")
     run.until_row(step=7)
     (hold := place.folder / "hold").touch()  # what follows needs no steps

@@ -44,9 +44,7 @@ PIPELINE = (
 def reference(place: Place) -> Run:
     """A run that is left alone, of the same numbers on every processor."""
     place.environment = PORTABLE
-    run = place.start("reference", *ONE)
-    run.finish()
-    return run
+    return place.start("reference", *ONE).finish()
 
 
 def test_the_reference_learns_from_a_gradient(reference: Run) -> None:
@@ -185,8 +183,7 @@ def test_killed_at_every_kind_of_moment(place: Place, reference: Run) -> None:
     assert run.end() == 1
     assert f"rank 0 (pid {worker.pid}) was killed by signal 9" in run.text()
 
-    run = place.fork("killed", *ONE, resume=True)
-    run.finish()
+    run = place.fork("killed", *ONE, resume=True).finish()
     assert run.record() == reference.record()
     assert sorted(p.name for p in run.folder.glob("checkpoints/*")) == ["step_000004", "step_000006"]
     assert (run.folder / "hf_step_000006").is_dir()
@@ -208,8 +205,7 @@ def test_stopped_by_ctrl_c_in_the_warm_start_and_between_checkpoints(place: Plac
     last = max(int(p.name[-6:]) for p in run.folder.glob("checkpoints/step_*"))
     assert 3 <= last < 6
 
-    run = place.fork("stopped", *ONE, resume=True)
-    run.finish()
+    run = place.fork("stopped", *ONE, resume=True).finish()
     assert f"resuming from runs/stopped/checkpoints/step_{last:06d}" in run.text()
     assert run.record() == reference.record()
 
@@ -227,16 +223,13 @@ def test_a_second_ctrl_c_ends_at_once(place: Place) -> None:
 
 
 def test_a_pipeline_with_rollouts_ahead_resumes_its_buffer_and_exports_what_sampled(place: Place) -> None:
-    reference = place.fork("ahead", *PIPELINE, "train.steps=4")
-    reference.finish()
+    reference = place.fork("ahead", *PIPELINE, "train.steps=4").finish()
     run = place.fork("ahead-killed", *PIPELINE, "train.steps=3")
     run.until_row(step=2)
     assert len(run.workers()) == 2
     run.kill()
-    run = place.fork("ahead-killed", *PIPELINE, "train.steps=3", resume=True)
-    run.finish()
-    run = place.fork("ahead-killed", *PIPELINE, "train.steps=4", resume=True)
-    run.finish()
+    run = place.fork("ahead-killed", *PIPELINE, "train.steps=3", resume=True).finish()
+    run = place.fork("ahead-killed", *PIPELINE, "train.steps=4", resume=True).finish()
     rows, _ = run.record()
     assert [row["staleness/max"] for row in rows if row["step"]] == [0, 1, 1, 1]
     rerouted = [row["moe/rerouted_fraction"] for row in rows if row["step"]]

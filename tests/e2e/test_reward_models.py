@@ -26,8 +26,9 @@ ON_RANKS = (
 @pytest.fixture(scope="module")
 def judge(place: Place) -> Path:
     """What a reward model's job exports."""
-    run = place.fork_alone("judge", "--config", "reward_tiny", "train.steps=3", "learner.threads=1", "eval.every=0")
-    run.finish()
+    run = place.fork_alone(
+        "judge", "--config", "reward_tiny", "train.steps=3", "learner.threads=1", "eval.every=0"
+    ).finish()
     return run.folder / "hf_step_000003"
 
 
@@ -38,14 +39,11 @@ def learn(place: Place, judge: Path, name: str, *keys: str, resume: bool = False
 @pytest.fixture(scope="module")
 def whole(place: Place, judge: Path) -> Run:
     """A run that nobody stops."""
-    run = learn(place, judge, "whole", *ON_RANKS)
-    run.finish()
-    return run
+    return learn(place, judge, "whole", *ON_RANKS).finish()
 
 
 def test_its_rewards_are_those_of_the_same_model_in_this_process(place: Place, judge: Path, whole: Run) -> None:
-    here = learn(place, judge, "here", "reward.parts.judge.function=hf:{judge}")
-    here.finish()
+    here = learn(place, judge, "here", "reward.parts.judge.function=hf:{judge}").finish()
     of_ranks, of_process = ([row for row in run.rows() if row["step"]] for run in (whole, here))
     for one, other in zip(of_ranks, of_process, strict=True):
         for name in ("reward/part/judge", "reward/part/even", "reward/mean", "reward/std"):
@@ -58,8 +56,7 @@ def test_a_run_that_is_stopped_and_resumed_is_equal_to_the_bit(place: Place, jud
     first.until_file("checkpoints/step_000001/manifest.json")
     os.kill(first.process.pid, signal.SIGTERM)
     first.end()
-    again = learn(place, judge, "stopped", *ON_RANKS, resume=True)
-    again.finish()
+    again = learn(place, judge, "stopped", *ON_RANKS, resume=True).finish()
     assert "resuming from" in again.text() or first.rows()[-1]["step"] == STEPS
     assert again.record() == whole.record()
     last = f"hf_step_{STEPS:06d}/model.safetensors"

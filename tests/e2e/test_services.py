@@ -34,8 +34,7 @@ def pid_of_judge(starts: Path) -> int:
 def test_a_run_is_rewarded_by_its_service_and_ends_it(place: Place, starts: Path) -> None:
     """By Ray's actors, where Ray is there: its service is no actor."""
     launcher = "ray" if importlib.util.find_spec("ray") else "local"
-    run = place.fork_alone("judged", *KEYS, f"run.launcher={launcher}")
-    run.finish()
+    run = place.fork_alone("judged", *KEYS, f"run.launcher={launcher}").finish()
     assert "starting services: judge" in run.text()
     (row,) = [row for row in run.rows() if row["phase"] == "rl" and row["step"]]
     assert 0 <= row["reward/mean"] <= 1

@@ -112,8 +112,7 @@ def distil(place: Place, name: str, *, resume: bool = False) -> Run:
 def whole(place: Place) -> tuple[Run, Sampled]:
     """A distillation that nobody stops, and what it sampled."""
     begin_to_keep(place)
-    run = distil(place, "whole")
-    run.finish()
+    run = distil(place, "whole").finish()
     return run, kept(place)
 
 
@@ -136,8 +135,7 @@ def test_a_run_that_is_stopped_and_resumed_is_equal_to_the_bit(place: Place, who
     first.until_file("checkpoints/step_000002/manifest.json")
     os.kill(first.process.pid, signal.SIGTERM)
     first.end()
-    again = distil(place, "stopped", resume=True)
-    again.finish()
+    again = distil(place, "stopped", resume=True).finish()
     run, _ = whole
     assert "resuming from" in again.text() or first.rows()[-1]["step"] == STEPS
     assert again.record() == run.record()

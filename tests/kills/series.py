@@ -33,17 +33,14 @@ class Series:
 
     def finish(self) -> Run:
         """Let the run make two more steps, and end."""
-        run = self._start(self._saved() + 2, None)
-        run.finish()
-        return run
+        return self._start(self._saved() + 2, None).finish()
 
     def finish_after(self, completions: int) -> Run:
         """Let the run go on until so many of this start's completions went on over a push, and stop it."""
         before, run = self._saved(), self._start(100_000, None)
         run.until(lambda: went_on(self.folder, before) >= completions, f"{completions} that went on over a push")
         run.process.send_signal(signal.SIGTERM)
-        run.finish()
-        return run
+        return run.finish()
 
     @property
     def folder(self) -> Path:
