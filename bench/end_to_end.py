@@ -32,29 +32,24 @@ from bench.results import parse, write
 from bench.trl_gspo import text_hash
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import NUM_BYTES, make_tiny_model
+from rl_megatron.observability.files import read_jsonl
 from rl_megatron.types import Completion, Prompt
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY, PROMPT_TOKENS, GROUP, NEW_TOKENS, MINIBATCHES, CORES = 512, 16, 8, 128, 2, 2
 LEARNING_RATE = 1e-7  # the policy stays near uniform
 WARM_UP_STEPS = 2
-# model, prompts of a step
-SIZES = {
-    "tiny": (TinyModelSection(), 32),
-    "mid": (
-        TinyModelSection(
-            hidden_size=256,
-            num_layers=4,
-            num_heads=8,
-            num_kv_heads=4,
-            head_dim=32,
-            num_experts=16,
-            experts_per_token=2,
-            expert_width=128,
-        ),
-        16,
-    ),
-}
+MID = TinyModelSection(
+    hidden_size=256,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    num_experts=16,
+    experts_per_token=2,
+    expert_width=128,
+)
+SIZES = {"tiny": (TinyModelSection(), 32), "mid": (MID, 16)}  # model, prompts of a step
 BARS = {("mid", "equal"): 1.5, ("mid", "long tail"): 3.0}
 LAYOUTS = {
     "ep=2": ("learner.ep=2",),
@@ -276,8 +271,7 @@ def our_rows(config: Mapping[str, Any], layout: Sequence[str], work: Path) -> tu
     path = work / "run.yaml"
     path.write_text(json.dumps(config))  # JSON is YAML
     busy = run([sys.executable, "-m", "launcher", "train", "--config", str(path), *layout])
-    rows = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["step"]], busy
+    return [row for row in read_jsonl(work / "run" / "metrics.jsonl") if row["step"]], busy
 
 
 def our_seconds(row: Mapping[str, Any]) -> float:

@@ -26,6 +26,7 @@ import torch
 from transformers import Qwen3MoeForCausalLM
 from transformers.utils import logging
 
+from bench.end_to_end import MID
 from bench.results import parse, write
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.config.run import TinyModelSection
@@ -43,21 +44,7 @@ VOCABULARY = 512
 # model, tokens of a batch, length of a sequence (for long tail: the limit is four times as much), the bar
 SIZES = {
     "tiny": (TinyModelSection(), 10240, 32, 1.0),
-    "mid": (
-        TinyModelSection(
-            hidden_size=256,
-            num_layers=4,
-            num_heads=8,
-            num_kv_heads=4,
-            head_dim=32,
-            num_experts=16,
-            experts_per_token=2,
-            expert_width=128,
-        ),
-        6144,
-        128,
-        1.4,
-    ),
+    "mid": (MID, 6144, 128, 1.4),
 }
 GSPO = loss_of(
     AlgorithmSection(ratio_level="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="seq_mean_token_mean"),
