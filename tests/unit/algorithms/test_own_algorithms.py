@@ -32,6 +32,7 @@ from tests.losses import part_of
 from tests.property.test_losses_metrics import batch
 from tests.rows import pair_loss, policy_loss
 from tests.toy_roles import VOCABULARY, Toy, table
+from tests.unit.algorithms.test_pair_losses import check_equation
 from tests.unit.training.test_update_oracle import groups
 
 PAGE = Path(__file__).parents[3] / "docs" / "own_algorithms.md"
@@ -273,24 +274,7 @@ def kto(better: float, worse: float) -> float:
 @pytest.mark.parametrize(("name", "equation"), [("kto", kto)])
 @pytest.mark.parametrize("per_token", [False, True], ids=["sums", "means"])
 def test_pair_losses_are_their_equations(name: str, equation: Callable[..., float], per_token: bool) -> None:
-    inputs = batch(LENGTHS, 3, scale=0.6, kept=0.75)
-    now, ref = inputs.logprobs.tolist(), inputs.ref_logprobs.tolist()  # type: ignore[union-attr]
-    sides = [[t for t in range(len(now)) if inputs.segment_ids[t] == s and inputs.mask[t]] for s in range(6)]
-    assert sides[2], "the pair with one token"
-
-    def plain(logprobs: Sequence[float]) -> float:
-        total = 0.0
-        for first in range(0, 6, 2):
-            sums = [math.fsum(logprobs[t] - ref[t] for t in sides[s]) for s in (first, first + 1)]
-            total += equation(*(x / len(sides[first + i]) if per_token else x for i, x in enumerate(sums)))
-        return total / 3
-
-    found, gradient = evaluate(pair_loss(BETA, loss=f"{name}:{name}", per_token=per_token), inputs)
-    assert found == pytest.approx(plain(now), rel=1e-12)
-    step = 1e-5
-    for t in range(len(now)):
-        up, down = (plain([*now[:t], now[t] + sign * step, *now[t + 1 :]]) for sign in (1, -1))
-        assert gradient[t].item() == pytest.approx((up - down) / (2 * step), rel=1e-6, abs=1e-9)
+    check_equation(pair_loss(BETA, loss=f"{name}:{name}", per_token=per_token), equation)
 
 
 @pytest.mark.parametrize("loss", [*OBJECTIVES.values(), *PAIRS.values()], ids=[*OBJECTIVES, *PAIRS])

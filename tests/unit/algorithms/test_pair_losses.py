@@ -63,9 +63,9 @@ def evaluate(loss: PreferenceLoss, inputs: LossInputs) -> tuple[float, Tensor]:
     return output.loss.item(), torch.autograd.grad(output.loss, given)[0]
 
 
-@pytest.mark.parametrize(("loss", "equation"), CASES.values(), ids=CASES)
-def test_losses_are_their_equations_and_gradients_their_differences(loss: PreferenceLoss, equation: Equation) -> None:
-    """Over the trained tokens of three pairs, one answer of which is one token."""
+def check_equation(loss: PreferenceLoss, equation: Equation) -> None:
+    """The loss is its equation, and its gradient the differences of that, over the trained tokens of three pairs, one
+    answer of which is one token."""
     inputs, row = batch(LENGTHS, 3, scale=0.6, kept=0.75), loss.row
     inputs = replace(inputs, logprobs=inputs.logprobs - 1.2)  # all below 0, as log-probs are
     assert inputs.logprobs.max() < 0
@@ -87,6 +87,11 @@ def test_losses_are_their_equations_and_gradients_their_differences(loss: Prefer
     for t in range(29):
         up, down = (plain([*now[:t], now[t] + sign * step, *now[t + 1 :]]) for sign in (1, -1))
         assert gradient[t].item() == pytest.approx((up - down) / (2 * step), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize(("loss", "equation"), CASES.values(), ids=CASES)
+def test_losses_are_their_equations_and_gradients_their_differences(loss: PreferenceLoss, equation: Equation) -> None:
+    check_equation(loss, equation)
 
 
 def one_pair(better: float, worse: float, loss: PreferenceLoss) -> tuple[float, list[float]]:
