@@ -1,4 +1,4 @@
-"""An adapter that sends its servers no weights, pauses or aborts."""
+"""An adapter whose servers need not know of pushes."""
 
 from __future__ import annotations
 
