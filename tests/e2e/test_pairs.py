@@ -21,22 +21,17 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.reward import RewardModelSection
-from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.observability.metrics.table import deterministic
 from rl_megatron.rewards.classifiers.in_process import ClassifierReward
 from rl_megatron.types import Prompt
+from tests.e2e.conversations import TEMPLATE, prepared_with
 from tests.e2e.processes import Place, Run
 from tests.e2e.trl_values import assert_as_trl
 from tests.unit.observability.report_pages import Page
 
 SIZE, ROWS, STEPS, RATE = 6, 18, 3, 1e-3
 BETA, CENTRING = 0.3, 0.05
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{{ '<eos>' if m['role'] == 'assistant' else '' }}\n"
-    "{% endfor %}{{ 'assistant:' if add_generation_prompt else '' }}"
-)
 Messages = list[dict[str, str]]
 
 
@@ -58,18 +53,13 @@ def pair(rng: random.Random, number: int) -> dict[str, object]:
 
 
 def prepared(place: Place) -> Path:
-    """A tiny model whose chat template ends turns with its end-of-sequence token; beside it the data."""
-    folder = place.folder / "model"
-    shutil.copytree(make_tiny_model(TinyModelSection(), place.cache, 0), folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"split_special_tokens": False}))
+    """The model; beside it the data."""
     rng = random.Random(0)
-    for name, count in (("train", ROWS), ("eval", 7)):
-        rows = [pair(rng, number) for number in range(count)]
-        (place.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counts = {"train": ROWS, "eval": 7}
+    files = {name: [pair(rng, number) for number in range(counts[name])] for name in counts}
+    for name, rows in files.items():
         pq.write_table(pa.Table.from_pylist(rows), place.folder / f"{name}.parquet", row_group_size=ROWS // 2)
-    return folder
+    return prepared_with(place, files)
 
 
 @pytest.fixture(scope="module")
@@ -94,16 +84,12 @@ REWARD = ("checkpoint.every=2", "data.margin_field=apart", f"reward_model.centri
 
 @pytest.fixture(scope="module")
 def dpo(place: Place, model: Path) -> Run:
-    run = place.fork_alone("dpo", *keys(model, "dpo", *DPO))
-    run.finish()
-    return run
+    return place.fork_alone("dpo", *keys(model, "dpo", *DPO)).finish()
 
 
 @pytest.fixture(scope="module")
 def reward(place: Place, model: Path) -> Run:
-    run = place.fork_alone("reward", *keys(model, "reward_model", *REWARD))
-    run.finish()
-    return run
+    return place.fork_alone("reward", *keys(model, "reward_model", *REWARD)).finish()
 
 
 def read(path: Path) -> list[dict[str, object]]:
@@ -240,8 +226,7 @@ def test_a_run_that_is_stopped_and_resumed_is_equal_to_the_bit(
         assert refused.end() == 1
         assert f"or copy model.path={model} there, which it is, or begin" in refused.text()
         shutil.copytree(model, first.folder / "hf_start")
-    again = place.fork_alone(f"{name}-stopped", *arguments, resume=True)
-    again.finish()
+    again = place.fork_alone(f"{name}-stopped", *arguments, resume=True).finish()
     assert [deterministic(row) for row in again.rows()] == [deterministic(row) for row in whole.rows()]
     last = f"hf_step_{STEPS:06d}/model.safetensors"
     assert (again.folder / last).read_bytes() == (whole.folder / last).read_bytes()
@@ -268,8 +253,7 @@ def test_an_exported_reward_model_has_the_variables_that_its_texts_had(place: Pl
     shutil.copytree(model, folder)
     (folder / "chat_template.jinja").write_text("{{ who | default('nobody') }} asks\n" + TEMPLATE)
     more = ("reward_model.centring=0", "model.template_variables.who=somebody", "train.steps=0", "eval.every=0")
-    run = place.fork_alone("varied", *keys(folder, "reward_model", *more))
-    run.finish()
+    run = place.fork_alone("varied", *keys(folder, "reward_model", *more)).finish()
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "hf_step_000000")
     shown = tokenizer.apply_chat_template([said("user", "1+1?"), said("assistant", "2")], tokenize=False)
     assert shown == "somebody asks\nuser:1+1?\nassistant:2<eos>\n"
@@ -299,8 +283,7 @@ def test_a_critic_begins_with_the_scores_of_a_reward_model(
         f"critic-{layout[0][8:10]}",
         *("algorithm=ppo", "reward.function=keeping:keeps", f"model.path={model}", f"algorithm.critic.path={judge}"),
         *("warm_start.steps=0", "train.steps=1", "train.minibatches=1", "eval.every=0", *layout),
-    )
-    run.finish()
+    ).finish()
     classifier: Any = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32)
     values: list[float] = []
     for prompt, completion in read(place.folder / "kept.jsonl"):  # type: ignore[misc]
@@ -318,16 +301,14 @@ def test_a_pair_loss_of_ones_own_is_trained_on(place: Place, model: Path) -> Non
     ipo = "def ipo(better, worse, beta):\n    return (better - worse - 1 / (2 * beta)) ** 2\n"
     (place.folder / "my_ipo.py").write_text(ipo)
     arguments = keys(model, "dpo", "dpo.loss=my_ipo:ipo", "dpo.beta=0.25", "train.steps=1", "profile.steps=1")
-    run = place.fork_alone("ipo", *arguments)
-    run.finish()
+    run = place.fork_alone("ipo", *arguments).finish()
     rows = run.rows()
     assert rows[0]["eval/loss"] == pytest.approx(4.0, rel=1e-4)
     assert rows[-1]["loss"] == pytest.approx(4.0, rel=1e-4)
     assert rows[-1]["eval/loss"] < 3.999
     assert (run.folder / "profile/step_000001/rank-0.json.gz").is_file()
     shutil.rmtree(run.folder / "checkpoints")
-    again = place.fork_alone("ipo", *arguments, resume=True)
-    again.finish()
+    again = place.fork_alone("ipo", *arguments, resume=True).finish()
     assert [deterministic(row) for row in again.rows()] == [deterministic(row) for row in rows]
 
 
@@ -374,9 +355,7 @@ LAYOUTS = (("learner.tp=2",), ("learner.pp=2",), ("learner.cp=2",), ("learner.dp
 
 @pytest.fixture(scope="module")
 def alone(place: Place) -> Run:
-    run = place.fork_alone("alone", *TIED, "eval.every=1", "checkpoint.every=1", "log.tensorboard=false")
-    run.finish()
-    return run
+    return place.fork_alone("alone", *TIED, "eval.every=1", "checkpoint.every=1", "log.tensorboard=false").finish()
 
 
 def assert_alike(run: Run, alone: Run) -> None:
@@ -394,7 +373,6 @@ def test_every_layout_trains_the_same_reward_model(place: Place, alone: Run, lay
     run = place.runs[-1]
     assert_alike(run, alone)
     shutil.rmtree(run.folder / "checkpoints" / "step_000003")
-    again = place.fork_alone(name, *arguments, resume=True)
-    again.finish()
+    again = place.fork_alone(name, *arguments, resume=True).finish()
     assert "resuming from" in again.text()
     assert_alike(again, alone)

@@ -17,20 +17,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 
-from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.tiny import TOKENIZER_SIZE, make_tiny_model
+from rl_megatron.models.tiny import TOKENIZER_SIZE
 from rl_megatron.observability.history import headline_figures, load_runs
 from rl_megatron.observability.metrics.table import deterministic
+from tests.e2e.conversations import prepared_with
 from tests.e2e.processes import Place, Run
 from tests.e2e.trl_values import assert_as_trl
 from tests.family_models import save_model
 from tests.unit.observability.report_pages import Page
 
 SIZE, ROWS, STEPS, RATE = 6, 20, 5, 3e-3
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{{ '<eos>' if m['role'] == 'assistant' else '' }}\n"
-    "{% endfor %}{{ 'assistant:' if add_generation_prompt else '' }}"
-)
 
 
 def conversation(rng: random.Random) -> list[dict[str, str]]:
@@ -42,17 +38,12 @@ def conversation(rng: random.Random) -> list[dict[str, str]]:
 
 
 def prepared(place: Place) -> Path:
-    """A tiny model whose chat template ends turns with its end-of-sequence token; beside it the data."""
-    folder = place.folder / "model"
-    shutil.copytree(make_tiny_model(TinyModelSection(), place.cache, 0), folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"split_special_tokens": False}))
+    """The model; beside it the data."""
     rng = random.Random(0)
-    for name, count in (("train", ROWS), ("eval", 9)):
-        rows = [{"messages": conversation(rng), "id": n} for n in range(count)]
-        (place.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+    counts = {"train": ROWS, "eval": 9}
+    return prepared_with(
+        place, {name: [{"messages": conversation(rng), "id": n} for n in range(counts[name])] for name in counts}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +63,7 @@ def keys(model: Path, *more: str) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def run(place: Place, model: Path) -> Run:
     """One pass and a half over the data, on two ranks of experts."""
-    run = place.fork_alone("whole", *keys(model, "sft.epochs=1.5", "checkpoint.every=0"))
-    run.finish()
-    return run
+    return place.fork_alone("whole", *keys(model, "sft.epochs=1.5", "checkpoint.every=0")).finish()
 
 
 def tokens_of(model: Path, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
@@ -185,8 +174,7 @@ def test_other_families_learn_and_their_export_is_transformers_by_the_names_that
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
     save_model(name, folder, vocab_size=TOKENIZER_SIZE, max_position_embeddings=256, **more)
     shutil.copy(model / "generation_config.json", folder)
-    run = place.fork_alone(f"run-{name}", *keys(folder, "learner.tp=2", "sft.epochs=3", "checkpoint.every=0"))
-    run.finish()
+    run = place.fork_alone(f"run-{name}", *keys(folder, "learner.tp=2", "sft.epochs=3", "checkpoint.every=0")).finish()
     losses, out = [row["eval/loss"] for row in run.rows()], run.folder / "hf_step_000010"
     assert losses[-1] < 0.8 * losses[0]
     held, given = load_file(out / "model.safetensors"), load_file(folder / "model.safetensors")
@@ -205,8 +193,7 @@ def test_a_run_that_is_stopped_and_resumed_is_equal_to_the_bit(place: Place, mod
     first.until_file("checkpoints/step_000002/manifest.json")
     os.kill(first.process.pid, signal.SIGTERM)
     first.end()
-    again = place.fork_alone("stopped", *arguments, resume=True)
-    again.finish()
+    again = place.fork_alone("stopped", *arguments, resume=True).finish()
     assert "resuming from" in again.text() or first.rows()[-1]["step"] == STEPS
     wanted = [deterministic(row) for row in run.rows()]
     assert [deterministic(row) for row in again.rows()] == wanted
@@ -245,8 +232,7 @@ def test_what_cannot_be_trained_on_ends_the_run_before_a_step(
 def test_long_conversations_are_cut_or_left_out_and_counted(place: Place, model: Path) -> None:
     found = {}
     for how in ("cut", "drop"):
-        run = place.fork_alone(how, *keys(model, "train.steps=1", "sft.max_tokens=60", f"sft.on_long={how}"))
-        run.finish()
+        run = place.fork_alone(how, *keys(model, "train.steps=1", "sft.max_tokens=60", f"sft.on_long={how}")).finish()
         found[how] = run.rows()[-1]
     train = read(place.folder / "train.jsonl")
     lengths = [len(tokens_of(model, train[n])[0]) - 1 for n in order()[:SIZE]]  # the last line's end is not trained on
@@ -262,8 +248,7 @@ def test_a_run_on_problems_is_evaluated_and_reinforced_and_one_on_conversations_
 ) -> None:
     sums = place.fork_alone(
         "sums", "--config", "sft_tiny", "learner.ep=1", "train.steps=1", "data.num_eval=16", "log.tensorboard=false"
-    )
-    sums.finish()
+    ).finish()
     measured = place.call_in_fork("eval", "runs/sums")
     assert measured.end() == 0, measured.text()
     assert (sums.folder / "eval" / "step_000001.json").is_file()
@@ -271,8 +256,7 @@ def test_a_run_on_problems_is_evaluated_and_reinforced_and_one_on_conversations_
         "then",
         *("learner.ep=1", "reward.function=my_rewards:even", "warm_start.steps=0", "train.steps=1"),
         f"model.path={sums.folder / 'hf_step_000001'}",
-    )
-    then.finish()
+    ).finish()
     assert [row["phase"] for row in then.rows()] == ["rl", "rl"]
     refused = place.call_in_fork("eval", "runs/whole")
     assert refused.end() == 1

@@ -67,59 +67,19 @@ def distilled(call: Callable[..., Run], place: Place, *, seed: int) -> Learned:
 def _reinforced(
     call: Callable[..., Run], place: Place, recipe: str, name: str, seed: int, least: float, *more: str
 ) -> Learned:
-    start = time.monotonic()
-    keys = (f"seed={seed}", *more, f"run.name={name}", f"model.cache_dir={place.cache}")
-    run = call("train", "--config", recipe, *keys, "learner.threads=1", "log.tensorboard=false")
-    run.folder = place.folder / "runs" / name
-    run.finish()
+    run, took = _trained(call, place, recipe, name, seed, *more)
     held_out = {
         row["step"]: row["eval/accuracy"] for row in run.rows() if row["phase"] == "rl" and "eval/accuracy" in row
     }
     before = held_out.pop(0)
     step = max(held_out, key=lambda one: held_out[one])
-    took = round(time.monotonic() - start, 1)
     return Learned(seed=seed, before=before, after=held_out[step], step=step, seconds=took, least=least)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FineTuned:
-    """Held-out loss of sft_tiny before the first step and after the last (nats a token), accuracy then, and seconds."""
-
-    seed: int
-    before: float
-    after: float
-    accuracy: float
-    seconds: float
-
-    @property
-    def within_bars(self) -> bool:
-        """Whether it learned enough, soon enough."""
-        return self.accuracy >= LEAST_FINE_TUNED and self.seconds <= LIMIT_SECONDS
-
-
-def fine_tuned(call: Callable[..., Run], place: Place, *, seed: int) -> FineTuned:
-    """Train the recipe sft_tiny in ``place``, and measure it by ``rl-megatron eval``."""
-    start, name = time.monotonic(), f"sft-{seed}"
-    keys = (f"seed={seed}", f"run.name={name}", f"model.cache_dir={place.cache}")
-    run = call("train", "--config", "sft_tiny", *keys, "learner.threads=1", "log.tensorboard=false")
-    run.folder = place.folder / "runs" / name
-    run.finish()
-    took, losses = time.monotonic() - start, [row["eval/loss"] for row in run.rows() if "eval/loss" in row]
-    call("eval", f"runs/{name}").finish()
-    (results,) = (run.folder / "eval").glob("*.json")
-    return FineTuned(
-        seed=seed,
-        before=losses[0],
-        after=losses[-1],
-        accuracy=read_results(results).sets["held_out"].figures["mean@1"].value,
-        seconds=round(took, 1),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preferred:
-    """Held-out loss of a recipe on pairs before the first step and after the last, the share of pairs in the right
-    order then, and seconds."""
+class OnRows:
+    """Of a recipe on written rows: held-out loss before the first step and after the last (nats of a token or a pair),
+    the share of sums or of the order of pairs that is right then, and seconds."""
 
     recipe: str
     seed: int
@@ -127,29 +87,63 @@ class Preferred:
     after: float
     accuracy: float
     seconds: float
+    least: float
 
     @property
     def within_bars(self) -> bool:
         """Whether it learned enough, soon enough."""
-        return self.accuracy >= LEAST_PREFERRED and self.seconds <= LIMIT_SECONDS
+        return self.accuracy >= self.least and self.seconds <= LIMIT_SECONDS
+
+    def __str__(self) -> str:
+        return (
+            f"{self.recipe}, seed {self.seed}: loss {self.before:.3f} before, {self.after:.3f} after, "
+            f"{self.accuracy:.3f} right, {self.seconds:.0f} s{'' if self.within_bars else ': MISSED'}"
+        )
 
 
-def preferred(call: Callable[..., Run], place: Place, recipe: str, *, seed: int) -> Preferred:
+def fine_tuned(call: Callable[..., Run], place: Place, *, seed: int) -> OnRows:
+    """Train the recipe sft_tiny in ``place``, and measure it by ``rl-megatron eval``."""
+    run, took = _trained(call, place, "sft_tiny", f"sft-{seed}", seed)
+    losses = [row["eval/loss"] for row in run.rows() if "eval/loss" in row]
+    call("eval", f"runs/sft-{seed}").finish()
+    (results,) = (run.folder / "eval").glob("*.json")
+    right = read_results(results).sets["held_out"].figures["mean@1"].value
+    return OnRows(
+        recipe="sft_tiny",
+        seed=seed,
+        before=losses[0],
+        after=losses[-1],
+        accuracy=right,
+        seconds=took,
+        least=LEAST_FINE_TUNED,
+    )
+
+
+def preferred(call: Callable[..., Run], place: Place, recipe: str, *, seed: int) -> OnRows:
     """Train the recipe in ``place``."""
-    start, name = time.monotonic(), f"{recipe}-{seed}"
-    keys = (f"seed={seed}", f"run.name={name}", f"model.cache_dir={place.cache}")
-    run = call("train", "--config", recipe, *keys, "learner.threads=1", "log.tensorboard=false")
-    run.folder = place.folder / "runs" / name
-    run.finish()
+    run, took = _trained(call, place, recipe, f"{recipe}-{seed}", seed)
     rows = [row for row in run.rows() if "eval/loss" in row]
-    return Preferred(
+    return OnRows(
         recipe=recipe,
         seed=seed,
         before=rows[0]["eval/loss"],
         after=rows[-1]["eval/loss"],
         accuracy=rows[-1]["eval/preference_accuracy"],
-        seconds=round(time.monotonic() - start, 1),
+        seconds=took,
+        least=LEAST_PREFERRED,
     )
+
+
+def _trained(
+    call: Callable[..., Run], place: Place, recipe: str, name: str, seed: int, *more: str
+) -> tuple[Run, float]:
+    """The run, and its seconds."""
+    start = time.monotonic()
+    keys = (f"seed={seed}", *more, f"run.name={name}", f"model.cache_dir={place.cache}")
+    run = call("train", "--config", recipe, *keys, "learner.threads=1", "log.tensorboard=false")
+    run.folder = place.folder / "runs" / name
+    run.finish()
+    return run, round(time.monotonic() - start, 1)
 
 
 def main() -> int:
@@ -164,7 +158,7 @@ def main() -> int:
     options = parser.parse_args()
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    place, rows = Place(folder=folder, cache=folder / "models"), list[Learned | FineTuned | Preferred]()
+    place, rows = Place(folder=folder, cache=folder / "models"), list[Learned | OnRows]()
     print(
         f"bars: held out at most {MOST_BEFORE} before, at least {LEAST_AFTER} behind it, {LIMIT_SECONDS:g} s",
         flush=True,
@@ -175,22 +169,12 @@ def main() -> int:
             print(rows[-1], flush=True)
         print(f"sft_tiny: at least {LEAST_FINE_TUNED} of held-out sums, {LIMIT_SECONDS:g} s", flush=True)
         for seed in options.seeds:
-            tuned = fine_tuned(place.call, place, seed=seed)
-            rows.append(tuned)
-            print(
-                f"seed {seed}: loss {tuned.before:.2f} before, {tuned.after:.3f} after, {tuned.accuracy:.3f} right, "
-                f"{tuned.seconds:.0f} s{'' if tuned.within_bars else ': MISSED'}",
-                flush=True,
-            )
+            rows.append(fine_tuned(place.call, place, seed=seed))
+            print(rows[-1], flush=True)
         print(f"pairs: at least {LEAST_PREFERRED} of held-out ones, {LIMIT_SECONDS:g} s", flush=True)
         for recipe, seed in product(("dpo_tiny", "reward_tiny"), options.seeds):
-            made = preferred(place.call, place, recipe, seed=seed)
-            rows.append(made)
-            print(
-                f"{recipe}, seed {seed}: loss {made.before:.3f} before, {made.after:.3f} after, {made.accuracy:.3f} in "
-                f"order, {made.seconds:.0f} s{'' if made.within_bars else ': MISSED'}",
-                flush=True,
-            )
+            rows.append(preferred(place.call, place, recipe, seed=seed))
+            print(rows[-1], flush=True)
         print(f"distill_tiny: at least {LEAST_DISTILLED} of held-out sums, {LIMIT_SECONDS:g} s", flush=True)
         for seed in options.seeds:
             rows.append(distilled(place.call, place, seed=seed))
