@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,15 +30,17 @@ from launcher.servers.services import RunningServices, unless_given_up
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.digests import digest_of
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.evaluation.results import (
     WHOLE,
     Results,
     SetResult,
     drawn_otherwise,
+    kept_sets,
     paired_figures,
     read_results,
     result_of,
+    unfinished,
 )
 from rl_megatron.evaluation.sets import ProblemSet, measure
 from rl_megatron.interfaces import RolloutEngine
@@ -52,7 +56,8 @@ from rl_megatron.weights.layouts.learner import job_shape
 
 
 async def measure_model(target: TrainedModel, name: str | None) -> Path:
-    """Measure all sets, print the table and write the results. Returns their file. Raises RLMegatronError."""
+    """Measure all sets but those that an evaluation which was stopped has measured, print the table and write the
+    results. Returns their file. Raises RLMegatronError."""
     path = target.out / f"{name or target.name}.json"
     _check(target.config)
     with _claimed(path), scratch() as spare, run_log(target.out, role="eval"):
@@ -63,45 +68,68 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
         data, services = load_data(config, folder), Services(config.services)
         said = f"{target.source}: {_described(data.sets)}, by {config.rollout.engine}{shown_variables(config)}"
         print(said, flush=True)
+        begun = Results(
+            model=str(target.source),
+            weights=await asyncio.to_thread(_digest, folder, config, hf_layout(shape).local_shapes(0)),
+            engine=config.rollout.engine,
+            config=target.config.model_dump(mode="json"),
+            sets={},
+        )
+        begun = replace(begun, sets=_kept(path, begun, data.sets))
         if config.services:
             print(f"starting services: {', '.join(config.services)}", flush=True)
         running = RunningServices(config, target.out, service_sites(config, None), services).running()
         async with running as watching, engine_alone(config, folder, shape, target.out) as sampling:
-            measuring = _measured(config, sampling, data, services, vocab_size=shape.vocab_size)
-            sets = await unless_given_up(measuring, watching)
-        weights = _digest(folder, config, hf_layout(shape).local_shapes(0))
-        results = Results(
-            model=str(target.source),
-            weights=weights,
-            engine=config.rollout.engine,
-            config=target.config.model_dump(mode="json"),
-            sets=sets,
-        )
+            file = unfinished(path)
+            measuring = _measured(config, sampling, data, services, vocab_size=shape.vocab_size, begun=begun, file=file)
+            results = await unless_given_up(measuring, watching)
         results.write(path, private=target.config.private)
+        file.unlink(missing_ok=True)
     _show(results)
     print(f"written: {path}")
     return path
 
 
+def _kept(path: Path, begun: Results, sets: Sequence[ProblemSet]) -> dict[str, SetResult]:
+    """`kept_sets`, of which a line is printed."""
+    file = unfinished(path)
+    try:
+        kept = kept_sets(path, begun, sets)
+    except DataError as error:
+        raise DataError(f"{error}, or remove it to measure all sets") from error
+    if kept:
+        print(f"measured already, by an evaluation that was stopped: {', '.join(kept)} (remove {file} to do it again)")
+    return kept
+
+
 async def _measured(
-    config: RunConfig, engine: RolloutEngine, data: Data, services: Services, *, vocab_size: int
-) -> dict[str, SetResult]:
+    config: RunConfig,
+    engine: RolloutEngine,
+    data: Data,
+    services: Services,
+    *,
+    vocab_size: int,
+    begun: Results,
+    file: Path,
+) -> Results:
+    """``begun`` with all sets; it is written into ``file`` after each that is measured."""
     rewards = {name: scored_here(one, config.reward_models) for name, one in config.own_rewards.items()}
     judge = resolve_rewards(scored_here(config.reward, config.reward_models), rewards, config.sandbox, services)
     made = made_environment(config, services)
     sampler = sampler_of(config, made, engine, judge, data, vocab_size=vocab_size, services=services)
     own = samplers_of_sets(config, engine, data, vocab_size=vocab_size, services=services)
-    sets = {}
+    sets = dict(begun.sets)
     try:
         with _display() as bar:
-            for one in data.sets:
+            for one in (one for one in data.sets if (one.name or WHOLE) not in begun.sets):
                 task = bar.add_task(one.name or WHOLE, total=len(one.prompts) * one.section.samples)
                 measured = await measure(own.get(one.name or "", sampler), one, config.eval, partial(bar.advance, task))
                 sets[one.name or WHOLE] = result_of(one, measured)
+                replace(begun, sets=sets).write(file, private=config.private)
     finally:
         for each in (sampler, *own.values()):
             await each.closed()
-    return sets
+    return replace(begun, sets={name: sets[name] for name in (one.name or WHOLE for one in data.sets)})
 
 
 def show_compared(first: Path, second: Path) -> None:

@@ -76,12 +76,44 @@ def result_of(problems: ProblemSet, measured: MeasuredSet) -> SetResult:
     )
 
 
+def unfinished(path: Path) -> Path:
+    """The file of an evaluation whose results will be ``path``, as long as it has not measured all of its sets."""
+    return path.with_name(f".{path.name}.unfinished")
+
+
+def kept_sets(path: Path, begun: Results, sets: Sequence[ProblemSet]) -> dict[str, SetResult]:
+    """What `unfinished` of ``path`` has of ``sets``, by name: those that ``begun``, which has its weights, would
+    measure of the same problems, with the same keys and samples that are drawn and judged alike.
+
+    Raises DataError for a file that cannot be read.
+    """
+    if not (file := unfinished(path)).is_file():
+        return {}
+    found = read_results(file)
+    if found.weights != begun.weights:
+        return {}
+    wanted = {one.name or WHOLE: (_of_problems(one), _section(one)) for one in sets}
+    return {
+        name: one
+        for name, one in found.sets.items()
+        if name in wanted and _measured_by(found, one.digest, one.section) == _measured_by(begun, *wanted[name])
+    }
+
+
+def _measured_by(results: Results, digest: str, section: Mapping[str, Any]) -> str:
+    config = results.config
+    return _digest([(digest, section, config["seed"], *_ways(config, section, results.engine))])
+
+
 def measured_by(config: Mapping[str, Any], problems: ProblemSet) -> str:
     """A digest of what a set's accuracy follows from beside the weights: its problems' tokens, and how samples of a run
     with this ``config`` are drawn and judged."""
-    section = _section(problems)
-    ways = drawing_keys(config, section, config["rollout"]["engine"]), judging_keys(config, section)
-    return _digest([(_of_problems(problems), *ways)])
+    return _digest([(_of_problems(problems), *_ways(config, _section(problems), config["rollout"]["engine"]))])
+
+
+def _ways(config: Mapping[str, Any], section: Mapping[str, Any], engine: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How samples of a set with these keys are drawn, and judged."""
+    return drawing_keys(config, section, engine), judging_keys(config, section)
 
 
 def _of_problems(problems: ProblemSet) -> str:

@@ -18,10 +18,12 @@ from rl_megatron.evaluation.results import (
     Results,
     SetResult,
     drawn_otherwise,
+    kept_sets,
     measured_by,
     paired_figures,
     read_results,
     result_of,
+    unfinished,
 )
 from rl_megatron.evaluation.sets import MeasuredSet, ProblemSet
 from rl_megatron.models.tiny import byte_tokenizer
@@ -179,7 +181,7 @@ def way(*keys: str, mark: str = "") -> str:
     return measured_by(config.model_dump(mode="json"), problem_sets(config, held_out, lambda data: held_out[::-1])[0])
 
 
-@pytest.mark.parametrize(
+OTHER_WAYS = pytest.mark.parametrize(
     ("keys", "mark"),
     [
         (["eval.sets.one.limit=1"], ""),
@@ -192,6 +194,9 @@ def way(*keys: str, mark: str = "") -> str:
         (["eval.success_reward=0.5"], ""),
     ],
 )
+
+
+@OTHER_WAYS
 def test_accuracies_are_told_by_problems_and_by_how_samples_are_drawn_and_judged(keys: list[str], mark: str) -> None:
     assert way(*keys, mark=mark) != way()
 
@@ -199,3 +204,42 @@ def test_accuracies_are_told_by_problems_and_by_how_samples_are_drawn_and_judged
 def test_neither_when_a_set_is_measured_nor_its_other_figures_tell_accuracies_apart() -> None:
     others = ("eval.every=3", "eval.sets.one.samples=8", "eval.sets.one.pass_at=1,8", "eval.sets.two.limit=1")
     assert way(*others, "reward.timeout_seconds=9", "train.steps=7") == way()
+
+
+TWO = ("eval.sets.two.samples=2", "eval.sets.two.temperature=1")
+
+
+def begun(*keys: str, mark: str = "", weights: str = "w") -> tuple[Results, list[ProblemSet]]:
+    """An evaluation with the keys of `way`, which has measured no set yet, and its sets."""
+    held_out = [Prompt(id=f"{n}", text="", token_ids=tuple(f"{mark}{n}+1".encode()), answer=f"{n + 1}") for n in (1, 2)]
+    config = load_config("tiny_cpu", ["eval.sets.one.limit=2", "eval.sets.one.temperature=1", *keys])
+    of_model = {"model": "m", "weights": weights, "engine": config.rollout.engine}
+    results = Results(**of_model, config=config.model_dump(mode="json"), sets={})
+    return results, problem_sets(config, held_out, lambda data: held_out[::-1])
+
+
+def kept(folder: Path, *keys: str, mark: str = "", weights: str = "w") -> list[str]:
+    """The sets that such an evaluation takes from one of two sets that was stopped after both."""
+    results, sets = begun(*TWO)
+    measured = MeasuredSet(
+        problems=("1", "2"), samples=1, right=(1, 0), votes=None, errors=0, length=1.0, truncated=0.0, seconds=0.0
+    )
+    found = {str(one.name): result_of(one, measured) for one in sets}
+    replace(results, sets=found).write(unfinished(folder / "a.json"), private=False)
+    return list(kept_sets(folder / "a.json", *begun(*TWO, *keys, mark=mark, weights=weights)))
+
+
+@OTHER_WAYS
+def test_a_set_of_other_problems_or_that_is_drawn_or_judged_otherwise_is_not_kept(
+    tmp_path: Path, keys: list[str], mark: str
+) -> None:
+    assert "one" not in kept(tmp_path, *keys, mark=mark)
+
+
+def test_a_set_is_kept_of_the_same_weights_whatever_becomes_of_others(tmp_path: Path) -> None:
+    assert kept(tmp_path) == ["one", "two"]
+    assert kept(tmp_path, "eval.sets.two.samples=4", "reward.timeout_seconds=9", "train.steps=7") == ["one"]
+    assert kept(tmp_path, "eval.sets.one.pass_at=1") == ["two"]
+    assert not kept(tmp_path, weights="other")
+    assert not kept(tmp_path, "seed=5")
+    assert not kept_sets(tmp_path / "b.json", *begun())
