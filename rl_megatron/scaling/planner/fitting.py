@@ -6,6 +6,7 @@ from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from typing import Literal
 
 from rl_megatron.config.run import RunConfig
@@ -45,13 +46,14 @@ class Rejected:
     """A layout that is not taken, with the reason and the next change.
 
     ``lacks`` is the memory that does not hold it: of GPUs, "state" if not even what stays there all the time, or of the
-    host; empty if it is refused for something else.
+    host; empty if it is refused for something else. ``needs`` are the bytes of a GPU that lacks them.
     """
 
     keys: LayoutKeys
     seconds: float
     reason: str
     lacks: Literal["", "state", "GPUs", "host"] = ""
+    needs: float = inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +166,8 @@ class PlacedLayouts:
         return out
 
     def _fastest_of(self, keys: LayoutKeys, limit: float) -> PlannedRun | Rejected | None:
-        """The layout with the savings that take the least time, or why none fit; None if they take ``limit``."""
+        """The layout with the savings that take the least time; or why none fit: with those that a host lacks memory
+        for, or else that need least of a GPU. None if they take ``limit``."""
         *_, last = trials = self._trials(keys)
         nearest = of_last = self._planned(last)
         if isinstance(of_last, Rejected) and of_last.lacks == "state":
@@ -179,6 +182,8 @@ class PlacedLayouts:
                 if isinstance(found, PlannedRun):
                     return found
                 if found.lacks != "host":
+                    if isinstance(nearest, Rejected) and nearest.lacks != "host" and found.needs < nearest.needs:
+                        nearest = found
                     continue
                 nearest = found
                 full.add(trial.on_host)
@@ -208,8 +213,10 @@ class PlacedLayouts:
         except ConfigError as error:
             return refused(reason=str(error).splitlines()[0])
         if footprint.total > (room := wanted.gpu.memory * GB):
-            state = footprint.total - sum(footprint.terms[term] for term in _PASSING)
-            return refused(reason=self._too_much(config, footprint), lacks="state" if state > room else "GPUs")
+            state = replace(footprint, terms={t: n for t, n in footprint.terms.items() if t not in _PASSING})
+            if state.total > room:
+                return refused(reason=self._too_much(config, state), lacks="state")
+            return refused(reason=self._too_much(config, footprint), lacks="GPUs", needs=footprint.total)
         if least is not None and footprint.total >= least:
             return refused(reason=f"{footprint.total / GB:.0f} GB are not less than {least / GB:.0f}", lacks="GPUs")
         if reason := self._too_much_of_host(config):
@@ -229,11 +236,12 @@ class PlacedLayouts:
         return PlannedRun(config=with_keys(wanted.base, keys), keys=keys, step=step, footprint=footprint)
 
     def _too_much(self, config: RunConfig, footprint: Footprint) -> str:
+        """``footprint`` has what passes hold, or lacks it."""
         largest, when = footprint.largest, f" while {footprint.phase}" if footprint.phase else ""
-        return (
-            f"{footprint.total / GB:.0f} GB of {self.wanted.gpu.memory:g} on stage {footprint.stage}{when}, most of it "
-            f"{largest}, {footprint.terms[largest] / GB:.0f} GB; {advice(config, largest, CHANGES_TOGETHER)}"
-        )
+        when += "" if _PASSING[0] in footprint.terms else ", even without what passes hold"
+        most = f"most of it {largest}, {footprint.terms[largest] / GB:.0f} GB"
+        room = f"{footprint.total / GB:.0f} GB of {self.wanted.gpu.memory:g} on stage {footprint.stage}{when}"
+        return f"{room}, {most}; {advice(config, largest, CHANGES_TOGETHER)}"
 
     def _too_much_of_host(self, config: RunConfig) -> str:
         """Why a node's memory does not hold what the learner has there; empty if it does."""
