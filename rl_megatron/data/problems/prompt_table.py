@@ -8,6 +8,7 @@ It is updated at the end of a step, in the order in which prompts were drawn, so
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -57,6 +58,7 @@ class PromptTable:
         self.rates = np.full(len(prompts), np.nan)
         self.retired = np.full(len(prompts), -1, np.int32)
         self.skipped = 0
+        self._again = Counter[str]()  # retired prompts of each source that were drawn again, by this process
         value, count = _PRIOR
         self.values, self.counts = np.full(len(prompts), value), np.full(len(prompts), count)
         if section.initial is not None:
@@ -110,7 +112,8 @@ class PromptTable:
 
     def keep_enough(self, left_out: Set[int]) -> None:
         """Where less than ``min_left`` of a source is drawn, draw its retired prompts again, those first that retired
-        first; each must be seen ``min_seen`` times before it can retire again."""
+        first; each must be seen ``min_seen`` times before it can retire again. A warning says so whenever twice as many
+        were: of a policy that solves nearly all it happens at each step."""
         gone = np.zeros(len(self.retired), np.bool_)
         gone[list(left_out)] = True
         for name, rows in self._sources.items():
@@ -121,11 +124,15 @@ class PromptTable:
                 continue
             back = retired[np.argsort(self.retired[retired], kind="stable")][:missing]
             self.retired[back], self.visits[back] = -1, 0
-            of = f" of source {name!r}" if name else ""
-            logger.warning(
-                "%d of %d prompts%s are left (data.curriculum.min_left=%g): %d that had retired are drawn again",
-                *(drawn, len(rows), of, self._section.min_left, len(back)),
-            )
+            before = self._again[name]
+            self._again[name] += len(back)
+            if self._again[name].bit_length() > before.bit_length():
+                of = f" of source {name!r}" if name else ""
+                logger.warning(
+                    "%d of %d prompts%s are left (data.curriculum.min_left=%g): %d that had retired are drawn again, "
+                    "%d so far",
+                    *(drawn, len(rows), of, self._section.min_left, len(back), self._again[name]),
+                )
 
     def row(self) -> dict[str, float]:
         """The metrics ``curriculum/…``."""

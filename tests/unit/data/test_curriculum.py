@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,18 @@ def test_those_that_retired_first_return_where_few_are_left(caplog: pytest.LogCa
     assert {prompt.id for prompt in ours.take(30)} == {"4", "7", "9"}
     update(ours, [("7", 1.0), ("9", 1.0)], 4)
     assert {prompt.id for prompt in ours.take(30)} == {"4", "8", "1"}
+
+
+def test_a_policy_that_solves_all_but_few_is_not_warned_of_at_each_step(caplog: pytest.LogCaptureFixture) -> None:
+    """Each step solves four prompts that had retired, and as many return in their place."""
+    ours, sizes = stream(100, retire_above=0.9), []
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 400):
+            update(ours, [(prompt.id, 1.0) for prompt in ours.take(4)], step)
+            sizes.append(len(caplog.records))
+    assert sizes[-1] < 12  # of some 1,500 that returned, log2
+    assert sizes[-1] > sizes[100]
+    assert re.search(r"that had retired are drawn again, 10\d\d so far", caplog.text)
 
 
 class SomeTooLong(Listed):
