@@ -25,6 +25,11 @@ def is_megatron(folder: Path) -> bool:
         return True
     if (folder / "config.json").is_file():
         return False
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{folder} has peft's adapters alone, for engines and peft; give the checkpoint of their run, or what "
+            "rl-megatron convert --merge writes of it"
+        )
     shards = folder / "learner"  # of a run's checkpoint
     instead = f"; give {shards}" if (shards / ".metadata").is_file() else ""
     raise ConfigError(

@@ -162,12 +162,15 @@ def test_what_cannot_be_compared_or_evaluated_is_refused(
     with pytest.raises(DataError, match="set math: the two have different problems"):
         paired_figures(read_results(first), read_results(other))
     (here / "torn.json").write_text("{}")
+    (here / "adapters").mkdir()
+    (here / "adapters" / "adapter_config.json").write_text("{}")
     refused = {
         ("--compare", str(first), str(here / "torn.json")): "torn.json: model: Field required; give a file that",
         ("--compare", str(first), str(first), str(folder)): "--compare takes two files",
         (): "give a MODEL",
         (str(here / "none"),): "no such folder; give a Hugging Face folder, a run's folder or checkpoints/step_N",
         (str(here),): "neither .metadata",
+        (str(here / "adapters"),): "has peft's adapters alone, for engines and peft; give the checkpoint of their run",
         (str(folder), "reward.function=ranks:judge", "reward_models.judge.path=away/judge"): (
             f"reward_models.judge.path=away/judge: it has no config.json, as seen from {here}; give the whole path"
         ),
