@@ -118,8 +118,8 @@ def best_of_subsets(
     subsets: Pass@k training (arXiv:2508.10751), whose A_pos and A_neg these are for rewards of 0 and 1 once divided by
     the second, the standard deviation [n] float64 of the best over all subsets of the group. With ``leave_one_out``
     less the mean over the same subsets without it (arXiv:2505.15201); of ``k`` that are the whole group that is the
-    best less the second best, for the best alone (arXiv:2503.19595). They are exactly 0 where no two bests differ.
-    ``rewards`` [n] are float64, ``group_ids`` [n] are 0 .. K - 1. Raises ValueError for a group of fewer than ``k``.
+    best less the second best, for the best alone (arXiv:2503.19595). They are exactly 0 where no two bests differ, as
+    in a group of fewer than ``k``. ``rewards`` [n] are float64, ``group_ids`` [n] are 0 .. K - 1.
     """
     advantages, deviation = torch.zeros(2, len(rewards), dtype=torch.float64)
     order = rewards.argsort(stable=True)
@@ -128,7 +128,7 @@ def best_of_subsets(
     starts = sizes.cumsum(0) - sizes
     for size in sizes.unique().tolist():
         if size < k:
-            raise ValueError(f"best_of={k} of a group of {size}: it has no such subset")
+            continue  # as a group of which completions were dropped
         places = order[starts[sizes == size][:, None] + torch.arange(size)]  # [groups, size], by rewards
         ranked, (above, share) = rewards[places], _rank_weights(size, k, leave_one_out)
         count = math.comb(size, k)

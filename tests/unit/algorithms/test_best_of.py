@@ -152,9 +152,17 @@ def test_what_is_not_of_a_groups_completions_is_refused(keys: list[str], reason:
         load_config("tiny_cpu", ["algorithm=passk", *keys])
 
 
-def test_a_group_of_fewer_is_an_error() -> None:
-    ids = torch.tensor([0, 0, 0, 1, 1])
-    with pytest.raises(ValueError, match="best_of=3 of a group of 2"):
-        group_advantages(torch.rand(5), ids, mean="group", std="none", leave_one_out=False, best_of=3)
+@pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize("std", ["none", "group"])
+def test_a_group_of_fewer_compares_nothing(std: str, leave_one_out: bool) -> None:
+    """As one of which trajectories were dropped."""
+    ids, rewards = torch.tensor([0, 0, 0, 0, 1, 1]), torch.tensor([0.0, 3.0, 1.0, 2.0, 0.0, 1.0])
+    found = group_advantages(rewards, ids, mean="group", std=std, leave_one_out=leave_one_out, best_of=3)
+    alone = group_advantages(rewards[:4], ids[:4], mean="group", std=std, leave_one_out=leave_one_out, best_of=3)
+    assert found.tolist() == [*alone.tolist(), 0.0, 0.0]
+    assert alone[1] > 0
+
+
+def test_bests_are_of_a_group() -> None:
     with pytest.raises(ValueError, match="set mean='group', not 'batch'"):
-        group_advantages(torch.rand(5), ids, mean="batch", std="none", leave_one_out=False, best_of=2)
+        group_advantages(torch.rand(4), torch.zeros(4).long(), mean="batch", std="none", leave_one_out=False, best_of=2)
