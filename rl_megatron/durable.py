@@ -15,13 +15,23 @@ import shutil
 import stat
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 REMOVING = ".removing-"
 """Before the name of a folder that is being removed."""
 _REFUSED = re.compile(r"\(os error (\d+)\)$")  # as Rust's std::io::Error says it
-_in_hand: dict[int, Path] = {}  # by thread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class InHand:
+    """One reading or writing of a file, which is no other of the same file."""
+
+    path: Path
+
+
+_in_hand: dict[int, InHand] = {}  # by thread
 
 
 @contextlib.contextmanager
@@ -33,7 +43,7 @@ def naming(path: Path) -> Iterator[None]:
     """
     thread = threading.get_ident()
     outer = _in_hand.get(thread)
-    _in_hand[thread] = path
+    _in_hand[thread] = InHand(path=path)
     try:
         yield
     except OSError as error:
@@ -53,9 +63,9 @@ def naming(path: Path) -> Iterator[None]:
             _in_hand[thread] = outer
 
 
-def in_hand(thread: int) -> Path | None:
-    """The file that a thread reads or writes now, by `naming`."""
-    return _in_hand.get(thread)
+def in_hand() -> dict[int, InHand]:
+    """What each thread of this process reads or writes now, by `naming`."""
+    return dict(_in_hand)
 
 
 def append_private(path: Path) -> BinaryIO:

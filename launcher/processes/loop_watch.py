@@ -22,7 +22,7 @@ from typing_extensions import override
 from launcher.processes import stacks
 from launcher.processes.stacks import Stack
 from rl_megatron.config.run import RunConfig
-from rl_megatron.durable import in_hand
+from rl_megatron.durable import InHand, in_hand
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,8 @@ class LoopWatch:
 
     From `begin` on, what blocks it for more than ``LONG_SECONDS`` is logged with its stack. What blocks it for
     ``run.watchdog_seconds`` may never return, so this then ends the process, and with it the children; where it waits
-    for a file (`in_hand`), after ``run.watchdog_disk_seconds``. A call that holds Python's lock keeps the thread from
+    for a file (`in_hand`), after ``run.watchdog_disk_seconds``, and so where another thread does: the loop turns, but
+    the run may wait for it. A call that holds Python's lock keeps the thread from
     running, too: after so much of its processor time the kernel sends SIGPROF, at which C code writes the stacks and
     the process ends.
     """
@@ -120,7 +121,8 @@ class LoopWatch:
 
     def _watch(self) -> None:
         still = stalled = looks = 0
-        while still <= self._limit and stalled <= self._disk_limit:
+        waits: dict[InHand, int] = {}  # seconds, of other threads than the loop's
+        while still <= self._limit and max((stalled, *waits.values())) <= self._disk_limit:
             if looks % _LOOKS == 0:
                 signal.setitimer(signal.ITIMER_PROF, self._limit)
             looked = time.monotonic()
@@ -132,14 +134,19 @@ class LoopWatch:
                 self._spent = _spent()
                 if self._beat.is_set():
                     still = stalled = 0
-                elif in_hand(self._of_loop) is None:
-                    still += 1
-                else:
+                elif self._of_loop in in_hand():
                     stalled += 1
+                else:
+                    still += 1
+                waits = {one: waits.get(one, 0) + 1 for thread, one in in_hand().items() if thread != self._of_loop}
                 self._beat.clear()
                 with contextlib.suppress(RuntimeError):  # it is closed, and `stop` follows
                     self._loop.call_soon_threadsafe(self._beat.set)
-        self._end(in_hand(self._of_loop) if stalled > self._disk_limit else None)
+        if of_loop := still > self._limit or stalled > self._disk_limit:
+            file = in_hand().get(self._of_loop) if stalled > self._disk_limit else None
+        else:
+            file = max(waits, key=lambda one: waits[one])
+        self._end(file, of_loop=of_loop)
 
     def _look(self, late: float) -> None:
         """Remember where a long turn is. ``late``: seconds that this thread could not run, nor could the loop's."""
@@ -164,14 +171,14 @@ class LoopWatch:
         frames = "" if stack is None else "".join(f"\n  {frame}" for frame in stack.frames[:_FRAMES])
         logger.warning("the event loop was blocked for %.1f s, and everything waited: %s%s", seconds, place, frames)
 
-    def _end(self, file: Path | None) -> NoReturn:
-        """``file``: what the loop waits for, if that took its time."""
-        last = threading.Thread(target=self._last_words, args=(file,), daemon=True)
+    def _end(self, file: InHand | None, *, of_loop: bool) -> NoReturn:
+        """``file``: what the loop waits for, if that took its time; or else another thread."""
+        last = threading.Thread(target=self._last_words, args=(file, of_loop), daemon=True)
         last.start()
         last.join(_LAST_SECONDS)
         os._exit(1)
 
-    def _last_words(self, file: Path | None) -> None:
+    def _last_words(self, file: InHand | None, of_loop: bool) -> None:
         """May take for ever, on the disk that the loop waits for. Python's lock is free meanwhile."""
         with open(os.memfd_create("stacks"), "w+") as memory:
             faulthandler.dump_traceback(memory, all_threads=True)
@@ -180,12 +187,11 @@ class LoopWatch:
         key, limit, why = "run.watchdog_seconds", self._limit, "no code on the event loop may block"
         if file is not None:
             key, limit = "run.watchdog_disk_seconds", self._disk_limit
-            why = f"the file system does not answer for {file}"
-        text = (
-            f"the controller's event loop has been blocked for {limit:g} s ({key}): "
-            f"it is at {stacks.of_thread(self._of_loop).place}\n"
-            f"  {why}\n  stacks: {self._folder / 'controller.txt'}"
-        )
+            why = f"the file system does not answer for {file.path}"
+        what = f"event loop has been blocked for {limit:g} s ({key}): it is at {stacks.of_thread(self._of_loop).place}"
+        if not of_loop:
+            what = f"thread has waited for a file for {limit:g} s ({key})"
+        text = f"the controller's {what}\n  {why}\n  stacks: {self._folder / 'controller.txt'}"
         print(f"error: {text}", file=sys.stderr, flush=True)
         self._stacks.write(written)
         self._stacks.flush()

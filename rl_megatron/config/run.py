@@ -59,8 +59,8 @@ class RunSection(Section):
     """Time limit without progress for the controller and for a learner process that computes; null: 0.8 of
     learner.timeout_seconds."""
     watchdog_disk_seconds: PositiveFloat = 3600.0
-    """Time limit without progress while a learner process reads or writes a model or a checkpoint, or the controller
-    waits for one of its files."""
+    """Time limit without progress while a learner process reads or writes a model or a checkpoint, or a thread of the
+    controller waits for one of its files."""
     slow_factor: Annotated[float, Field(gt=1, allow_inf_nan=False), NUMBER] | None = 1.5
     """How many times as long as the median rank of its role a rank takes for a fixed computation, in most of
     ``slow_steps`` steps, to be named slow with its node (docs/running.md). null: speeds are not measured."""

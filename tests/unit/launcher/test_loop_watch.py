@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from launcher.processes.loop_watch import LoopWatch, TimedLoop
 from rl_megatron.config.io import load_config
 
@@ -57,21 +59,29 @@ async def controller(folder):
             os.write(stacks, bytes(4096))
     except BlockingIOError:
         LoopWatch(load_config("tiny_cpu", ["run.watchdog_seconds=1", "run.watchdog_disk_seconds=3"]), folder)
-        JsonlFile(folder / "metrics.jsonl").append([{"step": 1}])
+        append = JsonlFile(folder / "metrics.jsonl").append
+        await asyncio.to_thread(append, [{"step": 1}]) if sys.argv[2] == "thread" else append([{"step": 1}])
 
 asyncio.Runner(loop_factory=TimedLoop).run(controller(Path(sys.argv[1])))
 """
 
 
-def test_a_file_system_that_stalls_has_the_time_limit_of_disks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("loop", "event loop has been blocked for 3 s (run.watchdog_disk_seconds): it is at"),
+        ("thread", "thread has waited for a file for 3 s (run.watchdog_disk_seconds)\n"),
+    ],
+)
+def test_a_file_system_that_stalls_has_the_time_limit_of_disks(where: str, said: str, tmp_path: Path) -> None:
     """10 seconds. The files are pipes: nobody reads the stacks' full one, and the row's waits to be opened."""
     for name in ("controller.txt", "metrics.jsonl"):
         os.mkfifo(tmp_path / name)
     done = subprocess.run(
-        [sys.executable, "-c", STALLED, tmp_path], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", STALLED, tmp_path, where], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 1
-    assert "has been blocked for 3 s (run.watchdog_disk_seconds): it is at" in done.stderr
+    assert f"the controller's {said}" in done.stderr
     assert f"the file system does not answer for {tmp_path}/metrics.jsonl" in done.stderr
 
 

@@ -49,13 +49,13 @@ def test_who_waits_for_a_thread_that_writes_the_log_waits_for_its_file(
             waits.start()
             assert waits.ident is not None
             until = time.monotonic() + 60
-            while in_hand(waits.ident) is None and time.monotonic() < until:
+            while waits.ident not in in_hand() and time.monotonic() < until:
                 waits.join(0.01)
-            assert in_hand(waits.ident) == tmp_path / "log.txt"
+            assert in_hand()[waits.ident].path == tmp_path / "log.txt"
         finally:
             handler.release()
         waits.join()
-        assert in_hand(waits.ident) is None
+        assert waits.ident not in in_hand()
 
 
 def test_the_log_names_role_and_rank_and_only_our_warnings_reach_stderr(
