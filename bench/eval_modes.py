@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import torch
 
@@ -97,7 +98,7 @@ class Evaluating:
             problems = [Prompt(id=f"held {n}", text="", token_ids=(1,), answer="") for n in range(PROBLEMS)]
             one = ProblemSet(name=None, prompts=problems, section=EvalSetSection(), temperature=0.0)
             evaluation = Evaluation(sampler=sampler, sets=[one], section=EvalSection(every=EVERY), last_step=0)
-            recorder: Any = SimpleNamespace(write=self.rows.append)
+            recorder: Any = SimpleNamespace(write=AsyncMock(side_effect=self.rows.append))
             few = FEW if self.mode == "few" else None
             self.pins = Pins(self.url) if self.mode == "pinned" else None
             self.beside = EvaluationBeside(evaluation=evaluation, recorder=recorder, at_once=few, pinned=self.pins)

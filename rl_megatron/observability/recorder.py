@@ -6,7 +6,9 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -53,14 +55,16 @@ class Recorder:
         self._idle_steps, self._warned = 0, is_taught  # latest steps in a row without a gradient
         self._file = folder / "samples.jsonl"
         self.progress, self._process = progress, process
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")  # one, so that rows keep their order
 
-    def write(self, row: Mapping[str, JsonValue], *, again: bool = False) -> Row:
-        """Record and show one row of metrics, ``again`` as MetricsWriter does. Returns it as written. Warns once if
-        several steps in a row had no gradient."""
+    async def write(self, row: Mapping[str, JsonValue], *, again: bool = False) -> Row:
+        """Record and show one row of metrics, ``again`` as MetricsWriter does. Returns it as written, once it is on
+        disk; the event loop does not wait for that. Warns once if several steps in a row had no gradient."""
         times, Stopwatch.latest = Stopwatch.latest, None
         self._timeline.step(row, times)
         of_process = {} if again else self._process()  # else the row has those of the process that made the step
-        written = self._metrics.write({**row, **of_process}, again=again)
+        write = partial(self._metrics.write, {**row, **of_process}, again=again)
+        written = await asyncio.get_running_loop().run_in_executor(self._thread, write)
         self.progress.step(written)
         equal = row.get("groups/zero_advantage_fraction")
         if equal is None:
@@ -120,6 +124,7 @@ class Recorder:
 
     def close(self) -> None:
         """Flush and release the files, each also where another cannot be written. Raises OSError that names one."""
+        self._thread.shutdown()  # a row may still be written for a caller that was cancelled
         with ExitStack() as last_first:
             for each in (self._timeline, self._samples, self._metrics):
                 last_first.callback(each.close)

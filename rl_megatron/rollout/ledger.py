@@ -57,15 +57,16 @@ class Ledger:
             self._open[ordinal] = to
 
     def end(self, trained: Sequence[Waiting], dropped: Sequence[Waiting], lines: Sequence[JsonRow]) -> None:
-        """Write the `lines_of` the prompts that a step trains on, and of those that were dropped since the one before.
-
-        They are on disk at return.
-        """
+        """Note the prompts that a step trains on, and those that were dropped since the one before; ``lines`` are their
+        `lines_of`, which `write` writes."""
         for one in trained:
             assert self._open.pop(one.drawn.ordinal) == "buffered", one.drawn
         for one in dropped:
             assert self._open.pop(one.drawn.ordinal) == "left_out", one.drawn
         self._count(lines)
+
+    def write(self, lines: Sequence[JsonRow]) -> None:
+        """Append the lines of prompts that have ended, durably. Called in a thread, after `end`, and one at a time."""
         if self._file is not None:
             self._file.append(lines)
 

@@ -131,6 +131,7 @@ class Stream:
         batch = await asyncio.to_thread(RolloutBatch.of, [one.answered for one in places if one.answered is not None])
         self._ledger.end(kept, dropped, lines)
         self._ledger.check(self._drawn)
+        await asyncio.to_thread(self._ledger.write, lines)
         self._adapt()
         return replace(batch, places=places)
 

@@ -100,7 +100,7 @@ class EvaluationBeside:
             logger.warning("step %d is not evaluated: no server of evaluations has its weights", step)
             return
         skipped, self.skipped = self.skipped, 0
-        self.recorder.write(
+        await self.recorder.write(
             {"step": step, "phase": "eval", **row, "eval/skipped": skipped, "seconds/eval": perf_counter() - began}
         )
 

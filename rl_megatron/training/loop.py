@@ -141,7 +141,7 @@ class Loop:
                 row |= measured or {}
             if self._due(self.pace.rows):
                 # before the checkpoint: a resume keeps rows up to its step
-                written, watch = self.recorder.write(row | watch.row()), Stopwatch()
+                written, watch = await self.recorder.write(row | watch.row()), Stopwatch()
                 self.put_off = written if measured is None else None
             if self.pace.checkpoints is not None and self._due(self.pace.checkpoints):
                 await self.save(watch, row.get("eval/accuracy"))
@@ -160,7 +160,7 @@ class Loop:
             if row is not None:
                 measured = await self._evaluated(watch)
                 row |= measured or {}
-                written = self.recorder.write(row)
+                written = await self.recorder.write(row)
                 self.put_off = written if measured is None else None
             await self.save(watch, (row or {}).get("eval/accuracy"))
             await self._finish_save(watch)  # else a failure of the first steps would lose them, too
@@ -179,7 +179,7 @@ class Loop:
         if row is None:
             return False
         row |= await self.job.evaluate(watch)
-        self.recorder.write(row)
+        await self.recorder.write(row)
         return self.job.enough(row)
 
     async def _make_up(self) -> bool:
@@ -192,7 +192,7 @@ class Loop:
         row |= await self.job.evaluate(watch)
         if isinstance(before := row.get("seconds/step"), float):  # else the row of step 0, which has no times
             row |= (times := watch.row()) | {"seconds/step": before + times["seconds/step"]}
-        self.recorder.write(row, again=True)  # until now without it, as this resume too may be stopped before
+        await self.recorder.write(row, again=True)  # until now without it, as this resume too may be stopped before
         accuracy = row.get("eval/accuracy")
         if isinstance(accuracy, float) and self.resumed is not None and self.pace.checkpoints is not None:
             await asyncio.to_thread(self.checkpoints.note_accuracy, self.resumed, accuracy)

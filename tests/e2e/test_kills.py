@@ -24,8 +24,8 @@ POINTS = (
     Point(name="ranks have written a checkpoint", call=f"{SAVES}:CheckpointStore._publish", nth=2),
     Point(name="a checkpoint has its name, the next lines are not written", call=f"{SAVES}:publish_folder", after=True),
     Point(name="a resume has cut the ledger", call=f"{LEDGER}.restore", after=True),
-    Point(name="lines are on disk, the row is not", call=f"{LEDGER}.end", nth=3, after=True),
-    Point(name="a line is torn", call=f"{LEDGER}.end", nth=2, after=True, torn=True),
+    Point(name="lines are on disk, the row is not", call=f"{LEDGER}.write", nth=3, after=True),
+    Point(name="a line is torn", call=f"{LEDGER}.write", nth=2, after=True, torn=True),
     Point(name="servers were interrupted for a checkpoint", call=f"{STREAM}.interrupt", nth=2, after=True),
 )
 

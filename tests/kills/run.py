@@ -22,7 +22,7 @@ from tests.kills.series import STALENESS, Series
 DONE = "done.jsonl"
 EACH_STEP = {
     "rl_megatron.rollout.stream:Stream": ("take", "settled", "pushed", "interrupt", "state"),
-    "rl_megatron.rollout.ledger:Ledger": ("end", "check", "state"),
+    "rl_megatron.rollout.ledger:Ledger": ("end", "write", "check", "state"),
     "rl_megatron.rollout.servers.weights:ReplicaWeights": ("load", "commit"),
     "rl_megatron.training.checkpoints:CheckpointStore": ("save", "_make_room", "_publish"),
     "rl_megatron.training.checkpoints": ("publish_folder", "digest_of"),
@@ -55,7 +55,7 @@ def points(seed: int, count: int) -> list[Point | After]:
                 [f"{owner}{'.' if ':' in owner else ':'}{name}" for owner in table for name in table[owner]]
             )
             nth = draw.randint(1, most)
-        torn = call.endswith("Ledger.end") and after and draw.random() < 0.5
+        torn = call.endswith("Ledger.write") and after and draw.random() < 0.5
         name = f"{'after' if after else 'before'} call {nth} of {call.partition(':')[2]}{', torn' * torn}"
         found.append(Point(name=name, call=call, nth=nth, after=after, torn=torn))
     return found

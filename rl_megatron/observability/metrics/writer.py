@@ -25,7 +25,8 @@ _WANDB_SECONDS = 30.0  # to send the last rows: before a time limit each counts
 
 
 class MetricsWriter:
-    """Records rows in ``folder``/metrics.jsonl, in TensorBoard files and in W&B. Controller process only.
+    """Records rows in ``folder``/metrics.jsonl, in TensorBoard files and in W&B. Controller process only; one
+    thread at a time.
 
     ``fresh``: the run begins or starts over, and is a new one at W&B. Raises ConfigError if ``wandb`` is requested but
     not installed; what fails at W&B later, and at TensorBoard, is warned of.
@@ -174,6 +175,7 @@ class _Wandb:
                 "install it with `pip install 'rl-megatron[wandb]'` or set log.wandb=off"
             ) from error
         self._package: Any = wandb
+        self._folder = folder / "wandb"
         self._run: Any = None  # where it did not begin
         self._works = True
         identity = _wandb_id(folder, fresh=fresh)
@@ -190,7 +192,8 @@ class _Wandb:
     def log(self, values: Mapping[str, float]) -> None:
         """Send a row, unless something has failed."""
         if self._run is not None and self._works:
-            self._try(lambda: self._run.log(values))
+            with naming(self._folder):  # it says what a row waits for
+                self._try(lambda: self._run.log(values))
 
     def finish(self) -> None:
         """Send what is left, in the time that it has."""

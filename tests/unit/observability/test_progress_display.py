@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from contextlib import closing
 from pathlib import Path
@@ -124,7 +125,7 @@ def test_steps_that_teach_nothing_are_warned_of_once(
     warned = []
     with closing(Recorder(tmp_path, LogSection(tensorboard=False), Progress(10, console=console))) as recorder:
         for step, share in enumerate(equal, 1):
-            recorder.write({"phase": "rl", "step": step, **({} if share is None else {EQUAL: share})})
+            asyncio.run(recorder.write({"phase": "rl", "step": step, **({} if share is None else {EQUAL: share})}))
             warned.append(caplog.text.count("no advantage differed from 0 for 5 steps"))
     assert warned == [int(warned_after is not None and step >= warned_after) for step in range(1, len(equal) + 1)]
     assert ("warm_start.steps" in caplog.text) == (warned_after is not None)
@@ -135,7 +136,8 @@ def test_a_critic_that_teaches_equal_groups_is_not_warned_of(tmp_path: Path, cap
     console, _ = _console(terminal=False)
     with closing(Recorder(tmp_path, LogSection(tensorboard=False), Progress(10, console=console))) as recorder:
         for step in range(9):
-            recorder.write({"phase": "rl", "step": step, EQUAL: 1.0, "advantage/mean": 0.0, "advantage/std": 0.1})
+            row = {"phase": "rl", "step": step, EQUAL: 1.0, "advantage/mean": 0.0, "advantage/std": 0.1}
+            asyncio.run(recorder.write(row))
     assert not caplog.text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -159,10 +160,39 @@ def test_a_row_that_is_written_again_is_of_the_process_that_made_the_step(tmp_pa
     log, row = LogSection(tensorboard=False), {"step": 1, "phase": "rl"}
     before = {"devices/learner": 8, "devices/engines": 8}
     with closing(Recorder(tmp_path, log, Progress(2, "plain"), lambda: before)) as recorder:
-        row = recorder.write(row)
+        row = asyncio.run(recorder.write(row))
     with closing(Recorder(tmp_path, log, Progress(2, "plain"), lambda: {"devices/learner": 4}, fresh=False)) as resumed:
-        resumed.write({**row, "eval/accuracy": 0.5}, again=True)
+        asyncio.run(resumed.write({**row, "eval/accuracy": 0.5}, again=True))
     assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "phase": "rl", **before, "eval/accuracy": 0.5}]
+
+
+def test_the_loop_turns_while_rows_are_written_and_they_keep_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that answers only once the loop has gone on; a caller that is cancelled leaves no part of a row."""
+    synced, fsync = threading.Event(), os.fsync
+
+    def slow(descriptor: int) -> None:
+        assert synced.wait(10.0)
+        fsync(descriptor)
+
+    async def write(recorder: Recorder) -> list[bool]:
+        rows = ({"step": step, "phase": phase} for step, phase in ((1, "rl"), (2, "rl"), (1, "eval"), (3, "rl")))
+        first, *others, last = [asyncio.create_task(recorder.write(row)) for row in rows]
+        await asyncio.sleep(0)  # all have begun
+        first.cancel()
+        last.cancel()
+        await asyncio.wait((first, last))
+        before = [one.done() for one in others]
+        synced.set()
+        await asyncio.gather(*others)
+        return before
+
+    monkeypatch.setattr("rl_megatron.observability.files.os.fsync", slow)
+    with closing(Recorder(tmp_path, LogSection(tensorboard=False), Progress(3, "plain"))) as recorder:
+        assert asyncio.run(write(recorder)) == [False, False]
+    written = [(row["step"], row["phase"]) for row in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert written == [(1, "rl"), (2, "rl"), (1, "eval")]
 
 
 def test_where_metrics_cannot_be_written_the_error_names_them_and_the_other_files_are_closed(tmp_path: Path) -> None:
@@ -171,7 +201,7 @@ def test_where_metrics_cannot_be_written_the_error_names_them_and_the_other_file
     recorder.write_samples(1, [_group("a", (0, 1))])
     refused = f"No space left on device: '{tmp_path}/metrics.jsonl'"
     with pytest.raises(OSError, match=refused):
-        recorder.write({"step": 1, "phase": "rl"})
+        asyncio.run(recorder.write({"step": 1, "phase": "rl"}))
     with pytest.raises(OSError, match=refused):
         recorder.close()
     held = [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]

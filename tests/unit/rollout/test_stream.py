@@ -290,7 +290,8 @@ def test_a_line_of_the_ledger_grows_with_the_versions_of_a_trajectory_and_not_wi
     ledger.move([0], "in_flight")
     ledger.move([0], "buffered")
     ended = [Waiting(drawn=drawn, birth=0, due=4, answered=Answered(group=group))]
-    ledger.end(ended, [], lines_of(4, ended))
+    ledger.end(ended, [], lines := lines_of(4, ended))
+    ledger.write(lines)
     spans = json.loads((tmp_path / "ledger.jsonl").read_text())["spans"].split(", ")
     for told, versions in zip(spans, sampled, strict=True):
         changes = [(i, version) for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]

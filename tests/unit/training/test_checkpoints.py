@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 import xxhash
@@ -227,7 +228,10 @@ def test_the_first_step_waits_for_no_checkpoint_where_a_resume_makes_the_start_a
     async def closed() -> None:
         """Nothing is released."""
 
-    sampler, recorder = cast(Any, SimpleNamespace()), cast(Any, SimpleNamespace(write=rows.append))
+    sampler, recorder = (
+        cast(Any, SimpleNamespace()),
+        cast(Any, SimpleNamespace(write=AsyncMock(side_effect=rows.append))),
+    )
     config = load_config("tiny_cpu", ["train.steps=0", f"warm_start.steps={warm_start_steps}"])
     prompts = cast(Any, SimpleNamespace(state=dict, left_out=(), table=None, read_ahead=lambda: None))
     job = Reinforcement(
@@ -259,7 +263,7 @@ def test_the_row_after_a_checkpoint_has_its_bytes_and_seconds(tmp_path: Path) ->
         job=cast(Any, job),
         pace=Pace(steps=3, rows=1, evaluations=0, checkpoints=2),
         checkpoints=CheckpointStore(tmp_path, keep=2, config={}),
-        recorder=cast(Any, SimpleNamespace(write=rows.append)),
+        recorder=cast(Any, SimpleNamespace(write=AsyncMock(side_effect=rows.append))),
         stop=asyncio.Event(),
     )
     job.until[3] = lambda: not loop.in_hand or loop.in_hand.saved

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -49,7 +50,7 @@ def loop_of(job: Failing, folder: Path) -> Loop:
         job=cast(Any, job),
         pace=Pace(steps=9, rows=1, evaluations=0, checkpoints=1),
         checkpoints=CheckpointStore(folder, keep=2, config={}),
-        recorder=cast(Any, SimpleNamespace(write=lambda row: None)),
+        recorder=cast(Any, SimpleNamespace(write=AsyncMock(return_value=None))),
         stop=asyncio.Event(),
     )
 

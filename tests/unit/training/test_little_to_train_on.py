@@ -100,7 +100,7 @@ def step(folder: Path, answers: Sequence[Answered], **sections: dict[str, Any]) 
     async def once() -> Row:
         it = job(folder, answers, learner, **sections)
         row = await it.step(1, Stopwatch())
-        it.recorder.write(row)
+        await it.recorder.write(row)
         return row
 
     return asyncio.run(once()), learner.taken
