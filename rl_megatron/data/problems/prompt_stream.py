@@ -55,11 +55,10 @@ class PromptStream:
         return [self._next(self._shares.next()) for _ in range(n)]
 
     def read_ahead(self) -> None:
-        """Read what the next prompts and `state` need: large files, for minutes. In a thread; nobody else uses the
-        stream meanwhile."""
+        """Read what the next prompts, `state` and `leave_out` need: large files, for minutes. In a thread; nobody else
+        uses the stream meanwhile."""
         self.digest()
-        if self.table is not None:
-            self._pool.row_of(self._pool.name_of(0))  # which may make a table of all names
+        self._pool.row_of(self._pool.name_of(0))  # which may make a table of all names
         for epochs in self._epochs.values():
             number = epochs.drawn
             (row,) = epochs.draws(number, number + 1).tolist()

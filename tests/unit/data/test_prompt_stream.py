@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from rl_megatron.config.sections.data import FileData
 from rl_megatron.data.problems.pool import Pool
@@ -102,3 +104,24 @@ def test_a_state_of_other_data_is_refused() -> None:
     state = PromptStream(prompts(7), seed=0).state()
     with pytest.raises(CheckpointError, match="made with 7 training prompts, but the data has 8"):
         PromptStream(prompts(8), seed=0).restore(state)
+
+
+class Walked(list[Prompt]):
+    """Counts how often all of it is visited."""
+
+    walks = 0
+
+    @override
+    def __iter__(self) -> Iterator[Prompt]:
+        self.walks += 1
+        return super().__iter__()
+
+
+def test_a_prompt_is_left_out_without_a_walk_over_all_once_they_are_read_ahead() -> None:
+    """The event loop leaves it out; over a million prompts in memory a walk takes it a second."""
+    held = Walked(prompts(5))
+    stream = PromptStream(held, seed=0)
+    stream.read_ahead()
+    before = held.walks
+    stream.leave_out(held[3])
+    assert (stream.left_out, held.walks) == ({3}, before)
