@@ -7,6 +7,7 @@ over both sides' random numbers. Messages are not encrypted: they are as private
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import hmac
 import secrets
@@ -18,6 +19,7 @@ from multiprocessing.connection import Connection
 PROOF_BYTES = 32
 TOKEN_BYTES = 32
 HANDSHAKE_SECONDS = 10.0  # for all of it
+_NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)  # a node's network may come up after Slurm
 _PAUSE_SECONDS = 1.0  # between two tries to connect
 _SILENCE_SECONDS = 60  # without an answer of the other node's kernel end a stream on which nothing is on its way
 
@@ -51,9 +53,10 @@ def connect(host: str, port: int, token: bytes, *, seconds: float) -> tuple[Conn
             stream = socket.create_connection((host, port), timeout=HANDSHAKE_SECONDS)
             address = str(stream.getsockname()[0])
             return asyncio.run(_proven(stream, token, ours=b"rank", theirs=b"controller")), address
-        except (TimeoutError, ConnectionError) as error:
+        except OSError as error:
             left, reason = end - time.monotonic(), str(error)
-            if isinstance(error, ConnectionRefusedError) or left < _PAUSE_SECONDS:
+            passing = isinstance(error, TimeoutError | ConnectionError) or error.errno in _NO_ROUTE
+            if isinstance(error, ConnectionRefusedError) or not passing or left < _PAUSE_SECONDS:
                 raise
             if reason not in told:
                 told.add(reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import pickle
 import socket
@@ -177,3 +178,19 @@ def test_a_rank_tries_again_until_the_controller_has_time_or_has_ended(
     assert 0 < len(reasons) == len(set(reasons))
     with pytest.raises(ConnectionRefusedError):
         channel.connect(*where, TOKEN, seconds=600)
+
+
+@pytest.mark.parametrize(("number", "tries"), [(errno.EHOSTUNREACH, 2), (errno.ENETUNREACH, 2), (errno.EACCES, 1)])
+def test_a_rank_tries_again_where_its_nodes_network_is_late(
+    number: int, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [OSError(number, "no way"), ConnectionRefusedError("no way")]
+
+    def refused(*_: object, **__: object) -> socket.socket:
+        raise refusals.pop(0)
+
+    monkeypatch.setattr(channel, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("socket.create_connection", refused)
+    with pytest.raises(OSError, match="no way"):
+        channel.connect("10.0.0.1", 1, TOKEN, seconds=600)
+    assert len(refusals) == 2 - tries
