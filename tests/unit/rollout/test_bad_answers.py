@@ -207,3 +207,15 @@ def test_weights_that_were_vouched_for_meanwhile_are_one_version(engine: str) ->
     (answer["choices"][0] if engine == "vllm" else answer[0]["meta_info"])["weight_versions"] = spans
     (taken,) = ask(engine, answer)
     assert taken.spans == ((0, 4),)
+
+
+@pytest.mark.parametrize("engine", ADAPTERS)
+def test_a_completion_that_was_aborted_before_its_first_token_is_taken(engine: str) -> None:
+    answer = good(engine)
+    if engine == "vllm":  # which labels tokens alone
+        nothing = {"token_ids": [], "logprobs": {"content": []}, "weight_versions": None, "finish_reason": "abort"}
+        answer["choices"][0] |= nothing
+    else:
+        answer[0]["meta_info"] |= {"output_token_logprobs": [], "finish_reason": {"type": "abort"}}
+    (taken,) = ask(engine, answer)
+    assert (len(taken.token_ids), taken.finish_reason) == (0, "abort")

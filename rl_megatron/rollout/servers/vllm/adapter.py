@@ -379,11 +379,12 @@ def _slots_of_replica(options: StartOptions) -> int:
 
 def _completion(answer: SampledColumns, request: GenerationRequest, shape: ModelShape, labels: Labels) -> Completion:
     count = len(answer.token_ids)
+    labelled = ((span.start, labels.version(span.version)) for span in answer.spans)
     return Completion(
         token_ids=answer.token_ids,
         logprobs=answer.logprobs,
         finish_reason=answer.finish_reason,
-        spans=sampled_with(request, spans_of((span.start, labels.version(span.version)) for span in answer.spans)),
+        spans=sampled_with(request, spans_of(labelled if count else [(0, 0)])),  # without tokens it has no version
         routes=form.read_routes(answer.routes, len(request.token_ids) + count - 1, shape)
         if request.routes and count
         else None,

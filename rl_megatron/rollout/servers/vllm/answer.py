@@ -126,7 +126,6 @@ def _answer(choice: _Choice, token_ids: TokenIds) -> SampledColumns:
         token_ids=token_ids,
         logprobs=logprob_column([one.logprob for one in content]),
         finish_reason=choice.finish_reason,
-        # A completion without tokens has no version.
-        spans=choice.weight_versions or [LabelledSpan(start=0, version=None if len(token_ids) else 0)],
+        spans=choice.weight_versions or [LabelledSpan(start=0, version=None)],
         routes=choice.routed_experts,
     )
