@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from rl_megatron.data.problems.mixture import digest_of_prompts
 from rl_megatron.digests import digest_of
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import DataError
@@ -26,10 +27,12 @@ WHOLE = "held_out"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetResult:
     """What was measured of one set. ``digest`` is of its problems: their ids, tokens and answers; ``questions`` of
-    their ids, questions and answers, as the data has them. Files of older versions have no ``questions``."""
+    their ids, questions and answers, as the data has them; ``rows`` of all their fields, which rewards and environments
+    may read. Files of older versions lack ``questions`` or ``rows``."""
 
     digest: str
     questions: str | None = None
+    rows: str | None = None
     section: Mapping[str, Any]  # the set's keys
     measured: MeasuredSet
     figures: Mapping[str, Interval]
@@ -70,6 +73,7 @@ def result_of(problems: ProblemSet, measured: MeasuredSet) -> SetResult:
     return SetResult(
         digest=_of_problems(problems),
         questions=_digest([(one.id, one.question, one.answer) for one in problems.prompts]),
+        rows=digest_of_prompts(problems.prompts),
         section=_section(problems),
         measured=measured,
         figures=measured.figures(problems.section.pass_at),
@@ -92,17 +96,22 @@ def kept_sets(path: Path, begun: Results, sets: Sequence[ProblemSet]) -> dict[st
     found = read_results(file)
     if found.weights != begun.weights:
         return {}
-    wanted = {one.name or WHOLE: (_of_problems(one), _section(one)) for one in sets}
+    wanted = {
+        one.name or WHOLE: _follows_from(begun, _section(one), _of_problems(one), digest_of_prompts(one.prompts))
+        for one in sets
+    }
     return {
         name: one
         for name, one in found.sets.items()
-        if name in wanted and _measured_by(found, one.digest, one.section) == _measured_by(begun, *wanted[name])
+        if _follows_from(found, one.section, one.digest, one.rows) == wanted.get(name)
     }
 
 
-def _measured_by(results: Results, digest: str, section: Mapping[str, Any]) -> str:
+def _follows_from(results: Results, section: Mapping[str, Any], *problems: str | None) -> str:
+    """A digest of what a set's samples follow from beside the weights; ``problems``: digests of these."""
     config = results.config
-    return _digest([(digest, section, config["seed"], *_ways(config, section, results.engine))])
+    shown = config["model"]["template_variables"]  # to environments, whose messages no digest has
+    return _digest([(*problems, section, config["seed"], shown, *_ways(config, section, results.engine))])
 
 
 def measured_by(config: Mapping[str, Any], problems: ProblemSet) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -209,16 +210,23 @@ def test_neither_when_a_set_is_measured_nor_its_other_figures_tell_accuracies_ap
 TWO = ("eval.sets.two.samples=2", "eval.sets.two.temperature=1")
 
 
-def begun(*keys: str, mark: str = "", weights: str = "w") -> tuple[Results, list[ProblemSet]]:
-    """An evaluation with the keys of `way`, which has measured no set yet, and its sets."""
-    held_out = [Prompt(id=f"{n}", text="", token_ids=tuple(f"{mark}{n}+1".encode()), answer=f"{n + 1}") for n in (1, 2)]
+def begun(
+    *keys: str, mark: str = "", weights: str = "w", tests: str = "", **shown: Any
+) -> tuple[Results, list[ProblemSet]]:
+    """An evaluation with the keys of `way`, which has measured no set yet, and its sets, whose second problem has these
+    tests; ``shown``: variables of the chat template."""
+    held_out = [
+        Prompt(id=f"{n}", text="", token_ids=tuple(f"{mark}{n}+1".encode()), answer=f"{n + 1}", meta={"tests": said})
+        for n, said in ((1, ""), (2, tests))
+    ]
     config = load_config("tiny_cpu", ["eval.sets.one.limit=2", "eval.sets.one.temperature=1", *keys])
-    of_model = {"model": "m", "weights": weights, "engine": config.rollout.engine}
-    results = Results(**of_model, config=config.model_dump(mode="json"), sets={})
+    given = config.model_dump(mode="json")
+    given["model"]["template_variables"] = shown
+    results = Results(model="m", weights=weights, engine=config.rollout.engine, config=given, sets={})
     return results, problem_sets(config, held_out, lambda data: held_out[::-1])
 
 
-def kept(folder: Path, *keys: str, mark: str = "", weights: str = "w") -> list[str]:
+def kept(folder: Path, *keys: str, **others: Any) -> list[str]:
     """The sets that such an evaluation takes from one of two sets that was stopped after both."""
     results, sets = begun(*TWO)
     measured = MeasuredSet(
@@ -226,7 +234,7 @@ def kept(folder: Path, *keys: str, mark: str = "", weights: str = "w") -> list[s
     )
     found = {str(one.name): result_of(one, measured) for one in sets}
     replace(results, sets=found).write(unfinished(folder / "a.json"), private=False)
-    return list(kept_sets(folder / "a.json", *begun(*TWO, *keys, mark=mark, weights=weights)))
+    return list(kept_sets(folder / "a.json", *begun(*TWO, *keys, **others)))
 
 
 @OTHER_WAYS
@@ -242,4 +250,6 @@ def test_a_set_is_kept_of_the_same_weights_whatever_becomes_of_others(tmp_path: 
     assert kept(tmp_path, "eval.sets.one.pass_at=1") == ["two"]
     assert not kept(tmp_path, weights="other")
     assert not kept(tmp_path, "seed=5")
+    assert not kept(tmp_path, tests="other")
+    assert not kept(tmp_path, enable_thinking=False)
     assert not kept_sets(tmp_path / "b.json", *begun())
