@@ -155,8 +155,9 @@ def _unread(rows: Sequence[Record], data: FileKeys, learns: bool) -> Iterator[st
     Only what ``learns`` answers has the ``input`` of Alpaca's rows; where completions are sampled, a reward may read
     it."""
     known = _OF_ROWS if data.messages_field is None else _OF_CONVERSATIONS
+    named = {str(field).partition(".")[0] for key, field in data if key.endswith("_field")}
     for name, advice in known.items():
-        if name in (data.system_field, data.tools_field) or (name == "input" and not learns):
+        if name in named or (name == "input" and not learns):
             continue
         if count := sum(row.others.get(name) not in (None, "", [], {}, "[]") for row in rows):
             yield (

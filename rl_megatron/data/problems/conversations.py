@@ -34,7 +34,7 @@ def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs:
     are left without these.
 
     Raises DataError that names the ``place`` for a row without messages of which one is the assistant's, for two
-    messages of the system, and as `check_pair` does.
+    messages of the system, for messages that begin with those of the context, and as `check_pair` does.
     """
     assert data.messages_field is not None
     check_pair(record, place, data)
@@ -51,6 +51,11 @@ def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs:
         if not any(one.get("role") == "assistant" for one in found[name]):
             shared = "" if not any(one.keys() >= SHAREGPT for one in found[name]) else _RENAMED
             raise DataError(f"{place}: field {name!r} has no message of the role 'assistant' to train on{shared}")
+        if (context := found.get(data.context_field or "")) and found[name][: len(context)] == context:
+            raise DataError(
+                f"{place}: field {name!r} begins with the messages of {data.context_field!r}, so they would be there "
+                "twice; leave context_field out"
+            )
         whole[side] = [*before, *found[name]]
         if system and whole[side][1].get("role") == "system":
             raise DataError(

@@ -108,6 +108,7 @@ def test_a_text_of_the_system_is_in_front_of_the_users_turn_for_teachers_too(tmp
     [
         ({**TRL, "system": [1]}, r"field 'system' is \[1\]; a system's message is a text"),
         ({**TRL, "prompt": [SAYS, ASKS]}, "field 'system' has a text, and the messages begin with the system's; keep"),
+        ({**TRL, "rejected": [*TRL["prompt"], BAD]}, "field 'rejected' begins with the messages of 'prompt', so they"),
         ({**TRL, "prompt": "1?"}, "field 'prompt' is '1[?]'; it must be a list of objects"),
         ({key: TRL[key] for key in ("chosen", "rejected", "prompt")}, "no field 'system'; it has"),
         ({key: TRL[key] for key in ("chosen", "rejected", "system")}, "no field 'prompt'; it has"),

@@ -70,6 +70,7 @@ def test_an_answer_that_is_an_object_is_noted_and_a_field_in_it_can_be_named(
         ("sft", {"system": "Be brief.", "question": "q", "answer": "a", "input": ""}, ("system_field=system",), ()),
         ("rl", {"system_prompt": "Be brief.", "input": "3", "question": "q", "answer": "a"}, (), ("system_prompt",)),
         ("sft", {"m": TALK, "tools": "[{}]", "system": None, "functions": []}, ("messages_field=m",), ("tools",)),
+        ("sft", {"input": {"text": "q"}, "answer": "a"}, ("prompt_field=input.text",), ()),
         ("sft", {"m": TALK, "enable_thinking": True}, ("messages_field=m",), ("enable_thinking",)),
         ("sft", {"m": TALK, "tools": [], "system": "Be brief."}, ("messages_field=m", "system_field=system"), ()),
     ],
