@@ -54,8 +54,11 @@ class BalancedClip:
         return balanced_limits(*columns, self.row, self.share)
 
     def metrics(self) -> Row:
-        """The means of the limits over minibatches, and the share of positive tokens in all of them."""
-        num, every = max(len(self.found), 1), math.fsum(one.all for one in self.found)
+        """The means of the limits over minibatches, and the share of positive tokens in all of them; none where the
+        policy is not trained, as in a critic's first steps."""
+        if not self.found:
+            return {}
+        num, every = len(self.found), math.fsum(one.all for one in self.found)
         return {
             "balance/clip_low": math.fsum(one.low for one in self.found) / num,
             "balance/clip_high": math.fsum(one.high for one in self.found) / num,

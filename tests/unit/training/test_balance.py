@@ -24,7 +24,7 @@ from rl_megatron.types import Batch, Counts, Loss, Metric
 from tests.rows import config_of
 from tests.toy_roles import VOCABULARY, Toy, table
 from tests.unit.training.test_old_kl_limit import ENGINE
-from tests.unit.training.test_update_oracle import groups
+from tests.unit.training.test_update_oracle import CRITIC, groups
 
 Token = tuple[float, float, float]  # log pi, log pi_old, A
 
@@ -109,9 +109,13 @@ class Recording(Toy):
 def updated(config: RunConfig) -> tuple[dict[str, Any], list[tuple[AlgorithmSection, list[Token]]], Recording]:
     policy = Recording(table(VOCABULARY, VOCABULARY, seed=1))
     unused: Any = Toy(torch.zeros(1))
+    learners: Any = {
+        "policy": policy,
+        **({"critic": Toy(table(VOCABULARY, seed=2))} if config.algorithm.needs_critic else {}),
+    }
     update = Update(
         config=config,
-        roles=Roles(learners={"policy": policy}, frozen={}, engine=unused, weights=unused),  # type: ignore[dict-item]
+        roles=Roles(learners=learners, frozen={}, engine=unused, weights=unused),
         attention_cost=0.0,
     )
     row = asyncio.run(update(groups(4, ENGINE), 4, Stopwatch()))
@@ -141,6 +145,19 @@ def test_each_minibatch_has_the_limits_of_the_policy_before_its_step(old: str, m
     assert row["balance/clip_low"] == pytest.approx(sum(1 - low for low, _ in found) / 6)
     assert row["balance/clip_high"] == pytest.approx(sum(high - 1 for _, high in found) / 6)
     assert [call[0] for call in policy.heard if call[0] == "score"] == ["score"] * 6  # type: ignore[index]
+
+
+def test_a_step_of_the_critic_alone_has_no_limits() -> None:
+    config = RunConfig.model_validate(
+        {
+            "algorithm": CRITIC | {"balance": {"share": 0.4}, "critic": {"only_steps": 4}},
+            "rollout": {"max_prompt_tokens": 2, "max_new_tokens": 6},
+        }
+    )
+    row, made, _ = updated(config)
+    assert not made
+    assert "critic/learning_rate" in row
+    assert not [name for name in row if name.startswith("balance/")]
 
 
 @pytest.mark.parametrize(
