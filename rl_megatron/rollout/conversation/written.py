@@ -65,8 +65,8 @@ class WrittenConversation:
     def learnt(self) -> tuple[tuple[ChatMessage, ...], list[int]]:
         """The messages in one form, and which of them are turns to learn. Raises MessagesRefused."""
         known = self.tidied()
-        weights = [place >= self.first and _weight(place, message) for place, message in enumerate(self.messages)]
-        turns = [place for place, one in enumerate(known) if one["role"] == "assistant" and weights[place]]
+        said = [place for place, one in enumerate(known) if one["role"] == "assistant" and place >= self.first]
+        turns = [place for place in said if _weight(place, self.messages[place])]
         if turns[:1] == [0]:
             raise MessagesRefused(_ANSWERS_NOBODY)
         return known, turns

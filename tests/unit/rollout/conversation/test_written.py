@@ -195,7 +195,7 @@ def test_a_date_that_a_template_writes_is_the_same_in_all_rows_of_a_run(monkeypa
 )
 def test_turns_that_are_marked_as_not_learnt_are_context(mark: str, no: object, yes: object) -> None:
     messages = asked("chatml")
-    messages[2][mark], messages[4][mark] = no, yes
+    messages[1][mark], messages[2][mark], messages[4][mark] = "the user's", no, yes
     shown = WrittenConversation(id="chats:1", messages=messages, tools=()).tidied()
     assert mark not in set().union(*shown)  # no template sees it
     (row,) = rows_of("chatml", messages, TOOLS)
