@@ -122,6 +122,13 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Clip fraction", metric="clip_fraction"),
             Curve(title="Clipped with a ratio below 1", metric="clip_fraction/low", hide_constant=True),
             Curve(title="Clipped with a ratio above 1", metric="clip_fraction/high", hide_constant=True),
+            Curve(title="Clip of a minibatch: lower limit", metric="balance/clip_low"),
+            Curve(title="Clip of a minibatch: upper limit", metric="balance/clip_high"),
+            Curve(
+                title="Share of the loss of tokens of positive advantage",
+                metric="balance/positive_share",
+                limits=(0.0, 1.0),
+            ),
             Curve(title="KL to the reference", metric="kl/reference"),
             Curve(title="Coefficient of the KL to the reference", metric="kl/coefficient", hide_constant=True),
             Curve(title="Age of the reference in steps", metric="kl/reference_age", hide_constant=True),

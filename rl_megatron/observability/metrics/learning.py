@@ -152,7 +152,11 @@ LEARNING = (
         "",
         "upper limit of the clip, the ratio minus 1, mean over minibatches; with algorithm.balance",
     ),
-    ("balance/positive_share", "", "share of tokens of positive advantage in the sum that algorithm.balance is of"),
+    (
+        "balance/positive_share",
+        "",
+        "share of the loss that tokens of positive advantage have, which algorithm.balance.share is for",
+    ),
     ("entropy", "nats", "mean entropy of the policy's next-token distribution at sampled positions"),
     ("entropy/coefficient", "", "weight of the entropy bonus in this step; only with algorithm.entropy_target"),
     (
