@@ -151,15 +151,12 @@ def _rank_weights(size: int, k: int, leave_one_out: bool) -> tuple[Tensor, Tenso
     each is the best. The completion of rank j, from 0, is the best of C(j, k - 1) subsets, of which C(j - 1, k - 2)
     have a given one below it."""
     own, every = math.comb(size - 1, k - 1), math.comb(size, k)
-    share = [math.comb(j, k - 1) / every for j in range(size)]
-    rows = []
-    for i in range(size):
-        best = [0 if j < i else math.comb(i, k - 1) if j == i else math.comb(j - 1, k - 2) for j in range(size)]
-        others = [0 if j == i else math.comb(j - (j > i), k - 2) for j in range(size)]
-        rows.append(
-            [one / own - (out / own if leave_one_out else of) for one, out, of in zip(best, others, share, strict=True)]
-        )
-    return torch.tensor(rows, dtype=torch.float64), torch.tensor(share, dtype=torch.float64)
+    first = torch.tensor([math.comb(j, k - 1) / own for j in range(size)], dtype=torch.float64)
+    below = torch.tensor([math.comb(j, k - 2) / own for j in range(size)], dtype=torch.float64).expand(size, size)
+    share = torch.tensor([math.comb(j, k - 1) / every for j in range(size)], dtype=torch.float64)
+    if leave_one_out:  # where a better one is the best, it is so without the completion too
+        return first.diag() - below.tril(-1), share
+    return first.diag() + below.roll(1, 1).triu(1) - share, share
 
 
 @functools.cache

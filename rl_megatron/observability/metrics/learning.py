@@ -163,7 +163,7 @@ LEARNING = (
         "clip_fraction",
         "",
         "share of tokens (of sequences, for a sequence ratio) whose gradient the clip removes, or a cap of the ratio "
-        "makes another (cispo, scalerl, topr, dppo_tv, dppo_kl); none of advantage 0",
+        "makes another (cispo, scalerl, topr, dppo_tv, dppo_kl, ce_gppo); none of advantage 0",
     ),
     ("clip_fraction/low", "", "the part of clip_fraction with a ratio below 1"),
     ("clip_fraction/high", "", "the part of clip_fraction with a ratio of 1 or above"),
