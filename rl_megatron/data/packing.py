@@ -111,7 +111,7 @@ class Packer:
 
     def again(self, batch: Batch) -> Batch:
         """Pack the sequences of a batch that was packed for ranks in another layout."""
-        return self.pack(batch.samples, part=_part_of(batch))
+        return self.pack(batch.samples, part=part_of(batch))
 
     def _plan(
         self, lengths: NDArray[np.int64], ranks: NDArray[np.int64] | None = None
@@ -284,12 +284,13 @@ def with_own_columns(
 ) -> Batch:
     """A minibatch with its ``nll_weights`` divided by how many of its tokens have one, and with the columns that
     ``weighted`` gives it for its part. They are as long as those of all samples."""
-    part = _part_of(batch)
+    part = part_of(batch)
     samples = weighted(_over_right_tokens(batch.samples, part), part)
     return replace(batch, samples=samples, micro_batches=MicroBatches(samples, batch.sequences, batch.spare))
 
 
-def _part_of(batch: Batch) -> NDArray[np.int64]:
+def part_of(batch: Batch) -> NDArray[np.int64]:
+    """The sequences of ``batch.samples`` that are in the minibatch, ascending."""
     return np.sort(np.concatenate([ids.numpy() for row in batch.sequences for ids in row]))
 
 

@@ -121,6 +121,16 @@ def forward_seconds(work: LearnerWork, batches: int) -> float:
     return sum(step_terms(scored).values())
 
 
+def score_seconds(config: RunConfig, work: LearnerWork) -> float:
+    """The policy's passes of a step without gradients: over all its rows, where the algorithm needs one, and with
+    ``algorithm.balance`` over those of each later minibatch."""
+    a, batches = config.algorithm, config.train.minibatches
+    passes = float(a.scores_policy or config.train.route_flips)
+    if a.balance.share is not None:
+        passes += config.train.epochs - 1 / batches
+    return passes * forward_seconds(work, batches)
+
+
 def push_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float, float]:
     """Of a push in closed form: in all, sent by the busiest learner rank, received by the busiest server rank.
 
@@ -202,8 +212,8 @@ def rl_step(
     work, batches = learner_work(config, shape, gpu, mean), config.train.minibatches
     training = {name: s * batches * config.train.epochs for name, s in step_terms(work).items()}
     parts = {"training": sum(training.values())}
-    if config.algorithm.old_logprobs == "learner":
-        parts["log-probs"] = forward_seconds(work, batches)
+    if scores := score_seconds(config, work):
+        parts["log-probs"] = scores
     others = _works(config, shape, gpu, mean, prompt)
     scored = max((forward_seconds(others.pop(role), batches) for role in reward_model_roles(config)), default=0.0)
     parts |= _others(config, others, parts)

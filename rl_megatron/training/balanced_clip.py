@@ -6,16 +6,15 @@ import math
 from asyncio import to_thread
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.objectives import ClipLimits, balanced_limits
-from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.data.packing import unpack
+from rl_megatron.data.packing import part_of, unpack
 from rl_megatron.interfaces import Learner
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.measures import LOGPROBS
+from rl_megatron.training.selection import tokens_of_part
 from rl_megatron.types import Batch
 
 
@@ -47,9 +46,7 @@ class BalancedClip:
 
     def _limits(self, batch: Batch, current: Tensor) -> ClipLimits:
         samples = batch.samples
-        inside = torch.zeros(samples.num_sequences, dtype=torch.bool)
-        inside[torch.cat([ids for row in batch.sequences for ids in row])] = True
-        mine = samples.mask & inside[sequence_ids(samples.cu_seqlens)]
+        mine = tokens_of_part(samples, part_of(batch))
         columns = (current[mine], samples.old_logprobs[mine], samples.advantages[mine])
         return balanced_limits(*columns, self.row, self.share)
 

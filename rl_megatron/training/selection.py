@@ -94,6 +94,13 @@ def _at(places: Tensor, count: int) -> Tensor:
     return chosen
 
 
+def tokens_of_part(samples: Samples, part: NDArray[np.int64]) -> Tensor:
+    """Which tokens [N] of the sequences ``part`` are sampled ones, bool."""
+    inside = torch.zeros(samples.num_sequences, dtype=torch.bool)
+    inside[torch.from_numpy(part)] = True
+    return samples.mask & inside[sequence_ids(samples.cu_seqlens)]
+
+
 @dataclass(frozen=True, slots=True)
 class TokenChoice:
     """Chooses tokens of each minibatch by scores [N] of the policy at the start of the update, on the controller: the
@@ -108,9 +115,7 @@ class TokenChoice:
     def __call__(self, samples: Samples, part: NDArray[np.int64]) -> Samples:
         """For a minibatch of the sequences ``part``: without advantages where no loss shall be, or with weights of the
         KL to the old policy."""
-        inside = torch.zeros(samples.num_sequences, dtype=torch.bool)
-        inside[torch.from_numpy(part)] = True
-        (places,) = torch.where(samples.mask & inside[sequence_ids(samples.cu_seqlens)])
+        (places,) = torch.where(tokens_of_part(samples, part))
         if not len(places):
             return samples
         chosen = self._chosen(samples, places)

@@ -120,6 +120,12 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
         return self.kl.follow_rate is not None and any(one.path is None for one in self.kl.teachers.values())
 
     @property
+    def scores_policy(self) -> bool:
+        """Whether the policy's log-probs or routes at the start of a step are computed, by a pass over its rows."""
+        chooses = self.tokens.choose != "all" or self.balance.share is not None
+        return self.old_logprobs == "learner" or chooses or self.routing_replay == "r2"
+
+    @property
     def needs_top(self) -> bool:
         """Whether the loss needs the reference's most probable tokens."""
         return self.kl.coefficient > 0 and self.kl.estimator == "top_k"

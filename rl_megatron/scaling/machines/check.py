@@ -18,7 +18,7 @@ from rl_megatron.scaling.hardware import Gpu
 from rl_megatron.scaling.machines.calibration import Calibration
 from rl_megatron.scaling.machines.embedded import decode_seconds
 from rl_megatron.scaling.memory import fullest
-from rl_megatron.scaling.rl_step import forward_seconds, learner_work, rl_step, unlike_run
+from rl_megatron.scaling.rl_step import forward_seconds, learner_work, rl_step, score_seconds, unlike_run
 from rl_megatron.scaling.rollouts import lengths_of
 from rl_megatron.scaling.time import LearnerWork, step_terms
 from rl_megatron.types import ParallelDims
@@ -81,7 +81,12 @@ def check_run(config: RunConfig, shape: ModelShape, rows: Rows, gpu: Gpu, machin
     training = {name: s * batches * config.train.epochs for name, s in step_terms(work).items()}
     predicted = {"train": sum(training.values())}
     forward = forward_seconds(work, batches)
-    predicted |= {"logprobs": forward, "reference": forward, "values": forward, "critic": predicted["train"]}
+    predicted |= {
+        "logprobs": score_seconds(own, work),
+        "reference": forward,
+        "values": forward,
+        "critic": predicted["train"],
+    }
     if (rollout := _rollout(own, shape, gpu, machine, took)) is not None:
         predicted["rollout"] = rollout
     phases = [

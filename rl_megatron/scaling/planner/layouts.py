@@ -13,7 +13,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.dispatcher import DEEPEP_RANKS
 from rl_megatron.scaling.hardware import Gpu
 from rl_megatron.scaling.memory import CHANGES
-from rl_megatron.scaling.rl_step import filled, forward_seconds, learner_work
+from rl_megatron.scaling.rl_step import filled, learner_work, score_seconds
 from rl_megatron.scaling.time import LearnerWork, step_seconds
 from rl_megatron.types import ParallelDims
 
@@ -111,9 +111,8 @@ def learner_seconds(wanted: Wanted, config: RunConfig) -> float:
 
 
 def _seconds(wanted: Wanted, work: LearnerWork) -> float:
-    train, scores = wanted.base.train, wanted.base.algorithm.old_logprobs == "learner"
-    scored = forward_seconds(work, train.minibatches) if scores else 0.0
-    return step_seconds(work) * train.minibatches * train.epochs + scored
+    train = wanted.base.train
+    return step_seconds(work) * train.minibatches * train.epochs + score_seconds(wanted.base, work)
 
 
 def layouts(wanted: Wanted, world: int) -> Iterator[dict[str, object]]:

@@ -183,9 +183,7 @@ def _passes(config: RunConfig, roles: Roles, samples: Samples, judged: Collectio
     """What each model is asked, and the phase that it is counted for. ``judged``: the roles of teachers that read the
     policy's prompts."""
     section = config.algorithm
-    asked = section.old_logprobs == "learner" or section.tokens.choose != "all"
-    asked |= section.balance.share is not None
-    asked |= section.routing_replay == "r2" or config.train.route_flips
+    asked = section.scores_policy or config.train.route_flips
     wanted = wanted_of_policy(config) if asked else frozenset[Want]()
     alone = section.is_own_critic and samples.routes is not None  # which the last targets do not have
     both = section.is_own_critic and not alone

@@ -270,6 +270,23 @@ def test_engines_that_are_full_sample_faster_than_a_tail() -> None:
     assert replace(flat, alone=0.0) != flat
 
 
+@pytest.mark.parametrize(
+    ("keys", "passes"),
+    [
+        (["algorithm=grpo", "algorithm.old_logprobs=rollout"], 0.0),
+        (["algorithm=grpo", "algorithm.old_logprobs=learner"], 1.0),
+        (["algorithm=top_entropy", "algorithm.old_logprobs=rollout"], 1.0),
+        (["algorithm=bapo", "train.epochs=2"], 1 + 7 / 4),  # each of eight minibatches but the first reads a quarter
+    ],
+)
+def test_passes_of_the_policy_without_gradients_are_those_that_a_step_makes(keys: list[str], passes: float) -> None:
+    replay = "algorithm.routing_replay=off"
+    config = load_config("qwen3_30b_a3b", [*keys, replay, "model.path=x", "train.minibatches=4"])
+    parts = rl_step(config, SHAPE, H100, [500.0], prompt=100.0).parts
+    one = forward_seconds(learner_work(config, SHAPE, H100, 600.0), 4)
+    assert parts.get("log-probs", 0.0) == pytest.approx(passes * one, rel=1e-9)
+
+
 def test_a_policy_that_teaches_itself_makes_one_more_pass_over_longer_sequences() -> None:
     """As much longer as its prompt's limit is: of 400 tokens in place of 100, behind which are 500."""
     teacher = [
