@@ -294,6 +294,13 @@ def part_of(batch: Batch) -> NDArray[np.int64]:
     return np.sort(np.concatenate([ids.numpy() for row in batch.sequences for ids in row]))
 
 
+def tokens_of_part(samples: Samples, part: NDArray[np.int64]) -> Tensor:
+    """Which tokens [N] of the sequences ``part`` are sampled ones, bool."""
+    inside = torch.zeros(samples.num_sequences, dtype=torch.bool)
+    inside[torch.from_numpy(part)] = True
+    return samples.mask & inside.repeat_interleave(samples.cu_seqlens.diff())
+
+
 def _over_right_tokens(samples: Samples, part: NDArray[np.int64]) -> Samples:
     """Divide the NLL marks by the number of the part's tokens that belong to right completions."""
     if samples.nll_weights is None:

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from rl_megatron.algorithms.objectives import ClipLimits, balanced_limits
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.data.packing import part_of, unpack
+from rl_megatron.data.packing import part_of, tokens_of_part, unpack
 from rl_megatron.interfaces import Learner
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.measures import LOGPROBS
-from rl_megatron.training.selection import tokens_of_part
 from rl_megatron.types import Batch
 
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_megatron.algorithms.corrections import second_moment_mask
-from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.tokens import TokensSection
+from rl_megatron.data.packing import tokens_of_part
 from rl_megatron.observability.recorder import Row
 from rl_megatron.training.credit.shaping import Rewards
 from rl_megatron.training.measures import Measured
@@ -92,13 +92,6 @@ def _at(places: Tensor, count: int) -> Tensor:
     chosen = torch.zeros(count, dtype=torch.bool)
     chosen[places] = True
     return chosen
-
-
-def tokens_of_part(samples: Samples, part: NDArray[np.int64]) -> Tensor:
-    """Which tokens [N] of the sequences ``part`` are sampled ones, bool."""
-    inside = torch.zeros(samples.num_sequences, dtype=torch.bool)
-    inside[torch.from_numpy(part)] = True
-    return samples.mask & inside[sequence_ids(samples.cu_seqlens)]
 
 
 @dataclass(frozen=True, slots=True)
