@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.__main__ import main
 from launcher.build.model import starting_folder
 from rl_megatron.config.io import load_config
+from tests.unit.launcher.commands import status_of
 
 JUDGE = """
 from pathlib import Path
@@ -48,10 +48,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def asked(folder: Path, *more: str) -> tuple[int, Counter[int]]:
     """The exit status, and how many prompts were judged, by how many completions each had; the check before has two."""
     Path("asked").write_text("")
-    with pytest.raises(SystemExit) as ended:
-        main(["eval", str(folder), *KEYS, *more])
+    status = status_of("eval", str(folder), *KEYS, *more)
     lines = Path("asked").read_text().splitlines()
-    return int(ended.value.code or 0), Counter(count for line in lines if (count := int(line.split()[0])) != 2)
+    return status, Counter(count for line in lines if (count := int(line.split()[0])) != 2)
 
 
 def test_sets_that_were_measured_before_a_stop_are_not_measured_again(
