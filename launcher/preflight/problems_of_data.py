@@ -161,8 +161,8 @@ def _unread(rows: Sequence[Record], data: FileKeys, learns: bool) -> Iterator[st
             continue
         if count := sum(row.others.get(name) not in (None, "", [], {}, "[]") for row in rows):
             yield (
-                f"{count} of the first {len(rows)} rows have a field {name!r}, which no key names, so it is in no "
-                f"prompt; {advice}, if it belongs there"
+                f"{count} of the first {len(rows)} rows have a field {name!r}, which no key of {{key}} names, so the "
+                f"policy does not read it; {advice}, if it should"
             )
 
 

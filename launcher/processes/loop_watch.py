@@ -68,9 +68,8 @@ class LoopWatch:
     From `begin` on, what blocks it for more than ``LONG_SECONDS`` is logged with its stack. What blocks it for
     ``run.watchdog_seconds`` may never return, so this then ends the process, and with it the children; where it waits
     for a file (`in_hand`), after ``run.watchdog_disk_seconds``, and so where another thread does: the loop turns, but
-    the run may wait for it. A call that holds Python's lock keeps the thread from
-    running, too: after so much of its processor time the kernel sends SIGPROF, at which C code writes the stacks and
-    the process ends.
+    the run may wait for it. A call that holds Python's lock keeps the thread from running, too: after so much of its
+    processor time the kernel sends SIGPROF, at which C code writes the stacks and the process ends.
     """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:

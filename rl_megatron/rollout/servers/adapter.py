@@ -343,7 +343,7 @@ def value_given(extra: Sequence[str], option: str) -> str | None:
 
 
 class ForeignWeights(EngineError):
-    """A server sampled with weights that this run did not push."""
+    """A server sampled with weights that no run pushed, as one that was started again."""
 
 
 class AnotherRun(EngineError):

@@ -7,6 +7,7 @@ import asyncio
 import json
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,6 +45,24 @@ KEYS = (
     *("eval.sets.drawn.pass_at=2", "eval.sets.drawn.top_k=5", "eval.sets.drawn.limit=6"),
     *("eval.sets.likeliest.temperature=1.0", "eval.sets.likeliest.top_k=1"),
     *("eval.sets.wide.data.type=arithmetic", "eval.sets.wide.data.digits=3", "eval.sets.wide.data.num_eval=5"),
+)
+JUDGED = """
+from pathlib import Path
+
+FAILS = Path("fails")
+
+
+def judge(prompt, completions, texts):
+    with open("asked", "a") as file:
+        file.write(f"{len(completions)} {prompt.id}\\n")
+    if FAILS.exists() and len(completions) == 4:
+        raise ValueError("no judge today")
+    return [float(sum(map(int, one.token_ids)) % 2 == 0) for one in completions]
+"""
+IN_PARTS = (
+    *("data.num_eval=5", "rollout.max_new_tokens=4", "reward.function=judging:judge", "reward.on_error=fail"),
+    *("eval.sets.one.limit=3", "eval.sets.two.samples=4", "eval.sets.three.samples=3"),
+    *("eval.sets.two.temperature=1.0", "eval.sets.three.temperature=1.0", "--name", "all"),
 )
 
 
@@ -293,3 +312,39 @@ def test_a_service_that_does_not_start_is_named(folder: Path, here: Path, capsys
     assert status == 1
     assert "service judge, replica 0 (here) ended with status 2" in " ".join(text.split())
     assert not list((here / "eval").glob("*.json"))
+
+
+def asked(folder: Path) -> tuple[int, Counter[int]]:
+    """The exit status, and how many prompts were judged, by how many completions each had; the check before has two."""
+    Path("asked").write_text("")
+    status = status_of("eval", str(folder), *IN_PARTS)
+    lines = Path("asked").read_text().splitlines()
+    return status, Counter(count for line in lines if (count := int(line.split()[0])) != 2)
+
+
+def test_sets_that_were_measured_before_a_stop_are_not_measured_again(
+    folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor is anything else kept: the results are those of an evaluation that nobody stopped."""
+    (here / "judging.py").write_text(JUDGED)
+    whole = here / "eval" / "all.json"
+    assert asked(folder) == (0, Counter({1: 3, 4: 5, 3: 5}))
+    uninterrupted = json.loads(whole.read_text())
+    whole.unlink()
+
+    (here / "fails").touch()
+    status, found = asked(folder)
+    assert (status, found[1], found[3]) == (1, 3, 0)
+    assert not whole.exists()
+    (here / "fails").unlink()
+    capsys.readouterr()
+    assert asked(folder) == (0, Counter({4: 5, 3: 5}))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "measured already, by an evaluation that was stopped: one (remove eval/.all.json.unfinished" in said
+    again = json.loads(whole.read_text())
+    for results in (uninterrupted, again):
+        for one in results["sets"].values():
+            del one["measured"]["seconds"]
+    assert list(again["sets"]) == ["one", "two", "three"]
+    assert again == uninterrupted
+    assert [path.name for path in whole.parent.glob("*all.json*")].count(".all.json.unfinished") == 0

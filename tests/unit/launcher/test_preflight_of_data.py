@@ -82,7 +82,7 @@ def test_fields_of_published_data_that_no_key_reads_are_noted(
     keys = [f"data.{key}" for key in (f"train={path}", f"eval={path}", "type=files", "on_leak=keep", *given)]
     chats = ["data.chat_template=true"] if "system_field=system" in given and "m" not in row else []
     found = preflight(load_config("sft_tiny" if job_of == "sft" else "gsm8k_tiny", [*keys, *chats])).texts("note")
-    said = [text for text in found if "which no key names" in text]
+    said = [text for text in found if "which no key of" in text]
     assert [text.split(" have a field ")[1].split(",")[0] for text in said] == [repr(name) for name in noted]
     assert all(text.startswith(f"{path}: 1 of the first 1 rows") for text in said)
 
