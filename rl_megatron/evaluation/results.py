@@ -87,7 +87,8 @@ def unfinished(path: Path) -> Path:
 
 def kept_sets(path: Path, begun: Results, sets: Sequence[ProblemSet]) -> dict[str, SetResult]:
     """What `unfinished` of ``path`` has of ``sets``, by name: those that ``begun``, which has its weights, would
-    measure of the same problems, with the same keys and samples that are drawn and judged alike.
+    measure of the same problems, with the same keys and samples that are drawn and judged alike; not those of which a
+    sample has no reward: its judge may be there now.
 
     Raises DataError for a file that cannot be read.
     """
@@ -103,7 +104,7 @@ def kept_sets(path: Path, begun: Results, sets: Sequence[ProblemSet]) -> dict[st
     return {
         name: one
         for name, one in found.sets.items()
-        if _follows_from(found, one.section, one.digest, one.rows) == wanted.get(name)
+        if not one.measured.errors and _follows_from(found, one.section, one.digest, one.rows) == wanted.get(name)
     }
 
 

@@ -226,13 +226,15 @@ def begun(
     return results, problem_sets(config, held_out, lambda data: held_out[::-1])
 
 
-def kept(folder: Path, *keys: str, **others: Any) -> list[str]:
-    """The sets that such an evaluation takes from one of two sets that was stopped after both."""
+def kept(folder: Path, *keys: str, errors: int = 0, **others: Any) -> list[str]:
+    """The sets that such an evaluation takes from one of two sets that was stopped after both, of which the first had
+    so many samples without a reward."""
     results, sets = begun(*TWO)
     measured = MeasuredSet(
         problems=("1", "2"), samples=1, right=(1, 0), votes=None, errors=0, length=1.0, truncated=0.0, seconds=0.0
     )
-    found = {str(one.name): result_of(one, measured) for one in sets}
+    numbers = {"one": errors, "two": 0}
+    found = {str(one.name): result_of(one, replace(measured, errors=numbers[str(one.name)])) for one in sets}
     replace(results, sets=found).write(unfinished(folder / "a.json"), private=False)
     return list(kept_sets(folder / "a.json", *begun(*TWO, *keys, **others)))
 
@@ -252,4 +254,5 @@ def test_a_set_is_kept_of_the_same_weights_whatever_becomes_of_others(tmp_path: 
     assert not kept(tmp_path, "seed=5")
     assert not kept(tmp_path, tests="other")
     assert not kept(tmp_path, enable_thinking=False)
+    assert kept(tmp_path, errors=1) == ["two"]
     assert not kept_sets(tmp_path / "b.json", *begun())
