@@ -7,7 +7,7 @@
 # make test-312 [PYTHON312=PATH]               the learner's tests on Python 3.12, with the newest megatron-core tried
 # make test-cluster                            jobs on a real Slurm of twenty-eight nodes on this machine (root, Debian)
 # make test-series                             24 cells of a study over eight nodes of it, one of which is lost
-# make test-pretended-gpu                      the learner's tests again, on pretended GPUs: ten minutes on two cores
+# make test-pretended-gpu                      the learner's tests again, on pretended GPUs: three minutes on two cores
 # make test-gpu [HALF=1|2] [GPU_PYTHON=python3]  the kit for one GPU, seven minutes a half; prints a table of figures
 # make test-kills [ARGS="--points 20"]         a run with servers, killed at 100 points: is a prompt lost or trained twice?
 # make test-learns                             calculator, sft_tiny, dpo_tiny, reward_tiny, distill_tiny, three seeds of each: do they learn?

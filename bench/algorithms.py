@@ -5,8 +5,9 @@
 Each is the default run (``rl-megatron train algorithm=NAME``) in one process with one thread, ``--jobs`` of them at a
 time. Algorithms without a ratio take one minibatch per step, VAPO a lambda for short answers, SPO as many prompts as
 other rows have completions, GRPO with process rewards a reward of each digit, GDPO a second part for digits alone,
-ScaleRL a lower rate. GiGPO is not among them: a completion of the default task is one turn. Runs already finished in
-``--dir`` are not repeated. Prints a Markdown table and writes ``report.html`` there.
+ScaleRL a lower rate. GiGPO is not among them, as a completion of the default task is one turn, and neither are
+distillations, which want a teacher. Runs already finished in ``--dir`` are not repeated. Prints a Markdown table and
+writes ``report.html`` there.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from rl_megatron.observability.report import write_report
 from rl_megatron.types import Completion, Prompt
 
 ROOT = Path(__file__).resolve().parent.parent
-WITH_TURNS = {"gigpo"}  # which the task has not
-NAMES = sorted({path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml")} - WITH_TURNS)
+OF_OTHER_TASKS = {"gigpo", "distill", "gkd"}  # with turns, or a teacher
+NAMES = sorted({path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml")} - OF_OTHER_TASKS)
 PLAIN = ("learner.ep=1", "learner.threads=1", "log.progress=plain", "log.tensorboard=false")
 ENOUGH = 0.9
 STEPS = load_config("tiny_cpu", []).train.steps

@@ -76,6 +76,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--every", type=int, default=100)
     args = parse(parser)
+    if args.steps < WARM or args.every < 1 or args.steps % args.every or WARM % args.every:
+        parser.error(
+            f"--steps {args.steps} --every {args.every}: growth is from step {WARM} to the last; "
+            f"give at least {WARM} steps, and an --every that divides them and {WARM}"
+        )
     rows = []
     for name, held in measure(args.steps, args.every).items():
         growth = held[args.steps] / held[WARM] - 1

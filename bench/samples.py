@@ -78,10 +78,10 @@ def by_a_walk(rows: Tuples) -> dict[str, Tensor]:
     return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 
-def cpu_seconds(call: Callable[[], object], repeats: int = 5) -> float:
+def cpu_seconds(call: Callable[[], object]) -> float:
     """Median of the process's CPU time."""
     taken = []
-    for _ in range(repeats):
+    for _ in range(5):
         before = time.process_time()
         call()
         taken.append(time.process_time() - before)

@@ -90,7 +90,7 @@ def main() -> None:
         if args.machine is None:
             ranks = 1 if args.layouts == ["one"] else 2
             say = lambda line: print(f"calibrating, {line}", flush=True)  # noqa: E731
-            write_calibration(machine, calibrate(device="cpu", ranks=ranks, threads=1, processor=True, say=say))
+            write_calibration(machine, calibrate(device="cpu", ranks=ranks, threads=1, say=say))
         entry = read_calibration(machine).alone.entry
         print(f"products {entry.flops / 1e9:.0f} GFLOP/s, memory {entry.memory_rate:.1f} GB/s")
         for model, layout in itertools.product(args.models, args.layouts):

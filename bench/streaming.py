@@ -82,6 +82,8 @@ from rl_megatron.types import (
     StepResult,
     Want,
 )
+from rl_megatron.weights.checks.packed import packed_report
+from rl_megatron.weights.checks.reports import Report
 
 TRAIN = PROMPTS * GROUP * MEAN * TRAIN_TOKEN
 BARS = {"over_floor": 1.10, "speed_up": 1.8, "equal": 1.0, "simulator": 0.05}
@@ -124,8 +126,9 @@ class Sleeping:
         return Response()
 
     async def _load(self, asked: Request) -> Response:
-        self._version = (await asked.json())["version"]
-        return JSONResponse({"rows": [], "seconds": 0.0, "read": [], "window": 0})
+        body = await asked.json()
+        self._version = body.get("version", self._version)  # a question for what is held has none
+        return JSONResponse(packed_report(Report(rows=[], seconds=0.0), body["known"]))
 
     _held = _load
 

@@ -59,6 +59,7 @@ class Prompt:
     meta: Mapping[str, Any] = field(default_factory=dict)  # all other fields of its row, as JSON has them
     source: str = ""  # of a mixture
     read_by: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # tokens of teachers' own prompts, or ANOTHER
+    messages: tuple[Mapping[str, Any], ...] = ()  # where they are more than ``text``, for an environment to begin with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +205,7 @@ class RolloutGroup:
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     greedy: RolloutGroup | None = None  # one greedy completion of the prompt, where the baseline asks for it
+    demonstration: RolloutGroup | None = None  # of one trajectory, which the data shows and nobody sampled
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -216,26 +218,23 @@ _OF_SEQUENCES = ("group_of", "trajectory_of", "source_of", "cu_seqlens")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """A ragged batch of S sequences, concatenated: packing cuts it, and a micro-batch holds one. CPU tensors.
-
-    ``old_logprobs`` are the policy's at the start of the update, ``rollout_logprobs`` the engine's. A field that the
-    run's losses do not need is None.
-    """
+    """A ragged batch of S sequences, concatenated: packing cuts it, and a micro-batch holds one. CPU tensors."""
 
     input_ids: Tensor  # [N] int64
     targets: Tensor  # [N] int64, the next token
     mask: Tensor  # [N] bool, True where the target was sampled (or is supervised)
     advantages: Tensor  # [N] float32
-    rollout_logprobs: Tensor  # [N] float32
-    old_logprobs: Tensor  # [N] float32
-    ref_logprobs: Tensor | None = None  # [N] float32, of the frozen reference
+    rollout_logprobs: Tensor  # [N] float32, the engine's
+    old_logprobs: Tensor  # [N] float32, the policy's as the update starts
+    ref_logprobs: Tensor | None = None  # [N] float32, of the frozen reference; this and the rest where needed
     ref_top: Tensor | None = None  # [N, 2, k] float32, its most probable tokens and their log-probs
     old_values: Tensor | None = None  # [N] float32, of the critic at the start of the update
-    returns: Tensor | None = None  # [N] float32, what the critic learns
+    returns: Tensor | None = None  # [N] float32, what the critic learns where ``mask`` is True
     proximal_share: Tensor | None = None  # [N] float32, how far the old policy is from the rollout's to the current
     nll_weights: Tensor | None = None  # [N] float32, weight of -log pi beside the policy loss, over its denominator
     old_kl_weights: Tensor | None = None  # [N] float32, of each token's KL to the old policy (tokens.choose=kl_cov)
     token_weight: Tensor | None = None  # [N] float32, of each token in the loss; None: by the counts of LossInputs
+    demonstrated: Tensor | None = None  # [N] bool, the positions of demonstrations, whose tokens nobody sampled
     turn_of: Tensor | None = None  # [N] int32, which turn of its sequence sampled the target; 0 where none did
     routes: Tensor | None = None  # [N, MoE layers, top_k] uint8 (int16 above 256 experts), what routers shall choose
     group_of: Tensor | None = None  # [S] int64, each prompt's number; this and the next two stay in the controller
@@ -285,6 +284,7 @@ class LossInputs:
     nll_weights: Tensor | None = None
     old_kl_weights: Tensor | None = None
     token_weight: Tensor | None = None
+    demonstrated: Tensor | None = None
     segment_ids: Tensor  # [T] int64 in [0, S)
     segment_sum: Callable[[Tensor], Tensor]
     turn_sum: Callable[[Tensor], Tensor] | None = None  # where the samples have ``turn_of``
@@ -341,10 +341,10 @@ class Batch:
     last_tokens: bool = False  # whether each sequence has its last target as one more input
 
 
-Want = Literal["logprobs", "entropy", "values", "routes", "logits", "top"]
-"""What a model can compute for positions: ``logprobs`` of the targets and the ``entropy`` (nats), and a critic's
-``values``, [N] float32 for each micro-batch; ``routes``, the experts that the pass took, [N, MoE layers, top_k];
-``logits`` at temperature 1 of the m masked-in positions, [m, V] float32; ``top`` as Samples.ref_top, [N, 2, k]."""
+Want = Literal["logprobs", "entropy", "logit_norms", "values", "routes", "logits", "top"]
+"""What a model can compute for positions: ``logprobs`` of the targets, the ``entropy`` (nats), `logit_norms` of the
+targets, and a critic's ``values``, [N] float32 for each micro-batch; ``routes``, the experts that the pass took, [N,
+MoE layers, top_k]; ``logits`` at temperature 1 of m masked-in positions, [m, V] float32; ``top``: Samples.ref_top."""
 Scores = Sequence[Sequence["Tensor"]]
 """[D][M]: the requested quantity for each of a batch's micro-batches."""
 

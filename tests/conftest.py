@@ -32,6 +32,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """What awaits async tests; a fixture of one value, and not a parameter that their names would show."""
+    return "asyncio"
+
+
 @pytest.fixture(autouse=True)
 def own_module_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders that a test adds, or the command line for it, are not searched by later tests, nor by their forks."""

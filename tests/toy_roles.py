@@ -79,6 +79,12 @@ class Toy:
         self.heard.append((what, columns_of(batch)))
         return [[self._of(m, self.weights) for m in row] for row in batch.micro_batches]
 
+    def _logit_norms(self, samples: Samples) -> Tensor:
+        """By the gradient itself."""
+        logits = looked_up(self.weights, samples).double().requires_grad_()
+        said = logits.log_softmax(-1).gather(1, samples.targets[:, None]).sum()
+        return torch.autograd.grad(said, logits)[0].square().sum(-1).float()
+
     async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
         """Its routers choose expert 1 for odd tokens."""
         mine: Want = "values" if self.is_critic else "logprobs"
@@ -86,6 +92,9 @@ class Toy:
             found = await self.score(batch, want - {"entropy"})
             tables = [[looked_up(self.weights, m).log_softmax(-1) for m in row] for row in batch.micro_batches]
             return {**found, "entropy": [[-(x.exp() * x).sum(-1) for x in row] for row in tables]}
+        if "logit_norms" in want:
+            found = await self.score(batch, want - {"logit_norms"})
+            return {**found, "logit_norms": [[self._logit_norms(m) for m in row] for row in batch.micro_batches]}
         if "top" in want:
             found = await self.score(batch, want - {"top"})
             logits = [[looked_up(self.weights, m) for m in row] for row in batch.micro_batches]
@@ -123,6 +132,9 @@ class Toy:
     async def drop(self) -> None:
         self.gradient = None
         self.heard.append(("drop",))
+
+    async def reset_moments(self) -> None:
+        self.heard.append(("reset moments",))
 
     async def lead(self, rate: float) -> None:
         self.heard.append(("lead", rate))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from launcher.build.tokenizer import read_tokenizer
 from rl_megatron.config.beside import with_own_prompt
+from rl_megatron.config.environments import begun_by_messages
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import DataSection, FileKeys, OneSource, data_sources, name_of
+from rl_megatron.config.sections.data import DataSection, FileKeys, data_sources, name_of
 from rl_megatron.config.sections.eval import EvalSetSection, RunData
-from rl_megatron.config.sections.jobs import JobName
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.problems.pool import Pool
 from rl_megatron.data.problems.prompts import load_held_out, load_prompts
@@ -24,8 +24,8 @@ from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.evaluation.sets import ProblemSet
 from rl_megatron.models.families.fields import GenerationFields
 from rl_megatron.models.json_files import read_json
-from rl_megatron.rollout.conversation.pairs import check_answers, check_texts
-from rl_megatron.rollout.conversation.written import check_turns, end_of_turns
+from rl_megatron.rollout.conversation.forms import FORMS
+from rl_megatron.rollout.conversation.written import end_of_turns
 from rl_megatron.training.jobs.written import or_left_out
 from rl_megatron.types import Prompt
 
@@ -33,13 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-_CHECKS: Mapping[JobName, Callable[[Iterable[Prompt]], None]] = {
-    "sft": check_turns,
-    "dpo": check_answers,
-    "reward_model": check_texts,
-}
-"""What looks at the form of a job's conversations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +67,7 @@ def load_data(config: RunConfig, model_folder: Path, teachers: Mapping[str, Teac
         on_leak=config.data.on_leak,
         sets=config.eval.data_of_sets,
         environments={key: one for key, one in own.items() if one is not None},
+        begun_by_messages=begun_by_messages(config),
         teachers=teachers,
     )
     load = partial(
@@ -104,7 +98,7 @@ def training_data(config: RunConfig, model_folder: Path) -> Data:
     data = load_data(config, model_folder, with_own_prompt(config))
     if _learns_answers(config):
         _tell_ends(data)
-    check = _CHECKS.get(config.job)
+    check = FORMS.get(config.job)
     if check is not None and config.written.on_refused == "fail":
         try:
             check(data.train.conversations())
@@ -140,7 +134,7 @@ def _tell_ends(data: Data) -> None:
 def _learns_answers(config: RunConfig) -> bool:
     """Whether there are answers of problems to learn, or demonstrations."""
     if config.kind.samples:
-        return config.warm_start.steps > 0
+        return config.warm_start.steps > 0 or config.algorithm.demonstration_gamma is not None
     sources = data_sources(config.data).values()
     return not config.kind.scores and any(
         not isinstance(one, FileKeys) or one.messages_field is None for one in sources
@@ -148,7 +142,7 @@ def _learns_answers(config: RunConfig) -> bool:
 
 
 def problem_sets(
-    config: RunConfig, held_out: Sequence[Prompt], load: Callable[[OneSource], Sequence[Prompt]]
+    config: RunConfig, held_out: Sequence[Prompt], load: Callable[..., Sequence[Prompt]]
 ) -> list[ProblemSet]:
     """The sets of ``eval.sets``, whose own data ``load`` reads; without any, the ``held_out`` prompts."""
     section = config.eval
@@ -158,7 +152,8 @@ def problem_sets(
     sets = []
     for name, one in section.sets.items():
         try:
-            prompts = held_out if isinstance(one.data, RunData) else load(one.data)
+            lists = f"eval.sets.{name}.data" in begun_by_messages(config)
+            prompts = held_out if isinstance(one.data, RunData) else load(one.data, lists=lists)
         except (ConfigError, DataError) as error:
             raise type(error)(f"eval.sets.{name}: {error}") from error
         chosen = prompts[: one.limit]

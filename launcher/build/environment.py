@@ -73,7 +73,7 @@ def environment_sampler(
             )
         if (
             report.habit != "appends"
-            and config.algorithm.credit in ("gae", "discounted")
+            and config.algorithm.credit in ("gae", "discounted", "optimal")
             and key in config.training_environments
         ):
             logger.warning(

@@ -50,6 +50,7 @@ class Parts:
     reward: RewardFunction
     allocation: Allocation | None  # None: the run uses no Slurm allocation
     claimed: Callable[[], None] = lambda: None  # raises CheckpointError where the folder is another than at the start
+    hold: Callable[[], None] = lambda: None  # takes the run's lock again if it was removed; raises CheckpointError
     services: Services = field(default_factory=Services)  # which the run starts
     control: Control = field(default_factory=Control)  # what the run answers while it trains
     resumes: bool = False  # its servers have served this run before

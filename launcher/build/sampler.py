@@ -9,6 +9,8 @@ from functools import partial
 from launcher.build.data import Data
 from launcher.build.environment import environment_sampler, made_environment
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.data import data_sources, name_of
+from rl_megatron.data.demonstrations import Demonstrations
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.rollout.by_source import SamplerBySource
@@ -37,7 +39,7 @@ def sampler_of(
     if made is not None:
         usual = environment_sampler(config, made, engine, data, vocab_size=vocab_size)
     else:
-        usual = _single_turns(config, engine, reward, data)
+        usual = _single_turns(config, engine, reward, data, vocab_size)
     keys = {name: f"data.sources.{name}.environment" for name in config.source_names}
     own = _led(config, keys, engine, data, vocab_size, services)
     if not own:
@@ -52,7 +54,9 @@ def sampler_of(
     )
 
 
-def _single_turns(config: RunConfig, engine: RolloutEngine, reward: RewardFunction, data: Data) -> RolloutSampler:
+def _single_turns(
+    config: RunConfig, engine: RolloutEngine, reward: RewardFunction, data: Data, vocab_size: int
+) -> RolloutSampler:
     decode = partial(data.tokenizer.decode, skip_special_tokens=True)
     return RolloutSampler(
         engine=engine,
@@ -66,7 +70,20 @@ def _single_turns(config: RunConfig, engine: RolloutEngine, reward: RewardFuncti
         seed=config.seed,
         greedy_baseline=config.algorithm.advantage_mean == "greedy",
         routes=config.asks_for_routes is not None,
+        demonstrate=None if config.algorithm.demonstration_gamma is None else _demonstrations(config, data, vocab_size),
         apart=config.one_by_one,
+    )
+
+
+def _demonstrations(config: RunConfig, data: Data, vocab_size: int) -> Demonstrations:
+    sources = data_sources(config.data)
+    return Demonstrations(
+        fields={name_of(key): getattr(one, "demonstration_field", None) for key, one in sources.items()},
+        tokenizer=data.tokenizer,
+        end_token_ids=data.end_token_ids,
+        stop_token_ids=data.stop_token_ids,
+        vocab_size=vocab_size,
+        most=config.rollout.max_new_tokens,
     )
 
 

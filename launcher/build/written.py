@@ -16,6 +16,7 @@ from rl_megatron.config.sections.data import weights_of
 from rl_megatron.config.sections.jobs import JobName
 from rl_megatron.data.packing import Packer, packer_of
 from rl_megatron.data.pairs import answer_pairs, scored_pairs
+from rl_megatron.data.problems.conversations import refuse_bad_answers
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.samples import check_ends, check_tokens, supervised_rows
 from rl_megatron.interfaces import Roles
@@ -44,12 +45,14 @@ class _Rows:
         return WrittenConversations(self.data.tokenizer, self.data.stop_token_ids)
 
     def learnt(self, prompts: Sequence[Prompt]) -> list[Unit]:
-        """The rows to train on, one a unit: the answer of a problem, or the turns of a conversation."""
+        """The rows to train on, one a unit: the answer of a problem, or the turns of a conversation. Raises DataError
+        for one that is marked as bad."""
         made, tokenizer = list[Unit](), self.data.tokenizer
         for is_problem, some in _runs(prompts):
             if is_problem:
                 rows = supervised_rows(some, answers(some, 0), tokenizer, self.data.end_token_ids)
             else:
+                refuse_bad_answers(some)
                 rows = self._conversations.rows(some)
             made += [(row,) for row in rows]
         return self._known(made)

@@ -26,10 +26,10 @@ SILENT_SECONDS = 900.0
 """A process that measures says each curve that it has done; one that says nothing for so long hangs."""
 
 
-def calibrate(*, device: str, ranks: int, threads: int, processor: bool, say: Callable[[str], None]) -> Calibration:
+def calibrate(*, device: str, ranks: int, threads: int, say: Callable[[str], None]) -> Calibration:
     """Measure one process alone, then ``ranks`` at once, and fit an entry to each. ``say`` takes a line of progress.
 
-    ``processor``: a process alone counts its processor time, which suits a machine that does other work too. Raises
+    On a CPU a process alone counts its processor time, which suits a machine that does other work too. Raises
     RLMegatronError with the last words of a process that fails.
     """
     from rl_megatron.scaling.machines.fitting import fit_load
@@ -38,7 +38,7 @@ def calibrate(*, device: str, ranks: int, threads: int, processor: bool, say: Ca
     loads = []
     for count in dict.fromkeys((1, ranks)):
         asked = {"ranks": count, "device": device, "dtype": dtype, "threads": threads}
-        curves = _curves({**asked, "processor": processor and count == 1 and device == "cpu"}, say)
+        curves = _curves({**asked, "processor": count == 1 and device == "cpu"}, say)
         say(f"{_named(count)}: fitting")
         loads.append(fit_load(curves, device=device, dtype=dtype))
     versions = {name: version(name) for name in ("torch", "megatron-core")}

@@ -26,7 +26,7 @@ def calibrate_into(path: Path, *, device: str, ranks: int, threads: int) -> None
     def say(line: str) -> None:
         console.print(f"{time.perf_counter() - began:6.1f} s  {line}", soft_wrap=True, markup=False, highlight=False)
 
-    found = calibrate(device=device, ranks=ranks, threads=threads, processor=True, say=say)
+    found = calibrate(device=device, ranks=ranks, threads=threads, say=say)
     write_calibration(path, found)
     console.print(found.name, soft_wrap=True, markup=False)
     for load in (found.alone, found.together):

@@ -40,9 +40,10 @@ def _measured(asked: dict[str, Any], done: Any) -> Curves:
     from launcher.calibration.messages import messages
     from launcher.calibration.steps import decoded, probe_layouts, probes
     from rl_megatron.config.sections.learner import LearnerSection
-    from rl_megatron.learner import cpu, world
+    from rl_megatron.learner import world
+    from rl_megatron.learner.cpu import patches
 
-    cpu.install()  # before megatron's functions are bound
+    patches.install()  # before megatron's functions are bound
 
     rank, ranks, kind = asked["rank"], asked["ranks"], asked["device"]
     keys = {"device": kind, "dtype": asked["dtype"], "threads": asked["threads"], "timeout_seconds": 120.0}

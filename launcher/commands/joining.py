@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -16,10 +17,13 @@ from launcher.control.client import ask_run
 from launcher.hosts.ray.node import COMPLETE
 from launcher.hosts.slurm import jobs
 from launcher.hosts.slurm.calls import outside_jobs
+from launcher.processes.last_words import end_of
+from launcher.processes.own_thread import OwnThread
 from launcher.wire.greetings import this_node
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 
+_LOOK_SECONDS = 0.2
 _STOP_SECONDS = 60.0
 _ASK_SECONDS = 60.0
 """Until the run has answered what it need not wait for, with what srun takes to reach it."""
@@ -44,7 +48,7 @@ def join_cluster_of(run: Path) -> None:
     try:
         ray.stdin.write(told["line"].encode())
         ray.stdin.flush()
-        _answer(run, "joined", node=node, seconds=limit + _ASK_SECONDS)
+        asyncio.run(_await_joined(run, node, ray, log, seconds=limit + _ASK_SECONDS))
         with contextlib.suppress(BrokenPipeError):  # it has ended
             ray.stdin.write(COMPLETE)
             ray.stdin.flush()
@@ -61,6 +65,20 @@ def join_cluster_of(run: Path) -> None:
         ray.stdin.close()
         ray.wait(_STOP_SECONDS)
     print(f"Ray has ended here with status {status}, as with the run; {log} has its output", flush=True)
+
+
+async def _await_joined(run: Path, node: str, ray: subprocess.Popen[bytes], log: Path, *, seconds: float) -> None:
+    """Wait until the run's cluster has the node. Raises ConfigError as `_answer`, and at once where Ray ends here: it
+    may have another version than the cluster."""
+    asking = asyncio.ensure_future(OwnThread("joined")(_answer, run, "joined", node=node, seconds=seconds))
+    while not (await asyncio.wait([asking], timeout=_LOOK_SECONDS))[0]:
+        if (status := ray.poll()) is not None:
+            asking.cancel()
+            raise ConfigError(
+                f"Ray ended here with status {status} before the run's cluster had {node}; {log} ends with:"
+                f"{end_of(log)}"
+            )
+    await asking
 
 
 def _answer(run: Path, command: str, *, node: str, seconds: float) -> Any:

@@ -16,13 +16,12 @@ from rich.table import Table
 
 from launcher.preflight.checks import Preflight
 from launcher.preflight.nodes import beside_nodes
+from launcher.preflight.sizes import size_problems
 from launcher.programs.exact import refuse_hidden, show_dry_runs
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import SpeedsSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.learner.model.refusals import refuse
-from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.implementation import wants_transformer_engine
 from rl_megatron.placement.files import weights_folder
@@ -191,11 +190,9 @@ def show_config(config_name: str, overrides: Sequence[str], *, exact: bool) -> N
     job = [] if any(item.startswith("run.launcher=") for item in overrides) else ["run.launcher=slurm"]
     config = load_config(config_name, [*overrides, *job], otherwise={"model.path": _NO_FOLDER})
     model = _model(config_name, config)
-    of_nodes = Preflight(found=tuple(beside_nodes(config)), seconds=0.0)
-    of_nodes.raise_problems()
     shape = job_shape(config, model_shape(model, config.learner.model))
-    expect(config.model.name, shape)
-    refuse(shape, config.learner)
+    found_here = Preflight(found=(*beside_nodes(config), *size_problems(config, shape)), seconds=0.0)
+    found_here.raise_problems()
     show_memory(config_name, config, shape)
     print(_counted_layers(config, shape))
     if exact:
@@ -204,7 +201,7 @@ def show_config(config_name: str, overrides: Sequence[str], *, exact: bool) -> N
     if check_memory(config, shape) is not None:
         print(f"It fits in slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g}.")
     found = estimate(config, shape)
-    for line in (*found.lines(), *of_nodes.notes(), *(f"note: {warning}" for warning in found.warnings())):
+    for line in (*found.lines(), *found_here.notes(), *(f"note: {warning}" for warning in found.warnings())):
         print(line)
 
 

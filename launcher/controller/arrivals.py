@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _HELLO_BYTES = 4096
 _STRANGERS = 64  # streams beyond one for each rank: few of the files that `limits` keeps for the controller
+_WAKE_SECONDS = 10.0  # of scancel, whose server may be away
 _TAIL_SECONDS = 0.5  # to read the end of a dead rank's output
 
 
@@ -68,10 +69,21 @@ class ConnectedRank(RankProcess):
         return Ending(how=how, expected=True, killed=True)
 
     @override
-    def wake(self) -> None:
+    async def wake(self) -> None:
         """Has Slurm send SIGCONT to all ranks of the step. Without Slurm nothing can wake a stopped rank."""
-        if all(self.hello.step.split(".")):
-            subprocess.Popen(["scancel", "--signal=CONT", self.hello.step], env=dict(os.environ))
+        if not all(self.hello.step.split(".")):
+            return
+        command, given = ["scancel", "--signal=CONT", self.hello.step], dict(os.environ)
+        try:
+            done = await asyncio.to_thread(
+                subprocess.run, command, capture_output=True, text=True, env=given, timeout=_WAKE_SECONDS
+            )
+            why = f"scancel: status {done.returncode}: {done.stderr.strip()}" if done.returncode else ""
+        except (OSError, subprocess.TimeoutExpired) as error:
+            why = str(error)
+        if why:
+            rank = called(self.role, self.rank)
+            logger.warning("%s on %s was not continued, if it was stopped: %s", rank, self.node, why)
 
     @override
     def kill(self) -> None:

@@ -13,7 +13,7 @@ from launcher.processes import limits
 from launcher.wire import messages
 from launcher.wire.messages import STACKS
 from launcher.wire.setup import Setup
-from rl_megatron.errors import WorkerDied
+from rl_megatron.errors import SyncError, WorkerDied
 from rl_megatron.observability.speed import Spent
 from rl_megatron.observability.timeline.kernels import RankKernels, Recorded
 from rl_megatron.observability.timeline.ranks import RankTimed, RankTimes
@@ -116,7 +116,7 @@ class WorkerHandle:
                 answer.set_result(value)
         elif status == "refused":
             self._raised = True
-            self._failure.report(value, at_once=True)
+            self._failure.report(value, at_once=not isinstance(value, SyncError))  # another rank may have died
         elif status == "erred":  # another node would not help, and its peers' errors are noise
             self._raised = True
             self._failure.report(WorkerDied(limits.explained(f"{self.who} raised {value}")), at_once=True)

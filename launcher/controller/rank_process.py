@@ -26,8 +26,8 @@ class RankProcess(Protocol):
         """How it ended, once `over` is done."""
         ...
 
-    def wake(self) -> None:
-        """Continue the process if it was stopped."""
+    async def wake(self) -> None:
+        """Continue the process if it was stopped. It has a limit of its own."""
         ...
 
     def kill(self) -> None:

@@ -88,8 +88,8 @@ class Watchdog:
         if ready:
             self._write_tasks()
         await _written({files[w]: before[files[w]] for w in ready if w not in quiet})
-        for worker in [w for w in ready if w in quiet][:_WOKEN]:  # a woken rank continues, and others with it
-            worker.process.wake()
+        stopped = [w for w in ready if w in quiet][:_WOKEN]
+        await asyncio.gather(*(worker.process.wake() for worker in stopped))  # one continues, and others with it
         await _written(before)
         return {worker: stacks.read(_text(file)) for worker, file in files.items()}
 

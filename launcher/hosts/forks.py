@@ -57,7 +57,7 @@ class ForkedRank(RankProcess):
         return Ending(how=f"{how}; {said}", expected=code == 0, killed=code < 0)
 
     @override
-    def wake(self) -> None:
+    async def wake(self) -> None:
         self._signal(signal.SIGCONT)
 
     @override

@@ -67,7 +67,8 @@ class MoreOnNodes(MoreSites):
             had = {site.node for sites in (*living, *vacant) for site in sites}
             nodes = [one for one in nodes if one in had]
         seat = self._seat([node] if node in nodes else [] if node else nodes, living)
-        return [await asyncio.to_thread(self._site, seat, len(living))]
+        number = len(living)
+        return [await asyncio.to_thread(site_at, seat, self.config, self.allocation, number=number, count=number + 1)]
 
     def _seat(self, nodes: Sequence[str], living: Sequence[Sites]) -> Seat:
         """On the node with the fewest servers. Raises ConfigError."""
@@ -87,9 +88,6 @@ class MoreOnNodes(MoreSites):
                 continue
             return Seat(node=node, gpus=gpus)
         raise ConfigError(why)
-
-    def _site(self, seat: Seat, number: int) -> Site:
-        return site_at(seat, self.config, self.allocation, number=number, count=number + 1)
 
 
 def _free(gpus: range, living: Sequence[Sites], wanted: int, where: str) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ def check(subject: Subject) -> Iterator[Found]:
         yield from _written(config, ranks)
     elif sequences < ranks:
         pairs = f"rollout.prompts_per_step={config.rollout.prompts_per_step} * 2 of a pair"
-        of_step = pairs if config.algorithm.pairs else config.named_completions
+        of_step = pairs if config.algorithm.pairs else config.named_compared
         yield note(
             f"an optimizer step has {sequences} sequences ({of_step} / train.minibatches="
             f"{config.train.minibatches}) for {ranks} data-parallel ranks (learner.dp), so {ranks - sequences} of them "
@@ -32,8 +32,8 @@ def check(subject: Subject) -> Iterator[Found]:
     yield from _trajectories(config)
     wave, mean = config.train.stream_micro_batches, config.slurm.speeds.mean_tokens
     if wave and mean is not None:
-        positions = int(config.completions_per_step * (config.rollout.max_prompt_tokens + mean))
-        filled = micro_batches_filled(config.learner, positions=positions, sequences=config.completions_per_step)
+        positions = int(config.compared_per_step * (config.rollout.max_prompt_tokens + mean))
+        filled = micro_batches_filled(config.learner, positions=positions, sequences=config.compared_per_step)
         if filled <= wave:
             yield note(
                 f"a batch of completions of slurm.speeds.mean_tokens={mean:g} and the longest prompts fills {filled} "

@@ -15,6 +15,7 @@ import psutil
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from launcher.processes import limits
 from rl_megatron.config.run import RunConfig
+from rl_megatron.options.fp8 import CAPABILITIES
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.weights.checks.libraries import torch_folder
 
@@ -59,8 +60,8 @@ def check(subject: Subject) -> Iterator[Found]:
             f"{given} with {_counted(config)}, but {count} GPUs are visible here "
             f"(CUDA_VISIBLE_DEVICES {said}): NCCL takes one rank a GPU; lower learner.tp, cp, dp, pp or ep"
         )
-    elif said_of_servers := _servers_on(subject):
-        yield problem(said_of_servers)
+    elif said_of_gpus := _float8_on(config) or _servers_on(subject):
+        yield problem(said_of_gpus)
 
 
 def _processes(config: RunConfig) -> Iterator[Found]:
@@ -107,21 +108,36 @@ def _counted(config: RunConfig) -> str:
     return " and ".join(f"{count} {role} ranks (tp*cp*dp*pp)" for role, count in ranks_by_role(config).items())
 
 
+def _float8_on(config: RunConfig) -> str:
+    """Why the learner cannot multiply in float8 on this machine's GPUs; empty if it can, or need not."""
+    if (fp8 := config.learner.fp8) is None or not 0 < (here := _capability()) < CAPABILITIES[fp8]:
+        return ""
+    able = " or ".join(name for name, least in CAPABILITIES.items() if here >= least)
+    return (
+        f"learner.fp8={fp8} needs GPUs of compute capability {CAPABILITIES[fp8]:g} or more, and those here have "
+        f"{here:g}; {f'set {able}, or ' if able else ''}leave it out"
+    )
+
+
 def _servers_on(subject: Subject) -> str:
     """Why the servers cannot serve quantised weights on this machine's GPUs; empty if they can."""
     rollout = subject.config.rollout
     if not rollout.served or rollout.server.addresses or rollout.server.quantization == "none":
         return ""
+    from launcher.servers.engines import adapter_of  # imports torch
+
+    adapter, options = adapter_of(rollout.engine, subject.shape), shlex.split(rollout.server.options or "")
+    return adapter.gpu_problem(rollout.server.quantization, options, _capability())
+
+
+def _capability() -> float:
+    """The greatest compute capability of this machine's GPUs; 0 if the driver does not tell it."""
     asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         told = subprocess.run(asked, capture_output=True, text=True, timeout=_SECONDS, env=dict(os.environ)).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return ""  # the first push would be refused
-    from launcher.servers.engines import adapter_of  # imports torch
-
-    capability = max(map(float, re.findall(r"^\d+\.\d+", told, re.M)), default=0.0)
-    adapter = adapter_of(rollout.engine, subject.shape)
-    return adapter.gpu_problem(rollout.server.quantization, shlex.split(rollout.server.options or ""), capability)
+        return 0.0  # ranks, and the first push, refuse what has no kernels
+    return max(map(float, re.findall(r"^\d+\.\d+", told, re.M)), default=0.0)
 
 
 def torch_is_for_cpus() -> bool:

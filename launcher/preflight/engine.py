@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
+from launcher.servers.interpreter import has_module
 from rl_megatron.errors import ConfigError
 from rl_megatron.user_code import load_named
-
-ANSWER_SECONDS = 20.0  # an interpreter on a disk of a network starts in some
 
 
 def check(subject: Subject) -> Iterator[Found]:
@@ -59,25 +55,3 @@ def module_of(engine: str) -> str:
         return engine
     adapter = load_named(engine, "rollout.engine", "class with a module", lambda found: hasattr(found, "module"))
     return str(adapter.module)
-
-
-def has_module(package: str, python: Path, seconds: float = ANSWER_SECONDS) -> bool | None:
-    """Whether an interpreter finds the package: the files of its environment may say so, or else it is asked, from a
-    folder without modules, as packages may lie elsewhere. None if it does not answer in ``seconds``."""
-    environment = python.absolute().parent.parent  # not resolved: in an environment the interpreter is a link
-    packages = [*environment.glob("lib/python3*/site-packages"), *environment.glob("lib64/python3*/site-packages")]
-    if any((folder / package).is_dir() or any(folder.glob(f"{package}-*.dist-info")) for folder in packages):
-        return True
-    code = f"import importlib.util; print(importlib.util.find_spec({package!r}) is not None)"
-    try:
-        done = subprocess.run(
-            [python.absolute(), "-c", code],
-            cwd="/",
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            env=dict(os.environ),
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return {"True": True, "False": False}.get(done.stdout.strip())

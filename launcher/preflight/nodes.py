@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.preflight.engine import has_module
 from launcher.preflight.subject import Found, Subject, note, problem, unchecked
+from launcher.servers.interpreter import has_module
 from rl_megatron.config.beside import separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import SlurmSection, minutes_of

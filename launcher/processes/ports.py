@@ -30,7 +30,7 @@ def any_port(number: int = 0, count: int = 1) -> int:
 
 @contextlib.contextmanager
 def held_ports(host: str) -> Iterator[int]:
-    """Hold a block of ports of ``host``, an address of this machine, and yield the first.
+    """Hold a block of ports of ``host``, an address of this machine or "" for all of them, and yield the first.
 
     A server can still bind one of them if it sets SO_REUSEADDR, as servers do: Linux then lets two sockets share a
     port while at most one of them listens. Raises OSError if all tried ports are taken.
@@ -50,7 +50,7 @@ def held_ports(host: str) -> Iterator[int]:
 
 
 def free_port(host: str) -> int:
-    """A port of ``host`` that is free at this moment. Raises OSError."""
+    """A port of ``host``, as in `held_ports`, that is free at this moment. Raises OSError."""
     with held_ports(host) as port:
         return port
 

@@ -113,7 +113,8 @@ def read(text: str) -> Stack | None:
     for thread, part in zip(parts[-2::-2], parts[::-2], strict=True):  # from the end
         if thread in last:
             break  # an earlier dump
-        last[thread] = tuple(_frames(part))
+        found = _FRAME.finditer(part)
+        last[thread] = tuple(Frame(file=m["file"], line=int(m["line"]), name=m["name"]) for m in found)
     if not last:
         return None
     threads = list(last.values())[::-1]
@@ -123,10 +124,6 @@ def read(text: str) -> Stack | None:
         return Stack(frames=frames, collective=name)
     serving = [frames for frames in threads if any(frame.name == _CALLS for frame in frames)]
     return Stack(frames=(serving or threads)[-1], collective=None)
-
-
-def _frames(text: str) -> list[Frame]:
-    return [Frame(file=m["file"], line=int(m["line"]), name=m["name"]) for m in _FRAME.finditer(text)]
 
 
 def _collective(frames: Sequence[Frame]) -> str | None:

@@ -66,7 +66,8 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
         shape = job_shape(config, read_shape(folder, config.learner.model))
         raise_unread_files(config, shape)
         data, services = load_data(config, folder), Services(config.services)
-        said = f"{target.source}: {_described(data.sets)}, by {config.rollout.engine}{shown_variables(config)}"
+        sets = ", ".join(f"{one.name or WHOLE} ({len(one.prompts)} x {one.section.samples})" for one in data.sets)
+        said = f"{target.source}: {sets}, by {config.rollout.engine}{shown_variables(config)}"
         print(said, flush=True)
         begun = Results(
             model=str(target.source),
@@ -160,6 +161,9 @@ def _claimed(path: Path) -> Iterator[None]:
                 "--name"
             )
         if path.exists():
+            with contextlib.suppress(DataError):  # it holds no results, so that the sets that are measured stay
+                read_results(path)
+                unfinished(path).unlink(missing_ok=True)  # its evaluation was killed between the two
             raise ConfigError(f"{path} exists; remove it, or give another name with --name")
         yield
 
@@ -191,10 +195,6 @@ def _digest(folder: Path, config: RunConfig, shapes: Mapping[str, Shape]) -> str
     dtype = getattr(torch, config.learner.dtype)
     found = checksums(HFFolder(folder), shapes, dict.fromkeys(shapes, dtype))
     return digest_of(json.dumps(found, sort_keys=True).encode()).xxh3_128
-
-
-def _described(sets: Sequence[ProblemSet]) -> str:
-    return ", ".join(f"{one.name or WHOLE} ({len(one.prompts)} x {one.section.samples})" for one in sets)
 
 
 def _display() -> Progress:

@@ -14,6 +14,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
+from rl_megatron.models.shape import length_problem
 from rl_megatron.options.device import GPU
 from rl_megatron.scaling.machines.calibration import machine_named
 from rl_megatron.scaling.planner.fitting import PlannedRun
@@ -87,26 +88,10 @@ def asked_of(arguments: Sequence[str]) -> Asked:
     if "mean_tokens" in own:
         _put(tree, "slurm.speeds.mean_tokens", _whole("mean_tokens", own["mean_tokens"]))
     base = _loaded(tree, ["learner.max_tokens_per_micro_batch=16777216", *overrides])
-    if base.rollout.server.pp != 1 or separate(base):
-        raise ConfigError(
-            "rollout.server.pp or roles: scale plans servers of one stage, and no nodes for a critic or a reference of "
-            "their own; leave them out"
-        )
-    if (rank := base.learner.lora.rank) is not None:
-        raise ConfigError(
-            f"learner.lora.rank={rank}: scale predicts seconds of training and pushing all weights, and adapters take "
-            "fewer; leave it out, and compare memory of layouts by rl-megatron plan --config"
-        )
-    for key, one in base.training_environments.items():
-        raise ConfigError(
-            f"{key}.function={one.function}: scale plans single completions, and not how long turns "
-            "wait for each other; leave it out, and give a trajectory's tokens as rollout.max_new_tokens"
-        )
-    if goal == "step" and base.train.max_staleness:
-        raise ConfigError(
-            f"goal=step is synchronous, but train.max_staleness={base.train.max_staleness}; leave one of them out"
-        )
+    _refuse_unplanned(base, goal)
     shape = shape_with_drafts(base, model_shape(model, base.learner.model))
+    if too_long := length_problem(shape, base.named_longest, base.longest_sequence):
+        raise ConfigError(too_long)
     most = base.rollout.max_new_tokens
     mean = _whole("mean_tokens", own["mean_tokens"]) if "mean_tokens" in own else max(1, most // 2)
     if mean > most:
@@ -126,6 +111,34 @@ def asked_of(arguments: Sequence[str]) -> Asked:
     for key, value in given.items():
         _put(tree, key, value)
     return Asked(wanted=wanted, model=model, gpu=own["gpu"], mean=mean, most=most, tree=tree)
+
+
+def _refuse_unplanned(base: RunConfig, goal: Goal) -> None:
+    """Raises ConfigError for keys whose runs the search does not plan."""
+    if base.rollout.server.pp != 1 or separate(base):
+        raise ConfigError(
+            "rollout.server.pp or roles: scale plans servers of one stage, and no nodes for a critic or a reference of "
+            "their own; leave them out"
+        )
+    if (rank := base.learner.lora.rank) is not None:
+        raise ConfigError(
+            f"learner.lora.rank={rank}: scale predicts seconds of training and pushing all weights, and adapters take "
+            "fewer; leave it out, and compare memory of layouts by rl-megatron plan --config"
+        )
+    if drafts := base.rollout.server.draft_tokens:
+        raise ConfigError(
+            f"rollout.server.draft_tokens={drafts}: scale plans pushes straight into servers' ranks, which bring no "
+            "draft layer; leave it out, and compare steps with and without it by rl-megatron plan --config"
+        )
+    for key, one in base.training_environments.items():
+        raise ConfigError(
+            f"{key}.function={one.function}: scale plans single completions, and not how long turns "
+            "wait for each other; leave it out, and give a trajectory's tokens as rollout.max_new_tokens"
+        )
+    if goal == "step" and base.train.max_staleness:
+        raise ConfigError(
+            f"goal=step is synchronous, but train.max_staleness={base.train.max_staleness}; leave one of them out"
+        )
 
 
 def configuration_file(asked: Asked, plan: PlannedRun) -> str:

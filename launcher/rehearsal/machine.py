@@ -78,7 +78,7 @@ def gpus(given: str = "") -> list[dict[str, str]]:
 def disk(folder: Path) -> dict[str, float]:
     """Bytes per second that a new file in ``folder`` is written with, synced, and read with, past the page cache.
 
-    It takes twice `_SECONDS` at most, or a gibibyte. Raises OSError.
+    It takes twice `_SECONDS` at most, or a gibibyte, but a block at least. Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".rehearsal-{platform.node()}-{os.getpid()}"
@@ -95,7 +95,7 @@ def _write(path: Path, block: mmap.mmap) -> tuple[int, float]:
     """Bytes, and bytes per second."""
     began, written = time.monotonic(), 0
     with path.open("wb", buffering=0) as file:
-        while written < _MOST_BYTES and time.monotonic() - began < _SECONDS:
+        while not written or (written < _MOST_BYTES and time.monotonic() - began < _SECONDS):
             written += file.write(block)
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -106,6 +106,8 @@ def _read(path: Path, block: mmap.mmap) -> float:
     """Bytes per second."""
     began, count = time.monotonic(), 0
     with path.open("rb", buffering=0) as file:
-        while (more := file.readinto(block)) and time.monotonic() - began < _SECONDS:
+        while more := file.readinto(block):
             count += more
+            if time.monotonic() - began >= _SECONDS:
+                break
     return count / (time.monotonic() - began)

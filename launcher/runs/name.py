@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import re
 import shlex
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from launcher.runs.lock import lock
 from rl_megatron.config.run import RunConfig
+from rl_megatron.durable import naming
 from rl_megatron.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+_REMOVED = (errno.ENOENT, errno.ESTALE)  # NFS says the second of an open file that was removed elsewhere
 
 
 def from_file(stem: str) -> str:
@@ -84,28 +93,104 @@ def refuse_copied(config: RunConfig, file: Path, overrides: Sequence[str]) -> No
 
 
 @contextlib.contextmanager
-def claim(folder: Path, *, resume: bool) -> Iterator[Callable[[], None]]:
+def claim(folder: Path, *, resume: bool) -> Iterator[Claim]:
     """Make the run's folder (a resume: find it) and lock it against other processes while the context is open.
 
     Raises ConfigError if another process holds the lock. The lock ends with the process, however that ends. It is of a
     file for nothing else, as logs are rotated. Not of the folder, which NFS cannot lock.
 
-    Yields what raises CheckpointError where ``folder`` no longer is this folder, as after a move, or with its file
-    system unmounted; any thread may call it.
+    Raises OSError that names what of the folder cannot be opened or locked, and then keeps no file open.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir(exist_ok=resume)
     except FileExistsError as error:
         raise ConfigError(f"{folder}: another run has just taken this name; start again") from error
-    with (folder / "lock").open("ab") as file:
-        if not lock(file):
+    with contextlib.ExitStack() as held:
+        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # so that no other gets its number
+        held.callback(os.close, number)
+        folder, stat = folder.absolute(), os.fstat(number)
+        if (file := _locked(folder)) is None:
             raise ConfigError(f"{folder}: another process runs in it; wait for its end, or end it")
-        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # so that no other gets its number
+        claim = Claim(folder=folder, number=stat, file=file)
+        held.callback(claim.close)
+        yield claim
+
+
+def _locked(folder: Path) -> BinaryIO | None:
+    """The locked file; None where another process has it."""
+    with contextlib.ExitStack() as held:
+        file = held.enter_context((folder / "lock").open("ab"))
+        if not lock(file):
+            return None
+        held.pop_all()
+        return file
+
+
+@dataclass(slots=True, kw_only=True)
+class Claim:
+    """The claim to a run's folder; calling it checks and renews it. Any thread may call it, and `hold`."""
+
+    folder: Path
+    number: os.stat_result  # of the folder
+    file: BinaryIO
+    _turns: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self) -> None:
+        """Raises CheckpointError where ``folder`` no longer is this folder, as after a move, or with its file system
+        unmounted, and where another process has the lock, as its file was removed."""
+        _refuse_another(self.folder, self.number)
+        with self._turns:
+            self._renew()
+
+    def hold(self) -> None:
+        """Take the lock again if its file was removed, as `__call__` does, at the price of a look at it. What else is
+        wrong with the folder, which may be back by then, is left to that. Raises CheckpointError where another process
+        has the lock."""
+        with self._turns, contextlib.suppress(OSError):
+            if self._is_gone() and os.path.samestat(self.folder.stat(), self.number):
+                self._lock_again()
+
+    def close(self) -> None:
+        """Release the lock."""
+        self.file.close()
+
+    def _renew(self) -> None:
+        """Clusters remove files that are old, as this is in a run of weeks, and users empty ones."""
         try:
-            yield partial(_refuse_another, folder.absolute(), os.fstat(held))
-        finally:
-            os.close(held)
+            with naming(self._path):
+                os.utime(self.file.fileno())
+            is_gone = self._is_gone()
+        except OSError as error:
+            if error.errno not in _REMOVED:
+                raise
+            is_gone = True
+        if is_gone:
+            self._lock_again()
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / "lock"
+
+    def _is_gone(self) -> bool:
+        """Whether the locked file has lost its name. Raises OSError where it cannot be looked at."""
+        try:
+            return not os.path.samestat(self._path.stat(), os.fstat(self.file.fileno()))
+        except OSError as error:
+            if error.errno not in _REMOVED:
+                raise
+            return True
+
+    def _lock_again(self) -> None:
+        if (file := _locked(self.folder)) is None:
+            raise CheckpointError(
+                f"{self._path} was removed, and another process runs in the folder since; this one ends, and writes "
+                "neither checkpoint nor export: what both wrote there is mixed, so resume from a checkpoint of before"
+            )
+        self.file.close()
+        self.file = file
+        said = "%s was removed, and is made and locked again: it keeps other processes out of the run"
+        logger.warning(said, self._path)
 
 
 def _refuse_another(folder: Path, claimed: os.stat_result) -> None:

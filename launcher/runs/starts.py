@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import rl_megatron
-from rl_megatron.observability.files import JsonlFile, JsonRow, rows_from
+from rl_megatron.observability.files import JsonlFile, JsonRow, whole_rows
 from rl_megatron.observability.history import STARTS
 
 PACKAGES = (
@@ -23,19 +23,21 @@ _GIT_SECONDS = 10.0
 
 
 def record_start(run_folder: Path, *, step: int, engine: Path | None) -> list[str]:
-    """Append the row of a start from ``step``, and return a line for each version that is not that of the start before.
+    """Append the row of a start from ``step``, and return a line for each version that is not that of the start before,
+    after one for each damaged row, which says nothing of it.
 
     ``engine``: an interpreter of this machine that servers run with, if that is another. Controller's process. Raises
-    OSError that names the file, and DataError where its rows cannot be read.
+    OSError that names the file.
     """
     path = run_folder / STARTS
     file = JsonlFile(path)
-    file.truncate_after(sys.maxsize)  # a torn last line alone
-    before = [*rows_from(path)] if path.is_file() else []
+    file.cut_torn()
+    damaged = list[str]()
+    before = whole_rows(path, damaged.append) if path.is_file() else []
     now: JsonRow = {"step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), **_versions(engine)}
     file.append([now])
     file.close()
-    return _changes(before[-1], now) if before else []
+    return [f"{why}; the run goes on without it" for why in damaged] + (_changes(before[-1], now) if before else [])
 
 
 def _changes(before: JsonRow, now: JsonRow) -> list[str]:

@@ -99,6 +99,10 @@ class _Learner(_Frozen):
         await self.servers.release()
         await self.learner.drop()
 
+    async def reset_moments(self) -> None:
+        await self.servers.release()
+        await self.learner.reset_moments()
+
     async def lead(self, rate: float) -> None:
         await self.servers.release()
         await self.learner.lead(rate)

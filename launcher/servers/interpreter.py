@@ -2,39 +2,55 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
+import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from launcher.processes.own_thread import in_own_thread
 from rl_megatron.errors import ConfigError
-from rl_megatron.rollout.servers.adapter import Adapter
+
+if TYPE_CHECKING:  # it imports torch, which a login node that checks a job may lack
+    from rl_megatron.rollout.servers.adapter import Adapter
 
 ANSWER_SECONDS = 60.0  # an interpreter on a slow disk of a network starts in some ten
 
 
 async def check_interpreter(python: Path, adapter: Adapter) -> None:
-    """Raises ConfigError if the engine is not installed in ``python``, or it has not answered in `ANSWER_SECONDS`."""
-    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({adapter.module!r}) is None)"
-    try:
-        process = await asyncio.create_subprocess_exec(str(python), "-P", "-c", code, env=dict(os.environ))
-    except OSError as error:
-        raise ConfigError(f"rollout.python={python}: {error.strerror}; give the engine's interpreter") from error
-    try:
-        async with asyncio.timeout(ANSWER_SECONDS):
-            status = await process.wait()
-    except TimeoutError as error:
+    """Raises ConfigError unless the engine is installed in ``python``."""
+    there = await in_own_thread("interpreter", has_module, adapter.module.partition(".")[0], python)
+    if there is None:
         raise ConfigError(
-            f"rollout.python={python}: it has not said in {ANSWER_SECONDS:g} s whether {adapter.name} is installed; "
-            "look at the disk that it is on"
-        ) from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-    if status:
+            f"rollout.python={python}: it does not start, or has not said in {ANSWER_SECONDS:g} s whether "
+            f"{adapter.name} is installed; give the engine's interpreter, and look at the disk that it is on"
+        )
+    if not there:
         raise ConfigError(
             f"rollout.python={python}: {adapter.name} is not installed there; install it (docs/engines.md), and "
             "set rollout.python=<its environment>/bin/python"
         )
+
+
+def has_module(package: str, python: Path) -> bool | None:
+    """Whether an interpreter finds the package: the files of its environment may say so, or else it is asked, from a
+    folder without modules, as packages may lie elsewhere. None if it does not start, or answer in `ANSWER_SECONDS`."""
+    environment = python.absolute().parent.parent  # not resolved: in an environment the interpreter is a link
+    packages = [*environment.glob("lib/python3*/site-packages"), *environment.glob("lib64/python3*/site-packages")]
+    if any((folder / package).is_dir() or any(folder.glob(f"{package}-*.dist-info")) for folder in packages):
+        return True
+    code = f"import importlib.util; print(importlib.util.find_spec({package!r}) is not None)"
+    try:
+        done = subprocess.run(
+            [python.absolute(), "-c", code],
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_SECONDS,
+            env=dict(os.environ),
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return {"True": True, "False": False}.get(done.stdout.strip())
 
 
 def show_package(packages: Path) -> None:

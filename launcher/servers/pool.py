@@ -15,6 +15,7 @@ from pathlib import Path
 
 from launcher.processes import restarts
 from launcher.processes.guards import Order
+from launcher.processes.own_thread import in_own_thread
 from launcher.processes.scratch import scratch
 from launcher.servers.checks import ServerChecks
 from launcher.servers.degrees import degree_problems
@@ -187,7 +188,7 @@ class ServedEngines:
             seconds=self._section.start_seconds,
         )
         try:
-            compared = await asyncio.to_thread(compare, self._config, os.environ)
+            compared = await in_own_thread("interpreters", compare, self._config, os.environ)
         except EngineError as error:
             logger.warning("%s; ranks compare themselves when they meet", error)
             return

@@ -24,6 +24,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rl_megatron.errors import DataError, Stopped
 from rl_megatron.observability import report
 from rl_megatron.observability.charts import FRAME
+from rl_megatron.observability.history import STARTS
 from rl_megatron.observability.samples import SampleSearch, prompt_digest, search_samples
 from rl_megatron.rollout.endpoint.bodies import ReceivePart, SendPart, method_of, respond
 from rl_megatron.rollout.endpoint.served import RequestRefused
@@ -34,7 +35,8 @@ logger = logging.getLogger(__name__)
 SAMPLES_AT_ONCE = 50
 _PATHS = {"/": "GET", "/report": "GET", "/samples": "GET"}
 MOST_CHARACTERS = 2**21  # of the samples of an answer; one that is longer comes alone
-_READ = ("config.yaml", "metrics.jsonl", "samples.jsonl", "trace.json", "plan.json", "log.txt")  # a change: a new page
+_READ = ("config.yaml", "metrics.jsonl", STARTS, "samples.jsonl", "trace.json", "plan.json", "log.txt")
+"""Files of which a change makes a new page."""
 _KINDS = {"text": str, "group": str, "least_reward": float, "most_reward": float}  # all others are integers
 _PLAIN, _HTML, _JSON = b"text/plain; charset=utf-8", b"text/html; charset=utf-8", b"application/json"
 

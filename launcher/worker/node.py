@@ -84,12 +84,9 @@ def _first_failure(ranks: Mapping[int, str]) -> int:
                 code = os.waitstatus_to_exitcode(os.waitpid(key.data, 0)[1])
                 if code and not failed:
                     failed, limit = code if code > 0 else 128 - code, _PEERS_SECONDS
-                    print(f"{ranks[key.data]} on {this_node()} {_how(code)}", file=sys.stderr, flush=True)
+                    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                    print(f"{ranks[key.data]} on {this_node()} {how}", file=sys.stderr, flush=True)
     return failed
-
-
-def _how(code: int) -> str:
-    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from rl_megatron.algorithms.segments import segment_sum, sequence_ids
 from rl_megatron.config.sections.correction import CorrectionSection, CorrectionWeight
 from rl_megatron.types import LossInputs, Samples
 
+_MOST = math.exp(LOG_RATIO_BOUND)
+
 
 def _by_token(gap: Tensor, inputs: LossInputs, lengths: Tensor) -> Tensor:
     return gap
@@ -87,8 +89,8 @@ def correction_weights(section: CorrectionSection, inputs: LossInputs, lengths: 
 
     The product of the section's weights, each at its ``level`` (the length-normalised one of a sequence does not grow
     with its length, the product does) and bounded by its ``mode``: truncate clamps the weight to low .. high, mask
-    zeroes a weight outside, band also replaces those inside by 1; reject drops what has a divergence above high. It is
-    1 where the advantage is not one ``of`` its.
+    zeroes a weight outside, band also replaces those inside by 1; reject drops what has a divergence above high. One is
+    1 where the advantage is not one ``of`` its. The product is at most e^``LOG_RATIO_BOUND``, as each ratio.
     ``veto`` drops a whole sequence in which a token has pi_old / pi_rollout below it. ``off_policy_delta`` drops
     sequences of negative advantage with mean(log pi_rollout - log pi) above it, in nats (DeepSeek-V3.2).
 
@@ -97,7 +99,7 @@ def correction_weights(section: CorrectionSection, inputs: LossInputs, lengths: 
     gap = inputs.old_logprobs - inputs.rollout_logprobs
     weight = torch.ones_like(gap)
     for one in section.weights:
-        weight = weight * _weight(one, inputs, lengths)
+        weight = (weight * _weight(one, inputs, lengths)).clamp(max=_MOST)  # five of them overflow float32
     if section.veto > 0:
         hits = inputs.segment_sum((gap < math.log(section.veto)).to(gap.dtype))
         weight = torch.where(hits[inputs.segment_ids] > 0, 0.0, weight)
@@ -153,7 +155,7 @@ def second_moment_mask(log_ratios: Tensor, *, threshold: float) -> Tensor:
 
     Leaves out the tokens of largest squared log-ratio until the mean square of the rest is at most ``threshold``.
     """
-    squares, order = log_ratios.double().square().sort()
+    squares, order = log_ratios.double().square().sort(stable=True)
     means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
     kept = torch.zeros_like(order, dtype=torch.bool)
     kept[order] = means <= threshold  # means of a growing sorted prefix never fall

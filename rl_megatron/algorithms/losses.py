@@ -15,9 +15,9 @@ from rl_megatron.algorithms.aggregation import AGGREGATIONS, DENOMINATORS, Denom
 from rl_megatron.algorithms.auxiliary import PreferenceLoss, ValueLoss
 from rl_megatron.algorithms.corrections import correction_weights, with_proximal
 from rl_megatron.algorithms.kl import ESTIMATORS, k3, kl_term
-from rl_megatron.algorithms.objectives import objective_of
+from rl_megatron.algorithms.objectives import demonstrated_losses, objective_of
 from rl_megatron.algorithms.quantiles import histogram
-from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, RATIO_LEVELS, masked
+from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, RATIO_LEVELS, masked, required
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.types import Loss, LossInputs, LossOutput, Metric
 
@@ -48,7 +48,7 @@ class PolicyLoss:
     times KL(pi‖ref), if the row places it in the loss, without corrections; minus ``entropy_coefficient`` times the
     entropy; the samples' ``old_kl_weights`` times KL(old‖pi); and their ``nll_weights`` times -log pi. If they have a
     ``proximal_share``, the old log-probs are interpolated by it. ``max_new_tokens`` is the fixed length for a row
-    without ``max_length``.
+    without ``max_length``. Demonstrated tokens have `demonstrated_losses` in place of the objective.
 
     Means: ``entropy`` and ``kl/old_policy`` (k3 of KL(old‖current), from tokens the old policy sampled) over tokens;
     ``ratio/mean``, ``ratio/second_moment``, ``ratio/clamped_fraction`` (log-ratio beyond ±``LOG_RATIO_BOUND``),
@@ -57,7 +57,10 @@ class PolicyLoss:
     ``correction/weight_mean`` and ``correction/dropped_fraction`` over tokens; with a KL or an NLL term, ``loss/kl``
     and ``loss/nll``, their parts of the loss.
     The minimum ``ratio/min`` and the maximum ``ratio/max`` are ±inf where a micro-batch is empty.
-    The histogram ``ratio`` counts the log-ratios of tokens.
+    The histogram ``ratio`` counts the log-ratios of tokens. Where there are demonstrations these are of the others, and
+    means over all tokens are beside them: ``demonstration/share``, of those demonstrated,
+    ``demonstration/probability``, pi of these, and ``sampled/share``, of the others, by which `policy_row` divides what
+    is of them alone.
     """
 
     row: AlgorithmSection
@@ -76,6 +79,8 @@ class PolicyLoss:
         correction = correction_weights(row.correction, inputs, lengths) if row.correction.acts else None
         if correction is not None:
             per_token = per_token * correction
+        if inputs.demonstrated is not None:
+            per_token = demonstrated_losses(per_token, inputs, row)
         if row.entropy_coefficient:
             per_token = per_token - row.entropy_coefficient * inputs.entropy
         if inputs.old_kl_weights is not None:
@@ -83,8 +88,11 @@ class PolicyLoss:
             per_token = per_token + inputs.old_kl_weights * old_kl
         weights = loss_weights(row.aggregation, inputs, lengths, row.max_length or self.max_new_tokens)
         parts = self._extra_terms(inputs, weights)
-        output = self._describe(inputs, lengths, raw, limited, correction)
+        sampled = inputs if inputs.demonstrated is None else _sampled_alone(inputs)
+        output = self._describe(sampled, lengths, raw, limited, correction)
         metrics = {**output.metrics, **{f"loss/{name}": Metric(value=part.detach()) for name, part in parts.items()}}
+        if inputs.demonstrated is not None:
+            metrics |= _demonstration_means(inputs)
         return replace(output, loss=(per_token * weights).sum() + sum(parts.values()), metrics=metrics)
 
     def denominator(self, name: str) -> Denominator:
@@ -172,6 +180,23 @@ class CrossEntropy:
             loss=-inputs.logprobs.sum() / num_tokens,
             metrics={"entropy": Metric(value=inputs.entropy.detach().sum() / num_tokens)},
         )
+
+
+def _sampled_alone(inputs: LossInputs) -> LossInputs:
+    """With no demonstrated token masked in; a sequence is a demonstration or was sampled, as a whole."""
+    return replace(inputs, mask=inputs.mask & ~required(inputs.demonstrated, "demonstrated"))
+
+
+@torch.no_grad()
+def _demonstration_means(inputs: LossInputs) -> dict[str, Metric[Tensor]]:
+    shown = inputs.mask & required(inputs.demonstrated, "demonstrated")
+    count = max(inputs.num_tokens, 1)
+    sums = {
+        "demonstration/share": shown.sum(),
+        "demonstration/probability": (shown * inputs.logprobs.exp()).sum(),
+        "sampled/share": (inputs.mask & ~shown).sum(),
+    }
+    return {name: Metric(value=x / count, weight=inputs.num_tokens) for name, x in sums.items()}
 
 
 def _masked_max(values: Tensor, mask: Tensor) -> Tensor:

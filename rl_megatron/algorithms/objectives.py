@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, mean_per_sequence
+from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, mean_per_sequence, required
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.types import LossInputs
+from rl_megatron.types import LossInputs, Metric
 from rl_megatron.user_code import load_named
 
 TokenLosses = tuple[Tensor, Tensor]
@@ -90,12 +90,13 @@ def vespo(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: Algorithm
     """-sg(rho^k exp(lambda (1 - rho))) A log pi, k and lambda by the sign of A (VESPO, arXiv:2602.10693).
 
     The weight is 1 at rho = 1, greatest at k / lambda, and falls to 0 on both sides: a soft gate on samples that the
-    policy has left. In the paper rho is the product over the sequence (``ratio_level=sequence_sum``).
+    policy has left. In the paper rho is the product over the sequence (``ratio_level=sequence_sum``). It is at most
+    e^``LOG_RATIO_BOUND``, as ratios are: with a large k and a small lambda it overflows float32.
     """
     log_ratio, advantages = log_ratio.detach(), inputs.advantages
     shape = _by_sign(advantages, row.shape_positive, row.shape_negative)
     rate = _by_sign(advantages, row.rate_positive, row.rate_negative)
-    weight = (shape * log_ratio - rate * torch.expm1(log_ratio)).exp()
+    weight = (shape * log_ratio - rate * torch.expm1(log_ratio)).clamp(max=LOG_RATIO_BOUND).exp()
     return -weight * advantages * inputs.logprobs, _untouched(log_ratio)
 
 
@@ -103,7 +104,8 @@ def gmpo(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmS
     """-A times the geometric mean over the sequence of min(rho, 1 + clip_high) if A > 0, else max(rho, 1 - clip_low).
 
     GMPO (arXiv:2507.20673). The value is the sequence's and the gradient that of this token's own log-prob, as in
-    ``ratios.sequence_log_ratio``: the mean over tokens has the value and the gradient of the sequence form.
+    ``ratios.sequence_log_ratio``: with one advantage per sequence, which the paper has, the mean over tokens has the
+    value and the gradient of the sequence form. Else each token's own decides its limit and weighs its gradient.
     """
     advantages = inputs.advantages
     lowest, highest = math.log1p(-row.clip_low), math.log1p(row.clip_high)
@@ -137,6 +139,18 @@ def _near_old(distance: Tensor, log_ratio: Tensor, inputs: LossInputs, row: Algo
     return loss, (left | (capped != ratio)) & (advantages != 0)
 
 
+def demonstrated_losses(per_token: Tensor, inputs: LossInputs, row: AlgorithmSection) -> Tensor:
+    """The losses [T], of demonstrated tokens -A f(p), f(p) = p / (p + gamma), p = pi, without a clip: LUFFY
+    (arXiv:2504.14945).
+
+    Who wrote a demonstration is taken to have been certain of each token, so that its ratio is pi itself. In log p, f
+    is sigmoid(log p - log gamma): its slope f (1 - f) is greatest at p = gamma, where that of p is small.
+    """
+    assert row.demonstration_gamma is not None
+    shaped = torch.sigmoid(inputs.logprobs - math.log(row.demonstration_gamma))
+    return torch.where(required(inputs.demonstrated, "demonstrated"), -inputs.advantages * shaped, per_token)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipLimits:
     """Limits of a minibatch's clip, and what tokens of ``positive`` advantage and ``all`` tokens then sum to."""
@@ -146,6 +160,15 @@ class ClipLimits:
     positive: float
     all: float
 
+    @property
+    def metrics(self) -> dict[str, Metric[float]]:
+        """The means of both limits over optimizer steps, and the share of positive tokens in all of them."""
+        return {
+            "balance/clip_low": Metric(value=self.low),
+            "balance/clip_high": Metric(value=self.high),
+            "balance/positive_share": Metric(value=self.positive / (self.all or 1.0), weight=self.all),
+        }
+
 
 def balanced_limits(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, row: AlgorithmSection, share: float
@@ -153,8 +176,9 @@ def balanced_limits(
     """The limits at which positive tokens have the ``share``, of one minibatch's tokens: BAPO (arXiv:2510.18927).
 
     The sums are over pi_old |A| min(rho, 1 + high) where A > 0 and pi_old |A| max(rho, 1 - low) where A < 0 (its eq. 8,
-    in absolute values). As in its algorithm 1, high rises first; as a higher lower limit makes the second sum larger,
-    the share that the greatest high leaves too small stays so, and low then goes all its way. Columns are [n].
+    in absolute values), the latter at most ``dual_clip`` times pi_old |A|, as in the loss. As in its algorithm 1, high
+    rises first; as a higher lower limit makes the second sum larger, the share that the greatest high leaves too small
+    stays so, and low then goes all its way. Columns are [n].
     """
     log_ratio = (logprobs.double() - old_logprobs.double()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio, worth = log_ratio.exp(), old_logprobs.double().exp() * advantages.double()
@@ -163,7 +187,7 @@ def balanced_limits(
     def limits(steps: int, low: float) -> ClipLimits:
         high = row.clip_high + steps * _RAISED_BY
         positive = float((worth * ratio.clamp(max=1 + high))[good].sum())
-        negative = float((worth * ratio.clamp(min=1 - low))[bad].sum())
+        negative = float((worth * ratio.clamp(min=1 - low, max=row.dual_clip))[bad].sum())
         return ClipLimits(low=low, high=high, positive=positive, all=positive - negative)
 
     def enough(steps: int) -> bool:

@@ -17,6 +17,7 @@ from rl_megatron.algorithms.segments import (
     differ,
     discounted_sum,
     segment_mean,
+    segment_range,
     segment_sum,
     sequence_ids,
     whole_sequences,
@@ -42,6 +43,28 @@ def discounted_returns(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, *, gam
         return discounted_sum(part.kept(rewards, 0), part.lengths, discount, room=part.room[1])
 
     return _part_by_part(to_go, mask, cu_seqlens)
+
+
+def less_optimal_baseline(
+    returns: Tensor, logit_norms: Tensor, mask: Tensor, cu_seqlens: Tensor, *, group_of: Tensor
+) -> Tensor:
+    """Returns [N] less the optimal token baseline, [N] float32 (arXiv:2602.07078): A_t = G_t - Σ W_t G_t / Σ W_t.
+
+    The sums are over the sequences of the same ``group_of`` [S] that have a t-th masked-in token, and W_t is the sum of
+    ``logit_norms`` [N] of a sequence's tokens up to that one. Returns that are all equal, as that of a token alone at
+    its place, leave exactly 0.
+    """
+    ids = sequence_ids(cu_seqlens)[mask]
+    lengths = segment_sum(torch.ones_like(ids), ids, len(cu_seqlens) - 1)
+    forever = torch.ones(1, dtype=torch.float64, device=mask.device)
+    weights = discounted_sum(logit_norms[mask].double().flip(0), lengths.flip(0), forever).flip(0)
+    places = torch.arange(len(ids), device=mask.device) - (lengths.cumsum(0) - lengths)[ids]
+    alike = dense(dense(group_of)[ids] * (int(lengths.max()) + 1) + places)
+    kept = returns[mask].double()
+    above = kept - segment_range(kept, alike)[0][alike]
+    least = torch.finfo(torch.float64).tiny  # where all weights are 0, so is the gradient
+    baseline = segment_sum(weights * above, alike) / segment_sum(weights, alike).clamp(min=least)
+    return _scatter(above - baseline[alike], mask)
 
 
 def gae(

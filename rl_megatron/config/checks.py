@@ -202,18 +202,21 @@ def _batch_problems(c: RunConfig) -> list[str]:
 def _group_problems(c: RunConfig) -> list[str]:
     """Groups that give no gradient, and groups that dynamic sampling would drop although they give one."""
     a, r, out = c.algorithm, c.rollout, []
+    size = r.group_size + (a.demonstration_gamma is not None)
     levels = {f"algorithm.{key}={getattr(a, key)}" for key in ("advantage_mean", "advantage_std", "normalise_rewards")}
     over_group, over_batch = (sorted(k for k in levels if k.endswith(e)) for e in ("=group", ("=batch", "=advantages")))
     if a.whiten and a.credit == "completion" and a.whiten_mean != "none":
         (over_batch if a.whiten_mean == "batch" else over_group).append("algorithm.whiten=true")
+    if a.credit == "optimal":
+        over_group.append("algorithm.credit=optimal")
     of_turns = a.credit == "turn" and a.turn_baseline != "index"  # which one trajectory may have several of
-    compares = not a.needs_top  # else a teacher trains every token
-    if compares and r.group_size == 1 and over_group and not a.pairs and not of_turns:
+    compares = not (a.needs_top and a.kl.has_teacher)  # else that trains every token
+    if compares and size == 1 and over_group and not a.pairs and not of_turns:
         out.append(
             f"rollout.group_size=1 with {', '.join(over_group)}: a group has no second completion to compare with, so "
             "all advantages are 0 and nothing is trained; set rollout.group_size=2 or more, or batch or none for group"
         )
-    if compares and r.group_size * r.prompts_per_step == 1 and over_batch:
+    if compares and size * r.prompts_per_step == 1 and over_batch:
         out.append(
             f"rollout.prompts_per_step=1 and rollout.group_size=1 with {', '.join(over_batch)}: the batch has no "
             "second completion to compare with, so all advantages are 0 and nothing is trained; raise one of the two"
@@ -223,7 +226,7 @@ def _group_problems(c: RunConfig) -> list[str]:
             f"rollout.dynamic_sampling={r.dynamic_sampling} drops groups of equal rewards, from which "
             f"{', '.join(a.taught_by_equal)} learns too; set rollout.dynamic_sampling=off"
         )
-    elif r.dynamic_sampling != "off" and r.group_size == 1 and not of_turns and (a.levels_equal or not a.own_decides):
+    elif r.dynamic_sampling != "off" and size == 1 and not of_turns and (a.levels_equal or not a.own_decides):
         out.append(
             f"rollout.dynamic_sampling={r.dynamic_sampling} drops every group of one completion, whose rewards cannot "
             "differ, so nothing is trained; set rollout.group_size=2 or more, or rollout.dynamic_sampling=off"

@@ -16,6 +16,25 @@ if TYPE_CHECKING:
 RENDERED = "an environment's messages are rendered as a conversation, and a task's text is what it begins with; set"
 
 
+def begun_by_messages(c: RunConfig) -> set[str]:
+    """The keys of the data of sources and sets whose prompts may be lists of messages, with which an environment that
+    renders a conversation begins."""
+    chats = {key for key, one in c.environments.items() if one.template == "chat"}
+
+    def leads(key: str) -> bool:
+        return (key if key in c.environments else "environment") in chats
+
+    of_run = {key for key in data_sources(c.data) if leads(f"{key}.environment")}
+    of_sets = set[str]()
+    for name, one in c.eval.sets.items():
+        own = f"eval.sets.{name}.environment"
+        if isinstance(one.data, RunData):
+            of_run = of_run if one.environment is None or own in chats else set()
+        elif own in chats or (one.environment is None and leads("")):
+            of_sets.add(f"eval.sets.{name}.data")
+    return of_run | of_sets
+
+
 def problems_of_environments(c: RunConfig) -> Iterator[str]:
     """A line for each rule that the configuration breaks."""
     section = c.environment

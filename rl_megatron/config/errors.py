@@ -18,6 +18,8 @@ from rl_megatron.section import Section
 _MOST_KEY = 80  # characters of a key
 _NAME = "<name>"  # of the user's own, in a key of a mapping's section
 _MOST_KEYS = 10  # of a section; else the nearest of them
+_ELSEWHERE = {"job": "algorithms, distillation too, are of job=rl, as algorithm=gkd (docs/distillation.md)"}
+"""By its key, where to find what is no value of it."""
 
 
 class _Tree(dict[str, "_Tree"]):
@@ -136,7 +138,9 @@ def _allowed(error: ErrorDetails) -> str:
     if error["type"] == "string_type":
         return f"{text}; on the command line, quotes inside quotes make it one, as in \"'1'\""
     if error["type"] == "literal_error":
-        return text + near_miss(str(error["input"]), re.findall(r"'([^']*)'", error["ctx"]["expected"]))
+        near = near_miss(str(error["input"]), re.findall(r"'([^']*)'", error["ctx"]["expected"]))
+        elsewhere = _ELSEWHERE.get(".".join(map(str, error["loc"])))
+        return text + (near or (f"; {elsewhere}" if elsewhere else ""))
     return text
 
 

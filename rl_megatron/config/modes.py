@@ -1,10 +1,12 @@
 """Rules of several sections: adapters, modes in which equal work gives equal numbers, fused routers, sampling ahead
-of training, and caches that outlive weights."""
+of training, caches that outlive weights, and demonstrations beside what is sampled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from rl_megatron.config.sections.data import FileKeys, data_sources
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
@@ -72,6 +74,7 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
         yield from _of_a_limit(c.rollout, c.rollout.max_in_flight)
     if c.rollout.embedded and c.rollout.served:
         yield from _of_own_servers(c)
+    yield from _of_demonstrations(c)
 
 
 def _of_draft_tokens(c: RunConfig) -> Iterator[str]:
@@ -310,4 +313,53 @@ def _of_kept_caches(c: RunConfig) -> Iterator[str]:
         yield (
             f"{given} with rollout.server.colocated=true: servers release their caches before each training, so "
             "nothing is left to keep; leave one of them out"
+        )
+
+
+def _of_demonstrations(c: RunConfig) -> Iterator[str]:
+    """Fields that nothing reads, or that are read anyway; and what `_of_sampled_tokens` says."""
+    if c.algorithm.demonstration_gamma is not None:
+        yield from _of_sampled_tokens(c, f"algorithm.demonstration_gamma={c.algorithm.demonstration_gamma:g}")
+    for key, one in data_sources(c.data).items():
+        if not isinstance(one, FileKeys) or one.demonstration_field is None:
+            continue
+        given = f"{key}.demonstration_field={one.demonstration_field!r}"
+        if c.algorithm.demonstration_gamma is None:
+            yield f"{given} does nothing without algorithm.demonstration_gamma; set that, or leave it out"
+        elif one.demonstration_field == one.answer_field:
+            yield f"{given} is {key}.answer_field, which is the demonstration where none is named; leave it out"
+
+
+def _of_sampled_tokens(c: RunConfig, given: str) -> Iterator[str]:
+    """What is of tokens that an engine or the policy sampled, which a demonstration has none of."""
+    a = c.algorithm
+    if a.old_logprobs == "interpolated":
+        yield f"{given} with algorithm.old_logprobs=interpolated: no version sampled it; set learner or rollout"
+    if a.correction.acts:
+        yield f"{given} with algorithm.correction: no engine has its log-probs; leave the correction out"
+    if a.kl.coefficient > 0:
+        yield (
+            f"{given} with algorithm.kl.coefficient={a.kl.coefficient:g}: that KL is estimated from what the policy "
+            "samples; set kl.coefficient=0"
+        )
+    if a.old_kl_limit is not None:
+        yield f"{given} with algorithm.old_kl_limit={a.old_kl_limit:g}: as kl.coefficient; set old_kl_limit=null"
+    if a.tokens.choose != "all":
+        yield (
+            f"{given} with algorithm.tokens.choose={a.tokens.choose}: these are chosen among the tokens that were "
+            "sampled; set tokens.choose=all"
+        )
+    if a.balance.share is not None:
+        yield (
+            f"{given} with algorithm.balance.share={a.balance.share:g}: it is of clipped ratios, and a demonstration "
+            "has none; set balance.share=null"
+        )
+    if a.credit != "completion":
+        yield f"{given} with algorithm.credit={a.credit}: a demonstration has one advantage; set credit=completion"
+    if (asking := c.asks_for_routes) is not None:
+        yield f"{given} with {asking}: no engine chose its experts; leave one of them out"
+    for key, one in c.training_environments.items():
+        yield (
+            f"{given} with {key}.function={one.function}: a demonstration is the text of one answer, which no "
+            "environment leads; leave one of them out"
         )

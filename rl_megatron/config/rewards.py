@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 
 def problems_of_rewards(c: RunConfig) -> Iterator[str]:
     """A line for each reward that is none, or has no parts where these are compared, and for groups too small."""
-    if not (c.algorithm.needs_top or (c.algorithm.kl.coefficient > 0 and c.algorithm.kl.placement != "loss")):
-        yield from _of_no_reward(c)
+    yield from _of_no_reward(c)
     if c.kind.samples and c.algorithm.advantage_of == "parts":
         yield from _of_parts(c)
     a, size = c.algorithm, c.rollout.group_size
-    least = a.best_of if a.leave_one_out else a.best_of + 1
+    least = a.best_of + (not a.leave_one_out) - (a.demonstration_gamma is not None)
     if c.kind.samples and a.best_of > 1 and size < least:
         yield (
             f"algorithm.best_of={a.best_of} with rollout.group_size={size} and leave_one_out="
@@ -30,12 +29,21 @@ def problems_of_rewards(c: RunConfig) -> Iterator[str]:
 
 
 def _of_no_reward(c: RunConfig) -> Iterator[str]:
+    """Rewards without a weight, where no other model judges either."""
+    kl = c.algorithm.kl
+    compared = c.algorithm.needs_top or (kl.coefficient > 0 and kl.placement != "loss")
+    if compared and kl.has_teacher:
+        return
+    why, instead = "no KL is part of the reward", "algorithm.kl (algorithm=distill and gkd do)"
+    if compared:
+        why = "the policy is compared with itself as training begins, so nothing would be trained"
+        instead = "algorithm.kl.reference to a teacher's folder, or algorithm.kl.teachers"
     keys = {"reward": c.reward} | {reward_key(name): one for name, one in c.source_rewards.items()}
     for key, section in keys.items():
         if section.only_records:
             yield (
-                f"{key}.parts: the weights of {', '.join(section.parts)} are all 0, and no KL is part of the reward; "
-                "give one a weight, or set algorithm.kl (algorithm=distill and gkd do)"
+                f"{key}.parts: the weights of {', '.join(section.parts)} are all 0, and {why}; give one a weight, or "
+                f"set {instead}"
             )
 
 

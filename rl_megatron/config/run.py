@@ -1,7 +1,6 @@
 """The configuration (larger sections have files of their own): frozen pydantic, defaults, nothing heavy imported.
 
-A key is `section.name`; YAML under conf/ holds only what differs. Rules over several sections are checks.py's. Reading
-YAML and `key=value` is io.py's work.
+A key is `section.name`; YAML under conf/ holds what differs. Rules over sections are checks.py's, reading is io.py's.
 """
 
 from __future__ import annotations
@@ -15,13 +14,7 @@ from pydantic import Field, model_validator
 from rl_megatron.config.checks import problems_of
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.checkpoint import CheckpointSection
-from rl_megatron.config.sections.data import (
-    ArithmeticRunData,
-    FileRunData,
-    HubRunData,
-    MixtureData,
-    environments_of,
-)
+from rl_megatron.config.sections.data import ArithmeticRunData, FileRunData, HubRunData, MixtureData, environments_of
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.eval import EvalSection
 from rl_megatron.config.sections.jobs import (
@@ -371,18 +364,26 @@ class RunConfig(Section):
         return self.rollout.prompts_per_step * self.rollout.group_size
 
     @property
-    def trained_per_step(self) -> int:
-        """Those of `completions_per_step` that are trained on: of each group two, if the row has pairs."""
-        pairs = self.kind.samples and self.algorithm.pairs
-        return 2 * self.rollout.prompts_per_step if pairs else self.completions_per_step
+    def compared_per_step(self) -> int:
+        """Completions in one batch that are compared: `completions_per_step`, and the data's demonstrations."""
+        shown = self.kind.samples and self.algorithm.demonstration_gamma is not None
+        return self.completions_per_step + shown * self.rollout.prompts_per_step
 
     @property
-    def named_completions(self) -> str:
-        """The keys that give ``completions_per_step``, for messages."""
+    def trained_per_step(self) -> int:
+        """Those of `compared_per_step` that are trained on: of each group two, if the row has pairs."""
+        pairs = self.kind.samples and self.algorithm.pairs
+        return 2 * self.rollout.prompts_per_step if pairs else self.compared_per_step
+
+    @property
+    def named_compared(self) -> str:
+        """The keys that give ``compared_per_step``, for messages."""
         if not self.kind.samples:
             return f"{self.job}.batch_size={self.written.batch_size}{' * 2 of a pair' if self.kind.pairs else ''}"
-        r = self.rollout
-        return f"rollout.prompts_per_step={r.prompts_per_step} * rollout.group_size={r.group_size}"
+        size = f"rollout.group_size={self.rollout.group_size}"
+        if self.algorithm.demonstration_gamma is not None:
+            size = f"({size} + 1 demonstration)"
+        return f"rollout.prompts_per_step={self.rollout.prompts_per_step} * {size}"
 
     @property
     def parts_of_minibatches(self) -> tuple[int, str]:
@@ -390,11 +391,10 @@ class RunConfig(Section):
         if self.train.whole_groups or self.algorithm.pairs:
             prompts, parts = self.rollout.prompts_per_step, "pairs" if self.algorithm.pairs else "whole groups"
             return prompts, f"{parts} of a step (rollout.prompts_per_step={prompts})"
-        return self.completions_per_step, f"completions of a step ({self.named_completions})"
+        return self.compared_per_step, f"completions of a step ({self.named_compared})"
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
-        problems = problems_of(self)
-        if problems:
+        if problems := problems_of(self):
             raise ValueError("\n".join(problems))
         return self

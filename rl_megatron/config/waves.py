@@ -35,11 +35,11 @@ def problems_of_waves(c: RunConfig) -> Iterator[str]:
             f"{BUBBLE} * (learner.pp - 1) = {least} or more, or leave it out"
         )
     longest = c.longest_sequence
-    completions = c.completions_per_step
+    completions = c.compared_per_step
     most = micro_batches_filled(c.learner, positions=completions * longest, sequences=completions)
     if wave >= most:
         yield (
-            f"{given}: a batch of the longest sequences ({c.named_completions} = {completions} of {longest} tokens) "
+            f"{given}: a batch of the longest sequences ({c.named_compared} = {completions} of {longest} tokens) "
             f"fills {most} micro-batches of learner.max_tokens_per_micro_batch={c.learner.max_tokens_per_micro_batch} "
             f"on each of {c.learner.dims.dp} data-parallel ranks, so no wave would begin before the batch is whole; "
             "lower it, or leave it out"

@@ -22,7 +22,7 @@ from rl_megatron.columns import LogProbs, TokenIds
 from rl_megatron.config.sections.teachers import ANOTHER
 from rl_megatron.data.routes import joined_routes
 from rl_megatron.errors import DataError
-from rl_megatron.types import Prompt, RolloutGroup, Samples, Trajectory
+from rl_megatron.types import Chain, Prompt, RolloutGroup, Samples, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,13 +37,15 @@ def to_samples(
     groups_of: bool = False,
     turns_of: bool = False,
     sources: Sequence[str] = (),
+    demonstrated: bool = False,
 ) -> Samples:
     """Every row of every trajectory, in the order of ``groups``; only turns are masked in.
 
     Advantages are 0, and ``old_logprobs`` are the engine's, until the update replaces them. ``trajectory_of`` is there
-    where a trajectory has several rows, ``group_of`` with ``groups_of``, ``turn_of`` with ``turns_of``,
-    ``source_of`` with ``sources``; ``routes``, where rows have some, only with the flag. Raises DataError for a row
-    without a sampled token, and for routes that do not fit their row.
+    where a trajectory has several rows, ``group_of`` with ``groups_of``, ``turn_of`` with ``turns_of``, ``source_of``
+    with ``sources``, ``demonstrated``, which says what rows have turns without spans, with its flag; ``routes``, where
+    rows have some, only with the flag. Raises DataError for a row without a sampled token, and for routes that do not
+    fit their row.
     """
     rows = [(group.prompt.id, row) for group in groups for one in group.trajectories for row in one.chains]
     ids, tokens = [prompt for prompt, _ in rows], [row.token_ids for _, row in rows]
@@ -58,6 +60,7 @@ def to_samples(
         trajectory_of=_numbered(each) if any(count != 1 for count in each) else None,
         turn_of=_turns_of(turns, samples.cu_seqlens) if turns_of else None,
         source_of=_sources_of(groups, in_groups, sources) if sources else None,
+        demonstrated=_demonstrated([row for _, row in rows], samples.cu_seqlens) if demonstrated else None,
     )
 
 
@@ -106,6 +109,11 @@ def _sources_of(groups: Sequence[RolloutGroup], counts: Sequence[int], sources: 
     return torch.tensor([sources.index(group.prompt.source) for group in groups]).repeat_interleave(
         torch.tensor(counts)
     )
+
+
+def _demonstrated(rows: Sequence[Chain], cu_seqlens: Tensor) -> Tensor:
+    """The positions of rows that no version sampled, [N] bool."""
+    return torch.tensor([not row.turns[0].spans for row in rows]).repeat_interleave(cu_seqlens.diff())
 
 
 def _turns_of(turns: Sequence[Sequence[tuple[int, LogProbs]]], cu_seqlens: Tensor) -> Tensor:

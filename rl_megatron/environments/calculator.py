@@ -32,7 +32,7 @@ class Calculator:
     async def start(self, task: Prompt, seed: int) -> Observed:
         """The product to find."""
         self._answer = task.answer
-        return Observed(said=task.text)
+        return Observed(said=task.messages or task.text)
 
     async def step(self, reply: Reply) -> EnvironmentStep:
         """Compute what follows ``?``; anything else ends the trajectory."""

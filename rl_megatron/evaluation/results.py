@@ -116,9 +116,11 @@ def _follows_from(results: Results, section: Mapping[str, Any], *problems: str |
 
 
 def measured_by(config: Mapping[str, Any], problems: ProblemSet) -> str:
-    """A digest of what a set's accuracy follows from beside the weights: its problems' tokens, and how samples of a run
-    with this ``config`` are drawn and judged."""
-    return _digest([(_of_problems(problems), *_ways(config, _section(problems), config["rollout"]["engine"]))])
+    """A digest of what a set's accuracy follows from beside the weights: its problems' tokens and fields, and how
+    samples of a run with this ``config`` are drawn and judged."""
+    has_more = any(one.meta for one in problems.prompts)
+    fields = [digest_of_prompts(problems.prompts)] if has_more else []
+    return _digest([(_of_problems(problems), *fields, *_ways(config, _section(problems), config["rollout"]["engine"]))])
 
 
 def _ways(config: Mapping[str, Any], section: Mapping[str, Any], engine: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -151,8 +153,8 @@ def read_results(path: Path) -> Results:
 
 
 def paired_figures(first: Results, second: Results) -> list[PairedFigure]:
-    """Each figure that both have, of each set that both have. Raises DataError for one name of different problems or
-    of samples that were judged otherwise, and if they share no set."""
+    """Each figure that both have, of each set that both have. Raises DataError for one name of different problems, of
+    problems whose other fields differ, or of samples that were judged otherwise, and if they share no set."""
     shared = _shared(first, second)
     if not shared:
         raise DataError(f"the two share no set: {', '.join(first.sets)} and {', '.join(second.sets)}")
@@ -187,6 +189,11 @@ def _of_set(name: str, first: SetResult, second: SetResult) -> Iterator[PairedFi
             f"set {name}: the two have different problems ({len(first.measured.problems)} and "
             f"{len(second.measured.problems)}){tokens}, so nothing can be compared problem by problem; evaluate both "
             f"on one{', with this version' if old else ''}"
+        )
+    if None not in (first.rows, second.rows) and first.rows != second.rows:
+        raise DataError(
+            f"set {name}: the two have the same questions and answers, and other fields of their rows differ, as test "
+            "cases, by which rewards and environments may judge; evaluate both on one"
         )
     samples = min(first.measured.samples, second.measured.samples)
     for figure, (a, b, draws) in _figures(first, second, samples).items():

@@ -21,7 +21,7 @@ from rl_megatron.weights.layouts.families import read_shape
 _OF_ENTRY = re.compile(r"(eval|source)/([^/]+)/([^/]+).*")
 _OF_PAIRS, _OF_TEXT = ("eval/preference_accuracy", "eval/preference_margin"), ("eval/perplexity",)
 _HELD_OUT = ("eval/accuracy", "eval/loss", *_OF_PAIRS, *_OF_TEXT)
-_SAMPLED = {name for name, _, _ in (*SAMPLING, *ENVIRONMENTS)}
+_SAMPLED = {name for name, *_ in (*SAMPLING, *ENVIRONMENTS)}
 
 
 def never_recorded(study: Study, config: RunConfig) -> list[str]:

@@ -34,9 +34,9 @@ from rl_megatron.experiments.study import Study
 from rl_megatron.experiments.survival import Survival
 from rl_megatron.observability.arms import Arm, group_runs
 from rl_megatron.observability.charts import DOTTED, Chart, Point, Series, line_chart, number_text
-from rl_megatron.observability.curves import Curve
 from rl_megatron.observability.history import load_runs
 from rl_megatron.observability.intervals import Interval
+from rl_megatron.observability.metrics.curve import Curve
 from rl_megatron.observability.metrics.table import documented
 from rl_megatron.observability.report import Panel, arms_chart, write_page
 from rl_megatron.observability.svg import standalone_svg
@@ -109,7 +109,7 @@ def _drawn(
 ) -> dict[str, Chart]:
     """Charts by their files' names: the metric, each fit, and survival where a run has collapsed."""
     metric = study.evaluation.metric
-    curves = arms_chart(Curve(title=metric, metric=metric, limits=study.evaluation.limits), arms)
+    curves = arms_chart(Curve("Results", metric, metric=metric, limits=study.evaluation.limits), arms)
     charts = {"curves": curves} if curves else {}
     for arm, each in results.fits.items():
         if each.fit is not None:

@@ -142,7 +142,7 @@ def last_step(cell: Cell) -> int:
         row = next((row for row in from_the_end(path) if row.get("phase") != "eval"), None)
     except (FileNotFoundError, DataError):  # `find_states` says what is wrong
         return 0
-    return _step(row) if row is not None and row.get("phase") in STEPS else 0
+    return int(number(row, "step") or 0) if row is not None and row.get("phase") in STEPS else 0
 
 
 def seconds_of(cell: Cell, record: CellRecord) -> float:
@@ -237,10 +237,6 @@ def _rows(cell: Cell) -> Iterator[JsonRow]:
     path = cell.folder / "metrics.jsonl"
     if path.is_file():
         yield from itertools.takewhile(lambda row: row.get("phase") != "warm_start", from_the_end(path))
-
-
-def _step(row: JsonRow) -> int:
-    return int(number(row, "step") or 0)
 
 
 def _state(study: Study, cell: Cell, record: CellRecord | None, step: int, *, ended: bool) -> tuple[CellState, str]:

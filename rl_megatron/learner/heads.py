@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from rl_megatron.learner.chosen import logits_of, top_tokens
-from rl_megatron.learner.logprobs import float32_logits, head_logprobs, token_logprobs
+from rl_megatron.learner.logprobs import float32_logits, head_logprobs, logit_norms, token_logprobs
 from rl_megatron.learner.model.value import BesideOutput
 from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.types import Want
@@ -41,7 +41,7 @@ class Head(Protocol):
 class VocabHead(Head):
     """A policy: logits [1, t, V / tp] become log-probs of the targets and the entropy."""
 
-    says: ClassVar[frozenset[Want]] = frozenset(("logprobs", "entropy", "logits", "top"))
+    says: ClassVar[frozenset[Want]] = frozenset(("logprobs", "entropy", "logits", "top", "logit_norms"))
     temperature: float
     vocab_size: int
     chunk: int
@@ -66,7 +66,11 @@ class VocabHead(Head):
         return x[:, :-1] - x[:, -1:] + logprobs[:, None]
 
     def _logprobs(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(logits, targets, **self.cut(logits.shape[-1]))
+        return token_logprobs(logits, targets, **self.cut(self._rows(logits)))
+
+    def _rows(self, output: Tensor) -> int:
+        """Of the vocabulary, those of this TP rank."""
+        return output.shape[-1]
 
     def _logits(self, output: Tensor) -> Tensor:
         """Output rows -> float32 logits of this TP rank's rows of the vocabulary."""
@@ -93,6 +97,9 @@ class VocabHead(Head):
                 found["top"] = self._top(output.squeeze(0), micro_batch, every["logprobs"])
         if "logits" in want:
             found["logits"] = self._masked_in(output, micro_batch)
+        if "logit_norms" in want:
+            mine, rows = output.squeeze(0), self._rows(output)
+            found["logit_norms"] = logit_norms(mine, micro_batch.targets, self._logits, rows=rows, **self.cut(rows))
         return found
 
     def _top(self, logits: Tensor, micro_batch: PackedMicroBatch, logprobs: Tensor) -> Tensor:
@@ -135,8 +142,11 @@ class Float32Head(VocabHead):
 
     @override
     def _logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        weight = self._weight
-        return head_logprobs(hidden, weight, targets, announce=self.announces, **self.cut(len(weight)))
+        return head_logprobs(hidden, self._weight, targets, announce=self.announces, **self.cut(self._rows(hidden)))
+
+    @override
+    def _rows(self, output: Tensor) -> int:
+        return len(self._weight)
 
     @override
     def _logits(self, hidden: Tensor) -> Tensor:

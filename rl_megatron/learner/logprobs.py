@@ -1,7 +1,7 @@
 """Computes log-probs and entropy over a vocabulary-parallel output layer, chunk by chunk.
 
 From logits (`token_logprobs`), without a float32 copy of all of them, or from hidden states (`head_logprobs`), where
-logits exist only a chunk at a time, of a float32 product.
+logits exist only a chunk at a time, of a float32 product. And the norms of log-probs' gradients in logits, from either.
 
 Letters: T positions, H hidden size, V vocabulary rows of this TP rank, c positions of a chunk. Extra memory is O(c*V)
 float32 in both directions (and the gradient of logits or hidden states, in their own dtype). Two all-reduces over TP in
@@ -10,7 +10,7 @@ the forward, none in the backward. Cross-entropy over vocabulary shards follows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def token_logprobs(
     once; on CPU a chunk is also small enough for the cache.
     """
     if logits.is_cpu:
-        chunk = max(1, min(chunk, CPU_CHUNK_BYTES // (4 * logits.shape[1])))
+        chunk = _that_fit(chunk, logits.shape[1])
     valid = min(max(vocab_size - vocab_start, 0), logits.shape[1])
     logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         logits, targets, 1.0 / temperature, valid, vocab_start, group, chunk
@@ -74,6 +74,51 @@ def head_logprobs(
     return logprobs, entropy
 
 
+@torch.no_grad()
+def logit_norms(
+    output: Tensor,
+    targets: Tensor,
+    logits: Callable[[Tensor], Tensor],
+    *,
+    rows: int,
+    temperature: float,
+    vocab_size: int,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
+    chunk: int = 1024,
+) -> Tensor:
+    """Squared norms [T] float32 of the gradient of the log-prob of ``targets`` [T] in the scaled logits, the vector of
+    (target or not) - p: (1 - p of the target)² + the sum of the others' p² (arXiv:2602.07078's logit-gradient proxy).
+
+    ``logits`` makes float32 ones [c, ``rows``] of ``output`` [c, ...]; the rest is as in `token_logprobs`. The others
+    are summed without the target: of one that is nearly certain 1 - 2 p + the sum of all p² would be rounding alone.
+    """
+    valid = min(max(vocab_size - vocab_start, 0), rows)
+    chunk = _that_fit(chunk, rows) if output.is_cpu else chunk
+    local = targets - vocab_start
+    here = (local >= 0) & (local < valid)
+    peak = torch.full((len(output),), -torch.inf, device=output.device)
+    sums = torch.zeros(3, len(output), device=output.device)  # e^x of the target, sums of others' e^x and e^2x
+    for a in range(0, len(output) if valid else 0, chunk):
+        cut = slice(a, a + chunk)
+        x = logits(output[cut])[:, :valid] * (1.0 / temperature)
+        peak[cut] = x.amax(1)
+        x.sub_(peak[cut, None]).exp_()
+        at, mine = local[cut, None].clamp(0, valid - 1), here[cut, None]
+        target = x.gather(1, at)
+        x.scatter_(1, at, target * ~mine)
+        sums[:, cut] = torch.stack([(target * mine).squeeze(1), x.sum(1), x.square_().sum(1)])
+        del x  # before the next chunk's
+    if group is not None:
+        own = peak.clone()
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+        factor = (own - peak).exp()
+        sums *= torch.stack([factor, factor, factor.square()])
+        dist.all_reduce(sums, group=group)
+    norms: Tensor = (sums[1].square() + sums[2]) / (sums[0] + sums[1]).square()
+    return norms
+
+
 def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """[c, H] times [V, H] -> logits [c, V], multiplied and summed in float32."""
     hidden = hidden.float()
@@ -87,6 +132,11 @@ def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def _blocks(count: int) -> Iterator[slice]:
     return (slice(a, min(a + WEIGHT_ROWS, count)) for a in range(0, count, WEIGHT_ROWS))
+
+
+def _that_fit(chunk: int, rows: int) -> int:
+    """Positions, ``chunk`` at most, whose logits fit a processor's cache."""
+    return max(1, min(chunk, CPU_CHUNK_BYTES // (4 * rows)))
 
 
 def _sums(x: Tensor, local: Tensor, here: Tensor) -> Tensor:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.learner import cpu
+from rl_megatron.learner.cpu import patches
 from rl_megatron.models.shape import ModelShape
 
-cpu.install()  # before the modules below bind megatron's functions
+patches.install()  # before the modules below bind megatron's functions
 
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 

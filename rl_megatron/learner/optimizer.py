@@ -13,6 +13,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.utils import local_multi_tensor_l2_norm
 
 from rl_megatron.learner.adam.float8 import keep_float8, tensors_in
@@ -63,8 +64,21 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
             for group in part.optimizer.param_groups:
                 for key in _HYBRID_KEYS & group.keys():  # classes among them, which checkpoints must not hold
                     del group[key]
+    _gather_once(inner_optimizers(optimizer))
     set_decay(optimizer, config.weight_decay)
     return optimizer
+
+
+def _gather_once(parts: Sequence[MegatronOptimizer]) -> None:
+    """Have the last optimizer of a chunk gather its parameters. In megatron each gathers all of its chunks', so those
+    of a mixture of experts, which has two, are sent twice."""
+    gathered = set[int]()
+    for part in reversed(parts):
+        if isinstance(part, distrib_optimizer.DistributedOptimizer):
+            chunks = {id(chunk) for chunk in part.model_chunks}
+            if chunks <= gathered:
+                part.step_with_ready_grads = partial(MixedPrecisionOptimizer.step_with_ready_grads, part)
+            gathered |= chunks
 
 
 def _steps_in_place(part: distrib_optimizer.DistributedOptimizer) -> bool:
@@ -156,12 +170,29 @@ def _clip(part: MegatronOptimizer, factor: float) -> None:
 
 def state_of(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     """Float32 weights, or the parameters themselves where these are stepped, and moments, wherever they are."""
+    for adam in _adams(optimizer):
+        yield from (parameter for group in adam.param_groups for parameter in group["params"])
+        for value in (value for state in adam.state.values() for value in state.values()):
+            yield from tensors_in(value) if isinstance(value, torch.Tensor) else ()
+
+
+def reset_moments(optimizer: MegatronOptimizer) -> None:
+    """Make the moments and the counts of steps 0, as those of an optimizer that has made no step; weights stay."""
+    for adam in _adams(optimizer):
+        for name, value in (one for state in adam.state.values() for one in state.items()):
+            if name != "master_param":
+                next(tensors_in(value)).zero_()  # of float8 the numbers, whatever their scale
+        for group in adam.param_groups:
+            if "step" in group:
+                group["step"] = group["step"] * 0  # an integer, or a tensor
+
+
+def _adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers that hold state, Muon among them; one whose parts are on host and GPU before these."""
     for part in inner_optimizers(optimizer):
-        adam = part.optimizer
-        for one in (adam, *adam.sub_optimizers) if isinstance(adam, HybridDeviceOptimizer) else (adam,):
-            yield from (parameter for group in one.param_groups for parameter in group["params"])
-            for value in (value for state in one.state.values() for value in state.values()):
-                yield from tensors_in(value) if isinstance(value, torch.Tensor) else ()
+        yield part.optimizer
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            yield from part.optimizer.sub_optimizers
 
 
 def adopt(optimizer: MegatronOptimizer) -> None:

@@ -26,11 +26,11 @@ from typing_extensions import override
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.digests import Digest
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.learner import cpu
 from rl_megatron.learner.checkpoint import loading, saving
 from rl_megatron.learner.checkpoint.companions import Companions
 from rl_megatron.learner.checkpoint.planned import Kept
 from rl_megatron.learner.checkpoint.saving import ShardSave
+from rl_megatron.learner.cpu.heap import Heap
 from rl_megatron.learner.draft.training import Drafting
 from rl_megatron.learner.forward import run_loss
 from rl_megatron.learner.heads import Head, ValuedHead, ValueHead, VocabHead
@@ -39,7 +39,7 @@ from rl_megatron.learner.model.decoder_config import DecoderConfig
 from rl_megatron.learner.model.graphs import Graphs
 from rl_megatron.learner.model.offload import Activations
 from rl_megatron.learner.naming import global_parameters
-from rl_megatron.learner.optimizer import adopt, create_state, make_optimizer, norm_of, state_of, step
+from rl_megatron.learner.optimizer import adopt, create_state, make_optimizer, norm_of, reset_moments, state_of, step
 from rl_megatron.learner.overlap import Buckets
 from rl_megatron.learner.packed import PackedMicroBatch, with_next
 from rl_megatron.learner.reduce import reduce_outputs
@@ -90,7 +90,7 @@ class MegatronLearner(MegatronScorer):
             assert isinstance(head, VocabHead), "a model that scores has no draft layer"
             self._draft = Drafting(shape, learner, device, models, head)
         self._buckets = Buckets(config, self._trained)
-        self._heap = cpu.Heap()
+        self._heap = Heap()
         self._added: list[Added] = []  # since the last step
         self._leaving, self._parked, self._staged = leaving(learner), Parked(SLAB), Staged()
         self._planned = Kept()
@@ -155,7 +155,8 @@ class MegatronLearner(MegatronScorer):
         self.gather()  # into the weights' memory, which may leave
         if "gradients" in self._leaving:
             self._buckets.wait()  # for what is copied
-            buffers = [buffer.grad_data for chunk in self._chunks_of_all for buffer in _buffers(chunk)]
+            chunks = self._chunks_of_all
+            buffers = [one.grad_data for chunk in chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
             self._parked.leave("gradients", buffers, kept=bool(self._added))
         if self._leaving:
             for module in (module for chunk in self._chunks_of_all for module in chunk.modules()):
@@ -232,6 +233,11 @@ class MegatronLearner(MegatronScorer):
         Raises as ``step``.
         """
         self._observed(self._reduced())
+
+    def reset_moments(self) -> None:
+        """Make the optimizer, with the draft layer's, one that has made no step: the next is that of a new one."""
+        self.unpark()
+        reset_moments(self._optimizer_of_all)
 
     def _reduced(self) -> list[Added]:
         """Reduce the gradients since the last step, which ends what the last pass may have begun of that; what was
@@ -360,10 +366,6 @@ class MegatronLearner(MegatronScorer):
             beside.take(self._models, read, folder)
         if self._draft is not None:
             self._draft.changed()
-
-
-def _buffers(chunk: DistributedDataParallel) -> list[Any]:
-    return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
 def _graphs(config: DecoderConfig, models: Sequence[GPTModel], learner: LearnerSection) -> Graphs | None:

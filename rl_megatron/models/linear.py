@@ -28,17 +28,28 @@ def through_onednn(x: Tensor) -> bool:
     return x.is_cpu and x.dtype == torch.float32 and ONEDNN_LEADS
 
 
-def _mkl_is_as_wide() -> bool:
-    """Whether MKL's products use the processor's widest vectors, as oneDNN's do. It decides by the maker's name."""
+def through_wide_mkl(x: Tensor) -> bool:
+    """Whether products of ``x`` are MKL's with AVX-512: in float32, on a CPU of Intel's that has it."""
+    return x.is_cpu and x.dtype == torch.float32 and MKL_IS_WIDE
+
+
+def _processor() -> str:
     try:
-        processor = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+        return Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:
-        return False
-    return "GenuineIntel" in processor or "avx512f" not in processor.split()
+        return ""
+
+
+def _leads() -> tuple[bool, bool]:
+    """`ONEDNN_LEADS` and `MKL_IS_WIDE`, by the processor's maker and flags."""
+    processor, mkl = _processor(), torch.backends.mkl.is_available()
+    of_intel, wide = "GenuineIntel" in processor, "avx512f" in processor.split()
+    as_wide = bool(processor) and (of_intel or not wide)  # as oneDNN, which uses the widest vectors that there are
+    return HAS_ONEDNN and not (mkl and as_wide), mkl and of_intel and wide
 
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
-ONEDNN_LEADS = HAS_ONEDNN and not (torch.backends.mkl.is_available() and _mkl_is_as_wide())
-"""Whether oneDNN is faster than torch's own products. These are MKL's, which uses AVX-512 on Intel's processors alone.
-A Xeon takes 5 to 15 % less time by MKL, an AMD EPYC without AVX-512 2 to 25 %, and both up to a third less where both
-factors are transposed."""
+ONEDNN_LEADS, MKL_IS_WIDE = _leads()
+"""Whether oneDNN is faster than torch's own products, and whether these use AVX-512. They are MKL's, which uses that on
+Intel's processors alone. A Xeon takes 5 to 15 % less time by MKL, an AMD EPYC without AVX-512 2 to 25 %, and both up to
+a third less where both factors are transposed."""

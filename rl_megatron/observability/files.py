@@ -100,6 +100,14 @@ class JsonlFile:
                 os.fsync(file.fileno())
         return removed
 
+    def cut_torn(self) -> None:
+        """Remove a torn last line alone, whatever the lines before it hold."""
+        self.close()
+        if self.path.exists():
+            with naming(self.path), self.path.open("r+b") as file:
+                file.truncate(next((place + len(line) + 1 for place, line in _lines_from_the_end(self.path)), 0))
+                os.fsync(file.fileno())
+
     def end(self) -> str:
         """The file's size and a digest of its last bytes; empty if it is not there. What was only appended to and cut
         back to an earlier ``end`` is what it was."""
@@ -120,7 +128,21 @@ class JsonlFile:
 
 def read_jsonl(path: Path) -> list[dict[str, JsonValue]]:
     """All rows except a torn last one, in file order. Raises DataError that names the file and the line."""
-    return [_parse(path, number, line) for number, line in enumerate(_whole_lines(path), 1)]
+    return [_parse(path, number, line) for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1)]
+
+
+def whole_rows(path: Path, damaged: Callable[[str], None] | None) -> list[JsonRow]:
+    """The rows of `read_jsonl` without the damaged lines, for each of which ``damaged`` gets an error's text; if it is
+    None, raises DataError as that does."""
+    rows = list[JsonRow]()
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            rows.append(_parse(path, number, line))
+        except DataError as error:
+            if damaged is None:
+                raise
+            damaged(str(error))
+    return rows
 
 
 def rows_from(path: Path, share: float = 0.0) -> Iterator[dict[str, JsonValue]]:
@@ -183,10 +205,6 @@ def _parse_anywhere(path: Path, line: bytes) -> dict[str, JsonValue]:
     except DataError:
         read_jsonl(path)  # which knows the line's number
         raise
-
-
-def _whole_lines(path: Path) -> list[bytes]:
-    return path.read_bytes().split(b"\n")[:-1]
 
 
 def _json_of(line: bytes) -> Any:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rl_megatron.errors import DataError
 from rl_megatron.json_text import parse
 from rl_megatron.observability.charts import number_text
-from rl_megatron.observability.files import JsonRow, JsonValue, number, rows_from
+from rl_megatron.observability.files import JsonRow, JsonValue, number, rows_from, whole_rows
 from rl_megatron.observability.log import last_warnings
 from rl_megatron.observability.metrics.columns import MetricColumns
 from rl_megatron.observability.metrics.table import STEPS
@@ -190,7 +190,7 @@ def _load(folder: Path, label: str, left_out: Callable[[str], None] | None, each
         samples=samples_between(samples) if samples.is_file() else [],  # log.samples_per_step=0 writes none
         plan=unless_damaged(_plan, folder / "plan.json", left_out) or {},
         warnings=last_warnings(folder),
-        starts=unless_damaged(_starts, folder / STARTS, left_out) or (),
+        starts=_starts(folder / STARTS, left_out),
     )
 
 
@@ -219,8 +219,8 @@ def _numbers_of(rows: MetricColumns, name: str) -> NDArray[np.float64]:
     return np.nan_to_num(rows.values(name), nan=0.0)
 
 
-def _starts(path: Path) -> list[JsonRow]:
-    return [*rows_from(path)] if path.is_file() else []  # runs of older versions have none
+def _starts(path: Path, left_out: Callable[[str], None] | None) -> list[JsonRow]:
+    return whole_rows(path, left_out) if path.is_file() else []  # runs of older versions have none
 
 
 def _plan(path: Path) -> dict[str, float]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from rl_megatron.observability.files import JsonValue
 from rl_megatron.observability.metrics.writer import MetricsWriter
 from rl_megatron.observability.progress import Progress
-from rl_megatron.observability.samples import SampleRow, SamplesWriter, SampleTurn
+from rl_megatron.observability.samples import SampleRow, SamplesWriter, SampleTurn, prompt_text
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.recording import Timeline
 from rl_megatron.types import RolloutGroup, Trajectory
@@ -40,11 +40,13 @@ class Recorder:
         progress: Progress,
         process: Callable[[], Mapping[str, JsonValue]] = dict,
         *,
+        before_row: Callable[[], None] = lambda: None,
         is_taught: bool = False,
         decode: Callable[[list[int]], str] | None = None,
         fresh: bool = True,
     ) -> None:
-        """``is_taught``: texts are learnt from, a teacher's distribution or right answers, whatever the advantages.
+        """``before_row`` is called before each row is written, in the rows' thread; what it raises, `write` does.
+        ``is_taught``: texts are learnt from, a teacher's distribution or right answers, whatever the advantages.
         ``decode`` gives the text of what a model read between turns; without it samples have no turns. ``fresh``: the
         run begins, or starts over."""
         self._metrics = MetricsWriter(
@@ -54,7 +56,7 @@ class Recorder:
         self._per_step, self._per_group, self._decode = log.samples_per_step, log.samples_per_group, decode
         self._idle_steps, self._warned = 0, is_taught  # latest steps in a row without a gradient
         self._file = folder / "samples.jsonl"
-        self.progress, self._process = progress, process
+        self.progress, self._process, self._before_row = progress, process, before_row
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")  # one, so that rows keep their order
 
     async def write(self, row: Mapping[str, JsonValue], *, again: bool = False) -> Row:
@@ -63,7 +65,7 @@ class Recorder:
         times, Stopwatch.latest = Stopwatch.latest, None
         self._timeline.step(row, times)
         of_process = {} if again else self._process()  # else the row has those of the process that made the step
-        write = partial(self._metrics.write, {**row, **of_process}, again=again)
+        write = partial(self._write, {**row, **of_process}, again=again)
         written = await asyncio.get_running_loop().run_in_executor(self._thread, write)
         self.progress.step(written)
         equal = row.get("groups/zero_advantage_fraction")
@@ -84,12 +86,16 @@ class Recorder:
             )
         return written
 
+    def _write(self, row: Row, *, again: bool) -> Row:
+        self._before_row()
+        return self._metrics.write(row, again=again)
+
     def write_samples(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Record the first ``log.samples_per_group`` completions of the first ``log.samples_per_step`` groups."""
         self._samples.write(
             SampleRow(
                 step=step,
-                prompt=group.prompt.text,
+                prompt=prompt_text(group.prompt),
                 completion="".join(turn.text for turn in trajectory.turns),
                 answer=group.prompt.answer,
                 reward=trajectory.reward,
@@ -141,7 +147,7 @@ class Stopwatch:
         self._tokens: dict[str, int] = {}
         self._beside = frozenset[str]()
         self._noted: dict[str, float] = {}
-        self._at_peak: dict[str, float] = {}
+        self._at_peak = 0.0
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -176,9 +182,9 @@ class Stopwatch:
         """Record the metric ``name`` of something that ended in this step."""
         self._noted[name] = value
 
-    def at_peak(self, phase: str, seconds: float) -> None:
-        """Add seconds that ``phase`` would take GPUs at their peak, for ``mfu/<phase>``."""
-        self._at_peak[phase] = self._at_peak.get(phase, 0.0) + seconds
+    def at_peak(self, seconds: float) -> None:
+        """Add seconds that training would take GPUs at their peak, for ``mfu/train``."""
+        self._at_peak += seconds
 
     def row(self) -> dict[str, float]:
         """Metrics of all phases so far, and ``seconds/step`` since the stopwatch started."""
@@ -189,9 +195,6 @@ class Stopwatch:
             f"tokens_per_second/{name}": count / spent[name] for name, count in self._tokens.items() if spent.get(name)
         }
         seconds = {f"seconds/{phase}": value for phase, value in self._seconds.items()}
-        shares = {
-            f"mfu/{phase}": least / self._seconds[phase]
-            for phase, least in self._at_peak.items()
-            if self._seconds.get(phase)
-        }
+        took = self._seconds.get("train")
+        shares = {"mfu/train": self._at_peak / took} if self._at_peak and took else {}
         return {**seconds, **rates, **self._noted, **shares, "seconds/step": whole}

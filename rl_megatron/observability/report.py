@@ -31,14 +31,16 @@ from rl_megatron.observability.charts import (
     stacked_bars,
     styles,
 )
-from rl_megatron.observability.curves import FIRST, HEADLINES, SECTIONS, Curve
 from rl_megatron.observability.files import JsonRow, number
 from rl_megatron.observability.history import MetricRows, Run, headline_figures, load_runs, unless_damaged
 from rl_megatron.observability.intervals import mean_interval
-from rl_megatron.observability.metrics.table import PHASE_SECONDS, documented
+from rl_megatron.observability.metrics.curve import Curve
+from rl_megatron.observability.metrics.table import METRICS, PHASE_SECONDS, documented
 from rl_megatron.observability.samples import SampleRow
 from rl_megatron.observability.timeline.strip import STEPS_SHOWN, Strip, strip_of_run
 
+_CURVES = [metric.curve for metric in METRICS.values() if metric.curve]
+_SECTIONS = ("Evaluation", "Policy", "Optimization", "Health", "Speed")
 MAX_BANDS = 3  # more single runs than this and their shaded bands hide the lines
 SAMPLES_PER_STEP = 4
 _MOST_SOURCES = 24  # of a mixture that have charts, six each
@@ -127,7 +129,7 @@ def write_page(
         idle=_idle(runs[0]),
         spent=spent,
         warnings=runs[0].warnings if len(runs) == 1 else (),
-        headlines=[*_charts(HEADLINES, arms), *at_once],
+        headlines=[*_charts([c for c in _CURVES if c.section == "Headlines"], arms), *at_once],
         sections=sections,
         samples=[(arm.runs[0].label, arm.style, _samples(arm.runs[0])) for arm in arms if arm.runs[0].samples],
         size=FRAME,
@@ -223,15 +225,15 @@ def _band_note(arms: Sequence[Arm]) -> str:
 def _sections(arms: Sequence[Arm]) -> tuple[list[Chart], list[tuple[str, list[Chart]]]]:
     """The charts of time and load that come first on the page of one run, and those of each section."""
     firsts = [arm.runs[0] for arm in arms]
-    first = FIRST if len(arms) == len(arms[0].runs) == 1 else ()
-    sections = [(name, _charts([c for c in curves if c.metric not in first], arms)) for name, curves in SECTIONS]
+    alone = len(arms) == len(arms[0].runs) == 1
+    curves = {name: [c for c in _CURVES if c.section == name and not (alone and c.first)] for name in _SECTIONS}
+    sections = [(name, _charts(given, arms)) for name, given in curves.items()]
     phases = [chart for run in firsts if (chart := _phases(run, named=len(arms) > 1))]
-    chosen = [curve for _, curves in SECTIONS for curve in curves if curve.metric in first]
-    if not first:
+    if not alone:
         sections[-1][1].extend(phases)
     health = next(charts for name, charts in sections if name == "Health")
     health.extend(chart for run in firsts if (chart := _staleness(run, named=len(arms) > 1)))
-    at_once = [*phases, *_charts(chosen, arms)] if first else []
+    at_once = [*phases, *_charts([c for c in _CURVES if c.first], arms)] if alone else []
     return at_once, [(name, charts) for name, charts in sections if charts]
 
 

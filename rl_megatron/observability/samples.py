@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as dataclass_fields
 from itertools import groupby, islice
 from pathlib import Path
+from typing import Any
 
 from rl_megatron.errors import DataError
 from rl_megatron.observability.files import JsonlFile, JsonRow, from_the_end, read_jsonl, rows_from
+from rl_megatron.types import Prompt
 
 _MOST_OF_STEP = 256  # rows that `samples_between` takes
 
@@ -33,6 +36,17 @@ class SampleRow:
     answer: str
     reward: float
     turns: tuple[SampleTurn, ...] = ()  # if there are several
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """A prompt as samples show it: its text, or of messages each one with its role, and calls of tools as JSON."""
+    return "\n\n".join(map(_message_text, prompt.messages)) or prompt.text
+
+
+def _message_text(message: Mapping[str, Any]) -> str:
+    calls = json.dumps(message["tool_calls"], ensure_ascii=False) if message.get("tool_calls") else ""
+    said = "\n".join(filter(None, (message.get("content"), calls)))
+    return f"{message['role']}: {said}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 _COPIES = 2  # bytes of a weight's copies in float8: one for each direction in which it is multiplied
 
 
+CAPABILITIES: Mapping[str, float] = {"tensorwise": 8.9, "blockwise": 9.0, "mxfp8": 10.0}
+"""By recipe, the least compute capability that has kernels: TransformerEngine 2.11, pytorch/quantization.py."""
+
+
 class Fp8Keys(Section):
     """The key of `Fp8`."""
 

@@ -60,6 +60,7 @@ class Answered:
     rewards: tuple[float, ...] = ()  # of its completions, also where it is left out; none if one of them failed
     scored: tuple[Scored, ...] = ()
     greedy: tuple[Scored, ...] = ()  # of the greedy completion, if there is one
+    demonstrated: tuple[Scored, ...] = ()  # of the demonstration, if there is one
     left_out_tokens: int = 0  # that were sampled and are in no group: it, or some of its trajectories, is left out
 
 
@@ -103,7 +104,7 @@ class RolloutBatch:
     def of(cls, answered: Sequence[Answered]) -> RolloutBatch:
         """The batch of these answers; its groups are in their order."""
         rewards = [reward for one in answered for reward in one.rewards]
-        scored = [scored for one in answered for scored in (*one.scored, *one.greedy)]
+        scored = [scored for one in answered for scored in (*one.scored, *one.greedy, *one.demonstrated)]
         parts = [s.parts for one in answered if one.rewards for s in one.scored if s.error is None and s.parts]
         names = dict.fromkeys(name for one in parts for name in one)  # sources have their own rewards
         filtered = sum(one.reason in UNTAUGHT for one in answered)

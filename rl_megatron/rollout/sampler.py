@@ -45,12 +45,13 @@ class RolloutSampler(PolicySampler):
     greedy_baseline: bool = False  # whether each group also gets a greedy completion
     routes: bool = False  # whether to request routes of the completions that are trained on
     interruption: Interruption | None = None  # of thinking that is too long
+    demonstrate: Callable[[Prompt], Completion] | None = None  # what each group has besides, which nobody samples
     apart: bool = False  # whether each completion of a group is requested by itself, even where none was begun
     sampled: dict[str, Completion] = field(default_factory=dict)  # of groups that are not scored yet, by their requests
 
     @override
     async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
-        """``group_size`` completions of each prompt, scored, and after them the greedy ones.
+        """``group_size`` completions of each prompt, scored, and after them the greedy ones, and demonstrations.
 
         Raises RewardError that names the prompt if a reward fails and ``reward.on_error`` is ``fail``.
         """
@@ -66,7 +67,22 @@ class RolloutSampler(PolicySampler):
             params = self.params(temperature=0.0)
             for i, greedy in zip(asked, await self._run(named, 1, params, max_seconds=limit), strict=True):
                 answered[i] = _with_greedy(answered[i], greedy)
+        if self.demonstrate is not None:
+            async with together() as tasks:
+                running = [tasks.create_task(self._with_demonstration(one, self.demonstrate)) for one in answered]
+            answered = [task.result() for task in running]
         return [one if one.group is None else await self._in_steps(one, one.group) for one in answered]
+
+    async def _with_demonstration(self, sampled: Answered, demonstrate: Callable[[Prompt], Completion]) -> Answered:
+        """The sampled group with the demonstration, scored; without a group if the latter was dropped."""
+        if sampled.group is None:
+            return sampled
+        prompt = sampled.group.prompt
+        shown = await self._scored(prompt, (await asyncio.to_thread(demonstrate, prompt),), None)
+        if shown.group is None:
+            tokens = sampled_tokens(sampled.group)
+            return replace(sampled, group=None, reason=shown.reason, demonstrated=shown.scored, left_out_tokens=tokens)
+        return replace(sampled, group=replace(sampled.group, demonstration=shown.group), demonstrated=shown.scored)
 
     async def _in_steps(self, answered: Answered, group: RolloutGroup) -> Answered:
         """With the turns that the reward told apart."""
@@ -190,8 +206,9 @@ class RolloutSampler(PolicySampler):
         return await asyncio.to_thread(self.interruption.whole, sampled, more)
 
     async def _scored(
-        self, prompt: Prompt, completions: tuple[Completion, ...], request: GenerationRequest
+        self, prompt: Prompt, completions: tuple[Completion, ...], request: GenerationRequest | None
     ) -> Answered:
+        """``request``: whose completions may have been interrupted; None of a demonstration."""
         section = self.own_rewards.get(prompt.source, self.reward)
         texts = await asyncio.to_thread(self._texts, completions)  # decoding long ones would block the event loop
         with _SCORING.during("reward", prompt=prompt.id):
@@ -212,7 +229,8 @@ class RolloutSampler(PolicySampler):
             for one in scored
         ]
         group = single_turns(prompt, completions, texts, rewards, parts)
-        if self.interruption is not None and (place := self.interruption.place(request)) is not None:
+        place = None if self.interruption is None or request is None else self.interruption.place(request)
+        if self.interruption is not None and place is not None:
             group = await asyncio.to_thread(self.interruption.in_turns, group, completions, place)
         return Answered(group=group, rewards=rewards, scored=scored)
 

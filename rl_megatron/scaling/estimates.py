@@ -68,6 +68,11 @@ class Predicted:
                 f"{step.sampled.requests:,} requests, each of a group, fill their places"
             )
         yield from self.evaluations.lines()
+        if step.server.drafts:
+            yield (
+                f"  a server's step with rollout.server.draft_tokens={step.server.drafts} gives "
+                f"{1 + step.server.accepted:.2f} tokens of a row, by slurm.speeds.draft_acceptance (null: assumed)"
+            )
         yield (
             f"  expect training at {low:g} to {high:g} times its rate, whole steps less surely (docs/scaling.md); "
             f"completions of {self.mean:,.0f} tokens in the mean are assumed (slurm.speeds.mean_tokens)"

@@ -29,7 +29,8 @@ WHOLE = LearnerSection()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
     """A GPU's dense peak, 1e12 FLOP/s, without sparsity; ``float8`` is None where the GPU has none, ``float32``, that
-    outside of tensor cores, where one rate was measured for whatever is multiplied.
+    outside of tensor cores, where one rate was measured for whatever is multiplied. ``mxfp8``: whether it multiplies
+    float8 with a scale for each 32 values, as Blackwell does.
 
     ``names`` are parts of the name that CUDA gives it. Sources, all NVIDIA's: the data sheets of A100 (June 2021), H100
     (2024), H200 (2024), of H100 NVL and H200 NVL the halves of their sparse figures, the Blackwell architecture brief
@@ -41,6 +42,7 @@ class Peak:
     bfloat16: float
     float8: float | None
     float32: float | None = None
+    mxfp8: bool = False
 
 
 PEAKS: Sequence[Peak] = (  # the first that fits
@@ -49,8 +51,8 @@ PEAKS: Sequence[Peak] = (  # the first that fits
     Peak(names=("H100 NVL", "H200 NVL"), bfloat16=835.5, float8=1671.0, float32=60.0),
     Peak(names=("H100", "H200", "H800", "GH200"), bfloat16=989.5, float8=1979.0, float32=67.0),
     Peak(names=("H20",), bfloat16=148.0, float8=296.0, float32=44.0),
-    Peak(names=("GB200", "GB300"), bfloat16=2500.0, float8=5000.0, float32=80.0),
-    Peak(names=("B200", "B300"), bfloat16=2250.0, float8=4500.0, float32=75.0),
+    Peak(names=("GB200", "GB300"), bfloat16=2500.0, float8=5000.0, float32=80.0, mxfp8=True),
+    Peak(names=("B200", "B300"), bfloat16=2250.0, float8=4500.0, float32=75.0, mxfp8=True),
 )
 
 

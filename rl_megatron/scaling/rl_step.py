@@ -3,6 +3,7 @@
 Synchronous, they follow each other. With ``train.max_staleness`` = k, sampling and training overlap, and a step takes
 the longest of the learner's seconds, the engines', and W / k, where W are the seconds of the longest completion: a
 batch is trained on at most k steps after it was begun (Little's law; simulated least k: W over the step, within one).
+It takes no more than if they followed each other, as a batch is begun no later than then.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from rl_megatron.config.beside import frozen_folders, longest_read, reward_model
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.config.sections.rollout import ServerSection
+from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.implementation import wants_transformer_engine
 from rl_megatron.options.kept import offloaded
 from rl_megatron.options.option import BYTES, Elements
 from rl_megatron.options.padding import padded_tokens
 from rl_megatron.placement.seats import beside_ranks
-from rl_megatron.scaling.hardware import GB, Gpu
+from rl_megatron.scaling.hardware import GB, GPUS, Gpu
 from rl_megatron.scaling.memory import server_weights, weights_on_gpu, weights_served
-from rl_megatron.scaling.rollouts import Sampled, ServerShape, sampled
+from rl_megatron.scaling.rollouts import Sampled, ServerShape, draft_layer, sampled, tokens_accepted
 from rl_megatron.scaling.saves import save_wait
 from rl_megatron.scaling.time import PCIE, LearnerWork, step_terms
 from rl_megatron.weights.layouts.learner import role_shape
@@ -44,12 +46,14 @@ class RlStep:
     """A step's ``seconds``, its parts, and of training's the terms; ``staleness`` is what the seconds hold for, and
     ``least`` with which a step takes no longer than the ``slower`` of learner, engines and reward models on ranks; 0
     where these take turns.
-    ``sampled`` is held back only if the step would sample in less with more requests in flight."""
+    ``sampled``, by servers like ``server``, is held back only if the step would sample in less with more requests in
+    flight."""
 
     seconds: float
     parts: Mapping[str, float]
     training: Mapping[str, float]
     sampled: Sampled
+    server: ServerShape
     staleness: int
     least: int
     slower: float
@@ -65,8 +69,15 @@ def learner_work(
     config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float, sequences: int | None = None
 ) -> LearnerWork:
     """One optimizer step of a run whose sequences have ``mean`` tokens, prompt included, on its share of ``sequences``;
-    None: on that of those that are trained on."""
+    None: on that of those that are trained on. Raises ConfigError for ``learner.fp8`` on GPUs without it."""
     learner, d = config.learner, config.learner.dims
+    if learner.fp8 is not None and gpu.measured is None:
+        given = f"learner.fp8={learner.fp8}: {gpu.cuda_name}"
+        if gpu.peak.float8 is None:
+            raise ConfigError(f"{given} multiplies nothing in float8; leave it out")
+        if learner.fp8 == "mxfp8" and not gpu.peak.mxfp8:
+            known = ", ".join(name for name, one in GPUS.items() if one.peak.mxfp8)
+            raise ConfigError(f"{given} has no scales of 32 values, which {known} have; set tensorwise or blockwise")
     tokens, micro_batches = filled(config, learner.max_tokens_per_micro_batch, d.dp, mean, sequences)
     if sizes := learner.padding.sizes:
         tokens = padded_tokens(ceil(tokens), 1, sizes)
@@ -94,6 +105,7 @@ def learner_work(
         offloaded=learner.offload.optimizer,
         natural=gpu.measured is None or d.ep * d.etp > 1,
         moved=_moved(learner, shape, mean),
+        muon=learner.optimizer.muon.newton_schulz_steps if learner.optimizer.name == "muon" else 0,
     )
 
 
@@ -116,19 +128,21 @@ def filled(config: RunConfig, most: float, dp: int, mean: float, sequences: int 
 def forward_seconds(work: LearnerWork, batches: int) -> float:
     """A pass without gradients over what ``batches`` optimizer steps train on."""
     scored = replace(
-        work, again=work.again & {"head"}, micro_batches=work.micro_batches * batches, drafts=0, scored=True
+        work, again=work.again & {"head", "norms"}, micro_batches=work.micro_batches * batches, drafts=0, scored=True
     )
     return sum(step_terms(scored).values())
 
 
 def score_seconds(config: RunConfig, work: LearnerWork) -> float:
     """The policy's passes of a step without gradients: over all its rows, where the algorithm needs one, and with
-    ``algorithm.balance`` over those of each later minibatch."""
-    a, batches = config.algorithm, config.train.minibatches
-    passes = float(a.scores_policy or config.train.route_flips)
+    ``algorithm.balance`` over those of each later minibatch. The first has the norms of an optimal baseline."""
+    a, batches, seconds = config.algorithm, config.train.minibatches, 0.0
+    if a.scores_policy or config.train.route_flips:
+        norms = {"norms"} if a.credit == "optimal" else set()
+        seconds = forward_seconds(replace(work, again=work.again | norms), batches)
     if a.balance.share is not None:
-        passes += config.train.epochs - 1 / batches
-    return passes * forward_seconds(work, batches)
+        seconds += (config.train.epochs - 1 / batches) * forward_seconds(work, batches)
+    return seconds
 
 
 def push_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float, float]:
@@ -151,17 +165,28 @@ def server_shape(
     """
     fraction = (server.memory_fraction or _USUAL_FRACTION) - KERNELS
     cache = fraction * gpu.memory * (GB if gpu.measured else 2**30) - weights_on_gpu(server, weights)
-    experts = 3.0 * shape.hidden_size * shape.expert_width * len(shape.moe_layers)
-    others = shape.active_parameters - experts * shape.experts_per_token
+    experts, others = _held_of(shape)
+    if shape.drafts:  # beside a joining product of its own, a draft layer has the model's output layer
+        more, beside = _held_of(draft_layer(shape))
+        own = beside - shape.hidden_size * (shape.outputs - 2 * shape.hidden_size)
+        experts, others = experts + len(shape.drafted) * more, others + len(shape.drafted) * own
     # Of the embedding a token reads a row.
     looked_up = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size * BYTES[config.learner.dtype]
     return ServerShape(
         tp=server.tp,
         dp=server.dp,
         cache=max(0.0, cache),
-        experts=weights.experts / (experts * shape.num_experts) if shape.num_experts else 0.0,
+        experts=weights.experts / experts if shape.num_experts else 0.0,
         others=(weights.dense - looked_up) / others,
+        drafts=server.draft_tokens,
+        accepted=tokens_accepted(server.draft_tokens, config.slurm.speeds.draft_acceptance),
     )
+
+
+def _held_of(shape: ModelShape) -> tuple[float, float]:
+    """Parameters of all experts, and all others but the embedding; those of draft layers are left out."""
+    one = 3.0 * shape.hidden_size * shape.expert_width * len(shape.moe_layers)
+    return one * shape.num_experts, shape.active_parameters - one * shape.experts_per_token
 
 
 def rollout_seconds(
@@ -238,7 +263,8 @@ def rl_step(
         engines = replace(engines, held_back=(free.steady if k else free.alone) < rollout)
     if scored > rollout:
         parts["reward models"] = scored - rollout
-    seconds = max(slower, engines.longest / k) if k else learner + max(rollout, scored)
+    in_turns = learner + max(engines.alone, scored)
+    seconds = max(slower, min(engines.longest / k, in_turns)) if k else in_turns
     if k and seconds > slower:
         parts["waiting for the longest"] = seconds - slower
     return RlStep(
@@ -246,6 +272,7 @@ def rl_step(
         parts=parts,
         training=training,
         sampled=engines,
+        server=server,
         staleness=k,
         least=least,
         slower=slower,
@@ -255,15 +282,19 @@ def rl_step(
 
 def _works(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float, prompt: float) -> dict[str, LearnerWork]:
     """Of all models beside the policy, by their roles. A teacher's own prompt is as much longer than the policy's
-    ``prompt`` as its limit is. Reward models read all that is sampled."""
+    ``prompt`` as its limit is. Reward models read all that is compared."""
     found, judges = {}, reward_model_roles(config)
     of_teacher = {"reference"} if config.algorithm.taught_by_average else set()  # of the same model
     frozen = [role for role in frozen_folders(config) if role not in of_teacher]
     for role in ("critic", *frozen, *taught_by_policy(config)):
+        theirs = config.of_role(role)
+        if role == "critic":
+            own_optimizer = theirs.learner.model_copy(update={"optimizer": config.algorithm.critic.optimizer})
+            theirs = theirs.model_copy(update={"learner": own_optimizer})
         own = longest_read(config, role)[1] - config.most_sampled
         read = mean + prompt * (own / config.rollout.max_prompt_tokens - 1)
-        sequences = config.completions_per_step if role in judges else None
-        found[role] = learner_work(config.of_role(role), role_shape(config, shape, role), gpu, read, sequences)
+        sequences = config.compared_per_step if role in judges else None
+        found[role] = learner_work(theirs, role_shape(config, shape, role), gpu, read, sequences)
     return found
 
 
@@ -299,12 +330,7 @@ def _others(config: RunConfig, works: Mapping[str, LearnerWork], parts: Mapping[
 def _moved_to_host(config: RunConfig, shape: ModelShape) -> float:
     """Bytes of the optimizer's state of a rank that leave its GPU while servers sample."""
     d = config.learner.dims
-    return 12.0 * (shape.active_parameters if not shape.num_experts else _all_parameters(shape)) / d.world_size
-
-
-def _all_parameters(shape: ModelShape) -> float:
-    experts = 3.0 * shape.hidden_size * shape.expert_width * len(shape.moe_layers)
-    return shape.active_parameters + experts * (shape.num_experts - shape.experts_per_token)
+    return 12.0 * sum(_held_of(shape)) / d.world_size
 
 
 def unlike_run(config: RunConfig) -> Iterator[str]:

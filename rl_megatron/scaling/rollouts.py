@@ -3,13 +3,16 @@
 A token of all rows that decode costs the larger of what is read (weights, of experts those that some row chose, and the
 rows' cache, with the states of delta nets) and what is computed, and a fixed time for launches and messages. Once no
 prompt waits, rows end one after the other and the longest decodes nearly alone.
+
+A server whose draft layer proposes tokens makes a pass of the model over them and the one before for each row, and a
+pass of the draft layer for each proposal, and has so one token more than were accepted (arXiv:2211.17192).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
 
@@ -19,28 +22,35 @@ from rl_megatron.scaling.hardware import GB, Gpu
 READ = 0.6  # share of a GPU's memory rate at which engines read weights and caches; assumed
 COMPUTED = 0.5  # share of the peak in prompts' passes and large batches; assumed
 TOKEN_SECONDS = 2e-3  # sampling and scheduling of a token; assumed
-LAYER_SECONDS, FAR_LAYER_SECONDS = 7e-5, 4.6e-4
-"""Launches and messages of a layer of a token, in engines inside NVLink's domain and in larger ones.
+LAYER_SECONDS, FAR_LAYER_SECONDS = 6.5e-5, 4.6e-4
+"""Launches of a layer of a token and what its messages take beside their bytes, in engines inside NVLink's domain and
+in larger ones.
 
-What is left of published tokens beside `TOKEN_SECONDS` and what they read: DeepSeek-R1 in float8 on 8 H200, 12.8 to
-34.6 ms for 8 to 64 rows (SemiAnalysisAI/InferenceX, issue 870: 55 to 80 µs a layer); Qwen3-30B-A3B on an A100, 9.6 ms
-(tenstorrent/tt-inference-server, issue 340: 54 µs); DeepSeek-R1 on two nodes of 8 H100, 31.2 ms for one row
-(tt-inference-server, issue 356).
+What is left of published tokens beside `TOKEN_SECONDS`, what they read and what they send: DeepSeek-R1 in float8 on 8
+H200, 12.8 to 34.6 ms for 8 to 64 rows (SemiAnalysisAI/InferenceX, issue 870: 40 to 69 µs a layer); Qwen3-30B-A3B on an
+A100, 9.6 ms (tenstorrent/tt-inference-server, issue 340: 54 µs); DeepSeek-R1 on two nodes of 8 H100, 31.2 ms for one
+row (tt-inference-server, issue 356).
 """
 SPREAD = 0.6  # standard deviation of the logarithm of lengths; assumed
+ACCEPTED = 0.85
+"""Share of a draft layer's proposals that are accepted if all before them are: the least that DeepSeek-V3 was measured
+to have of its one (arXiv:2412.19437, section 5.4.3)."""
 _CLASSES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerShape:
     """The degrees of a server, what of a GPU's memory its cache has, in bytes, and bytes that it reads for each
-    parameter of the ``experts`` and of the ``others``."""
+    parameter of the ``experts`` and of the ``others``. Its draft layer proposes ``drafts`` tokens at a step for each
+    row, of which ``accepted`` are in the mean."""
 
     tp: int
     dp: int
     cache: float
     experts: float = 2.0
     others: float = 2.0
+    drafts: int = 0
+    accepted: float = 0.0
 
     @property
     def ranks(self) -> int:
@@ -65,9 +75,9 @@ class Sampled:
 
 
 @lru_cache(maxsize=64)
-def lengths_of(mean: float, most: float, spread: float = SPREAD) -> tuple[float, ...]:
+def lengths_of(mean: float, most: float) -> tuple[float, ...]:
     """Lengths of equally many completions, ascending: lognormal, cut off at ``most``, with that ``mean``."""
-    steps = [math.exp(spread * NormalDist().inv_cdf((i + 0.5) / _CLASSES)) for i in range(_CLASSES)]
+    steps = [math.exp(SPREAD * NormalDist().inv_cdf((i + 0.5) / _CLASSES)) for i in range(_CLASSES)]
     low, high = 0.0, 100.0 * most
     for _ in range(60):
         middle = (low + high) / 2
@@ -80,16 +90,56 @@ def lengths_of(mean: float, most: float, spread: float = SPREAD) -> tuple[float,
 
 def token_seconds(shape: ModelShape, server: ServerShape, gpu: Gpu, rows: float, context: float) -> float:
     """Of one token for each of a server's ``rows``, whose prompts and tokens so far are ``context``."""
+    step = TOKEN_SECONDS + _pass_seconds(shape, server, gpu, rows, rows * (1 + server.drafts), context)
+    if server.drafts:
+        step += server.drafts * _pass_seconds(draft_layer(shape), server, gpu, rows, rows, context)
+    return step / (1 + server.accepted)
+
+
+def _pass_seconds(
+    shape: ModelShape, server: ServerShape, gpu: Gpu, rows: float, positions: float, context: float
+) -> float:
+    """Of a pass over ``positions`` of ``rows`` together, each of which reads its cache once."""
     sparse, k = len(shape.moe_layers), shape.experts_per_token
     experts = 3.0 * shape.hidden_size * shape.expert_width * sparse
     others = shape.active_parameters - experts * k
-    touched = shape.num_experts * (1 - (1 - k / shape.num_experts) ** rows) if shape.num_experts else 0.0
+    touched = shape.num_experts * (1 - (1 - k / shape.num_experts) ** positions) if shape.num_experts else 0.0
     weights = server.others * others / server.tp + server.experts * experts * touched / server.ranks
     cache = _on_gpu(shape, server, cache_bytes(shape, context), 2 * state_bytes(shape)) * rows / server.dp
     read = (weights + cache) / (READ * gpu.hbm * GB)  # states are written as well
-    computed = 2 * shape.active_parameters * rows / server.ranks / (gpu.peak.bfloat16 * 1e12 * COMPUTED)
+    computed = 2 * shape.active_parameters * positions / server.ranks / (gpu.peak.bfloat16 * 1e12 * COMPUTED)
     layer = LAYER_SECONDS if server.ranks <= gpu.domain else FAR_LAYER_SECONDS
-    return max(read, computed) + TOKEN_SECONDS + layer * shape.num_layers
+    return max(read, computed) + layer * shape.num_layers + _message_seconds(shape, server, gpu, positions)
+
+
+def _message_seconds(shape: ModelShape, server: ServerShape, gpu: Gpu, positions: float) -> float:
+    """Of the bytes of a pass's messages: a tensor-parallel group reduces what attention and a dense MLP give, and with
+    several groups all ranks gather the rows of a layer with experts, and scatter the sums, which is the default of
+    vLLM 0.32.0 (``allgather_reducescatter``) and SGLang 0.5.21."""
+
+    def exchanged(rows: float, ranks: int) -> float:
+        """Gathered and scattered, as an all-reduce does both; a node's ranks send together what leaves it."""
+        moved, nodes = 2 * rows * 2.0 * shape.hidden_size, max(1.0, ranks / gpu.domain)
+        near, far = moved * (1 - 1 / ranks) / gpu.nvlink, moved * (1 - 1 / nodes) / (gpu.domain * gpu.network)
+        return max(near, far) / (GB * gpu.constants.links)
+
+    spread = len(shape.moe_layers) if server.dp > 1 else 0
+    blocks = 2 * shape.num_layers - spread
+    return blocks * exchanged(positions / server.dp, server.tp) + spread * exchanged(positions, server.ranks)
+
+
+@lru_cache(maxsize=8)
+def draft_layer(shape: ModelShape) -> ModelShape:
+    """One draft layer and the model's output layer as a model of their own; the product that joins the two hidden
+    states is left out, a hundredth of what a pass of DeepSeek-V3's layer over 32 rows reads."""
+    return replace(
+        shape, num_layers=1, dense_layers=0, windows=(), delta=None, delta_layers=(), draft_layers=0, drafts=False
+    )
+
+
+def tokens_accepted(drafts: int, share: float | None = None) -> float:
+    """Of ``drafts`` proposals those that are accepted in the mean: the ``share``, or with None each by `ACCEPTED`."""
+    return sum(ACCEPTED**n for n in range(1, drafts + 1)) if share is None else drafts * share
 
 
 def cache_bytes(shape: ModelShape, context: float) -> float:
@@ -112,7 +162,8 @@ def state_bytes(shape: ModelShape) -> float:
 
 def rows_that_fit(shape: ModelShape, server: ServerShape, context: float) -> float:
     """Rows of ``context`` tokens that a server's cache holds at once."""
-    return server.cache * server.dp / _on_gpu(shape, server, cache_bytes(shape, context), state_bytes(shape))
+    cache = cache_bytes(shape, context) + (cache_bytes(draft_layer(shape), context) if server.drafts else 0.0)
+    return server.cache * server.dp / _on_gpu(shape, server, cache, state_bytes(shape))
 
 
 def sampled(

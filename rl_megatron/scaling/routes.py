@@ -40,7 +40,8 @@ class Route:
 
 def route_of(config: RunConfig) -> Route:
     """The route of a run's pushes. Raises ConfigError if servers do not fit the job's nodes."""
-    kind, served, learner_apart = config.transport, config.rollout.served, _many_nodes(config)
+    kind, served = config.transport, config.rollout.served
+    learner_apart = config.run.launcher != "local" and config.slurm.nodes > 1
     if config.weights.push == "adapters":
         file, shared = _served_file(config)
         alone = config.learner.dims.world_size == 1
@@ -88,11 +89,6 @@ def _over(config: RunConfig, kind: TransportKind, apart: bool, together: bool = 
         return _OTHERS.get(kind.crosses, f"what {kind.name} uses")
     inside = "NVLink" if config.learner.device != "cpu" else "a node's loopback"
     return " and ".join([inside] * (together or not apart) + ["the network"] * apart)
-
-
-def _many_nodes(config: RunConfig) -> bool:
-    """Whether the learner has more than one node."""
-    return config.run.launcher != "local" and config.slurm.nodes > 1
 
 
 def _served_file(config: RunConfig) -> tuple[str, bool]:

@@ -6,6 +6,7 @@ A stage's micro-batches follow each other, the slowest stage sets the pace, and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Literal
@@ -13,8 +14,9 @@ from typing import Literal
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.scaling.constants import MEMORY, Constants
 from rl_megatron.scaling.hardware import GB, Gpu
+from rl_megatron.scaling.layers.matrices import matrices, orthogonal_seconds
 from rl_megatron.scaling.layers.messages import replicated
-from rl_megatron.scaling.layers.products import LayerKind
+from rl_megatron.scaling.layers.products import BYTES_READ, LayerKind, rate_of
 from rl_megatron.scaling.layers.seconds import Seconds, embedding_seconds, head_seconds, layer_seconds
 from rl_megatron.scaling.parameters import rank_parameters
 from rl_megatron.types import ParallelDims
@@ -35,11 +37,11 @@ class LearnerWork:
     token leaves a node for each of its experts ("alltoall"), or for each node that has some. ``overlap``: the share of
     experts' messages for which another micro-batch computes meanwhile. ``again``: parts of layers that are computed
     again, as in ``learner.recompute``, "full" for whole ones, "experts" for torch's products of gate and up, "head" for
-    the output layer.
+    the output layer, and "norms" for those of its logits' gradients (``algorithm.credit=optimal``).
     ``graphs``: whether launches are recorded; ``sync_hidden``: whether gradients and parameters travel while layers
     compute; ``offloaded``: the share of the optimizer in the host's memory; ``moved``: bytes of a token that leave a
     layer without experts, and one with them, for the host's; ``months``: the age of the software.
-    ``scored``: there is no backward pass, as for log-probs.
+    ``scored``: there is no backward pass, as for log-probs. ``muon``: steps of Muon's iteration; 0: AdamW steps all.
     """
 
     shape: ModelShape
@@ -62,6 +64,7 @@ class LearnerWork:
     moved: tuple[float, float] = (0.0, 0.0)
     months: float = 0.0
     scored: bool = False
+    muon: int = 0
 
 
 def step_terms(work: LearnerWork, constants: Constants | None = None) -> Seconds:
@@ -170,9 +173,7 @@ def _update(work: LearnerWork, c: Constants, chunk: float) -> Seconds:
     inside = d.tp * d.cp * d.dp <= gpu.domain
     link = (gpu.nvlink if inside else gpu.network) * GB * c.links
     moved = sum(n * (1 - 1 / shards[of]) for of, n in (("dense", dense), ("experts", experts)))
-    # Without overlap each of megatron-core's two optimizers, of experts and of the rest, gathers all parameters.
-    gathers = 2 if s.num_experts and not work.sync_hidden else 1
-    sync = moved * (work.gradient_bytes + gathers * (4 if work.precision == "float32" else 2)) / link
+    sync = moved * (work.gradient_bytes + (4 if work.precision == "float32" else 2)) / link
     if d.tp > 1:  # gradients of what a tensor-parallel group holds whole; an all-reduce sends twice its bytes
         whole = replicated(s, s.num_layers / d.pp, len(s.moe_layers) / d.pp, last=False)
         sync += 2 * whole * work.gradient_bytes * (d.tp - 1) / d.tp / (gpu.nvlink * GB * c.links)
@@ -183,6 +184,21 @@ def _update(work: LearnerWork, c: Constants, chunk: float) -> Seconds:
         "optimizer": on_gpu * _ADAM_BYTES * c.adam / (gpu.hbm * GB * MEMORY),
         "fixed": c.fixed,
     }
+    if work.muon:
+        out["orthogonalisation"] = _orthogonalisation(work, c, shards)
     if work.offloaded:
         out["optimizer on the host"] = held * work.offloaded * (6 / (PCIE * GB) + 1 / HOST_ADAM)
     return out
+
+
+def _orthogonalisation(work: LearnerWork, c: Constants, shards: Mapping[str, float]) -> float:
+    """Seconds of Muon's products on a rank, the mean over stages. Data-parallel ranks share the matrices out; the ranks
+    of a tensor-parallel group each take whole ones."""
+    precision = "float32" if work.precision == "float32" else "bfloat16"
+    rate, size = rate_of(work.gpu, precision, c), BYTES_READ[precision]
+    both = zip(matrices(work.shape, work.dims.ep), (shards["dense"], shards["experts"]), strict=True)
+    return sum(
+        orthogonal_seconds(one, work.muon, rate, work.gpu, c, size) / ranks / work.dims.pp
+        for found, ranks in both
+        for one in found
+    )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from asyncio import to_thread
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from rl_megatron.algorithms.objectives import ClipLimits, balanced_limits
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.data.packing import part_of, tokens_of_part, unpack
 from rl_megatron.interfaces import Learner
-from rl_megatron.observability.recorder import Row, Stopwatch
+from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.measures import LOGPROBS
 from rl_megatron.types import Batch
 
@@ -30,33 +29,20 @@ class BalancedClip:
     share: float
     policy: Learner
     current: Tensor
-    found: list[ClipLimits] = field(default_factory=list)
+    _begun: bool = False
 
-    async def __call__(self, batch: Batch, watch: Stopwatch) -> dict[str, float]:
-        """The keys of ``algorithm`` whose values are the minibatch's."""
+    async def __call__(self, batch: Batch, watch: Stopwatch) -> ClipLimits:
+        """The limits of the minibatch."""
         current = self.current
-        if self.found:
+        if self._begun:
             with watch("logprobs"):
                 said = await self.policy.score(batch, LOGPROBS)
             current = await to_thread(unpack, batch, said["logprobs"], batch.samples)
-        limits = await to_thread(self._limits, batch, current)
-        self.found.append(limits)
-        return {"clip_low": limits.low, "clip_high": limits.high}
+        self._begun = True
+        return await to_thread(self._limits, batch, current)
 
     def _limits(self, batch: Batch, current: Tensor) -> ClipLimits:
         samples = batch.samples
         mine = tokens_of_part(samples, part_of(batch))
         columns = (current[mine], samples.old_logprobs[mine], samples.advantages[mine])
         return balanced_limits(*columns, self.row, self.share)
-
-    def metrics(self) -> Row:
-        """The means of the limits over minibatches, and the share of positive tokens in all of them; none where the
-        policy is not trained, as in a critic's first steps."""
-        if not self.found:
-            return {}
-        num, every = len(self.found), math.fsum(one.all for one in self.found)
-        return {
-            "balance/clip_low": math.fsum(one.low for one in self.found) / num,
-            "balance/clip_high": math.fsum(one.high for one in self.found) / num,
-            "balance/positive_share": math.fsum(one.positive for one in self.found) / every if every else 0.0,
-        }

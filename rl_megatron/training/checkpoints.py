@@ -171,9 +171,12 @@ class CheckpointStore:
                 remove_folder(old)
 
     def note_accuracy(self, folder: Path, accuracy: float) -> None:
-        """Note the held-out accuracy of a checkpoint's weights, which was measured after it was written."""
-        manifest = replace(_manifest(folder), accuracy=accuracy, measured_by=self._measured_by)
-        write_atomically(folder / _MANIFEST_FILE, _MANIFEST.dump_json(manifest, indent=1))
+        """Note the held-out accuracy of a checkpoint's weights, measured after it was written; warn if that fails."""
+        try:
+            manifest = replace(_manifest(folder), accuracy=accuracy, measured_by=self._measured_by)
+            write_atomically(folder / _MANIFEST_FILE, _MANIFEST.dump_json(manifest, indent=1))
+        except (CheckpointError, OSError) as error:  # somebody may have removed it, and no step needs it
+            logger.warning("checkpoint.keep_best does not learn the accuracy of %s: %s", folder, error)
 
     def _superseded(self, found: Sequence[Path]) -> list[Path]:
         """Those of ``found``, oldest first, that no rule keeps."""
@@ -311,8 +314,7 @@ def _all(folder: Path) -> list[Path]:
 
 def _step_of(folder: Path) -> int | None:
     """The step of reinforcement after which a checkpoint was written; None in a warm start."""
-    match = CHECKPOINT.fullmatch(folder.name)
-    return int(match[2]) if match is not None and match[1] == "step" else None
+    return int(match[2]) if (match := CHECKPOINT.fullmatch(folder.name)) and match[1] == "step" else None
 
 
 def read(folder: Path) -> Checkpoint:
@@ -347,10 +349,8 @@ def _state(folder: Path, columns: Iterable[str]) -> TrainerState:
 
 
 def files_of(shards: Path) -> Mapping[str, Digest]:
-    """Digests of the files in ``shards``, from the checkpoint that it is part of; empty if it is part of none.
-
-    Raises CheckpointError if the manifest is torn.
-    """
+    """Digests of the files in ``shards``, from the checkpoint that it is part of; empty if it is part of none. Raises
+    CheckpointError if the manifest is torn."""
     return _inside(shards.name, _manifest(shards.parent).files) if (shards.parent / _MANIFEST_FILE).exists() else {}
 
 

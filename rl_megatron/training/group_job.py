@@ -129,14 +129,17 @@ class GroupJob(ABC):
         return {**row, **stretch_row(row), **self.roles.rank_metrics()}
 
     async def _follow(self, watch: Stopwatch) -> Row:
-        """Have a reference that follows the policy take a share of its weights, if that is due. Returns how old those
-        weights are that it scored this step with: a function of the step alone."""
+        """Have a reference that follows the policy take a share of its weights, if that is due, and the optimizer begin
+        again, if that is asked for. Returns how old those weights are that it scored this step with: a function of the
+        step alone."""
         kl = self.config.algorithm.kl
         if not reference_follows(self.config) or kl.follow_rate is None:
             return {}
         if self.number % kl.follow_every == 0:
             with watch("reference"):
                 await self.roles.policy.lead(kl.follow_rate)
+                if kl.reset_moments:
+                    await self.roles.policy.reset_moments()
         return {"kl/reference_age": average_age(self.number - 1, rate=kl.follow_rate, every=kl.follow_every)}
 
     async def _train(self, watch: Stopwatch) -> Row:
@@ -228,8 +231,15 @@ class GroupJob(ABC):
             **interrupted_row(trajectories, self.config.rollout),
             **environment_row(trajectories),
             **({"groups/shared_states": shared_states(groups)} if self.config.algorithm.compares_states else {}),
+            **self._describe_demonstrations(groups),
             **(self._describe_ages(trajectories, staleness) if self.config.train.max_staleness else {}),
         }
+
+    def _describe_demonstrations(self, groups: Sequence[RolloutGroup]) -> Row:
+        rewards = [
+            reward for group in groups if group.demonstration is not None for reward in group.demonstration.rewards
+        ]
+        return {"demonstration/reward": float(np.mean(rewards))} if rewards else {}
 
     def _describe_ages(self, trajectories: Sequence[Trajectory], staleness: NDArray[np.int64]) -> Row:
         """Metrics of how old completions, by their oldest token, and tokens are, in pushes."""

@@ -25,11 +25,13 @@ LOGPROBS: frozenset[Want] = frozenset({"logprobs"})
 
 def wanted_of_policy(config: RunConfig) -> frozenset[Want]:
     """Log-probs; the learner's routes if they are to be replayed, or compared and not replayed; the entropy if it
-    chooses tokens."""
+    chooses tokens; the norms that weigh an optimal baseline."""
     replay = config.algorithm.routing_replay
     chosen = replay == "r2" or (replay == "off" and config.train.route_flips)
     wanted: frozenset[Want] = LOGPROBS | {"routes"} if chosen else LOGPROBS
-    return wanted | {"entropy"} if config.algorithm.tokens.choose == "top_entropy" else wanted
+    if config.algorithm.tokens.choose == "top_entropy":
+        wanted |= {"entropy"}
+    return wanted | {"logit_norms"} if config.algorithm.credit == "optimal" else wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Measured:
     next_values: Tensor | None  # [S]
     routes: Tensor | None  # [N, MoE layers, top_k] the experts that its pass used, where asked for
     engine_routes: Tensor | None = None  # likewise of the engine, where they are compared and not replayed
+    logit_norms: Tensor | None = None  # [N] of the policy at the start of the update
     gaps: Tensor | None = None  # [spans, 2] int64, in the order of positions: tokens, and pushes since; with staleness
 
 
@@ -50,11 +53,12 @@ def mismatch_row(found: Measured) -> Row:
     samples, current = found.samples, found.current
     if current is None:
         return {}
-    row: Row = {**mismatch_metrics(current, samples.rollout_logprobs, samples.mask, samples.cu_seqlens)}
+    sampled = samples.mask if samples.demonstrated is None else samples.mask & ~samples.demonstrated
+    row: Row = {**mismatch_metrics(current, samples.rollout_logprobs, sampled, samples.cu_seqlens)}
     if found.gaps is not None:
-        row |= gap_metrics(current, samples.rollout_logprobs, samples.mask, found.gaps)
+        row |= gap_metrics(current, samples.rollout_logprobs, sampled, found.gaps)
     if samples.routes is not None:
-        row |= expert_metrics(current, samples.rollout_logprobs, samples.mask, samples.routes)
+        row |= expert_metrics(current, samples.rollout_logprobs, sampled, samples.routes)
     return row
 
 
@@ -97,6 +101,8 @@ def policy_row(steps: Sequence[Made]) -> Row:
         return {}
     row = _merged([made.of_loss for made in steps]) | {"grad_norm": _grad_norm(steps)}
     row |= _merged([made.step.metrics for made in steps])
+    if "sampled/share" in row:
+        row = _of_either(row)
     if "ratio/share" in row:
         share = float(row["ratio/share"] or 0)
         row |= {name: float(row[name] or 0) / share for name in MEANS_OF_RATIOS}
@@ -104,6 +110,16 @@ def policy_row(steps: Sequence[Made]) -> Row:
         first, second = float(row["ratio/mean"] or 0), float(row.pop("ratio/second_moment") or 0)
         row["ratio/effective_fraction"] = first**2 / second if second else math.nan
     return row
+
+
+def _of_either(row: Row) -> Row:
+    """With means over tokens that were sampled, and over those that were demonstrated, in place of their sums over
+    both; without those of which there is none."""
+    sampled, shown = float(row.pop("sampled/share") or 0), float(row["demonstration/share"] or 0)
+    means = {**dict.fromkeys(("entropy", "kl/old_policy"), sampled), "demonstration/probability": shown}
+    kept = {name: x for name, x in row.items() if sampled or not name.startswith(("ratio", "clip_fraction"))}
+    row = {name: x for name, x in kept.items() if name not in means}
+    return row | {name: float(kept[name] or 0) / share for name, share in means.items() if share}
 
 
 def critic_row(steps: Sequence[Made]) -> Row:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import to_thread
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -20,8 +20,10 @@ from rl_megatron.algorithms.aggregation import token_weight
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.corrections import batch_scale, proximal_share
 from rl_megatron.algorithms.losses import loss_of
+from rl_megatron.algorithms.objectives import ClipLimits
 from rl_megatron.algorithms.own import check_own_advantages, check_own_objective, check_own_pair_loss
 from rl_megatron.config.run import RunConfig
+from rl_megatron.data.demonstrations import with_demonstrations
 from rl_megatron.data.gathered import computed_lengths, without_routes
 from rl_megatron.data.packing import unpack, with_own_columns
 from rl_megatron.data.samples import to_samples
@@ -105,6 +107,7 @@ class Update:
         row: Row = {"tokens/train": 0}
         if not groups:
             return row
+        groups = with_demonstrations(groups)
         rewards = shape_rewards(groups, section, self.state, max_new_tokens=longest)
         groups, rewards, said = self._selection.choose(groups, rewards)
         row |= said
@@ -144,6 +147,7 @@ class Update:
                 section,
                 success_reward=self.config.eval.success_reward,
                 next_values=found.next_values,
+                logit_norms=found.logit_norms,
             )
             samples = self._with_proximal_share(samples, groups, step)
             return replace(found, gaps=gaps_of(groups, step) if aged else None), samples, state
@@ -184,6 +188,7 @@ class Update:
             groups_of=section.aggregation == "prompt_mean" or self.config.train.whole_groups,
             turns_of=section.ratio_level == "turn",
             sources=self.config.source_names if section.kl.teachers else (),
+            demonstrated=section.demonstration_gamma is not None,
         )
         if section.pairs and samples.trajectory_of is not None:
             raise DataError("algorithm.preference.beta pairs completions of one row; these trajectories have several")
@@ -227,10 +232,11 @@ class Update:
         versions = token_versions(groups, samples)
         return replace(samples, proximal_share=proximal_share(versions, proximal_version=step - 1, version=step))
 
-    def _loss(self, limits: Mapping[str, float]) -> Loss:
+    def _loss(self, limits: ClipLimits | None = None) -> Loss:
         """The policy's loss under the coefficients of this step, and a minibatch's ``limits``."""
         weight = self.state.entropy_weight(self.config.algorithm)
-        row = self.config.algorithm.model_copy(update={"entropy_coefficient": weight, **limits})
+        own = {} if limits is None else {"clip_low": limits.low, "clip_high": limits.high}
+        row = self.config.algorithm.model_copy(update={"entropy_coefficient": weight, **own})
         return loss_of(row, kl_coefficient=self.state.kl_coefficient, max_new_tokens=self.config.most_sampled)
 
     async def _train(
@@ -249,7 +255,6 @@ class Update:
         finally:
             await asyncio.wait([described])
         row = described.result() | row | ({} if choice is None else choice.row())
-        row |= {} if balance is None else balance.metrics()
         row["steps/skipped"] = [*policy_steps, *critic_steps].count(None)
         row |= policy_row([made for made in policy_steps if made is not None])
         if c.algorithm.old_kl_limit is not None:
@@ -311,7 +316,8 @@ class Update:
             if not goes_on and critic is None:
                 break
             batch = await to_thread(own_columns, planned)
-            loss = self._loss({} if balance is None or not goes_on else await balance(batch, watch))
+            limits = None if balance is None or not goes_on else await balance(batch, watch)
+            loss = self._loss(limits)
             async with AtOnce(watch) as at_once:
                 trained = valued = None
                 if goes_on:
@@ -327,8 +333,10 @@ class Update:
                     if isinstance(made, TooFar):
                         goes_on = False
                         row |= {"kl/stopped_at": made.kl, **self.packers.own.metrics(batches[: number + 1])}
-                    else:
+                    elif made is None or limits is None:
                         policy_steps.append(made)
+                    else:
+                        policy_steps.append(replace(made, of_loss={**made.of_loss, **limits.metrics}))
                 if valued is not None:
                     critic_steps.append(await at_once.end(valued))
         return policy_steps, critic_steps
@@ -338,7 +346,7 @@ class Update:
         if self.training_flops is not None:
             row["flops/train"] = float(row.get("flops/train") or 0) + self.training_flops(positions_of(batch))
         if self.seconds_at_peak is not None:
-            watch.at_peak("train", self.seconds_at_peak(positions_of(batch)))
+            watch.at_peak(self.seconds_at_peak(positions_of(batch)))
 
 
 def positions_of(batch: Batch) -> list[int]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from rl_megatron.algorithms.aggregation import Denominator
 from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.config.waves import micro_batches_filled
+from rl_megatron.data.demonstrations import with_demonstrations
 from rl_megatron.data.packing import padded_lengths
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.credit.shaping import shape_rewards
@@ -56,7 +57,7 @@ class WaveUpdate(Update):
 
         The phase ``rollout`` has only the seconds of waiting without a full wave.
         """
-        loss = self._loss({})
+        loss = self._loss()
         assert isinstance(loss, PolicyLoss)  # of pairs: refused
         trained, waiting, early, more = _Trained(loss=loss), list[RolloutGroup](), 0, True
         while more:
@@ -65,7 +66,7 @@ class WaveUpdate(Update):
             more = group is not None
             if group is not None:
                 early = trained.positions
-                waiting.append(group)
+                waiting += with_demonstrations([group])
             if waiting and (not more or self._is_full(waiting)):
                 await self._wave(waiting, trained, step, watch)
                 waiting = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 import subprocess
@@ -32,7 +31,7 @@ if "launcher.worker.nursery" in sys.orig_argv:
 """
 
 
-def test_a_local_run_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_local_run_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """7 seconds. megatron wants weights on the GPU that torch sees, and takes what it can import."""
     package = tmp_path / "site" / "transformer_engine"
     package.mkdir(parents=True)
@@ -45,13 +44,9 @@ def test_a_local_run_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     samples = ragged_samples(4, torch.Generator().manual_seed(5))
     samples = dataclasses.replace(samples, advantages=torch.ones(len(samples.input_ids)))
     batch = pack(samples, dims=ParallelDims(), max_tokens=4096)
-
-    async def trained() -> float:
-        async with LocalLauncher(model, tmp_path).start(config) as roles:
-            await roles.policy.backward(batch, policy_loss(objective="importance"))
-            return (await roles.policy.step(1e-3)).grad_norm
-
-    assert asyncio.run(trained()) > 0
+    async with LocalLauncher(model, tmp_path).start(config) as roles:
+        await roles.policy.backward(batch, policy_loss(objective="importance"))
+        assert (await roles.policy.step(1e-3)).grad_norm > 0
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"  # ours is as it was
 
 

@@ -70,7 +70,7 @@ def gap(found: Any, wanted: Any) -> float:
 
 def compare(folder: Path, layout: str, rank: int, device: torch.device, to: Path) -> dict[str, float]:
     """Greatest differences between both heads in float32, and of a checkpoint of one that the other reads."""
-    samples, both = make_samples(), frozenset({"logprobs", "logits"})
+    samples, both = make_samples(), frozenset({"logprobs", "logits", "logit_norms"})
     policies = [make(folder, section(layout, head), rank, device) for head in (None, "float32")]
     said = [policy.score([samples], both) or {} for policy in policies]
     frozen = make(folder, section(layout, "float32"), rank, device, frozen=True).score([samples], both) or {}

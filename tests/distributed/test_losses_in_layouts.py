@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from rl_megatron.algorithms.aggregation import Denominator, token_weight
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.losses import PolicyLoss, loss_of
+from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
@@ -27,7 +28,7 @@ from rl_megatron.data.samples import select
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.training.measures import Made
 from rl_megatron.training.waves import of_whole_batch
-from rl_megatron.types import Batch, Loss, Samples, SkippedStep
+from rl_megatron.types import Batch, Loss, Samples, SkippedStep, Want
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.own_critic import gap_to_two_models, own_critics_loss
 from tests.distributed.ranks import run_ranks
@@ -37,17 +38,8 @@ from tests.samples import sequences_of
 
 OfLayout = Callable[[str], list[dict[str, Any]]]
 IN_WAVES = (
-    "cispo",
-    "dr_grpo",
-    "gspo",
-    "topr",
-    "sapo",
-    "gmpo",
-    "decoupled_ppo",
-    "kl and entropy",
-    "kl_cov",
-    "gkd",
-    "interpolated",
+    *("cispo", "dr_grpo", "luffy", "gspo", "topr", "sapo", "gmpo", "decoupled_ppo"),
+    *("kl and entropy", "kl_cov", "gkd", "interpolated"),
 )
 """Losses of every aggregation, ratio level and term, each with one denominator."""
 STAGED = ("alone, two layers", "pp2")
@@ -58,7 +50,7 @@ OF_BELOW = (*IN_WAVES, "dpo", "rejected", "turns", "prompts")
 WAVES_OF_BELOW = ("cispo", "dr_grpo", "kl and entropy", "gkd")  # of both denominators, and of sums over the vocabulary
 REJECTED_MEAN = {"mode": "reject", "level": "sequence", "estimator": "k2", "high": 0.1}
 CRITIC_STEPS, TOP = 3, 9
-KEYS = {"logprobs": "score", "entropy": "entropy", "top": "top"}
+KEYS: dict[Want, str] = {"logprobs": "score", "entropy": "entropy", "top": "top", "logit_norms": "norms"}
 KINDS = ("critic", "own critic")
 CUT: dict[str, dict[str, int]] = {"dp2": {"dp": 2}, "cp2": {"cp": 2}, "pp2": {"pp": 2}, "tp2-ep2": {"tp": 2, "ep": 2}}
 LAYOUTS = {"alone": {}, "alone, two layers": {}, **CUT}
@@ -104,6 +96,8 @@ def jobs() -> dict[str, tuple[Loss, int, Samples]]:
         held = samples.old_kl_weights if config.algorithm.tokens.choose == "kl_cov" else None
         weight = token_weight(grouped, config.algorithm.aggregation, max_length=1)
         row = replace(plain, nll_weights=samples.nll_weights, old_kl_weights=held, token_weight=weight)
+        if config.algorithm.demonstration_gamma is not None:
+            row = replace(row, demonstrated=(sequence_ids(samples.cu_seqlens) % 4 == 0))
         taught = config.algorithm.needs_top
         out[name] = of(config, float(taught)), unit, replace(row, ref_top=samples.ref_top if taught else None)
     config = load_config("tiny_cpu", ["algorithm=grpo", "algorithm.entropy_coefficient=0.1"])
@@ -211,7 +205,7 @@ def scores(policy: Any, batch: Batch, dp: int, samples: Samples) -> dict[str, ob
     halved, out = {name: tensor * 0.5 for name, tensor in policy.tensors.items()}, dict[str, object]()
     ours = replace(batch, sequences=(batch.sequences[dp],))
     for name, weights in (("own", None), ("halved", halved), ("own again", None)):
-        said = policy.score(batch.micro_batches[dp], frozenset({"logprobs", "entropy", "top"}), weights) or {}
+        said = policy.score(batch.micro_batches[dp], frozenset(KEYS), weights) or {}
         for key, column in said.items():
             out[f"{KEYS[key]} {name}"] = unpack(ours, [column], samples).tolist()
     return out
@@ -335,7 +329,7 @@ def test_losses_critic_and_reference_do_not_depend_on_the_layout(layout: str, of
         assert trained == restored
         assert any(value != 0 for values in trained for value in values)
     for name in ("own", "halved", "own again"):
-        for key in (f"score {name}", f"entropy {name}", f"top {name}"):
+        for key in (f"{of} {name}" for of in KEYS.values()):
             parts = [torch.tensor(seen[key]) for seen in ranks if key in seen]
             torch.testing.assert_close(torch.stack(parts).sum(0), torch.tensor(alone[key]), rtol=0, atol=1e-5)
 
@@ -351,7 +345,7 @@ def test_waves_of_any_cut_are_the_whole_batch(layout: str, of_layout: OfLayout) 
 
 
 def test_the_most_probable_tokens_are_those_of_transformers(alone: dict[str, Any], models: Sequence[Path]) -> None:
-    """And their log-probs at the temperature; outside the mask there are zeros."""
+    """And their log-probs at the temperature; outside the mask there are zeros. Norms are those of whole logits."""
     samples = make_samples()
     theirs = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32)
     found = torch.tensor(alone["top own"])
@@ -364,6 +358,9 @@ def test_the_most_probable_tokens_are_those_of_transformers(alone: dict[str, Any
         wanted = logprobs.topk(TOP).values[mask]
         torch.testing.assert_close(named[mask][:, 1], wanted, rtol=0, atol=1e-4)
         torch.testing.assert_close(logprobs[mask].gather(1, named[mask][:, 0].long()), wanted, rtol=0, atol=1e-4)
+        p = logprobs.double().exp()
+        norms = 1 - 2 * p.gather(1, samples.targets[first:stop, None]).squeeze(1) + p.square().sum(1)
+        assert alone["norms own"][first:stop] == pytest.approx(norms.tolist(), abs=1e-5)
 
 
 def test_the_reference_pass_leaves_the_policy_as_it_was(alone: dict[str, Any]) -> None:

@@ -42,22 +42,18 @@ async def step(roles: Roles, number: int, g: torch.Generator) -> None:
     await roles.weights.push(number)
 
 
-def test_it_stays_flat(tmp_path: Path) -> None:
+async def test_it_stays_flat(tmp_path: Path) -> None:
     """20 seconds."""
     config = load_config("tiny_cpu", ["learner.threads=1", "learner.ep=1", "learner.dp=1"])
     model = make_tiny_model(TinyModelSection(num_layers=1, hidden_size=32, num_experts=4), tmp_path / "cache", seed=3)
     g = torch.Generator().manual_seed(5)
     held: list[int] = []
-
-    async def run() -> None:
-        async with LocalLauncher(model, tmp_path).start(config) as roles:
-            assert isinstance(roles.policy, LearnerGroup)
-            (worker,) = roles.policy._group.workers
-            rank = psutil.Process(worker.process.pid)
-            for number in range(1, STEPS + 1):
-                await step(roles, number, g)
-                held.append(rank.memory_info().rss)
-
-    asyncio.run(run())
+    async with LocalLauncher(model, tmp_path).start(config) as roles:
+        assert isinstance(roles.policy, LearnerGroup)
+        (worker,) = roles.policy._group.workers
+        rank = psutil.Process(worker.process.pid)
+        for number in range(1, STEPS + 1):
+            await step(roles, number, g)
+            held.append(rank.memory_info().rss)
     before, after = (min(held[last - 3 * CYCLE : last]) for last in (WARM, STEPS))
     assert (after - before) / (STEPS - WARM) <= MOST

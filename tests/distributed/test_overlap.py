@@ -105,10 +105,12 @@ def compare(
             continue
         learner = section(layout, **keys, **overlap)
         batch, policy = make_batch(learner), make(model, learner, rank, device)
+        groups = [g for c in policy._trained for g in (*c.bucket_groups, *c.expert_parallel_bucket_groups)]
+        gathers = [counted(group, "start_param_sync") for group in groups]
         scored = name in ("none", "both, one bucket")
         one: dict[str, Any] = {"steps": train(policy, batch, learner.dims.dp_rank(rank), scored=scored)}
         plain = plain or policy
-        one["buckets"] = sum(len(c.bucket_groups) + len(c.expert_parallel_bucket_groups) for c in policy._trained)
+        one |= {"buckets": len(groups), "gathers": [len(calls) for calls in gathers]}
         one["differ before"] = differing(policy, plain)
         policy.gather()
         one["differ"] = differing(policy, plain)
@@ -116,6 +118,18 @@ def compare(
             one |= after(policy, plain, batch, learner.dims.dp_rank(rank), to)
         found[name] = one
     return found
+
+
+def counted(owner: Any, name: str) -> list[int]:
+    """Gets an entry at each call of the owner's method."""
+    original, calls = getattr(owner, name), list[int]()
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        calls.append(len(calls))
+        return original(*arguments, **named)
+
+    setattr(owner, name, call)
+    return calls
 
 
 def after(policy: Any, plain: Any, batch: Batch, dp: int, to: Path) -> dict[str, Any]:
@@ -242,6 +256,15 @@ def test_buckets_end_where_they_are_told_to(seen: Any) -> None:
         counts = {name: one["buckets"] for name, one in rank["experts"].items()}
         assert counts["none"] == counts["both, one bucket"] == 2  # of experts and of the others
         assert counts["both"] == counts["gradients"] > 20
+
+
+@pytest.mark.parametrize("layout", SEVERAL)
+def test_without_overlap_a_step_gathers_each_bucket_once(layout: str, seen: Any) -> None:
+    """Dense parameters and experts have an optimizer each, and in megatron both gather all buckets."""
+    for rank in seen[layout]:
+        gathers = rank["experts"]["none"]["gathers"]
+        assert len(gathers) > 1
+        assert set(gathers) == {STEPS + 1}
 
 
 def test_weights_wait_for_the_next_pass_or_a_push(seen: Any) -> None:

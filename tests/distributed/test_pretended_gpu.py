@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
@@ -23,6 +24,7 @@ from rl_megatron.weights.checks.reports import Beside
 from tests.distributed import gpu_branch, moved, offloaded
 from tests.distributed.pretended.ranks import World, run_worlds
 from tests.distributed.ranks import run_ranks
+from tests.distributed.test_engine_ends import tensors_of
 from tests.distributed.test_kept import TOKENS
 from tests.family_models import save_model
 
@@ -99,6 +101,32 @@ def in_a_thread(rank: int) -> None:
     beside = Beside()
     beside.read("w", weight)
     assert beside.report().read == [("w", whole_box((2, 3)), checksum(weight.cpu(), (2, 3)))]
+
+
+def pushed_during_a_step(rank: int, path: Path) -> None:
+    """SGLang's step reads the weights on a stream of its own, as late as it may, while our worker loads others."""
+    import torch
+
+    from tests.distributed import test_engine_ends as base
+    from tests.distributed.pretended import streams
+
+    streams.install()
+    base.server(path.parent)  # puts what our worker asks of SGLang in place
+    from rl_megatron.rollout.servers.sglang import worker
+
+    model, step = base.Whole(), torch.cuda.Stream()
+    model.params = {name: torch.full_like(one, 7.0, device="cuda") for name, one in model.params.items()}
+    seen = {name: torch.zeros(one.shape) for name, one in model.params.items()}
+    with torch.cuda.stream(step):
+        for name, one in model.params.items():
+            seen[name].copy_(one, non_blocking=True)
+    order = {"do": "load", "path": str(path), "answer": str(path.parent / "answer"), "version": 4, "private": []}
+    worker.load(model, [(json.dumps({**order, "runner": "target"}), torch.empty(0))])
+    step.synchronize()
+    assert "rows" in json.loads((path.parent / "answer.0").read_text())
+    assert all(bool((one == 7.0).all()) for one in seen.values())
+    new = base.tensors_of(4)
+    assert all(torch.equal(one.cpu(), new[name]) for name, one in model.params.items())
 
 
 @pytest.fixture(scope="module")
@@ -246,3 +274,10 @@ def test_the_host_pins_no_more_for_halves_of_ragged_micro_batches_than_the_fulle
         for rank in seen[layout]:
             for said in rank.values():
                 assert said["pinned"] == -(-said["most"] // moved.SLAB) * moved.SLAB
+
+
+def test_a_push_waits_for_the_step_that_sglang_has_under_way(tmp_path: Path) -> None:
+    """Under keep_cache a pause is only noted, and the step launched last goes on."""
+    save_file(tensors_of(4), path := tmp_path / "model.safetensors")
+    path.with_name("model.safetensors.json").write_text('{"version": 4, "writers": 1}')
+    run_worlds([World(main=pushed_during_a_step, size=1, arguments=(path,))])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -188,6 +189,14 @@ class Place:
     cache: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
+
+    def copy(self, run: Run, name: str, *, until: int) -> Path:
+        """The folder of a run ``name`` that is ``run``, which has ended, killed once it had saved step ``until``."""
+        folder = shutil.copytree(run.folder, self.folder / "runs" / name)
+        for saved in (*folder.glob("checkpoints/step_*"), *folder.glob("hf_step_*")):
+            if int(saved.name[-6:]) > until:
+                shutil.rmtree(saved)
+        return folder
 
     def start(self, name: str, *arguments: str, resume: bool = False) -> Run:
         """Start ``rl-megatron train`` on a tiny run; later arguments overrule earlier ones."""

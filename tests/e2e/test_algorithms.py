@@ -12,6 +12,7 @@ import pytest
 
 from rl_megatron.algorithms.kl import adaptive_beta
 from rl_megatron.observability.files import read_jsonl
+from rl_megatron.training import checkpoints
 from tests.e2e.processes import Place, Run, alive
 
 HALF_RIGHT = "reward.function=my_rewards:even"
@@ -176,10 +177,10 @@ def test_a_prompt_has_a_baseline_from_its_earlier_completions_and_a_resume_knows
     """Sums of one digit, most of them seen again in the second epoch, behind the resume."""
     keys = ("algorithm=spo", *UNWARMED, "data.digits=1", "rollout.prompts_per_step=28", "log.samples_per_step=28")
     keys = (*keys, "rollout.group_size=1", "algorithm.advantage_std=none", "rollout.ignore_eos=true")
-    keys = (*keys, "train.lr_decay=none")
     whole = place.fork("spo", *keys).finish()
-    place.fork("spo-resumed", *keys, "train.steps=4").finish()
+    place.copy(whole, "spo-resumed", until=4)
     resumed = place.fork("spo-resumed", *keys, resume=True).finish()
+    assert "resuming from" in resumed.text()
     assert resumed.record() == whole.record()
     alpha, beta = defaultdict[str, float](lambda: 0.5), defaultdict[str, float](lambda: 0.5)
     found = [row["advantage/std"] for row in whole.rows() if row["step"]]
@@ -193,3 +194,24 @@ def test_a_prompt_has_a_baseline_from_its_earlier_completions_and_a_resume_knows
             alpha[prompt] = 0.875 * alpha[prompt] + reward
             beta[prompt] = 0.875 * beta[prompt] + 1 - reward
     assert len(alpha) < 6 * 28 * 0.8  # prompts came again
+
+
+def test_demonstrations_wait_with_their_groups_and_a_resume_has_them_to_the_bit(place: Place) -> None:
+    keys = ("algorithm=luffy", *UNWARMED, "train.max_staleness=1", "train.steps=4")
+    whole = place.fork("luffy", *keys).finish()
+    rows = [row for row in whole.rows() if row["step"]]
+    assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
+    assert all(0 < row["demonstration/share"] < 0.5 and row["grad_norm"] > 0 for row in rows)
+    assert all(row["demonstration/reward"] in (0, 0.25, 0.5, 0.75, 1) for row in rows)
+    folder = place.copy(whole, "luffy-resumed", until=2)
+    stream = checkpoints.read(folder / "checkpoints/step_000002").state.stream
+    assert stream is not None
+    groups = [one.answered.group for one in stream.places if one.answered is not None]
+    shown = [group.demonstration for group in groups if group is not None and group.demonstration is not None]
+    assert len(shown) == len(stream.places) == 4
+    for group in shown:
+        ((row,),) = [one.chains for one in group.trajectories]
+        assert bytes(row.token_ids[:-1].tolist()).decode() == group.prompt.text + group.prompt.answer
+    resumed = place.fork("luffy-resumed", *keys, resume=True).finish()
+    assert "resuming from" in resumed.text()
+    assert resumed.record() == whole.record()

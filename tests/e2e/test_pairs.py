@@ -3,12 +3,9 @@ and AdamW of torch; a stopped and resumed run is equal to the bit; and a reward 
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import random
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,41 +206,36 @@ def test_its_report_has_the_held_out_loss_of_every_evaluation(
 
 
 @pytest.mark.parametrize(("job", "more"), [("dpo", DPO), ("reward_model", REWARD)])
-def test_a_run_that_is_stopped_and_resumed_is_equal_to_the_bit(
+def test_a_run_that_is_killed_and_resumed_is_equal_to_the_bit(
     place: Place, model: Path, job: str, more: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
-    """It stops once it has a checkpoint of step 2: step 3's rows were then drawn, and are drawn again. The model
-    that it started from is gone, and the user puts it back as the error says."""
+    """At step 2, when step 3's rows were drawn, which are drawn again. The model that it started from is gone, and the
+    user puts it back as the error says; then the reference has ranks of its own."""
     name = job.removesuffix("_model")
     whole, arguments = request.getfixturevalue(name), keys(model, job, *more)
-    first = place.fork_alone(f"{name}-stopped", *arguments)
-    first.until_file("checkpoints/step_000002/manifest.json")
-    os.kill(first.process.pid, signal.SIGTERM)
-    first.end()
+    folder = place.copy(whole, f"{name}-killed", until=2)
     if job == "dpo":
-        shutil.rmtree(first.folder / "hf_start")
-        refused = place.fork_alone(f"{name}-stopped", *arguments, resume=True)
+        shutil.rmtree(folder / "hf_start")
+        refused = place.fork_alone(f"{name}-killed", *arguments, resume=True)
         assert refused.end() == 1
         assert f"or copy model.path={model} there, which it is, or begin" in refused.text()
-        shutil.copytree(model, first.folder / "hf_start")
-    again = place.fork_alone(f"{name}-stopped", *arguments, resume=True).finish()
+        shutil.copytree(model, folder / "hf_start")
+    apart = ("roles.reference=separate",) if job == "dpo" else ()
+    again = place.fork_alone(f"{name}-killed", *arguments, *apart, resume=True).finish()
+    assert ("2 reference processes" in again.text()) == (job == "dpo")
     assert [deterministic(row) for row in again.rows()] == [deterministic(row) for row in whole.rows()]
     last = f"hf_step_{STEPS:06d}/model.safetensors"
     assert (again.folder / last).read_bytes() == (whole.folder / last).read_bytes()
 
 
-def test_an_exported_reward_model_scores_texts_as_its_run_did(place: Place, reward: Run) -> None:
+async def test_an_exported_reward_model_scores_texts_as_its_run_did(place: Place, reward: Run) -> None:
     """By the classifier that ``reward.function=hf:`` is, on the held-out conversations."""
     section = RewardModelSection(chat_template=False)
     judge = ClassifierReward(reward.folder / f"hf_step_{STEPS:06d}", section, key="reward.function")
     rows = read(place.folder / "eval.jsonl")
     nothing = Prompt(id="p", text="", token_ids=(), answer="")
-
-    async def scores() -> list[list[float]]:
-        texts = [[text(row["good"]), text(row["bad"])] for row in rows]  # type: ignore[arg-type]
-        return [[one.total for one in await judge(nothing, [], pair)] for pair in texts]
-
-    margins = [good - bad for good, bad in asyncio.run(scores())]
+    texts = [[text(row["good"]), text(row["bad"])] for row in rows]  # type: ignore[arg-type]
+    margins = [good - bad for good, bad in [[one.total for one in await judge(nothing, [], pair)] for pair in texts]]
     found = sum(margins) / len(margins)
     assert reward.rows()[-1]["eval/preference_margin"] == pytest.approx(found, rel=1e-4)
 

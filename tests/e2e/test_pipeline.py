@@ -11,6 +11,8 @@ EVEN = "eval.sets.sums.reward.function=my_rewards:even"
 def test_each_job_goes_on_from_the_folder_of_the_one_before(place: Place) -> None:
     common = ("learner.threads=1", "log.tensorboard=false", "checkpoint.every=0")
     tuned = place.fork_alone("tuned", "--config", "sft_tiny", "train.steps=20", "eval.every=20", *common).finish()
+    losses = [row["eval/loss"] for row in tuned.rows() if "eval/loss" in row]
+    assert losses[-1] < losses[0] / 2  # of held-out sums: 1.87 nats a token for 5.61
     start = f"model.path={tuned.folder / 'hf_step_000020'}"
     judge = place.fork_alone(
         "judge", "--config", "reward_tiny", start, "train.steps=40", "eval.every=40", *common

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -20,26 +19,22 @@ from rl_megatron.weights.servers.mirror import read, shapes
 
 
 @pytest.mark.parametrize("mesh", [("learner.tp=2", "learner.ep=2"), ("learner.pp=2", "learner.ep=2", "learner.dp=2")])
-def test_a_bit_that_flips_between_learner_and_file_is_not_sealed(tmp_path: Path, mesh: tuple[str, ...]) -> None:
+async def test_a_bit_that_flips_between_learner_and_file_is_not_sealed(tmp_path: Path, mesh: tuple[str, ...]) -> None:
     """6 seconds each."""
     keys = ("rollout=vllm", "rollout.python=python", f"weights.folder={tmp_path}", "learner.threads=1")
     config = load_config("tiny_cpu", [*keys, "learner.ep=1", *mesh])
     model = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=3)
     wanted = {n: checksum(t, tuple(t.shape)) for n, t in load_file(model / "model.safetensors").items()}
     path = mirror_path(config, tmp_path)
-
-    async def test() -> None:
-        async with LocalLauncher(model, tmp_path).start(config) as roles:
-            assert isinstance(roles.weights, WeightGroup)
-            await roles.weights.push(1)
-            assert {name: checksum(t, tuple(t.shape)) for name, t in read(path, 1).items()} == wanted
-            with path.open("r+b") as file:
-                file.seek(path.stat().st_size - 1)
-                (byte,) = file.read(1)
-                file.seek(path.stat().st_size - 1)
-                file.write(bytes([byte ^ 1]))
-            assert sealed_by(await roles.weights.sums(), shapes(path)) == wanted
-            found = {name: checksum(t, tuple(t.shape)) for name, t in read(path, 1).items()}
-            assert len([name for name in wanted if found[name] != wanted[name]]) == 1
-
-    asyncio.run(test())
+    async with LocalLauncher(model, tmp_path).start(config) as roles:
+        assert isinstance(roles.weights, WeightGroup)
+        await roles.weights.push(1)
+        assert {name: checksum(t, tuple(t.shape)) for name, t in read(path, 1).items()} == wanted
+        with path.open("r+b") as file:
+            file.seek(path.stat().st_size - 1)
+            (byte,) = file.read(1)
+            file.seek(path.stat().st_size - 1)
+            file.write(bytes([byte ^ 1]))
+        assert sealed_by(await roles.weights.sums(), shapes(path)) == wanted
+        found = {name: checksum(t, tuple(t.shape)) for name, t in read(path, 1).items()}
+        assert len([name for name in wanted if found[name] != wanted[name]]) == 1

@@ -229,7 +229,7 @@ def test_servers_end_with_a_trainer_that_is_killed(tmp_path: Path, name: str) ->
 def test_an_interpreter_without_the_engine_is_told_before_anything_starts(
     models: tuple[Path, Path], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.engines.benches.interpreter", lambda engine: Path("/usr/bin/env"))
+    monkeypatch.setattr("tests.engines.benches.interpreter", lambda engine: Path(sys.executable))
     with pytest.raises(ConfigError, match="is not installed there"), served(name, models[0], tmp_path):
         pass
 

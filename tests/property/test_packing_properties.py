@@ -115,13 +115,26 @@ def test_how_many_micro_batches_there_are_is_found_in_a_few_tries(
     monkeypatch: pytest.MonkeyPatch, shortest: int, longest: int, micro_batches: int, most_tries: int
 ) -> None:
     """Just over a half, a third or an eighth of one: one, two or seven fit. Trying one by one finds 1,932, too."""
-    tries = []
-    real = bins._longest_first
-    monkeypatch.setattr(bins, "_longest_first", lambda *given: (tries.append(given), real(*given))[1])
+    tries = counted_tries(monkeypatch)
     lengths = np.random.default_rng(0).integers(shortest, longest, 4000)
     plan = plan_packing(lengths, dims=ParallelDims(), max_tokens=1000, attention_cost=1e-2)
     assert len(tries) <= most_tries
     assert len(plan[0]) == micro_batches
+
+
+def test_no_more_micro_batches_are_tried_where_the_longest_sequence_is_the_heaviest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its attention is more work than any other micro-batch has; an eighth of 16 might be tried."""
+    tries = counted_tries(monkeypatch)
+    plan = plan_packing(np.array([1000] + [30] * 495), dims=ParallelDims(), max_tokens=1000, attention_cost=1.0)
+    assert (len(tries), len(plan[0])) == (1, 16)
+
+
+def counted_tries(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    tries, real = list[object](), bins._longest_first
+    monkeypatch.setattr(bins, "_longest_first", lambda *given: (tries.append(given), real(*given))[1])
+    return tries
 
 
 @settings(deadline=None, max_examples=60)

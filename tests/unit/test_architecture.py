@@ -100,7 +100,8 @@ def attributes(tree: ast.AST) -> Iterator[str]:
 def violations(path: Path, source: str) -> list[str]:
     """What a product file does that is another room's alone."""
     tree = ast.parse(source)
-    names = [*imported(tree), *attributes(tree)]
+    imports = [*imported(tree)]
+    names = [*imports, *attributes(tree)]
     found = []
     if not inside(path, "rl_megatron/learner"):
         found += [n for n in names if re.search(r"\bparallel_state\b|\bmpu\.get_", n)]
@@ -115,7 +116,7 @@ def violations(path: Path, source: str) -> list[str]:
         texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         found += [repr(text) for text in texts if re.fullmatch(r"cuda(:\d+)?", text)]
     if not inside(path, "launcher/hosts/ray") or path.name == "node.py":  # which only starts Ray's own command
-        found += [n for n in imported(tree) if n.partition(".")[0] == "ray"]
+        found += [n for n in imports if n.partition(".")[0] == "ray"]
     if not inside(path, "launcher", *IN_ENGINES):
         found += [n for n in names if re.fullmatch(r"os\.(environ|getenv|putenv)|sys\.argv", n)]
     return found
@@ -244,6 +245,8 @@ def test_no_docstring_only_points_elsewhere() -> None:
 def translated(text: str) -> list[str]:
     """Phrases of ``WORDS`` in a text, wherever its lines end, each with better words."""
     flat = " ".join(text.replace('"', " ").replace("#", " ").lower().split())
+    if not re.search(rf"\b({'|'.join(WORDS)})\b", flat):  # of all at once, an eighth of the time
+        return []
     return [f"{m[0]!r}: {better}" for p, better in WORDS.items() for m in re.finditer(rf"\b{p}\b", flat)]
 
 
@@ -269,7 +272,8 @@ def test_transformers_reads_folders_without_their_code() -> None:
         (str(path), "trust_remote_code=False" in ast.unparse(node).replace(" ", ""))
         for path in FILES
         if path.parts[0] in PRODUCT
-        for node in ast.walk(ast.parse((REPO / path).read_text()))
+        if "from_pretrained" in (source := (REPO / path).read_text())
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained"
     ]
     assert len(calls) >= 5

@@ -47,6 +47,7 @@ def test_an_overlong_buffer_that_leaves_no_length_without_a_penalty_is_refused(p
         (["algorithm=rloo", ONE], "group_size=1 with algorithm.advantage_mean=group: "),
         (["algorithm=liteppo", "algorithm.advantage_mean=batch", "algorithm.advantage_std=group", ONE], "std=group: "),
         (["algorithm=reinforce", *SINGLE], "group_size=1 with algorithm.advantage_mean=batch: "),
+        (["algorithm=gkd", ONE], "group_size=1 with algorithm.advantage_mean=group, algorithm.advantage_std=group: "),
         (
             ["algorithm=reinforce", "algorithm.advantage_mean=none", "algorithm.whiten=true", *SINGLE],
             "group_size=1 with algorithm.whiten=true: ",
@@ -114,6 +115,15 @@ def test_a_job_on_pairs_asks_for_the_worse_answer_of_every_source(job: str) -> N
         ValueError, match=rf"job={job} trains on pairs of answers, and data\.rejected_field is not given"
     ):
         RunConfig.model_validate({"job": job, "data": files})
+    for key in ("answer_field", "rejected_field"):
+        with pytest.raises(ValueError, match=r"data\.prompt_field='bad' is the field of an answer, too, .* HH-RLHF's"):
+            RunConfig.model_validate({"job": job, "data": {**PAIRS, "prompt_field": "bad", key: "bad"}})
+    one = {"type": "files", "train": "a", "eval": "b", "prompt_field": "q", "answer_field": "q"}
+    RunConfig.model_validate({"job": "rl", "data": one})  # a reward may need no answer
+    led = {"environment": {"function": "calculator", "template": "plain"}, "warm_start": {"steps": 1}}
+    RunConfig.model_validate({"job": "rl", "data": one, **led})  # demonstrations are learnt, no answers
+    with pytest.raises(ValueError, match=r"data\.prompt_field='q' is the field of an answer, too"):
+        RunConfig.model_validate({"job": "rl", "data": one, "warm_start": led["warm_start"]})
     mixture = {"type": "mixture", "sources": {"good": PAIRS, "bad": files}}
     with pytest.raises(ValueError, match=r"and data\.sources\.bad\.rejected_field is not given"):
         RunConfig.model_validate({"job": job, "data": mixture})
@@ -287,3 +297,47 @@ def test_a_wait_before_retries_is_for_retries() -> None:
     assert problem(*served) is None
     said = problem(*served, "reward.http.retries=0") or ""
     assert said.startswith("reward.http.backoff_seconds=2.0 does nothing: with reward.http.retries=0 there is no retry")
+
+
+LUFFY = "algorithm=luffy"
+FILES = ["data.type=files", "data.train=a", "data.eval=b", "warm_start.steps=0"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ([LUFFY, "algorithm.old_logprobs=interpolated", "train.max_staleness=1"], "no version sampled it; set learner"),
+        ([LUFFY, "algorithm.correction.mode=truncate"], "algorithm.correction: no engine has its log-probs; leave the"),
+        ([LUFFY, "algorithm.kl.coefficient=0.1"], "kl.coefficient=0.1: that KL is estimated from what the policy"),
+        ([LUFFY, "algorithm.old_kl_limit=0.1", "train.minibatches=2"], "old_kl_limit=0.1: as kl.coefficient; set old"),
+        ([LUFFY, "algorithm.tokens.choose=top_entropy"], "tokens.choose=top_entropy: these are chosen among the"),
+        ([LUFFY, "algorithm.balance.share=0.4"], "balance.share=0.4: it is of clipped ratios, and a demonstration has"),
+        ([LUFFY, "algorithm.credit=discounted"], "credit=discounted: a demonstration has one advantage; set credit=c"),
+        ([LUFFY, "algorithm.routing_replay=r3"], "algorithm.routing_replay=r3: no engine chose its experts; leave one"),
+        ([LUFFY, "train.route_flips=true"], "train.route_flips=true: no engine chose its experts; leave one of them"),
+        (
+            [LUFFY, "environment.function=calculator", "environment.template=plain", "warm_start.steps=0"],
+            "environment.function=calculator: a demonstration is the text of one answer, which no environment leads",
+        ),
+        (
+            ["algorithm=dpo", "algorithm.demonstration_gamma=0.1"],
+            "demonstration_gamma=0.1 does nothing: algorithm.pref",
+        ),
+        (
+            [*FILES, "data.demonstration_field=x"],
+            "demonstration_field='x' does nothing without algorithm.demonstration",
+        ),
+        ([LUFFY, *FILES, "data.demonstration_field=answer"], "'answer' is data.answer_field, which is the demonstrati"),
+        ([LUFFY, *FILES, "data.prompt_field=answer"], "is the field of an answer, too, so a model would learn to rep"),
+        (["job=sft", *FILES[:3], "data.demonstration_field=x"], "demonstration_field=x: job=sft does not read it, job"),
+    ],
+)
+def test_what_needs_a_token_that_was_sampled_is_refused_beside_demonstrations(keys: list[str], reason: str) -> None:
+    assert reason in (problem(*keys) or "")
+
+
+def test_a_demonstration_is_a_second_completion_of_its_group() -> None:
+    for one in ([ONE], [ONE, REFILL], SINGLE, [ONE, "train.whole_groups=true", "train.minibatches=2"]):
+        assert problem("algorithm=dr_grpo", *one)
+        assert problem(LUFFY, *one) is None
+    assert problem(LUFFY, *FILES, "data.prompt_field=answer", "data.demonstration_field=x") is None

@@ -21,6 +21,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from bench import memory
 from launcher.__main__ import app
 from launcher.commands.plan import _texts
 from launcher.preflight.checks import preflight
@@ -222,3 +223,22 @@ def test_a_machine_with_its_own_torch_names_all_packages_that_are_missing() -> N
     )
     assert here == "[]\n"
     assert set(ast.literal_eval(bare)) == named
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--steps", "60", "--every", "20"),
+        ("--steps", "400", "--every", "150"),
+        ("--steps", "400", "--every", "0"),
+        ("--steps", "400", "--every", "-100"),
+    ],
+)
+def test_the_bench_of_memory_refuses_steps_without_its_baseline_before_they_run(
+    given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["memory", *given])
+    monkeypatch.setattr(memory, "measure", lambda steps, every: pytest.fail("it ran"))
+    with pytest.raises(SystemExit):
+        memory.main()
+    assert "growth is from step 300 to the last" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.preflight.checks import CHECKS
 from tests.documents import blocks
 
 REPO = Path(__file__).resolve().parents[2]
@@ -39,7 +40,14 @@ def test_tests_that_a_document_names_are_there(document: Path) -> None:
     named = re.findall(r"`([\w./-]+\.py)::(\w+)`", document.read_text(encoding="utf-8"))
     files = {path: REPO / "tests" / path for path, _ in named}
     texts = {path: file.read_text(encoding="utf-8") if file.is_file() else "" for path, file in files.items()}
-    assert [f"{path}::{test}" for path, test in named if f"\ndef {test}(" not in texts[path]] == []
+    there = {path: set(re.findall(r"^(?:async )?def (\w+)\(", text, re.M)) for path, text in texts.items()}
+    assert [f"{path}::{test}" for path, test in named if test not in there[path]] == []
+
+
+def test_the_page_of_running_has_a_row_for_each_check_before_a_run() -> None:
+    page = (REPO / "docs" / "running.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| check \|.*\n\|---.*\n((?:\|.*\n)*)", page, re.M)
+    assert re.findall(r"^\| ([a-z ]+) \|", table, re.M) == list(CHECKS)
 
 
 def test_every_page_is_in_the_sites_navigation_once() -> None:

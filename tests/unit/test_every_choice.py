@@ -18,6 +18,7 @@ OF_COMPLETIONS = {
     **{f"algorithm={name}": " with algorithm" for name in (*PAIR_ROWS, "remax")},
     "algorithm=scalerl": ": only single completions",
     "algorithm=grpo_process": " with reward: the environment gives",  # environments judge their own turns
+    "algorithm=luffy": ": a demonstration is the text of one answer",
     "algorithm=gdpo": ": an environment gives one reward",
 }
 
@@ -52,7 +53,7 @@ def loaded_or_refused_by(name: str, choice: str) -> str | None:
         refused = r"job=\w+ does not read it, job=rl may"
     elif choice == "algorithm=gigpo" and load_config(name, keys[1:2]).environment.function is None:
         refused = r"algorithm\.credit=turn: without environment\.function"
-    elif name == "distill_tiny" and choice.startswith("algorithm=") and choice[10:] not in ("gkd", "distill", *BESIDE):
+    elif name == "distill_tiny" and choice.startswith("algorithm=") and choice[10:] not in BESIDE:  # without a teacher
         refused = r"reward\.parts: the weights of exact_match are all 0|preference\.beta|with reward\.parts"
     try:
         load_config(name, keys)

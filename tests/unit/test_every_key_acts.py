@@ -37,7 +37,8 @@ from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.update import Update
-from rl_megatron.types import Prompt, RolloutGroup, Trajectory
+from rl_megatron.types import Completion, Prompt, RolloutGroup, Trajectory
+from tests.completions import completion
 from tests.rows import BESIDE, NAMES, WITH_TURNS
 from tests.toy_roles import VOCABULARY, Toy, ToyEngine, ToyWeights, decode, table
 
@@ -59,7 +60,7 @@ LONGER_RANGE = ["algorithm.overlong_buffer=1", "algorithm.overlong_factor=2.0"] 
 TWO_STEPS = ["train.minibatches=2"]  # in a batch's first optimizer step ratios are 1, as without them
 NARROW = ["algorithm.clip_high=0.01"]  # else no good token of the few that are trained on is clipped
 OF_ROWS = {
-    "dr_grpo": LONGER_RANGE,
+    **dict.fromkeys(("dr_grpo", "luffy", "otb"), LONGER_RANGE),
     "rloo": [*LONGER_RANGE, *TWO_STEPS],
     **dict.fromkeys(("reinforce", "remax"), TWO_STEPS),
     "grpo_process": ["reward.function=tests.toy_roles:grade_steps"],
@@ -207,6 +208,11 @@ class Heard(list[object]):
             raise AnotherCallError(f"call {place + 1} is another")
 
 
+def shown(prompt: Prompt) -> Completion:
+    """The demonstration of a prompt: twice its tokens, of an even sum."""
+    return completion([*prompt.token_ids, *prompt.token_ids], [0.0] * 4, spans=())
+
+
 class Rig:
     """What a step needs beside its configuration; files are shared, since nobody reads them, and so is the loop."""
 
@@ -260,6 +266,7 @@ class Rig:
             seed=config.seed,
             greedy_baseline=config.algorithm.advantage_mean == "greedy",
             routes=config.algorithm.routing_replay == "r3",
+            demonstrate=None if config.algorithm.demonstration_gamma is None else shown,
         )
         decay, size = config.algorithm.track_decay, config.rollout.prompts_per_step
         prompts = PromptStream(self.prompts, seed=0, track_decay=decay)

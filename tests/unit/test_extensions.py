@@ -3,8 +3,6 @@ server, a transport. Rewards, observers, options and model families have tests i
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import tiny_shape
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import Server
-from rl_megatron.types import Completion
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.plans.plan import plan
 from rl_megatron.weights.transports.connect import Ends, make_transport
@@ -77,22 +74,16 @@ def test_an_algorithm(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("mine")
-def test_an_engine_that_is_a_server() -> None:
+async def test_an_engine_that_is_a_server() -> None:
     name = load_config("tiny_cpu", ["rollout.engine=mine_engine:Mine"]).rollout.engine
     assert module_of(name) == "mine_server"
     adapter = adapter_of(name, SHAPE)
-
-    async def ask(url: str) -> Sequence[Completion]:
-        server = Server(url, token="t", timeout_seconds=60.0)
+    with running(1) as (fake,):
+        server = Server(fake.url, token="t", timeout_seconds=60.0)
         engine = ServedEngine(adapter, [server], SECTION, max_length=8, vocab_size=10)
         await push(engine, 3)
-        try:
-            return await engine.generate(REQUEST)
-        finally:
-            await engine.close()
-
-    with running(1) as (fake,):
-        (completion,) = asyncio.run(ask(fake.url))
+        (completion,) = await engine.generate(REQUEST)
+        await engine.close()
     assert completion.spans == ((0, 3),)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import ctypes
 import re
+import shlex
 from collections import defaultdict
 
 import pytest
 
+from launcher.processes.parent import adopt_orphans
 from rl_megatron.observability.intervals import mean_interval
 from tests.proof import run
 from tests.proof.run import PAGE, REPO, Claim, claims, printed, stale
@@ -68,6 +71,31 @@ def test_a_long_command_and_a_stale_one_fail_the_script(
     with pytest.raises(SystemExit) as ended:
         run.main()
     assert not ended.value.code
+
+
+LEAVES = """
+import os, time
+if os.fork() == 0:
+    while time.process_time() < 0.2: pass
+    os.closerange(0, 3)
+    time.sleep(60)
+"""
+
+
+def test_the_seconds_of_what_a_command_leaves_count_and_it_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As those of a fork server, for which no parent waits."""
+    monkeypatch.setattr(run, "claims", lambda: iter([Claim(shlex.join(["python", "-c", LEAVES]), "", "x.py")]))
+    monkeypatch.setattr(run, "SHOWN_BY_RUNNING", 0.19)
+    monkeypatch.setattr(run, "LEFT_SECONDS", 0.1)
+    adopt_orphans()
+    try:
+        with pytest.raises(SystemExit):
+            run.main()
+    finally:
+        ctypes.CDLL(None).prctl(36, 0)  # PR_SET_CHILD_SUBREAPER
+    assert "over 0.19 s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("claim", QUICK, ids=lambda claim: claim.command[:60])

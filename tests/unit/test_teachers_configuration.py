@@ -86,6 +86,10 @@ def test_ranks_hold_no_reference_beside_them() -> None:
             [FOLLOWS, "algorithm=grpo"],
             "follow_rate=0.1 does nothing: without algorithm.kl.coefficient or preference.beta",
         ),
+        (
+            [FOLLOWS, "algorithm.kl.reset_moments=true", "algorithm.kl.coefficient=0.1"],
+            "reset_moments=true with follow_rate=0.1: the reference is a moving average",
+        ),
         (["algorithm.kl.follow_every=2"], "follow_every=2 does nothing: algorithm.kl.follow_rate=null does not read"),
         (
             [*teacher("a"), *teacher("b"), "algorithm=gkd"],

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from typing_extensions import override
 
@@ -48,7 +48,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _SHUTDOWN_SECONDS = 60.0
+_ANSWER_SECONDS = 60.0  # of a call to the running cluster
+_DEATHS = (ConnectionError, RuntimeError, RayError)  # by which Ray says that a process of its own is not there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +122,7 @@ class RayCluster:
                 await self._start_on(self.allocation, stack)
             take_sigterm_back()
             bundles = self.shares.engines
-            groups = await self._own(lambda: {node: group_of("engine", node, bundles[node]) for node in bundles})
+            groups = await self.place(lambda: {node: group_of("engine", node, bundles[node]) for node in bundles})
             free = {node: count() for node in groups}
             self._places = [
                 PlacementGroupSchedulingStrategy(groups[s.node], placement_group_bundle_index=next(free[s.node]))
@@ -137,7 +142,7 @@ class RayCluster:
         call = NodeCall(
             head=allocation.here,
             host=self.host,
-            port=free_port(self.host),
+            port=free_port(""),
             token=secrets.token_hex(32),
             folder=f"/tmp/rlm-{allocation.id}-{secrets.token_hex(6)}",  # on each node; its name cannot be guessed
             resources=on_learner,
@@ -184,7 +189,7 @@ class RayCluster:
         wait: Wait,
     ) -> None:
         """Wait for ``driver``. Raises WorkerDied that says what was waited for if a step of Ray ends first, or after
-        ``learner.timeout_seconds``: the only limit of the wait."""
+        ``learner.timeout_seconds``, the only limit of the wait, and where Ray's processes fail; else what it raises."""
         limit, driving = self._config.learner.timeout_seconds, asyncio.ensure_future(driver)
         over = [asyncio.ensure_future(ended(step)) for step in steps]
         read = f"ray-*.txt in {self.folder} have Ray's output"
@@ -197,7 +202,9 @@ class RayCluster:
                 raise WorkerDied(f"{why} before Ray was up; it waited for {wait.what}; {read}")
             try:
                 driving.result()
-            except Exception as error:  # Ray raises a bare one where its raylet is slow
+            except Exception as error:
+                if type(error) is not Exception and not isinstance(error, _DEATHS):  # a bare one: its raylet is slow
+                    raise
                 logger.info("Ray did not start", exc_info=True)
                 raise WorkerDied(f"Ray did not start: {error}; {read}") from error
         finally:
@@ -228,20 +235,45 @@ class RayCluster:
                     found[name] = RayNode(id=node["NodeID"], address=node["NodeManagerAddress"])
             return found
 
-        return await self.own(alive)
+        return await self.ask(alive)
+
+    async def ask(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Make a call to the running cluster. Raises EngineError where Ray does not answer."""
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                return await self.own(function, *args, **kwargs)
+        except TimeoutError as error:
+            raise EngineError(self._silent(f"{_ANSWER_SECONDS:g} s")) from error
+
+    async def place(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Make a call of the start, for many ranks or servers. Raises WorkerDied after ``learner.timeout_seconds``."""
+        limit = self._config.learner.timeout_seconds
+        try:
+            async with asyncio.timeout(limit):
+                return await self.own(function, *args, **kwargs)
+        except TimeoutError as error:
+            if self.allocation is not None:
+                await asyncio.to_thread(self.allocation.blame, sorted({n for p in self.placements for n in p.nodes}))
+            raise WorkerDied(self._silent(f"learner.timeout_seconds={limit:g}")) from error
+
+    def _silent(self, limit: str) -> str:
+        return (
+            f"Ray's head on {self.host} has not answered in {limit}: it is busy, stopped or lost; ray-*.txt in "
+            f"{self.folder} have Ray's output"
+        )
 
     async def start_guard(self, number: int, order: Order) -> Guard:
         """Start a server's guard at seat ``number``. Raises EngineError after ``rollout.server.start_seconds``, and at
         once where its node is gone."""
         seat = self.seats[number]
         await self._find(seat.node)
-        return await self._started(await self.own(make_server_actor, self._places[number]), seat.node, order)
+        return await self._started(await self.ask(make_server_actor, self._places[number]), seat.node, order)
 
     async def start_on(self, node: str, order: Order) -> Guard:
         """Start a guard on a node of the cluster, beside what is planned there. Raises EngineError as `start_guard`."""
         there = await self._find(node)
         where = NodeAffinitySchedulingStrategy(there.id, soft=False)
-        return await self._started(await self.own(make_free_actor, where), node, order)
+        return await self._started(await self.ask(make_free_actor, where), node, order)
 
     async def _find(self, node: str) -> RayNode:
         nodes = await self.nodes()
@@ -255,13 +287,20 @@ class RayCluster:
             async with asyncio.timeout(limit):
                 await asyncio.wrap_future(actor.start.remote(order).future())
         except (TimeoutError, RayError) as error:
-            await self.own(ray.kill, actor)
+            await self.end(actor)
             why = f": {error}" if isinstance(error, RayError) else f" in rollout.server.start_seconds={limit:g}"
             raise EngineError(f"Ray did not start the server of {order.log.name} on {node}{why}") from error
         except BaseException:  # nobody waits for it any more
-            await asyncio.shield(self.own(ray.kill, actor))
+            await asyncio.shield(self.end(actor))
             raise
-        return ActorGuard(self.own, actor, order.log)
+        return ActorGuard(self.end, actor, order.log)
+
+    async def end(self, actor: Any) -> None:
+        """End an actor; where Ray does not answer, that is warned of: its process ends with the cluster's."""
+        try:
+            await self.ask(ray.kill, actor)
+        except EngineError as error:
+            logger.warning("an actor was not ended: %s", error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from launcher.hosts.ray.node import (
     health_command,
 )
 from launcher.servers.site import HERE
+from rl_megatron.errors import ConfigError
 
 os.environ.update(SETTINGS)  # Ray reads them at import
 if "SLURM_JOB_ID" not in os.environ:
@@ -39,6 +41,7 @@ for _name in ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK"):  # of the 
 logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it does not handle SIGTERM, which is intended
 
 _LOOK_SECONDS = 0.2
+_MISMATCH = "Version mismatch"  # how the RuntimeError of ray/_private/utils.py begins, in Ray 2.60
 
 
 class _Job(JobConfig):
@@ -82,7 +85,8 @@ async def await_health(call: NodeCall) -> None:
 def join_cluster(call: NodeCall, wanted: set[str], wait: Wait) -> None:
     """Join a running cluster once it has the ``wanted`` resources, or end once nobody waits any more.
 
-    Ray refuses by a RuntimeError, too, where the raylet of this node has not registered in a minute.
+    Ray refuses by a RuntimeError, too, where the raylet of this node has not registered in a minute. Raises ConfigError
+    where it has other versions.
     """
     os.environ.update({"RAY_gcs_server_port_wait_time_s": "1"})  # Ray makes one attempt with a limit, not twenty
     while not ray.is_initialized():
@@ -95,6 +99,11 @@ def join_cluster(call: NodeCall, wanted: set[str], wait: Wait) -> None:
                     configure_logging=False,
                 )
         except (ConnectionError, RuntimeError) as error:
+            if str(error).startswith(_MISMATCH):
+                raise ConfigError(
+                    f"Ray refuses the controller, as another try would not help: {' '.join(str(error).split())}; have "
+                    f"all nodes run one environment ({sys.executable} here), which nobody changes while a job starts"
+                ) from error
             wait.what = f"this node's raylet, of which Ray says: {error}"
             if wait.given_up.wait(_LOOK_SECONDS):
                 raise

@@ -71,7 +71,7 @@ class RayLauncher(Launcher):
             )
             ends: dict[Who, Future[None]] = {}
             for role, bundles in cluster.shares.ranks.items():
-                ends |= await cluster.own(_start_ranks, bundles, replace(call, role=role), folder)
+                ends |= await cluster.place(_start_ranks, bundles, replace(call, role=role), folder)
             awaited = Awaited(
                 placement=placement,
                 separate=separate,

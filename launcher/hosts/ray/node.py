@@ -23,7 +23,7 @@ import psutil
 
 from launcher.hosts.slurm.allocation import Allocation, cores_option
 from launcher.processes.parent import adopt_orphans, die_with_parent
-from launcher.processes.ports import free_port
+from launcher.processes.ports import held_ports
 from launcher.processes.scratch import lasting
 from launcher.wire.greetings import this_node
 from rl_megatron.config.sections.slurm import SlurmSection
@@ -153,9 +153,11 @@ def main() -> None:
     private_folder(Path(call.folder))
     own = await_head(call, threading.Event()) if this_node() != call.head else ""
     watch = ControllerWatch()
+    ports = contextlib.nullcontext(0) if own else held_ports("")  # the head listens on loopback, too
     try:
-        with lasting(Path(call.folder)):
-            status = run_ray([*_RAY, *options(call, this_node(), own)], environment(call.token), call.seconds, watch)
+        with lasting(Path(call.folder)), ports as port:
+            command = [*_RAY, *options(call, this_node(), own, client_port=port)]
+            status = run_ray(command, environment(call.token), call.seconds, watch)
     finally:
         shutil.rmtree(call.folder, ignore_errors=True)
     sys.exit(0 if watch.gone else status)
@@ -216,9 +218,9 @@ def _kill_children() -> None:
         psutil.wait_procs(children, timeout=1.0)
 
 
-def options(call: NodeCall, node: str, own: str) -> list[str]:
+def options(call: NodeCall, node: str, own: str, *, client_port: int) -> list[str]:
     """Options of ``ray start``, on the head or with the node's ``own`` address. Ray picks free ports, so that clusters
-    do not collide."""
+    do not collide, but for the head's own and ``client_port``: it ends if one of them is taken."""
     has = {name: int(amount) for name, amount in call.resources.get(node, {}).items()}
     common = [
         "start",
@@ -239,7 +241,7 @@ def options(call: NodeCall, node: str, own: str) -> list[str]:
         "--head",
         f"--node-ip-address={call.host}",
         f"--port={call.port}",
-        f"--ray-client-server-port={free_port(call.host)}",
+        f"--ray-client-server-port={client_port}",
         "--include-dashboard=false",
         "--no-monitor",  # it would ask for more nodes
         f"--temp-dir={call.folder}",

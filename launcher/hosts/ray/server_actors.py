@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from launcher.controller.failure import seen
 from launcher.hosts.ray.head import said
 from launcher.processes import guards
 from launcher.processes.guards import Guard
-from launcher.processes.own_thread import OwnThread
 
 # isort: split
 import ray  # after head, which sets what it reads
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class ActorGuard(Guard):
     """The guard that an actor holds."""
 
-    def __init__(self, own: OwnThread, actor: Any, log: Path) -> None:
-        self._own, self._actor, self._log = own, actor, log
+    def __init__(self, kill: Callable[[Any], Awaitable[None]], actor: Any, log: Path) -> None:
+        self._kill, self._actor, self._log = kill, actor, log
         self._over: asyncio.Future[str] = asyncio.wrap_future(actor.wait.remote().future())
         self._over.add_done_callback(seen)
 
@@ -51,7 +51,7 @@ class ActorGuard(Guard):
             logger.warning("the actor of the server of %s did not end it; killed", self._log)
         except RayError:  # the actor is gone, and its guard's pipe closed
             pass
-        await self._own(ray.kill, self._actor)
+        await self._kill(self._actor)
 
 
 def make_server_actor(here: PlacementGroupSchedulingStrategy) -> Any:

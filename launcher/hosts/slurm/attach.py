@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from collections.abc import Callable
@@ -15,7 +16,8 @@ _ASK_EVERY = 5  # polls; Slurm's controller serves many users
 
 
 class Tail:
-    """Reads the complete lines that were added to a file since the last call; a missing file has none."""
+    """Reads the complete lines that were added to a file since the last call; a missing file has none. One that has
+    become shorter, as where logs are rotated, is read from its beginning."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._at = path, 0
@@ -25,6 +27,7 @@ class Tail:
         if not self.path.is_file():
             return []
         with self.path.open("rb") as file:
+            self._at = self._at if self._at <= os.fstat(file.fileno()).st_size else 0
             file.seek(self._at)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]

@@ -58,13 +58,23 @@ async def running_step(command: list[str], line: bytes, folder: Path) -> AsyncIt
     finally:
         if step.stdin is not None:
             step.stdin.close()
-        for how in (signal.SIGTERM, signal.SIGKILL):  # ranks have ended by themselves, because their streams closed
-            try:
-                async with asyncio.timeout(STOP_SECONDS):
-                    await step.wait()
-                break
-            except TimeoutError:
+        await _ends(step, command)
+
+
+async def _ends(step: asyncio.subprocess.Process, command: Sequence[str]) -> None:
+    """Wait for the end of srun, which is made to end: ranks have ended by themselves, because their streams closed."""
+    for how in (signal.SIGTERM, signal.SIGKILL, None):
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await step.wait()
+            break
+        except TimeoutError:
+            what = "is left" if how is None else f"gets {how.name}"
+            logger.warning("srun has not ended in %g s, and %s: %s", STOP_SECONDS, what, shlex.join(command))
+            if how is not None:
                 step.send_signal(how)
+    if step.returncode in (None, -signal.SIGKILL):
+        logger.warning("its step may go on, and keep its GPUs: `squeue --steps` names it, and `scancel` ends it")
 
 
 async def ended(step: asyncio.subprocess.Process) -> str:

@@ -67,7 +67,8 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
         reason = "without algorithm.kl.coefficient or preference.beta no reference is loaded"
         if a.pairs:
             reason = "with algorithm.preference.reference_free=true no reference is loaded"
-        yield from ((f"algorithm.kl.{key}", reason) for key in ("reference", "follow_rate", "follow_every"))
+        of_reference = ("reference", "follow_rate", "follow_every", "reset_moments")
+        yield from ((f"algorithm.kl.{key}", reason) for key in of_reference)
     if a.advantage_mean == a.advantage_std == "none":
         for key in ("turn_baseline", "turn_compared"):
             yield f"algorithm.{key}", "without a mean and a std of advantages turns are not compared"
@@ -86,12 +87,14 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "algorithm.lam", "algorithm.lam_length_factor and algorithm.critic.lam replace it for policy and critic"
     alone = a.reward_clip is None and (a.pairs or a.credit != "gae")
     alone = alone and not (a.kl.coefficient > 0 and a.kl.placement != "loss")
-    divided, centred = a.advantage_std != "none" or _whitens(a, a.whiten_std), a.advantage_mean in {"group", "batch"}
+    levelled = a.credit == "optimal" and a.gamma == 1  # by a mean over each place of a group
+    divided = a.advantage_std != "none" or _whitens(a, a.whiten_std)
+    centred = levelled or a.advantage_mean in {"group", "batch"}
     if a.whiten_rewards or a.normalise_rewards != "none" or (alone and (a.pairs or divided)):
         yield "algorithm.reward_scale", "a later comparison of rewards, or division by their std or range, undoes it"
     baseline = a.advantage_mean != "none" and ":" not in a.advantage_mean  # of all but a function of one's own
     for_all = a.credit == "completion" or (a.credit == "discounted" and a.gamma == 1)  # tokens, the same bias
-    compared = a.pairs or baseline or (for_all and _whitens(a, a.whiten_mean))
+    compared = a.pairs or baseline or levelled or (for_all and _whitens(a, a.whiten_mean))
     if a.whiten_rewards or a.normalise_rewards != "none" or (a.reward_clip is None and compared):
         yield "algorithm.reward_bias", "rewards are compared with one another, and it is in all of them"
     if a.whiten and a.whiten_mean == a.whiten_std == "none":

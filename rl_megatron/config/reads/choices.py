@@ -56,6 +56,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "completion": (),
         "turn": ("gamma_turn", "turn_baseline", "turn_compared", "turn_weight"),
         "discounted": ("gamma",),
+        "optimal": ("gamma",),
         "gae": ("gamma", "lam", "lam_length_factor", "critic"),
     },
     "objective": {
@@ -99,7 +100,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "kl.coefficient": {OFF: (), ON: _KL},
     "kl.placement": {"loss": ("kl.importance_weighted",), "token_reward": (), "completion_reward": ()},
     "kl.target": {OFF: (), ON: ("kl.horizon",)},
-    "kl.follow_rate": {OFF: (), ON: ("kl.follow_every",)},
+    "kl.follow_rate": {OFF: (), ON: ("kl.follow_every", "kl.reset_moments")},
     "kl.estimator": dict.fromkeys(("k1", "k2", "k3", "abs"), ("kl.importance_weighted",))
     | {"top_k": ("kl.top_k", "kl.beta")},
     "critic.backbone": {

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.reads.leaves import Leaf, as_given, is_in, set_leaves
-from rl_megatron.config.sections.data import FileKeys, data_sources
+from rl_megatron.config.sections.data import TURNS_IN_TEXT, FileKeys, data_sources
 from rl_megatron.config.sections.jobs import JOBS, JobKind
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def problems_of_job(config: RunConfig) -> list[str]:
     for key, source in data_sources(config.data).items():
         given |= set_leaves(key, source) if key != "data" else {}
     unread = sorted(name for name in given if not _read(config.kind, name))
-    return [*(_not_read(name, given[name], config.job) for name in unread), *_without_pairs(config)]
+    return [*(_not_read(name, given[name], config.job) for name in unread), *_of_other_form(config)]
 
 
 def _not_read(name: str, leaf: Leaf, job: str) -> str:
@@ -30,10 +30,21 @@ def _not_read(name: str, leaf: Leaf, job: str) -> str:
     )
 
 
-def _without_pairs(config: RunConfig) -> Iterator[str]:
-    """The sources of a job on pairs that have none."""
-    for key, source in data_sources(config.data).items() if config.kind.pairs else ():
-        if isinstance(source, FileKeys) and source.rejected_field is None:
+def _of_other_form(config: RunConfig) -> Iterator[str]:
+    """The sources of a job on pairs that have none, and of one that learns answers whose answer is the question."""
+    demonstrated = config.environment.function is not None  # which is what a warm start learns then
+    learns = not config.kind.samples or (config.warm_start.steps > 0 and not demonstrated)
+    for key, source in data_sources(config.data).items():
+        if not isinstance(source, FileKeys):
+            continue
+        is_answer = source.prompt_field in (source.answer_field, source.rejected_field)
+        shown = config.algorithm.demonstration_gamma is not None and source.demonstration_field is None
+        if (learns or shown) and source.messages_field is None and is_answer:
+            yield (
+                f"{key}.prompt_field={source.prompt_field!r} is the field of an answer, too, so a model would learn to "
+                f"repeat the question; name both. {TURNS_IN_TEXT}"
+            )
+        if config.kind.pairs and source.rejected_field is None:
             yield (
                 f"job={config.job} trains on pairs of answers, and {key}.rejected_field is not given; set it to the "
                 f"field of the worse one (of the better one: {key}.answer_field={source.answer_field})"

@@ -76,6 +76,8 @@ def _of_rollout(config: RunConfig) -> Iterator[tuple[str, str]]:
     if rollout.served and not at_pushes and rollout.server.addresses is None:
         reason = f"with train.max_staleness=0 and eval.mode={config.eval.mode} no request runs at a push"
         yield "rollout.server.running_requests", reason
+    if not rollout.server.draft_tokens:
+        yield "slurm.speeds.draft_acceptance", "with rollout.server.draft_tokens=0 nothing is proposed"
 
 
 def _of_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -102,7 +104,7 @@ def _of_train(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield key, "with train.minibatches=1 a minibatch is the whole batch"
     elif beta is not None:
         yield key, f"algorithm.preference.beta={beta} keeps each group's pair together"
-    elif config.rollout.group_size == 1:
+    elif config.rollout.group_size == 1 and config.algorithm.demonstration_gamma is None:
         yield key, "with rollout.group_size=1 a group is one completion"
     if config.written_epochs is not None:
         yield "train.steps", f"{config.job}.epochs={config.written_epochs:g} says how many steps there are"

@@ -32,9 +32,11 @@ class AdvantageKeys(Section):
     rewards."""
     baseline_decay: Fraction = 0.9
     """advantage_mean=moving: decay of the moving mean, the weight of earlier steps; tracked: of earlier completions."""
-    credit: Literal["completion", "turn", "discounted", "gae"] = "completion"
+    credit: Literal["completion", "turn", "discounted", "optimal", "gae"] = "completion"
     """The advantage of a token is that of its completion, or of its turn (of the rewards from that turn on), its
-    discounted return (REINFORCE++), or the generalised advantage estimate from a critic's values (PPO)."""
+    discounted return (REINFORCE++), that less the mean return of the group's tokens at the same place, weighted for
+    least variance of the gradient (optimal: OTB), or the generalised advantage estimate from a critic's values (PPO).
+    """
     gamma_turn: Fraction = 1.0
     """credit=turn: discount factor per turn; 0: a turn has its own reward alone."""
     turn_baseline: Literal["all", "index", "state"] = "all"
@@ -47,7 +49,7 @@ class AdvantageKeys(Section):
     """credit=turn: the advantage is that of the whole completion plus this times the turn's (GiGPO's omega); null: the
     turn's alone."""
     gamma: Fraction = 1.0
-    """credit=discounted, gae: discount factor per token."""
+    """credit=discounted, optimal, gae: discount factor per token."""
     lam: Fraction = 0.95
     """credit=gae: lambda of the policy's advantages."""
     lam_length_factor: PositiveFloat | None = None

@@ -122,8 +122,8 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
     @property
     def scores_policy(self) -> bool:
         """Whether the policy's log-probs or routes at the start of a step are computed, by a pass over its rows."""
-        chooses = self.tokens.choose != "all" or self.balance.share is not None
-        return self.old_logprobs == "learner" or chooses or self.routing_replay == "r2"
+        looks = self.tokens.choose != "all" or self.balance.share is not None or self.credit == "optimal"
+        return self.old_logprobs == "learner" or looks or self.routing_replay == "r2"
 
     @property
     def needs_top(self) -> bool:
@@ -141,6 +141,7 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
             and self.whiten_mean == "batch"
             and self.advantage_mean == "none"
             and self.credit != "gae",
+            f"algorithm.gamma={self.gamma:g}": self.credit == "optimal" and self.gamma < 1,
             f"algorithm.kl.placement={self.kl.placement}": self.kl.coefficient > 0 and self.kl.placement != "loss",
             f"algorithm.kl.estimator={self.kl.estimator}": self.needs_top,
             f"algorithm.nll_coefficient={self.nll_coefficient:g}": self.nll_coefficient > 0,
@@ -150,7 +151,8 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
     @property
     def needs_differences(self) -> bool:
         """Whether only groups with different rewards give a gradient; without a baseline every reward gives one."""
-        return (self.advantage_mean != "none" or self.levels_equal) and not self.taught_by_equal
+        compares = self.advantage_mean != "none" or self.credit == "optimal" or self.levels_equal
+        return compares and not self.taught_by_equal
 
     @property
     def own_decides(self) -> bool:
@@ -174,10 +176,15 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
 
 def _credit_problems(a: AlgorithmSection) -> list[str]:
     out = []
-    if a.credit == "gae" and (a.advantage_mean != "none" or a.advantage_std != "none"):
+    if a.credit in {"gae", "optimal"} and (a.advantage_mean != "none" or a.advantage_std != "none"):
         out.append(
-            f"algorithm.credit=gae with advantage_mean={a.advantage_mean}, advantage_std={a.advantage_std}: the critic "
-            "is the baseline already; set both to none"
+            f"algorithm.credit={a.credit} with advantage_mean={a.advantage_mean}, advantage_std={a.advantage_std}: it "
+            "has a baseline of its own; set both to none"
+        )
+    if a.credit == "optimal" and a.correction.acts:
+        out.append(
+            "algorithm.credit=optimal with algorithm.correction: the baseline is the best without its weights; leave "
+            "the correction out"
         )
     if a.advantage_std == "advantages" and a.advantage_mean != "group":
         out.append(
@@ -366,10 +373,15 @@ def _balance_problems(a: AlgorithmSection) -> Iterator[str]:
 
 def _kl_problems(a: AlgorithmSection) -> list[str]:
     out, kl = [], a.kl
+    if kl.reset_moments and kl.follow_rate is not None and kl.follow_rate < 1:
+        out.append(
+            f"algorithm.kl.reset_moments=true with follow_rate={kl.follow_rate:g}: the reference is a moving average, "
+            "which no step resets; set follow_rate=1, or leave reset_moments out"
+        )
     if kl.coefficient > 0 and kl.placement == "token_reward" and a.credit == "completion":
         out.append(
             "algorithm.kl.placement=token_reward with credit=completion: an advantage of the whole completion has no "
-            "place for a token's reward; set kl.placement=completion_reward, or credit=discounted or gae"
+            "place for a token's reward; set kl.placement=completion_reward, or credit=discounted, optimal or gae"
         )
     if kl.coefficient > 0 and kl.placement != "loss" and kl.estimator == "top_k":
         out.append(

@@ -13,6 +13,11 @@ from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.reward import RewardSection, reward_key
 from rl_megatron.section import NUMBER, EntryName, Fraction, Positive, PositiveFloat, PositiveFraction, Section
 
+TURNS_IN_TEXT = (
+    "Texts of several turns, as HH-RLHF's, are conversations for data.messages_field: split them into messages "
+    "at '\\n\\nHuman: ' and '\\n\\nAssistant: ' (docs/data.md)"
+)
+
 
 class ArithmeticData(Section):
     """Generated sums such as ``37+08=`` with the answer ``540``, lowest digit first, or products such as ``37*08=``,
@@ -37,7 +42,8 @@ class FileKeys(Section):
     eval: Path
     """Held-out problems."""
     prompt_field: str = "question"
-    """Field that holds the problem, as text; ``a.b``: field b of the object in field a."""
+    """Field that holds the problem, as text, or with ``chat_template`` as a list of messages that the model answers;
+    ``a.b``: field b of the object in field a."""
     answer_field: str = "answer"
     """Field that holds the correct answer; ``a.b``: field b of the object in field a."""
     rejected_field: str | None = None
@@ -61,12 +67,21 @@ class FileKeys(Section):
     system_field: str | None = None
     """Field that holds the text of the system's message, which comes first where it is not empty: in a conversation, or
     in front of the user turn of ``chat_template``; ``a.b``: field b of the object in field a. null: there is none."""
+    demonstration_field: str | None = None
+    """Field with the text that ``algorithm.demonstration_gamma`` trains on beside what is sampled, which the reward
+    judges, too; ``a.b``: field b of the object in field a. Held-out rows need none. null: the answer."""
     prompt_template: str = "{prompt}"
-    """Text of a prompt, in which the problem replaces {prompt}."""
+    """Text of a prompt, in which the problem, or the text of its last message, replaces {prompt}."""
     chat_template: bool = False
-    """Whether to wrap the prompt as a user turn of the tokenizer's chat template."""
+    """Whether to render the prompt by the tokenizer's chat template: a text as a user turn, a list of messages as it
+    is."""
     max_eval: Positive | None = None
     """Number of held-out problems to use, the first of the file; null uses all."""
+
+    @property
+    def of_held_out(self) -> Self:
+        """The keys of held-out rows, which nobody trains on."""
+        return self.model_copy(update={"demonstration_field": None})
 
     @model_validator(mode="after")
     def _rows_have_one_form(self) -> Self:

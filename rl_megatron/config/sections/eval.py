@@ -25,6 +25,7 @@ from rl_megatron.section import (
 
 _OF_WRITTEN_TEXT = ("messages_field", "tools_field", "context_field", "rejected_field", "margin_field")
 """What only jobs on written text read of a file."""
+_OF_TRAINING = (*_OF_WRITTEN_TEXT, "demonstration_field")
 
 
 class RunData(Section):
@@ -143,7 +144,7 @@ class EvalSection(Section):
                 yield f"{key}: every={one.every} and at_steps={list(one.at_steps)} both say when; leave one of them out"
             if most := [k for k in one.pass_at if k > one.samples]:
                 yield f"{key}.pass_at={most[0]} needs as many samples, but samples={one.samples}; raise the second"
-            for field in _OF_WRITTEN_TEXT if isinstance(one.data, FileKeys) else ():
+            for field in _OF_TRAINING if isinstance(one.data, FileKeys) else ():
                 if (given := getattr(one.data, field)) is not None:
                     yield f"{key}.data.{field}={given}: a set's rows are problems with an answer each; leave it out"
             if one.reward is not None and one.reward.only_records:

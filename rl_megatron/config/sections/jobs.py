@@ -37,7 +37,7 @@ _WRITTEN = (
     *("log.progress", "log.tensorboard", "log.wandb", "log.wandb_project"),
     *("profile.steps", "profile.ranks", "profile.nvtx", "profile.memory"),
 )
-_UNREAD = ("data.curriculum", "slurm.engines")
+_UNREAD = ("data.curriculum", "data.demonstration_field", "slurm.engines")
 JOBS: Mapping[JobName, JobKind] = {
     "rl": JobKind(
         samples=True,

@@ -23,7 +23,7 @@ class LogSection(Section):
     until a resume."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Send metrics to Weights & Biases (online), or store them to send later (offline). Where
-    that fails, a warning says so and the run goes on without."""
+    that fails, or takes no row for half a minute, a warning says so and the run goes on without, until a resume."""
     wandb_project: str = "rl_megatron"
     """Project at Weights & Biases."""
 

@@ -52,3 +52,7 @@ class ObjectiveKeys(Section):
     """objective=vespo: lambda of the weight for positive advantages."""
     rate_negative: PositiveFloat = 2.0
     """objective=vespo: the same for other advantages."""
+    demonstration_gamma: PositiveFloat | None = None
+    """Has each group compare the demonstration of its prompt (``data.demonstration_field``) with what is sampled, and
+    trains on it by p / (p + this), p the probability of a token, in place of the objective (LUFFY); null: there is
+    none."""

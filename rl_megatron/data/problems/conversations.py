@@ -1,31 +1,141 @@
-"""Conversations in rows of files: their messages and tools as one text in JSON, which whoever trains on them reads."""
+"""What rows of files say: the messages of a prompt, and conversations, with their tools as one text in JSON, which
+whoever trains on them reads."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rl_megatron.config.sections.data import FileKeys
-from rl_megatron.data.problems.records import Record, equal_fields, missing_field, start_of
-from rl_megatron.data.problems.rendering import SHAREGPT, Problem, check_pair, margin_of, system_of
+from rl_megatron.config.sections.data import TURNS_IN_TEXT, FileKeys
+from rl_megatron.data.problems.leaks import spaced
+from rl_megatron.data.problems.records import Record, equal_fields, missing_field, start_of, without_null_keys
 from rl_megatron.errors import DataError
-from rl_megatron.json_text import parse
+from rl_megatron.json_text import parse, value_at
 from rl_megatron.types import Prompt
 
-_RENAMED = "; from and value, of ShareGPT's form, are called role and content, human is user, and gpt assistant"
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
+_to_sorted_json = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
+_MOST_MARGIN = 10_000  # beside it a score of float32 still has three digits after the point
+_MESSAGE = {"role", "content"}  # objects with a role alone may be an answer: who does what
+_SHAREGPT = {"from", "value"}
+_RENAMED = "; from and value, of ShareGPT's form, are called role and content, human is user, and gpt assistant"
+_SPEAKERS = ("human", "gpt", "user", "assistant", "system")  # an object of other senders is an answer
+_OF_SYSTEM = ("system", "developer")
 
 
-def conversation(record: Record, path: Path, line: int, data: FileKeys) -> Problem:
-    """The conversation in a row of a file, or the pair of them. Raises as `conversation_text`, which it has."""
-    place = f"{path}:{line}"
-    text = conversation_text(record, place, data, in_structs=path.suffix == ".parquet")
-    margin = margin_of(record, place, data)
-    return Problem(
-        id=f"{path.stem}:{line}", place=place, text=text, answer="", raw=text, margin=margin, meta=record.others
+def check_pair(record: Record, place: str, data: FileKeys) -> None:
+    """Raises DataError for a pair of equals, for one whose answers are no texts, and as `margin_of`, `system_of` and
+    `demonstration_in`; also for a lone answer that is a message, or a list of them."""
+    margin_of(record, place, data)
+    system_of(record, place, data)
+    if data.demonstration_field is not None:
+        demonstration_in(record.others, place, data.demonstration_field)
+    if data.messages_field is not None:
+        return
+    for name in (data.answer_field, *filter(None, (data.rejected_field,))):
+        value = record.others.get(name)
+        is_talk = any(map(_is_message, value if isinstance(value, list) else [value]))
+        if is_talk or (data.rejected_field is not None and isinstance(value, list | dict)):
+            raise DataError(
+                f"{place}: field {name!r} is {start_of(value)}; an answer is a text. If it is a conversation, name it "
+                "in messages_field, and a worse one in rejected_field"
+            )
+    if data.rejected_field is None:
+        return
+    _, answer, rejected = record.texts
+    if answer == rejected:
+        raise DataError(f"{place}: {equal_fields(data.answer_field, data.rejected_field)}")
+
+
+def refuse_bad_answers(prompts: Iterable[Prompt]) -> None:
+    """Raises DataError for one whose answer, or conversation, is not to be learnt, as `bad_answer` says."""
+    for prompt in prompts:
+        if bad := bad_answer(prompt.meta, prompt.answer):
+            raise DataError(f"prompt {prompt.id!r}: {bad}")
+
+
+def bad_answer(row: Mapping[str, Any], answer: str) -> str | None:
+    """Why the answer of a row, or its conversation, which has none, is not learnt; None if it is. ``row``: its other
+    fields."""
+    if row.get("label") is not False or answer == "false":  # where it is the answer itself
+        return None
+    return (
+        "field 'label' is false, which says of KTO's rows that the answer is bad, and a model would learn it; keep the "
+        "rows with true, or give the field another name if it says another thing"
     )
+
+
+def margin_of(record: Record, place: str, data: FileKeys) -> float:
+    """The number in the field of margins; 0 without a field. Raises DataError for anything else there."""
+    if data.margin_field is None:
+        return 0.0
+    try:
+        value = record.at(data.margin_field)
+    except KeyError:
+        raise DataError(f"{place}: {missing_field(data.margin_field, record.others)}") from None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_MOST_MARGIN <= value <= _MOST_MARGIN:
+        raise DataError(
+            f"{place}: field {data.margin_field!r} is {start_of(value)}; it must be a finite number, from "
+            f"-{_MOST_MARGIN} to {_MOST_MARGIN}"
+        )
+    return float(value)
+
+
+def demonstration_in(row: Mapping[str, Any], place: str, name: str) -> str:
+    """The text of a demonstration in a row. Raises DataError for anything else there."""
+    try:
+        value = value_at(row, name)
+    except KeyError:
+        raise DataError(f"{place}: {missing_field(name, row)}") from None
+    if not (isinstance(value, str) and value.strip()):
+        raise DataError(f"{place}: field {name!r} is {start_of(value)}; a demonstration is a text; remove the row")
+    return value
+
+
+def system_of(record: Record, place: str, data: FileKeys) -> str:
+    """The text of the system's message in a row, empty without one. Raises DataError for anything else there."""
+    if data.system_field is None:
+        return ""
+    try:
+        value = record.at(data.system_field)
+    except KeyError:
+        raise DataError(f"{place}: {missing_field(data.system_field, record.others)}") from None
+    if not isinstance(value, str | None):
+        raise DataError(f"{place}: field {data.system_field!r} is {start_of(value)}; a system's message is a text")
+    return value if value and value.strip() else ""
+
+
+def messages_of(record: Record, place: str, data: FileKeys, *, in_structs: bool) -> tuple[Mapping[str, Any], ...]:
+    """What a model is to answer in a row: its list of messages, or its text as the user's; before them the system's, of
+    a field of its own. ``in_structs``: as of `conversation_text`.
+
+    Raises DataError for a list that is not of messages with texts, and for a last one of the assistant or the system.
+    """
+    system = system_of(record, place, data)
+    first = [{"role": "system", "content": system}] if system else []
+    given = record.others.get(data.prompt_field)
+    if not isinstance(given, list):
+        return (*first, {"role": "user", "content": record.texts[0]})
+    messages = without_null_keys(given) if in_structs else given
+    assert isinstance(messages, list)
+    if not messages:
+        why = "a prompt has a user's message at least"
+    elif wrong := next((wrong for at, one in enumerate(messages, 1) if (wrong := _no_message(at, one))), None):
+        why = wrong
+    elif (last := messages[-1])["role"] in ("assistant", *_OF_SYSTEM) or not (last["content"] or "").strip():
+        why = "its last message is what the model answers: one of the user or of a tool, with a text"
+    elif system and messages[0]["role"] in _OF_SYSTEM:
+        why = f"and field {data.system_field!r} has a text of the system, too; keep one"
+    else:
+        return (*first, *messages)
+    raise DataError(f"{place}: field {data.prompt_field!r} is {start_of(given)}; {why}")
+
+
+def compared_text(messages: Sequence[Mapping[str, Any]], *, system: bool) -> str:
+    """As `Problem.compared`, of the messages of a row. Null keys do not count: parquet's rows have lost theirs."""
+    before = [without_null_keys(one) for one in messages[:-1] if system or one["role"] not in _OF_SYSTEM]
+    return spaced(*map(_to_sorted_json, before), messages[-1]["content"])
 
 
 def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs: bool) -> str:
@@ -49,7 +159,7 @@ def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs:
         if name is None:
             continue
         if not any(one.get("role") == "assistant" for one in found[name]):
-            shared = "" if not any(one.keys() >= SHAREGPT for one in found[name]) else _RENAMED
+            shared = "" if not any(one.keys() >= _SHAREGPT for one in found[name]) else _RENAMED
             raise DataError(f"{place}: field {name!r} has no message of the role 'assistant' to train on{shared}")
         if (context := found.get(data.context_field or "")) and found[name][: len(context)] == context:
             raise DataError(
@@ -85,18 +195,28 @@ def _list_at(record: Record, name: str, place: str, *, in_structs: bool) -> list
         except (ValueError, RecursionError) as error:
             raise DataError(f"{place}: field {name!r} is text that begins a list, and not JSON: {error}") from error
     elif in_structs:
-        found = _without_null_keys(value)
+        found = without_null_keys(value)
     if not isinstance(found, list | None) or not all(isinstance(one, dict) for one in found or ()):
-        raise DataError(f"{place}: field {name!r} is {start_of(value)}; it must be a list of objects")
+        advice = f". {TURNS_IN_TEXT}" if isinstance(value, str) and "\n\nHuman:" in value else ""
+        raise DataError(f"{place}: field {name!r} is {start_of(value)}; it must be a list of objects{advice}")
     return found or []
 
 
-def unrendered(conversations: Sequence[Problem]) -> list[Prompt]:
-    """The conversations as prompts without tokens, which whoever trains on them makes of ``text``."""
-    return [
-        Prompt(id=one.id, text=one.text, token_ids=(), answer="", question=one.raw, margin=one.margin, meta=one.meta)
-        for one in conversations
-    ]
+def _is_message(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return value.keys() >= _MESSAGE or (value.keys() >= _SHAREGPT and value["from"] in _SPEAKERS)
+
+
+def _no_message(at: int, one: object) -> str | None:
+    """Why an item of a list, from 1, is no message of text; None if it is one."""
+    if not isinstance(one, dict) or not isinstance(role := one.get("role"), str):
+        shared = _RENAMED if isinstance(one, dict) and one.keys() >= _SHAREGPT else ""
+        return f"item {at} must be a message, an object with role and content{shared}"
+    content = one.get("content")
+    if isinstance(content, str) or (content is None and role == "assistant"):
+        return None
+    return f"the content of message {at} is {start_of(content)}; it must be text"
 
 
 def _with_parameters(tool: dict[str, Any], where: str) -> dict[str, Any]:
@@ -113,9 +233,3 @@ def _with_parameters(tool: dict[str, Any], where: str) -> dict[str, Any]:
         raise DataError(f"{where} has a tool of parameters {start_of(text)}; they must be an object, or its JSON text")
     function = {**function, "parameters": parameters}
     return {**tool, "function": function} if "function" in tool else function
-
-
-def _without_null_keys(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _without_null_keys(inner) for key, inner in value.items() if inner is not None}
-    return [_without_null_keys(inner) for inner in value] if isinstance(value, list) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,11 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from rl_megatron.config.sections.data import FileKeys
-from rl_megatron.data.problems.conversations import conversation, conversation_text, unrendered
+from rl_megatron.data.problems.conversations import check_pair, compared_text, conversation_text, messages_of
 from rl_megatron.data.problems.leaks import ProblemTexts, digests_of, spaced
 from rl_megatron.data.problems.parquet import ParquetRows
 from rl_megatron.data.problems.records import Record, listed
-from rl_megatron.data.problems.rendering import check_pair, fields_of, system_of
+from rl_megatron.data.problems.rendering import conversation, fields_of, unrendered
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt
 
@@ -32,19 +33,20 @@ class FileRows:
         """Those that the texts of a row are made of."""
         return [*fields_of(self.data), *_others(self.data)]
 
-    @property
-    def texts(self) -> ProblemTexts:
-        """What may not be held out."""
-        return self.rows if self.data.messages_field is None else _RowTexts(self, _conversation_text)
-
-    @property
-    def wholes(self) -> ProblemTexts:
-        """What two rows have in common of which the first alone is trained on where nothing is sampled."""
-        if self.data.messages_field is not None:
-            return self.texts
-        if self.data.rejected_field is None and self.data.system_field is None and self.rows.are_texts:
-            return _AnsweredTexts(self.rows)
-        return _RowTexts(self, _answered_text)
+    def compared(self, *, samples: bool) -> tuple[ProblemTexts, ProblemTexts]:
+        """What may not be held out, and what rows have in common of which the first alone is trained on, where
+        something ``samples``, or nothing does. What Python makes of a row is made once for both."""
+        data, rows = self.data, self.rows
+        if data.messages_field is not None:
+            texts = _RowTexts(_ReadRows(self, _conversation_texts), 0)
+            return texts, texts
+        asked = rows.are_texts(1)
+        if asked and samples and data.system_field is None:
+            return rows, rows
+        if not samples and data.rejected_field is None and data.system_field is None and rows.are_texts():
+            return rows, _AnsweredTexts(rows)
+        read = _ReadRows(self, _prompt_texts if samples else _answered_texts)
+        return rows if asked else _RowTexts(read, 0), _RowTexts(read, 1)
 
     def conversations(self, rows: NDArray[np.int64]) -> Iterator[Prompt]:
         """Those of these ascending rows, without fields that are no part of them; none where rows are problems."""
@@ -60,15 +62,16 @@ class FileRows:
         return record
 
 
-def file_rows(paths: Sequence[Path], data: FileKeys, key: str) -> FileRows:
-    """Of parquet files, whose footers are read; ``key``: the config key that gave them. Raises as `ParquetRows`."""
-    return FileRows(ParquetRows(paths, fields_of(data), key, _others(data)), data)
+def file_rows(paths: Sequence[Path], data: FileKeys, key: str, *, lists: bool) -> FileRows:
+    """Of parquet files, whose footers are read; ``key``: the config key that gave them; ``lists``: prompts may be ones.
+    Raises as `ParquetRows`."""
+    return FileRows(ParquetRows(paths, fields_of(data), key, _others(data), lists=lists), data)
 
 
 def _others(data: FileKeys) -> tuple[str, ...]:
     """The fields besides those of texts that a row must have."""
     written = (data.messages_field, data.rejected_field, data.tools_field, data.context_field)
-    names = (*written, data.margin_field, data.system_field)
+    names = (*written, data.margin_field, data.system_field, data.demonstration_field)
     return tuple(dict.fromkeys(name for name in names if name is not None and name not in fields_of(data)))
 
 
@@ -98,39 +101,60 @@ class _AnsweredTexts(_OfRows):
         return self._rows.digests(rows, texts=2)
 
 
-class _RowTexts(_OfRows):
-    """Texts that are made of several columns of a row: by Python, some 60,000 a second."""
+class _ReadRows:
+    """Two texts that are made of several columns of a row: by Python, some 50,000 rows a second."""
 
-    def __init__(self, files: FileRows, text: Callable[[Record, str, FileKeys], str]) -> None:
-        super().__init__(files.rows)
-        self._files, self._text = files, text
+    def __init__(self, files: FileRows, texts: Callable[[Record, str, FileKeys], tuple[str, str]]) -> None:
+        self.files, self._texts = files, texts
 
-    @override
+    @cached_property
     def hashes(self) -> NDArray[np.int64]:
-        """Raises DataError that names all bad rows."""
-        hashes, problems = np.zeros(len(self), np.int64), list[str]()
-        for row, record in self._rows.records(np.arange(len(self)), self._files.columns):
+        """Of both texts of each row: [R, 2]. Raises DataError that names all bad rows."""
+        hashes, problems = np.zeros((len(self.files.rows), 2), np.int64), list[str]()
+        for row, record in self.files.rows.records(np.arange(len(self.files.rows)), self.files.columns):
             try:
-                hashes[row] = hash(self._of(row, record))
+                hashes[row] = tuple(map(hash, self.of(row, record)))
             except DataError as error:
                 problems.append(str(error))
         if problems:
             raise DataError(listed(problems))
         return hashes
 
+    def of(self, row: int, record: Record | str) -> tuple[str, str]:
+        """The texts of a row."""
+        return self._texts(self.files.checked(row, record), self.files.rows.place(row), self.files.data)
+
+
+class _RowTexts(_OfRows):
+    """One of the texts of each row."""
+
+    def __init__(self, read: _ReadRows, which: int) -> None:
+        super().__init__(read.files.rows)
+        self._read, self._which = read, which
+
+    @override
+    def hashes(self) -> NDArray[np.int64]:
+        return self._read.hashes[:, self._which]
+
     @override
     def digests(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
-        return digests_of(self._of(row, record) for row, record in self._rows.records(rows, self._files.columns))
-
-    def _of(self, row: int, record: Record | str) -> str:
-        return self._text(self._files.checked(row, record), self._rows.place(row), self._files.data)
+        records = self._rows.records(rows, self._read.files.columns)
+        return digests_of(self._read.of(row, record)[self._which] for row, record in records)
 
 
-def _conversation_text(record: Record, place: str, data: FileKeys) -> str:
-    return spaced(conversation_text(record, place, data, in_structs=True))
+def _conversation_texts(record: Record, place: str, data: FileKeys) -> tuple[str, str]:
+    text = spaced(conversation_text(record, place, data, in_structs=True))
+    return text, text
 
 
-def _answered_text(record: Record, place: str, data: FileKeys) -> str:
+def _prompt_texts(record: Record, place: str, data: FileKeys) -> tuple[str, str]:
+    """Without what the system says, and with it."""
     check_pair(record, place, data)
-    system = system_of(record, place, data)
-    return spaced(*([system] if system else []), *record.texts)
+    messages = messages_of(record, place, data, in_structs=True)
+    return compared_text(messages, system=False), compared_text(messages, system=True)
+
+
+def _answered_texts(record: Record, place: str, data: FileKeys) -> tuple[str, str]:
+    """As `_prompt_texts`, the second with the answers."""
+    asked, whole = _prompt_texts(record, place, data)
+    return asked, spaced(whole, *record.texts[1:])

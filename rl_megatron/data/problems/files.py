@@ -64,12 +64,14 @@ def files_in(path: Path, key: str) -> list[Path]:
     return found
 
 
-def read_records(path: Path, fields: tuple[str, ...], *, key: str, limit: int | None = None) -> list[Record]:
+def read_records(
+    path: Path, fields: tuple[str, ...], *, key: str, limit: int | None = None, lists: bool = False
+) -> list[Record]:
     """Of every row, in file order: item i of the result is of line (or parquet row) i + 1.
 
-    The first of ``fields`` must be text. Another may be any JSON value: it is returned as JSON text, and unchanged
-    among the others. ``key`` is the config key that gave ``path``; ``limit``, if given, bounds the rows that are read.
-    Raises DataError with all bad rows at once.
+    The first of ``fields`` must be text, or with ``lists`` a list. Another may be any JSON value. What is no text is
+    returned as JSON text, and unchanged among the others. ``key`` is the config key that gave ``path``; ``limit``, if
+    given, bounds the rows that are read. Raises DataError with all bad rows at once.
     """
     readers: dict[str, Callable[[Path, tuple[str, ...]], Iterator[Mapping[str, object] | str]]] = {
         ".jsonl": _read_jsonl,
@@ -82,7 +84,8 @@ def read_records(path: Path, fields: tuple[str, ...], *, key: str, limit: int | 
     try:
         if not path.is_file():
             raise DataError(f"{key}={shortened(str(path))}: no such file")
-        rows = [row if isinstance(row, str) else record_of(row, fields) for row in islice(reader(path, fields), limit)]
+        read = islice(reader(path, fields), limit)
+        rows = [row if isinstance(row, str) else record_of(row, fields, lists=lists) for row in read]
     except OSError as error:  # for example a name of more than 255 characters
         raise DataError(f"{key}={shortened(str(path))}: cannot be read: {error.strerror or error}") from error
     if not rows:

@@ -56,12 +56,20 @@ class _Group:
 class ParquetRows:
     """The rows of ``paths``, numbered from 0 through all of them. In memory are their footers alone.
 
-    ``fields`` are those of texts, of which the first must be a column of text; ``others`` must be there, too. Raises
-    DataError that names file, row group and row.
+    ``fields`` are those of texts, of which the first must be a column of text, or with ``lists`` of them; ``others``
+    must be there, too. Raises DataError that names file, row group and row.
     """
 
-    def __init__(self, paths: Sequence[Path], fields: tuple[str, ...], key: str, others: tuple[str, ...] = ()) -> None:
-        self._fields, self._paths = fields, paths
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        fields: tuple[str, ...],
+        key: str,
+        others: tuple[str, ...] = (),
+        *,
+        lists: bool = False,
+    ) -> None:
+        self._fields, self._paths, self._lists = fields, paths, lists
         self._metadata: dict[Path, Any] = {}
         self._stamps = {}
         groups: list[_Group] = []
@@ -72,7 +80,7 @@ class ParquetRows:
                     raise DataError(f"{key}={shortened(str(path))}: no such file")
                 self._stamps[path] = _stamp(path)
                 self._metadata[path] = footer = self._open(path).metadata
-                _check_columns(path, footer.schema.to_arrow_schema(), fields, others)
+                _check_columns(path, footer.schema.to_arrow_schema(), fields, others, lists=lists)
                 first = 0
                 for index in range(footer.num_row_groups):
                     group = footer.row_group(index)
@@ -139,11 +147,10 @@ class ParquetRows:
                     digest.update(data)
         return digest.hexdigest()
 
-    @property
-    def are_texts(self) -> bool:
-        """Whether every field of texts is a column of text in all files."""
+    def are_texts(self, first: int | None = None) -> bool:
+        """Whether every field of texts, or the ``first`` so many, is a column of text in all files."""
         kinds = [kinds_of(footer.schema.to_arrow_schema()) for footer in self._metadata.values()]
-        return all(is_text(value_at(one, name)) for one in kinds for name in self._fields)
+        return all(is_text(value_at(one, name)) for one in kinds for name in self._fields[:first])
 
     def hashes(self, texts: int = 1) -> NDArray[np.int64]:
         """64 bits of each row's first ``texts`` fields, columns of text, without a difference of white space, as
@@ -230,7 +237,7 @@ class ParquetRows:
             return
         for values in zip(*columns, strict=True):
             whole = decoded_row(dict(zip(names, values, strict=True)))
-            yield whole if isinstance(whole, str) else record_of(whole, self._fields)
+            yield whole if isinstance(whole, str) else record_of(whole, self._fields, lists=self._lists)
 
     def _spaced(self, batch: Any, texts: int) -> list[str]:
         """As `leaks.spaced` of each row's first ``texts`` fields, columns of text."""
@@ -301,7 +308,7 @@ class ParquetRows:
         return [f"{self.place(start + row)}: {wrong} {where}" for row, wrong in records if isinstance(wrong, str)]
 
 
-def _check_columns(path: Path, schema: Any, fields: tuple[str, ...], others: tuple[str, ...]) -> None:
+def _check_columns(path: Path, schema: Any, fields: tuple[str, ...], others: tuple[str, ...], *, lists: bool) -> None:
     import pyarrow as pa
 
     if len(set(schema.names)) < len(schema.names):
@@ -310,11 +317,19 @@ def _check_columns(path: Path, schema: Any, fields: tuple[str, ...], others: tup
     check_there(path, schema, (*fields, *others))
     for name in fields[:1]:
         kind = value_at(kinds_of(schema), name)
-        if not (is_text(kind) or (isinstance(kind, pa.DataType) and pa.types.is_null(kind))):
+        if not (
+            is_text(kind) or (isinstance(kind, pa.DataType) and (pa.types.is_null(kind) or (lists and _is_list(kind))))
+        ):
             nested = isinstance(kind, dict) or pa.types.is_nested(kind)
             wanted = NESTED if nested else "it must be text, so write it as string"
             shown = f"struct of {', '.join(kind)}" if isinstance(kind, dict) else str(kind)
             raise DataError(f"{path}: column {name!r} is of {shortened(shown)}; {wanted}")
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def _is_number(schema: Any, name: str) -> bool:

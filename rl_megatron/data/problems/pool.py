@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from rl_megatron.data.problems.conversations import conversation, unrendered
 from rl_megatron.data.problems.file_rows import FileRows
 from rl_megatron.data.problems.mixture import DigestOf, digest_of_prompts
 from rl_megatron.data.problems.records import number_at
-from rl_megatron.data.problems.rendering import RowForm, TooLong, rendered, tokenized_one
+from rl_megatron.data.problems.rendering import RowForm, TooLong, conversation, rendered, tokenized_one, unrendered
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt
 
@@ -114,7 +113,12 @@ class Listed(Pool):
 
     @override
     def row_of(self, name: str) -> int:
-        return self._rows[name]
+        hashes, rows = self._by_hash
+        first, last = (int(np.searchsorted(hashes, np.int64(hash(name)), side)) for side in ("left", "right"))
+        for row in rows[first:last].tolist():
+            if self._prompts[row].id == name:
+                return int(row)
+        raise KeyError(name)
 
     @override
     def name_of(self, row: int) -> str:
@@ -136,8 +140,11 @@ class Listed(Pool):
         return np.array([number_at(prompt.meta, field) for prompt in self._prompts], float)
 
     @cached_property
-    def _rows(self) -> dict[str, int]:
-        return {prompt.id: row for row, prompt in enumerate(self._prompts)}
+    def _by_hash(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        """The hashes of all ids, ascending, and their rows: 12 bytes a prompt, where a table of names takes 59."""
+        hashes = np.fromiter((hash(prompt.id) for prompt in self._prompts), np.int64, len(self._prompts))
+        rows = np.argsort(hashes, kind="stable").astype(np.uint32)
+        return hashes[rows], rows
 
 
 class RowsOfPrompts(Pool):

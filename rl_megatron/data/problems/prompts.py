@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,10 +25,18 @@ from rl_megatron.config.sections.data import (
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.problems.arithmetic import split_sums
-from rl_megatron.data.problems.conversations import conversation, unrendered
+from rl_megatron.data.problems.conversations import messages_of
 from rl_megatron.data.problems.file_rows import FileRows, file_rows
 from rl_megatron.data.problems.files import files_in, local_files, read_records
-from rl_megatron.data.problems.leaks import JoinedTexts, ListedTexts, OnLeak, TextsFor, rows_to_keep, spaced
+from rl_megatron.data.problems.leaks import (
+    JoinedTexts,
+    ListedTexts,
+    OnLeak,
+    ProblemTexts,
+    TextsFor,
+    rows_to_keep,
+    spaced,
+)
 from rl_megatron.data.problems.pool import Joined, Listed, Pool, RowsOfPrompts
 from rl_megatron.data.problems.records import listed
 from rl_megatron.data.problems.rendering import (
@@ -37,10 +45,12 @@ from rl_megatron.data.problems.rendering import (
     OnLongPrompt,
     Problem,
     RowForm,
+    conversation,
     fields_in,
     fields_of,
     rendered,
     tokenized,
+    unrendered,
 )
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.types import Prompt
@@ -62,6 +72,7 @@ def load_prompts(
     on_leak: OnLeak | None = None,
     sets: Mapping[str, OneSource] | None = None,
     environments: Mapping[str, EnvironmentSection] | None = None,
+    begun_by_messages: Collection[str] = (),
     teachers: Mapping[str, TeacherSection] | None = None,
 ) -> tuple[Pool, list[Prompt]]:
     """(train, held-out) prompts, in an order that depends on ``data`` and ``seed`` alone; of a mixture each source's
@@ -74,19 +85,20 @@ def load_prompts(
     an epoch has each row once. ``on_leak`` says what to do with a problem to train on that is held out here or in
     ``sets`` (by the key of their section), and of equal ones the first alone is trained on then; None: nobody trains on
     them. Those of sources whose ``environments`` (by the source's key) have another function or other options are never
-    equal, nor, where nothing ``samples``, those with different answers. What is trained on has the prompts that
-    its ``teachers`` (by name) read in their place. Raises DataError that names files and lines.
+    equal, nor, where nothing ``samples``, those with different answers. ``begun_by_messages``: as of the function of
+    this name. What is trained on has the prompts that its ``teachers`` (by name) read in their place. Raises DataError
+    that names files and lines.
     """
     sources = data_sources(data)
-    splits = {key: _problems(key, source, tokenizer, seed, pairs=pairs) for key, source in sources.items()}
+    given = {key: (key, source, tokenizer, seed) for key, source in {**sources, **(sets or {})}.items()}
+    splits = {key: _problems(*given[key], pairs=pairs, lists=key in begun_by_messages) for key in sources}
     kept: dict[str, NDArray[np.bool_] | None] = dict.fromkeys(sources)
     if on_leak is not None:
         held = {key: held_out for key, (_, held_out) in splits.items()}
-        held |= {key: _held_out(key, source, tokenizer, seed) for key, source in (sets or {}).items()}
+        held |= {key: _held_out(*given[key], lists=key in begun_by_messages) for key in sets or {}}
         played = {key: _played_in((environments or {}).get(key)) for key in sources}
-        kept |= _without_leaks(
-            {key: train for key, (train, _) in splits.items()}, played, held, on_leak, samples=samples
-        )
+        trained = {key: train for key, (train, _) in splits.items()}
+        kept |= _without_leaks(trained, played, held, on_leak, samples=samples)
     pools, held_out = list[Pool](), list[Prompt]()
     of_row = RowForm(tokenizer=tokenizer, max_tokens=max_prompt_tokens, on_long=on_long_prompt, keys=limit_keys)
     of_drawn = of_row if samples else replace(of_row, max_tokens=sys.maxsize)
@@ -117,10 +129,12 @@ def load_held_out(
     seed: int,
     pairs: bool = False,
     limit_keys: LimitKeys = SAMPLED,
+    lists: bool = False,
 ) -> list[Prompt]:
-    """The held-out prompts of `load_prompts`, without a look at what is trained on."""
+    """The held-out prompts of `load_prompts`, without a look at what is trained on; ``lists``: they may be ones, with
+    which an environment begins."""
     form = RowForm(tokenizer=tokenizer, max_tokens=max_prompt_tokens, on_long=on_long_prompt, keys=limit_keys)
-    return _formed(_held_out("data", data, tokenizer, seed, pairs=pairs), data, form)
+    return _formed(_held_out("data", data, tokenizer, seed, pairs=pairs, lists=lists), data, form)
 
 
 def _formed(problems: Sequence[Problem], source: OneSource, form: RowForm) -> list[Prompt]:
@@ -145,30 +159,40 @@ def _without_leaks(
 ) -> dict[str, NDArray[np.bool_]]:
     """Which problems of each source to train on: each once as it is ``played``, and without leaks where they are
     dropped."""
-    parts = {key: one.texts if isinstance(one, FileRows) else _texts(one) for key, one in train.items()}
-    wholes = texts = JoinedTexts(list(parts.values()))
+    both = {
+        key: one.compared(samples=samples) if isinstance(one, FileRows) else _compared(one, samples=samples)
+        for key, one in train.items()
+    }
+    parts, own = ({key: each[which] for key, each in both.items()} for which in (0, 1))
+    texts = JoinedTexts(list(parts.values()))
     if len(set(played.values())) > 1:
-        wholes = JoinedTexts([TextsFor(part, played[key]) for key, part in parts.items()])
-    if not samples:  # a problem may have several answers, or be in several pairs
-        wholes = JoinedTexts([one.wholes if isinstance(one, FileRows) else _whole_texts(one) for one in train.values()])
+        own = {key: TextsFor(part, played[key]) for key, part in own.items()}
+    wholes = texts if own == parts else JoinedTexts(list(own.values()))
     mask = rows_to_keep(texts, wholes, {key: _texts(problems) for key, problems in held_out.items()}, on_leak)
     kept = dict(zip(train, np.split(mask, texts.starts[1:-1]), strict=True))
-    for key, own in kept.items():
-        if not own.any():
-            raise DataError(f"{key}: all {len(own)} problems to train on are held out, or in sources above it")
+    for key, rows in kept.items():
+        if not rows.any():
+            raise DataError(f"{key}: all {len(rows)} problems to train on are held out, or in sources above it")
     return kept
 
 
 def _texts(problems: Sequence[Problem]) -> ListedTexts:
-    return ListedTexts([one.place for one in problems], (spaced(one.raw) for one in problems))
+    return ListedTexts([one.place for one in problems], (one.compared(system=False) for one in problems))
 
 
-def _whole_texts(problems: Sequence[Problem]) -> ListedTexts:
-    """With their answers, which conversations have within."""
-    return ListedTexts(
-        [one.place for one in problems],
-        (spaced(*filter(None, (one.system, one.raw, one.answer, *one.rejected))) for one in problems),
-    )
+def _compared(problems: Sequence[Problem], *, samples: bool) -> tuple[ProblemTexts, ProblemTexts]:
+    """As `FileRows.compared`: the second with what the system says, and with answers where nothing ``samples``, as a
+    problem may have several, or be in several pairs. Conversations have both within."""
+    texts = _texts(problems)
+    if samples and not any(len(one.messages) > 1 for one in problems):
+        return texts, texts
+    wholes = (one.compared(system=True) for one in problems)
+    if not samples:
+        wholes = (
+            spaced(*filter(None, (whole, one.answer, *one.rejected)))
+            for whole, one in zip(wholes, problems, strict=True)
+        )
+    return texts, ListedTexts([one.place for one in problems], wholes)
 
 
 def _named(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
@@ -177,7 +201,7 @@ def _named(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
 
 
 def _problems(
-    key: str, source: OneSource, tokenizer: PreTrainedTokenizerBase, seed: int, *, pairs: bool = False
+    key: str, source: OneSource, tokenizer: PreTrainedTokenizerBase, seed: int, *, pairs: bool = False, lists: bool
 ) -> tuple[list[Problem] | FileRows, list[Problem]]:
     """Both splits of a source; ``key``: of its section."""
     if isinstance(source, ArithmeticData):
@@ -186,22 +210,22 @@ def _problems(
     data = local_files(source, key, ("train",))
     files = files_in(data.train, f"{key}.train")
     train = (
-        file_rows(files, data, f"{key}.train")
+        file_rows(files, data, f"{key}.train", lists=lists or data.chat_template)
         if files[0].suffix == ".parquet"
-        else _all_problems(data.train, f"{key}.train", data, tokenizer)
+        else _all_problems(data.train, f"{key}.train", data, tokenizer, lists=lists)
     )
-    return train, _held_out(key, source, tokenizer, seed)
+    return train, _held_out(key, source, tokenizer, seed, lists=lists)
 
 
 def _held_out(
-    key: str, source: OneSource, tokenizer: PreTrainedTokenizerBase, seed: int, *, pairs: bool = False
+    key: str, source: OneSource, tokenizer: PreTrainedTokenizerBase, seed: int, *, pairs: bool = False, lists: bool
 ) -> list[Problem]:
     """The held-out split of a source alone."""
     if isinstance(source, ArithmeticData):
         return _arithmetic_problems(key, source, seed, pairs=pairs)[1]
     _check_templates(source, tokenizer, key)
-    data = local_files(source, key, ("eval",))
-    return _all_problems(data.eval, f"{key}.eval", data, tokenizer, data.max_eval)
+    data = local_files(source, key, ("eval",)).of_held_out
+    return _all_problems(data.eval, f"{key}.eval", data, tokenizer, data.max_eval, lists=lists)
 
 
 def check_template(data: FileKeys, key: str) -> None:
@@ -230,9 +254,10 @@ def first_problem(data: OneSource, key: str) -> Prompt:
         return replace(made_up, text=made.text, question=made.raw, answer=made.answer)
     files = local_files(data, key, ("train",))
     file, *_ = files_in(files.train, f"{key}.train")
-    (record,) = read_records(file, fields_of(files), key=f"{key}.train", limit=1)
+    (record,) = read_records(file, fields_of(files), key=f"{key}.train", limit=1, lists=True)
     question, answer, *_ = record.texts
-    text = files.prompt_template.replace("{prompt}", question)
+    asked = messages_of(record, f"{file}:1", files, in_structs=file.suffix == ".parquet")[-1]["content"]
+    text = files.prompt_template.replace("{prompt}", asked)
     return replace(made_up, text=text, question=question, answer=answer, meta=record.others)
 
 
@@ -267,7 +292,13 @@ def wrong(problem: Problem) -> str:
 
 
 def _all_problems(
-    path: Path, key: str, data: FileKeys, tokenizer: PreTrainedTokenizerBase, most: int | None = None
+    path: Path,
+    key: str,
+    data: FileKeys,
+    tokenizer: PreTrainedTokenizerBase,
+    most: int | None = None,
+    *,
+    lists: bool,
 ) -> list[Problem]:
     """Of the files' first ``most`` rows: no others are read. Raises DataError that names all bad rows."""
     fields, found, bad = fields_of(data), list[Problem](), list[str]()
@@ -275,7 +306,7 @@ def _all_problems(
         left = None if most is None else most - len(found)
         if left == 0:
             break
-        records = read_records(file, fields, key=key, limit=left)
+        records = read_records(file, fields, key=key, limit=left, lists=lists or data.chat_template)
         for line, record in enumerate(records, 1):
             whole = data.messages_field is not None
             try:

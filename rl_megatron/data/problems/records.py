@@ -16,7 +16,9 @@ from typing import Any
 from rl_megatron.errors import DataError, cut_to
 from rl_megatron.json_text import value_at
 
-NESTED = "it must be text: write a message's text alone, and data.chat_template=true makes it a user's message"
+NESTED = (
+    "it must be text, or a list of messages, which data.chat_template=true renders, or an environment of template=chat"
+)
 _NO_VALUE, _QUOTED = (
     "the row has no value, or a number that is not finite, so remove it",
     "it must be text, so quote it",
@@ -43,8 +45,8 @@ def listed(problems: Sequence[str]) -> str:
     return "\n".join([*problems[:_MAX_PROBLEMS_SHOWN], *([f"... and {more} more bad rows"] if more > 0 else [])])
 
 
-def record_of(row: Mapping[str, object], fields: tuple[str, ...]) -> Record | str:
-    """The fields of a row, or what is wrong with it."""
+def record_of(row: Mapping[str, object], fields: tuple[str, ...], *, lists: bool = False) -> Record | str:
+    """The fields of a row, or what is wrong with it. The first must be text; with ``lists`` it may be one."""
     texts = []
     others = {name: value for name, value in row.items() if name not in fields}
     for name in fields:
@@ -53,7 +55,7 @@ def record_of(row: Mapping[str, object], fields: tuple[str, ...]) -> Record | st
         except KeyError:
             return missing_field(name, row)
         if not isinstance(value, str):
-            if value is None or name == fields[0]:
+            if value is None or (name == fields[0] and not (lists and isinstance(value, list))):
                 wanted = _NO_VALUE if value is None else NESTED if isinstance(value, list | dict) else _QUOTED
                 return f"field {name!r} is {value!r:.40} ({type(value).__name__}); {wanted}"
             others[name] = value
@@ -197,6 +199,13 @@ def missing_field(name: str, row: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(name, names, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"no field {name!r}; it has {shortened(', '.join(names)) or 'none'}{hint}"
+
+
+def without_null_keys(value: object) -> object:
+    """The value, in whose objects Arrow's structs have the keys of all rows."""
+    if isinstance(value, dict):
+        return {key: without_null_keys(inner) for key, inner in value.items() if inner is not None}
+    return [without_null_keys(inner) for inner in value] if isinstance(value, list) else value
 
 
 def unread_field(name: str, row: Mapping[str, Any], key: str) -> str:

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from rl_megatron.chat_templates import TEMPLATE_ERRORS, bounded_rendering, prompt_tokens
 from rl_megatron.config.sections.data import FileKeys
 from rl_megatron.config.sections.teachers import ANOTHER, ANOTHER_FIELD, TeacherSection, prompt_parts
-from rl_megatron.data.problems.records import Record, equal_fields, missing_field, null_field, start_of, unread_field
+from rl_megatron.data.problems.conversations import (
+    check_pair,
+    compared_text,
+    conversation_text,
+    margin_of,
+    messages_of,
+)
+from rl_megatron.data.problems.leaks import spaced
+from rl_megatron.data.problems.records import Record, null_field, unread_field
 from rl_megatron.errors import DataError
 from rl_megatron.json_text import value_at
 from rl_megatron.types import Prompt
@@ -26,14 +34,8 @@ logger = logging.getLogger(__name__)
 _AT_ONCE = 1000  # prompts that a tokenizer gets in one call
 _MOST_CHARACTERS = 100  # per token, on average over a prompt
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
-MOST_MARGIN = 10_000
-"""Largest size of a pair's margin: beside it a score of float32 still has three digits after the point."""
-
-_MESSAGE = {"role", "content"}  # objects with a role alone may be an answer: who does what
-SHAREGPT = {"from", "value"}
-"""Keys of a message in ShareGPT's form."""
-_SPEAKERS = ("human", "gpt", "user", "assistant", "system")  # an object of other senders is an answer
 _OF_PROBLEM = ("prompt", "answer")  # whatever the fields are called
+_CHANGED = ("assistant", "tool")  # templates leave out thinking, and quote results
 _PLACE = f"\ue000{ANOTHER_FIELD}\ue000"  # in a teacher's prompt: no text has these characters, of a private use
 
 OnLongPrompt = Literal["fail", "drop"]
@@ -72,11 +74,26 @@ class Problem:
     place: str
     text: str
     answer: str
-    raw: str  # as the data has it, without templates
+    raw: str  # as the data has it, without templates; messages as JSON
     rejected: Sequence[str] = ()  # a worse answer, in data of pairs
     margin: float = 0.0  # of a pair
-    system: str = ""  # the text of a message before it
+    messages: tuple[Mapping[str, Any], ...] = ()  # of a row of a file: what is asked is the text of the last one
     meta: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> str:
+        """The text of what is asked, without templates."""
+        return str(self.messages[-1]["content"]) if self.messages else self.raw
+
+    @property
+    def begins(self) -> tuple[Mapping[str, Any], ...]:
+        """The messages, the last with the text that a template made of it; none where they are a user's text."""
+        is_text = len(self.messages) < 2 and all(one["role"] == "user" for one in self.messages)
+        return () if is_text else (*self.messages[:-1], {**self.messages[-1], "content": self.text})
+
+    def compared(self, *, system: bool) -> str:
+        """What is equal in equal problems; with what the ``system`` says, or without."""
+        return compared_text(self.messages, system=system) if self.messages else spaced(self.raw)
 
 
 def fields_of(data: FileKeys) -> tuple[str, ...]:
@@ -88,51 +105,76 @@ def fields_of(data: FileKeys) -> tuple[str, ...]:
 
 
 def rendered(record: Record, path: Path, line: int, data: FileKeys, tokenizer: PreTrainedTokenizerBase) -> Problem:
-    """The problem in a row of a file, with its templates. Raises DataError as `check_pair` does, and where the
-    tokenizer's template fails."""
-    check_pair(record, f"{path}:{line}", data)
+    """The problem in a row of a file, with its templates. Raises DataError as `check_pair` and `messages_of` do, and
+    where the tokenizer's template fails."""
+    place = f"{path}:{line}"
+    check_pair(record, place, data)
     question, answer, *rejected = record.texts
-    text, system = data.prompt_template.replace("{prompt}", question), system_of(record, f"{path}:{line}", data)
+    messages = messages_of(record, place, data, in_structs=path.suffix == ".parquet")
+    text = data.prompt_template.replace("{prompt}", messages[-1]["content"])
     if data.chat_template:
-        text = _as_user(text, system, f"{path}:{line}", tokenizer)
+        text = _as_chat(text, messages, place, tokenizer)
     return Problem(
         id=f"{path.stem}:{line}",
-        place=f"{path}:{line}",
+        place=place,
         text=text,
         raw=question,
         answer=answer,
         rejected=rejected,
-        margin=margin_of(record, f"{path}:{line}", data),
-        system=system,
+        margin=margin_of(record, place, data),
+        messages=messages,
         meta=record.others,
     )
 
 
-def system_of(record: Record, place: str, data: FileKeys) -> str:
-    """The text of the system's message in a row, empty without one. Raises DataError for anything else there."""
-    if data.system_field is None:
-        return ""
+def conversation(record: Record, path: Path, line: int, data: FileKeys) -> Problem:
+    """The conversation in a row of a file, or the pair of them. Raises as `conversation_text`, which it has."""
+    place = f"{path}:{line}"
+    text = conversation_text(record, place, data, in_structs=path.suffix == ".parquet")
+    margin = margin_of(record, place, data)
+    return Problem(
+        id=f"{path.stem}:{line}", place=place, text=text, answer="", raw=text, margin=margin, meta=record.others
+    )
+
+
+def unrendered(conversations: Sequence[Problem]) -> list[Prompt]:
+    """The conversations as prompts without tokens, which whoever trains on them makes of ``text``."""
+    return [
+        Prompt(id=one.id, text=one.text, token_ids=(), answer="", question=one.raw, margin=one.margin, meta=one.meta)
+        for one in conversations
+    ]
+
+
+def _as_chat(text: str, messages: Sequence[Mapping[str, Any]], place: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The messages, of which the last has the text in place of its own, and the start of the assistant's turn. A
+    ``developer``'s is tried as the system's where the template does not write it, as in conversations."""
+    chat = [*map(dict, messages[:-1]), {**messages[-1], "content": text}]
     try:
-        value = record.at(data.system_field)
-    except KeyError:
-        raise DataError(f"{place}: {missing_field(data.system_field, record.others)}") from None
-    if not isinstance(value, str | None):
-        raise DataError(f"{place}: field {data.system_field!r} is {start_of(value)}; a system's message is a text")
-    return value if value and value.strip() else ""
+        return _chat_text(chat, place, tokenizer)
+    except DataError:
+        as_system = [{**one, "role": "system"} if one["role"] == "developer" else one for one in chat]
+        if as_system == chat:
+            raise
+        return _chat_text(as_system, place, tokenizer)
 
 
-def _as_user(text: str, system: str, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text as a user's turn, behind what the system says, if anything, and the start of the assistant's."""
-    first = [{"role": "system", "content": system}] if system else []
-    chat = [*first, {"role": "user", "content": text}]
+def _chat_text(chat: list[dict[str, Any]], place: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the chat template makes of it. Raises DataError where it fails, or leaves a message out."""
     try:
         with bounded_rendering():
-            return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+            shown = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
     except TEMPLATE_ERRORS as error:
         raise DataError(
             f"{place}: the tokenizer's chat template fails at it: {type(error).__name__}: {error!s:.500}; "
             "fix the model's chat_template.jinja, or set chat_template=false"
         ) from error
+    for at, one in enumerate(chat, 1):
+        if one["role"] not in _CHANGED and one["content"].strip() not in shown:
+            raise DataError(
+                f"{place}: the tokenizer's chat template does not write message {at}, of the role {one['role']!r}, as "
+                "it is; give it a role that the template shows there, or fix the model's chat_template.jinja"
+            )
+    return shown
 
 
 def fields_in(prompt: str) -> list[str]:
@@ -144,7 +186,7 @@ def fields_in(prompt: str) -> list[str]:
 def _with_fields(problem: Problem, parts: Sequence[tuple[str, str | None]], key: str) -> str:
     """A teacher's prompt of a problem, of its `prompt_parts`. Raises DataError that names the place for a field that
     its row lacks, or that is null."""
-    known = {**dict(zip(_OF_PROBLEM, (problem.raw, problem.answer), strict=True)), ANOTHER_FIELD: _PLACE}
+    known = {**dict(zip(_OF_PROBLEM, (problem.asked, problem.answer), strict=True)), ANOTHER_FIELD: _PLACE}
 
     def of_field(name: str) -> str:
         if name in known:
@@ -158,50 +200,6 @@ def _with_fields(problem: Problem, parts: Sequence[tuple[str, str | None]], key:
         return value if isinstance(value, str) else _to_json(value)
 
     return "".join(text + ("" if name is None else of_field(name)) for text, name in parts)
-
-
-def check_pair(record: Record, place: str, data: FileKeys) -> None:
-    """Raises DataError for a pair of equals, for one whose answers are no texts, and as `margin_of` and `system_of`;
-    also for a lone answer that is a message, or a list of them."""
-    margin_of(record, place, data)
-    system_of(record, place, data)
-    if data.messages_field is not None:
-        return
-    for name in (data.answer_field, *filter(None, (data.rejected_field,))):
-        value = record.others.get(name)
-        is_talk = any(map(_is_message, value if isinstance(value, list) else [value]))
-        if is_talk or (data.rejected_field is not None and isinstance(value, list | dict)):
-            raise DataError(
-                f"{place}: field {name!r} is {start_of(value)}; an answer is a text. If it is a conversation, name it "
-                "in messages_field, and a worse one in rejected_field"
-            )
-    if data.rejected_field is None:
-        return
-    _, answer, rejected = record.texts
-    if answer == rejected:
-        raise DataError(f"{place}: {equal_fields(data.answer_field, data.rejected_field)}")
-
-
-def _is_message(value: object) -> bool:
-    if not isinstance(value, dict):
-        return False
-    return value.keys() >= _MESSAGE or (value.keys() >= SHAREGPT and value["from"] in _SPEAKERS)
-
-
-def margin_of(record: Record, place: str, data: FileKeys) -> float:
-    """The number in the field of margins; 0 without a field. Raises DataError for anything else there."""
-    if data.margin_field is None:
-        return 0.0
-    try:
-        value = record.at(data.margin_field)
-    except KeyError:
-        raise DataError(f"{place}: {missing_field(data.margin_field, record.others)}") from None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -MOST_MARGIN <= value <= MOST_MARGIN:
-        raise DataError(
-            f"{place}: field {data.margin_field!r} is {start_of(value)}; it must be a finite number, from "
-            f"-{MOST_MARGIN} to {MOST_MARGIN}"
-        )
-    return float(value)
 
 
 def tokenized(problems: Sequence[Problem], form: RowForm, *, chat: bool = False) -> list[Prompt]:
@@ -252,6 +250,7 @@ def _prompts(problems: Sequence[Problem], form: RowForm, chat: bool) -> Iterator
             rejected=tuple(problem.rejected),
             margin=problem.margin,
             meta=problem.meta,
+            messages=() if chat else problem.begins,
             read_by={name: of_teacher for name, of_teacher in read_by.items() if not isinstance(of_teacher, TooLong)},
         )
 
@@ -267,7 +266,7 @@ def _of_teacher(
 
     def text(problem: Problem) -> str:
         found = _with_fields(problem, parts, f"{key}.prompt")
-        return _as_user(found, problem.system, problem.place, tokenizer) if chat else found
+        return _as_chat(found, problem.messages, problem.place, tokenizer) if chat else found
 
     limit = f"{key}.max_prompt_tokens"
     if not teacher.reads_another:

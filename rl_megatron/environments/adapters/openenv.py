@@ -72,7 +72,7 @@ class OpenEnv:
                 "without one"
             )
         tools = self._session.actions.tools if self._tool else ()
-        return Observed(said=task.text if same else seen.text, tools=tools)
+        return Observed(said=(task.messages or task.text) if same else seen.text, tools=tools)
 
     async def step(self, reply: Reply) -> EnvironmentStep:
         """The server's answer to the action; of a reply that is none, why. Raises ServerFailed."""

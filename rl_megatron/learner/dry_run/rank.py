@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.learner import cpu
+from rl_megatron.learner.cpu import patches
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.fusion import FusionSection
 from rl_megatron.options.implementation import multiplies_at_once
 from rl_megatron.types import DryRun, LossInputs, LossOutput, Samples
 
-cpu.install()  # before the modules below bind megatron's functions
+patches.install()  # before the modules below bind megatron's functions
 
 from megatron.core import parallel_state  # noqa: E402
 

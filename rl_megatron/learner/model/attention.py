@@ -20,8 +20,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
+from rl_megatron.learner.model.kernels.causal import faster_attention
 from rl_megatron.learner.model.kernels.fused import from_slots, into_slots, rotate
-from rl_megatron.learner.model.kernels.long import causal_attention, is_long
 from rl_megatron.learner.packed import LengthClass, PackedAttentionParams
 from rl_megatron.models.rotary import inverse_frequencies
 
@@ -118,8 +118,8 @@ class PackedAttention(CutAlongHeads, MegatronModule):
         """[count, query_length, h, d] -> the same, with the values' width."""
         plain = self.cp is None and not 0 < self.window < part.key_length
         mask = None if plain else part.visible(self.window)
-        if mask is None and self.softmax_offset is None and is_long(query, part.key_length):
-            return causal_attention(query, key, value, self.scale)
+        if mask is None and self.softmax_offset is None and (faster := faster_attention(query, part.key_length)):
+            return faster(query, key, value, self.scale)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         if self.softmax_offset is not None:
             return self._attend_with_sinks(q, k, v, part, self.softmax_offset).transpose(1, 2)

@@ -10,10 +10,11 @@ import logging
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rl_megatron.observability.files import JsonRow, JsonValue
 from rl_megatron.observability.metrics.costs import COSTS
+from rl_megatron.observability.metrics.curve import Curve
 from rl_megatron.observability.metrics.environments import ENVIRONMENTS
 from rl_megatron.observability.metrics.experts import EXPERTS
 from rl_megatron.observability.metrics.learning import LEARNING
@@ -33,6 +34,7 @@ class Documented:
     name: str
     unit: str
     meaning: str
+    curve: Curve | None
 
     @property
     def is_timing(self) -> bool:
@@ -42,8 +44,8 @@ class Documented:
 
 
 METRICS: Mapping[str, Documented] = {
-    name: Documented(name=name, unit=unit, meaning=meaning)
-    for name, unit, meaning in (*LEARNING, *SAMPLING, *ENVIRONMENTS, *EXPERTS, *COSTS)
+    name: Documented(name=name, unit=unit, meaning=meaning, curve=replace(drawn[0], metric=name) if drawn else None)
+    for name, unit, meaning, *drawn in (*LEARNING, *SAMPLING, *ENVIRONMENTS, *EXPERTS, *COSTS)
 }
 
 _FAMILIES = [

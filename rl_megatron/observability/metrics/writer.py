@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_WANDB_SECONDS = 30.0  # to send the last rows: before a time limit each counts
+_WANDB_SECONDS = 30.0  # to take a row, or send the last ones: before a time limit each counts
+_WANDB_BEGINS_SECONDS = 120.0  # its own limit is 90 s
 
 
 class MetricsWriter:
@@ -86,7 +87,7 @@ class MetricsWriter:
         self._file.truncate_after(last, axis, late=_is_beside, also=lambda row: also <= row.items())
 
     def close(self) -> None:
-        """Flush and close all files; mark the W&B run as finished, for which it has half a minute.
+        """Flush and close all files; mark the W&B run as finished: it has half a minute, and as much to begin first.
 
         Raises OSError that names metrics.jsonl, once all are closed."""
         with contextlib.ExitStack() as last_first:
@@ -164,7 +165,8 @@ def _open_tensorboard(folder: Path, *, purge_step: int) -> SummaryWriter:
 
 
 class _Wandb:
-    """W&B's run. The first of its failures is warned of, and ends what is sent there; none ends the training."""
+    """W&B's run. The first of its failures, or calls without an end, is warned of, and ends what is sent there; none
+    ends the training."""
 
     def __init__(self, folder: Path, mode: str, project: str, *, fresh: bool) -> None:
         try:
@@ -175,9 +177,8 @@ class _Wandb:
                 "install it with `pip install 'rl-megatron[wandb]'` or set log.wandb=off"
             ) from error
         self._package: Any = wandb
-        self._folder = folder / "wandb"
         self._run: Any = None  # where it did not begin
-        self._works = True
+        self._works, self._hangs = True, False
         identity = _wandb_id(folder, fresh=fresh)
 
         def begin() -> None:
@@ -187,26 +188,38 @@ class _Wandb:
             run.define_metric("warm_start/*", step_metric="warm_start/step")
             run.define_metric("*", step_metric="step")
 
-        self._try(begin)
+        self._beginning = self._begin(begin)  # the first row waits for it, and no start of a run
 
     def log(self, values: Mapping[str, float]) -> None:
         """Send a row, unless something has failed."""
-        if self._run is not None and self._works:
-            with naming(self._folder):  # it says what a row waits for
-                self._try(lambda: self._run.log(values))
+        self._begun(_WANDB_BEGINS_SECONDS)
+        if self._works:
+            self._ends(self._begin(lambda: self._run.log(values)), _WANDB_SECONDS, "it did not take a row")
 
     def finish(self) -> None:
         """Send what is left, in the time that it has."""
-        if self._run is not None and not self._ends(self._run.finish, _WANDB_SECONDS):
-            self._fails(f"its last rows are not sent after {_WANDB_SECONDS:g} s")
-            self._ends(self._package.teardown, 1.0)  # else W&B waits for them when Python ends
+        self._begun(_WANDB_SECONDS)
+        if self._run is not None and not self._hangs:
+            self._ends(self._begin(self._run.finish), _WANDB_SECONDS, "its last rows are not sent")
+        if self._hangs:  # else W&B waits for it when Python ends
+            self._ends(self._begin(self._package.teardown), 1.0, "it does not end")
 
-    def _ends(self, work: Callable[[], None], seconds: float) -> bool:
-        """Whether ``work`` ends in time; else its thread is left, which does not keep Python from ending."""
+    def _begun(self, seconds: float) -> None:
+        if self._works:
+            self._ends(self._beginning, seconds, "it did not begin")
+
+    def _begin(self, work: Callable[[], None]) -> threading.Thread:
+        """Work in a thread of its own, which does not keep Python from ending."""
         thread = threading.Thread(target=self._try, args=(work,), name="W&B", daemon=True)
         thread.start()
+        return thread
+
+    def _ends(self, thread: threading.Thread, seconds: float, late: str) -> None:
+        """Wait for its end; one that is ``late`` is left."""
         thread.join(seconds)
-        return not thread.is_alive()
+        if thread.is_alive():
+            self._hangs = True
+            self._fails(f"{late} in {seconds:g} s")
 
     def _try(self, work: Callable[[], None]) -> None:
         try:

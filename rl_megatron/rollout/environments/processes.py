@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from rl_megatron.environments.marks import SHARED, mark_of
+from rl_megatron.environments import marks
 from rl_megatron.sandbox import kernel
 
 
@@ -23,29 +23,37 @@ class Adopted:
         """From now on this process adopts what is below it and whose parent ends."""
         with contextlib.suppress(kernel.FenceRefused):  # then such processes are not found
             kernel.prctl(kernel.SUBREAPER, 1)
-        self._others: set[int] = set()  # children and threads that have been seen to have no mark
+        self._seen = dict[int, int]()  # 0 of children and threads without a mark, SHARED of threads that have that
 
-    def of(self, mark: int, threads: Iterable[int]) -> list[int]:
-        """The running processes with the ``mark`` that this process adopted, and the children of marked ``threads``.
+    def of(self, mark: int, own: Collection[int]) -> list[int]:
+        """The running processes with the ``mark`` that this process adopted, and the children of threads that have it,
+        without those of the threads ``own``, which their owners know.
 
         Waits for those that have ended, also for those that trajectories share, so that none stays a zombie.
         """
-        first = _children(os.getpid(), "self")
-        others = list(threads)
-        self._others &= {*first, *others}
-        of = {child: self._mark(child) for child in first}
-        found = [child for child, given in of.items() if given == mark]
+        first = os.getpid()
+        others = [thread for thread in _threads_of("self") if thread not in own and thread != first]
+        found = list[int]()
         for thread in others:
-            if self._mark(thread, "self") == mark:
-                found += _children(thread, "self")
-        reap([*found, *(child for child, given in of.items() if given == SHARED)])
+            match self._mark(thread, "self"):
+                case given if given == mark:
+                    found += _children(thread, "self")
+                case marks.SHARED:  # or one that forks or ends: all signals are blocked then, but not its children's
+                    found += [child for child in _children(thread, "self") if marks.mark_of(child) == mark]
+        adopted = _children(first, "self")  # after all others, as a thread that ends leaves its children to the first
+        of = {child: self._mark(child) for child in adopted}
+        there = {*adopted, *others}
+        self._seen = {task: given for task, given in self._seen.items() if task in there}
+        found += [child for child, given in of.items() if given == mark]
+        reap([*found, *(child for child, given in of.items() if given == marks.SHARED)])
         return [pid for pid in found if began(pid) is not None]
 
     def _mark(self, task: int, process: str | None = None) -> int:
-        if task in self._others:
-            return 0
-        if not (given := mark_of(task, process)):
-            self._others.add(task)
+        if task in self._seen:
+            return self._seen[task]
+        given = marks.mark_of(task, process)
+        if not given or (process is not None and given == marks.SHARED):
+            self._seen[task] = given
         return given
 
 
@@ -98,7 +106,7 @@ def _send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _threads_of(pid: int) -> list[int]:
+def _threads_of(pid: int | str) -> list[int]:
     try:
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:

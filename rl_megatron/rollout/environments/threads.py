@@ -117,11 +117,11 @@ class LoopThread:
 
     async def end_processes(self) -> list[int]:
         """Kill what this thread's code started and left running, in whatever thread and way; the process ids."""
-        threads = [one.native_id or 0 for one in threading.enumerate() if not isinstance(one, _OwnThread)]
+        own = {one.native_id or 0 for one in threading.enumerate() if isinstance(one, _OwnThread)}
         roots = [
             *children_of(self._thread.native_id or 0),
             *self._helpers.children(),
-            *self._adopted.of(self._mark, threads),
+            *self._adopted.of(self._mark, own),
         ]
         if not roots:
             return []

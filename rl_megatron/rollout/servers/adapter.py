@@ -357,17 +357,16 @@ class Labels:
     of the other, whose versions may be the same.
     """
 
-    def __init__(self, start: str | None = None) -> None:
-        """``start``: the word; by default one that is drawn."""
-        self._start = uuid.uuid4().hex if start is None else start
+    def __init__(self) -> None:
+        self.start = uuid.uuid4().hex
 
     def candidate(self, version: int) -> str:
         """The label of ``version`` before it is verified."""
-        return f"{version}?@{self._start}"
+        return f"{version}?@{self.start}"
 
     def verified(self, version: int) -> str:
         """The label of ``version`` once it is."""
-        return f"{version}@{self._start}"
+        return f"{version}@{self.start}"
 
     def version(self, label: object) -> int:
         """The version that a label names. Raises ForeignWeights for a label that no run set, as those of a server that
@@ -378,7 +377,7 @@ class Labels:
                 f"the server sampled with weights labelled {label!r}, which this run did not push; check that no other "
                 "run uses the server and that nobody restarted it"
             )
-        if found["start"] != self._start:
+        if found["start"] != self.start:
             raise AnotherRun(
                 "another run has pushed its weights to the server, and this one sampled with them: an evaluation, an "
                 "earlier start of this run that goes on, or somebody else's. End it, or give it other servers "

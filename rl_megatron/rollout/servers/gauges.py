@@ -75,11 +75,9 @@ class GaugesInTurn:
         now, speed = spans.now(), found.tokens_per_second
         if speed is None and found.tokens is not None:
             before = self._made.get(server)
-            self._made = {each: made for each, made in self._made.items() if each in self._servers()}
+            present = {replica.server for replica in self._replicas.present()}
+            self._made = {each: made for each, made in self._made.items() if each in present}
             self._made[server] = found.tokens, now
             speed = None if before is None else (found.tokens - before[0]) / ((now - before[1]) / 1e9)
         if speed is not None:
             spans.gauge(lane, "tokens", per_second=round(speed, 1))
-
-    def _servers(self) -> set[Server]:
-        return {replica.server for replica in self._replicas.present()}

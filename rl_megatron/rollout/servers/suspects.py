@@ -124,16 +124,14 @@ class Suspects:
         fresh = [one for one in open_to_all if one.number not in lost] or open_to_all
         if not record.stands_trial:
             return fresh
-        trials = {one.server: self._trials(one.server) for one in open_to_all}
+        servers = [one.server for one in open_to_all]
+        trials = {one: {flight.prompt for flight in self._flights.get(one, ()) if flight.trial} for one in servers}
         if here := [one for one in open_to_all if prompt in trials[one.server]]:
             return here
         return [one for one in fresh if len(trials[one.server]) < _TOGETHER]
 
     def _are_few(self) -> bool:
         return sum(record.stands_trial for record in self._records.values()) <= _FEW
-
-    def _trials(self, server: Server) -> set[str]:
-        return {flight.prompt for flight in self._flights.get(server, ()) if flight.trial}
 
     def _alone(self, prompt: str, places: Sequence[Replica]) -> list[Replica]:
         """The replica that is kept for the prompt, once nothing else is in flight there."""

@@ -70,7 +70,7 @@ def collectives(
         out["all-reduce"] += tokens * 4 * LOGPROBS
     out = defaultdict(float, {kind: moved * micro_batches for kind, moved in out.items()})
     out["reduce-scatter"] += held["gradients"]
-    out["all-gather"] += held["parameters"] * (2 if sparse else 1)  # megatron-core's two optimizers each gather all
+    out["all-gather"] += held["parameters"]
     if d.tp > 1:
         kept = held["gradients"] / held["parameters"] * size  # of one parameter's gradient
         out["all-reduce"] += kept * replicated(shape, len(layers), sparse, last=last)

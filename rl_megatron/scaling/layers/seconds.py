@@ -170,14 +170,15 @@ def embedding_seconds(k: LayerKind) -> Mapping[str, float]:
 def head_seconds(k: LayerKind, drafts: int) -> Mapping[str, float]:
     """The output layer and log-probs of the last stage, and draft layers as ``k``, forward and backward.
 
-    Where it is computed again ("head"), its products are of float32 (``learner.head_dtype``).
+    Where it is computed again ("head"), its products are of float32 (``learner.head_dtype``), and norms of the logits'
+    gradients ("norms") multiply once more.
     """
     s, c, rows = k.shape, k.constants, k.tokens / k.cp
-    again = "head" in k.again
+    again, norms = "head" in k.again, "norms" in k.again
     rate, size = rate_of(k.gpu, "float32" if again else _unquantised(k), c), 4.0 if again else k.size
-    times = 1 if k.scored else 1 + c.backward + again
+    times = (1 if k.scored else 1 + c.backward + again) + (again and norms)
     logits = product_seconds(rows, s.hidden_size, s.outputs / k.tp, rate, k.gpu, c, size) * times
-    read = c.logits * (3 if k.scored else 6) * rows * s.outputs / k.tp * 4 / (k.gpu.hbm * GB * MEMORY)
+    read = c.logits * ((3 if k.scored else 6) + 3 * norms) * rows * s.outputs / k.tp * 4 / (k.gpu.hbm * GB * MEMORY)
     out = {"output layer": (logits + read) * (1 + drafts)}
     if k.tp > 1:
         whole = rows * s.hidden_size * k.size * (1 if k.scored else 1 + head_gathers(float32=again))

@@ -113,13 +113,15 @@ def check_run(config: RunConfig, shape: ModelShape, rows: Rows, gpu: Gpu, machin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Taken:
-    """Of the steps in the median: seconds by phase; sequences of a step, their positions, lengths of completions."""
+    """Of the steps in the median: seconds by phase; sequences of a step, their positions, lengths of completions; the
+    share of proposals that was ``accepted``, where there are some."""
 
     seconds: Mapping[str, float]
     sequences: float
     positions: float
     completion: float
     longest: float
+    accepted: float | None
 
     @classmethod
     def of(cls, config: RunConfig, rows: Rows) -> _Taken:
@@ -135,6 +137,7 @@ class _Taken:
             positions=trained / sequences if sequences else 0.0,
             completion=_median(rows, "response/length_mean"),
             longest=_median(rows, "response/length_max"),
+            accepted=_median(rows, "draft/acceptance") if any("draft/acceptance" in row for row in rows) else None,
         )
 
     @property
@@ -197,10 +200,13 @@ def _notes(config: RunConfig, machine: Calibration | None, steps: Rows) -> Itera
 
 
 def _as_trained(config: RunConfig, took: _Taken) -> RunConfig:
-    """The configuration with as many prompts as had groups to train on."""
+    """The configuration with as many prompts as had groups to train on, and as many proposals accepted."""
     prompts = max(1, round(took.sequences * config.rollout.prompts_per_step / config.trained_per_step))
-    rollout = config.rollout.model_copy(update={"prompts_per_step": prompts})
-    return config.model_copy(update={"rollout": rollout})
+    update: dict[str, object] = {"rollout": config.rollout.model_copy(update={"prompts_per_step": prompts})}
+    if took.accepted is not None:
+        speeds = config.slurm.speeds.model_copy(update={"draft_acceptance": took.accepted})
+        update["slurm"] = config.slurm.model_copy(update={"speeds": speeds})
+    return config.model_copy(update=update)
 
 
 def _rollout(config: RunConfig, shape: ModelShape, gpu: Gpu, machine: Calibration | None, took: _Taken) -> float | None:

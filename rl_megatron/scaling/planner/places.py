@@ -86,7 +86,7 @@ def _servers(wanted: Wanted, gpus: int, fraction: float, staleness: int) -> tupl
         server = server_shape(base, section, weights, shape, wanted.gpu)
         for slots in _slots(wanted, server, dp=dp, replicas=gpus // ranks, staleness=staleness):
             here = _sampled(wanted, server, replicas=gpus // ranks, slots=slots)
-            seconds = max(here.steady, here.longest / staleness) if staleness else here.alone
+            seconds = max(here.steady, min(here.longest / staleness, here.alone)) if staleness else here.alone
             if best is None or seconds < best[0]:
                 best = seconds, {**keys, **_requests(wanted, here, slots)}
     return best

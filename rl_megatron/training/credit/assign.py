@@ -16,7 +16,14 @@ from torch import Tensor
 
 from rl_megatron.algorithms.advantages import moving_baseline, remax_advantages, row_advantages, turn_advantages
 from rl_megatron.algorithms.kl import kl_in_sequence_rewards, kl_in_token_rewards
-from rl_megatron.algorithms.returns import discounted_returns, gae, last_token_rewards, length_adaptive_lambda, whiten
+from rl_megatron.algorithms.returns import (
+    discounted_returns,
+    gae,
+    last_token_rewards,
+    length_adaptive_lambda,
+    less_optimal_baseline,
+    whiten,
+)
 from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.algorithms.shaping import drop_truncated
 from rl_megatron.config.sections.algorithm import AlgorithmSection
@@ -35,11 +42,13 @@ def assign_credit(
     *,
     success_reward: float,
     next_values: Tensor | None = None,
+    logit_norms: Tensor | None = None,
 ) -> tuple[Samples, AlgorithmState]:
     """Add advantages [N] (and returns, and NLL marks) to ``samples`` of ``groups``; also returns the next state.
 
-    ``next_values`` [S] are the critic's values after each completion's last token. Raises DataError for a credit over
-    tokens where a trajectory has several rows.
+    ``next_values`` [S] are the critic's values after each completion's last token; ``logit_norms`` [N] are
+    `types.Want`'s, of the policy at the start of the update. Raises DataError for a credit over tokens where a
+    trajectory has several rows.
     """
     state = rewards.state
     penalty = torch.zeros_like(samples.old_logprobs)
@@ -64,7 +73,8 @@ def assign_credit(
             advantages = _whitened(advantages, every, group_ids(groups), section)
         state = _with_baseline(state, values, section)
         goes_on = truncated(groups) & (section.unfinished_reward is None)  # which sets the reward of an end
-        samples = _CREDITS[section.credit](samples, _Credit(advantages, penalty, goes_on, next_values), section)
+        credit = _Credit(advantages, penalty, goes_on, next_values, logit_norms, group_ids(groups))
+        samples = _CREDITS[section.credit](samples, credit, section)
     if section.whiten and section.whiten_of == "tokens":
         group_of = None
         if "group" in (section.whiten_mean, section.whiten_std):
@@ -97,6 +107,8 @@ class _Credit:
     of_tokens: Tensor  # [N] the reward of each token by itself
     goes_on: Tensor  # [K] bool, whether to bootstrap from ``next_values``
     next_values: Tensor | None  # [S]
+    logit_norms: Tensor | None  # [N]
+    group_of: Tensor  # [K]
 
     def per_token(self, samples: Samples, section: AlgorithmSection) -> Tensor:
         if samples.trajectory_of is not None:
@@ -117,6 +129,14 @@ def _discounted(samples: Samples, credit: _Credit, section: AlgorithmSection) ->
     return replace(
         samples, advantages=discounted_returns(rewards, samples.mask, samples.cu_seqlens, gamma=section.gamma)
     )
+
+
+def _less_optimal(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
+    """Returns less the baseline of the group's tokens at the same place of least variance of the gradient."""
+    returns, norms = _discounted(samples, credit, section).advantages, credit.logit_norms
+    assert norms is not None
+    advantages = less_optimal_baseline(returns, norms, samples.mask, samples.cu_seqlens, group_of=credit.group_of)
+    return replace(samples, advantages=advantages)
 
 
 def _generalised(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
@@ -143,7 +163,7 @@ def _generalised(samples: Samples, credit: _Credit, section: AlgorithmSection) -
     critic_lam = section.lam if section.critic.lam is None else section.critic.lam
     of_policy = advantages(lam)
     of_critic = of_policy if lam is critic_lam else advantages(critic_lam)
-    return replace(samples, advantages=of_policy, returns=torch.where(samples.mask, of_critic + values, 0.0))
+    return replace(samples, advantages=of_policy, returns=of_critic + values)
 
 
 def _by_turn(samples: Samples, turns: RewardedTurns, whole: Tensor | None, section: AlgorithmSection) -> Samples:
@@ -163,6 +183,7 @@ def _by_turn(samples: Samples, turns: RewardedTurns, whole: Tensor | None, secti
 _CREDITS: Mapping[str, Callable[[Samples, _Credit, AlgorithmSection], Samples]] = {
     "completion": _by_completion,
     "discounted": _discounted,
+    "optimal": _less_optimal,
     "gae": _generalised,
 }
 

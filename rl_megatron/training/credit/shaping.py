@@ -21,6 +21,7 @@ from rl_megatron.algorithms.segments import dense, differ, discounted_sum, segme
 from rl_megatron.algorithms.shaping import overlong_penalty, score_finished, to_unit_range
 from rl_megatron.columns import TokenIds
 from rl_megatron.config.sections.algorithm import AlgorithmSection
+from rl_megatron.data.demonstrations import with_demonstrations
 from rl_megatron.data.trajectories import tokens_behind_prompt
 from rl_megatron.training.credit.parts import parts_differ
 from rl_megatron.training.credit.state import AlgorithmState
@@ -93,10 +94,11 @@ def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection
     With credit=turn, whether two of its turns that have one baseline differ, or with a ``turn_weight`` two of its
     trajectories. Ignores running moments and the range of the batch, which shift all rewards alike and would make the
     choice depend on when it is made. Where advantages are a function of the user's own, whether that gives any, as
-    `AlgorithmSection.own_decides` says. With advantage_of=parts, `parts_differ`.
+    `AlgorithmSection.own_decides` says. With advantage_of=parts, `parts_differ`. Demonstrations are compared, too.
     """
     if not groups:
         return []
+    groups = with_demonstrations(groups)
     if section.advantage_of == "parts":
         return parts_differ(groups, group_ids(groups), nums_sampled(groups), section).tolist()
     judged = _judged(groups, section, max_new_tokens)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.data.problems.conversations import refuse_bad_answers
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.samples import (
     EndTokens,
@@ -43,7 +44,8 @@ Targets = Callable[[Sequence[Prompt], int], Sequence[Sequence[str]]]
 
 
 def answers(prompts: Sequence[Prompt], step: int) -> list[tuple[str]]:
-    """The right answer of each prompt."""
+    """The right answer of each prompt. Raises DataError for one that is marked as bad."""
+    refuse_bad_answers(prompts)
     return [(prompt.answer,) for prompt in prompts]
 
 

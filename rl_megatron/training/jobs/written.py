@@ -306,7 +306,7 @@ class WrittenJob:
         """What training on the samples takes, into the row and the phase's seconds at the GPUs' peak."""
         lengths = samples.cu_seqlens.diff().tolist()
         if self.seconds_at_peak is not None:
-            watch.at_peak("train", self.seconds_at_peak(lengths))
+            watch.at_peak(self.seconds_at_peak(lengths))
         return {} if self.training_flops is None else {"flops/train": self.training_flops(lengths)}
 
     def _draw(self) -> _Drawn:

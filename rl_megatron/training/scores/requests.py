@@ -228,4 +228,5 @@ def _with_columns(
     if judged:
         columns |= one_reference(section.kl.teachers, judged, found, samples)
     samples = replace(samples, **{name: column for name, column in columns.items() if column is not None})
-    return Measured(samples, current, found.get(("policy", "entropy")), next_values, routes)
+    entropy, norms = (found.get(("policy", what)) for what in ("entropy", "logit_norms"))
+    return Measured(samples, current, entropy, next_values, routes, logit_norms=norms)

@@ -57,7 +57,8 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
     known = FAMILIES if family is None else {name: _own(family) for name in _own(family).model_types}
     path = folder / "config.json"
     if not path.is_file():
-        raise ConfigError(f"model.path={folder}: it has no config.json; give a Hugging Face checkpoint folder")
+        gone = "it has no config.json" if folder.is_dir() else f"there is no such folder, as seen from {Path.cwd()}"
+        raise ConfigError(f"model.path={folder}: {gone}; give a Hugging Face checkpoint folder")
     model_type = read_json(path, FamilyField).model_type  # first: another family's keys may have other types
     if model_type is None or model_type not in known:
         allowed = ", ".join(map(repr, known)) + (f", of {family}" if family else "")

@@ -164,7 +164,7 @@ class Trust:
         async def compared(private: frozenset[str]) -> Comparison:
             which = private, *((id(report.rows), id(report.read)) for report in reports)
             if which not in known:
-                known[which] = await asyncio.to_thread(self._found, reports, checksums, private)
+                known[which] = await asyncio.to_thread(compare, checksums, self._shapes, reports, private)
             return known[which]
 
         private = self._private.get(name, frozenset())
@@ -183,9 +183,6 @@ class Trust:
             kinds = f", of these {', '.join(sorted(private))} in private layouts" if private else ""
             logger.info("%s: checksums verify all but %d tensors%s", name, len(found.unseen), kinds)
         return found.unseen
-
-    def _found(self, reports: Sequence[Report], checksums: Mapping[str, int], private: frozenset[str]) -> Comparison:
-        return compare(checksums, self._shapes, reports, private)
 
     async def _ask(self, version: int, unseen: Mapping[str, frozenset[str]], *, everything: bool) -> Verified:
         """Probe the servers. Raises SyncError if a server's log-probs differ from the learner's."""

@@ -48,7 +48,7 @@ class GroupPeers(Peers):
 def gather(mine: object, group: dist.ProcessGroup | None) -> list[Any]:
     """Each process's value, by rank. Collective; raises SyncError if a process sends no JSON or is lost."""
     device, size = wire_device(group), dist.get_world_size(group)
-    data = _bytes_of(mine).to(device)
+    data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     with _lost():
         dist.all_gather(lengths, torch.tensor([len(data)], device=device), group=group)
@@ -92,10 +92,6 @@ def inflated(data: bytes, rank: int) -> Any:
         return json.loads(said)
     except (ValueError, zlib.error) as error:
         raise SyncError(f"rank {rank} sent no compressed JSON: {error}") from error
-
-
-def _bytes_of(said: object) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
 
 
 def _checked(length: int) -> int:

@@ -68,6 +68,12 @@ def install() -> None:
 _thread = threading.local()
 
 
+def refuse_another_gpus_thread(device: torch.device) -> None:
+    """Raises RuntimeError in a thread whose current GPU is another: CUDA may open a context there."""
+    if getattr(_thread, "gpu", 0) != device.index:
+        raise RuntimeError(f"a wait for {device} in a thread that has not called torch.cuda.set_device")
+
+
 class Stream:
     """A stream or event without work."""
 
@@ -81,9 +87,7 @@ class Stream:
         return True
 
     def synchronize(self) -> None:
-        """Refuses a thread with another current GPU, on which CUDA may open a context."""
-        if getattr(_thread, "gpu", 0) != self.device.index:
-            raise RuntimeError(f"a wait for {self.device} in a thread that has not called torch.cuda.set_device")
+        refuse_another_gpus_thread(self.device)
 
     def elapsed_time(self, other: Stream) -> float:
         return 0.0

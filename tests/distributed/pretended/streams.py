@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.distributed.pretended.tensor import OnGpu
+from tests.distributed.pretended.machine import refuse_another_gpus_thread
+from tests.distributed.pretended.tensor import Gpu, OnGpu
 
 _GARBAGE = 0x7F  # a byte; floats of such bytes are huge
 _ALL: weakref.WeakSet[Late] = weakref.WeakSet()
@@ -67,13 +68,18 @@ class Moment:
         self._stream, self._place = COMPUTES, 0
 
     def record(self, stream: Late | None = None) -> None:
+        self.device = torch.device("cuda", Gpu.number)
         self._stream = stream or _CURRENT[-1]
         self._place = self._stream._asked
 
     def happen(self) -> None:
         self._stream.reach(self._place)
 
-    synchronize = wait = happen
+    wait = happen
+
+    def synchronize(self) -> None:
+        refuse_another_gpus_thread(self.device)
+        self.happen()
 
     def query(self) -> bool:
         return self._stream._done >= self._place

@@ -129,6 +129,13 @@ def test_dynamic_sampling_keeps_the_groups_that_have_an_advantage(leave_one_out:
     assert groups_that_differ(groups, row, max_new_tokens=9) == teach
 
 
+def test_the_datas_demonstration_is_one_more_completion_of_the_group() -> None:
+    passk = ["algorithm=passk", "algorithm.demonstration_gamma=0.1"]
+    assert load_config("tiny_cpu", [*passk, "rollout.group_size=4"]).algorithm.best_of == 4
+    with pytest.raises(ConfigError, match=r"best_of=4 with rollout\.group_size=3 .*group_size=4 or more"):
+        load_config("tiny_cpu", [*passk, "rollout.group_size=3"])
+
+
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [

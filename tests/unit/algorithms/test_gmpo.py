@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,6 +101,15 @@ def test_a_token_without_an_advantage_counts_in_its_sequences_mean_as_a_bad_one(
     assert output.metrics["clip_fraction"].value.item() == 0.5
 
 
+def test_tokens_with_advantages_of_their_own_share_the_mean_and_go_by_their_own() -> None:
+    """Advantages 2, -1 of ratios 1.2, 0.8, within the limits: √0.96 times their mean of 0.5, and half of each."""
+    inputs = replace(batch([2], 0), advantages=torch.tensor([2.0, -1.0]).double())
+    ratios = torch.tensor([1.2, 0.8], dtype=torch.float64)
+    output, gradient = evaluate(inputs, inputs.old_logprobs + ratios.log())
+    assert output.loss.item() == pytest.approx(-math.sqrt(0.96) * 0.5)
+    assert gradient.tolist() == pytest.approx([-math.sqrt(0.96), math.sqrt(0.96) / 2])
+
+
 def test_micro_batches_add_up() -> None:
     """Three of two sequences each, under the whole batch's denominators."""
     inputs = batch(LENGTHS, 7, scale=0.6, kept=0.75)
@@ -130,3 +141,15 @@ def test_the_row_has_the_limits_of_the_paper() -> None:
 def test_what_it_cannot_use_is_refused(key: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_config("tiny_cpu", ["algorithm=gmpo", f"algorithm.{key}"])
+
+
+def test_the_contributors_page_names_every_place_of_its_example() -> None:
+    """And no other: each file of the package and of conf/ in which the name is a word, and what was written of it."""
+    root = Path(__file__).parents[3]
+    (example,) = re.findall(r"GMPO is the example,.*?test_gmpo\.py`", (root / "CONTRIBUTING.md").read_text(), re.S)
+    named = re.findall(r"`([\w/]+\.\w+)`", example)
+    files = [*root.glob("rl_megatron/**/*.py"), *root.glob("conf/**/*.yaml")]
+    places = {str(path.relative_to(root)) for path in files if re.search(r"\bgmpo\b", path.read_text())}
+    written = {f"docs/{name}.md" for name in ("algorithms", "asynchronous")} | {"tests/unit/algorithms/test_gmpo.py"}
+    there = [path if (root / path).is_file() else f"rl_megatron/{path}" for path in named]
+    assert sorted(there) == sorted(places | written)

@@ -197,12 +197,14 @@ def test_sums_over_ranks_are_taken_for_those_of_the_whole_sequence(level: str) -
 
 
 def test_it_is_tried_on_what_a_run_may_give() -> None:
-    """Log-probs of an engine are near the old ones, a reference's not far; one of four sequences trains no token."""
+    """Log-probs of an engine are near the old ones, a reference's not far; one of four sequences trains no token,
+    and one has the advantage of equal rewards, by which an objective may divide."""
     for inputs in own._made(AlgorithmSection.model_validate({"kl": {"coefficient": 0.1}})):
         assert inputs.ref_logprobs is not None
         assert float((inputs.rollout_logprobs - inputs.old_logprobs).abs().max()) < 0.1
         assert float((inputs.ref_logprobs - inputs.old_logprobs).abs().max()) < 1.5
         assert inputs.segment_ids[inputs.mask].unique().tolist() == [0, 1, 3]
+        assert inputs.advantages[inputs.mask].sign().unique().tolist() == [-1, 0, 1]
 
 
 @pytest.mark.parametrize(

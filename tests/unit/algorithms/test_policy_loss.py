@@ -244,6 +244,34 @@ def test_at_ratio_one_every_objective_has_the_gradient_of_reinforce(objective: s
     torch.testing.assert_close(evaluate(policy_loss(objective=objective), inputs)[1], expected)
 
 
+PRODUCT = {"mode": "truncate", "level": "product", "high": 1e9}
+
+
+@pytest.mark.parametrize("advantage", [0.0, 1.0, -1.0])
+@pytest.mark.parametrize(
+    ("choices", "most"),
+    [
+        ({"objective": "importance", "correction": {**PRODUCT, "times": dict.fromkeys("abcd", PRODUCT)}}, 2),
+        ({"objective": "vespo", **dict.fromkeys(("shape_positive", "shape_negative"), 9.0)}, 1),
+    ],
+)
+def test_weights_are_finite_in_float32_where_ratios_are_not(
+    choices: dict[str, object], most: int, advantage: float
+) -> None:
+    """Tokens of log-prob -1 that were at -101, and at -201 in the engine: e^100 is no float32, nor e^20 to the fifth. A
+    weight of e^20 is left, beside it in the first case the ratio at its own bound, which has no gradient."""
+    rates = dict.fromkeys(("rate_positive", "rate_negative"), 1e-9) if choices["objective"] == "vespo" else {}
+    inputs = batch([[-1.0, -1.0]], old=[[-101.0] * 2], advantages=[[advantage] * 2])
+    inputs = replace(inputs, rollout_logprobs=inputs.old_logprobs - 100)
+    narrow = {name: getattr(inputs, name).float() for name in ("logprobs", "old_logprobs", "rollout_logprobs")}
+    inputs = replace(inputs, **narrow, advantages=inputs.advantages.float(), entropy=inputs.entropy.float())
+    value, gradient = evaluate(policy_loss(**choices, **rates), inputs)
+    sign = -1 if most == 2 else 1  # of -rho A, and of -A log pi
+    assert value.item() == pytest.approx(sign * advantage * math.exp(20 * most), rel=1e-5)
+    slope = 0.0 if most == 2 else -advantage * math.exp(20) / 2
+    assert gradient.tolist() == pytest.approx([slope] * 2, rel=1e-5)
+
+
 def test_a_fixed_length_norm_is_token_sums_over_it() -> None:
     """[[1,.],[2,3]] over 2 is 1.5; [1,1,1,1,10] and [1x9,10] over 10 are 1.4 and 1.9."""
     fixed = policy_loss(objective="reinforce", aggregation="seq_mean_token_sum_norm", max_length=2)

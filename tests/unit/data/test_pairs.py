@@ -20,7 +20,8 @@ from rl_megatron.data.problems.rendering import Problem
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rewards.classifiers.texts import ClassifierTexts
-from rl_megatron.rollout.conversation.pairs import check_answers, check_texts, paired_answers, paired_texts
+from rl_megatron.rollout.conversation.forms import check_answers, check_texts
+from rl_megatron.rollout.conversation.pairs import paired_answers, paired_texts
 from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.types import Prompt
 

@@ -21,13 +21,13 @@ def test_columns_of_a_struct_are_read_and_compared_as_others(tmp_path: Path) -> 
     ours, theirs = (
         ParquetRows([path], fields[name], "data.train") for name, path in (("plain", plain), ("nested", nested))
     )
-    assert theirs.are_texts
+    assert theirs.are_texts()
     for texts in (1, 2):
         assert np.array_equal(ours.hashes(texts), theirs.hashes(texts))
         assert np.array_equal(ours.digests(np.arange(60), texts), theirs.digests(np.arange(60), texts))
     lacking = written(tmp_path / "l" / "t.parquet", [within[0], {"of": None, "level": 0.5}])
     with pytest.raises(DataError, match=r"t.parquet:2: field 'of.question' is None .* \(row group 1\)"):
         ParquetRows([lacking], fields["nested"], "data.train").hashes()
-    assert not ParquetRows([nested], ("of.question", "level"), "data.train").are_texts
+    assert not ParquetRows([nested], ("of.question", "level"), "data.train").are_texts()
     with pytest.raises(DataError, match=r"no field 'of.answr'; it has level, of.answer, .* did you mean 'of.answer'"):
         ParquetRows([nested], ("of.question", "of.answr"), "data.train")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from typing_extensions import override
 
 from rl_megatron.config.sections.data import FileData
-from rl_megatron.data.problems.pool import Pool
+from rl_megatron.data.problems.pool import Listed, Pool
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.errors import CheckpointError, DataError
@@ -125,3 +126,29 @@ def test_a_prompt_is_left_out_without_a_walk_over_all_once_they_are_read_ahead()
     before = held.walks
     stream.leave_out(held[3])
     assert (stream.left_out, held.walks) == ({3}, before)
+
+
+class OneHash(str):
+    """A name whose hash is that of each other."""
+
+    __slots__ = ()
+
+    @override
+    def __hash__(self) -> int:
+        return 7
+
+
+def test_rows_are_found_by_names_of_equal_hashes_and_at_twelve_bytes_a_prompt() -> None:
+    names = [OneHash(name) for name in "abc"]
+    few = Listed([replace(one, id=name) for one, name in zip(prompts(3), names, strict=True)])
+    assert [few.row_of(name) for name in names] == [0, 1, 2]
+    with pytest.raises(KeyError):
+        few.row_of(OneHash("d"))
+    many = Listed(prompts(4096))
+    tracemalloc.start()
+    try:
+        assert [many.row_of(str(row)) for row in range(4096)] == list(range(4096))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 4096 * 24  # of a dict it would be 51 or more

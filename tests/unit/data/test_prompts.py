@@ -157,7 +157,7 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
         5: "not UTF-8 at byte 15",
         6: "did you mean 'questoin'",
         7: "'question' is 72 (int); it must be text, so quote it",
-        8: "(list); it must be text: write a message's text alone",
+        8: "(list); it must be text, or a list of messages, which data.chat_template=true renders",
         9: "'answer' is None (NoneType); the row has no value, or a number that is not finite, so remove it",
         10: "'answer' is empty",
         11: "field 'question' holds a lone surrogate",
@@ -199,7 +199,7 @@ def test_a_parquet_file_with_other_columns_or_types_or_bytes_is_refused(tmp_path
     with pytest.raises(DataError, match=r"x.parquet: column 'question' is of int64; it must be text, so write it"):
         load(files(path))
     pq.write_table(pa.table({"question": [[{"role": "user", "content": "a"}]], "answer": ["a"]}), path)
-    with pytest.raises(DataError, match=r"is of list<.*; it must be text: write a message's text alone"):
+    with pytest.raises(DataError, match=r"is of list<.*; it must be text, or a list of messages, which data"):
         load(files(path))
     path.write_bytes(b"PAR1 torn")
     with pytest.raises(DataError, match="not a readable parquet file"):
@@ -275,7 +275,7 @@ def test_a_field_of_an_object_is_named_by_a_path_and_one_of_that_whole_name_come
         load(files(path, prompt_field="extra.asked", answer_field="truth"))
     with pytest.raises(DataError, match=r"no field 'judge.truht'; .* did you mean 'judge.truth'"):
         load(files(path, prompt_field="extra.asked", answer_field="judge.truht"))
-    with pytest.raises(DataError, match="it must be text: write a message's text alone"):
+    with pytest.raises(DataError, match="it must be text, or a list of messages, which data"):
         load(files(path, prompt_field="extra.deep", answer_field="judge.truth"))
 
 

@@ -26,7 +26,7 @@ from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.data.samples import supervised_rows
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.rollout.conversation.pairs import check_answers
+from rl_megatron.rollout.conversation.forms import check_answers
 from rl_megatron.training.jobs.warm_start import answers
 from rl_megatron.training.jobs.written import Unit, fitted
 
@@ -264,7 +264,8 @@ def test_answers_in_columns_of_text_are_compared_as_in_jsonl_without_an_object_a
     path = tmp_path / "t.parquet"
     pq.write_table(pa.table({"good": pa.array(answered, kind), "q": pa.array(asked, kind)}), path, row_group_size=7)
     data = FileRunData.model_validate({"type": "files", "train": path, "eval": path} | FORMS["answers"])
-    wholes, wanted = file_rows([path], data, "data.train").wholes, list(map(spaced, asked, answered))
+    rows, wanted = file_rows([path], data, "data.train", lists=False), list(map(spaced, asked, answered))
+    _, wholes = rows.compared(samples=False)
     monkeypatch.setattr(ParquetRows, "_records_of", None)
     assert wholes.hashes().tolist() == hashes_of(wanted).tolist()
     some = np.array([0, 6, 7, len(asked) - 1])

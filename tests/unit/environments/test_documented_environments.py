@@ -14,7 +14,6 @@ import pytest
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.errors import ConfigError
-from rl_megatron.rollout.batch import Answered
 from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.types import Prompt
 from tests.completions import drawn
@@ -46,19 +45,15 @@ def test_the_environment() -> None:
     ("text", "limit", "ended"),
     [("a+", 20.0, ("done", 1.0)), ("b", 20.0, ("done", 0.0)), ("(a+)+b", 0.5, ("environment_error", -1.0))],
 )
-def test_what_would_keep_the_lock_for_hours_is_given_up_in_a_process_of_its_own(
+async def test_what_would_keep_the_lock_for_hours_is_given_up_in_a_process_of_its_own(
     text: str, limit: float, ended: tuple[str, float]
 ) -> None:
     """(a+)+b tries all 2^39 ways to part 40 letters; its process is gone when the group is there."""
     keys = {"step_seconds": limit, "close_seconds": 1.0, "on_error": -1.0}
     ours = sampler(Scripted(lambda _: text), function="my_env:Matches", **keys)
-
-    async def groups() -> list[Answered]:
-        found = await ours.groups(drawn([TASK]))
+    async with asyncio.timeout(30):
+        played = trajectories(await ours.groups(drawn([TASK])))
         await ours.closed()
-        return found
-
-    played = trajectories(asyncio.run(asyncio.wait_for(groups(), 30)))
     assert {(one.stop, one.reward) for one in played} == {ended}
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):  # of another test

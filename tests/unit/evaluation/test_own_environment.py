@@ -13,6 +13,7 @@ import pytest
 from launcher.build.model import starting_folder
 from launcher.preflight.reward import check
 from launcher.preflight.subject import Subject
+from rl_megatron.config.environments import begun_by_messages
 from rl_megatron.config.io import load_config
 from rl_megatron.environments.protocol import EnvironmentStep, Observed, Reply, Transcript
 from rl_megatron.errors import ConfigError
@@ -152,3 +153,30 @@ def test_engines_have_room_for_its_trajectories() -> None:
     long = "eval.sets.odd.environment.max_tokens=70"
     assert load_config("tiny_cpu", [*KEYS, *OWN, long]).longest_completion == 70
     assert load_config("tiny_cpu", [*KEYS, *OWN]).most_sampled == 6
+
+
+CHAT, PLAIN = (
+    ("environment.function=calculator", f"environment.template={template}") for template in ("chat", "plain")
+)
+OWN_FILES = ("eval.sets.odd.data.type=files", "eval.sets.odd.data.eval=odd.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("keys", "begun"),
+    [
+        ((), set()),
+        (PLAIN, set()),
+        (CHAT, {"data"}),
+        ((*CHAT, *OWN_FILES), {"data", "eval.sets.odd.data"}),
+        ((*CHAT, *OWN_FILES, *(f"eval.sets.odd.{key}" for key in PLAIN)), {"data"}),
+        ((*CHAT, *(f"eval.sets.odd.{key}" for key in PLAIN)), set()),  # it would lose earlier messages of one data
+        ((*OWN_FILES, *(f"eval.sets.odd.{key}" for key in CHAT)), {"eval.sets.odd.data"}),
+        ((*CHAT, *OWN_FILES, *(f"eval.sets.plain.{key}" for key in PLAIN)), {"eval.sets.odd.data"}),
+        ((*CHAT, *(f"eval.sets.a.{key}" for key in PLAIN), *OWN_FILES), {"eval.sets.odd.data"}),
+    ],
+)
+def test_prompts_may_be_lists_where_all_that_read_them_begin_with_messages(
+    keys: tuple[str, ...], begun: set[str]
+) -> None:
+    files = ("data.type=files", "data.train=a.jsonl", "data.eval=b.jsonl", "warm_start.steps=0")
+    assert begun_by_messages(load_config("tiny_cpu", [*files, *keys])) == begun

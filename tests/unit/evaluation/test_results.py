@@ -71,6 +71,10 @@ def test_problems_are_told_by_what_the_data_say_not_by_tokens(tmp_path: Path) ->
     for row in ({**ROW, "question": "1+2?"}, {**ROW, "answer": "3"}):
         with pytest.raises(DataError, match=r"different problems \(1 and 1\), so nothing .* evaluate both on one$"):
             compared(tmp_path, first, result(tmp_path, row, "<a>{{ messages[0].content }}"))
+    tested = [result(tmp_path, {**ROW, "tests": said}, "{{ messages[0].content }}") for said in "aab"]
+    assert compared(tmp_path, *tested[:2]) == compared(tmp_path, tested[0], replace(tested[2], rows=None)) == 1
+    with pytest.raises(DataError, match=r"set one: the two have the same questions .* other fields .* evaluate both"):
+        compared(tmp_path, *tested[1:])
 
 
 def test_files_of_older_versions_are_told_by_tokens(tmp_path: Path) -> None:
@@ -175,11 +179,17 @@ def test_what_judges_no_sample_may_differ_and_how_samples_were_drawn_is_told(tmp
     assert drawn_otherwise(*quantised) == {"one": ["rollout.server.quantization (none and fp8)"]}
 
 
-def way(*keys: str, mark: str = "") -> str:
-    """How a run with these keys, whose template writes this mark, measures its accuracy."""
-    held_out = [Prompt(id=f"{n}", text="", token_ids=tuple(f"{mark}{n}+1".encode()), answer=f"{n + 1}") for n in (1, 2)]
+def way(*keys: str, mark: str = "", tests: str = "") -> str:
+    """How a run with these keys, whose template writes this mark, measures its accuracy by these tests."""
+    meta = {"tests": tests} if tests else {}
+    held_out = [
+        Prompt(id=f"{n}", text="", token_ids=tuple(f"{mark}{n}+1".encode()), answer=f"{n + 1}", meta=meta)
+        for n in (1, 2)
+    ]
     config = load_config("tiny_cpu", ["eval.sets.one.limit=2", "eval.sets.one.temperature=1", *keys])
-    return measured_by(config.model_dump(mode="json"), problem_sets(config, held_out, lambda data: held_out[::-1])[0])
+    return measured_by(
+        config.model_dump(mode="json"), problem_sets(config, held_out, lambda data, **_: held_out[::-1])[0]
+    )
 
 
 OTHER_WAYS = pytest.mark.parametrize(
@@ -200,6 +210,7 @@ OTHER_WAYS = pytest.mark.parametrize(
 @OTHER_WAYS
 def test_accuracies_are_told_by_problems_and_by_how_samples_are_drawn_and_judged(keys: list[str], mark: str) -> None:
     assert way(*keys, mark=mark) != way()
+    assert way(*keys, mark=mark, tests="a") != way(*keys, mark=mark, tests="b") != way(*keys, mark=mark)
 
 
 def test_neither_when_a_set_is_measured_nor_its_other_figures_tell_accuracies_apart() -> None:
@@ -223,7 +234,7 @@ def begun(
     given = config.model_dump(mode="json")
     given["model"]["template_variables"] = shown
     results = Results(model="m", weights=weights, engine=config.rollout.engine, config=given, sets={})
-    return results, problem_sets(config, held_out, lambda data: held_out[::-1])
+    return results, problem_sets(config, held_out, lambda data, **_: held_out[::-1])
 
 
 def kept(folder: Path, *keys: str, errors: int = 0, **others: Any) -> list[str]:

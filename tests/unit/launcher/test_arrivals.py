@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import re
 import resource
 import socket
 import threading
@@ -13,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from launcher.controller.arrivals import _STRANGERS, Awaited, ConnectedRank, arrivals
@@ -129,11 +132,13 @@ def test_384_ranks_arrive_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     ]
 
 
-def test_strangers_that_say_nothing_hold_up_no_rank(tmp_path: Path) -> None:
+async def test_strangers_that_say_nothing_hold_up_no_rank(tmp_path: Path) -> None:
     """As many as there is room for stay, since each has 10 s to prove itself; of more the oldest are hung up on."""
     blamed: list[Sequence[str]] = []
-
-    async def main(listener: socket.socket, strangers: list[socket.socket]) -> None:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(channel.listen("127.0.0.1", backlog=200))
+        connected = [socket.create_connection(listener.getsockname(), 5) for _ in range(100)]
+        strangers = [stack.enter_context(stranger) for stranger in connected]
         awaited = Awaited(
             placement=place(ParallelDims(), ["node0"], 1),
             token=TOKEN,
@@ -152,11 +157,6 @@ def test_strangers_that_say_nothing_hold_up_no_rank(tmp_path: Path) -> None:
         with connection:
             connection.send_bytes(Hello(rank=0, node="node0", pid=1, store="", step="").line())
             assert [rank.rank for rank in await waiting] == [0]
-
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(channel.listen("127.0.0.1", backlog=200))
-        connected = [socket.create_connection(listener.getsockname(), 5) for _ in range(100)]
-        asyncio.run(main(listener, [stack.enter_context(stranger) for stranger in connected]))
     assert not blamed
 
 
@@ -193,20 +193,58 @@ def test_more_ranks_than_this_process_may_have_files_are_refused_before_one_conn
         arrived(tmp_path, set(range(RANKS)), [])
 
 
-def test_a_dead_rank_is_told_though_its_output_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dead_rank_is_told_though_its_output_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a network disk that hangs."""
     back = threading.Event()
     monkeypatch.setattr("launcher.controller.arrivals.end_of", lambda file: str(back.wait(60)))
     hello = Hello(rank=3, node="node0", pid=1, store="", step="", hindered="")
+    ours, theirs = Pipe()
+    with ours, theirs:
+        rank = ConnectedRank(ours, hello)
+        rank.folder = tmp_path
+        try:
+            said = (await asyncio.wait_for(rank.ending(), 600)).how
+        finally:
+            back.set()
+    assert said == "hung up: it was killed, crashed or lost its node; rank-3.txt has its output"
 
-    async def main() -> str:
-        ours, theirs = Pipe()
-        with ours, theirs:
-            rank = ConnectedRank(ours, hello)
-            rank.folder = tmp_path
-            try:
-                return (await asyncio.wait_for(rank.ending(), 600)).how
-            finally:
-                back.set()
 
-    assert asyncio.run(main()) == "hung up: it was killed, crashed or lost its node; rank-3.txt has its output"
+@pytest.mark.parametrize(
+    ("scancel", "seconds", "warned"),
+    [
+        ('echo "$@" >"$0".said', 60.0, None),
+        (
+            "exec sleep 600",
+            0.05,
+            r"rank 3 on node0 was not continued, if it was stopped: .*scancel.* timed out after 0\.05",
+        ),
+        ("echo away >&2; exit 1", 60.0, "was not continued, if it was stopped: scancel: status 1: away$"),
+    ],
+    ids=["sends it", "hangs", "fails"],
+)
+def test_a_rank_is_continued_by_slurm_or_that_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    scancel: str,
+    seconds: float,
+    warned: str | None,
+) -> None:
+    """It is waited for, so that none is left beside a run that ends."""
+    (file := tmp_path / "scancel").write_text(f"#!/bin/sh\n{scancel}\n")
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("launcher.controller.arrivals._WAKE_SECONDS", seconds)
+    hello = Hello(rank=3, node="node0", pid=1, store="", step="7.2", hindered="")
+    before, (ours, theirs) = psutil.Process().children(recursive=True), Pipe()
+    with ours, theirs:
+        asyncio.run(ConnectedRank(ours, hello).wake())
+    assert set(psutil.Process().children(recursive=True)) <= set(before)
+    if warned is None:
+        assert (tmp_path / "scancel.said").read_text() == "--signal=CONT 7.2\n"
+        assert not caplog.messages
+    else:
+        (said,) = caplog.messages
+        assert re.search(warned, said)

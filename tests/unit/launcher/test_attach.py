@@ -56,6 +56,8 @@ def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
         file.write("o\nthré".encode()[:-1])
     assert tail.new() == ["two"]
     assert tail.new() == []
+    (tmp_path / "log").write_bytes(b"four\n")  # its log was rotated, and what it had copied
+    assert tail.new() == ["four"]
 
 
 def test_lines_of_all_attempts_come_once(run: Path) -> None:

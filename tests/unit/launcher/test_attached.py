@@ -20,7 +20,7 @@ from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.replicas import Health
 from rl_megatron.weights.layouts.families import read_shape
-from tests.unit.launcher.test_supervisor import Described, run, until
+from tests.unit.launcher.test_supervisor import Described, until
 from tests.unit.rollout.test_engine_servers import REQUEST, Fake, push, running
 
 
@@ -44,7 +44,7 @@ async def pushed(servers: ServedEngines, engine: ServedEngine, version: int) -> 
 
 
 @pytest.mark.parametrize(("refusal", "health"), [(401, 401), (403, 403), (403, 200)])
-def test_a_token_that_rotates_ends_no_request(tmp_path: Path, refusal: int, health: int) -> None:
+async def test_a_token_that_rotates_ends_no_request(tmp_path: Path, refusal: int, health: int) -> None:
     """Both servers refuse the one of before, ``health`` their health check. The file is late the second time."""
     token, taken = tmp_path / "token", "first"
     token.write_text(taken)
@@ -58,8 +58,9 @@ def test_a_token_that_rotates_ends_no_request(tmp_path: Path, refusal: int, heal
 
         fake.answer = answer
 
-    async def test() -> None:
-        nonlocal taken
+    with running(2) as fakes:
+        for fake in fakes:
+            answering(fake)
         servers = attached(tmp_path, fakes, f"token_file={token}", "retries=0")
         async with servers.running(tmp_path / "mirror" / "model.safetensors") as engine:
             await pushed(servers, engine, 4)
@@ -81,22 +82,18 @@ def test_a_token_that_rotates_ends_no_request(tmp_path: Path, refusal: int, heal
             await until(lambda: len(engine.replicas.healthy()) == 2)
             assert engine.metrics() == {"engine/healthy": 2, "engine/restarts": 2}
 
-    with running(2) as fakes:
-        for fake in fakes:
-            answering(fake)
-        run(test)
-
 
 BUSY = r'/health: status 503: "it loads"'
 
 
 @pytest.mark.parametrize(("resumes", "busy"), [(False, 2), (True, 3), (True, 999)])
-def test_one_that_is_away_ends_a_run_but_is_waited_for_in_its_resume(
+async def test_one_that_is_away_ends_a_run_but_is_waited_for_in_its_resume(
     tmp_path: Path, *, resumes: bool, busy: int
 ) -> None:
     """It may be started again at the same time as the job, and says then that it is not ready."""
-
-    async def test() -> None:
+    with running(1) as (fake,):
+        plain = fake.answer
+        fake.answer = lambda path, body, number: plain(path, body, number) if number >= busy else (503, "it loads")
         servers = attached(tmp_path, [fake], "start_seconds=0.3", resumes=resumes)
         late = rf"(?s)no Words server is left:\n.* does not serve after rollout\.server\.start_seconds=0\.3: .*{BUSY}$"
         why = late if resumes else r'^rollout\.engine=vllm: .*status 503: "it loads"$'
@@ -106,24 +103,12 @@ def test_one_that_is_away_ends_a_run_but_is_waited_for_in_its_resume(
                 assert engine.metrics()["engine/healthy"] == 1
                 assert engine.metrics()["engine/restarts"] > 0
 
-    with running(1) as (fake,):
-        plain = fake.answer
-        fake.answer = lambda path, body, number: plain(path, body, number) if number >= busy else (503, "it loads")
-        run(test)
 
-
-def test_one_that_takes_a_connection_and_answers_nothing_is_asked_again(
+async def test_one_that_takes_a_connection_and_answers_nothing_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restarts, "ANSWER_SECONDS", 0.1)
     over, asked = threading.Event(), list[str]()
-
-    async def test() -> None:
-        servers = attached(tmp_path, [fake], "start_seconds=30", resumes=True)
-        async with servers.running(tmp_path / "mirror" / "model.safetensors") as engine:
-            await pushed(servers, engine, 4)
-            assert engine.metrics()["engine/healthy"] == 1
-            assert asked[:2] == ["/health", "/health"]
 
     def silent(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
         if number < 3:  # so it counts as away
@@ -136,24 +121,18 @@ def test_one_that_takes_a_connection_and_answers_nothing_is_asked_again(
     with running(1) as (fake,):
         plain, fake.answer = fake.answer, silent
         try:
-            run(test)
+            servers = attached(tmp_path, [fake], "start_seconds=30", resumes=True)
+            async with servers.running(tmp_path / "mirror" / "model.safetensors") as engine:
+                await pushed(servers, engine, 4)
+                assert engine.metrics()["engine/healthy"] == 1
+                assert asked[:2] == ["/health", "/health"]
         finally:
             over.set()
 
 
-def test_a_resume_goes_on_with_those_that_are_left(tmp_path: Path) -> None:
+async def test_a_resume_goes_on_with_those_that_are_left(tmp_path: Path) -> None:
     """One does not come back, and is asked at the same time as the others, which may take minutes."""
     together, waited = threading.Event(), list[bool]()
-
-    async def test() -> None:
-        servers = attached(tmp_path, fakes, "start_seconds=0.1", "restarts=1", resumes=True)
-        async with servers.running(tmp_path / "mirror" / "model.safetensors") as engine:
-            await pushed(servers, engine, 4)
-            assert (await engine.generate(REQUEST))[0].spans == ((0, 4),)
-            first = engine.replicas.all[0]
-            await until(lambda: first.health is Health.GONE)
-            assert re.search(BUSY, first.reason)
-            assert (await engine.generate(REQUEST))[0].spans == ((0, 4),)
 
     def late(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
         waited.append(together.wait(10.0))
@@ -166,5 +145,12 @@ def test_a_resume_goes_on_with_those_that_are_left(tmp_path: Path) -> None:
     with running(2) as fakes:
         plain = fakes[1].answer
         fakes[0].answer, fakes[1].answer = late, other
-        run(test)
+        servers = attached(tmp_path, fakes, "start_seconds=0.1", "restarts=1", resumes=True)
+        async with servers.running(tmp_path / "mirror" / "model.safetensors") as engine:
+            await pushed(servers, engine, 4)
+            assert (await engine.generate(REQUEST))[0].spans == ((0, 4),)
+            first = engine.replicas.all[0]
+            await until(lambda: first.health is Health.GONE)
+            assert re.search(BUSY, first.reason)
+            assert (await engine.generate(REQUEST))[0].spans == ((0, 4),)
     assert all(waited)

@@ -35,7 +35,7 @@ from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.jobs.rl import Reinforcement
 from rl_megatron.types import Loss, ParallelDims
 from tests.samples import sequences_of
-from tests.unit.launcher.test_supervisor import LIMIT, Bed, Place, bed, run, stuck, until
+from tests.unit.launcher.test_supervisor import LIMIT, Bed, Place, bed, stuck, until
 from tests.unit.rollout.test_engine_servers import Fake, running
 
 
@@ -87,7 +87,7 @@ class Servers:
             (folder / "config.json").touch()
 
 
-def test_models_release_their_memory_before_a_push_and_servers_before_models_compute() -> None:
+async def test_models_release_their_memory_before_a_push_and_servers_before_models_compute() -> None:
     heard: list[str] = []
     models = {role: learner(cast(WorkerGroup, Ranks(role, heard)), role) for role in "abc"}
     servers = Servers(heard)
@@ -101,16 +101,12 @@ def test_models_release_their_memory_before_a_push_and_servers_before_models_com
         cast(ReplicaWeights, servers),
     )
     batch = pack(sequences_of([2]), dims=ParallelDims(), max_tokens=2)
-
-    async def one_iteration() -> None:
-        await roles.weights.push(1)
-        await roles.frozen["reference"].score(batch, frozenset())
-        await roles.policy.backward(batch, cast(Loss, None))
-        await roles.learners["critic"].step(0.1)
-        await roles.policy.release()
-        await roles.weights.export(Path("x"))
-
-    asyncio.run(one_iteration())
+    await roles.weights.push(1)
+    await roles.frozen["reference"].score(batch, frozenset())
+    await roles.policy.backward(batch, cast(Loss, None))
+    await roles.learners["critic"].step(0.1)
+    await roles.policy.release()
+    await roles.weights.export(Path("x"))
     assert heard == [
         *("a release", "b release", "c release", "servers load 1"),
         *("servers release", "c score", "servers release", "a backward", "servers release", "b step"),
@@ -119,7 +115,7 @@ def test_models_release_their_memory_before_a_push_and_servers_before_models_com
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-def test_models_that_are_loaded_at_the_start_leave_the_gpus_before_the_first_sample(
+async def test_models_that_are_loaded_at_the_start_leave_the_gpus_before_the_first_sample(
     tmp_path: Path, *, fresh: bool
 ) -> None:
     """They are loaded after a push, which has woken servers; the reference also on a resume."""
@@ -155,17 +151,13 @@ def test_models_that_are_loaded_at_the_start_leave_the_gpus_before_the_first_sam
         route="",
         stream=cast(Any, None),
     )
-
-    async def start() -> None:
-        if fresh:
-            await roles.weights.push(0)  # as the warm start before it
-        else:
-            await job.restore(TrainerState(step=3, prompts=none, stream=None))
-        await job.start(fresh=fresh)
-        if fresh:
-            await job.evaluate(Stopwatch())
-
-    asyncio.run(start())
+    if fresh:
+        await roles.weights.push(0)  # as the warm start before it
+    else:
+        await job.restore(TrainerState(step=3, prompts=none, stream=None))
+    await job.start(fresh=fresh)
+    if fresh:
+        await job.evaluate(Stopwatch())
     version, parked = 0 if fresh else 3, [f"{role} release" for role in models]
     pushed = [*parked, f"servers load {version}"]
     first = ["export start", "servers release", "critic start_from"] if fresh else []
@@ -194,7 +186,7 @@ TURNS = (HALF, "rollout.server.colocated=true")
         ("0,1", TURNS, ["servers start", "servers are ready", "servers release", "learners start"]),
     ],
 )
-def test_learners_start_after_servers_that_share_their_gpus(
+async def test_learners_start_after_servers_that_share_their_gpus(
     gpus: str, keys: tuple[str, ...], order: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """These take what learners allocate meanwhile for their own. Learners with GPUs of their own start at once."""
@@ -216,13 +208,9 @@ def test_learners_start_after_servers_that_share_their_gpus(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     config = load_config("tiny_cpu", ["rollout=vllm", "learner.device=cuda", "learner.ep=1", *keys])
     launcher = ServedLauncher(Learners(), tmp_path, tmp_path, tiny_shape(config.model.tiny), sites_of(config, None))
-
-    async def start() -> None:
+    with pytest.raises(ConfigError, match="that is enough"):
         async with launcher.start(config):
             pass
-
-    with pytest.raises(ConfigError, match="that is enough"):
-        asyncio.run(start())
     assert heard == order
 
 
@@ -261,87 +249,72 @@ async def answers(it: Bed) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_server_that_dies_while_the_learner_has_the_gpus_starts_with_the_next_push(
+async def test_a_server_that_dies_while_the_learner_has_the_gpus_starts_with_the_next_push(
     fakes: list[Fake], replicas: int
 ) -> None:
     """Also where it is the only one, for which the push waits."""
-
-    async def test() -> None:
-        async with bed(fakes[:replicas], fakes[2:], colocated=True, backoff_seconds=0.0) as it:
-            await it.push(4)
-            await it.engine.weights.release()
-            it.places[0].why.set_result("killed")
-            await it.reach(0, Health.DEAD)
-            await turns()
-            await it.engine.weights.release()
-            assert it.engine.replicas.all[0].health is Health.DEAD
+    async with bed(fakes[:replicas], fakes[2:], colocated=True, backoff_seconds=0.0) as it:
+        await it.push(4)
+        await it.engine.weights.release()
+        it.places[0].why.set_result("killed")
+        await it.reach(0, Health.DEAD)
+        await turns()
+        await it.engine.weights.release()
+        assert it.engine.replicas.all[0].health is Health.DEAD
+        assert it.spare == fakes[2:]
+        go, pushing = stuck(fakes[1], "/load"), asyncio.create_task(it.push(5))
+        if replicas == 2:  # it starts once the other has its memory: it would take that for its own
+            await until(lambda: fakes[1].asked.count("/load") == 2)
             assert it.spare == fakes[2:]
-            go, pushing = stuck(fakes[1], "/load"), asyncio.create_task(it.push(5))
-            if replicas == 2:  # it starts once the other has its memory: it would take that for its own
-                await until(lambda: fakes[1].asked.count("/load") == 2)
-                assert it.spare == fakes[2:]
-            go.set()
-            await pushing
-            await it.reach(0, Health.HEALTHY)
-            orders = [path for path in fakes[2].asked if path != "/health"]
-            assert orders == ["/pause", "/load", "/resume", "/relabel"]
-            assert fakes[2].label == "5@t"
-
-    run(test)
+        go.set()
+        await pushing
+        await it.reach(0, Health.HEALTHY)
+        orders = [path for path in fakes[2].asked if path != "/health"]
+        assert orders == ["/pause", "/load", "/resume", "/relabel"]
+        assert fakes[2].label == "5@t"
 
 
-def test_a_push_straight_from_ranks_has_dead_servers_started_again(fakes: list[Fake]) -> None:
+async def test_a_push_straight_from_ranks_has_dead_servers_started_again(fakes: list[Fake]) -> None:
     """It asks servers for their layouts before they load."""
-
-    async def test() -> None:
-        async with bed(fakes[:1], fakes[2:], colocated=True, backoff_seconds=0.0) as it:
-            await it.push(4)
-            await it.engine.weights.release()
-            it.places[0].why.set_result("killed")
-            await it.reach(0, Health.DEAD)
-            await it.engine.weights.boxes(Path("weights"))
-            assert fakes[2].asked.count("/boxes") == 1
-
-    run(test)
+    async with bed(fakes[:1], fakes[2:], colocated=True, backoff_seconds=0.0) as it:
+        await it.push(4)
+        await it.engine.weights.release()
+        it.places[0].why.set_result("killed")
+        await it.reach(0, Health.DEAD)
+        await it.engine.weights.boxes(Path("weights"))
+        assert fakes[2].asked.count("/boxes") == 1
 
 
-def test_the_learner_waits_for_a_server_that_is_starting_on_its_gpus(fakes: list[Fake]) -> None:
-    async def test() -> None:
-        async with bed(fakes[:2], fakes[2:], colocated=True) as it:
-            await it.push(4)
-            it.may_start.clear()
-            it.places[0].why.set_result("killed")
-            await it.reach(0, Health.RESTARTING)
-            releasing = asyncio.create_task(it.engine.weights.release())
-            await turns()
-            assert not releasing.done()
-            it.may_start.set()
-            await releasing
-            assert [fake.asked.count("/release") for fake in fakes] == [0, 1, 1]
-
-    run(test)
+async def test_the_learner_waits_for_a_server_that_is_starting_on_its_gpus(fakes: list[Fake]) -> None:
+    async with bed(fakes[:2], fakes[2:], colocated=True) as it:
+        await it.push(4)
+        it.may_start.clear()
+        it.places[0].why.set_result("killed")
+        await it.reach(0, Health.RESTARTING)
+        releasing = asyncio.create_task(it.engine.weights.release())
+        await turns()
+        assert not releasing.done()
+        it.may_start.set()
+        await releasing
+        assert [fake.asked.count("/release") for fake in fakes] == [0, 1, 1]
 
 
 @pytest.mark.parametrize("at", ["/pause", "/load"])
-def test_the_learner_waits_for_a_server_that_is_being_refitted(fakes: list[Fake], at: str) -> None:
+async def test_the_learner_waits_for_a_server_that_is_being_refitted(fakes: list[Fake], at: str) -> None:
     """Else the refit takes the server's memory back while the learner trains."""
-
-    async def test() -> None:
-        async with bed(fakes[:2], fakes[2:], colocated=True, backoff_seconds=0.0) as it:
-            await it.push(4)
-            go = stuck(fakes[2], at)
-            it.places[0].why.set_result("killed")
-            await until(lambda: at in fakes[2].asked)
-            releasing = asyncio.create_task(it.engine.weights.release())
-            await answers(it)
-            assert not releasing.done()
-            assert "/release" not in fakes[2].asked
-            go.set()
-            await releasing
-            assert [each for each in fakes[2].asked if each != "/health"][-1] == "/release"
-            assert [each.server.released for each in it.engine.replicas.all] == [True, True]
-
-    run(test)
+    async with bed(fakes[:2], fakes[2:], colocated=True, backoff_seconds=0.0) as it:
+        await it.push(4)
+        go = stuck(fakes[2], at)
+        it.places[0].why.set_result("killed")
+        await until(lambda: at in fakes[2].asked)
+        releasing = asyncio.create_task(it.engine.weights.release())
+        await answers(it)
+        assert not releasing.done()
+        assert "/release" not in fakes[2].asked
+        go.set()
+        await releasing
+        assert [each for each in fakes[2].asked if each != "/health"][-1] == "/release"
+        assert [each.server.released for each in it.engine.replicas.all] == [True, True]
 
 
 def killed(place: Place) -> tuple[asyncio.Event, asyncio.Event]:
@@ -356,43 +329,36 @@ def killed(place: Place) -> tuple[asyncio.Event, asyncio.Event]:
     return ending, may_end
 
 
-def test_the_learner_waits_for_the_processes_of_a_server_that_died(
+async def test_the_learner_waits_for_the_processes_of_a_server_that_died(
     fakes: list[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which still hold its memory; not for ever, and then it says whose."""
-
-    async def test() -> None:
-        async with bed(fakes[:2], fakes[2:], colocated=True, backoff_seconds=0.0) as it:
-            await it.push(4)
-            ending, may_end = killed(it.places[0])
-            await ending.wait()
-            monkeypatch.setattr(replicas, "_END_SECONDS", 0.0)
-            said = f"not ended in 0 s, so the learner cannot take its GPUs; .*\n  replica 0 at {fakes[0].url}: killed"
-            with pytest.raises(EngineError, match=said):
-                await it.engine.weights.release()
-            monkeypatch.undo()
-            releasing = asyncio.create_task(it.engine.weights.release())
-            await answers(it)
-            assert fakes[1].asked.count("/release") == 0
-            may_end.set()
-            await releasing
-            assert [fake.asked.count("/release") for fake in fakes] == [0, 1, 0]
-
-    run(test)
+    async with bed(fakes[:2], fakes[2:], colocated=True, backoff_seconds=0.0) as it:
+        await it.push(4)
+        ending, may_end = killed(it.places[0])
+        await ending.wait()
+        monkeypatch.setattr(replicas, "_END_SECONDS", 0.0)
+        said = f"not ended in 0 s, so the learner cannot take its GPUs; .*\n  replica 0 at {fakes[0].url}: killed"
+        with pytest.raises(EngineError, match=said):
+            await it.engine.weights.release()
+        monkeypatch.undo()
+        releasing = asyncio.create_task(it.engine.weights.release())
+        await answers(it)
+        assert fakes[1].asked.count("/release") == 0
+        may_end.set()
+        await releasing
+        assert [fake.asked.count("/release") for fake in fakes] == [0, 1, 0]
 
 
-def test_the_learner_waits_for_one_that_is_dropped_while_it_ends(fakes: list[Fake]) -> None:
-    async def test() -> None:
-        async with bed(fakes[:2], [], colocated=True) as it:
-            await it.push(4)
-            ending, may_end = killed(it.places[0])
-            await ending.wait()
-            dropping = asyncio.create_task(it.fleet.drop(0))
-            await it.reach(0, Health.GONE)
-            releasing = asyncio.create_task(it.engine.weights.release())
-            await answers(it)
-            assert fakes[1].asked.count("/release") == 0
-            may_end.set()
-            await asyncio.gather(dropping, releasing)
-
-    run(test)
+async def test_the_learner_waits_for_one_that_is_dropped_while_it_ends(fakes: list[Fake]) -> None:
+    async with bed(fakes[:2], [], colocated=True) as it:
+        await it.push(4)
+        ending, may_end = killed(it.places[0])
+        await ending.wait()
+        dropping = asyncio.create_task(it.fleet.drop(0))
+        await it.reach(0, Health.GONE)
+        releasing = asyncio.create_task(it.engine.weights.release())
+        await answers(it)
+        assert fakes[1].asked.count("/release") == 0
+        may_end.set()
+        await asyncio.gather(dropping, releasing)

@@ -167,12 +167,11 @@ def test_nothing_is_sent_to_another_user_who_listens(tmp_path: Path) -> None:
         assert there.stdout.read() == "b''\n"
 
 
-def test_a_command_that_is_at_work_ends_with_what_offers_it(tmp_path: Path) -> None:
+async def test_a_command_that_is_at_work_ends_with_what_offers_it(tmp_path: Path) -> None:
     """Before what offers it is taken down; the socket still answers."""
     (tmp_path / "config.yaml").touch()
     ends: list[str] = []
-
-    async def test() -> None:
+    async with asyncio.timeout(300.0):
         control, began = Control(), asyncio.Event()
 
         async def lasting(arguments: Mapping[str, Any]) -> object:
@@ -192,8 +191,6 @@ def test_a_command_that_is_at_work_ends_with_what_offers_it(tmp_path: Path) -> N
                 await asking
             with pytest.raises(ConfigError, match="command 'last' is not known; this run answers: none"):
                 await asyncio.to_thread(ask_run, tmp_path, "last")
-
-    asyncio.run(asyncio.wait_for(test(), 300.0))
     assert ends == ["command", "offer"]
 
 
@@ -205,12 +202,11 @@ def test_a_command_that_is_at_work_ends_with_what_offers_it(tmp_path: Path) -> N
         ([(0, "healthy", 7)], "all its servers serve, so it waits for a push of weights"),
     ],
 )
-def test_what_is_not_done_in_time_goes_on_and_what_it_waits_for_is_told(
+async def test_what_is_not_done_in_time_goes_on_and_what_it_waits_for_is_told(
     tmp_path: Path, rows: list[tuple[int, str, int]], why: str
 ) -> None:
     (tmp_path / "config.yaml").touch()
-
-    async def test() -> None:
+    async with asyncio.timeout(300.0):
         control, may_end, ended = Control(), asyncio.Event(), asyncio.Event()
 
         async def fleet(arguments: Mapping[str, Any]) -> object:
@@ -226,8 +222,6 @@ def test_what_is_not_done_in_time_goes_on_and_what_it_waits_for_is_told(
             assert not ended.is_set()
             may_end.set()
             await ended.wait()
-
-    asyncio.run(asyncio.wait_for(test(), 300.0))
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def memory() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_models_served_from_one_folder_have_a_file_of_weights_each(tmp_path: Path, memory: Path) -> None:
+async def test_models_served_from_one_folder_have_a_file_of_weights_each(tmp_path: Path, memory: Path) -> None:
     """What a killed process left in the node's memory goes; what another still serves stays."""
     config = load_config("tiny_cpu", ["rollout.server.replicas=1", f"weights.folder={memory}"])
     models = [make_tiny_model(TinyModelSection(), tmp_path / "models", seed) for seed in (0, 1)]
@@ -78,7 +78,7 @@ def test_models_served_from_one_folder_have_a_file_of_weights_each(tmp_path: Pat
     with in_use(left):
         pass
     (tmp_path / "eval").mkdir()
-    asyncio.run(served(*models))
+    await served(*models)
     assert not list(memory.iterdir())
 
 
@@ -97,20 +97,16 @@ def test_a_selection_bias_is_served_as_the_folder_has_it(tmp_path: Path) -> None
     assert sums == {name: checksum(tensor, tuple(tensor.shape)) for name, tensor in served.items()}
 
 
-def test_each_server_sees_gpus_of_its_own(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_server_sees_gpus_of_its_own(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5a,6,7")
     engine = f"rollout.engine={__name__}:{SaysItsGpus.__name__}"
     keys = ("rollout.server.replicas=2", "rollout.server.tp=2", "learner.device=cuda", f"weights.folder={memory}")
     model = make_tiny_model(TinyModelSection(), tmp_path / "models", seed=0)
     config = of_folder(load_config("tiny_cpu", [engine, *keys]), model)
-
-    async def started() -> None:
-        async with engine_alone(config, model, read_shape(model), tmp_path / "eval"):
-            pass
-
     (tmp_path / "eval").mkdir()
     with pytest.raises(ConfigError, match="answers as no server"):
-        asyncio.run(started())
+        async with engine_alone(config, model, read_shape(model), tmp_path / "eval"):
+            pass
     logs = sorted((tmp_path / "eval").glob("*.log"))
     assert [re.findall("^GPUs (.*)$", log.read_text(), re.M) for log in logs] == [["3,GPU-5a"], ["6,7"]]
 

@@ -148,7 +148,7 @@ def test_a_server_keeps_compiled_code_where_no_other_user_can_have_put_any(
         ("", (0,), "but CUDA_VISIBLE_DEVICES= there names 0; give"),
     ],
 )
-def test_a_server_sees_its_gpus_by_their_names_on_its_node(
+async def test_a_server_sees_its_gpus_by_their_names_on_its_node(
     visible: str | None, gpus: tuple[int, ...], seen: str, tmp_path: Path
 ) -> None:
     """Where another user's job may have the first ones."""
@@ -162,12 +162,8 @@ def test_a_server_sees_its_gpus_by_their_names_on_its_node(
         folder=tmp_path,
         log=tmp_path / "log",
     )
-
-    async def ended() -> str:
-        return await (await start_guard(order)).wait()
-
     given = "give" not in seen
-    assert asyncio.run(ended()) == f"ended with status {7 if given else 1}"
+    assert await (await start_guard(order)).wait() == f"ended with status {7 if given else 1}"
     told = order.log.read_text().strip()
     assert told == seen if given else seen in told
 
@@ -205,7 +201,9 @@ CUDA_VISIBLE_DEVICES=2,3,GPU-5a,7 exec "$@"
 """
 
 
-def test_a_jobs_servers_get_gpus_that_it_has_on_their_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_jobs_servers_get_gpus_that_it_has_on_their_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which differ between nodes where Slurm has no ``ConstrainDevices=yes``; ranks have the first of them."""
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)
@@ -233,7 +231,7 @@ def test_a_jobs_servers_get_gpus_that_it_has_on_their_node(tmp_path: Path, monke
         assert await (await site.start(order)).wait() == "ended with status 0"
         return site.node, order.log.read_text().strip()
 
-    found = [asyncio.run(seen(site)) for (site,) in sites_of(config, allocation)]
+    found = [await seen(site) for (site,) in sites_of(config, allocation)]
     assert found == [(nodes[0], "4,5"), (nodes[0], "6,7"), (nodes[1], "2,3"), (nodes[1], "GPU-5a,7")]
 
 
@@ -249,25 +247,18 @@ def test_a_server_and_its_children_end_with_the_trainer() -> None:
     eventually(lambda: not any(alive(p) for p in family), "the server and its child to end", 10)
 
 
-def test_a_guard_that_was_killed_leaves_no_child_of_its_server(tmp_path: Path) -> None:
+async def test_a_guard_that_was_killed_leaves_no_child_of_its_server(tmp_path: Path) -> None:
     """On a GPU its memory would be missing to the server that follows."""
-
-    async def rest() -> list[psutil.Process]:
-        command = [sys.executable, "-u", "-c", SERVER]
-        order = Order(
-            host="127.0.0.1", command=command, environment={**os.environ}, folder=tmp_path, log=tmp_path / "log"
-        )
-        guard = await start_guard(order)
-        while "up" not in order.log.read_text():
-            await asyncio.sleep(0.01)
-        killed = psutil.Process(guard.process.pid)
-        family = killed.children(recursive=True)
-        assert len(family) == 2
-        killed.kill()
-        assert await guard.wait() == "ended with status -9"
-        return family
-
-    family = asyncio.run(rest())
+    command = [sys.executable, "-u", "-c", SERVER]
+    order = Order(host="127.0.0.1", command=command, environment={**os.environ}, folder=tmp_path, log=tmp_path / "log")
+    guard = await start_guard(order)
+    while "up" not in order.log.read_text():
+        await asyncio.sleep(0.01)
+    killed = psutil.Process(guard.process.pid)
+    family = killed.children(recursive=True)
+    assert len(family) == 2
+    killed.kill()
+    assert await guard.wait() == "ended with status -9"
     left = [process for process in family if alive(process)]
     for process in left:
         process.kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
@@ -220,19 +219,15 @@ def test_verify_of_adapters_reads_them_beside_their_model(
     assert f"{ones} holds adapters alone (learner.lora); merge them" in capsys.readouterr().err
 
 
-def test_verify_of_a_runs_shards_finds_what_has_changed_in_any_file_of_the_checkpoint(
+async def test_verify_of_a_runs_shards_finds_what_has_changed_in_any_file_of_the_checkpoint(
     folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those of which the weights' own format has no checksum, and the controller's: without them it is not resumed."""
     content = {p.name: p.read_bytes() for p in (folders / "megatron").iterdir() if p.name != "config.json"}
-
-    async def save() -> Path:
-        learner: Any = Shards(content)
-        store = CheckpointStore(tmp_path, keep=1, config={})
-        begun = await store.save(TrainerState(step=2, prompts={}, stream=None), {"learner": learner})
-        return (await begun.finish()).folder
-
-    step = asyncio.run(save())
+    learner: Any = Shards(content)
+    store = CheckpointStore(tmp_path, keep=1, config={})
+    begun = await store.save(TrainerState(step=2, prompts={}, stream=None), {"learner": learner})
+    step = (await begun.finish()).folder
     command = ("verify", step / "learner", "--config", folders / "hf")
     assert status_of(*command) == 0
     files = [step / "trainer.json", step / "manifest.json", *(step / "learner" / name for name in content)]

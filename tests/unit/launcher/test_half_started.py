@@ -66,7 +66,7 @@ class Started:
 
 
 @pytest.mark.parametrize(("gpus", "alone"), [([0, 0, 0], True), ([0, 1, 2], False)])
-def test_servers_of_one_gpu_start_one_after_the_other(
+async def test_servers_of_one_gpu_start_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[int], *, alone: bool
 ) -> None:
     """Those of evaluations too: each measures the memory that is left for its cache."""
@@ -81,46 +81,39 @@ def test_servers_of_one_gpu_start_one_after_the_other(
 
     sites = [[Site(start=start, number=n, count=3, gpus=(gpu,))] for n, gpu in enumerate(gpus)]
     launcher = ServedLauncher(cast("Launcher", None), model, tmp_path, read_shape(model), sites)
-
-    async def test() -> None:
+    async with asyncio.timeout(300.0):
         pools = launcher._pools(config, EmbeddedAdapter(read_shape(model)))
         async with contextlib.AsyncExitStack() as running:
             servers = await asyncio.gather(*(pool._start_all(running, tmp_path) for pool in pools))
             assert {one.server.answers for each in servers for one in each} == {tmp_path}  # which their nodes see
-
-    asyncio.run(asyncio.wait_for(test(), 300.0))
     assert ready == [True, alone, alone]
 
 
-def check_that_the_first_fails(folder: Path, sites: list[list[Site]], why: str, *, resumes: bool) -> None:
+async def check_that_the_first_fails(folder: Path, sites: list[list[Site]], why: str, *, resumes: bool) -> None:
     """Of two servers: that ends a first start; in a resume the second serves."""
     config = load_config("tiny_cpu", ("rollout=local", "rollout.server.replicas=2"))
     model = make_tiny_model(TinyModelSection(), folder / "cache", seed=0)
     shape = read_shape(model)
     launcher = ServedLauncher(cast("Launcher", None), model, folder, shape, sites, resumes=resumes)
     (servers,) = launcher._pools(config, EmbeddedAdapter(shape))
-
-    async def test() -> None:
-        async with contextlib.AsyncExitStack() as running:
-            with contextlib.nullcontext() if resumes else pytest.raises(EngineError, match=why):
-                first, second = await servers._start_all(running, folder)
-                assert re.match(why, cast("Failed", first).why)
-                assert [guard.process.returncode for guard in cast("Server", second).guards] == [None]
-
-    asyncio.run(asyncio.wait_for(test(), 300.0))
+    async with asyncio.timeout(300.0), contextlib.AsyncExitStack() as running:
+        with contextlib.nullcontext() if resumes else pytest.raises(EngineError, match=why):
+            first, second = await servers._start_all(running, folder)
+            assert re.match(why, cast("Failed", first).why)
+            assert [guard.process.returncode for guard in cast("Server", second).guards] == [None]
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_a_server_that_dies_while_it_starts_ends_a_run_and_is_left_to_its_supervisor_in_a_resume(
+async def test_a_server_that_dies_while_it_starts_ends_a_run_and_is_left_to_its_supervisor_in_a_resume(
     tmp_path: Path, *, resumes: bool
 ) -> None:
     sites = [[Site(start=Started(each).start, number=n, count=2)] for n, each in enumerate((ENDS, OPEN))]
     why = r"(?s)^http.* ended with status 3; .*local_0\.log ends with:\n  its log"
-    check_that_the_first_fails(tmp_path, sites, why, resumes=resumes)
+    await check_that_the_first_fails(tmp_path, sites, why, resumes=resumes)
 
 
 @pytest.mark.parametrize(("resumes", "ends_late"), [(False, False), (True, False), (True, True)])
-def test_a_server_that_dies_while_others_start_is_as_one_that_dies_while_it_starts(
+async def test_a_server_that_dies_while_others_start_is_as_one_that_dies_while_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resumes: bool, ends_late: bool
 ) -> None:
     """It was ready, and no supervisor watches it before all are; it may still be ending when the others are ready."""
@@ -150,7 +143,7 @@ def test_a_server_that_dies_while_others_start_is_as_one_that_dies_while_it_star
     monkeypatch.setattr(ServedEngines, "_start_ready", told)
     if ends_late:
         monkeypatch.setattr(Server, "end", late_end)
-    check_that_the_first_fails(tmp_path, sites, why, resumes=resumes)
+    await check_that_the_first_fails(tmp_path, sites, why, resumes=resumes)
 
 
 def _listens(port: int) -> bool:
@@ -175,7 +168,7 @@ def _listens(port: int) -> bool:
         "its second node does not start",
     ],
 )
-def test_nothing_is_left_of_a_server_that_joins_and_does_not_come_up(
+async def test_nothing_is_left_of_a_server_that_joins_and_does_not_come_up(
     tmp_path: Path, code: str, nodes: int, seconds: float, why: str
 ) -> None:
     model = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0)
@@ -186,7 +179,7 @@ def test_nothing_is_left_of_a_server_that_joins_and_does_not_come_up(
     async def more(node: str | None, living: Sequence[Sites], vacant: Sequence[Sites]) -> Sites:
         return vacant[0] if vacant else sites
 
-    async def test() -> None:
+    async with asyncio.timeout(300.0):
         adapter, section = EmbeddedAdapter(read_shape(model)), config.rollout.server
         servers = ServedEngines(config, adapter, model, tmp_path, read_shape(model), None, more)
         servers._sites.clear()
@@ -203,10 +196,8 @@ def test_nothing_is_left_of_a_server_that_joins_and_does_not_come_up(
             assert servers.fleet._vacant == [sites]
         await engine.close()
 
-    asyncio.run(asyncio.wait_for(test(), 300.0))
 
-
-def test_a_server_that_cannot_start_is_named_while_learners_load(
+async def test_a_server_that_cannot_start_is_named_while_learners_load(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Which takes minutes, and may fail too."""
@@ -228,11 +219,7 @@ def test_a_server_that_cannot_start_is_named_while_learners_load(
 
     monkeypatch.setattr(ServedEngines, "running", running)
     launcher = ServedLauncher(Learners(), tmp_path, tmp_path, tiny_shape(TinyModelSection()))
-
-    async def start() -> None:
+    with pytest.raises(EngineError, match="unrecognized arguments"):
         async with asyncio.timeout(60.0), launcher.start(load_config("tiny_cpu", ["rollout=vllm"])):
             pass
-
-    with pytest.raises(EngineError, match="unrecognized arguments"):
-        asyncio.run(start())
     assert ended == ["learners"]

@@ -323,10 +323,12 @@ def test_an_attempt_whose_folder_is_there_and_stays_is_refused(tmp_path: Path) -
     left = tmp_path / "run" / "jobs" / "7-0"
     left.mkdir(parents=True)
     (left / "requeue").touch()
+    (left / "controller.txt").write_text("what it printed\n")
     (tmp_path / "commands").mkdir()
     (tmp_path / "commands" / "mv").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "commands" / "mv").chmod(0o755)
     status, said, asked = attempt(tmp_path, 0, ENDS="well")
+    assert (left / "controller.txt").read_text() == "what it printed\n"  # which job.sh opens for itself
     assert (status, asked) == (1, [])
     assert re.search(r"failed: this attempt has no folder: mkdir: .*7-0.*exists", said)
 

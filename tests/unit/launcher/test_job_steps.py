@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 from launcher.hosts.ray.node import engine_node_command, node_command
 from launcher.hosts.sites import sites_of
 from launcher.hosts.slurm.allocation import Allocation
-from launcher.hosts.slurm.steps import step_command
+from launcher.hosts.slurm.steps import running_step, step_command
 from launcher.programs import submit
 from launcher.rehearsal.survey import commands
 from rl_megatron.errors import ConfigError, EngineError
@@ -191,3 +193,20 @@ def test_a_survey_asks_for_the_cores_that_the_job_has_on_each_roles_nodes(tmp_pa
     found = commands(config, placement_of(config, ("a1", "a2")), allocation)
     asked = [int(word.partition("=")[2]) for line in found for word in line if word.startswith("--cpus-per-task=")]
     assert asked == [each * of for each, of in zip(tasks, cores, strict=True)] * (1 if heterogeneous else 2)
+
+
+async def test_a_step_that_does_not_end_is_killed_and_told_with_what_may_be_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A killed srun leaves its tasks to Slurm."""
+    monkeypatch.setattr("launcher.hosts.slurm.steps.STOP_SECONDS", 0.05)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as of the processes that are started
+    try:
+        async with running_step(["sleep", "600"], b"its muster\n", tmp_path) as step:
+            pass
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert step.returncode in (-signal.SIGKILL, None)  # None: the system has not ended it in time
+    told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert told[:2] == [f"srun has not ended in 0.05 s, and gets {how}: sleep 600" for how in ("SIGTERM", "SIGKILL")]
+    assert told[-1] == "its step may go on, and keep its GPUs: `squeue --steps` names it, and `scancel` ends it"

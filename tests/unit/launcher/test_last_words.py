@@ -42,26 +42,20 @@ def test_the_end_of_a_log_is_told_where_it_is_at_hand(tmp_path: Path) -> None:
     assert end_of(tmp_path / "rank-2.txt") == ""
 
 
-def test_a_long_log_of_a_server_is_not_read_whole(tmp_path: Path) -> None:
+async def test_a_long_log_of_a_server_is_not_read_whole(tmp_path: Path) -> None:
     log = tmp_path / "vllm_0.log"
     with log.open("wb") as file:
         file.truncate(8 << 20)  # of days
     command = ["sh", "-c", "echo; seq -f 'line %g' 30; exit 3"]
     order = Order(host="127.0.0.1", command=command, environment={**os.environ}, folder=tmp_path, log=log)
-
-    async def ended() -> str:
-        guard = await start_guard(order)
-        await guard.wait()
-        started = Started(guards=[guard], server=Server("http://here", token=None, timeout_seconds=1.0), logs=[log])
-        tracemalloc.start()
-        try:
-            return await started.ended()
-        finally:
-            most.append(tracemalloc.get_traced_memory()[1])
-            tracemalloc.stop()
-
-    most = list[int]()
-    said = asyncio.run(ended())
-    assert most[0] < 1 << 20
+    guard = await start_guard(order)
+    await guard.wait()
+    started = Started(guards=[guard], server=Server("http://here", token=None, timeout_seconds=1.0), logs=[log])
+    tracemalloc.start()
+    try:
+        said = await started.ended()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
     assert said.splitlines()[0] == f"http://here ended with status 3; {log} ends with:"
     assert said.splitlines()[1:] == [f"  line {number}" for number in range(11, 31)]

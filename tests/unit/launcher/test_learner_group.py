@@ -125,26 +125,22 @@ def test_routes_of_another_model_are_refused() -> None:
         score(packed(samples(3)))
 
 
-def test_columns_are_sent_once_a_step_and_freed_at_its_end() -> None:
+async def test_columns_are_sent_once_a_step_and_freed_at_its_end() -> None:
     """A pass over rows that ranks hold is their numbers; models on the same ranks share what these hold."""
     stages, whole = Stages(), samples()
     group = cast(WorkerGroup, stages)
     plane = Plane(group, DIMS)
     policy, critic = (LearnerGroup(group, "policy", plane) for _ in range(2))
     sent: list[list[int]] = []
-
-    async def step() -> None:
-        trained = packed(replace(whole, advantages=2 * whole.advantages))
-        for model, batch in ((policy, packed(whole)), (critic, packed(whole))):
-            await model.score(batch, frozenset({"logprobs"}))
-            sent.append([len(share) for share in shares_of(stages)])
-        for _ in range(2):
-            await plane.call("backward", (), trained, CrossEntropy(), to_score=False)
-            sent.append([len(share) for share in shares_of(stages)])
-        await policy.forget()
-        await critic.forget()
-
-    asyncio.run(step())
+    trained = packed(replace(whole, advantages=2 * whole.advantages))
+    for model, batch in ((policy, packed(whole)), (critic, packed(whole))):
+        await model.score(batch, frozenset({"logprobs"}))
+        sent.append([len(share) for share in shares_of(stages)])
+    for _ in range(2):
+        await plane.call("backward", (), trained, CrossEntropy(), to_score=False)
+        sent.append([len(share) for share in shares_of(stages)])
+    await policy.forget()
+    await critic.forget()
     first, second, loss, again = sent
     assert all(a < b for a, b in zip(second, first, strict=True))
     assert all(a < b for a, b in zip(again, loss, strict=True))
@@ -154,32 +150,24 @@ def test_columns_are_sent_once_a_step_and_freed_at_its_end() -> None:
             HeldRows().take(share)
 
 
-def test_rows_are_freed_though_later_shares_could_not_be_computed() -> None:
+async def test_rows_are_freed_though_later_shares_could_not_be_computed() -> None:
     stages, whole = Stages(), packed(samples())
     learner = learner_of(stages)
-
-    async def step() -> None:
-        await learner.forget()
-        assert not stages.heard
-        await learner.score(whole, frozenset({"logprobs"}))
-        with pytest.raises(IndexError):
-            await learner.score(replace(whole, sequences=()), frozenset({"logprobs"}))
-        await learner.forget()
-        await learner.forget()
-
-    asyncio.run(step())
+    await learner.forget()
+    assert not stages.heard
+    await learner.score(whole, frozenset({"logprobs"}))
+    with pytest.raises(IndexError):
+        await learner.score(replace(whole, sequences=()), frozenset({"logprobs"}))
+    await learner.forget()
+    await learner.forget()
     assert [rank for name, rank in stages.heard if name == "forget"] == list(range(8))
 
 
-def test_passes_asked_at_once_find_what_the_one_before_brought() -> None:
+async def test_passes_asked_at_once_find_what_the_one_before_brought() -> None:
     stages, whole = Stages(), packed(samples())
     learner = learner_of(stages)
-
-    async def both() -> None:
-        want = frozenset({"logprobs"})
-        await asyncio.gather(*(learner.score(whole, want) for _ in range(2)))
-
-    asyncio.run(both())
+    want = frozenset({"logprobs"})
+    await asyncio.gather(*(learner.score(whole, want) for _ in range(2)))
     held = HeldRows()
     with pytest.raises(RLMegatronError, match=r"'input_ids' of rows 3 of batch 1, 1 in all, which it was not sent"):
         held.take(shares_of(stages)[0])

@@ -20,10 +20,14 @@ from launcher.processes.loop_watch import LoopWatch
 from launcher.runs.lock import lock
 from launcher.runs.name import claim
 from rl_megatron.config.io import load_config
+from rl_megatron.config.sections.log import LogSection
 from rl_megatron.durable import append_private
 from rl_megatron.errors import CheckpointError, ConfigError
+from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.metrics.writer import MetricsWriter
+from rl_megatron.observability.progress import Progress
+from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.samples import SampleRow, SamplesWriter
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.trace import TraceFile
@@ -52,6 +56,78 @@ def test_one_process_at_a_time_has_a_run(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("fails", ["open", "flock"])
+def test_a_claim_that_fails_keeps_nothing_open(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error, which a caller may keep, has kept the lock: a second try in the process was refused by the first."""
+
+    def no_descriptor(*_: object) -> NoReturn:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    patched = (os, "open") if fails == "open" else (fcntl, "flock")
+    with monkeypatch.context() as now:
+        now.setattr(*patched, no_descriptor)
+        with pytest.raises(OSError, match=os.strerror(errno.EMFILE)) as raised:
+            claim(tmp_path / "run", resume=False).__enter__()
+    opened = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert [path for path in opened if path.startswith(str(tmp_path))] == []
+    with claim(tmp_path / "run", resume=True):
+        assert raised.value.errno == errno.EMFILE
+
+
+@pytest.mark.parametrize("of_nfs", [False, True])
+def test_a_lock_that_was_removed_is_taken_again_at_the_next_checkpoint(
+    of_nfs: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As clusters remove files that are old, which each checkpoint keeps it from being: a second start was let in."""
+    utime = os.utime
+
+    def stale(file: int | Path, *times: tuple[int, int]) -> None:
+        """What NFS says of an open file that another node has removed."""
+        if isinstance(file, int) and not os.fstat(file).st_nlink:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        utime(file, *times)
+
+    if of_nfs:
+        monkeypatch.setattr(os, "utime", stale)
+    with claim(run := tmp_path / "run", resume=False) as claimed:
+        os.utime(run / "lock", (0, 0))
+        claimed()
+        assert (run / "lock").stat().st_mtime > 0
+        assert not caplog.messages
+        (run / "lock").unlink()
+        claimed()
+        assert "lock was removed, and is made and locked again" in caplog.text
+        with pytest.raises(ConfigError, match="another process runs in it"), claim(run, resume=True):
+            pass
+        (run / "lock").unlink()
+        with claim(run, resume=True) as other:
+            with pytest.raises(CheckpointError, match="lock was removed, and another process runs in the folder since"):
+                claimed()
+            other()
+        claimed()
+
+
+async def test_a_lock_that_was_removed_is_taken_again_at_the_next_row(tmp_path: Path) -> None:
+    """There may be hours to the next checkpoint. A folder that is away for a while is none of a row's business."""
+    with claim(run := tmp_path / "run", resume=False) as claimed:
+        os.utime(run / "lock", (0, 0))
+        recorder = Recorder(run, LogSection(tensorboard=False), Progress(1), before_row=claimed.hold)
+        await recorder.write({"phase": "rl", "step": 1})
+        assert (run / "lock").stat().st_mtime == 0  # it is looked at, no more
+        (run / "lock").unlink()
+        await recorder.write({"phase": "rl", "step": 2})
+        with pytest.raises(ConfigError, match="another process runs in it"), claim(run, resume=True):
+            pass
+        run.rename(tmp_path / "moved")
+        await recorder.write({"phase": "rl", "step": 3})
+        (tmp_path / "moved").rename(run)
+        (run / "lock").unlink()
+        with claim(run, resume=True), pytest.raises(CheckpointError, match="and another process runs in the folder"):
+            await recorder.write({"phase": "rl", "step": 4})
+        recorder.close()
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3]
+
+
 class Training:
     """A job, and a weight sync, of which only what writes the model is asked for."""
 
@@ -68,7 +144,7 @@ class Training:
 
 
 @pytest.mark.parametrize("other", [False, True])
-def test_nothing_is_written_where_the_runs_folder_was(tmp_path: Path, other: bool) -> None:
+async def test_nothing_is_written_where_the_runs_folder_was(tmp_path: Path, other: bool) -> None:
     """It is moved; ``other``: and another is there, as below the mount point of a file system that is unmounted."""
     run, moved, training = tmp_path / "runs/a", tmp_path / "moved", cast(Any, Training())
     pace, state = Pace(steps=2, rows=1, evaluations=0, checkpoints=1), TrainerState(step=1, prompts={}, stream=None)
@@ -87,13 +163,13 @@ def test_nothing_is_written_where_the_runs_folder_was(tmp_path: Path, other: boo
             run.mkdir()
         for write in (saved, exported, loop.run):
             with pytest.raises(CheckpointError, match="is no longer the folder that this run began in"):
-                asyncio.run(write())
+                await write()
         assert [path.name for path in run.parent.rglob("*")] == (["a"] if other else [])
         if other:
             run.rmdir()
         moved.rename(run)
-        asyncio.run(saved())
-        asyncio.run(exported())
+        await saved()
+        await exported()
         assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "hf_step_000001", "lock"]
 
 

@@ -12,65 +12,55 @@ import pytest
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.servers.http import AttemptFailed, OutOfFiles, Server
 from rl_megatron.rollout.servers.replicas import Health
-from tests.unit.launcher.test_supervisor import LIMIT, bed, run
+from tests.unit.launcher.test_supervisor import LIMIT, bed
 from tests.unit.rollout.test_engine_servers import REQUEST, running
 
 
-def test_it_ends_the_run_with_advice_and_no_server_counts_as_dead() -> None:
+async def test_it_ends_the_run_with_advice_and_no_server_counts_as_dead() -> None:
     """It has no connection either for a request or for a health check."""
-
-    async def test() -> None:
-        with running(1) as fakes:
-            async with bed(fakes, []) as it:
-                await it.push(4)
-                (replica,) = it.engine.replicas.all
-                before, replica.server = replica.server, Server(fakes[0].url, token="t", timeout_seconds=LIMIT)
-                soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-                resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-                try:
-                    with pytest.raises(EngineError, match=r"request 'step 1.*ulimit -Hn.* rollout.server.concurrency"):
-                        await it.engine.generate(REQUEST)
-                    assert not replica.suspected.is_set()
-                    replica.suspect(AttemptFailed("of another cause"))  # its supervisor asks for its health
-                    with pytest.raises(OutOfFiles, match=r"/health: .*open files"):
-                        await it.engine.replicas.none_is_healthy()
-                finally:
-                    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-                assert replica.health is Health.HEALTHY
-                await before.close()
-
-    run(test)
+    with running(1) as fakes:
+        async with bed(fakes, []) as it:
+            await it.push(4)
+            (replica,) = it.engine.replicas.all
+            before, replica.server = replica.server, Server(fakes[0].url, token="t", timeout_seconds=LIMIT)
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+            try:
+                with pytest.raises(EngineError, match=r"request 'step 1.*ulimit -Hn.* rollout.server.concurrency"):
+                    await it.engine.generate(REQUEST)
+                assert not replica.suspected.is_set()
+                replica.suspect(AttemptFailed("of another cause"))  # its supervisor asks for its health
+                with pytest.raises(OutOfFiles, match=r"/health: .*open files"):
+                    await it.engine.replicas.none_is_healthy()
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert replica.health is Health.HEALTHY
+            await before.close()
 
 
-def test_a_server_that_it_cannot_refit_is_not_dead() -> None:
-    async def test() -> None:
-        with running(1) as fakes:
-            async with bed(fakes, []) as it:
-                await it.push(4)
-                (replica,) = it.engine.replicas.all
-                before, replica.server = replica.server, Server(fakes[0].url, token="t", timeout_seconds=LIMIT)
-                replica.health = Health.STALE
-                soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-                resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-                try:
-                    with pytest.raises(OutOfFiles, match=r"open files.*ulimit -Hn"):
-                        await asyncio.wait_for(it.fleet._supervisor._cannot_serve(replica), LIMIT)
-                finally:
-                    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-                await before.close()
-
-    run(test)
+async def test_a_server_that_it_cannot_refit_is_not_dead() -> None:
+    with running(1) as fakes:
+        async with bed(fakes, []) as it:
+            await it.push(4)
+            (replica,) = it.engine.replicas.all
+            before, replica.server = replica.server, Server(fakes[0].url, token="t", timeout_seconds=LIMIT)
+            replica.health = Health.STALE
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+            try:
+                with pytest.raises(OutOfFiles, match=r"open files.*ulimit -Hn"):
+                    await asyncio.wait_for(it.fleet._supervisor._cannot_serve(replica), LIMIT)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            await before.close()
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
-def test_a_restart_without_files_is_not_the_servers_fault(code: int) -> None:
-    async def test() -> None:
-        with running(2) as fakes:
-            async with bed(fakes[:1], fakes[1:]) as it:
-                await it.push(4)
-                it.faults.append(OSError(code, os.strerror(code)))
-                it.places[0].why.set_result("killed")
-                with pytest.raises(OutOfFiles, match=r"start of replica 0: .*open files.*ulimit -Hn"):
-                    await it.engine.generate(REQUEST)
-
-    run(test)
+async def test_a_restart_without_files_is_not_the_servers_fault(code: int) -> None:
+    with running(2) as fakes:
+        async with bed(fakes[:1], fakes[1:]) as it:
+            await it.push(4)
+            it.faults.append(OSError(code, os.strerror(code)))
+            it.places[0].why.set_result("killed")
+            with pytest.raises(OutOfFiles, match=r"start of replica 0: .*open files.*ulimit -Hn"):
+                await it.engine.generate(REQUEST)

@@ -28,68 +28,57 @@ def over(rank: ForkedRank) -> asyncio.Future[Any]:
     return rank.over(asyncio.get_running_loop().create_future())
 
 
-def test_ranks_end_with_it_and_say_so() -> None:
-    async def forked() -> None:
-        with Nursery(["a module that is not there"]) as forks:
-            ranks = [await forks.fork(LEARNER, number) for number in (0, 1)]
-            processes = [psutil.Process(int(rank.where.removeprefix("pid "))) for rank in ranks]
-            (nursery,) = {process.parent() for process in processes}
-            assert nursery is not None
-            ends = [over(rank) for rank in ranks]
-            ranks[0].kill()
-            await asyncio.wait_for(ends[0], 600)
-            assert not ends[1].done()
-            nursery.kill()
-            await asyncio.wait_for(ends[1], 600)
-            for rank in ranks:
-                ending = await rank.ending()
-                assert ending.killed
-                assert "was killed by signal 9" in ending.how
-            assert not psutil.wait_procs(processes, 600)[1]
-            with pytest.raises(WorkerDied, match=f"forked from ended with status -{signal.SIGKILL.value}"):
-                await forks.fork(LEARNER, 2)
-
-    asyncio.run(forked())
+async def test_ranks_end_with_it_and_say_so() -> None:
+    with Nursery(["a module that is not there"]) as forks:
+        ranks = [await forks.fork(LEARNER, number) for number in (0, 1)]
+        processes = [psutil.Process(int(rank.where.removeprefix("pid "))) for rank in ranks]
+        (nursery,) = {process.parent() for process in processes}
+        assert nursery is not None
+        ends = [over(rank) for rank in ranks]
+        ranks[0].kill()
+        await asyncio.wait_for(ends[0], 600)
+        assert not ends[1].done()
+        nursery.kill()
+        await asyncio.wait_for(ends[1], 600)
+        for rank in ranks:
+            ending = await rank.ending()
+            assert ending.killed
+            assert "was killed by signal 9" in ending.how
+        assert not psutil.wait_procs(processes, 600)[1]
+        with pytest.raises(WorkerDied, match=f"forked from ended with status -{signal.SIGKILL.value}"):
+            await forks.fork(LEARNER, 2)
 
 
-def test_ranks_are_plain_processes_where_it_must_not_fork(
+async def test_ranks_are_plain_processes_where_it_must_not_fork(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "threaded.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, name='planted', daemon=True).start()\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
-
-    async def started() -> None:
-        with Nursery(["threaded"]) as forks:
-            ranks = [await forks.fork("critic", number) for number in (0, 1)]
-            processes = [psutil.Process(int(rank.where.removeprefix("pid "))) for rank in ranks]
-            (nursery,) = {process.parent() for process in processes}
-            assert nursery is not None
-            assert [words_of(process)[-4:] for process in processes] == [
-                ["launcher.worker.process", "critic", str(number), str(nursery.pid)] for number in (0, 1)
-            ]
-            ranks[1].kill()  # before it has imported all that the other does
-            ranks[0].connection.close()  # upon which it ends
-            for rank in ranks:
-                await asyncio.wait_for(over(rank), 600)
-            assert [(await rank.ending()).expected for rank in ranks] == [True, False]
-        assert not psutil.wait_procs(processes, 600)[1]
-
-    asyncio.run(started())
+    with Nursery(["threaded"]) as forks:
+        ranks = [await forks.fork("critic", number) for number in (0, 1)]
+        processes = [psutil.Process(int(rank.where.removeprefix("pid "))) for rank in ranks]
+        (nursery,) = {process.parent() for process in processes}
+        assert nursery is not None
+        assert [words_of(process)[-4:] for process in processes] == [
+            ["launcher.worker.process", "critic", str(number), str(nursery.pid)] for number in (0, 1)
+        ]
+        ranks[1].kill()  # before it has imported all that the other does
+        ranks[0].connection.close()  # upon which it ends
+        for rank in ranks:
+            await asyncio.wait_for(over(rank), 600)
+        assert [(await rank.ending()).expected for rank in ranks] == [True, False]
+    assert not psutil.wait_procs(processes, 600)[1]
     assert [record.getMessage() for record in caplog.records if record.name == "launcher.hosts.forks"] == [
         "ranks start slower, each with imports of its own: the imports started threads: there are 2 (known to Python: "
         "MainThread, planted)"
     ]
 
 
-def test_an_import_that_ends_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_import_that_ends_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fatal.py").write_text("import os\nos._exit(3)\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
-
-    async def forked() -> None:
-        with Nursery(["fatal"]) as forks:
-            await forks.fork(LEARNER, 0)
-
-    with pytest.raises(WorkerDied, match="the process that ranks are forked from ended with status 3"):
-        asyncio.run(forked())
+    said = "the process that ranks are forked from ended with status 3"
+    with Nursery(["fatal"]) as forks, pytest.raises(WorkerDied, match=said):
+        await forks.fork(LEARNER, 0)

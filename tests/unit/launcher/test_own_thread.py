@@ -27,20 +27,17 @@ def refuse() -> None:
     raise SystemExit("no")
 
 
-def test_calls_are_made_in_order_in_one_thread_whatever_they_raise() -> None:
-    async def test() -> None:
-        own, order = OwnThread("own"), list[int]()
-        await asyncio.gather(*(own(order.append, i) for i in range(20)))
-        assert order == list(range(20))
-        with pytest.raises(SystemExit, match="no"):
-            await own(refuse)
-        thread = await own(threading.current_thread)
-        assert thread.name == "own"
-        own.close()
-        await asyncio.to_thread(thread.join, 600)
-        assert not thread.is_alive()
-
-    asyncio.run(test())
+async def test_calls_are_made_in_order_in_one_thread_whatever_they_raise() -> None:
+    own, order = OwnThread("own"), list[int]()
+    await asyncio.gather(*(own(order.append, i) for i in range(20)))
+    assert order == list(range(20))
+    with pytest.raises(SystemExit, match="no"):
+        await own(refuse)
+    thread = await own(threading.current_thread)
+    assert thread.name == "own"
+    own.close()
+    await asyncio.to_thread(thread.join, 600)
+    assert not thread.is_alive()
 
 
 def test_a_call_that_never_ends_does_not_keep_the_process() -> None:

@@ -118,6 +118,8 @@ def test_what_the_learner_refuses_of_a_model_is_not_planned(said: Said) -> None:
     lora = ("learner.lora.rank=8", "learner.lora.targets=mlp")
     text = said("--config", "qwen3_30b_a3b_80gb", *lora, status=1)
     assert "learner.lora.targets=mlp: model_type='qwen3_moe' has no dense layers and no shared experts" in text
+    text = said("--config", "deepseek_v3", "model.name=deepseek-v3.2", status=1)
+    assert "rollout.max_new_tokens=7168 = 8192 is more than index_topk=2048" in text
 
 
 def test_the_path_in_a_file_is_the_model_as_on_the_command_line(said: Said, tmp_path: Path) -> None:

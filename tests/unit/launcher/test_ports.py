@@ -15,8 +15,11 @@ from launcher.processes.ports import any_port, free_port, held_ports
 HERE = "127.0.0.1"
 
 
-def test_a_held_port_goes_to_the_server_alone() -> None:
-    async def serve(port: int) -> None:
+async def test_a_held_port_goes_to_the_server_alone() -> None:
+    with held_ports(HERE) as port:
+        for number in (port, port + 1):
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind((HERE, number))
         for number in (port, port + 1):
             server = await asyncio.start_server(lambda reader, writer: writer.close(), HERE, number)
             async with server:
@@ -25,12 +28,6 @@ def test_a_held_port_goes_to_the_server_alone() -> None:
                 reader, writer = await asyncio.open_connection(HERE, number)
                 assert await reader.read() == b""
                 writer.close()
-
-    with held_ports(HERE) as port:
-        for number in (port, port + 1):
-            with socket.socket() as other, pytest.raises(OSError, match="in use"):
-                other.bind((HERE, number))
-        asyncio.run(serve(port))
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what was closed a moment ago waits a minute
         other.bind((HERE, port))
@@ -42,9 +39,12 @@ def test_no_two_hold_one_port_and_the_system_gives_none_of_them_away(monkeypatch
         held = {stack.enter_context(held_ports(HERE)) for _ in range(4)}
         assert len(held) == 4
         assert free_port(HERE) not in held
-    monkeypatch.setattr(ports, "_HIGH", ports._LOW + ports.BLOCK)
-    with held_ports(HERE), pytest.raises(OSError, match="in use"):
-        free_port(HERE)
+    with held_ports(HERE) as port:
+        monkeypatch.setattr(ports, "_LOW", port)
+        monkeypatch.setattr(ports, "_HIGH", port + ports.BLOCK)
+        for address in (HERE, ""):
+            with pytest.raises(OSError, match="in use"):
+                free_port(address)
 
 
 def test_servers_of_one_run_never_meet_on_another_node() -> None:

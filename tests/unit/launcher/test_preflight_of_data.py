@@ -44,6 +44,17 @@ def test_what_is_trained_on_and_held_out_is_told_before_a_process_starts(tmp_pat
         assert preflight(job(keys, *given, key), for_job=True).texts("problem") == []
 
 
+def test_a_row_to_train_on_without_its_demonstration_is_told_and_held_out_rows_need_none(
+    tmp_path: Path, keys: tuple[str, ...]
+) -> None:
+    rows = [{"question": f"{n}", "answer": "1", "solution": "s" * (n < 2)} for n in range(3)]
+    train = data_file(tmp_path / "train.jsonl", *rows)
+    held = data_file(tmp_path / "eval.jsonl", {"question": "of nobody", "answer": "1"})
+    luffy = ("algorithm=luffy", f"data.train={train}", f"data.eval={held}", "data.demonstration_field=solution")
+    (text,) = preflight(job(keys, *luffy), for_job=True).texts("problem")
+    assert text == f"{train}:3: field 'solution' is ''; a demonstration is a text; remove the row"
+
+
 def test_an_answer_that_is_an_object_is_noted_and_a_field_in_it_can_be_named(
     tmp_path: Path, keys: tuple[str, ...]
 ) -> None:
@@ -111,12 +122,21 @@ def test_fields_of_published_data_that_no_key_reads_are_noted(
             ":1: data.answer_field='answer' is a list, and its JSON is learnt; write one answer",
         ),
         ("sft_tiny", r"\frac{1}{2}", (), ""),
+        ("gsm8k_tiny", '["34"]', (), ":1: data.answer_field='answer' is the JSON text of a list, and completions are"),
+        ("gsm8k_tiny", "[3, 4)", (), ""),
+        ("sft_tiny", '["34"]', (), ""),
+        (
+            "sft_tiny",
+            "1",
+            ("data.prompt_field=asked",),
+            ":1: data.prompt_field='asked' is the JSON text of a list",
+        ),
     ],
 )
 def test_answers_that_are_read_otherwise_than_they_may_be_meant_are_noted(
     tmp_path: Path, recipe: str, answer: object, more: tuple[str, ...], noted: str
 ) -> None:
-    path = data_file(tmp_path / "rows.jsonl", {"question": "q", "answer": answer})
+    path = data_file(tmp_path / "rows.jsonl", {"question": "q", "answer": answer, "asked": '[{"role": "user"}]'})
     given = [f"data.{key}" for key in (f"train={path}", f"eval={path}", "type=files", "on_leak=keep")]
     found = preflight(load_config(recipe, [*given, *more])).texts("note")
     said = {text.removeprefix(str(path)) for text in found if text.startswith(f"{path}:1: ")}

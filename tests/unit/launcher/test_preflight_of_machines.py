@@ -10,8 +10,9 @@ import pytest
 
 from launcher.preflight import devices, engine
 from launcher.preflight.checks import preflight
-from launcher.preflight.engine import has_module
 from launcher.preflight.subject import Subject
+from launcher.servers import interpreter
+from launcher.servers.interpreter import has_module
 from rl_megatron.config.io import load_config
 from tests.unit.launcher.sites import answering, environment
 
@@ -33,6 +34,17 @@ def test_gpus_are_counted_as_cuda_counts_them(
     assert devices.count_visible_gpus(visible) == count
 
 
+def gpus_here(folder: Path, monkeypatch: pytest.MonkeyPatch, capability: str) -> None:
+    """Have a driver list one GPU."""
+    driver = folder / "nvidia-smi"
+    answers = f"case $1 in -L) echo 'GPU 0: B200 (UUID: GPU-x)';; *) echo {capability};; esac"
+    driver.write_text(f"#!/bin/sh\n{answers}\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "torch_is_for_cpus", lambda: False)
+
+
 @pytest.mark.parametrize(
     ("engine", "capability", "option", "told"),
     [
@@ -46,17 +58,32 @@ def test_gpus_are_counted_as_cuda_counts_them(
 def test_float8_on_gpus_of_which_an_engine_packs_the_scales_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, capability: str, option: str, told: bool
 ) -> None:
-    driver = tmp_path / "nvidia-smi"
-    answers = f"case $1 in -L) echo 'GPU 0: B200 (UUID: GPU-x)';; *) echo {capability};; esac"
-    driver.write_text(f"#!/bin/sh\n{answers}\n")
-    driver.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(devices, "torch_is_for_cpus", lambda: False)
+    gpus_here(tmp_path, monkeypatch, capability)
     keys = ["learner.ep=1", "learner.device=cuda", "learner.dtype=bfloat16", "rollout.server.quantization=fp8"]
     config = load_config("tiny_cpu", [f"rollout={engine}", *keys, f"rollout.server.options={option!r}"])
     found = [one.text for one in devices.check(Subject(config, for_job=False)) if one.kind == "problem"]
     assert [text.endswith("or rollout=vllm") and "sglang#9855" in text for text in found] == [True] * told
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "said"),
+    [
+        ("mxfp8", "9.0", "capability 10 or more, and those here have 9; set tensorwise or blockwise, or leave it out"),
+        ("tensorwise", "8.0", "capability 8.9 or more, and those here have 8; leave it out"),
+        ("mxfp8", "10.3", ""),
+        ("blockwise", "9.0", ""),
+        ("mxfp8", "", ""),
+    ],
+)
+def test_a_recipe_of_float8_that_gpus_have_no_kernels_for_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, capability: str, said: str
+) -> None:
+    """The capabilities are those of A100 (8.0), H100 (9.0) and B300 (10.3) in NVIDIA's list."""
+    gpus_here(tmp_path, monkeypatch, capability)
+    keys = ["learner.ep=1", "learner.device=cuda", "learner.dtype=bfloat16", f"learner.fp8={recipe}"]
+    found = devices.check(Subject(load_config("tiny_cpu", keys), for_job=False))
+    problems = [one.text for one in found if one.kind == "problem"]
+    assert problems == ([f"learner.fp8={recipe} needs GPUs of compute {said}"] if said else [])
 
 
 def test_more_ranks_than_a_machine_has_memory_for_are_told_before_one_starts() -> None:
@@ -124,7 +151,8 @@ def test_an_interpreter_whose_packages_are_elsewhere_is_asked(tmp_path: Path, mo
     python.unlink()
     python.write_text("#!/bin/sh\nexec sleep 600\n")
     python.chmod(0o755)
-    assert has_module("json", python, seconds=0.2) is None
+    monkeypatch.setattr(interpreter, "ANSWER_SECONDS", 0.2)
+    assert has_module("json", python) is None
 
 
 def test_an_engine_whose_module_is_in_a_package_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

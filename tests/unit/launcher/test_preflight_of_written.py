@@ -21,7 +21,8 @@ from rl_megatron.config.io import load_config
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.rollout.conversation.written import WrittenConversation, WrittenConversations
+from rl_megatron.rollout.conversation.forms import WrittenConversation
+from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.training.jobs.written import made_units
 from tests.unit.launcher.sites import data_file, model_folder
 from tests.unit.launcher.test_memory import QWEN3
@@ -113,6 +114,92 @@ def test_all_bad_rows_are_found_before_the_run_up_to_twenty(tmp_path: Path, form
         named = [line for line in range(1, 130) if f"{name}.jsonl:{line}: field" in found]
         assert named == lines[:20], found
     assert "... and 3 more bad rows" in found
+
+
+SHOWS = "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}"
+SHOWS += "{% if add_generation_prompt %}assistant:{% endif %}"
+OTHER = [{"role": "user", "content": "another 1"}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "template", "said"),
+    [
+        ("sft", {"talk": TALK[::-1]}, None, "message 1 is the assistant's, which answers nobody"),
+        (
+            "sft",
+            {"talk": TALK},
+            SHOWS.replace("m.content", "m.content if m.role == 'user'"),
+            "does not write its content",
+        ),
+        (
+            "sft",
+            {"talk": TALK},
+            SHOWS.replace("assistant:{", "assistant:<think>{"),
+            "the chat template's prompt for it has",
+        ),
+        ("sft", {"talk": TALK, "label": False}, SHOWS, "field 'label' is false, which says of KTO's rows"),
+        ("dpo", {"talk": TALK, "worse": OTHER}, SHOWS, "its conversations first differ in message 1"),
+        (
+            "dpo",
+            {"talk": TALK, "worse": [TALK[0], {**TALK[1], "role": "assistant", "content": "3", "refusal": "no"}]},
+            SHOWS,
+            "does not write its refusal",
+        ),
+        (
+            "reward",
+            {"talk": TALK, "worse": TALK[:1] * 2 + TALK[1:] + TALK[:1]},
+            SHOWS,
+            "the last, is of the role 'user'",
+        ),
+        (
+            "reward",
+            {"talk": TALK, "worse": OTHER},
+            "{{ raise_exception('no') }}",
+            "chat template refuses these messages",
+        ),
+        ("gsm8k", {"talk": TALK[:1], "answer": "2", "label": False}, SHOWS, "or set warm_start.steps=0"),
+        (
+            "gsm8k",
+            {"talk": TALK[:1], "answer": "2"},
+            "{{ raise_exception('no') }}",
+            "chat template refuses these messages",
+        ),
+        (
+            "gsm8k",
+            {"talk": TALK[:1], "answer": "2"},
+            SHOWS.replace("messages", "messages[1:]"),
+            "passes over message 1",
+        ),
+    ],
+)
+def test_what_a_job_or_the_chat_template_refuses_is_found_before_the_run(
+    tmp_path: Path, name: str, row: dict[str, object], template: str | None, said: str
+) -> None:
+    """As when rows are made, where a run would end at the step that draws one; not where such rows are left out."""
+    model = model_folder(tmp_path / "model", QWEN3)
+    good = {
+        "talk": TALK[:1] if name == "gsm8k" else TALK,
+        "answer": "1",
+        "worse": [TALK[0], {**TALK[1], "content": "3"}],
+    }
+    before = 1 if template is not None else 100  # more than the template is asked to show
+    path = data_file(tmp_path / "rows.jsonl", *[good] * before, row)
+    files = ("data.type=files", f"data.train={path}", f"data.eval={path}", "data.on_leak=keep", f"model.path={model}")
+    fields = {"gsm8k": ("prompt_field=talk", "chat_template=true"), "sft": ("messages_field=talk",)}
+    keys = [*files, *(f"data.{one}" for one in fields.get(name, ("messages_field=talk", "rejected_field=worse")))]
+    keys += ["warm_start.steps=1"] if name == "gsm8k" else []
+
+    def found(*more: str) -> list[str]:
+        problems = preflight(load_config(f"{name}_tiny", [*keys, *more])).texts("problem")
+        return [text for text in problems if said in text]
+
+    (model / "chat_template.jinja").write_text(template or SHOWS)
+    assert f"rows.jsonl:{before + 1}" in found()[0]
+    if name == "gsm8k":
+        assert bool(found("warm_start.steps=0")) == ("label" not in row)  # whose answer is not learnt then
+        return
+    job = {"reward": "reward_model"}.get(name, name)
+    assert found(f"{job}.on_refused=drop") == []
 
 
 @pytest.mark.parametrize(
@@ -292,7 +379,14 @@ def test_a_token_without_a_row_of_the_embedding_ends_the_run(
     roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
     data = training_data(config, model)
     job = written_job(parts, starting_shape(config), roles, data, attention_cost=1.0, note=print)
-    assert job.units_of(data.held_out)
+    assert job.units_of([replace(one, meta={"label": True}) for one in data.held_out])
+    of_kto = [replace(one, meta={"label": False}) for one in data.held_out]
+    if name == "sft_tiny":
+        with pytest.raises(DataError, match=r"^prompt 'eval:1': field 'label' is false, which says of KTO's rows"):
+            job.units_of(of_kto)
+        assert form == "conversations" or job.units_of([replace(one, answer="false") for one in of_kto])
+    else:
+        assert job.units_of(of_kto)
     with pytest.raises(DataError, match=r"^prompt 'train:1' has the token 259, but .* has 259 rows"):
         job.units_of(data.train[:])
     assert any("the tokenizer has 1, as '<new>', 259" in text for text in preflight(config).texts("unchecked"))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import resource
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -43,26 +44,24 @@ class Process(RankProcess):
     async def ending(self) -> Ending:
         return Ending(how="was killed by signal 9", expected=False, killed=True)
 
-    def wake(self) -> None: ...
+    async def wake(self) -> None: ...
 
     def kill(self) -> None: ...
 
 
-def with_ranks(count: int, check: Callable[[WorkerGroup, list[Connection]], Coroutine[Any, Any, None]]) -> None:
-    """Have ``check`` use both ends of ranks' streams."""
-
-    async def main() -> None:
-        failure, streams = Failure(), [Pipe() for _ in range(count)]
-        handles = [WorkerHandle(Process(rank, ours), failure, None) for rank, (ours, _) in enumerate(streams)]
-        try:
-            await asyncio.wait_for(check(WorkerGroup(handles, failure), [theirs for _, theirs in streams]), LIMIT)
-        finally:
-            for _, theirs in streams:
-                theirs.close()
-            await asyncio.gather(*(handle.stop() for handle in handles))
-        assert all(ours.closed for ours, _ in streams)
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def ranks(count: int) -> AsyncIterator[tuple[WorkerGroup, list[Connection]]]:
+    """Both ends of ranks' streams."""
+    failure, streams = Failure(), [Pipe() for _ in range(count)]
+    handles = [WorkerHandle(Process(rank, ours), failure, None) for rank, (ours, _) in enumerate(streams)]
+    try:
+        async with asyncio.timeout(LIMIT):
+            yield WorkerGroup(handles, failure), [theirs for _, theirs in streams]
+    finally:
+        for _, theirs in streams:
+            theirs.close()
+        await asyncio.gather(*(handle.stop() for handle in handles))
+    assert all(ours.closed for ours, _ in streams)
 
 
 def answers(stream: Connection, value: object) -> Any:
@@ -72,8 +71,8 @@ def answers(stream: Connection, value: object) -> Any:
     return heard
 
 
-def test_a_rank_that_does_not_read_holds_up_nobody_and_its_arrays_are_not_copied() -> None:
-    async def check(group: WorkerGroup, streams: list[Connection]) -> None:
+async def test_a_rank_that_does_not_read_holds_up_nobody_and_its_arrays_are_not_copied() -> None:
+    async with ranks(2) as (group, streams):
         array = np.zeros(LARGE, np.uint8)
         waiting = [group.workers[0].call("hold", array), group.workers[0].call("score", 1)]
         for number in range(100):
@@ -87,13 +86,10 @@ def test_a_rank_that_does_not_read_holds_up_nobody_and_its_arrays_are_not_copied
         assert await asyncio.to_thread(answers, streams[0], "scored") == ("score", (1,))
         assert await group.gather(waiting) == ["held", "scored"]
 
-    with_ranks(2, check)
 
-
-def test_ranks_meet_once_none_works_alone() -> None:
+async def test_ranks_meet_once_none_works_alone() -> None:
     """Else the others would wait in a collective for one that samples, as long as that takes."""
-
-    async def check(group: WorkerGroup, streams: list[Connection]) -> None:
+    async with ranks(2) as (group, streams):
         first = group.workers[1].call("generate")
         met = asyncio.ensure_future(group.meet("durable"))
         await asyncio.to_thread(messages.receive, streams[1])
@@ -108,13 +104,10 @@ def test_ranks_meet_once_none_works_alone() -> None:
         assert heard == [["generate", "backward", "durable"], ["backward", "durable"]]
         assert (await first, await second, await passes, await met) == ("one", "two", [0, 0], [0, 0])
 
-    with_ranks(2, check)
 
-
-def test_large_answers_of_all_ranks_arrive_between_small_ones() -> None:
+async def test_large_answers_of_all_ranks_arrive_between_small_ones() -> None:
     sent = np.random.default_rng(0).integers(0, 255, (4, LARGE // 4), np.uint8)
-
-    async def check(group: WorkerGroup, streams: list[Connection]) -> None:
+    async with ranks(4) as (group, streams):
         asked = asyncio.ensure_future(group.each("generate"))
         say = [asyncio.to_thread(answers, stream, sent[rank]) for rank, stream in enumerate(streams)]
         await asyncio.gather(*say)
@@ -124,11 +117,9 @@ def test_large_answers_of_all_ranks_arrive_between_small_ones() -> None:
         while {worker.doing for worker in group.workers} != {f"rank {rank}" for rank in range(4)}:
             await asyncio.sleep(0)
 
-    with_ranks(4, check)
 
-
-def test_a_rank_that_dies_with_a_large_message_half_sent_is_named_and_the_rest_is_dropped() -> None:
-    async def check(group: WorkerGroup, streams: list[Connection]) -> None:
+async def test_a_rank_that_dies_with_a_large_message_half_sent_is_named_and_the_rest_is_dropped() -> None:
+    async with ranks(2) as (group, streams):
         array = np.zeros(LARGE, np.uint8)
         held, asked = weakref.ref(array), [group.workers[0].call("hold", array), group.workers[1].call("hold", None)]
         del array
@@ -140,30 +131,24 @@ def test_a_rank_that_dies_with_a_large_message_half_sent_is_named_and_the_rest_i
         gc.collect()
         assert held() is None
 
-    with_ranks(2, check)
-
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_the_error_that_ended_a_rank_is_heard_though_its_end_is_known_first(ended: bool) -> None:
+async def test_the_error_that_ended_a_rank_is_heard_though_its_end_is_known_first(ended: bool) -> None:
     """As when both happen while a call holds up the event loop."""
-
-    async def main() -> None:
-        (ours, theirs), failure = Pipe(), Failure()
-        end = asyncio.get_running_loop().create_future()
-        handle = WorkerHandle(Process(3, ours, end=end), failure, None)
-        messages.send(theirs, messages.pack(("alive", ("backward" * 18_000, 1), None)))  # more than one turn reads
-        messages.send(theirs, messages.pack(("erred", "KeyError: planted", None)))
-        if ended:
-            theirs.close()
-        end.set_result(None)
-        try:
+    (ours, theirs), failure = Pipe(), Failure()
+    end = asyncio.get_running_loop().create_future()
+    handle = WorkerHandle(Process(3, ours, end=end), failure, None)
+    messages.send(theirs, messages.pack(("alive", ("backward" * 18_000, 1), None)))  # more than one turn reads
+    messages.send(theirs, messages.pack(("erred", "KeyError: planted", None)))
+    if ended:
+        theirs.close()
+    end.set_result(None)
+    try:
+        with pytest.raises(WorkerDied, match=r"^rank 3 \(pid 3\) raised KeyError: planted$"):
             await asyncio.wait_for(failure.known, LIMIT)
-        finally:
-            theirs.close()
-            await handle.stop()
-
-    with pytest.raises(WorkerDied, match=r"^rank 3 \(pid 3\) raised KeyError: planted$"):
-        asyncio.run(main())
+    finally:
+        theirs.close()
+        await handle.stop()
 
 
 @pytest.fixture
@@ -175,8 +160,9 @@ def _many_files() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_many_files")
-def test_384_ranks_need_no_thread() -> None:
-    async def check(group: WorkerGroup, streams: list[Connection]) -> None:
+async def test_384_ranks_need_no_thread() -> None:
+    before = threading.active_count()
+    async with ranks(384) as (group, streams):
         asked = asyncio.ensure_future(group.each("step", 1))
         while not streams[-1].poll():
             await asyncio.sleep(0)
@@ -185,6 +171,3 @@ def test_384_ranks_need_no_thread() -> None:
             answers(stream, rank)
         assert await asked == list(range(384))
         assert threading.active_count() == before
-
-    before = threading.active_count()
-    with_ranks(384, check)

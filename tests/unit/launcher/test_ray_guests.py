@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,7 @@ def test_a_node_gets_what_those_of_the_job_had_but_with_a_place_for_servers_alon
     assert Path(told["log"]) == tmp_path / "ray-joined-node9.txt"
     call = NodeCall(**json.loads(told["line"]))
     assert (call.head, call.token, call.folder) == (None, "secret", "/tmp/rlm-7-x")
-    given = options(call, "node9", "10.0.0.9")
+    given = options(call, "node9", "10.0.0.9", client_port=0)
     wanted = ["--address=10.0.0.1:6379", "--node-ip-address=10.0.0.9", "--num-cpus=0", "--num-gpus=0"]
     assert {*wanted, '--resources={"engine on node9": 1}'} <= set(given)
 
@@ -134,17 +135,42 @@ def test_a_node_is_waited_for_with_a_limit(tmp_path: Path, monkeypatch: pytest.M
         asyncio.run(Guests(Nodes(job(tmp_path, "node2")), config).joined({"node": "node9"}))
 
 
-def test_a_step_that_slurm_does_not_start_is_waited_for_no_longer_than_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, srun = tmp_path / "run", tmp_path / "bin" / "srun"
+def elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch, srun: str) -> Path:
+    """A run whose controller is on another node, which this srun reaches."""
+    run, command = folder / "run", folder / "bin" / "srun"
     run.mkdir()
     (run / "config.yaml").write_text("{}")
     (run / "control.json").write_text('{"node": "node1", "path": "/tmp/nowhere", "job": "7"}')
-    srun.parent.mkdir()
-    srun.write_text("#!/bin/sh\nexec sleep 600\n")
-    srun.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{srun.parent}:{os.environ['PATH']}")
+    command.parent.mkdir()
+    command.write_text(f"#!/bin/sh\n{srun}\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+    return run
+
+
+def test_a_step_that_slurm_does_not_start_is_waited_for_no_longer_than_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = elsewhere(tmp_path, monkeypatch, "exec sleep 600")
     monkeypatch.setattr(joining, "_ASK_SECONDS", 0.2)
     with pytest.raises(ConfigError, match=r"did not answer 'join' within 0.2 s: srun could not start .* on node1"):
         joining.join_cluster_of(run)
+
+
+def test_a_node_whose_ray_ends_waits_for_the_run_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of another version than the cluster's."""
+    line = replace(HEAD, host="127.0.0.1", port=1, folder=str(tmp_path / "ray"), seconds=0.0).line().decode()
+    (tmp_path / "told").write_text(json.dumps({"line": line, "log": str(tmp_path / "log")}))
+    srun = f"""case "$*" in
+*" joined "*) until [ -e {tmp_path}/over ]; do sleep 0.05; done; exit 1 ;;
+*) cat {tmp_path}/told ;;
+esac"""
+    run = elsewhere(tmp_path, monkeypatch, srun)
+    said = (
+        r"Ray ended here with status 1 before the run's cluster had .*(?s:.*)Ray's head at 127.0.0.1:1 does not answer"
+    )
+    try:
+        with pytest.raises(ConfigError, match=said):
+            joining.join_cluster_of(run)
+    finally:
+        (tmp_path / "over").touch()

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import errno
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from launcher.build.roles import allocation_of
 from launcher.hosts.ray.actors import ServerActor
+from launcher.hosts.ray.cluster import RayCluster
 from launcher.hosts.ray.head import Wait, join_cluster
 from launcher.hosts.ray.node import COMPLETE, Bundle, NodeCall, node_command, options, shares, totals
 from launcher.processes.guards import Order
+from launcher.processes.own_thread import OwnThread
+from launcher.wire.greetings import this_node
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.config.sections.slurm import SlurmSection
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, EngineError, WorkerDied
 from rl_megatron.placement.ranks import place
 from rl_megatron.placement.seats import seat
 from rl_megatron.types import ParallelDims
 from tests.unit.launcher.test_seats import SCONTROL
+
+# isort: split
+import ray  # after head, which sets what it reads
+from ray._private.utils import check_version_info
 
 PLACEMENT = place(ParallelDims(dp=4), ("a1", "a2"), 2)
 
@@ -39,7 +50,7 @@ def amounts(bundles: Mapping[str, Sequence[Bundle]], name: str) -> dict[str, lis
 def options_of(resources: Mapping[str, Bundle], node: str) -> list[str]:
     """Of Ray on a node, which has got its call over the wire."""
     call = NodeCall(head="a1", host="h", port=1, token="t", folder="/f", resources=resources, seconds=1.0)
-    return options(NodeCall(**json.loads(call.line())), node, own="10.0.0.9")
+    return options(NodeCall(**json.loads(call.line())), node, own="10.0.0.9", client_port=0)
 
 
 def test_servers_on_nodes_of_their_own_hold_their_gpus() -> None:
@@ -54,7 +65,7 @@ def test_servers_on_nodes_of_their_own_hold_their_gpus() -> None:
     assert {"--num-cpus=2", "--num-gpus=0", '--resources={"learner on a2": 2}'} <= set(given)
 
 
-def test_a_server_has_the_variables_of_its_node_and_not_the_trainers(
+async def test_a_server_has_the_variables_of_its_node_and_not_the_trainers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm may have other GPUs of it for the job."""
@@ -67,12 +78,9 @@ def test_a_server_has_the_variables_of_its_node_and_not_the_trainers(
         folder=tmp_path,
         log=tmp_path / "log",
     )
-
-    async def ended(actor: ServerActor) -> str:
-        await actor.start(order)
-        return await actor.wait()
-
-    assert asyncio.run(ended(ServerActor())) == "ended with status 0"
+    actor = ServerActor()
+    await actor.start(order)
+    assert await actor.wait() == "ended with status 0"
     assert order.log.read_text() == "6,7\n"
 
 
@@ -142,6 +150,27 @@ def test_a_folder_that_is_there_already_and_open_to_others_is_not_taken(tmp_path
     assert done.returncode == 1
     assert re.search(rb"no folder of user \d+ alone", done.stderr)
     assert not [*folder.iterdir()]
+
+
+HEAD = """import socket
+from launcher.hosts.ray import node
+def run_ray(command, *_):
+    port = next(word for word in command if word.startswith("--ray-client-server-port=")).partition("=")[2]
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", int(port)))
+node.run_ray = run_ray
+node.main()
+"""
+
+
+def test_the_heads_ports_are_its_own_on_loopback_too_until_ray_has_them(tmp_path: Path) -> None:
+    """Ray ends where another program has one of them on any address that it listens on."""
+    folder = str(tmp_path / "ray")
+    call = NodeCall(head=this_node(), host="127.0.0.9", port=1, token="t", folder=folder, resources={}, seconds=1.0)
+    done = subprocess.run(
+        [sys.executable, "-c", HEAD], input=call.line(), capture_output=True, timeout=600, check=False
+    )
+    assert b"Address already in use" in done.stderr, done.stderr
 
 
 STARTS = """import pathlib, subprocess, sys
@@ -223,13 +252,84 @@ class SlowRay:
 
 def test_a_driver_waits_for_a_slow_raylet_and_a_late_node_and_knows_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
     call = NodeCall(head="a1", host="h", port=1, token="t", folder="/f", resources={}, seconds=1.0)
-    ray = SlowRay(Wait(what="its head"))
-    monkeypatch.setattr("launcher.hosts.ray.head.ray", ray)
-    join_cluster(call, {"learner on a1", "learner on a2"}, ray.wait)
+    slow = SlowRay(Wait(what="its head"))
+    monkeypatch.setattr("launcher.hosts.ray.head.ray", slow)
+    join_cluster(call, {"learner on a1", "learner on a2"}, slow.wait)
     raylet = "this node's raylet, of which Ray says: No node info found"
-    assert ray.said == ["its head", "refused", raylet, raylet, "nodes that have learner on a2"]
-    ray.wait.given_up.set()
-    join_cluster(call, {"learner on a3"}, ray.wait)  # returns: nobody waits
-    ray.up = False
+    assert slow.said == ["its head", "refused", raylet, raylet, "nodes that have learner on a2"]
+    slow.wait.given_up.set()
+    join_cluster(call, {"learner on a3"}, slow.wait)  # returns: nobody waits
+    slow.up = False
     with pytest.raises(RuntimeError):
-        join_cluster(call, set(), ray.wait)
+        join_cluster(call, set(), slow.wait)
+
+
+def test_a_driver_of_another_version_ends_at_once_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ray's own comparison, which raises what a slow raylet raises too."""
+    tries = list[int]()
+
+    def init(**_: object) -> None:
+        tries.append(1)
+        wait.given_up.set()
+        check_version_info({"ray_version": "2.1.0", "python_version": "3.9.7"}, "node 10.0.0.1")
+
+    call = NodeCall(head="a1", host="h", port=1, token="t", folder="/f", resources={}, seconds=1.0)
+    wait = Wait(what="its head")
+    monkeypatch.setattr("launcher.hosts.ray.head.ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    mine = f"This process on node 10.0.0.1 was started with: Ray: {ray.__version__} Python: {platform.python_version()}"
+    said = f"The cluster was started with: Ray: 2.1.0 Python: 3.9.7 {mine}; have all nodes run one environment"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        join_cluster(call, set(), wait)
+    assert tries == [1]
+
+
+def cluster_of(folder: Path, *keys: str) -> RayCluster:
+    """The cluster of one machine, which does not run."""
+    cluster = RayCluster(load_config("tiny_cpu", ["run.launcher=ray", *keys]), None, folder)
+    cluster._own = OwnThread("ray of this test")
+    return cluster
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        (Exception("The current node timed out during startup"), WorkerDied),
+        (RuntimeError("Failed to start GCS"), WorkerDied),
+        (ray.exceptions.RaySystemError("its head is gone"), WorkerDied),
+        (ConfigError("other versions"), ConfigError),
+        (OSError(errno.ENOSPC, "No space left on device", "/tmp/x"), OSError),
+        (TypeError("a fault of ours"), TypeError),
+    ],
+)
+async def test_only_a_process_of_ray_that_fails_is_a_death(
+    tmp_path: Path, raised: Exception, seen: type[Exception]
+) -> None:
+    """After which a job comes back: nothing else would be another at the next try."""
+
+    async def fails() -> None:
+        raise raised
+
+    with pytest.raises(seen, match=re.escape(str(raised))) as found:
+        async with contextlib.AsyncExitStack() as stack:
+            await cluster_of(tmp_path)._come_up(stack, fails(), [], Wait(what="its head"))
+    assert type(found.value) is seen
+
+
+async def test_no_call_waits_for_ray_without_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where its head was stopped: the thread of all calls hangs in the first."""
+    answers = threading.Event()
+    monkeypatch.setattr("launcher.hosts.ray.cluster._ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(ray, "nodes", answers.wait)
+    cluster = cluster_of(tmp_path, "learner.timeout_seconds=0.02")
+    try:
+        with pytest.raises(EngineError, match=r"Ray's head on 127.0.0.1 has not answered in 0.01 s: .*; ray-\*"):
+            await cluster.nodes()
+        with pytest.raises(WorkerDied, match=r"has not answered in learner\.timeout_seconds=0\.02"):
+            await cluster.place(list)
+        await cluster.end(None)
+    finally:
+        answers.set()
+    (warning,) = caplog.messages
+    assert "an actor was not ended: Ray's head on" in warning

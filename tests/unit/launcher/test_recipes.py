@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -20,6 +21,7 @@ def test_a_recipe_computes_logits_again_only_where_gpus_do_not_hold_them(name: s
         assert fullest(*recipe(name, "learner.head_dtype=null")).total > config.slurm.gpu_memory_gb * GB  # type: ignore[operator]
 
 
+@functools.cache
 def seconds_of(name: str, *keys: str) -> float:
     found = estimate(*recipe(name, "run.launcher=slurm", *keys)).step
     assert found is not None

@@ -13,30 +13,26 @@ from launcher.processes import restarts
 from rl_megatron.errors import ServiceError
 from rl_megatron.rollout.servers.http import OutOfFiles, Server
 from rl_megatron.rollout.servers.replicas import Health
-from tests.unit.launcher.test_supervisor import LIMIT, REQUEST, bed, run, running
+from tests.unit.launcher.test_supervisor import LIMIT, REQUEST, bed, running
 
 
 @pytest.mark.parametrize(("calm", "left"), [(0.0, Health.HEALTHY), (3600.0, Health.GONE)])
-def test_restarts_before_a_server_ran_for_long_do_not_count(
+async def test_restarts_before_a_server_ran_for_long_do_not_count(
     calm: float, left: Health, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restarts, "CALM_SECONDS", calm)
-
-    async def test() -> None:
-        with running(4) as fakes:
-            async with bed(fakes[:1], fakes[1:], restarts=2, backoff_seconds=0.001) as it:
-                await it.push(4)
-                replica = it.engine.replicas.all[0]
-                for died in (1, 2, 3):
-                    await it.engine.generate(REQUEST)
-                    it.places[-1].why.set_result("killed")
-                    async with asyncio.timeout(LIMIT):
-                        while len(replica.ended) < died or replica.health not in (Health.HEALTHY, Health.GONE):
-                            await asyncio.sleep(0.001)
-                assert replica.health is left
-                assert it.engine.metrics()["engine/restarts"] == (3 if left is Health.HEALTHY else 2)
-
-    run(test)
+    with running(4) as fakes:
+        async with bed(fakes[:1], fakes[1:], restarts=2, backoff_seconds=0.001) as it:
+            await it.push(4)
+            replica = it.engine.replicas.all[0]
+            for died in (1, 2, 3):
+                await it.engine.generate(REQUEST)
+                it.places[-1].why.set_result("killed")
+                async with asyncio.timeout(LIMIT):
+                    while len(replica.ended) < died or replica.health not in (Health.HEALTHY, Health.GONE):
+                        await asyncio.sleep(0.001)
+            assert replica.health is left
+            assert it.engine.metrics()["engine/restarts"] == (3 if left is Health.HEALTHY else 2)
 
 
 @pytest.mark.parametrize(
@@ -50,40 +46,37 @@ def test_restarts_before_a_server_ran_for_long_do_not_count(
     ],
     ids=["it comes up", "it ends", "it is silent", "it falls silent", "it is busy"],
 )
-def test_a_server_that_comes_up_is_asked_again_where_it_does_not_answer(
+async def test_a_server_that_comes_up_is_asked_again_where_it_does_not_answer(
     answers: list[int | str | None], seconds: float, said: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes the connection and answers nothing, as one whose loop still loads a model. The last answer stays."""
     monkeypatch.setattr(restarts, "ANSWER_SECONDS", 0.05 if None in answers else 60.0)
     monkeypatch.setattr(restarts, "_LOOK_SECONDS", 0.01)
+    left, ended = chain(answers, repeat(answers[-1])), asyncio.get_running_loop().create_future()
 
-    async def test() -> object:
-        left, ended = chain(answers, repeat(answers[-1])), asyncio.get_running_loop().create_future()
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while request := await reader.readline():
+            if request == b"\r\n" and (answer := next(left)) is not None:
+                if answer == "ends":
+                    if not ended.done():
+                        ended.set_result("ended with status 3")
+                    break
+                writer.write(f"HTTP/1.1 {answer} So\r\nContent-Length: 0\r\n\r\n".encode())
+        writer.close()
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            while request := await reader.readline():
-                if request == b"\r\n" and (answer := next(left)) is not None:
-                    if answer == "ends":
-                        if not ended.done():
-                            ended.set_result("ended with status 3")
-                        break
-                    writer.write(f"HTTP/1.1 {answer} So\r\nContent-Length: 0\r\n\r\n".encode())
-            writer.close()
+    async def ends() -> str:
+        return str(await ended)
 
-        async def ends() -> str:
-            return str(await ended)
-
-        async with await asyncio.start_server(serve, "127.0.0.1") as listening:
-            host, port = listening.sockets[0].getsockname()
-            server = Server(f"http://{host}:{port}", token=None, timeout_seconds=60.0)
-            try:
-                return await restarts.until_serving(server, "/health", ends(), seconds)
-            except TimeoutError as error:
-                return error
-            finally:
-                await server.close()
-
-    assert str(asyncio.run(test())) == str(said)
+    async with await asyncio.start_server(serve, "127.0.0.1") as listening:
+        host, port = listening.sockets[0].getsockname()
+        server = Server(f"http://{host}:{port}", token=None, timeout_seconds=60.0)
+        try:
+            answered: object = await restarts.until_serving(server, "/health", ends(), seconds)
+        except TimeoutError as error:
+            answered = error
+        finally:
+            await server.close()
+    assert str(answered) == str(said)
 
 
 def test_waits_double_to_a_minute() -> None:

@@ -49,32 +49,28 @@ def started(mark: Path) -> list[int]:
     return [int(line.split()[0]) for line in mark.read_text().splitlines()]
 
 
-def test_it_is_started_asked_with_its_key_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_is_started_asked_with_its_key_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_STARTS", str(tmp_path / "starts"))
     config = configured(JUDGE, "services.judge.replicas=2")
-
-    async def run() -> None:
-        here, services = running(config, tmp_path)
-        reward = resolve_rewards(config.reward, {}, None, services)
-        async with here.running():
-            first, second = (services.address("judge") for _ in range(2))
-            assert first.url != second.url
-            assert first.key != second.key
-            for _ in range(2):  # each replica once
-                assert [one.total for one in await reward(PROMPT, [DONE] * 2, ["a", "ab"])] == [1.0, 0.0]
-            shown = [" ".join(psutil.Process(pid).cmdline()) for pid in started(tmp_path / "starts")]
-            ports = {url.rpartition(":")[2] for url in (first.url, second.url)}
-            assert {line.rpartition(":")[2] for line in shown} == ports
-            assert not any(one.key in line for one in (first, second) for line in shown)
-        assert not any(psutil.pid_exists(pid) for pid in started(tmp_path / "starts"))
-
-    asyncio.run(run())
+    here, services = running(config, tmp_path)
+    reward = resolve_rewards(config.reward, {}, None, services)
+    async with here.running():
+        first, second = (services.address("judge") for _ in range(2))
+        assert first.url != second.url
+        assert first.key != second.key
+        for _ in range(2):  # each replica once
+            assert [one.total for one in await reward(PROMPT, [DONE] * 2, ["a", "ab"])] == [1.0, 0.0]
+        shown = [" ".join(psutil.Process(pid).cmdline()) for pid in started(tmp_path / "starts")]
+        ports = {url.rpartition(":")[2] for url in (first.url, second.url)}
+        assert {line.rpartition(":")[2] for line in shown} == ports
+        assert not any(one.key in line for one in (first, second) for line in shown)
+    assert not any(psutil.pid_exists(pid) for pid in started(tmp_path / "starts"))
     logs = sorted(tmp_path.glob("service_judge_*.log"))
     assert [log.name for log in logs] == ["service_judge_0.log", "service_judge_1.log"]
     assert all(log.stat().st_mode & 0o077 == 0 for log in logs)
 
 
-def test_all_replicas_are_ended_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_replicas_are_ended_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_STARTS", str(tmp_path / "starts"))
     here, _ = running(configured(JUDGE, "services.judge.replicas=2"), tmp_path)
 
@@ -87,22 +83,21 @@ def test_all_replicas_are_ended_at_once(tmp_path: Path, monkeypatch: pytest.Monk
         await end(one)
         ending -= 1
 
-    async def run() -> None:
+    async with asyncio.timeout(60):
         monkeypatch.setattr(module._Replica, "end", counted)
         async with here.running():
             pass
-
-    asyncio.run(asyncio.wait_for(run(), 60))
     assert most == 2
     assert not any(psutil.pid_exists(pid) for pid in started(tmp_path / "starts"))
 
 
-def test_a_replica_that_dies_is_restarted_and_at_last_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_that_dies_is_restarted_and_at_last_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JUDGE_STARTS", str(tmp_path / "starts"))
     monkeypatch.setattr(module, "_BACKOFF_SECONDS", 0.01)
     config = configured(JUDGE, "services.judge.restarts=1", "reward.http.backoff_seconds=0.05")
-
-    async def run() -> None:
+    async with asyncio.timeout(60):
         here, services = running(config, tmp_path)
         reward = resolve_rewards(config.reward, {}, None, services)
         async with here.running() as watching:
@@ -120,11 +115,9 @@ def test_a_replica_that_dies_is_restarted_and_at_last_given_up(tmp_path: Path, m
             with pytest.raises(ServiceError, match="no replica of it serves now; it was given up"):
                 await services.serving("judge")
 
-    asyncio.run(asyncio.wait_for(run(), 60))
-
 
 @pytest.mark.parametrize(("resumes", "deaths", "starts"), [(False, 1, 1), (True, 2, 3), (True, 9, 3)])
-def test_one_that_dies_while_it_starts_ends_a_run_but_not_its_resume(
+async def test_one_that_dies_while_it_starts_ends_a_run_but_not_its_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resumes: bool, deaths: int, starts: int
 ) -> None:
     """Which starts it again ``restarts`` times, 2 here."""
@@ -134,26 +127,22 @@ def test_one_that_dies_while_it_starts_ends_a_run_but_not_its_resume(
     here, services = running(configured(program, "services.judge.restarts=2"), tmp_path, resumes=resumes)
     used_up = r"services\.judge\.restarts=2 are used up: " if resumes else ""
     why = rf"(?s)^{used_up}service judge, replica 0 \(here\) ended with status 3; .*judge_0\.log ends with:.*its log"
-
-    async def run() -> None:
+    async with asyncio.timeout(60):
         fails = pytest.raises(ServiceError, match=why)
         with contextlib.nullcontext() if deaths < starts else fails:
             async with here.running() as watching:
                 assert services.address("judge").url
                 assert not watching.done()
-
-    asyncio.run(asyncio.wait_for(run(), 60))
     assert len(started(mark)) == starts
 
 
-def test_a_restart_that_the_system_refuses_is_one_of_its_restarts(
+async def test_a_restart_that_the_system_refuses_is_one_of_its_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_STARTS", str(tmp_path / "starts"))
     monkeypatch.setattr(module, "_BACKOFF_SECONDS", 0.01)
     here, _ = running(configured(JUDGE, "services.judge.restarts=2"), tmp_path)
-
-    async def run() -> None:
+    async with asyncio.timeout(60):
         async with here.running() as watching:
             log = tmp_path / "service_judge_0.log"
             log.rename(tmp_path / "moved")
@@ -162,16 +151,15 @@ def test_a_restart_that_the_system_refuses_is_one_of_its_restarts(
             with pytest.raises(ServiceError, match=r"services\.judge\.restarts=2 are used up: .*service_judge_0\.log"):
                 await watching
 
-    asyncio.run(asyncio.wait_for(run(), 60))
 
-
-def test_restarts_before_a_replica_ran_for_long_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_restarts_before_a_replica_ran_for_long_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JUDGE_STARTS", str(tmp_path / "starts"))
     monkeypatch.setattr(module, "_BACKOFF_SECONDS", 0.01)
     monkeypatch.setattr(restarts, "CALM_SECONDS", 0.0)
     here, services = running(configured(JUDGE, "services.judge.restarts=1"), tmp_path)
-
-    async def run() -> None:
+    async with asyncio.timeout(60):
         async with here.running() as watching:
             for died in (1, 2, 3):
                 os.kill(started(tmp_path / "starts")[-1], signal.SIGKILL)
@@ -180,10 +168,8 @@ def test_restarts_before_a_replica_ran_for_long_do_not_count(tmp_path: Path, mon
                 await services.serving("judge")
             assert not watching.done()
 
-    asyncio.run(asyncio.wait_for(run(), 60))
 
-
-def test_any_interpreter_finds_this_package_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_any_interpreter_finds_this_package_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine's has no rl_megatron, and must not get the packages beside it."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     program = tmp_path / "server.py"
@@ -191,13 +177,9 @@ def test_any_interpreter_finds_this_package_alone(tmp_path: Path, monkeypatch: p
         "import os, rl_megatron.errors\nprint(os.listdir(os.environ['PYTHONPATH']))\nraise SystemExit(3)"
     )
     here, _ = running(configured(f"{sys.executable} -S {program}"), tmp_path)
-
-    async def run() -> None:
-        async with here.running():
-            pass
-
     with pytest.raises(ServiceError, match=r"ended with status 3[^$]*\['rl_megatron'\]"):
-        asyncio.run(asyncio.wait_for(run(), 60))
+        async with asyncio.timeout(60), here.running():
+            pass
     assert not list(tmp_path.glob("rl_megatron-*"))
 
 
@@ -213,18 +195,14 @@ def test_any_interpreter_finds_this_package_alone(tmp_path: Path, monkeypatch: p
         (f"{JUDGE} --no-such-path", "answered status 404 within services.judge.start_seconds=4"),
     ],
 )
-def test_one_that_does_not_start_is_named_with_its_last_lines(tmp_path: Path, command: str, said: str) -> None:
+async def test_one_that_does_not_start_is_named_with_its_last_lines(tmp_path: Path, command: str, said: str) -> None:
     """What was asked, for how long, and what it printed."""
     keys = ["services.judge.start_seconds=4"] + (["services.judge.health=/other"] if "no-such-path" in command else [])
     here, services = running(configured(command.replace("'", '"'), *keys), tmp_path)
     before = set(psutil.Process().children(recursive=True))
-
-    async def run() -> None:
-        async with here.running():
-            pass
-
     with pytest.raises(ServiceError, match=said):
-        asyncio.run(asyncio.wait_for(run(), 60))
+        async with asyncio.timeout(60), here.running():
+            pass
     assert set(psutil.Process().children(recursive=True)) <= before
     with pytest.raises(ServiceError, match="no replica of it serves now"):
         services.address("judge")

@@ -5,21 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
+from types import FrameType
 
 import pytest
 
 from launcher.processes.signals import until_signalled
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_the_address_is_printed_ends_the_wait_and_not_the_process(number: signal.Signals) -> None:
-    async def serve() -> None:
+@pytest.mark.parametrize(
+    ("number", "usual"), [(signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)]
+)
+async def test_a_signal_while_the_address_is_printed_ends_the_wait_and_not_the_process(
+    number: signal.Signals, usual: Callable[[int, FrameType | None], object]
+) -> None:
+    before = signal.signal(number, usual)  # a shell's job in the background ignores SIGINT
+    try:
         async with asyncio.timeout(10), until_signalled():
             os.kill(os.getpid(), number)
-
-    before = signal.getsignal(number)
-    asyncio.run(serve())
-    assert signal.getsignal(number) is before
+        assert signal.getsignal(number) is usual
+    finally:
+        signal.signal(number, before)
 
 
 def test_an_error_before_the_signal_is_not_waited_on() -> None:

@@ -11,7 +11,6 @@ import pytest
 
 import rl_megatron
 from launcher.runs.starts import record_start
-from rl_megatron.errors import DataError
 from rl_megatron.observability.report import write_report
 from tests.unit.observability.report_pages import Page, a_run
 
@@ -81,10 +80,27 @@ def test_an_installed_package_is_not_of_the_commit_around_its_environment(
         assert {name for name in row if name.startswith("code/")} == said
 
 
-def test_a_damaged_record_names_its_line(tmp_path: Path) -> None:
-    (tmp_path / "starts.jsonl").write_text('{"step": 0}\nx\n{"step": 1}\n')
-    with pytest.raises(DataError, match=r"starts\.jsonl"):
-        record_start(tmp_path, step=2, engine=None)
+def test_a_damaged_record_is_named_and_ends_neither_the_start_nor_the_page(tmp_path: Path) -> None:
+    """In the middle, as a last line, torn too; nothing that a resume needs is in the file."""
+    path, last = (run := a_run(tmp_path / "a")) / "starts.jsonl", '{"step": 1, "torch": "2.0"}'
+    for before, lines in (
+        (f"x\n\x00\n[]\n{last}\n", (1, 2, 3)),
+        (f"{last}\nx\n", (2,)),
+        (f'{last}\n\n{{"st', (2,)),
+        ("x", ()),
+    ):
+        path.write_text(before)
+        said = record_start(run, step=2, engine=None)
+        damaged = [line for line in said if line.startswith(f"{path}:")]
+        assert [int(line.split(":")[1]) for line in damaged] == [*lines]
+        assert all(line.endswith("; the run goes on without it") for line in damaged)
+        assert any("torch" in line and "from step 1, had 2.0" in line for line in said) == (last in before)
+        assert path.read_text().splitlines()[:-1] == before[: before.rfind("\n") + 1].splitlines()
+        assert json.loads(path.read_text().splitlines()[-1])["step"] == 2
+    path.write_text(f"{last}\nx\n")
+    left_out = list[str]()
+    assert "torch" in Page(write_report([run], tmp_path / "one.html", left_out.append)).text
+    assert [f"{path}:2: not JSON" in why for why in left_out] == [True]
 
 
 def test_a_page_shows_versions_and_how_those_of_runs_differ(tmp_path: Path) -> None:

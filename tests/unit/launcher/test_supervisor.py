@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import errno
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,7 @@ class Bed:
         await push(self.engine, version)
 
     async def reach(self, number: int, health: Health) -> None:
-        async with asyncio.timeout(LIMIT):
-            while self.engine.replicas.all[number].health is not health:
-                await asyncio.sleep(0.001)
+        await until(lambda: self.engine.replicas.all[number].health is health)
 
 
 @contextlib.asynccontextmanager
@@ -116,17 +114,10 @@ def fakes() -> Iterator[list[Fake]]:
         yield some
 
 
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(LIMIT):
-            await test()
-
-    asyncio.run(limited())
-
-
 async def until(true: Callable[[], object]) -> None:
-    while not true():
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(LIMIT):
+        while not true():
+            await asyncio.sleep(0.001)
 
 
 def stuck(fake: Fake, path: str) -> threading.Event:
@@ -143,54 +134,46 @@ def stuck(fake: Fake, path: str) -> threading.Event:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_requests_of_a_server_that_dies_are_answered_once_by_what_was_refitted(
+async def test_requests_of_a_server_that_dies_are_answered_once_by_what_was_refitted(
     fakes: list[Fake], replicas: int
 ) -> None:
     """By another replica, or, where there is none, by the new server; all by the version that is served."""
-
-    async def test() -> None:
-        async with bed(fakes[:replicas], fakes[2:], timeout_seconds=1000.0) as it:
-            await it.push(4)
-            go = stuck(fakes[0], "/generate")
-            requests = [asyncio.create_task(it.engine.generate(REQUEST)) for _ in range(6)]
-            await until(lambda: "/generate" in fakes[0].asked)
-            if replicas == 2:
-                it.may_start.clear()  # the other answers them before there is a new server
-            it.places[0].why.set_result("killed")
-            answers = await asyncio.gather(*requests)
-            it.may_start.set()
-            assert [[c.spans for c in answer] for answer in answers] == [[((0, 4),)]] * 6
-            await it.reach(0, Health.HEALTHY)
-            assert it.places[0].was_ended
-            orders = [path for path in fakes[2].asked if path != "/health"]
-            assert orders[:4] == ["/pause", "/load", "/resume", "/relabel"]
-            assert fakes[2].label == "4@t"
-            assert it.engine.metrics() == {"engine/healthy": replicas, "engine/restarts": 1}
-            go.set()
-
-    run(test)
+    async with bed(fakes[:replicas], fakes[2:], timeout_seconds=1000.0) as it:
+        await it.push(4)
+        go = stuck(fakes[0], "/generate")
+        requests = [asyncio.create_task(it.engine.generate(REQUEST)) for _ in range(6)]
+        await until(lambda: "/generate" in fakes[0].asked)
+        if replicas == 2:
+            it.may_start.clear()  # the other answers them before there is a new server
+        it.places[0].why.set_result("killed")
+        answers = await asyncio.gather(*requests)
+        it.may_start.set()
+        assert [[c.spans for c in answer] for answer in answers] == [[((0, 4),)]] * 6
+        await it.reach(0, Health.HEALTHY)
+        assert it.places[0].was_ended
+        orders = [path for path in fakes[2].asked if path != "/health"]
+        assert orders[:4] == ["/pause", "/load", "/resume", "/relabel"]
+        assert fakes[2].label == "4@t"
+        assert it.engine.metrics() == {"engine/healthy": replicas, "engine/restarts": 1}
+        go.set()
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_server_that_dies_of_a_push_gets_the_new_version(fakes: list[Fake], replicas: int) -> None:
+async def test_a_server_that_dies_of_a_push_gets_the_new_version(fakes: list[Fake], replicas: int) -> None:
     """The push goes on with the others; where there is none, with the new server, for which requests wait."""
-
-    async def test() -> None:
-        async with bed(fakes[:replicas], fakes[2:], timeout_seconds=1000.0) as it:
-            await it.push(4)
-            go = stuck(fakes[0], "/load")
-            pushing = asyncio.create_task(self_healing(it, 5))
-            await until(lambda: fakes[0].asked.count("/load") == 2)
-            waiting = asyncio.create_task(it.engine.generate(REQUEST))
-            it.places[0].why.set_result("killed")
-            await pushing
-            assert (await waiting)[0].spans == ((0, 5),)
-            await it.reach(0, Health.HEALTHY)
-            assert fakes[2].label == "5@t"
-            assert (await it.engine.generate(REQUEST))[0].spans == ((0, 5),)
-            go.set()
-
-    run(test)
+    async with bed(fakes[:replicas], fakes[2:], timeout_seconds=1000.0) as it:
+        await it.push(4)
+        go = stuck(fakes[0], "/load")
+        pushing = asyncio.create_task(self_healing(it, 5))
+        await until(lambda: fakes[0].asked.count("/load") == 2)
+        waiting = asyncio.create_task(it.engine.generate(REQUEST))
+        it.places[0].why.set_result("killed")
+        await pushing
+        assert (await waiting)[0].spans == ((0, 5),)
+        await it.reach(0, Health.HEALTHY)
+        assert fakes[2].label == "5@t"
+        assert (await it.engine.generate(REQUEST))[0].spans == ((0, 5),)
+        go.set()
 
 
 async def self_healing(it: Bed, version: int) -> None:
@@ -202,71 +185,57 @@ async def self_healing(it: Bed, version: int) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_server_that_dies_again_and_again_is_given_up(fakes: list[Fake], replicas: int) -> None:
-    async def test() -> None:
-        async with bed(fakes[:replicas], []) as it:
-            await it.push(4)
-            it.places[0].why.set_result("killed; its log ends with: out of memory")
-            await it.reach(0, Health.GONE)
-            assert it.engine.metrics() == {"engine/healthy": replicas - 1, "engine/restarts": 2}
-            if replicas == 2:
-                assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
-                return
-            with pytest.raises(EngineError, match="no Words server is left:\nno more ports"):
-                await it.engine.generate(REQUEST)
-
-    run(test)
-
-
-def test_a_start_that_the_system_refuses_is_one_failed_try(fakes: list[Fake]) -> None:
-    """Its log is on a file system that does not answer, or there are no more processes or ports."""
-
-    async def test() -> None:
-        async with bed(fakes[:1], fakes[2:]) as it:
-            await it.push(4)
-            it.faults.append(OSError(errno.ESTALE, "Stale file handle", "vllm_0.log"))
-            it.places[0].why.set_result("killed")
+async def test_a_server_that_dies_again_and_again_is_given_up(fakes: list[Fake], replicas: int) -> None:
+    async with bed(fakes[:replicas], []) as it:
+        await it.push(4)
+        it.places[0].why.set_result("killed; its log ends with: out of memory")
+        await it.reach(0, Health.GONE)
+        assert it.engine.metrics() == {"engine/healthy": replicas - 1, "engine/restarts": 2}
+        if replicas == 2:
             assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
-            assert it.engine.metrics() == {"engine/healthy": 1, "engine/restarts": 2}
+            return
+        with pytest.raises(EngineError, match="no Words server is left:\nno more ports"):
+            await it.engine.generate(REQUEST)
 
-    run(test)
+
+async def test_a_start_that_the_system_refuses_is_one_failed_try(fakes: list[Fake]) -> None:
+    """Its log is on a file system that does not answer, or there are no more processes or ports."""
+    async with bed(fakes[:1], fakes[2:]) as it:
+        await it.push(4)
+        it.faults.append(OSError(errno.ESTALE, "Stale file handle", "vllm_0.log"))
+        it.places[0].why.set_result("killed")
+        assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
+        assert it.engine.metrics() == {"engine/healthy": 1, "engine/restarts": 2}
 
 
-def test_without_restarts_the_run_ends_with_the_end_of_the_log(fakes: list[Fake]) -> None:
-    async def test() -> None:
-        async with bed(fakes[:1], fakes[2:], restarts=0) as it:
-            await it.push(4)
-            it.places[0].why.set_result("killed; its log ends with: out of memory")
-            await it.reach(0, Health.GONE)
-            with pytest.raises(EngineError, match="no Words server is left:\nkilled; its log ends with: out of memory"):
-                await it.engine.generate(REQUEST)
-
-    run(test)
+async def test_without_restarts_the_run_ends_with_the_end_of_the_log(fakes: list[Fake]) -> None:
+    async with bed(fakes[:1], fakes[2:], restarts=0) as it:
+        await it.push(4)
+        it.places[0].why.set_result("killed; its log ends with: out of memory")
+        await it.reach(0, Health.GONE)
+        with pytest.raises(EngineError, match="no Words server is left:\nkilled; its log ends with: out of memory"):
+            await it.engine.generate(REQUEST)
 
 
 @pytest.mark.parametrize("path", ["/health", "/generate"])
-def test_a_server_that_hangs_is_ended_and_its_requests_go_elsewhere(fakes: list[Fake], path: str) -> None:
+async def test_a_server_that_hangs_is_ended_and_its_requests_go_elsewhere(fakes: list[Fake], path: str) -> None:
     """It is not well when asked, or is, but makes no token of the request that it has."""
     limits = {"health_seconds": 1.5} if path == "/health" else {"timeout_seconds": 1.5}
-
-    async def test() -> None:
-        async with bed(fakes[:1], fakes[2:], **limits) as it:
-            await it.push(4)
-            go = stuck(fakes[0], "/generate")
-            health = stuck(fakes[0], "/health") if path == "/health" else go
-            assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
-            assert it.places[0].was_ended
-            assert fakes[2].asked.count("/generate") == 1
-            said = "it hangs or was stopped" if path == "/health" else "made no token in rollout.server.timeout_"
-            assert said in it.engine.replicas.all[0].reason
-            go.set()
-            health.set()
-
-    run(test)
+    async with bed(fakes[:1], fakes[2:], **limits) as it:
+        await it.push(4)
+        go = stuck(fakes[0], "/generate")
+        health = stuck(fakes[0], "/health") if path == "/health" else go
+        assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
+        assert it.places[0].was_ended
+        assert fakes[2].asked.count("/generate") == 1
+        said = "it hangs or was stopped" if path == "/health" else "made no token in rollout.server.timeout_"
+        assert said in it.engine.replicas.all[0].reason
+        go.set()
+        health.set()
 
 
 @pytest.mark.parametrize("limits", [{"timeout_seconds": 3.0}, {"health_seconds": 3.0}], ids=["a queue", "no health"])
-def test_a_server_that_makes_tokens_is_healthy_however_long_a_request_takes(
+async def test_a_server_that_makes_tokens_is_healthy_however_long_a_request_takes(
     fakes: list[Fake], limits: dict[str, float]
 ) -> None:
     """One request waits behind others; or the server is too busy to say that it is well. Looks come thrice a limit."""
@@ -282,59 +251,45 @@ def test_a_server_that_makes_tokens_is_healthy_however_long_a_request_takes(
             go.wait(LIMIT)
         return 200, {"label": fakes[0].label}
 
-    async def test() -> None:
-        async with bed(fakes[:1], [], **limits) as it:
-            await it.push(4)
-            fakes[0].answer = answer
-            assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
-            assert it.engine.metrics() == {"engine/healthy": 1, "engine/restarts": 0}
-
-    run(test)
+    async with bed(fakes[:1], [], **limits) as it:
+        await it.push(4)
+        fakes[0].answer = answer
+        assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
+        assert it.engine.metrics() == {"engine/healthy": 1, "engine/restarts": 0}
 
 
-def test_a_failed_request_is_no_death_where_the_server_says_that_it_is_well(fakes: list[Fake]) -> None:
+async def test_a_failed_request_is_no_death_where_the_server_says_that_it_is_well(fakes: list[Fake]) -> None:
     plain = fakes[0].answer
     fakes[0].answer = lambda path, body, number: (
         (500, {}) if path == "/generate" and fakes[0].asked.count(path) == 1 else plain(path, body, number)
     )
-
-    async def test() -> None:
-        async with bed(fakes[:1], []) as it:
-            await it.push(4)
-            assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
-            assert it.engine.metrics() == {"engine/healthy": 1, "engine/restarts": 0}
-
-    run(test)
+    async with bed(fakes[:1], []) as it:
+        await it.push(4)
+        assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
+        assert it.engine.metrics() == {"engine/healthy": 1, "engine/restarts": 0}
 
 
-def test_all_attempts_at_a_server_whose_death_is_known_only_afterwards_do_not_count(fakes: list[Fake]) -> None:
+async def test_all_attempts_at_a_server_whose_death_is_known_only_afterwards_do_not_count(fakes: list[Fake]) -> None:
     fakes[0].answer = lambda path, body, number: (503 if path == "/generate" else 200, {})
     go = stuck(fakes[0], "/health")
-
-    async def test() -> None:
-        async with bed(fakes[:1], fakes[2:]) as it:
-            await it.push(4)
-            request = asyncio.create_task(it.engine.generate(REQUEST))
-            await until(lambda: fakes[0].asked.count("/generate") == SECTION.retries + 1)
-            await until(lambda: not it.places[0].server.in_flight)  # the last attempt has failed too
-            it.places[0].why.set_result("killed")
-            assert (await request)[0].spans == ((0, 4),)
-            assert fakes[2].asked.count("/generate") == 1
-            go.set()
-
-    run(test)
+    async with bed(fakes[:1], fakes[2:]) as it:
+        await it.push(4)
+        request = asyncio.create_task(it.engine.generate(REQUEST))
+        await until(lambda: fakes[0].asked.count("/generate") == SECTION.retries + 1)
+        await until(lambda: not it.places[0].server.in_flight)  # the last attempt has failed too
+        it.places[0].why.set_result("killed")
+        assert (await request)[0].spans == ((0, 4),)
+        assert fakes[2].asked.count("/generate") == 1
+        go.set()
 
 
-def test_a_server_of_somebody_else_that_came_back_with_other_weights_is_refitted(fakes: list[Fake]) -> None:
-    async def test() -> None:
-        async with bed(fakes[:1], fakes[:1]) as it:
-            await it.push(4)
-            fakes[0].label = "default"
-            assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
-            assert "'default'" in it.engine.replicas.all[0].reason
-            assert fakes[0].label == "4@t"
-
-    run(test)
+async def test_a_server_of_somebody_else_that_came_back_with_other_weights_is_refitted(fakes: list[Fake]) -> None:
+    async with bed(fakes[:1], fakes[:1]) as it:
+        await it.push(4)
+        fakes[0].label = "default"
+        assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
+        assert "'default'" in it.engine.replicas.all[0].reason
+        assert fakes[0].label == "4@t"
 
 
 class Described(Words):
@@ -344,7 +299,7 @@ class Described(Words):
         return Description(version="1", dtype="float32", architecture=architecture, max_length=1000, problems=())
 
 
-def test_a_server_by_address_that_was_out_of_reach_serves_again_once_it_is_refitted(
+async def test_a_server_by_address_that_was_out_of_reach_serves_again_once_it_is_refitted(
     fakes: list[Fake], tmp_path: Path
 ) -> None:
     """Between a broken connection and its next answer it was started again, by somebody else."""
@@ -359,34 +314,28 @@ def test_a_server_by_address_that_was_out_of_reach_serves_again_once_it_is_refit
             raise ConnectionAbortedError
         return 200, {"label": fake.label}
 
-    async def test() -> None:
-        fake.answer = answer
-        servers = ServedEngines(config, Described(), model, tmp_path, read_shape(model))
-        async with servers.running(tmp_path / "mirror" / "model.safetensors") as engine:
+    fake.answer = answer
+    servers = ServedEngines(config, Described(), model, tmp_path, read_shape(model))
+    async with servers.running(tmp_path / "mirror" / "model.safetensors") as engine:
 
-            async def refit(url: str) -> None:
-                if engine.weights.stale(url):
-                    await engine.weights.load(Path("weights"), 4, only=url)
-                    await engine.weights.commit(4, only=url)
+        async def refit(url: str) -> None:
+            if engine.weights.stale(url):
+                await engine.weights.load(Path("weights"), 4, only=url)
+                await engine.weights.commit(4, only=url)
 
-            await push(engine, 4)
-            servers.refit = refit
-            assert (await engine.generate(REQUEST))[0].spans == ((0, 4),)
-            assert engine.metrics() == {"engine/healthy": 1, "engine/restarts": 1}
-            assert fake.asked.count("/load") == 2
-
-    run(test)
+        await push(engine, 4)
+        servers.refit = refit
+        assert (await engine.generate(REQUEST))[0].spans == ((0, 4),)
+        assert engine.metrics() == {"engine/healthy": 1, "engine/restarts": 1}
+        assert fake.asked.count("/load") == 2
 
 
-def test_a_supervisor_that_fails_is_no_endless_wait(fakes: list[Fake]) -> None:
-    async def test() -> None:
-        engine = ServedEngine(
-            Words(), [Server(fakes[0].url, token="t", timeout_seconds=60.0)], SECTION, max_length=8, vocab_size=10
-        )
-        waiting: Awaitable[object] = asyncio.ensure_future(engine.replicas.some(engine.replicas.healthy))
-        await asyncio.sleep(0)
-        engine.replicas.fail(RuntimeError("a fault of ours"))
-        with pytest.raises(RuntimeError, match="a fault of ours"):
-            await waiting
-
-    run(test)
+async def test_a_supervisor_that_fails_is_no_endless_wait(fakes: list[Fake]) -> None:
+    engine = ServedEngine(
+        Words(), [Server(fakes[0].url, token="t", timeout_seconds=60.0)], SECTION, max_length=8, vocab_size=10
+    )
+    waiting: Awaitable[object] = asyncio.ensure_future(engine.replicas.some(engine.replicas.healthy))
+    await asyncio.sleep(0)
+    engine.replicas.fail(RuntimeError("a fault of ours"))
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        await waiting

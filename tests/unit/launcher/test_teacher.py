@@ -121,7 +121,8 @@ def test_a_reference_with_other_tokens_or_without_weights_is_refused(folders: di
         "2 of the policy's 259 tokens have other ids, as 'a', 97 and 98; give a model of the same tokenizer"
     )
     (found,) = problems(config_of({**folders, "none": tmp_path / "none"}, "none"))
-    assert found.startswith(f"algorithm.kl.reference={tmp_path}/none: it has no config.json")
+    missing = f"there is no such folder, as seen from {Path.cwd()}"
+    assert found.startswith(f"algorithm.kl.reference={tmp_path}/none: {missing}; give")
 
 
 def critic_of(folders: dict[str, Path], path: Path) -> RunConfig:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -224,9 +225,33 @@ def test_an_interpreter_that_does_not_answer_is_not_waited_for(tmp_path: Path, m
     silent = tmp_path / "python"
     silent.write_text("#!/bin/sh\nexec sleep 600\n")
     silent.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"it has not said in 0\.2 s whether vLLM is installed"):
+    with pytest.raises(ConfigError, match=r"has not said in 0\.2 s whether vLLM is installed"):
         asyncio.run(interpreter.check_interpreter(silent, adapter))
+    with pytest.raises(ConfigError, match=r"nowhere: it does not start, or has not said"):
+        asyncio.run(interpreter.check_interpreter(tmp_path / "nowhere", adapter))
     monkeypatch.setattr(interpreter, "ANSWER_SECONDS", 60.0)
-    silent.write_text("#!/bin/sh\nexit 1\n")
+    silent.write_text("#!/bin/sh\necho False\n")
     with pytest.raises(ConfigError, match="vLLM is not installed there"):
         asyncio.run(interpreter.check_interpreter(silent, adapter))
+
+
+def test_a_stop_does_not_wait_for_an_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter still runs once the event loop is closed, and is ended here."""
+    monkeypatch.setattr(interpreter, "ANSWER_SECONDS", 10.0)
+    os.mkfifo(begun := tmp_path / "begun")
+    silent = tmp_path / "python"
+    silent.write_text(f"#!/bin/sh\necho $$ >{begun}\nexec sleep 600\n")
+    silent.chmod(0o755)
+    pid = list[int]()
+
+    async def stopped() -> None:
+        checking = asyncio.ensure_future(
+            interpreter.check_interpreter(silent, VLLMAdapter(model_shape("qwen3-30b-a3b")))
+        )
+        pid.append(int(await asyncio.to_thread(begun.read_text)))
+        checking.cancel()
+        await asyncio.wait([checking])
+        assert checking.cancelled()
+
+    asyncio.run(stopped())
+    os.kill(pid[0], signal.SIGKILL)  # nobody has waited for its end, or given it up

@@ -185,6 +185,9 @@ def test_the_report_is_the_one_of_now(run: Path, tmp_path: Path) -> None:
             file.write(json.dumps({"phase": "rl", "step": 7, "reward/mean": 0.123456}) + "\n")
         status, later, page = client.ask("/report", If_None_Match=headers["etag"])
         assert (status, later["etag"] != headers["etag"], "7 of 6" in page) == (200, True, True)
+        (folder / "starts.jsonl").write_text('{"step": 7, "time": "t", "torch": "2.99.0"}\n')
+        status, later, page = client.ask("/report", If_None_Match=later["etag"])
+        assert (status, "2.99.0" in page) == (200, True)
         with run_log(folder, role="rank", rank=3):
             logging.getLogger("launcher").error("the watchdog says <b>")
         status, last, page = client.ask("/report", If_None_Match=later["etag"], Accept_Encoding="gzip, br")

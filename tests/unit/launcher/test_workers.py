@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import resource
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, cast
@@ -22,7 +22,7 @@ from launcher.wire import messages
 from launcher.wire.setup import Setup
 from launcher.worker.models import RankModels
 from launcher.worker.process import say_alive, telling
-from rl_megatron.errors import CheckpointError, RLMegatronError
+from rl_megatron.errors import CheckpointError, RLMegatronError, SyncError, WorkerDied
 
 
 class _Process:
@@ -39,24 +39,21 @@ class _Process:
     async def ending(self) -> Ending:
         return Ending(how="ended", expected=True, killed=False)
 
-    def wake(self) -> None: ...
+    async def wake(self) -> None: ...
 
     def kill(self) -> None: ...
 
 
-def _with_a_rank(check: Callable[[WorkerHandle, Connection], Coroutine[Any, Any, None]]) -> None:
-    """Have ``check`` use both ends of a rank's stream."""
-
-    async def main() -> None:
-        ours, theirs = Pipe()
-        handle = WorkerHandle(_Process(ours), Failure(), None)
-        try:
-            await check(handle, theirs)
-        finally:
-            theirs.close()
-            await handle.stop()
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def _a_rank() -> AsyncIterator[tuple[WorkerHandle, Connection]]:
+    """Both ends of a rank's stream."""
+    ours, theirs = Pipe()
+    handle = WorkerHandle(_Process(ours), Failure(), None)
+    try:
+        yield handle, theirs
+    finally:
+        theirs.close()
+        await handle.stop()
 
 
 async def _answered(answer: asyncio.Future[Any], rank: Connection) -> None:
@@ -65,10 +62,9 @@ async def _answered(answer: asyncio.Future[Any], rank: Connection) -> None:
     await answer
 
 
-def test_only_a_rank_that_was_asked_can_make_no_progress() -> None:
+async def test_only_a_rank_that_was_asked_can_make_no_progress() -> None:
     """A rollout by servers or a slow reward leaves the learner's ranks without work for as long as it takes."""
-
-    async def check(handle: WorkerHandle, rank: Connection) -> None:
+    async with _a_rank() as (handle, rank):
         await _answered(handle.prepare(cast(Setup, None)), rank)
         for _ in range(1000):
             handle.tick()
@@ -81,11 +77,13 @@ def test_only_a_rank_that_was_asked_can_make_no_progress() -> None:
         handle.tick()
         assert handle.still == 0
 
-    _with_a_rank(check)
 
+async def test_a_large_answer_that_arrives_slowly_is_no_silence() -> None:
+    def rank_sends(part: bytes) -> None:
+        while part:
+            part = part[os.write(rank.fileno(), part) :]
 
-def test_a_large_answer_that_arrives_slowly_is_no_silence() -> None:
-    async def check(handle: WorkerHandle, rank: Connection) -> None:
+    async with _a_rank() as (handle, rank):
         await _answered(handle.prepare(cast(Setup, None)), rank)
         answer = handle.call("generate")
         await asyncio.to_thread(messages.receive, rank)
@@ -94,18 +92,12 @@ def test_a_large_answer_that_arrives_slowly_is_no_silence() -> None:
             for _ in range(100):
                 handle.tick()
             assert (handle.quiet, handle.still) == (100, 100)
-            await asyncio.to_thread(rank_sends, rank, large[first : first + 400_000])
+            await asyncio.to_thread(rank_sends, large[first : first + 400_000])
             async with asyncio.timeout(20):
                 while handle.quiet:
                     await asyncio.sleep(0)
             assert handle.still == 0
         assert (await answer).sum() == 300_000 * 299_999 // 2
-
-    def rank_sends(rank: Connection, part: bytes) -> None:
-        while part:
-            part = part[os.write(rank.fileno(), part) :]
-
-    _with_a_rank(check)
 
 
 class _Unsound(BaseException):
@@ -124,21 +116,36 @@ class _Unsound(BaseException):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
-def test_the_controller_hears_whatever_ends_a_rank(error: BaseException, said: str) -> None:
-    async def main() -> None:
-        ours, theirs = Pipe()
-        failure = Failure()
-        handle = WorkerHandle(_Process(ours), failure, None)
-        with telling(theirs):
-            raise error
-        try:
+async def test_the_controller_hears_whatever_ends_a_rank(error: BaseException, said: str) -> None:
+    ours, theirs = Pipe()
+    failure = Failure()
+    handle = WorkerHandle(_Process(ours), failure, None)
+    with telling(theirs):
+        raise error
+    try:
+        with pytest.raises(RLMegatronError, match=said):
             await asyncio.wait_for(failure.known, 600)
-        finally:
-            theirs.close()
-            await handle.stop()
+    finally:
+        theirs.close()
+        await handle.stop()
 
-    with pytest.raises(RLMegatronError, match=said):
-        asyncio.run(main())
+
+async def test_a_dead_rank_is_named_and_not_the_push_that_it_broke() -> None:
+    """The rank that waited for it may say so before the news of its end."""
+    ours, theirs = Pipe()
+    failure = Failure()
+    handle = WorkerHandle(_Process(ours), failure, None)
+    with telling(theirs):
+        raise SyncError("rank 0 waited for 8 bytes from rank 1")
+    try:
+        while not handle._raised:
+            await asyncio.sleep(0)
+        failure.report(WorkerDied("rank 1 was killed by signal 9"), at_once=True)
+        with pytest.raises(WorkerDied, match="killed by signal 9"):
+            await asyncio.wait_for(failure.known, 600)
+    finally:
+        theirs.close()
+        await handle.stop()
 
 
 def test_a_rank_that_can_no_longer_say_that_it_lives_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner import logprobs as module
-from rl_megatron.learner.logprobs import head_logprobs, token_logprobs
+from rl_megatron.learner.logprobs import head_logprobs, logit_norms, token_logprobs
 from rl_megatron.options import head
 from rl_megatron.options.head import OutputHead
 from rl_megatron.options.option import Elements, Rank
@@ -53,6 +53,28 @@ def test_value_entropy_and_gradient_are_those_of_log_softmax(
     torch.testing.assert_close(logits.grad[:, :vocab].double(), exact.grad, rtol=rounding, atol=rounding)
     assert not logits.grad[:, vocab:].any()
     assert torch.equal(logits.detach(), before)
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(37, 37), (37, 48)])
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_norms_are_those_of_the_gradient_in_the_logits(vocab: int, rows: int, chunk: int) -> None:
+    """Of float64's autograd, and of the paper's closed form; also of a target that is nearly certain, or nearly
+    impossible, where float32's closed form is rounding alone."""
+    g = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(10, rows, generator=g) * 4, torch.randint(0, vocab, (10,), generator=g)
+    logits[0, targets[0]], logits[1, targets[1]] = 18.0, -200.0
+    before = logits.clone()
+    cut = {"rows": rows, "temperature": 0.7, "vocab_size": vocab, "chunk": chunk}
+    found = logit_norms(logits, targets, lambda x: x, **cut)
+    scaled = (logits.double()[:, :vocab] / 0.7).requires_grad_()
+    said = scaled.log_softmax(-1).gather(1, targets[:, None])
+    (gradient,) = torch.autograd.grad(said.sum(), scaled)
+    wanted = gradient.square().sum(1)
+    p = scaled.detach().softmax(-1)
+    torch.testing.assert_close(wanted, 1 - 2 * said.detach().exp().squeeze(1) + p.square().sum(1), rtol=0, atol=1e-14)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
+    assert 0 < found[0] < 1e-8  # where 1 - 2 p + the sum of all p² is 0 in float32
+    assert torch.equal(logits, before)
 
 
 def test_extreme_logits_stay_finite() -> None:

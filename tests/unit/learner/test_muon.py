@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from rl_megatron.learner.model.experts import FusedExperts
 from rl_megatron.learner.muon.matrices import WHOLE, Matrices, find_matrices
 from rl_megatron.learner.muon.newton_schulz import Muon, orthogonalised
 from rl_megatron.learner.muon.shared import _BUCKET, _buckets, share_out
+from rl_megatron.models.named import NAMED
+from rl_megatron.scaling.time import step_terms
+from rl_megatron.weights.layouts.families import hf_layout
+from tests.unit.scaling.test_time import IDEAL, work
 
 SHAPES = [(48, 32), (32, 48), (16, 16), (3, 70)]
 SETTINGS = [
@@ -114,3 +120,28 @@ def test_weights_travel_in_buckets_of_a_limited_size_and_one_dtype() -> None:
     small = torch.empty(3, dtype=torch.bfloat16, device="meta")
     found = [len(bucket) for bucket in _buckets([half, half, half, small, small])]
     assert found == [2, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])
+@pytest.mark.parametrize(
+    ("degrees", "shared", "of_experts"),
+    [({}, 1, 1), ({"tp": 4, "dp": 2, "ep": 8}, 2, 8), ({"pp": 2, "dp": 8, "ep": 2}, 16, 16)],
+)
+def test_the_planner_counts_the_products_of_the_iteration(
+    name: str, degrees: dict[str, int], shared: int, of_experts: int
+) -> None:
+    """As torch counts them of the iteration itself, over the matrices of the checkpoint on disk; stages and
+    data-parallel ranks share them out, dense ones ``shared`` ways, experts, with ``ep``, ``of_experts``."""
+    layout, flops = hf_layout(NAMED[name]), {False: 0.0, True: 0.0}
+    for spec in layout.rows():
+        size, is_expert = layout.first_chunk(spec)[0].shape, "{expert}" in spec.name
+        if "{layer}" in spec.name and len(size) == 2:
+            with FlopCounterMode(display=False) as counted:
+                orthogonalised(torch.empty(size, device="meta"), 5, torch.bfloat16)
+            each = layout.shape.num_experts if is_expert else 1
+            flops[is_expert] += counted.get_total_flops() * each * len(layout.layer_stages(spec))
+    given = replace(work(name, **degrees), muon=5)
+    found, without = step_terms(given, IDEAL), step_terms(replace(given, muon=0), IDEAL)
+    expected = (flops[False] / shared + flops[True] / of_experts) / 989.5e12
+    assert found.pop("orthogonalisation") == pytest.approx(expected, rel=1e-6)
+    assert found == without

@@ -142,7 +142,6 @@ def test_a_step_without_a_backward_pass_is_refused(hf: Path) -> None:
 
 
 def test_a_model_is_asked_for_what_it_can_say(hf: Path) -> None:
-    with pytest.raises(
-        RLMegatronError, match=r"\['entropy', 'logits', 'logprobs', 'top'\] of a position, not \['values'\]"
-    ):
+    said = r"\['entropy', 'logit_norms', 'logits', 'logprobs', 'top'\] of a position, not \['values'\]"
+    with pytest.raises(RLMegatronError, match=said):
         policy(hf).score([samples()], frozenset({"values", "logprobs"}))

@@ -1,5 +1,6 @@
 """A reference that follows the policy, on a rank that holds both: numpy's moving average of the weights that passes
-compute with, also in bfloat16 and of adapters; and a checkpoint has it to the bit."""
+compute with, also in bfloat16 and of adapters; and a checkpoint has it to the bit. And the reset of moments beside it.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
+from torch import Tensor
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from launcher.wire.setup import Setup
 from launcher.worker.models import RankModels
+from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.learner.checkpoint.companions import holds_beside
@@ -24,6 +27,7 @@ from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.bytes.moving_average import MovingAverage
 from rl_megatron.weights.checkpoints.contents import contents
 from rl_megatron.weights.checkpoints.convert import megatron_to_hf
+from tests.distributed.test_plane import sampled
 
 RATE = 0.25
 GIVEN = ("algorithm=grpo", "algorithm.kl.coefficient=0.1", f"algorithm.kl.follow_rate={RATE}", "learner.ep=1")
@@ -123,6 +127,49 @@ def test_it_is_the_moving_average_and_a_checkpoint_has_it(keys: tuple[str, ...],
     else:
         megatron_to_hf(shards, out, config=policy)
     assert names_in(out) == names_in(policy)  # of the policy's tensors alone
+
+
+def stepped(rank: RankModels) -> list[Tensor]:
+    """The weights after an optimizer step, and those that it stepped: in bfloat16 others."""
+    learner, samples = rank._learners["policy"], sampled([7, 12])
+    tokens = int(samples.mask.sum())
+    learner.backward([samples], CrossEntropy(), num_tokens=tokens, num_sequences=2)
+    learner.step(0.02)
+    return [tensor.clone() for tensor in held_by(rank)]
+
+
+def held_by(rank: RankModels) -> list[Tensor]:
+    learner = rank._learners["policy"]
+    main = [p for group in learner._optimizer.param_groups for p in group["params"]]
+    return [*learner.tensors.values(), *(p.detach() for p in main)]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [(), ("learner.dtype=bfloat16",), ("learner.optimizer.name=muon",)],
+    ids=["float32", "bfloat16", "muon"],
+)
+def test_after_a_reset_of_moments_the_next_steps_are_those_of_a_new_optimizer(
+    keys: tuple[str, ...], tmp_path: Path
+) -> None:
+    """To the bit, also where a checkpoint is between them."""
+    policy, shards = make_tiny_model(TinyModelSection(num_layers=1), tmp_path, seed=0), tmp_path / "shards"
+    with rank_of(policy, tmp_path / "run", *keys) as rank:
+        stepped(rank)
+        weights = stepped(rank)
+        rank.reset_moments("policy")
+        assert all(torch.equal(one, other) for one, other in zip(held_by(rank), weights, strict=True))
+        save(rank, shards)
+        wanted = [stepped(rank), stepped(rank)]
+    for name in ("fresh", "resumed"):
+        with rank_of(policy, tmp_path / name, *keys) as rank:
+            if name == "resumed":
+                rank.load("policy", shards)
+            else:
+                for tensor, weight in zip(held_by(rank), weights, strict=True):
+                    tensor.copy_(weight)
+            for number, after in enumerate(wanted):
+                assert all(torch.equal(*pair) for pair in zip(stepped(rank), after, strict=True)), (name, number)
 
 
 def names_in(folder: Path) -> set[str]:

@@ -9,10 +9,12 @@ from rl_megatron.models import experts, linear
 from rl_megatron.models.experts import PackedExperts
 
 
-def test_onednn_leads_where_it_alone_uses_avx_512() -> None:
+def test_a_library_leads_where_it_uses_avx_512() -> None:
     found = torch.cpu.get_capabilities()  # of the library cpuinfo
-    mkl_as_wide = str(found.get("cpu_name")).startswith("Intel") or not found.get("avx512_f")
-    assert linear.ONEDNN_LEADS is (linear.HAS_ONEDNN and not (mkl_as_wide and torch.backends.mkl.is_available()))
+    of_intel, wide = str(found.get("cpu_name")).startswith("Intel"), bool(found.get("avx512_f"))
+    mkl = torch.backends.mkl.is_available()
+    assert linear.ONEDNN_LEADS is (linear.HAS_ONEDNN and not (mkl and (of_intel or not wide)))
+    assert linear.MKL_IS_WIDE is (mkl and of_intel and wide)
 
 
 @pytest.mark.parametrize("leads", [False, True])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_megatron.errors import DataError
-from rl_megatron.observability.curves import HEADLINES, SECTIONS
+from rl_megatron.observability import report
 from rl_megatron.observability.files import JsonRow, read_jsonl
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.metrics.table import METRICS, PHASE_SECONDS
@@ -243,7 +243,8 @@ def test_no_folder_and_a_folder_given_twice_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_number_of_a_run_has_a_place_on_the_page() -> None:
-    curves = [*HEADLINES, *(curve for _, section in SECTIONS for curve in section)]
+    curves = [metric.curve for metric in METRICS.values() if metric.curve]
+    assert {curve.section for curve in curves} == {"Headlines", *report._SECTIONS}
     shown = {name for c in curves for name in (c.metric, c.spread, c.low, c.high, c.peak)} - {None}
     shown |= {f"seconds/{phase}" for phase in PHASE_SECONDS}
     axes_and_totals = {

@@ -318,15 +318,56 @@ def test_wandb_that_fails_is_warned_of_once_and_the_run_goes_on(
     assert package.init.return_value.log.call_count == {"log": 1, "finish": 3}.get(fails, 0)
 
 
-def test_wandb_has_so_much_time_for_its_end_and_is_then_left(
+@pytest.mark.parametrize(
+    ("hangs", "why"),
+    [
+        ("init", "it did not begin in 0.01 s"),
+        ("log", "it did not take a row in 0.01 s"),
+        ("finish", "its last rows are not sent in 0.01 s"),
+    ],
+)
+def test_wandb_has_so_much_time_for_each_call_and_is_then_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hangs: str, why: str
+) -> None:
+    """Else a row that never ends keeps the run waiting until `run.watchdog_disk_seconds` ends it."""
+    package, torn_down, calls = MagicMock(), threading.Event(), list[str]()
+
+    def hang(*_: object, **__: object) -> None:
+        calls.append(hangs)
+        torn_down.wait()
+
+    def next_is(call: str) -> None:
+        for name in ("_WANDB_SECONDS", "_WANDB_BEGINS_SECONDS") if call == hangs else ():
+            monkeypatch.setattr(f"rl_megatron.observability.metrics.writer.{name}", 0.01)
+
+    setattr(package if hangs == "init" else package.init.return_value, hangs, hang)
+    package.teardown.side_effect = torn_down.set  # W&B's, by which Python's end does not wait for it
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    with caplog.at_level(logging.WARNING):
+        writer = MetricsWriter(tmp_path, wandb="online")  # a run's start, on its event loop, does not wait
+        next_is("init")
+        next_is("log")
+        for step in (1, 2, 3):
+            writer.write({**ROW, "step": step})
+        next_is("finish")
+        writer.close()
+    assert [row["step"] for row in _rows(tmp_path)] == [1, 2, 3]
+    (warning,) = caplog.messages
+    assert f"W&B gets no more of this run, which goes on; metrics.jsonl has all rows: {why}" in warning
+    assert calls == [hangs]
+    assert torn_down.wait(30)
+
+
+def test_wandb_that_has_not_begun_at_a_runs_end_has_no_more_time_than_for_its_last_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    package, sent = MagicMock(), threading.Event()
-    package.init.return_value.finish = sent.wait
-    package.teardown.side_effect = sent.set  # W&B's, by which Python's end does not wait for it
+    """As of a run that is stopped before its first row, to which a time limit leaves half a minute."""
+    package, torn_down = MagicMock(), threading.Event()
+    package.init.side_effect = lambda **_: torn_down.wait()
+    package.teardown.side_effect = torn_down.set
     monkeypatch.setitem(sys.modules, "wandb", package)
     monkeypatch.setattr("rl_megatron.observability.metrics.writer._WANDB_SECONDS", 0.01)
-    with caplog.at_level(logging.WARNING):
-        MetricsWriter(tmp_path, wandb="online").close()
-    assert "its last rows are not sent after 0.01 s" in caplog.text
-    assert sent.wait(30)
+    monkeypatch.setattr("rl_megatron.observability.metrics.writer._WANDB_BEGINS_SECONDS", 5.0)
+    MetricsWriter(tmp_path, wandb="online").close()
+    (warning,) = caplog.messages
+    assert warning.endswith("it did not begin in 0.01 s")

@@ -156,6 +156,18 @@ def test_completions_of_a_group_are_beside_one_another(tmp_path: Path) -> None:
     assert [row.reward for row in found] == [1, 0]
 
 
+def test_a_prompt_of_messages_is_shown_whole(tmp_path: Path) -> None:
+    """Of an environment, whose prompt's own text is that of the last message alone."""
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    said = [{"role": "developer", "content": "Be brief."}, called, {"role": "tool", "content": "7"}]
+    (group,) = [_group("7", (1,))]
+    group = replace(group, prompt=replace(group.prompt, messages=tuple(said)))
+    with closing(Recorder(tmp_path, LogSection(tensorboard=False), Progress(1, "plain"))) as recorder:
+        recorder.write_samples(3, [group])
+    (row,) = read_samples(tmp_path / "samples.jsonl")
+    assert row.prompt == 'developer: Be brief.\n\nassistant: [{"function": {"name": "add"}}]\n\ntool: 7'
+
+
 def test_a_row_that_is_written_again_is_of_the_process_that_made_the_step(tmp_path: Path) -> None:
     log, row = LogSection(tensorboard=False), {"step": 1, "phase": "rl"}
     before = {"devices/learner": 8, "devices/engines": 8}
@@ -166,7 +178,7 @@ def test_a_row_that_is_written_again_is_of_the_process_that_made_the_step(tmp_pa
     assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "phase": "rl", **before, "eval/accuracy": 0.5}]
 
 
-def test_the_loop_turns_while_rows_are_written_and_they_keep_their_order(
+async def test_the_loop_turns_while_rows_are_written_and_they_keep_their_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a disk that answers only once the loop has gone on; a caller that is cancelled leaves no part of a row."""
@@ -176,7 +188,8 @@ def test_the_loop_turns_while_rows_are_written_and_they_keep_their_order(
         assert synced.wait(10.0)
         fsync(descriptor)
 
-    async def write(recorder: Recorder) -> list[bool]:
+    monkeypatch.setattr("rl_megatron.observability.files.os.fsync", slow)
+    with closing(Recorder(tmp_path, LogSection(tensorboard=False), Progress(3, "plain"))) as recorder:
         rows = ({"step": step, "phase": phase} for step, phase in ((1, "rl"), (2, "rl"), (1, "eval"), (3, "rl")))
         first, *others, last = [asyncio.create_task(recorder.write(row)) for row in rows]
         await asyncio.sleep(0)  # all have begun
@@ -186,11 +199,7 @@ def test_the_loop_turns_while_rows_are_written_and_they_keep_their_order(
         before = [one.done() for one in others]
         synced.set()
         await asyncio.gather(*others)
-        return before
-
-    monkeypatch.setattr("rl_megatron.observability.files.os.fsync", slow)
-    with closing(Recorder(tmp_path, LogSection(tensorboard=False), Progress(3, "plain"))) as recorder:
-        assert asyncio.run(write(recorder)) == [False, False]
+        assert before == [False, False]
     written = [(row["step"], row["phase"]) for row in read_jsonl(tmp_path / "metrics.jsonl")]
     assert written == [(1, "rl"), (2, "rl"), (1, "eval")]
 

@@ -76,7 +76,7 @@ def test_without_padding_in_its_config_a_text_is_read_at_its_last_token(tmp_path
     torch.testing.assert_close(torch.tensor(score(folder)), wanted)
 
 
-def test_a_group_that_is_given_up_ends_with_its_batch_and_none_is_computed_beside_it(
+async def test_a_group_that_is_given_up_ends_with_its_batch_and_none_is_computed_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without padding in its config each batch chooses one, which transformers reads at the end of a forward pass."""
@@ -96,37 +96,32 @@ def test_a_group_that_is_given_up_ends_with_its_batch_and_none_is_computed_besid
         inside -= 1
         return found
 
-    async def scores() -> list[float]:
-        reward = resolve_reward(RewardSection.model_validate({"function": f"hf:{folder}", "model": {"batch_size": 2}}))
-        late = asyncio.ensure_future(reward(PROMPT, [DONE] * len(TEXTS), TEXTS))
-        await asyncio.to_thread(entered.wait)
-        late.cancel()
-        await asyncio.wait([late])
-        then = asyncio.ensure_future(reward(PROMPT, [DONE] * len(TEXTS), TEXTS))
-        await asyncio.sleep(0)
-        go_on.set()
-        return [one.total for one in await then]
-
     wanted = expected(folder, [ids_of(PROMPT.text + text) for text in TEXTS])[:, 0]
     monkeypatch.setattr(LlamaForSequenceClassification, "forward", watched)
-    found = asyncio.run(scores())
+    reward = resolve_reward(RewardSection.model_validate({"function": f"hf:{folder}", "model": {"batch_size": 2}}))
+    late = asyncio.ensure_future(reward(PROMPT, [DONE] * len(TEXTS), TEXTS))
+    await asyncio.to_thread(entered.wait)
+    late.cancel()
+    await asyncio.wait([late])
+    then = asyncio.ensure_future(reward(PROMPT, [DONE] * len(TEXTS), TEXTS))
+    await asyncio.sleep(0)
+    go_on.set()
+    found = [one.total for one in await then]
     batches[0].join()
     torch.testing.assert_close(torch.tensor(found), wanted)
     assert (most, batches.count(batches[0])) == (1, 1)
 
 
-def test_a_group_waits_for_others_without_its_time_limit(tmp_path: Path) -> None:
-    async def scored() -> list[float]:
-        reward = ClassifierReward(make(tmp_path, num_labels=1), RewardSection().model, key="reward")
-        await reward._turn.acquire()
-        async with CallLimit(60.0) as limit:
-            asked = asyncio.create_task(reward(PROMPT, [DONE], ["c"]))
-            await asyncio.sleep(0)
-            assert not limit.runs
-            reward._turn.release()
-            return [one.total for one in await asked]
-
-    torch.testing.assert_close(asyncio.run(scored()), expected(tmp_path, [ids_of("a b c")])[:, 0].tolist())
+async def test_a_group_waits_for_others_without_its_time_limit(tmp_path: Path) -> None:
+    reward = ClassifierReward(make(tmp_path, num_labels=1), RewardSection().model, key="reward")
+    await reward._turn.acquire()
+    async with CallLimit(60.0) as limit:
+        asked = asyncio.create_task(reward(PROMPT, [DONE], ["c"]))
+        await asyncio.sleep(0)
+        assert not limit.runs
+        reward._turn.release()
+        scored = [one.total for one in await asked]
+    torch.testing.assert_close(scored, expected(tmp_path, [ids_of("a b c")])[:, 0].tolist())
 
 
 def test_several_models_are_weighed_and_each_ones_score_is_kept(tmp_path: Path) -> None:

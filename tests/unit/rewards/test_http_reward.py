@@ -198,7 +198,9 @@ def test_no_server_is_named_after_all_attempts() -> None:
             score(f"http://127.0.0.1:{held.getsockname()[1]}", "a", options={"retries": 2})
 
 
-def test_a_service_that_is_being_restarted_is_waited_for_outside_of_attempts_and_their_limit(server: Server) -> None:
+async def test_a_service_that_is_being_restarted_is_waited_for_beside_attempts_and_their_limit(
+    server: Server,
+) -> None:
     services = Services({"judge": ServiceSection(command="judge")})
 
     async def asked(limit: float, then: Callable[[], None]) -> list[Scored]:
@@ -210,13 +212,13 @@ def test_a_service_that_is_being_restarted_is_waited_for_outside_of_attempts_and
         return list(await asking)
 
     address = ServiceAddress(url=f"http://127.0.0.1:{server.server_port}", key="new")
-    assert asyncio.run(asked(60.0, lambda: services.serves("judge", 0, address))) == [Scored(total=4.0)]
+    assert await asked(60.0, lambda: services.serves("judge", 0, address)) == [Scored(total=4.0)]
     with pytest.raises(RewardError, match="'train:7': service judge: no replica of it serves now; it was given up"):
-        asyncio.run(asked(0.01, lambda: services.given_up("judge", 0)))
+        await asked(0.01, lambda: services.given_up("judge", 0))
     assert len(server.asked) == 1
 
 
-def test_no_more_requests_are_in_flight_than_allowed(server: Server) -> None:
+async def test_no_more_requests_are_in_flight_than_allowed(server: Server) -> None:
     together, most, full = 0, 0, threading.Barrier(3)
 
     def answer(body: dict[str, Any], number: int) -> Answer:
@@ -232,12 +234,8 @@ def test_no_more_requests_are_in_flight_than_allowed(server: Server) -> None:
 
     server.answer = answer
     section = RewardSection(function=server.url, http={"concurrency": 3})
-
-    async def many() -> list[Any]:
-        reward = resolve_reward(section)
-        return await asyncio.gather(*(reward(PROMPT, [DONE], ["a"]) for _ in range(9)))
-
-    assert asyncio.run(many()) == [[Scored(total=1.0)]] * 9
+    reward = resolve_reward(section)
+    assert (await asyncio.gather(*(reward(PROMPT, [DONE], ["a"]) for _ in range(9)))) == [[Scored(total=1.0)]] * 9
     assert most == 3
 
 

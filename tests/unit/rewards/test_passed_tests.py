@@ -221,7 +221,7 @@ def test_a_sandbox_that_runs_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -
         rewarded(DOUBLE, ["x", "y"], SandboxSection(type="docker", image="none"))
 
 
-def test_groups_that_wait_for_slots_end_in_the_order_in_which_they_came() -> None:
+async def test_groups_that_wait_for_slots_end_in_the_order_in_which_they_came() -> None:
     groups, texts, tests, ran = 4, 2, 3, list[int]()
 
     class Noting(Executor):
@@ -231,15 +231,12 @@ def test_groups_that_wait_for_slots_end_in_the_order_in_which_they_came() -> Non
             await asyncio.sleep(0)
             return Ran(ended="done", exit=0, stdout="1", stderr="", seconds=0.0)
 
-    async def score() -> None:
-        sandbox = Sandbox(SandboxSection(concurrency=1))
-        sandbox._executor = Noting()
-        reward = resolve_reward("tests", sandbox=sandbox)
-        given = [{"tests": [{"input": str(group), "output": "1"}] * tests} for group in range(groups)]
-        prompts = [Prompt(id="p", text="", token_ids=(0,), answer="", meta=one) for one in given]
-        await asyncio.gather(*(reward(prompt, [DONE] * texts, ["x"] * texts) for prompt in prompts))
-
-    asyncio.run(score())
+    sandbox = Sandbox(SandboxSection(concurrency=1))
+    sandbox._executor = Noting()
+    reward = resolve_reward("tests", sandbox=sandbox)
+    given = [{"tests": [{"input": str(group), "output": "1"}] * tests} for group in range(groups)]
+    prompts = [Prompt(id="p", text="", token_ids=(0,), answer="", meta=one) for one in given]
+    await asyncio.gather(*(reward(prompt, [DONE] * texts, ["x"] * texts) for prompt in prompts))
     ends = [len(ran) - 1 - ran[::-1].index(group) for group in range(groups)]
     # Where one text alone is left, a later group runs a test while its next comes.
     assert all(end < (group + 1) * texts * tests + tests for group, end in enumerate(ends)), ran

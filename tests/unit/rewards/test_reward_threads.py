@@ -75,7 +75,7 @@ def test_rewards_that_compute_take_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     assert most == threads.MOST_COMPUTING
 
 
-def test_a_reward_that_never_returns_gives_up_its_place_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reward_that_never_returns_gives_up_its_place_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     over, calls = threading.Event(), iter(range(GROUPS))
 
     def stuck() -> float:
@@ -84,15 +84,11 @@ def test_a_reward_that_never_returns_gives_up_its_place_at_its_limit(monkeypatch
         return 1.0
 
     monkeypatch.setattr(threads, "_COMPUTES", 0.0)  # as if it computed for ever
-
-    async def main() -> list[tuple[Scored, ...]]:
+    try:
         function = named(monkeypatch, stuck)
         first = [score(function, PROMPT, [DONE], [""], limit=1.0) for _ in range(threads.MOST_COMPUTING)]
         rest = [score(function, PROMPT, [DONE], [""], limit=60.0) for _ in range(GROUPS - len(first))]
-        return await asyncio.gather(*first, *rest)
-
-    try:
-        found = asyncio.run(main())
+        found = await asyncio.gather(*first, *rest)
     finally:
         over.set()
     errors = [one.error for (one,) in found]

@@ -189,14 +189,11 @@ def test_what_a_plain_function_raises_is_named(user_module: str) -> None:
         score(f"{user_module}:broken", "a", "x")
 
 
-def test_a_function_that_never_returns_can_be_left(user_module: str) -> None:
+async def test_a_function_that_never_returns_can_be_left(user_module: str) -> None:
     prompt = Prompt(id="p", text="", token_ids=(1,), answer="")
-
-    async def wait_briefly() -> None:
-        await asyncio.wait_for(resolve_reward(f"{user_module}:stuck")(prompt, [], []), 0.05)
-
     with pytest.raises(TimeoutError):
-        asyncio.run(wait_briefly())  # would hang at the end if the loop joined the thread
+        # would hang at the end if the loop joined the thread
+        await asyncio.wait_for(resolve_reward(f"{user_module}:stuck")(prompt, [], []), 0.05)
     stuck = [thread for thread in threading.enumerate() if thread.name == "reward"]
     assert stuck
     assert all(thread.daemon for thread in stuck)

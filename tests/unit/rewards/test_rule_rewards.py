@@ -58,6 +58,13 @@ def test_a_function_without_its_options_says_which(name: str, message: str) -> N
         (["reward.length.min_tokens=5", "reward.length.max_tokens=4"], "min_tokens=5 is more than"),
         (["reward.function=length", "reward.parts.format=1"], "are both given"),
         (["reward.parts.format=0", "reward.parts.length=0.0"], "weights of format, length are all 0, and no KL"),
+        *(
+            (
+                ["reward.parts.exact_match=0", *keys],
+                r"are all 0, and the policy is compared with itself.*set algorithm\.kl\.reference to a teacher",
+            )
+            for keys in (["algorithm=gkd"], ["algorithm=distill"], ["algorithm=gkd", "algorithm.kl.follow_rate=0.05"])
+        ),
         (["reward.parts.Format=1"], r"reward\.parts\.Format.*text that matches"),
         (["reward.parts.format.weights=1"], r"reward\.parts\.format\.weights=1: no such key.*weight"),
         (["reward.parts.format=yes"], r"reward\.parts\.format='yes': a section, not one value"),

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,16 +147,11 @@ def holders(count: int) -> Iterator[list[Holder]]:
         yield fakes
 
 
-Body = Callable[[Run], Awaitable[None]]
-
-
-def during(fakes: Sequence[Holder], folder: Path, body: Body, count: int = 3) -> None:
-    async def main() -> None:
-        run = Run(fakes, folder, count)
-        await body(run)
-        await run.engine.close()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def during(fakes: Sequence[Holder], folder: Path, count: int = 3) -> AsyncIterator[Run]:
+    run = Run(fakes, folder, count)
+    yield run
+    await run.engine.close()
 
 
 def names(*versions: int) -> list[str]:
@@ -170,10 +165,9 @@ def asked(fake: Holder) -> Mapping[str, int]:
     return found
 
 
-def test_the_model_is_loaded_once_and_no_later_push_pauses_a_server(tmp_path: Path) -> None:
+async def test_the_model_is_loaded_once_and_no_later_push_pauses_a_server(tmp_path: Path) -> None:
     with holders(2) as fakes:
-
-        async def body(run: Run) -> None:
+        async with during(fakes, tmp_path) as run:
             update = await run.weights.push(3)
             size = run.learner.mirror.path.stat().st_size
             assert update.num_bytes == 3 + SIZE + 2 * size + 2 * 2 * SIZE  # as the learner's push says; two nodes each
@@ -192,13 +186,10 @@ def test_the_model_is_loaded_once_and_no_later_push_pauses_a_server(tmp_path: Pa
             assert [fake.names for fake in fakes] == [names(4, 5, 6)] * 2
             assert run.learner.kept == [(), (3,), (3, 4), (3, 4, 5)]  # whose folders a server may still read
 
-        during(fakes, tmp_path, body)
 
-
-def test_a_request_ends_on_the_version_that_it_began_with_which_stays_loaded_meanwhile(tmp_path: Path) -> None:
+async def test_a_request_ends_on_the_version_that_it_began_with_which_stays_loaded_meanwhile(tmp_path: Path) -> None:
     with holders(1) as (fake,):
-
-        async def body(run: Run) -> None:
+        async with during([fake], tmp_path, count=2) as run:
             await run.weights.push(1)
             fake.slow = "run-v1"
             early = asyncio.create_task(run.ask())
@@ -212,41 +203,32 @@ def test_a_request_ends_on_the_version_that_it_began_with_which_stays_loaded_mea
             await run.weights.push(5)
             assert fake.names == names(4, 5)
 
-        during([fake], tmp_path, body, count=2)
 
-
-def test_what_goes_on_from_its_tokens_stays_with_their_version_while_servers_hold_it(tmp_path: Path) -> None:
+async def test_what_goes_on_from_its_tokens_stays_with_their_version_while_servers_hold_it(tmp_path: Path) -> None:
     begun = completion([7], finish="abort", spans=((0, 1),))
     with holders(1) as (fake,):
-
-        async def body(run: Run) -> None:
+        async with during([fake], tmp_path, count=2) as run:
             await run.weights.push(1)
             await run.weights.push(2)
             assert await run.ask(begun) == ((0, 1),)
             await run.weights.push(3)
             assert await run.ask(begun) == ((0, 1), (1, 3))
 
-        during([fake], tmp_path, body, count=2)
 
-
-def test_a_version_that_is_pushed_again_has_another_name(tmp_path: Path) -> None:
+async def test_a_version_that_is_pushed_again_has_another_name(tmp_path: Path) -> None:
     """As a warm start does: by a name and a folder engines find what they cached."""
     with holders(1) as (fake,):
-
-        async def body(run: Run) -> None:
+        async with during([fake], tmp_path, count=2) as run:
             for _ in range(3):
                 await run.weights.push(0)
             assert fake.names == ["run-v0.1", "run-v0.2"]
             assert await run.ask() == ((0, 0),)
             assert fake.last == "run-v0.2"
 
-        during([fake], tmp_path, body, count=2)
 
-
-def test_a_restarted_server_gets_the_model_and_every_version_before_it_serves(tmp_path: Path) -> None:
+async def test_a_restarted_server_gets_the_model_and_every_version_before_it_serves(tmp_path: Path) -> None:
     with holders(2) as (fake, fresh):
-
-        async def body(run: Run) -> None:
+        async with during([fake], tmp_path) as run:
             for version in (1, 2, 3):
                 await run.weights.push(version)
             (replica,) = run.engine.replicas.all
@@ -258,13 +240,10 @@ def test_a_restarted_server_gets_the_model_and_every_version_before_it_serves(tm
             assert await run.ask() == ((0, 3),)
             assert run.learner.scored[-1] != run.learner.scored[0]
 
-        during([fake], tmp_path, body)
 
-
-def test_a_restarted_server_that_says_otherwise_is_refused(tmp_path: Path) -> None:
+async def test_a_restarted_server_that_says_otherwise_is_refused(tmp_path: Path) -> None:
     with holders(2) as (fake, fresh):
-
-        async def body(run: Run) -> None:
+        async with during([fake], tmp_path) as run:
             await run.weights.push(1)
             (replica,) = run.engine.replicas.all
             replica.apply(Event.DIED, "killed")
@@ -273,13 +252,10 @@ def test_a_restarted_server_that_says_otherwise_is_refused(tmp_path: Path) -> No
                 await run.restart(fresh)
             assert not run.engine.replicas.healthy()
 
-        during([fake], tmp_path, body)
 
-
-def test_a_push_under_which_all_servers_die_is_loaded_again(tmp_path: Path) -> None:
+async def test_a_push_under_which_all_servers_die_is_loaded_again(tmp_path: Path) -> None:
     with holders(2) as (fake, fresh):
-
-        async def body(run: Run) -> None:
+        async with during([fake], tmp_path) as run:
             await run.weights.push(1)
             fake.slow = "run-v2"
             pushing = asyncio.create_task(run.weights.push(2))
@@ -292,14 +268,13 @@ def test_a_push_under_which_all_servers_die_is_loaded_again(tmp_path: Path) -> N
             assert fresh.names == names(1, 2)
             assert await run.ask() == ((0, 2),)
 
-        during([fake], tmp_path, body)
-
 
 @pytest.mark.parametrize("fault", ["off", "full"])
-def test_adapters_that_a_server_computes_wrongly_or_does_not_load_are_never_named(fault: str, tmp_path: Path) -> None:
+async def test_adapters_that_a_server_computes_wrongly_or_does_not_load_are_never_named(
+    fault: str, tmp_path: Path
+) -> None:
     with holders(1) as (fake,):
-
-        async def body(run: Run) -> None:
+        async with during([fake], tmp_path) as run:
             await run.weights.push(1)
             fake.off, fake.full = (0.5 if fault == "off" else 0.0), fault == "full"
             said = "version 2 arrived wrong" if fault == "off" else "no kernel for experts.*set weights.push=merged"
@@ -307,17 +282,12 @@ def test_adapters_that_a_server_computes_wrongly_or_does_not_load_are_never_name
                 await run.weights.push(2)
             assert await run.ask() == ((0, 1),)
 
-        during([fake], tmp_path, body)
 
-
-def test_an_export_is_of_merged_weights_and_leaves_the_model_for_restarts(tmp_path: Path) -> None:
+async def test_an_export_is_of_merged_weights_and_leaves_the_model_for_restarts(tmp_path: Path) -> None:
     with holders(1) as (fake,):
-
-        async def body(run: Run) -> None:
+        async with during([fake], tmp_path) as run:
             await run.weights.push(1)
             await run.weights.push(2)
             await run.weights.export(tmp_path / "out")
             assert run.learner.said == ["merge True", "export", "merge False"]
             assert json.loads((run.learner.mirror.path.parent / "model.safetensors.json").read_text())["version"] == 1
-
-        during([fake], tmp_path, body)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from rl_megatron.rollout.servers import attempts
-from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, Fake, engine_of, push, running
+from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, engine_of, push, running
 
 LIMIT = 300.0
 
 
-def test_a_cancelled_request_is_aborted_where_it_runs() -> None:
+async def test_a_cancelled_request_is_aborted_where_it_runs() -> None:
     with running(1) as (fake,):
         over = threading.Event()
 
@@ -24,24 +24,21 @@ def test_a_cancelled_request_is_aborted_where_it_runs() -> None:
                 over.wait(LIMIT)
             return 200, {}
 
-        async def cancel() -> None:
-            engine = engine_of([fake])
-            await push(engine, 4)
-            asked = asyncio.create_task(engine.generate(REQUEST))
-            while "/generate" not in fake.asked:
-                await asyncio.sleep(0.01)
-            asked.cancel()
-            async with asyncio.timeout(LIMIT):
-                while "/abort" not in fake.asked:
-                    await asyncio.sleep(0.01)
-            over.set()
-            await engine.close()
-
         fake.answer = answer
-        asyncio.run(cancel())
+        engine = engine_of([fake])
+        await push(engine, 4)
+        asked = asyncio.create_task(engine.generate(REQUEST))
+        while "/generate" not in fake.asked:
+            await asyncio.sleep(0.01)
+        asked.cancel()
+        async with asyncio.timeout(LIMIT):
+            while "/abort" not in fake.asked:
+                await asyncio.sleep(0.01)
+        over.set()
+        await engine.close()
 
 
-def test_the_end_of_a_run_waits_for_an_abort_for_a_short_time_and_says_where(
+async def test_the_end_of_a_run_waits_for_an_abort_for_a_short_time_and_says_where(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not for as long as a request may take, which is the limit of the abort's answer too."""
@@ -53,7 +50,7 @@ def test_the_end_of_a_run_waits_for_an_abort_for_a_short_time_and_says_where(
             over.wait(LIMIT)
         return 200, {}
 
-    async def cancel(fake: Fake) -> None:
+    with running(1) as (fake,):
         engine = engine_of([fake])
         await push(engine, 4)
         fake.answer = answer
@@ -65,13 +62,10 @@ def test_the_end_of_a_run_waits_for_an_abort_for_a_short_time_and_says_where(
             await asyncio.sleep(0.01)
         await engine.close()
         over.set()
-
-    with running(1) as (fake,):
-        asyncio.run(cancel(fake))
         assert f"aborted requests are left: no answer from {fake.url} in 0.2 s" in caplog.text
 
 
-def test_an_evaluation_does_not_wait_behind_what_is_sampled_ahead() -> None:
+async def test_an_evaluation_does_not_wait_behind_what_is_sampled_ahead() -> None:
     evaluated = threading.Event()
 
     def behind(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
@@ -81,7 +75,7 @@ def test_an_evaluation_does_not_wait_behind_what_is_sampled_ahead() -> None:
             evaluated.wait(SECTION.timeout_seconds)
         return 200, {"label": "1@t"}
 
-    async def ask(fake: Fake) -> None:
+    with running(1) as (fake,):
         engine = engine_of([fake])
         await push(engine, 1)
         fake.answer = behind
@@ -91,6 +85,3 @@ def test_an_evaluation_does_not_wait_behind_what_is_sampled_ahead() -> None:
         await engine.generate(replace(REQUEST, id="evaluation: 2+2=", ahead=True))
         await asyncio.gather(*ahead)
         await engine.close()
-
-    with running(1) as (fake,):
-        asyncio.run(ask(fake))

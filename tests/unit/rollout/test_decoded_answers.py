@@ -314,7 +314,7 @@ def test_reports_of_another_form_are_an_error_that_names_the_part(
 
 
 @ENGINES
-def test_boxes_are_named_once_and_then_by_their_digest(engine: str, tmp_path: Path) -> None:
+async def test_boxes_are_named_once_and_then_by_their_digest(engine: str, tmp_path: Path) -> None:
     """Names and boxes are nine tenths of a report on a model of 235B parameters, and the same at every push."""
     names = [f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight" for layer in range(9) for expert in range(9)]
     rows = [
@@ -323,36 +323,28 @@ def test_boxes_are_named_once_and_then_by_their_digest(engine: str, tmp_path: Pa
     ]
     reports = [Report(rows=rows, seconds=0.0), Report(rows=rows[1:], seconds=0.0, read=[row[1:] for row in rows])]
     other = [*rows[:-1], (*rows[-1][:2], ((0, 1536), (0, 4097)), 5)]
-
-    async def held() -> None:
-        adapter, path = SERVERS[engine](NAMED["qwen3-30b-a3b"]), tmp_path / "model.safetensors"
-        assert [set(one.rows) for one in await adapter.held(Reporting(reports), path)] == [set(rows), set(rows[1:])]
-        restarted = Reporting([replace(one, rows=list(reversed(one.rows))) for one in reports])
-        found = await adapter.held(restarted, path)
-        assert [set(one.rows) for one in found] == [set(rows), set(rows[1:])]
-        assert [set(one.read) for one in found] == [set(), set(reports[1].read)]
-        assert not any(name in text for text in restarted.sent for name in names)
-        changed = Reporting([replace(reports[0], rows=other)])
-        (found_other,) = await adapter.held(changed, path)
-        assert set(found_other.rows) == set(other)
-        assert all(name in changed.sent[0] for name in names)
-
-    asyncio.run(held())
+    adapter, path = SERVERS[engine](NAMED["qwen3-30b-a3b"]), tmp_path / "model.safetensors"
+    assert [set(one.rows) for one in await adapter.held(Reporting(reports), path)] == [set(rows), set(rows[1:])]
+    restarted = Reporting([replace(one, rows=list(reversed(one.rows))) for one in reports])
+    found = await adapter.held(restarted, path)
+    assert [set(one.rows) for one in found] == [set(rows), set(rows[1:])]
+    assert [set(one.read) for one in found] == [set(), set(reports[1].read)]
+    assert not any(name in text for text in restarted.sent for name in names)
+    changed = Reporting([replace(reports[0], rows=other)])
+    (found_other,) = await adapter.held(changed, path)
+    assert set(found_other.rows) == set(other)
+    assert all(name in changed.sent[0] for name in names)
 
 
 @ENGINES
-def test_equal_columns_of_reports_are_one_object_for_all_servers(engine: str, tmp_path: Path) -> None:
+async def test_equal_columns_of_reports_are_one_object_for_all_servers(engine: str, tmp_path: Path) -> None:
     """So they are compared once."""
-
-    async def all_held() -> list[list[Report]]:
-        adapter, out = SERVERS[engine](NAMED["qwen3-30b-a3b"]), list[list[Report]]()
-        for numbers in ((2**64 - 1, 5), (2**64 - 1, 6)):
-            reports = [replace(ONE, rows=[("w13", "gate", WHOLE, n)], seconds=float(n)) for n in numbers]
-            out.append(await adapter.held(Reporting(reports), tmp_path / "model.safetensors"))
-            assert out[-1] == reports
-        return out
-
-    first, second = asyncio.run(all_held())
+    adapter, out = SERVERS[engine](NAMED["qwen3-30b-a3b"]), list[list[Report]]()
+    for numbers in ((2**64 - 1, 5), (2**64 - 1, 6)):
+        reports = [replace(ONE, rows=[("w13", "gate", WHOLE, n)], seconds=float(n)) for n in numbers]
+        out.append(await adapter.held(Reporting(reports), tmp_path / "model.safetensors"))
+        assert out[-1] == reports
+    first, second = out
     assert first[0].rows is second[0].rows
     assert first[1].rows is not second[1].rows
     assert first[0].read is first[1].read is second[1].read

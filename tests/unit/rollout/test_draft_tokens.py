@@ -20,7 +20,7 @@ from launcher.servers.engines import SERVERS
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
-from rl_megatron.rollout.servers.adapter import Description, Labels
+from rl_megatron.rollout.servers.adapter import Description
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.rollout.servers.sglang import drafts as sglang_drafts
 from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
@@ -126,7 +126,7 @@ def test_what_vllm_counts_is_read_over_its_ranks() -> None:
 def test_what_sglangs_answers_count_is_added_up_by_server() -> None:
     """Over the completions of a request, and requests; an answer without proposals has no counts."""
     adapter = SGLangAdapter(DEEPSEEK)
-    adapter.labels, servers = Labels("t"), [Answering([(4, 1), (3, 2)]), Answering([(2, 0)]), Answering([])]
+    adapter.labels.start, servers = "t", [Answering([(4, 1), (3, 2)]), Answering([(2, 0)]), Answering([])]
     for server in (servers[0], servers[0], servers[1], servers[2]):
         asyncio.run(adapter.generate(server, replace(ASKED, routes=False), "r"))
     assert [asyncio.run(adapter.drafted(server)) for server in servers] == [(14.0, 6.0), (2.0, 0.0), (0.0, 0.0)]
@@ -175,21 +175,17 @@ class Drafting(Words):
         return self.counts[server.url]
 
 
-def test_acceptance_is_of_what_servers_proposed_from_push_to_push(fakes: list[Fake]) -> None:
+async def test_acceptance_is_of_what_servers_proposed_from_push_to_push(fakes: list[Fake]) -> None:
     """Of both together; what one had counted before its first push is left out, as of a server that ran already."""
-
-    async def rows() -> list[dict[str, float]]:
-        engine, out = engine_of(fakes), list[dict[str, float]]()
-        adapter = engine.weights._adapter = Drafting()
-        for server in engine.servers:
-            server.draft_tokens = 1
-        for counts in ([(1000.0, 7.0), (0.0, 0.0)], [(1010.0, 9.0), (30.0, 18.0)], [(1010.0, 9.0), (30.0, 18.0)]):
-            adapter.counts = {fake.url: count for fake, count in zip(fakes, counts, strict=True)}
-            await push(engine, len(out) + 1)
-            out.append({name: value for name, value in engine.step_row().items() if name.startswith("draft")})
-        return out
-
-    assert asyncio.run(rows()) == [{}, {"draft/acceptance": 0.5}, {}]
+    engine, out = engine_of(fakes), list[dict[str, float]]()
+    adapter = engine.weights._adapter = Drafting()
+    for server in engine.servers:
+        server.draft_tokens = 1
+    for counts in ([(1000.0, 7.0), (0.0, 0.0)], [(1010.0, 9.0), (30.0, 18.0)], [(1010.0, 9.0), (30.0, 18.0)]):
+        adapter.counts = {fake.url: count for fake, count in zip(fakes, counts, strict=True)}
+        await push(engine, len(out) + 1)
+        out.append({name: value for name, value in engine.step_row().items() if name.startswith("draft")})
+    assert out == [{}, {"draft/acceptance": 0.5}, {}]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM
 
+from bench.streaming import Sleeping
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import EngineError
 from rl_megatron.observability.timeline import spans as spans_of_timeline
@@ -25,10 +26,12 @@ from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.servers import attempts
 from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
 from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.rollout.servers.engine_token import VARIABLE
+from rl_megatron.rollout.servers.engine_token import VARIABLE, authorization
 from rl_megatron.rollout.servers.gauges import GaugesInTurn
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest
+from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.unpacked import ReportReader
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.servers.mirror import Mirror
 from tests.unit.rollout.test_local_engine import request
@@ -132,7 +135,7 @@ async def says_how_busy_it_is(
     assert processes == {"replica 0"}
 
 
-def test_a_push_while_requests_run_labels_every_token_with_the_weights_that_made_it(
+async def test_a_push_while_requests_run_labels_every_token_with_the_weights_that_made_it(
     urls: list[str],
     model_folder: Path,
     theirs: Qwen3MoeForCausalLM,
@@ -143,7 +146,6 @@ def test_a_push_while_requests_run_labels_every_token_with_the_weights_that_made
     weights, mirror = make_engine(1), mirror_of(model_folder, tmp_path)
     shape, path = read_shape(model_folder), mirror.path
     asked = [request(f"p{n}", (n, 7, n), 1 + n % 2, seed=n, max_new_tokens=100) for n in range(6)]
-    known: dict[str, Completion] = {}
 
     def write(model: Qwen3MoeForCausalLM, version: int) -> list[int]:
         load(weights, model, version)
@@ -153,33 +155,29 @@ def test_a_push_while_requests_run_labels_every_token_with_the_weights_that_made
         mirror.serve(version)
         return [row[-1] for row in mirror.sums().rows]
 
-    async def run() -> list[list[object]]:
-        adapter = EmbeddedAdapter(shape)
-        server = Server(urls[0], token=TOKEN, timeout_seconds=60)
-        await describes_itself(adapter, server)
-        engine = ServedEngine(adapter, [server], ServerSection(), max_length=128, vocab_size=41)
+    async def push(model: Qwen3MoeForCausalLM, version: int) -> None:
+        sums = write(model, version)
+        ((report,),) = (await engine.weights.load(path, version)).values()
+        assert sorted(row[-1] for row in report.rows) == sorted(sums)
+        await engine.weights.commit(version)
 
-        async def push(model: Qwen3MoeForCausalLM, version: int) -> None:
-            sums = write(model, version)
-            ((report,),) = (await engine.weights.load(path, version)).values()
-            assert sorted(row[-1] for row in report.rows) == sorted(sums)
-            await engine.weights.commit(version)
-
-        try:
-            await push(theirs, 1)
-            await scores(adapter, server, theirs)
-            with pytest.raises(EngineError, match="max_new_tokens=0"):
-                await adapter.generate(server, request("none", (1,), 1, max_new_tokens=0), "none")
-            running = [asyncio.ensure_future(engine.generate(one)) for one in asked]
-            await says_how_busy_it_is(adapter, engine, running)
-            running.append(asyncio.ensure_future(engine.generate(LATE)))
-            known.update(await interrupted(engine, asked))
-            await push(newer, 2)
-            return [list(answer) for answer in await asyncio.gather(*running)]
-        finally:
-            await engine.close()
-
-    *answers, late = asyncio.run(run())
+    adapter = EmbeddedAdapter(shape)
+    server = Server(urls[0], token=TOKEN, timeout_seconds=60)
+    await describes_itself(adapter, server)
+    engine = ServedEngine(adapter, [server], ServerSection(), max_length=128, vocab_size=41)
+    try:
+        await push(theirs, 1)
+        await scores(adapter, server, theirs)
+        with pytest.raises(EngineError, match="max_new_tokens=0"):
+            await adapter.generate(server, request("none", (1,), 1, max_new_tokens=0), "none")
+        running = [asyncio.ensure_future(engine.generate(one)) for one in asked]
+        await says_how_busy_it_is(adapter, engine, running)
+        running.append(asyncio.ensure_future(engine.generate(LATE)))
+        known = await interrupted(engine, asked)
+        await push(newer, 2)
+        *answers, late = await asyncio.gather(*running)
+    finally:
+        await engine.close()
     assert all(got.finish_reason == "length" and 0 < len(got.token_ids) <= 100 for got in late)  # as fast as it got
     spans = set()
     assert {len(got.token_ids) for answer in answers for got in answer} == {100}
@@ -199,7 +197,7 @@ def mirror_of(model_folder: Path, tmp_path: Path) -> Mirror:
     return Mirror(path, hf_layout(shape).local_shapes(0), torch.float32)
 
 
-def test_completions_move_to_a_server_that_joins_with_every_token(
+async def test_completions_move_to_a_server_that_joins_with_every_token(
     urls: list[str],
     model_folder: Path,
     theirs: Qwen3MoeForCausalLM,
@@ -215,31 +213,40 @@ def test_completions_move_to_a_server_that_joins_with_every_token(
         tensor.copy_(weights.tensors[name])
     mirror.serve(5)
     asked = [replace(request(f"p{n}", (n, 7, n), 1, seed=n, max_new_tokens=100), group="g") for n in range(6)]
-
-    async def run() -> list[Completion]:
-        adapter = EmbeddedAdapter(read_shape(model_folder))
-        servers = [Server(url, token=TOKEN, timeout_seconds=60) for url in urls]
-        engine = ServedEngine(adapter, servers, ServerSection(), max_length=128, vocab_size=41)
-        try:
-            async with asyncio.timeout(60):
-                await engine.weights.load(mirror.path, 5, only=urls[0])
-                await engine.weights.commit(5)
-                made = await adapter.tokens(servers[0])
-                running = [asyncio.ensure_future(engine.generate(one)) for one in asked]
-                while await adapter.tokens(servers[0]) < made + 60:
-                    assert not any(one.done() for one in running)
-                await adapter.pause(servers[0], "recompute")
-                await engine.weights.load(mirror.path, 5, only=urls[1])
-                await engine.weights.commit(5, only=urls[1])
-                await engine.generate(replace(request("short", (1, 2), 1, max_new_tokens=2), group="h"))
-                while servers[1].in_flight != 2:
-                    await asyncio.sleep(0.01)
-                assert servers[0].in_flight == 4
-                await adapter.resume(servers[0])
-                return [one for (one,) in await asyncio.gather(*running)]
-        finally:
-            await engine.close()
-
-    for one, got in zip(asked, asyncio.run(run()), strict=True):
+    adapter = EmbeddedAdapter(read_shape(model_folder))
+    servers = [Server(url, token=TOKEN, timeout_seconds=60) for url in urls]
+    engine = ServedEngine(adapter, servers, ServerSection(), max_length=128, vocab_size=41)
+    try:
+        async with asyncio.timeout(60):
+            await engine.weights.load(mirror.path, 5, only=urls[0])
+            await engine.weights.commit(5)
+            made = await adapter.tokens(servers[0])
+            running = [asyncio.ensure_future(engine.generate(one)) for one in asked]
+            while await adapter.tokens(servers[0]) < made + 60:
+                assert not any(one.done() for one in running)
+            await adapter.pause(servers[0], "recompute")
+            await engine.weights.load(mirror.path, 5, only=urls[1])
+            await engine.weights.commit(5, only=urls[1])
+            await engine.generate(replace(request("short", (1, 2), 1, max_new_tokens=2), group="h"))
+            while servers[1].in_flight != 2:
+                await asyncio.sleep(0.01)
+            assert servers[0].in_flight == 4
+            await adapter.resume(servers[0])
+            answers = await asyncio.gather(*running)
+    finally:
+        await engine.close()
+    for one, (got,) in zip(asked, answers, strict=True):
         assert (len(got.token_ids), got.finish_reason, got.spans) == (100, "length", ((0, 5),))
         np.testing.assert_allclose(got.logprobs, expected({5: theirs}, one, got, keep=False), rtol=0, atol=1e-4)
+
+
+async def test_the_bench_of_streaming_serves_reports_of_this_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "a token")
+    application, reader = Sleeping("equal").application(), ReportReader()
+
+    for _ in range(2):  # the second names no boxes
+        transport = httpx2.ASGITransport(app=application)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://bench") as client:
+            body = {"version": 1, "known": list(reader.known)}
+            said = await client.post("/load", json=body, headers=authorization("a token"))
+        assert reader.read(said.content) == Report(rows=[], seconds=0.0, read=[])

@@ -29,7 +29,8 @@ PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=2, stop_token
 REQUEST = GenerationRequest(id="step 1: 2+2=", token_ids=(1, 2), num_completions=1, params=PARAMS)
 SECTION = ServerSection(retries=2, backoff_seconds=0.01, timeout_seconds=60.0, concurrency=3)
 
-LABELS = Labels("t")
+LABELS = Labels()
+LABELS.start = "t"
 
 
 class Words(Adapter):
@@ -177,15 +178,11 @@ async def push(engine: ServedEngine, version: int) -> None:
     await engine.weights.commit(version)
 
 
-def test_a_failed_attempt_goes_to_another_replica(fakes: list[Fake]) -> None:
+async def test_a_failed_attempt_goes_to_another_replica(fakes: list[Fake]) -> None:
     fakes[0].answer = lambda path, body, number: (500, {}) if path == "/generate" else (200, {})
-
-    async def ask() -> Completion:
-        engine = engine_of(fakes)
-        await push(engine, 4)
-        return (await engine.generate(REQUEST))[0]
-
-    assert asyncio.run(ask()).spans == ((0, 4),)
+    engine = engine_of(fakes)
+    await push(engine, 4)
+    assert (await engine.generate(REQUEST))[0].spans == ((0, 4),)
     assert (fakes[0].asked.count("/generate"), fakes[1].asked.count("/generate")) == (1, 1)
 
 
@@ -200,44 +197,37 @@ def test_a_failed_attempt_goes_to_another_replica(fakes: list[Fake]) -> None:
     ],
     ids=["server error", "refusal", "a server that was started again", "of no push", "of another run's push"],
 )
-def test_what_cannot_be_served_names_the_request(answer: tuple[int, object], said: str, attempts: int) -> None:
+async def test_what_cannot_be_served_names_the_request(answer: tuple[int, object], said: str, attempts: int) -> None:
     with running(1) as (fake,):
-
-        async def ask() -> None:
-            engine = engine_of([fake])
-            await push(engine, 4)
-            fake.answer = lambda path, body, number: answer
-            await engine.generate(REQUEST)
-
+        engine = engine_of([fake])
+        await push(engine, 4)
+        fake.answer = lambda path, body, number: answer
         with pytest.raises(EngineError) as caught:
-            asyncio.run(ask())
+            await engine.generate(REQUEST)
         assert str(caught.value).startswith("request 'step 1: 2+2='")
         assert said in str(caught.value)
         assert fake.asked.count("/generate") == attempts
 
 
-def test_no_more_requests_are_in_flight_than_allowed(fakes: list[Fake]) -> None:
+async def test_no_more_requests_are_in_flight_than_allowed(fakes: list[Fake]) -> None:
     three = threading.Barrier(SECTION.concurrency)
 
     def meeting(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
         three.wait(SECTION.timeout_seconds)  # none is answered before as many are in flight as may be
         return 200, {"label": "1@t"}
 
-    async def ask() -> None:
-        engine = engine_of(fakes)
-        await push(engine, 1)
-        for fake in fakes:
-            fake.answer, fake.most = meeting, 0
-        await asyncio.gather(*(engine.generate(REQUEST) for _ in range(12)))
-
-    asyncio.run(ask())
+    engine = engine_of(fakes)
+    await push(engine, 1)
+    for fake in fakes:
+        fake.answer, fake.most = meeting, 0
+    await asyncio.gather(*(engine.generate(REQUEST) for _ in range(12)))
     counts = [fake.asked.count("/generate") for fake in fakes]
     assert sum(counts) == 12
     assert min(counts) >= 3  # the replica with the fewest requests in flight is asked
     assert max(fake.most for fake in fakes) <= 2  # of three, over two replicas
 
 
-def test_nothing_is_served_between_load_and_commit(fakes: list[Fake]) -> None:
+async def test_nothing_is_served_between_load_and_commit(fakes: list[Fake]) -> None:
     """A request waits for the commit; refused weights fail it."""
 
     async def ask(commit: bool) -> Completion:
@@ -255,43 +245,35 @@ def test_nothing_is_served_between_load_and_commit(fakes: list[Fake]) -> None:
             engine.weights.refuse()
         return (await waiting)[0]
 
-    assert asyncio.run(ask(True)).spans == ((0, 2),)
+    assert (await ask(True)).spans == ((0, 2),)
     with pytest.raises(EngineError, match="no weights are served"):
-        asyncio.run(ask(False))
+        await ask(False)
 
 
 @pytest.mark.parametrize("status", [200, 400])
-def test_a_server_is_at_a_pause_while_it_loads_and_no_longer(fakes: list[Fake], status: int) -> None:
+async def test_a_server_is_at_a_pause_while_it_loads_and_no_longer(fakes: list[Fake], status: int) -> None:
     """Who looks after it must not take the pause for standing still, nor wait for ever where a load failed."""
+    engine = engine_of(fakes)
+    paused: list[bool] = []
 
-    async def ask() -> None:
-        engine = engine_of(fakes)
-        paused: list[bool] = []
+    def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        paused.append(engine.servers[0].paused)
+        return (status if path == "/load" else 200), {}
 
-        def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
-            paused.append(engine.servers[0].paused)
-            return (status if path == "/load" else 200), {}
-
-        fakes[0].answer = answer
-        with contextlib.suppress(SyncError):
-            await engine.weights.load(Path("weights"), 3)
-        assert set(paused) == {True}
-        assert not engine.servers[0].paused
-
-    asyncio.run(ask())
+    fakes[0].answer = answer
+    with contextlib.suppress(SyncError):
+        await engine.weights.load(Path("weights"), 3)
+    assert set(paused) == {True}
+    assert not engine.servers[0].paused
 
 
-def test_a_load_that_fails_on_one_replica_names_it(fakes: list[Fake]) -> None:
+async def test_a_load_that_fails_on_one_replica_names_it(fakes: list[Fake]) -> None:
     fakes[1].answer = lambda path, body, number: (400, "no space") if path == "/load" else (200, {})
-
-    async def ask() -> None:
-        engine = engine_of(fakes)
-        with pytest.raises(SyncError, match=rf"version 3 failed, and is not served:\n  {fakes[1].url}.*no space"):
-            await engine.weights.load(Path("weights"), 3)
-        await engine.generate(REQUEST)
-
+    engine = engine_of(fakes)
+    with pytest.raises(SyncError, match=rf"version 3 failed, and is not served:\n  {fakes[1].url}.*no space"):
+        await engine.weights.load(Path("weights"), 3)
     with pytest.raises(EngineError, match="no weights are served"):
-        asyncio.run(ask())
+        await engine.generate(REQUEST)
 
 
 @pytest.mark.parametrize(
@@ -302,23 +284,19 @@ def test_a_load_that_fails_on_one_replica_names_it(fakes: list[Fake]) -> None:
         ({"token_ids": (1,) * 7}, "7 prompt tokens [+] max_new_tokens=2 exceed the engine's max_length=8"),
     ],
 )
-def test_requests_that_a_server_would_mistreat_are_not_sent(
+async def test_requests_that_a_server_would_mistreat_are_not_sent(
     fakes: list[Fake], changes: dict[str, Any], said: str
 ) -> None:
     bad = GenerationRequest(**{"id": "x", "token_ids": (1,), "num_completions": 1, "params": PARAMS} | changes)
-
-    async def ask() -> None:
-        engine = engine_of(fakes)
-        await push(engine, 1)
-        await engine.generate(bad)
-
+    engine = engine_of(fakes)
+    await push(engine, 1)
     with pytest.raises(EngineError, match=said):
-        asyncio.run(ask())
+        await engine.generate(bad)
     assert "/generate" not in fakes[0].asked + fakes[1].asked
 
 
 @pytest.mark.parametrize("sampled", [[3], []])
-def test_what_an_update_ends_is_asked_again_with_what_it_has(sampled: list[int]) -> None:
+async def test_what_an_update_ends_is_asked_again_with_what_it_has(sampled: list[int]) -> None:
     with running(1) as (fake,):
         paused, prompts = threading.Event(), list[tuple[list[int], int]]()
 
@@ -334,57 +312,47 @@ def test_what_an_update_ends_is_asked_again_with_what_it_has(sampled: list[int])
                 return 200, {"label": "1@t", "tokens": sampled, "finish": "abort"}
             return 200, {"label": "2@t", "tokens": [4] * body["new"], "finish": "length"}
 
-        async def ask() -> Completion:
-            engine = engine_of([fake], running_requests="abort")
-            await push(engine, 1)
-            paused.clear()
-            running = asyncio.create_task(engine.generate(REQUEST))
-            while not prompts:
-                await asyncio.sleep(0.01)
-            await push(engine, 2)
-            return (await running)[0]
-
         fake.answer = answer
-        done = asyncio.run(ask())
+        engine = engine_of([fake], running_requests="abort")
+        await push(engine, 1)
+        paused.clear()
+        asked = asyncio.create_task(engine.generate(REQUEST))
+        while not prompts:
+            await asyncio.sleep(0.01)
+        await push(engine, 2)
+        (done,) = await asked
         assert done.token_ids.tolist() == [*sampled, *[4] * (2 - len(sampled))]
         assert done.finish_reason == "length"
         assert done.spans == (((0, 1), (1, 2)) if sampled else ((0, 2),))
         assert prompts == [([1, 2], 2), ([1, 2, *sampled], 2 - len(sampled))]
 
 
-def test_memory_is_given_back_once_and_taken_again_around_the_load(fakes: list[Fake]) -> None:
-    async def ask() -> None:
-        engine = engine_of(fakes)
-        await push(engine, 1)
-        for fake in fakes:
-            fake.asked.clear()
-        await asyncio.gather(engine.weights.release(), engine.weights.release())
-        await engine.weights.release()
-        with pytest.raises(EngineError, match="no weights are served; push some first"):
-            await engine.generate(REQUEST)
-        await push(engine, 2)
-        await push(engine, 3)
+async def test_memory_is_given_back_once_and_taken_again_around_the_load(fakes: list[Fake]) -> None:
+    engine = engine_of(fakes)
+    await push(engine, 1)
+    for fake in fakes:
+        fake.asked.clear()
+    await asyncio.gather(engine.weights.release(), engine.weights.release())
+    await engine.weights.release()
+    with pytest.raises(EngineError, match="no weights are served; push some first"):
         await engine.generate(REQUEST)
-
-    asyncio.run(ask())
+    await push(engine, 2)
+    await push(engine, 3)
+    await engine.generate(REQUEST)
     update = ["/pause", "/load", "/resume", "/relabel"]
     for fake in fakes:
         asked = [path for path in fake.asked if path != "/generate"]
         assert asked == ["/release", "/pause", "/reclaim_weights", "/load", "/reclaim_cache", *update[2:], *update]
 
 
-def test_layouts_are_recorded_on_weights_that_have_memory_again(fakes: list[Fake]) -> None:
+async def test_layouts_are_recorded_on_weights_that_have_memory_again(fakes: list[Fake]) -> None:
     """The load that follows takes no more of it than the cache's."""
-
-    async def ask() -> None:
-        engine = engine_of(fakes)
-        for version in (1, 2):
-            await engine.weights.release()
-            await engine.weights.boxes(Path("weights"))
-            await engine.weights.boxes(Path("weights"))
-            await push(engine, version)
-
-    asyncio.run(ask())
+    engine = engine_of(fakes)
+    for version in (1, 2):
+        await engine.weights.release()
+        await engine.weights.boxes(Path("weights"))
+        await engine.weights.boxes(Path("weights"))
+        await push(engine, version)
     turn = ["/release", "/reclaim_weights", "/boxes", "/boxes", "/pause", "/load", "/reclaim_cache", "/resume"]
     for fake in fakes:
         assert fake.asked == [*turn, "/relabel"] * 2

@@ -56,7 +56,7 @@ def test_a_group_of_calculations() -> None:
         assert trajectory.metrics["own/calculations"] == 1
 
 
-def test_no_more_trajectories_than_allowed_are_under_way_and_cancelled_ones_leave_their_room() -> None:
+async def test_no_more_trajectories_than_allowed_are_under_way_and_cancelled_ones_leave_their_room() -> None:
     class Counting(Calculator):
         under_way, most = 0, 0
 
@@ -74,34 +74,29 @@ def test_no_more_trajectories_than_allowed_are_under_way_and_cancelled_ones_leav
                 await asyncio.Event().wait()
             return await super().generate(request)
 
-    async def both() -> list[Answered]:
+    async with asyncio.timeout(60):
         ours = sampler(Waiting(calculates), EnvironmentMaker(Counting), concurrency=2, group_size=20)
         first = asyncio.ensure_future(ours.groups(drawn(PROMPTS, 1)))
         while not Counting.under_way:
             await asyncio.sleep(0)
         first.cancel()  # with two under way, and 38 that wait
         await asyncio.wait({first})
-        return await ours.groups(drawn(PROMPTS, 2))
-
-    found = asyncio.run(asyncio.wait_for(both(), 60))
+        found = await ours.groups(drawn(PROMPTS, 2))
     assert [one.rewards for one in found] == [(1.0,) * 20] * 2
     assert (Counting.most, Counting.under_way) == (2, 0)
 
 
-def test_a_thread_that_was_given_up_before_it_began_leaves_its_room() -> None:
-    async def taken() -> tuple[int, int]:
-        threads = Threads(40)
-        takes = [asyncio.ensure_future(threads.take(lambda: None)) for _ in range(40)]
-        await asyncio.sleep(0)
-        for take in takes:
-            take.cancel()
-        await asyncio.wait(takes)
-        again = await asyncio.wait_for(asyncio.gather(*(threads.take(lambda: None) for _ in takes)), 20)
-        for one in again:
-            one.end()
-        return sum(take.cancelled() for take in takes), len(again)
-
-    assert asyncio.run(taken()) == (40, 40)
+async def test_a_thread_that_was_given_up_before_it_began_leaves_its_room() -> None:
+    threads = Threads(40)
+    takes = [asyncio.ensure_future(threads.take(lambda: None)) for _ in range(40)]
+    await asyncio.sleep(0)
+    for take in takes:
+        take.cancel()
+    await asyncio.wait(takes)
+    again = await asyncio.wait_for(asyncio.gather(*(threads.take(lambda: None) for _ in takes)), 20)
+    for one in again:
+        one.end()
+    assert (sum(take.cancelled() for take in takes), len(again)) == (40, 40)
 
 
 def test_only_what_was_sampled_is_trained_on() -> None:

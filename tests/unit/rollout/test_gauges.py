@@ -61,13 +61,9 @@ class Answers(Server):
         return self.answer
 
 
-def test_vllm_and_sglang_say_it_over_all_of_their_ranks() -> None:
+async def test_vllm_and_sglang_say_it_over_all_of_their_ranks() -> None:
     """By their formats: Prometheus's text, of vLLM 0.32.0; the JSON of SGLang 0.5.21's /v1/loads."""
-
-    async def asked() -> tuple[EngineGauges, EngineGauges]:
-        return await VLLMAdapter(SHAPE).gauges(Answers(METRICS)), await SGLangAdapter(SHAPE).gauges(Answers(LOADS))
-
-    vllm, sglang = asyncio.run(asked())
+    vllm, sglang = await VLLMAdapter(SHAPE).gauges(Answers(METRICS)), await SGLangAdapter(SHAPE).gauges(Answers(LOADS))
     assert vllm == EngineGauges(running=7, waiting=5, cache=0.375, tokens=1_000_002)
     assert sglang == EngineGauges(running=7, waiting=1, cache=0.25, tokens_per_second=101.5)
 

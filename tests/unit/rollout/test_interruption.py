@@ -25,7 +25,7 @@ from rl_megatron.rollout.policy_sampler import HeldOut
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.training.group_job import interrupted_row
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup
-from tests.completions import drawn
+from tests.completions import completion, drawn
 
 MakeEngine = Callable[[int], LocalEngine]
 PROMPTS = [Prompt(id=f"p{i}", text="", token_ids=(3 + i, 5), answer="") for i in range(5)]
@@ -201,6 +201,20 @@ def test_nothing_is_interrupted_where_no_token_would_follow_and_in_evaluations(m
     ours = sampler(engine, {"earliest": 5})
     held = asyncio.run(ours.held_out(HeldOut(prompts=PROMPTS, params=ours.params(temperature=1.0))))
     assert all(len(one.turns) == 1 for each in held if each.group for one in each.group.trajectories)
+
+
+def test_a_demonstration_is_shown_whole_beside_completions_that_are_interrupted(make_engine: MakeEngine) -> None:
+    def shown(prompt: Prompt) -> Completion:
+        return completion([*range(20, 31), 7], [0.0] * 12, spans=())
+
+    ours = sampler(make_engine(8), {"earliest": 5})
+    plain, beside = groups(ours), groups(replace(ours, demonstrate=shown))
+    assert any(len(one.turns) == 2 for group in plain for one in group.trajectories)
+    for alone, group in zip(plain, beside, strict=True):
+        assert [one.turns[-1].text for one in group.trajectories] == [one.turns[-1].text for one in alone.trajectories]
+        assert group.demonstration is not None
+        ((row,),) = (one.chains for one in group.demonstration.trajectories)
+        assert [(turn.start, turn.stop) for turn in row.turns] == [(2, 14)]
 
 
 @pytest.mark.parametrize(

@@ -59,61 +59,53 @@ def test_transitions_are_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> N
     ]
 
 
-def test_the_error_of_a_server_is_not_its_successors(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_error_of_a_server_is_not_its_successors(monkeypatch: pytest.MonkeyPatch) -> None:
     """One order failed of its death; it is back by the time that the others have carried theirs out."""
     monkeypatch.setattr(weights, "_GRACE_SECONDS", 0.0)
     servers = [Server(f"http://127.0.0.1:{port}", token=None, timeout_seconds=1.0) for port in (1, 2)]
+    replicas = ReplicaSet("x", servers)
+    died, lives = replicas.all
+    of_all = weights.ReplicaWeights(cast("Any", None), replicas, ServerSection(), cast("Any", None))
 
-    async def test() -> None:
-        replicas = ReplicaSet("x", servers)
-        died, lives = replicas.all
-        of_all = weights.ReplicaWeights(cast("Any", None), replicas, ServerSection(), cast("Any", None))
+    async def order(replica: Replica) -> str:
+        if replica is died:
+            raise Broken("connection reset")
+        await asyncio.sleep(0)
+        for event in (Event.DIED, Event.RESTARTED):
+            died.apply(event, "killed")
+        died.server = Server("http://127.0.0.1:3", token=None, timeout_seconds=1.0)
+        died.apply(Event.ANSWERED)
+        return "loaded"
 
-        async def order(replica: Replica) -> str:
-            if replica is died:
-                raise Broken("connection reset")
-            await asyncio.sleep(0)
-            for event in (Event.DIED, Event.RESTARTED):
-                died.apply(event, "killed")
-            died.server = Server("http://127.0.0.1:3", token=None, timeout_seconds=1.0)
-            died.apply(Event.ANSWERED)
-            return "loaded"
-
-        assert await of_all.on_each({one: one.server for one in (died, lives)}, "a push", order) == {
-            servers[1].url: "loaded"
-        }
-        assert not died.suspected.is_set()
-
-    asyncio.run(test())
+    assert await of_all.on_each({one: one.server for one in (died, lives)}, "a push", order) == {
+        servers[1].url: "loaded"
+    }
+    assert not died.suspected.is_set()
 
 
-def test_an_order_waits_until_the_supervisor_has_found_whether_a_server_that_failed_lives(
+async def test_an_order_waits_until_the_supervisor_has_found_whether_a_server_that_failed_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a busy machine its end is known long after its connections are."""
     monkeypatch.setattr(weights, "_GRACE_SECONDS", 0.0)
     servers = [Server(f"http://127.0.0.1:{port}", token=None, timeout_seconds=1.0) for port in (1, 2)]
+    replicas = ReplicaSet("x", servers)
+    died, lives = replicas.all
+    died.supervised = lives.supervised = True
+    of_all = weights.ReplicaWeights(cast("Any", None), replicas, ServerSection(), cast("Any", None))
 
-    async def test() -> None:
-        replicas = ReplicaSet("x", servers)
-        died, lives = replicas.all
-        died.supervised = lives.supervised = True
-        of_all = weights.ReplicaWeights(cast("Any", None), replicas, ServerSection(), cast("Any", None))
+    async def order(replica: Replica) -> str:
+        if replica is died:
+            raise Broken("connection reset")
+        return "loaded"
 
-        async def order(replica: Replica) -> str:
-            if replica is died:
-                raise Broken("connection reset")
-            return "loaded"
+    async def supervisor() -> None:
+        await died.suspected.wait()
+        for _ in range(100):  # turns of the loop
+            await asyncio.sleep(0)
+        died.apply(Event.DIED, "killed")
 
-        async def supervisor() -> None:
-            await died.suspected.wait()
-            for _ in range(100):  # turns of the loop
-                await asyncio.sleep(0)
-            died.apply(Event.DIED, "killed")
-
-        supervising = asyncio.create_task(supervisor())
-        told = {one: one.server for one in (died, lives)}
-        assert await of_all.on_each(told, "a push", order) == {servers[1].url: "loaded"}
-        await supervising
-
-    asyncio.run(test())
+    supervising = asyncio.create_task(supervisor())
+    told = {one: one.server for one in (died, lives)}
+    assert await of_all.on_each(told, "a push", order) == {servers[1].url: "loaded"}
+    await supervising

@@ -31,22 +31,17 @@ __all__ = ["fakes"]
 MOE = NAMED["qwen3-235b-a22b"]
 
 
-def test_requests_that_come_at_once_leave_the_loop_to_others(fakes: list[Fake]) -> None:
+async def test_requests_that_come_at_once_leave_the_loop_to_others(fakes: list[Fake]) -> None:
     """What another task waits for takes some passes of the loop, not the sending of all of them."""
-
-    async def ask() -> tuple[int, int]:
-        engine = engine_of(fakes, concurrency=64)
-        await push(engine, 1)
-        asked = [asyncio.create_task(engine.generate(replace(REQUEST, id=f"{n}"))) for n in range(64)]
-        for _ in range(24):
-            await asyncio.sleep(0)
-        early = sum(server.in_flight for server in engine.servers)
-        await asyncio.gather(*asked)
-        return early, sum(fake.asked.count("/generate") for fake in fakes)
-
-    early, served = asyncio.run(ask())
+    engine = engine_of(fakes, concurrency=64)
+    await push(engine, 1)
+    asked = [asyncio.create_task(engine.generate(replace(REQUEST, id=f"{n}"))) for n in range(64)]
+    for _ in range(24):
+        await asyncio.sleep(0)
+    early = sum(server.in_flight for server in engine.servers)
+    await asyncio.gather(*asked)
     assert 1 <= early <= 4
-    assert served == 64
+    assert sum(fake.asked.count("/generate") for fake in fakes) == 64
 
 
 class Aborted(Words):
@@ -73,30 +68,24 @@ class Aborted(Words):
             await asyncio.sleep(0)
 
 
-def test_what_a_push_held_and_a_checkpoint_aborts_is_sent_one_after_another(fakes: list[Fake]) -> None:
+async def test_what_a_push_held_and_a_checkpoint_aborts_is_sent_one_after_another(fakes: list[Fake]) -> None:
     """Some passes of the loop apart: the requests, the aborts and then the rests, each once."""
     adapter, names = Aborted(), [f"{n}" for n in range(64)]
-
-    async def ask() -> list[int]:
-        servers = [Server(fake.url, token="t", timeout_seconds=60.0) for fake in fakes]
-        engine = ServedEngine(
-            adapter, servers, SECTION.model_copy(update={"concurrency": 64}), max_length=8, vocab_size=10
-        )
-        await engine.weights.load(Path("weights"), 1)
-        asked = [asyncio.create_task(engine.generate(replace(REQUEST, id=name))) for name in names]
-        await every_chance()
-        assert not adapter.sent
-        counting = asyncio.create_task(adapter.count())
-        await engine.weights.commit(1)
-        while len(adapter.sent) < len(names):
-            await asyncio.sleep(0)
-        await engine.interrupt()
-        tokens = [len(completion.token_ids) for (completion,) in await asyncio.gather(*asked)]
-        counting.cancel()
-        await engine.close()
-        return tokens
-
-    assert asyncio.run(ask()) == [2] * 64
+    servers = [Server(fake.url, token="t", timeout_seconds=60.0) for fake in fakes]
+    engine = ServedEngine(adapter, servers, SECTION.model_copy(update={"concurrency": 64}), max_length=8, vocab_size=10)
+    await engine.weights.load(Path("weights"), 1)
+    asked = [asyncio.create_task(engine.generate(replace(REQUEST, id=name))) for name in names]
+    await every_chance()
+    assert not adapter.sent
+    counting = asyncio.create_task(adapter.count())
+    await engine.weights.commit(1)
+    while len(adapter.sent) < len(names):
+        await asyncio.sleep(0)
+    await engine.interrupt()
+    tokens = [len(completion.token_ids) for (completion,) in await asyncio.gather(*asked)]
+    counting.cancel()
+    await engine.close()
+    assert tokens == [2] * 64
     assert sorted(name for _, name in adapter.sent) == sorted([*names, *names, *(f"abort {name}" for name in names)])
     passes = [passed for passed, _ in adapter.sent]
     assert min(after - before for before, after in pairwise(passes)) >= 4
@@ -118,36 +107,32 @@ class Listed(Aborted):
 
 
 @pytest.mark.parametrize("end", ["interrupt", "cancel"])
-def test_servers_are_told_once_what_they_are_to_abort(fakes: list[Fake], end: str) -> None:
+async def test_servers_are_told_once_what_they_are_to_abort(fakes: list[Fake], end: str) -> None:
     """By name: what others ask of them goes on, as does a group of this run that is not interrupted."""
     adapter, names = Listed(), [f"{n}" for n in range(64)]
-
-    async def ask() -> bool:
-        servers = [Server(fake.url, token="t", timeout_seconds=60.0) for fake in fakes]
-        section = SECTION.model_copy(update={"concurrency": 64})
-        engine = ServedEngine(adapter, servers, section, max_length=8, vocab_size=10)
-        await push(engine, 1)
-        group = asyncio.create_task(engine.generate(replace(REQUEST, id="group", num_completions=2, ahead=True)))
-        asked = [asyncio.create_task(engine.generate(replace(REQUEST, id=name))) for name in names]
-        while len(adapter.sent) < 1 + len(names):
-            await asyncio.sleep(0)
-        await engine.interrupt() if end == "interrupt" else [one.cancel() for one in asked]
-        await asyncio.gather(*asked, return_exceptions=True)
-        await every_chance()
-        goes_on = not group.done()
-        group.cancel()
-        await asyncio.gather(group, return_exceptions=True)
-        await engine.close()
-        return goes_on
-
-    assert asyncio.run(ask())
+    servers = [Server(fake.url, token="t", timeout_seconds=60.0) for fake in fakes]
+    section = SECTION.model_copy(update={"concurrency": 64})
+    engine = ServedEngine(adapter, servers, section, max_length=8, vocab_size=10)
+    await push(engine, 1)
+    group = asyncio.create_task(engine.generate(replace(REQUEST, id="group", num_completions=2, ahead=True)))
+    asked = [asyncio.create_task(engine.generate(replace(REQUEST, id=name))) for name in names]
+    while len(adapter.sent) < 1 + len(names):
+        await asyncio.sleep(0)
+    await engine.interrupt() if end == "interrupt" else [one.cancel() for one in asked]
+    await asyncio.gather(*asked, return_exceptions=True)
+    await every_chance()
+    goes_on = not group.done()
+    group.cancel()
+    await asyncio.gather(group, return_exceptions=True)
+    await engine.close()
+    assert goes_on
     assert sorted(server for server, _ in adapter.lists[:2]) == sorted(fake.url for fake in fakes)
     assert sorted(name for _, listed in adapter.lists[:2] for name in listed) == sorted(names)
     assert [listed for _, listed in adapter.lists[2:]] == [["group"]]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_engines_abort_several_requests_by_one_message(fakes: list[Fake], engine: str) -> None:
+async def test_engines_abort_several_requests_by_one_message(fakes: list[Fake], engine: str) -> None:
     """Each by its names: vLLM's has a prefix, and SGLang's has one for each completion."""
     requests = {"a": REQUEST, "b": replace(REQUEST, num_completions=2)}
     told: list[tuple[str, Any]] = []
@@ -156,17 +141,14 @@ def test_engines_abort_several_requests_by_one_message(fakes: list[Fake], engine
         told.append((path, body))
         return 200, None
 
-    async def abort(fake: Fake) -> None:
-        async def turn() -> None:
-            raise AssertionError("it takes turns for one message")
-
-        server, adapter = Server(fake.url, token="t", timeout_seconds=60.0), SERVERS[engine](MOE)
-        await adapter.abort_all(server, requests, turn)
-        await adapter.abort(server, requests["b"], "b")
-        await server.close()
+    async def turn() -> None:
+        raise AssertionError("it takes turns for one message")
 
     fakes[0].answer = answer
-    asyncio.run(abort(fakes[0]))
+    server, adapter = Server(fakes[0].url, token="t", timeout_seconds=60.0), SERVERS[engine](MOE)
+    await adapter.abort_all(server, requests, turn)
+    await adapter.abort(server, requests["b"], "b")
+    await server.close()
     assert (
         told
         == {
@@ -220,55 +202,41 @@ async def every_chance() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_turns_of_as_many_trajectories_are_in_flight_as_completions_of_groups(
+async def test_turns_of_as_many_trajectories_are_in_flight_as_completions_of_groups(
     fakes: list[Fake], tmp_path: Path, staleness: int, ahead: bool
 ) -> None:
-    async def ask() -> list[str]:
-        of = ["environment.function=calculator", "environment.template=plain", "environment.max_tokens=64"]
-        keys = [*of, f"train.max_staleness={staleness}"]
-        async with two_groups_of_four(fakes[0], tmp_path, *keys) as (held, engine):
-            turns = asked(engine, {f"turn {n}": 1 for n in range(20)}, ahead=ahead)
-            await every_chance()
-            found = list(held.in_flight)
-            held.may.set()
-            await asyncio.gather(*turns.values())
-            return found
-
-    assert asyncio.run(ask()) == [f"turn {n}" for n in range(8)]
+    of = ["environment.function=calculator", "environment.template=plain", "environment.max_tokens=64"]
+    keys = [*of, f"train.max_staleness={staleness}"]
+    async with two_groups_of_four(fakes[0], tmp_path, *keys) as (held, engine):
+        turns = asked(engine, {f"turn {n}": 1 for n in range(20)}, ahead=ahead)
+        await every_chance()
+        assert held.in_flight == [f"turn {n}" for n in range(8)]
+        held.may.set()
+        await asyncio.gather(*turns.values())
 
 
-def test_so_many_problems_of_an_evaluation_are_in_flight_also_with_more_samples_than_a_group(
+async def test_so_many_problems_of_an_evaluation_are_in_flight_also_with_more_samples_than_a_group(
     fakes: list[Fake], tmp_path: Path
 ) -> None:
-    async def ask() -> list[str]:
-        samples = ["eval.sets.one.samples=6", "eval.sets.one.temperature=1"]
-        async with two_groups_of_four(fakes[0], tmp_path, *samples) as (held, engine):
-            problems = asked(engine, {"a": 6, "b": 6, "c": 6}, ahead=True)
-            await every_chance()
-            found = list(held.in_flight)
-            held.may.set()
-            await asyncio.gather(*problems.values())
-            return found
-
-    assert asyncio.run(ask()) == [*"aaaaaabbbbbb"]
+    samples = ["eval.sets.one.samples=6", "eval.sets.one.temperature=1"]
+    async with two_groups_of_four(fakes[0], tmp_path, *samples) as (held, engine):
+        problems = asked(engine, {"a": 6, "b": 6, "c": 6}, ahead=True)
+        await every_chance()
+        assert held.in_flight == [*"aaaaaabbbbbb"]
+        held.may.set()
+        await asyncio.gather(*problems.values())
 
 
-def test_groups_and_turns_wait_for_one_another_in_their_order(fakes: list[Fake], tmp_path: Path) -> None:
+async def test_groups_and_turns_wait_for_one_another_in_their_order(fakes: list[Fake], tmp_path: Path) -> None:
     sizes = {"a": 4, "b": 1, "c": 4, "d": 1, "e": 1, "samples of an evaluation": 100}
 
-    async def ask() -> tuple[list[str], list[str], list[str]]:
-        async with two_groups_of_four(fakes[0], tmp_path) as (held, engine):
-            tasks = asked(engine, sizes, ahead=False)
-            await every_chance()
-            first = list(held.in_flight)
-            tasks["c"].cancel()  # it had a part of its places
-            await every_chance()
-            second = list(held.in_flight)
-            held.may.set()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
-            return first, second, held.in_flight
-
-    first, second, last = asyncio.run(asyncio.wait_for(ask(), 60))
-    assert first == [*"aaaab"]
-    assert second == [*"aaaabde"]
-    assert last == [*"aaaabde", *["samples of an evaluation"] * 100]
+    async with asyncio.timeout(60), two_groups_of_four(fakes[0], tmp_path) as (held, engine):
+        tasks = asked(engine, sizes, ahead=False)
+        await every_chance()
+        assert held.in_flight == [*"aaaab"]
+        tasks["c"].cancel()  # it had a part of its places
+        await every_chance()
+        assert held.in_flight == [*"aaaabde"]
+        held.may.set()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        assert held.in_flight == [*"aaaabde", *["samples of an evaluation"] * 100]

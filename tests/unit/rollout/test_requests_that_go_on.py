@@ -16,7 +16,6 @@ from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.rollout.servers.places import Places
 from rl_megatron.rollout.servers.replicas import Replica
-from rl_megatron.types import Completion
 from tests.completions import completion, plain
 from tests.unit.rollout.test_engine_servers import PARAMS, REQUEST, SECTION, Fake, engine_of, push, running
 
@@ -33,7 +32,7 @@ LONG = replace(REQUEST, params=replace(PARAMS, max_new_tokens=5, stop_token_ids=
 BEGUN = completion((3, 4), (-1.0, -2.0), finish="abort", spans=((0, 1), (1, 2)))
 
 
-def test_a_request_goes_on_from_what_was_begun_by_versions_before() -> None:
+async def test_a_request_goes_on_from_what_was_begun_by_versions_before() -> None:
     asked: list[tuple[list[int], int]] = []
 
     def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
@@ -42,45 +41,37 @@ def test_a_request_goes_on_from_what_was_begun_by_versions_before() -> None:
         asked.append((body["prompt"], body["new"]))
         return 200, {"label": "7@t", "tokens": [5, 6, 7], "finish": "length"}
 
-    async def ask() -> tuple[Completion | None, Completion, Completion | None]:
-        engine = engine_of([fake])
-        await push(engine, 7)
-        running_one = asyncio.create_task(engine.generate(replace(LONG, begun=BEGUN)))
-        await asyncio.sleep(0)
-        known = engine.so_far(LONG.id)
-        (whole,) = await running_one
-        return known, whole, engine.so_far(LONG.id)
-
     with running(1) as (fake,):
         fake.answer = answer
-        known, whole, afterwards = asyncio.run(ask())
-    assert known is BEGUN
-    assert afterwards is None
+        engine = engine_of([fake])
+        await push(engine, 7)
+        going = asyncio.create_task(engine.generate(replace(LONG, begun=BEGUN)))
+        await asyncio.sleep(0)
+        known = engine.so_far(LONG.id)
+        (whole,) = await going
+        assert known is BEGUN
+        assert engine.so_far(LONG.id) is None
     assert asked == [([1, 2, 3, 4], 3)]
     expected = ([3, 4, 5, 6, 7], [-1.0, -2.0, -0.5, -0.5, -0.5], "length", ((0, 1), (1, 2), (2, 7)), None)
     assert plain(whole) == expected
 
 
 @pytest.mark.parametrize(("tokens", "finish"), [((3, 9), "stop"), ((1, 2, 3, 4, 5), "length")])
-def test_what_was_begun_and_had_ended_is_the_answer(fakes: list[Fake], tokens: tuple[int, ...], finish: str) -> None:
-    async def ask() -> Completion:
-        engine = engine_of(fakes)
-        await push(engine, 7)
-        (one,) = await engine.generate(replace(LONG, begun=completion(tokens, finish="abort", spans=((0, 3),))))
-        return one
-
-    assert plain(asyncio.run(ask())) == (list(tokens), [-0.5] * len(tokens), finish, ((0, 3),), None)
+async def test_what_was_begun_and_had_ended_is_the_answer(
+    fakes: list[Fake], tokens: tuple[int, ...], finish: str
+) -> None:
+    engine = engine_of(fakes)
+    await push(engine, 7)
+    (one,) = await engine.generate(replace(LONG, begun=completion(tokens, finish="abort", spans=((0, 3),))))
+    assert plain(one) == (list(tokens), [-0.5] * len(tokens), finish, ((0, 3),), None)
     assert "/generate" not in fakes[0].asked + fakes[1].asked
 
 
-def test_what_was_begun_is_one_completion(fakes: list[Fake], make_engine: Any) -> None:
-    async def ask() -> None:
-        engine = engine_of(fakes)
-        await push(engine, 7)
-        await engine.generate(replace(LONG, begun=BEGUN, num_completions=2))
-
+async def test_what_was_begun_is_one_completion(fakes: list[Fake], make_engine: Any) -> None:
+    engine = engine_of(fakes)
+    await push(engine, 7)
     with pytest.raises(EngineError, match="num_completions=2, but what was begun is one completion"):
-        asyncio.run(ask())
+        await engine.generate(replace(LONG, begun=BEGUN, num_completions=2))
     local: LocalEngine = make_engine(4)
     local.serve(1)
     with pytest.raises(EngineError, match=r"does not go on from what was begun; send it without, or set rollout=vllm"):
@@ -88,7 +79,7 @@ def test_what_was_begun_is_one_completion(fakes: list[Fake], make_engine: Any) -
 
 
 @pytest.mark.parametrize("overtaken", [False, True], ids=["", "the first abort arrives too early"])
-def test_an_interrupt_knows_all_tokens_and_loses_none(overtaken: bool) -> None:
+async def test_an_interrupt_knows_all_tokens_and_loses_none(overtaken: bool) -> None:
     """The push before did not abort: version 7 is served all the time."""
     with running(1) as (fake,):
         aborted, go_on, asked = threading.Event(), threading.Event(), list[tuple[list[int], int]]()
@@ -109,20 +100,17 @@ def test_an_interrupt_knows_all_tokens_and_loses_none(overtaken: bool) -> None:
             assert go_on.wait(LIMIT)
             return 200, {"label": "7@t", "tokens": [5, 6, 8], "finish": "length"}
 
-        async def ask() -> tuple[Completion | None, Completion]:
-            engine = engine_of([fake])
-            await push(engine, 7)
-            going = asyncio.create_task(engine.generate(LONG))
-            while not asked:
-                await asyncio.sleep(0.01)
-            async with asyncio.timeout(LIMIT):
-                await engine.interrupt()
-            known = engine.so_far(LONG.id)
-            go_on.set()
-            return known, (await going)[0]
-
         fake.answer = answer
-        known, whole = asyncio.run(ask())
+        engine = engine_of([fake])
+        await push(engine, 7)
+        going = asyncio.create_task(engine.generate(LONG))
+        while not asked:
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(LIMIT):
+            await engine.interrupt()
+        known = engine.so_far(LONG.id)
+        go_on.set()
+        (whole,) = await going
     assert known is not None
     assert plain(known) == ([3, 4], [-0.5] * 2, "abort", ((0, 7),), None)
     assert plain(whole) == ([3, 4, 5, 6, 8], [-0.5] * 5, "length", ((0, 7),), None)
@@ -180,31 +168,23 @@ def test_what_goes_on_goes_where_its_own_tokens_are_but_never_where_it_failed() 
 
 
 @pytest.mark.parametrize("sampled", [[3], []])
-def test_what_a_server_ends_that_shuts_down_goes_on_at_another(fakes: list[Fake], sampled: list[int]) -> None:
+async def test_what_a_server_ends_that_shuts_down_goes_on_at_another(fakes: list[Fake], sampled: list[int]) -> None:
     """vLLM answers what it samples with aborted completions when it gets SIGTERM, and what comes then too."""
     leaving, rest = fakes
     leaving.answer = lambda path, body, number: (200, {"label": "1@t", "tokens": sampled, "finish": "abort"})
     rest.answer = lambda path, body, number: (200, {"label": "1@t", "tokens": [4] * body.get("new", 0)})
-
-    async def ask() -> Completion:
-        engine = engine_of(fakes)
-        await push(engine, 1)
-        return (await engine.generate(REQUEST))[0]
-
-    done = asyncio.run(ask())
+    engine = engine_of(fakes)
+    await push(engine, 1)
+    done = (await engine.generate(REQUEST))[0]
     assert (done.token_ids.tolist(), done.finish_reason) == ([*sampled, *[4] * (2 - len(sampled))], "stop")
     assert (leaving.asked.count("/generate"), rest.asked.count("/generate")) == (1, 1)
 
 
-def test_what_servers_go_on_ending_without_an_update_is_an_error(fakes: list[Fake]) -> None:
+async def test_what_servers_go_on_ending_without_an_update_is_an_error(fakes: list[Fake]) -> None:
     for fake in fakes:
         fake.answer = lambda path, body, number: (200, {"label": "1@t", "tokens": [], "finish": "abort"})
-
-    async def ask() -> None:
-        engine = engine_of(fakes)
-        await push(engine, 1)
-        await engine.generate(REQUEST)
-
+    engine = engine_of(fakes)
+    await push(engine, 1)
     with pytest.raises(EngineError, match=r"aborted it after 0 tokens, although weight version 1 was served all the"):
-        asyncio.run(ask())
+        await engine.generate(REQUEST)
     assert sum(fake.asked.count("/generate") for fake in fakes) == 1 + SECTION.retries

@@ -201,6 +201,44 @@ def test_tokens_of_a_group_that_its_greedy_completion_drops_are_counted(make_eng
     assert batch.num_tokens == whole.num_tokens == sum(len(said.split()) for one in groups for said in texts_of(one))
 
 
+def shown(prompt: Prompt) -> Completion:
+    return completion([30, *prompt.token_ids, 7], [0.0] * 4, spans=())
+
+
+def test_a_demonstration_is_judged_as_what_is_sampled_and_counts_as_nothing_that_was(make_engine: MakeEngine) -> None:
+    plain = sampled(sampler(make_engine, length_reward), PROMPTS, 0)
+    ours = replace(sampler(make_engine, length_reward), demonstrate=shown)
+    batch = sampled(ours, PROMPTS, 0)
+    assert [texts_of(group) for group in batch.groups] == [texts_of(group) for group in plain.groups]
+    for group in batch.groups:
+        assert group.demonstration is not None
+        ((row,),) = [one.chains for one in group.demonstration.trajectories]
+        (turn,) = row.turns
+        assert row.token_ids.tolist() == [*group.prompt.token_ids, 30, *group.prompt.token_ids, 7]
+        assert (turn.text, turn.spans, turn.logprobs.tolist()) == (text(row.token_ids[2:].tolist()), (), [0.0] * 4)
+        assert group.demonstration.rewards == (4.0,)
+    assert replace(batch, groups=()) == replace(plain, groups=())
+    (held, *_) = asyncio.run(ours.held_out(HeldOut(prompts=PROMPTS[:1], params=ours.params(temperature=0.0))))
+    assert held.group is not None
+    assert held.group.demonstration is None
+
+
+def test_a_demonstration_without_a_reward_fails_drops_its_group_or_gets_the_number(make_engine: MakeEngine) -> None:
+    def reward(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+        return [math.nan if one.startswith("30 ") and prompt.id == "p2" else 0.5 for one in texts]
+
+    plain = sampled(sampler(make_engine, length_reward), PROMPTS, 0)
+    with pytest.raises(RewardError, match="prompt 'p2': completion 0 got nan"):
+        sampled(replace(sampler(make_engine, reward), demonstrate=shown), PROMPTS, 0)
+    dropped = sampled(replace(sampler(make_engine, reward, on_error="drop"), demonstrate=shown), PROMPTS, 0)
+    assert [group.prompt.id for group in dropped.groups] == ["p0", "p1", "p3", "p4"]
+    assert (dropped.reward_errors, dropped.dropped_groups, dropped.num_tokens) == (1, 1, plain.num_tokens)
+    numbered = sampled(replace(sampler(make_engine, reward, on_error=-1.0), demonstrate=shown), PROMPTS, 0)
+    shown_rewards = [group.demonstration.rewards for group in numbered.groups if group.demonstration is not None]
+    assert shown_rewards == [(0.5,), (0.5,), (-1.0,), (0.5,), (0.5,)]
+    assert (numbered.reward_errors, numbered.num_completions) == (1, 20)
+
+
 def test_a_late_reward_is_named(make_engine: MakeEngine) -> None:
     async def never(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> Sequence[Scored]:
         await asyncio.Event().wait()

@@ -103,23 +103,20 @@ def test_older_requests_go_first_where_the_server_has_priorities(engine: str) ->
     assert [body.get("priority") for _, body in server.asked] == [sign * 3, 0, None]
 
 
-def test_a_request_is_as_old_as_it_says_or_as_the_version_served_and_the_oldest_if_it_goes_ahead() -> None:
+async def test_a_request_is_as_old_as_it_says_or_as_the_version_served_and_the_oldest_if_it_goes_ahead() -> None:
     births = list[int]()
 
     def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
         births.append(body["birth"])
         return 200, {"label": "5@t"}
 
-    async def ask(fake: Fake) -> None:
+    with running(1) as (fake,):
         engine = engine_of([fake])
         await push(engine, 5)
         fake.answer = answer
         for changes in ({}, {"birth": 2}, {"ahead": True}, {"ahead": True, "birth": 9}):
             await engine.generate(replace(REQUEST, **changes))
         await engine.close()
-
-    with running(1) as (fake,):
-        asyncio.run(ask(fake))
     assert births == [5, 2, 0, 9]
 
 
@@ -132,53 +129,42 @@ class Pushed(Saying):
 
 
 @pytest.mark.parametrize(("ahead", "births"), [(False, [None, 1, 1]), (True, [None] * 3)])
-def test_later_turns_are_as_old_as_the_first_of_their_trajectory(ahead: bool, births: list[int | None]) -> None:
-    async def led() -> list[GenerationRequest]:
-        engine = Pushed("one", "two", "three")
-        turns, messages = episode(engine, ahead=ahead), list[Any](ASK)
-        for _ in range(3):
-            messages += [(await turns.reply(messages, ())).message, {"role": "user", "content": "On."}]
-        return engine.asked
-
-    asked = asyncio.run(led())
+async def test_later_turns_are_as_old_as_the_first_of_their_trajectory(ahead: bool, births: list[int | None]) -> None:
+    engine = Pushed("one", "two", "three")
+    turns, messages = episode(engine, ahead=ahead), list[Any](ASK)
+    for _ in range(3):
+        messages += [(await turns.reply(messages, ())).message, {"role": "user", "content": "On."}]
+    asked = engine.asked
     assert [one.birth for one in asked] == births
     assert {one.ahead for one in asked} == {ahead}
 
 
 @pytest.mark.parametrize(("mode", "salted"), [("recompute", False), ("abort", False), ("keep_cache", True)])
-def test_each_load_has_a_salt_of_its_own(fakes: list[Fake], mode: str, salted: bool) -> None:
+async def test_each_load_has_a_salt_of_its_own(fakes: list[Fake], mode: str, salted: bool) -> None:
     """Another run may have pushed other weights of the same version to a server before."""
-
-    async def salts() -> list[str | None]:
-        engine, out = engine_of(fakes, running_requests=mode), list[str | None]()
-        for version in (1, 2, 2):
-            await push(engine, version)
-            out += [server.salt for server in engine.servers]
-        return out
-
-    found = asyncio.run(salts())
+    engine, out = engine_of(fakes, running_requests=mode), list[str | None]()
+    for version in (1, 2, 2):
+        await push(engine, version)
+        out += [server.salt for server in engine.servers]
+    found = out
     assert len(set(found)) == (6 if salted else 1)
     assert [str(salt).partition("-")[0] for salt in found] == (["1", "1", *["2"] * 4] if salted else ["None"] * 6)
 
 
-def test_a_prompt_that_is_sent_after_the_pause_has_the_new_salt(fakes: list[Fake]) -> None:
+async def test_a_prompt_that_is_sent_after_the_pause_has_the_new_salt(fakes: list[Fake]) -> None:
     """It waits in the server, and is sampled by the new weights."""
+    engine = engine_of(fakes[:1], running_requests="keep_cache")
+    await push(engine, 1)
+    (server,) = engine.servers
+    at: dict[str, str | None] = {}
 
-    async def ask() -> tuple[str | None, str | None]:
-        engine = engine_of(fakes[:1], running_requests="keep_cache")
-        await push(engine, 1)
-        (server,) = engine.servers
-        at: dict[str, str | None] = {}
+    def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        at[path] = server.salt
+        return 200, {}
 
-        def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
-            at[path] = server.salt
-            return 200, {}
-
-        fakes[0].answer = answer
-        await push(engine, 2)
-        return at["/pause"], at["/load"]
-
-    paused, loading = asyncio.run(ask())
+    fakes[0].answer = answer
+    await push(engine, 2)
+    paused, loading = at["/pause"], at["/load"]
     assert str(paused).startswith("1-")
     assert str(loading).startswith("2-")
 

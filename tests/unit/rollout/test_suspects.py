@@ -211,80 +211,70 @@ def test_restarts_after_deaths_by_poison_do_not_count(worlds: list[World]) -> No
 
 
 @pytest.mark.parametrize(("refusing", "dropped"), [([0, 1], True), ([0], False), ([1], False)])
-def test_what_two_servers_refuse_is_dropped(refusing: list[int], dropped: bool) -> None:
+async def test_what_two_servers_refuse_is_dropped(refusing: list[int], dropped: bool) -> None:
     with running(2) as fakes:
-
-        async def ask() -> Completion:
-            engine = engine_of(fakes)
-            await push(engine, 4)
-            for number in refusing:
-                fakes[number].answer = lambda path, body, number: (
-                    (400, "no such token") if path == "/generate" else (200, {})
-                )
-            try:
-                return (await engine.generate(REQUEST))[0]
-            finally:
-                await engine.close()
-
-        if not dropped:
-            assert asyncio.run(ask()).spans == ((0, 4),)
-            return
-        with pytest.raises(PoisonPrompt, match=r"'step 1: 2\+2=' is refused by two servers: .*400.*400"):
-            asyncio.run(ask())
-        assert [fake.asked.count("/generate") for fake in fakes] == [1, 1]
+        engine = engine_of(fakes)
+        await push(engine, 4)
+        for number in refusing:
+            fakes[number].answer = lambda path, body, number: (
+                (400, "no such token") if path == "/generate" else (200, {})
+            )
+        if dropped:
+            with pytest.raises(PoisonPrompt, match=r"'step 1: 2\+2=' is refused by two servers: .*400.*400"):
+                await engine.generate(REQUEST)
+            assert [fake.asked.count("/generate") for fake in fakes] == [1, 1]
+        else:
+            (one,) = await engine.generate(REQUEST)
+            assert one.spans == ((0, 4),)
+        await engine.close()
 
 
-def test_what_one_server_failed_on_and_another_refuses_goes_back_to_the_first() -> None:
+async def test_what_one_server_failed_on_and_another_refuses_goes_back_to_the_first() -> None:
     """It does not go again and again where it is refused."""
     with running(2) as fakes:
         answers: dict[int, list[tuple[int, object]]] = {0: [(500, "failed"), (200, {"label": "4@t"})], 1: [(400, "no")]}
 
-        async def ask() -> Completion:
-            engine = engine_of(fakes)
-            await push(engine, 4)
-            for number, left in answers.items():
-                fakes[number].answer = lambda path, body, _, left=left: (
-                    left.pop(0) if path == "/generate" and left else (400, "asked again")
-                )
-            try:
-                return (await engine.generate(REQUEST))[0]
-            finally:
-                await engine.close()
-
-        assert asyncio.run(ask()).spans == ((0, 4),)
+        engine = engine_of(fakes)
+        await push(engine, 4)
+        for number, left in answers.items():
+            fakes[number].answer = lambda path, body, _, left=left: (
+                left.pop(0) if path == "/generate" and left else (400, "asked again")
+            )
+        try:
+            (one,) = await engine.generate(REQUEST)
+        finally:
+            await engine.close()
+        assert one.spans == ((0, 4),)
         assert [fake.asked.count("/generate") for fake in fakes] == [2, 1]
 
 
-def test_what_fails_on_two_servers_while_these_answer_others_is_dropped() -> None:
+async def test_what_fails_on_two_servers_while_these_answer_others_is_dropped() -> None:
     with running(2) as fakes:
 
         def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
             return (500, "failed") if body.get("prompt") == [6, 6] else (200, {"label": "4@t"})
 
-        async def ask() -> list[Any]:
-            engine = engine_of(fakes)
-            await push(engine, 4)
-            for fake in fakes:
-                fake.answer = answer
-            bad = replace(REQUEST, id="bad", token_ids=(6, 6))
-            try:
-                asked = [engine.generate(one) for one in (REQUEST, bad, replace(REQUEST, id="another"))]
-                return list(await asyncio.gather(*asked, return_exceptions=True))
-            finally:
-                await engine.close()
-
-        good, bad, other = asyncio.run(ask())
+        engine = engine_of(fakes)
+        await push(engine, 4)
+        for fake in fakes:
+            fake.answer = answer
+        bad = replace(REQUEST, id="bad", token_ids=(6, 6))
+        try:
+            asked = [engine.generate(one) for one in (REQUEST, bad, replace(REQUEST, id="another"))]
+            good, bad, other = await asyncio.gather(*asked, return_exceptions=True)
+        finally:
+            await engine.close()
     assert isinstance(bad, PoisonPrompt)
     assert re.search(r"replica 0 \d times, replica 1 \d times", str(bad))
     assert good[0].spans == other[0].spans == ((0, 4),)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_servers_that_answer_errors_and_live_on_show_one_bad_prompt_after_another(replicas: int) -> None:
+async def test_servers_that_answer_errors_and_live_on_show_one_bad_prompt_after_another(replicas: int) -> None:
     def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
         return (500, "failed") if body.get("prompt", [0])[0] == 6 else (200, {"label": "4@t"})
 
-    async def ask() -> list[Any]:
+    with running(replicas) as fakes:
         engine, answers = engine_of(fakes), list[Any]()
         await push(engine, 4)
         for fake in fakes:
@@ -293,12 +283,9 @@ def test_servers_that_answer_errors_and_live_on_show_one_bad_prompt_after_anothe
             for name, tokens in [("bad", (6, 6)), ("worse", (6, 7)), ("good", (5, 5))]:
                 one = replace(REQUEST, id=name, token_ids=tokens)
                 answers += await asyncio.gather(engine.generate(one), return_exceptions=True)
-            return answers
         finally:
             await engine.close()
-
-    with running(replicas) as fakes:
-        bad, worse, good = asyncio.run(ask())
+    bad, worse, good = answers
     assert isinstance(bad, PoisonPrompt)
     assert isinstance(worse, PoisonPrompt)
     assert good[0].spans == ((0, 4),)

@@ -137,7 +137,7 @@ def test_a_failed_attempt_is_made_again_and_a_service_is_asked_where_it_is_then(
 
 
 @pytest.mark.parametrize("refusal", [401, 403])
-def test_a_token_that_rotates_is_read_for_each_attempt_and_no_connection_stays(
+async def test_a_token_that_rotates_is_read_for_each_attempt_and_no_connection_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int
 ) -> None:
     file = tmp_path / "token"
@@ -155,19 +155,15 @@ def test_a_token_that_rotates_is_read_for_each_attempt_and_no_connection_stays(
         )
         model = teacher(fake, token_file=file)
 
-        async def judged() -> set[int]:
-            nonlocal right
-            with monkeypatch.context() as patch:
-                patch.setattr(asyncio, "sleep", sleep)
-                said = await model.judge([1, 2, 3], 0)
-            np.testing.assert_allclose(said.logprobs, told([1, 2, 3], 1.0), rtol=1e-6)
-            for right in map(str, range(4)):
-                file.write_text(right)
-                await model.judge([1, 2, 3], 0)
-            ports = [one.raddr.port for one in psutil.Process().net_connections("tcp") if one.raddr]
-            return {port for port in ports if port == fake.server_port}
-
-        assert asyncio.run(judged()) == set()
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "sleep", sleep)
+            said = await model.judge([1, 2, 3], 0)
+        np.testing.assert_allclose(said.logprobs, told([1, 2, 3], 1.0), rtol=1e-6)
+        for right in map(str, range(4)):
+            file.write_text(right)
+            await model.judge([1, 2, 3], 0)
+        ports = [one.raddr.port for one in psutil.Process().net_connections("tcp") if one.raddr]
+        assert fake.server_port not in ports
         assert (steps, len(fake.asked)) == ([], 6)  # old, new, and four more
 
 
@@ -188,19 +184,15 @@ def test_a_token_that_is_not_there_is_refused_and_one_that_stays_wrong_ends(tmp_
         assert len(fake.asked) == 2
 
 
-def test_a_service_that_is_being_restarted_is_waited_for() -> None:
+async def test_a_service_that_is_being_restarted_is_waited_for() -> None:
     services = _service()
-
-    async def judged(url: str) -> Judged:
+    with running(1) as (fake,):
+        answers(fake, 1.0)
         services.stopped("t", 0)
         asking = asyncio.create_task(teacher(services=services, retries=0, timeout_seconds=60.0).judge([1, 2, 3], 0))
         await asyncio.sleep(0)
-        services.serves("t", 0, ServiceAddress(url=url, key="new"))
-        return await asking
-
-    with running(1) as (fake,):
-        answers(fake, 1.0)
-        np.testing.assert_allclose(asyncio.run(judged(fake.url)).logprobs, told([1, 2, 3], 1.0), rtol=1e-6)
+        services.serves("t", 0, ServiceAddress(url=fake.url, key="new"))
+        np.testing.assert_allclose((await asking).logprobs, told([1, 2, 3], 1.0), rtol=1e-6)
 
 
 def _service() -> Services:

@@ -92,7 +92,7 @@ def test_an_environment_gets_calls_and_its_results_go_on_in_one_row() -> None:
     assert shown(found).count("<tool_response>\n23\n</tool_response>") == 2
 
 
-def test_a_call_that_is_made_again_has_another_id_and_the_same_when_the_trajectory_is_repeated() -> None:
+async def test_a_call_that_is_made_again_has_another_id_and_the_same_when_the_trajectory_is_repeated() -> None:
     async def led() -> list[str]:
         turns, messages, ids = episode(Saying(CALLS)), list[Any](ASK), list[str]()
         for _ in range(3):
@@ -103,20 +103,16 @@ def test_a_call_that_is_made_again_has_another_id_and_the_same_when_the_trajecto
         assert len(turns.chains()) == 1
         return ids
 
-    ids = asyncio.run(led())
+    ids = await led()
     assert len(set(ids)) == 6
-    assert asyncio.run(led()) == ids
+    assert await led() == ids
 
 
-def test_a_thought_that_the_prompt_opened_and_that_was_cut_is_no_answer() -> None:
+async def test_a_thought_that_the_prompt_opened_and_that_was_cut_is_no_answer() -> None:
     """DeepSeek's template ends prompts with ``<think>``."""
     tokenizer = tokenizer_of("deepseek")
     keys = {"template": ChatTemplate(tokenizer), "parser": PARSERS["deepseek"], "vocab_size": len(tokenizer)}
-
-    async def replied() -> Reply:
-        return await episode(Saying("Is it 23? " * 99), **keys).reply([{"role": "user", "content": "1 + 22?"}], ())
-
-    reply = asyncio.run(replied())
+    reply = await episode(Saying("Is it 23? " * 99), **keys).reply([{"role": "user", "content": "1 + 22?"}], ())
     assert reply.finish_reason == "length"
     assert (reply.message["content"], reply.message["reasoning_content"]) == ("", reply.text)
 

@@ -50,10 +50,10 @@ def test_an_agent_has_the_seconds_of_a_trajectory() -> None:
 
 
 def test_an_agent_that_hangs_behind_a_turn_is_trained_on_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    keys = {"seconds": 0.2, "step_seconds": 0.1, "group_size": 1, "options": {"turns": 2}}
+    keys = {"seconds": 2.0, "step_seconds": 0.1, "group_size": 1, "options": {"turns": 2}}
     (one,) = trajectories(played(sampler(Scripted(lambda text: "a"), function=f"{__name__}:agent_that_hangs", **keys)))
     assert (one.stop, one.reward, len(one.turns)) == ("seconds", 0.0, 2)
-    assert "trajectory 0 of step 1, turn 2: the function did not end within environment.seconds=0.2" in caplog.text
+    assert "trajectory 0 of step 1, turn 2: the function did not end within environment.seconds=2" in caplog.text
 
 
 def test_an_agent_may_take_step_seconds_for_its_reward_at_the_limit() -> None:
@@ -66,16 +66,16 @@ def test_an_agent_may_take_step_seconds_for_its_reward_at_the_limit() -> None:
 def test_a_step_that_runs_past_the_end_of_the_trajectory_ends_it_as_it_is() -> None:
     class Works(Talks):
         async def step(self, reply: Reply) -> EnvironmentStep:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(1.2)
             return await super().step(reply)
 
-    keys = {"seconds": 0.2, "step_seconds": LIMIT, "group_size": 1}
+    keys = {"seconds": 1.0, "step_seconds": LIMIT, "group_size": 1}
     (one,) = trajectories(played(sampler(Scripted(lambda text: "a"), EnvironmentMaker(Works), **keys)))
     assert (one.stop, one.reward, len(one.turns)) == ("seconds", 1.0, 1)
 
 
 @pytest.mark.parametrize(("turn", "parts"), [(0, [[98]]), (1, [[98]]), (0, [[], [98]])])
-def test_a_turn_that_a_server_samples_ends_with_what_it_has(turn: int, parts: list[list[int]]) -> None:
+async def test_a_turn_that_a_server_samples_ends_with_what_it_has(turn: int, parts: list[list[int]]) -> None:
     """Without a token the first waits for a slot, and gets twice as long."""
     slow = Slow(*parts)
 
@@ -84,18 +84,15 @@ def test_a_turn_that_a_server_samples_ends_with_what_it_has(turn: int, parts: li
             return 200, {"label": "7@t", "tokens": [97, EOS]}
         return slow(path, body, number)
 
-    async def ended(url: str) -> Any:
-        server = Server(url, token="t", timeout_seconds=LIMIT)
+    with running(1) as (fake,):
+        server = Server(fake.url, token="t", timeout_seconds=LIMIT)
         engine = ServedEngine(Words(), [server], SECTION, max_length=300, vocab_size=259)
         await push(engine, 7)
         fake.answer = answer
         keys = {"seconds": 1.0, "step_seconds": LIMIT, "group_size": 1, "on_error": "drop"}
-        (found,) = trajectories(await sampler(engine, EnvironmentMaker(Talks), **keys).groups(drawn(PROMPTS[:1])))
+        async with asyncio.timeout(LIMIT):
+            (one,) = trajectories(await sampler(engine, EnvironmentMaker(Talks), **keys).groups(drawn(PROMPTS[:1])))
         await engine.close()
-        return found
-
-    with running(1) as (fake,):
-        one = asyncio.run(asyncio.wait_for(ended(fake.url), LIMIT))
     assert one.stop == "seconds"
     assert [(each.finish_reason, len(each.logprobs)) for each in one.turns] == [("stop", 2)] * turn + [("length", 1)]
 
@@ -114,7 +111,7 @@ class Hanging(Scripted):
 
 
 def test_a_later_turn_that_no_engine_ends_is_left_out() -> None:
-    keys = {"seconds": 3.0, "step_seconds": 0.2, "group_size": 1}
+    keys = {"seconds": 3.0, "step_seconds": 1.0, "group_size": 1}
     (one,) = trajectories(played(sampler(Hanging(1), EnvironmentMaker(Talks), **keys)))
     assert (one.stop, one.reward, len(one.turns)) == ("seconds", 1.0, 1)
 
@@ -125,7 +122,7 @@ async def asks(task: Prompt, model: Model) -> float:
 
 
 def test_an_agent_whose_first_turn_does_not_come_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
-    keys = {"seconds": 3.0, "step_seconds": 0.2, "group_size": 1}
+    keys = {"seconds": 3.0, "step_seconds": 1.0, "group_size": 1}
     (one,) = played(sampler(Hanging(0), function=f"{__name__}:asks", **keys))
     assert one.reason == "nothing_sampled"
     said = "prompt '3*4', trajectory 0 of step 1 has no turn: environment.seconds=3 passed before its first"

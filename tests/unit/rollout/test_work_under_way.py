@@ -122,18 +122,13 @@ def test_a_completion_that_ended_waits_for_its_group_in_the_checkpoint() -> None
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_what_was_begun_is_kept_over_several_kills(times: int) -> None:
-    _, state = asyncio.run(killed(keep_tokens=True))
-
-    async def again(state: StreamState) -> StreamState:
+async def test_what_was_begun_is_kept_over_several_kills(times: int) -> None:
+    _, state = await killed(keep_tokens=True)
+    for _ in range(times):
         stream = stream_over(Tokens(3, most=4), keep_tokens=True)
         stream._prompts.take(state.drawn)
         stream.restore(state)
         stream.admit()  # and is killed before a server has heard of it
-        found = stream.state()
+        state = stream.state()
         await stream.close()
-        return found
-
-    for _ in range(times):
-        state = asyncio.run(again(state))
     assert [len(one.token_ids) for one in state.places[0].drawn.begun if one is not None] == [2, 4, 4]

@@ -130,8 +130,8 @@ def test_an_image_that_is_not_there_is_named() -> None:
 
 
 @with_docker
-def test_cancelling_removes_the_container(image: str) -> None:
-    async def cancelled() -> None:
+async def test_cancelling_removes_the_container(image: str) -> None:
+    async with asyncio.timeout(60):
         sandbox = Sandbox(SandboxSection(type="docker", image=image))
         task = asyncio.create_task(sandbox.run("import time; time.sleep(600)"))
         while not await asyncio.to_thread(containers):
@@ -139,8 +139,6 @@ def test_cancelling_removes_the_container(image: str) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-
-    asyncio.run(asyncio.wait_for(cancelled(), 60))
     assert not containers()
 
 
@@ -159,15 +157,14 @@ def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, **commands: str) -> 
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
-def test_a_container_that_is_being_made_is_removed_once_it_is_there(
+async def test_a_container_that_is_being_made_is_removed_once_it_is_there(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("begun", "go"):
         os.mkfifo(tmp_path / name)
     made = "echo > begun; cat go; echo made >> done"
     stand_in(tmp_path, monkeypatch, create=made, rm="echo removed >> done")
-
-    async def cancelled() -> None:
+    async with asyncio.timeout(60):
         task = asyncio.create_task(Sandbox(SandboxSection(type="docker", image="x")).run("1"))
         await asyncio.to_thread((tmp_path / "begun").read_bytes)
         task.cancel()
@@ -175,8 +172,6 @@ def test_a_container_that_is_being_made_is_removed_once_it_is_there(
         await asyncio.to_thread((tmp_path / "go").write_bytes, b"")
         with pytest.raises(asyncio.CancelledError):
             await task
-
-    asyncio.run(asyncio.wait_for(cancelled(), 60))
     assert (tmp_path / "done").read_text().split() == ["made", "removed"]
 
 

@@ -62,6 +62,20 @@ def test_a_synchronous_step_by_hand() -> None:
     assert "completions of 1,000 tokens in the mean are assumed" in text
 
 
+def test_accepted_proposals_are_assumed_or_given_and_said() -> None:
+    keys = ("weights.transport=file", "learner.draft.train=true", "rollout.server.draft_tokens=1")
+    seconds = []
+    for share, tokens in ((None, "1.85"), (0.5, "1.50"), (0.0, "1.00")):
+        more = () if share is None else (f"slurm.speeds.draft_acceptance={share}",)
+        found = told(job("deepseek_v3", *keys, *more))
+        assert found.predicted is not None
+        said = f"a server's step with rollout.server.draft_tokens=1 gives {tokens} tokens of a row, by slurm.speeds"
+        assert any(said in line for line in found.lines())
+        seconds.append(found.predicted.step.sampled.longest * float(tokens))
+    assert seconds == pytest.approx(seconds[:1] * 3)  # all steps take as long
+    assert not any("draft" in line for line in told(job("deepseek_v3", *keys[:2])).lines())
+
+
 def test_frozen_routers_have_no_gradient_at_the_peak_either() -> None:
     """As the metric mfu/train counts."""
     keys = ("qwen3_30b_a3b", "slurm.speeds.mean_tokens=1000")
@@ -99,6 +113,13 @@ def test_a_step_that_is_not_predicted_has_a_floor_and_a_reason(keys: tuple[str, 
     assert re.search(rf"seconds by phase are not predicted: .*{re.escape(why)}", text)
     with pytest.raises(ConfigError, match=r"slurm\.speeds\.gpu=h1000: neither a known GPU nor a file; known: a100"):
         told(job("qwen3_30b_a3b", "slurm.speeds.gpu=h1000"))
+    with pytest.raises(ConfigError, match=r"learner\.fp8=blockwise: A100 multiplies nothing in float8; leave it out"):
+        told(job("qwen3_30b_a3b", "slurm.speeds.gpu=a100", "learner.fp8=blockwise"))
+    with pytest.raises(
+        ConfigError, match=r"learner\.fp8=mxfp8: H200 has no .* which b200, b300, gb200, gb300 have; set"
+    ):
+        told(job("qwen3_30b_a3b", "slurm.speeds.gpu=h200", "learner.fp8=mxfp8"))
+    told(job("qwen3_30b_a3b", "slurm.speeds.gpu=gb200", "learner.fp8=mxfp8"))
 
 
 def test_scale_searches_no_layout_for_trajectories() -> None:
@@ -159,6 +180,15 @@ def test_roles_with_ranks_of_their_own_compute_beside_the_policy() -> None:
     assert shared["critic"] > shared["training"] > 0 == apart["critic"]
     assert apart["reference"] == pytest.approx(0 if "log-probs" in apart else shared["reference"])
     assert gpus_by_role(job("qwen3_30b_a3b", *keys, "roles.critic=separate")) == {"learner": 8, "critic": 8}
+
+
+@pytest.mark.parametrize("model", ["training", "critic"])
+def test_muon_takes_longer_than_adamw_in_the_model_that_it_steps(model: str) -> None:
+    keys = ("algorithm=ppo", "learner.overlap.parameters=false", "learner.offload.optimizer=0")
+    section = {"training": "learner", "critic": "algorithm.critic"}[model]
+    adamw, muon = (step(job("qwen3_30b_a3b", *keys, *more)).parts for more in ((), (f"{section}.optimizer.name=muon",)))
+    assert {name for name in adamw if adamw[name] != muon[name]} == {model}
+    assert muon[model] > adamw[model]
 
 
 def judge(folder: Path, times: int) -> Path:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, DataError
+from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.ranks import layout_said
 from rl_megatron.scaling.constants import PRIOR
@@ -129,6 +131,25 @@ def test_sampling_is_predicted_from_the_runs_lengths_on_a_calibrated_machine() -
     assert low < sampled < high + prompts
     whole = next(p for p in checked.phases if p.part == "these together")
     assert whole.predicted == pytest.approx(sum(p.predicted for p in checked.phases) - whole.predicted)
+
+
+def test_proposals_are_accepted_as_the_runs_were() -> None:
+    base = load_config(
+        "deepseek_v3",
+        [
+            *("model.path=.", "run.launcher=slurm", "weights.transport=file", "learner.draft.train=true"),
+            *("rollout.server.draft_tokens=1", "rollout.prompts_per_step=8", "rollout.group_size=4"),
+        ],
+    )
+    deepseek = replace(NAMED["deepseek-v3"], drafts=True)
+
+    def sampling(*shares: float) -> float:
+        rows = [row(n, 4.0, **{"draft/acceptance": share}) for n, share in enumerate(shares, 1)]
+        checked = check_run(base, deepseek, rows, GPUS["h100"], None)
+        return next(p for p in checked.phases if p.part == "rollout").predicted
+
+    none, half, every = (sampling(0.1, share, share, share) for share in (0.0, 0.5, 1.0))
+    assert (none - half) / (none - every) == pytest.approx((1 - 1 / 1.5) / (1 - 1 / 2))  # beside the prompts' seconds
 
 
 def test_a_run_with_too_few_steps_is_refused() -> None:

@@ -13,7 +13,8 @@ import pytest
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.experts import MAX_DENSE_WASTE_FLOPS
 from rl_megatron.models.named import NAMED
-from rl_megatron.scaling.constants import FITTED, PRIOR
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.scaling.constants import FITTED, MEMORY, PRIOR
 from rl_megatron.scaling.flops import Peak
 from rl_megatron.scaling.hardware import GPUS
 from rl_megatron.scaling.machines import embedded
@@ -269,12 +270,42 @@ def test_the_embedded_engine_computes_all_experts_up_to_the_models_own_bound() -
 
 
 def test_a_token_of_the_embedded_engine_costs_its_layers_and_its_products() -> None:
-    """Products of 4 rows by hand: of a layer 2·4·64·(128 + 64 + 2·8·32 + 8·32) FLOPs, all experts computed."""
+    """Products of 4 rows by hand: of a layer 2·4·64·(128 + 64 + 8 + 2·8·32 + 8·32) FLOPs, all experts computed."""
     gpu = replace(FREE, measured=Peak(names=(), bfloat16=1e-3, float8=None), constants=NOTHING)  # 1e9 FLOP/s
-    flops = 2 * (2 * 4 * 64 * (128 + 64 + 2 * 8 * 32 + 8 * 32)) + 2 * 4 * 64 * 259
+    flops = 2 * (2 * 4 * 64 * (128 + 64 + 8 + 2 * 8 * 32 + 8 * 32)) + 2 * 4 * 64 * 259
     found = embedded.decode_seconds(SIZES.shape, gpu, ENTRY, 4, 0)
     assert found == pytest.approx(2 * 2e-4 + 3e-4 + 1.2 * flops / 1e9, rel=1e-3)
     assert Decoded(sizes=SIZES, rows=4, context=1, seconds=1).sizes.shape.num_experts == 8
+
+
+def test_layers_of_hybrids_and_of_latents_have_their_own_products_and_what_they_keep() -> None:
+    """Qwen3-Next-80B-A3B: 12 of 48 layers attend, with 2 heads of keys and values of 256 numbers; delta nets have 16
+    heads of keys and 32 of values, of 128. DeepSeek-V3 has 128 heads of 192 numbers, and 3 layers without experts."""
+    still = replace(FREE, measured=Peak(names=(), bfloat16=1.0, float8=None), constants=NOTHING)  # 1e12 FLOP/s
+    slow = replace(still, hbm=1e-3, measured=Peak(names=(), bfloat16=1e30, float8=None))
+    hybrid, latent = NAMED["qwen3-next-80b-a3b"], NAMED["deepseek-v3"]
+
+    def read(shape: ModelShape, context: float) -> float:
+        weights = embedded.decode_parts(shape, slow, 1, 0)
+        return (embedded.decode_parts(shape, slow, 1, context) - weights) * 1e6 * MEMORY
+
+    assert read(hybrid, 1000) == pytest.approx(4 * 12 * 2 * 2 * 256 * 1000, rel=1e-6)
+    assert read(latent, 1000) == pytest.approx(4 * 61 * 2 * 128 * 192 * 1000, rel=1e-6)
+    assert read(replace(latent, windows=(100, 0) + (100,) * 59), 1000) == pytest.approx(
+        4 * 2 * 128 * 192 * (60 * 100 + 1000), rel=1e-6
+    )
+    stateless = replace(hybrid, delta_layers=(), delta=None)
+    states = 36 * 2 * 4 * (32 * 128 * 128 + 8192 * 3)
+    few = {"num_experts": 0, "dense_width": 1, "shared_width": 0, "vocab_size": 1}
+    mixers = [embedded.decode_parts(replace(s, **few), slow, 1, 0) * 1e6 * MEMORY for s in (hybrid, stateless)]
+    columns = 36 * 2048 * (8192 + 4096 + 64 + 4096 - (3 * 16 + 2 * 2) * 256)  # a delta net's beside attention's
+    rows = 36 * (2 * 2048 + 12352 + 4096 - 2 * 2048 - 9216 - 4096)  # in and out of their products
+    assert mixers[0] - mixers[1] == pytest.approx(states + 4 * (columns + rows), rel=1e-3)
+    up = 1536 * 128 * 192 + 512 * 128 * 256
+    attention = 7168 * (1536 + 512 + 64) + up + 128 * 128 * 7168
+    experts = 58 * (7168 * 256 + 3 * 7168 * 2048 * (1 + 1.5 * 8))  # padded
+    flops = 2 * 256 * (61 * attention + 3 * 3 * 7168 * 18432 + experts + 7168 * 129280)
+    assert embedded.decode_parts(latent, still, 256, 0) * 1e12 == pytest.approx(flops, rel=1e-6)
 
 
 def test_a_calibration_is_read_as_it_was_written_and_is_a_hardware_entry(tmp_path: Path) -> None:

@@ -346,7 +346,10 @@ def test_a_job_that_leaves_less_than_a_step_and_a_checkpoint_is_noted(stated: Se
 @pytest.mark.parametrize("key", SpeedsSection.model_fields)
 def test_each_speed_acts(key: str) -> None:
     floor = ("qwen3_30b_a3b", "slurm.speeds.gpu=null")
+    drafted = ("learner.draft.train=true", "rollout.server.draft_tokens=1", "weights.transport=file")
     runs = (("qwen3_235b_a22b",), floor, ("qwen3_30b_a3b", "weights.transport=auto"))
+    if key == "draft_acceptance":  # which other runs refuse
+        runs = (("deepseek_v3", *drafted),)
 
     def seconds(*more: str) -> list[tuple[float, ...]]:
         found = [estimate(config := job(*run, *more), named(config)) for run in runs]

@@ -10,11 +10,19 @@ import pytest
 from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED
 from rl_megatron.scaling import rollouts
+from rl_megatron.scaling.constants import FITTED, MEMORY
 from rl_megatron.scaling.flops import training_flops
 from rl_megatron.scaling.hardware import GPUS
 from rl_megatron.scaling.memory import weights_served
 from rl_megatron.scaling.pushes import push_cost
-from rl_megatron.scaling.rl_step import forward_seconds, learner_work, push_bytes, rl_step, server_shape
+from rl_megatron.scaling.rl_step import (
+    forward_seconds,
+    learner_work,
+    push_bytes,
+    rl_step,
+    score_seconds,
+    server_shape,
+)
 from rl_megatron.scaling.rollouts import Sampled, ServerShape, cache_bytes, lengths_of, sampled, token_seconds
 from rl_megatron.scaling.time import step_terms
 from rl_megatron.types import ParallelDims
@@ -32,6 +40,12 @@ def test_lengths_have_their_mean_and_their_cut() -> None:
     assert lengths_of(3000.0, 4096.0)[-1] == 4096.0
 
 
+def sent(rows: float, hidden: int, ranks: int, over: float) -> float:
+    """Seconds of an all-reduce of ``rows``, or of an all-gather and a reduce-scatter: as nccl-tests counts bytes, two
+    times (n - 1) / n of the whole, over links of ``over`` GB/s."""
+    return 2 * (ranks - 1) / ranks * 2 * hidden * rows / (over * 1e9 * FITTED.links)
+
+
 def test_a_token_reads_the_weights_that_some_row_uses_and_the_cache() -> None:
     """Qwen3-30B-A3B on two H100: 3.3 B weights without experts' choice, 8 experts of 4.7 M in 48 layers for one row."""
     attention = 48 * 2048 * (2 * 32 + 2 * 4) * 128
@@ -40,10 +54,12 @@ def test_a_token_reads_the_weights_that_some_row_uses_and_the_cache() -> None:
     cache = 2 * 2 * 48 * 4 * 128 * 1000
     read = (2 * (dense + experts) + cache) / 2 / (rollouts.READ * 3350e9)
     fixed = rollouts.TOKEN_SECONDS + 48 * rollouts.LAYER_SECONDS
-    assert token_seconds(SHAPE, SERVER, H100, 1, 1000) == pytest.approx(read + fixed, rel=1e-9)
+    sums = 48 * 2 * sent(1, 2048, 2, over=450)  # of attention and of experts
+    assert token_seconds(SHAPE, SERVER, H100, 1, 1000) == pytest.approx(read + fixed + sums, rel=1e-9)
     spread = replace(SERVER, tp=1, dp=2)  # each GPU has all of the attention, half of the experts and of the rows
     read = (2 * (dense + experts / 2) + cache / 2) / (rollouts.READ * 3350e9)
-    assert token_seconds(SHAPE, spread, H100, 1, 1000) == pytest.approx(read + fixed, rel=1e-9)
+    to_experts = 48 * sent(1, 2048, 2, over=450)
+    assert token_seconds(SHAPE, spread, H100, 1, 1000) == pytest.approx(read + fixed + to_experts, rel=1e-9)
     assert cache_bytes(SHAPE, 1) == 98304  # bytes of a token: 96 KiB, as vLLM reports of this model
     assert cache_bytes(NAMED["deepseek-v3"], 1) == 2 * 61 * 576
     half = replace(SHAPE, windows=(128, 0) * (SHAPE.num_layers // 2))  # as gpt-oss has
@@ -62,6 +78,7 @@ def test_a_row_of_delta_nets_has_their_states_and_a_token_reads_and_writes_them(
     light = replace(server, experts=0.0, others=0.0)  # without what the weights take
     read = 512 / 2 * (keys + 2 * state) / (rollouts.READ * 3350e9)
     fixed = rollouts.TOKEN_SECONDS + 48 * rollouts.LAYER_SECONDS
+    fixed += 48 * (sent(256, 2048, 4, over=450) + sent(512, 2048, 8, over=450))
     assert token_seconds(shape, light, H100, 512, 3000) == pytest.approx(read + fixed, rel=1e-9)
 
 
@@ -80,6 +97,44 @@ def test_published_tokens_take_the_predicted_seconds() -> None:
         assert 1e3 * token_seconds(deepseek, server, GPUS[gpu], rows, 1536) == pytest.approx(measured, rel=0.1)
     alone = ServerShape(tp=1, dp=1, cache=1e9)
     assert 1e3 * token_seconds(SHAPE, alone, GPUS["a100"], 1, 192) == pytest.approx(9.6, rel=0.15)
+
+
+def test_proposals_are_verified_in_one_pass_and_those_accepted_are_tokens_of_it() -> None:
+    """DeepSeek-V3 over 32 H100, by its published sizes: 37.1 B weights of a token with the 0.93 B of the output layer,
+    8 + 1 of 257 experts of 44.04 M in 58 layers, 187.1 M of attention in 61 and in the draft layer."""
+    deepseek, rows, context = NAMED["deepseek-v3"], 16, 2000
+    server = ServerShape(tp=8, dp=4, cache=20e9, drafts=2, accepted=1.5)
+    expert, head, router, attention = 3 * 7168 * 2048, 129280 * 7168, 256 * 7168, 187.1e6
+    others = 61 * attention + 3 * 3 * 7168 * 18432 + 58 * (expert + router) + head
+
+    def touched(positions: int) -> float:
+        return 256 * (1 - (1 - 8 / 256) ** positions) * expert
+
+    cache = 2 * (512 + 64) * context * rows / 4
+    read = 2 * others / 8 + 2 * 58 * touched(3 * rows) / 32 + 61 * cache  # three positions of a row, one cache
+    draft = 2 * (attention + expert + router + head) / 8 + 2 * touched(rows) / 32 + cache
+    step = (read + 2 * draft) / (rollouts.READ * 3350e9)
+    step += rollouts.TOKEN_SECONDS + (61 + 2) * rollouts.FAR_LAYER_SECONDS
+    # Attention's and dense MLPs' sums of a group of 8; all rows to the experts of four nodes, by eight links of each.
+    step += (61 + 3) * sent(3 * rows / 4, 7168, 8, over=450) + 58 * sent(3 * rows, 7168, 4, over=8 * 50)
+    step += 2 * (sent(rows / 4, 7168, 8, over=450) + sent(rows, 7168, 4, over=8 * 50))
+    assert token_seconds(deepseek, server, H100, rows, context) == pytest.approx(step / 2.5, rel=2e-3)
+    plain = replace(server, drafts=0, accepted=0.0)
+    fitting = [rollouts.rows_that_fit(deepseek, one, context) for one in (server, plain)]
+    assert fitting[0] == pytest.approx(fitting[1] * 61 / 62)
+    rejected = replace(server, accepted=0.0)
+    assert token_seconds(deepseek, rejected, H100, rows, context) > token_seconds(deepseek, plain, H100, rows, context)
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_as_many_proposals_are_accepted_as_in_draws_that_end_at_the_first_that_is_not(drafts: int) -> None:
+    drawn, steps = random.Random(drafts), 20_000
+    accepted = 0
+    for _ in range(steps):
+        ends = [drawn.random() >= rollouts.ACCEPTED for _ in range(drafts)]
+        accepted += ends.index(True) if True in ends else drafts
+    assert rollouts.tokens_accepted(drafts) == pytest.approx(accepted / steps, rel=0.02)
+    assert rollouts.tokens_accepted(drafts, 0.5) == drafts / 2  # the share of all that are proposed
 
 
 def simulated(rows: list[float], slots: int, prompt: float) -> float:
@@ -175,6 +230,19 @@ def test_quantised_servers_read_their_own_bytes() -> None:
     assert fast < slow
 
 
+def test_servers_with_a_draft_layer_read_two_bytes_of_each_weight_too() -> None:
+    keys = ["model.path=.", "run.launcher=slurm", "weights.transport=file", "learner.draft.train=true"]
+    deepseek = replace(NAMED["deepseek-v3"], drafts=True)
+    found = {}
+    for more in ((), ("rollout.server.draft_tokens=1",)):
+        config = load_config("deepseek_v3", [*keys, *more])
+        found[more] = server_shape(config, config.rollout.server, weights_served(config, deepseek), deepseek, H100)
+    for one in found.values():
+        assert one.experts == pytest.approx(2, rel=1e-9)
+        assert one.others == pytest.approx(2, rel=1e-3)  # but for norms and selection biases
+    assert [(one.drafts, one.accepted) for one in found.values()] == [(0, 0.0), (1, 0.85)]
+
+
 @pytest.mark.parametrize(
     "name", ["qwen3_235b_a22b", "deepseek_v3", "kimi_k2", "qwen3_235b_a22b_colocated", "qwen3_30b_a3b"]
 )
@@ -188,17 +256,19 @@ def test_the_closed_form_of_a_push_has_the_real_plans_bytes(name: str) -> None:
     assert sent == pytest.approx(hop.sent, rel=0.12)
 
 
-def step(k: int | None, **times: float) -> tuple[float, int]:
-    """Seconds and staleness of a step whose engines take such times."""
-    config = load_config("qwen3_235b_a22b", ["model.path=.", "run.launcher=slurm", "rollout.prompts_per_step=32"])
+def step(k: int | None, *keys: str) -> tuple[float, int]:
+    """Seconds and staleness of a step of a configuration with these keys."""
+    usual = ("rollout.prompts_per_step=32", *keys)
+    config = load_config("qwen3_235b_a22b", ["model.path=.", "run.launcher=slurm", *usual])
     lengths, shape = lengths_of(500, 7168), NAMED["qwen3-235b-a22b"]
     found = rl_step(config, shape, H100, lengths, prompt=512, staleness=k)
     learner = sum(s for name, s in found.parts.items() if name not in ("rollout", "waiting for the longest"))
     if k == 0:
         assert found.seconds == pytest.approx(learner + found.sampled.alone)
     elif found.staleness:
-        slower = max(learner, found.sampled.steady)
-        assert found.seconds == pytest.approx(max(slower, found.sampled.longest / found.staleness))
+        slower, in_turns = max(learner, found.sampled.steady), learner + found.sampled.alone
+        waits = min(found.sampled.longest / found.staleness, in_turns)
+        assert found.seconds == pytest.approx(max(slower, waits))
         assert (found.sampled.longest / slower <= found.staleness) == (found.seconds <= slower * (1 + 1e-9))
     return found.seconds, found.staleness
 
@@ -206,9 +276,11 @@ def step(k: int | None, **times: float) -> tuple[float, int]:
 def test_staleness_hides_what_is_shorter_and_the_longest_completion_over_its_steps() -> None:
     """streaming's law: a step takes no longer than the slower side once k >= W / T."""
     alone, one, two, best = step(0)[0], step(1)[0], step(2)[0], step(None)
-    assert alone > one > two >= best[0]
+    assert alone >= one > two >= best[0]
     assert best[1] >= 1
     assert step(best[1] + 1)[0] == pytest.approx(best[0], rel=1e-9)
+    few = ("rollout.prompts_per_step=2", "train.minibatches=1")  # over whose step full servers' longest would reach
+    assert step(1, *few)[0] == step(0, *few)[0] > step(None, *few)[0]
     if best[1] > 1:
         assert step(best[1] - 1)[0] > best[0]
 
@@ -287,6 +359,21 @@ def test_passes_of_the_policy_without_gradients_are_those_that_a_step_makes(keys
     assert parts.get("log-probs", 0.0) == pytest.approx(passes * one, rel=1e-9)
 
 
+@pytest.mark.parametrize("head", ["null", "float32"])
+def test_norms_of_logits_gradients_read_logits_again_and_a_float32_head_multiplies_again(head: str) -> None:
+    """The learner's `logit_norms` makes its logits by itself, of 2,048 columns and 151,936 tokens. The rate of float32
+    is 67e12 FLOP/s; three more passes go over logits of 4 bytes at 3.35e12 bytes a second."""
+    keys = ["algorithm=otb", f"learner.head_dtype={head}", "model.path=x", "train.minibatches=4"]
+    config = load_config("qwen3_30b_a3b", keys)
+    gpu = replace(H100, constants=replace(FITTED, tile=0.0))
+    work = replace(learner_work(config, SHAPE, gpu, 600.0), dims=ParallelDims(), stages=None)
+    positions = work.tokens * work.micro_batches * 4
+    read = 3 * positions * 151936 * 4 / (3350e9 * MEMORY)
+    multiplied = 2 * positions * 2048 * 151936 / (67e12 * FITTED.gemm) if head == "float32" else 0.0
+    more = score_seconds(config, work) - forward_seconds(work, 4)
+    assert more == pytest.approx(read + multiplied, rel=1e-6)
+
+
 def test_a_policy_that_teaches_itself_makes_one_more_pass_over_longer_sequences() -> None:
     """As much longer as its prompt's limit is: of 400 tokens in place of 100, behind which are 500."""
     teacher = [
@@ -303,3 +390,11 @@ def test_a_policy_that_teaches_itself_makes_one_more_pass_over_longer_sequences(
         "qwen3_30b_a3b", [*teacher, "algorithm.kl.follow_rate=0.1", "model.path=x", "rollout.max_prompt_tokens=200"]
     )
     assert rl_step(average, SHAPE, H100, [500.0], prompt=100.0).parts == parts  # no second pass as the reference
+
+
+def test_demonstrations_are_trained_on_and_not_sampled() -> None:
+    given = (["algorithm=luffy", "rollout.group_size=7"], ["algorithm=dr_grpo", "rollout.group_size=8"])
+    keys = ["model.path=x", "algorithm.routing_replay=off", "algorithm.old_logprobs=rollout"]
+    each = [load_config("qwen3_30b_a3b", [*row, *keys]) for row in given]
+    shown, more = (rl_step(one, SHAPE, H100, [500.0], prompt=100.0).parts for one in each)
+    assert (shown["training"], shown["rollout"] < more["rollout"]) == (pytest.approx(more["training"]), True)

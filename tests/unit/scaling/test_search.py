@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -29,6 +30,7 @@ from rl_megatron.scaling.rl_step import filled, learner_work, rl_step
 from rl_megatron.scaling.saves import save_cost
 from rl_megatron.scaling.time import step_terms
 from rl_megatron.types import ParallelDims
+from tests.unit.launcher.test_memory import QWEN3
 
 SMALL = ("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.prompts_per_step=64")
 
@@ -288,6 +290,13 @@ def test_rejected_layouts_say_why_and_what_would_help() -> None:
         ((*SMALL, "weights.transport=file"), "weights.transport is tried as cuda_ipc or carried with servers on"),
         ((*SMALL, "rollout.server.tp=3"), "leave one out; rollout.server.tp is tried as 1, 2, 4, 8"),
         ((*SMALL, "rollout.server.pp=2"), "scale plans servers of one stage"),
+        (
+            (*SMALL, "learner.draft.train=true", "rollout.server.draft_tokens=1"),
+            "draft_tokens=1: scale plans pushes straight into servers' ranks",
+        ),
+        (("qwen3-30b-a3b", "gpus=16", "gpu=a100", "learner.fp8=blockwise"), "A100 multiplies nothing in float8; leave"),
+        (("qwen3-30b-a3b", "gpus=16", "gpu=h100", "learner.fp8=mxfp8"), "H100 has no scales of 32 values, which b200"),
+        (("deepseek-v3.2", "gpus=512", "gpu=h100"), "=7168 = 8192 is more than index_topk=2048 of model_type"),
         ((*SMALL, "learner.lora.rank=16"), "learner.lora.rank=16: scale predicts seconds of training and pushing all"),
         ((*SMALL, "goal=step", "train.max_staleness=2"), "goal=step is synchronous, but train.max_staleness=2"),
         ((*SMALL, "gpus=12"), "gpus=12 are no whole nodes of 8 GPUs; give a multiple of 8"),
@@ -317,10 +326,11 @@ def test_no_advice_is_a_layout_that_the_search_refuses() -> None:
         asked(*arguments, "roles.critic=separate")
 
 
-def test_layouts_that_do_not_fit_are_named_with_the_savings_that_need_least() -> None:
+def test_layouts_that_do_not_fit_are_named_with_the_savings_that_need_least(tmp_path: Path) -> None:
     """With the optimizer on the host come torch's layers, which hold all scores of long sequences: 724 GB, and 12,144
     of 250,000 tokens, where TransformerEngine's hold 82. What stays on a GPU is named where that alone is too much."""
-    keys = ("qwen3-30b-a3b", "gpu=h100", "learner.tp=1")
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3, "max_position_embeddings": 262144}))
+    keys = (str(tmp_path), "gpu=h100", "learner.tp=1")
     lasting = r"205 GB of 80 .*, even without what passes hold, most of it gradients, 122 GB"
     with pytest.raises(ConfigError, match=lasting) as caught:
         search(asked(*keys, "gpus=8", "learner.pp=1", "learner.ep=1", "rollout.max_new_tokens=60000").wanted)
@@ -350,10 +360,11 @@ def test_every_term_of_a_step_is_explained() -> None:
     """Of a learner with each axis, option and role that adds a term, and of a teacher by the user's name."""
     plan = search(asked(*SMALL, "algorithm=ppo", "algorithm.kl.coefficient=0.1").wanted).plans[0]
     work = learner_work(plan.config, NAMED["deepseek-v3"], GPUS["h100"], 4000)
-    more = replace(work, drafts=1, moved=(1e6, 1e6), offloaded=0.5, again=frozenset({"full"}), stages=None)
+    more = replace(work, drafts=1, moved=(1e6, 1e6), offloaded=0.5, again=frozenset({"full"}), stages=None, muon=5)
     terms = step_terms(replace(more, dims=ParallelDims(tp=2, ep=4, cp=2, dp=2)))
     terms |= step_terms(replace(more, dims=ParallelDims(tp=2, ep=4, pp=2, dp=2)))
     assert {"draft layers", "activations on the host", "optimizer on the host", "between stages"} <= terms.keys()
+    assert "orthogonalisation" in terms
     parts = {**plan.step.parts, "teacher_of_sums": 1.0}
     shown = replace(plan, step=replace(plan.step, training=terms, parts=parts))
     for term in (*terms, *parts):

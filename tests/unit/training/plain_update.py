@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class Said:
     old: list[float] = field(default_factory=list)
     now: list[float] = field(default_factory=list)  # of the policy before this update
     entropy: list[float] = field(default_factory=list)  # likewise
+    weights: list[float] = field(default_factory=list)  # of an optimal baseline
     held: list[bool] = field(default_factory=list)  # KL-Cov
     ref: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -40,6 +42,7 @@ class Said:
     advantages: list[float] = field(default_factory=list)
     returns: list[float] = field(default_factory=list)
     trained: bool = True
+    shown: bool = False  # by the data: nobody sampled it
 
 
 class PlainUpdate:
@@ -63,13 +66,16 @@ class PlainUpdate:
                 inputs=row.token_ids[turn.start - 1 : -1].tolist(),
                 targets=row.token_ids[turn.start :].tolist(),
                 engine=turn.logprobs.tolist(),
-                versions=[[s.version for s in turn.spans if s.start <= t][-1] for t in range(len(turn.logprobs))],
+                versions=[[s.version for s in turn.spans if s.start <= t][-1] for t in range(len(turn.logprobs))]
+                if turn.spans
+                else [],
+                shown=not turn.spans,
                 cut=turn.finish_reason != "stop",
                 raw=one.reward,
                 group=number,
             )
             for number, group in enumerate(groups)
-            for one in group.trajectories
+            for one in (*group.trajectories, *(group.demonstration.trajectories if group.demonstration else ()))
             for row in one.chains
             for turn in row.turns
         ]
@@ -130,6 +136,8 @@ class PlainUpdate:
         for s in said:
             s.now = [float(x) for x in logprobs(self.policy, s, routed=self.routed)]
             s.entropy = entropies(self.policy, s, routed=self.routed)
+            squares = _table(self.policy, s, self.routed).exp().square().sum(-1).tolist()
+            s.weights = list(accumulate(1 - 2 * math.exp(x) + y for x, y in zip(s.now, squares, strict=True)))
             s.old = s.now if self.a.old_logprobs == "learner" else s.engine
             s.ref = [float(x) for x in logprobs(self.reference, s, routed=False)]
             s.values, s.after = [float(self.critic[x]) for x in s.inputs], float(self.critic[s.targets[-1]])
@@ -154,9 +162,18 @@ class PlainUpdate:
                     for old, ref in zip(s.old, s.ref, strict=True)
                 ]
                 rewards[-1] += of_completion
+                if a.credit in ("optimal", "discounted"):
+                    s.returns = list(accumulate(reversed(rewards), lambda after, r: r + a.gamma * after))[::-1]
+                    s.advantages = [*s.returns] if a.credit == "discounted" else []
+                    continue
                 s.advantages = self._gae(s, rewards, a.lam)
                 of_critic = s.advantages if a.critic.lam is None else self._gae(s, rewards, a.critic.lam)
                 s.returns = [adv + value for adv, value in zip(of_critic, s.values, strict=True)]
+        for s in said if a.credit == "optimal" else ():
+            for t, own in enumerate(s.returns):
+                alike = [o for o in said if o.group == s.group and len(o.targets) > t]
+                mean = statistics.fmean((o.returns[t] for o in alike), [o.weights[t] for o in alike])
+                s.advantages.append(own - mean)
         if a.advantage_mean == "moving":
             mean = statistics.fmean(s.reward for s in said)
             before = mean if self.baseline is None else self.baseline
@@ -239,6 +256,7 @@ class PlainUpdate:
             total = total - self.bonus * self.bonus_acts * mean
         right = sum(len(s.targets) for s in trained if self._right(s))
         for s in trained:
+            of_tables = _table(policy, s, self.routed)
             for t, logp in enumerate(logprobs(policy, s, routed=self.routed)):
                 old, now = s.old[t], float(logp.detach())
                 if a.old_logprobs == "interpolated":
@@ -251,16 +269,29 @@ class PlainUpdate:
                     if a.dual_clip is not None and advantage < 0:
                         term = term.clamp(max=-a.dual_clip * advantage)
                 term = term * self._correction(s, t, old) / divisor
+                if s.shown:
+                    assert a.demonstration_gamma is not None
+                    term = -logp.exp() / (logp.exp() + a.demonstration_gamma) * advantage
                 if s.held[t]:
                     d = logp - old
                     kl = {"k1": -d, "k2": d**2 / 2, "k3": d.exp() - 1 - d, "abs": d.abs()}[a.tokens.kl_estimator]
                     term = term + a.tokens.kl_coefficient * kl
                 total = total + term / tokens
-                if a.kl.placement == "loss" and self.beta:  # k1, weighted by who sampled
+                if a.needs_top:
+                    total = total + self.beta * self._taught(of_tables[t], s.inputs[t]) / tokens
+                elif a.kl.placement == "loss" and self.beta:  # k1, weighted by who sampled
                     total = total + self.beta * (logp - s.engine[t]).exp() * (logp - s.ref[t]) / tokens
                 if self._right(s):
                     total = total - a.nll_coefficient * logp / right
         return total
+
+    def _taught(self, said: Tensor, before: int) -> Tensor:
+        """The divergence to the reference behind one token, over the tokens that it names and all others as one."""
+        kl, ref = self.a.kl, self.reference[before].softmax(-1)
+        named = sorted(range(len(ref)), key=lambda v: -float(ref[v]))[: kl.top_k]
+        p, q = (torch.stack([*(x[v] for v in named), 1 - sum(x[v] for v in named)]) for x in (said.exp(), ref))
+        mixed = kl.beta * q + (1 - kl.beta) * p
+        return kl.beta * (q * (q / mixed).log()).sum() + (1 - kl.beta) * (p * (p / mixed).log()).sum()
 
     def _right(self, s: Said) -> bool:
         """Whether a completion is imitated."""

@@ -21,56 +21,52 @@ from tests.unit.training.test_engine_logprobs import LENGTHS, Learner, groups
 LIMIT = 300.0
 
 
-def test_they_work_at_the_same_time_and_are_asked_in_order() -> None:
+async def test_they_work_at_the_same_time_and_are_asked_in_order() -> None:
     watch, asked = Stopwatch(), list[str]()
+    reference_done = asyncio.Event()
 
-    async def ask() -> list[str]:
-        reference_done = asyncio.Event()
+    async def policy() -> str:
+        asked.append("policy")
+        await reference_done.wait()  # for ever, if it came after
+        return "log-probs"
 
-        async def policy() -> str:
-            asked.append("policy")
-            await reference_done.wait()  # for ever, if it came after
-            return "log-probs"
+    async def reference() -> str:
+        asked.append("reference")
+        reference_done.set()
+        return "reference log-probs"
 
-        async def reference() -> str:
-            asked.append("reference")
-            reference_done.set()
-            return "reference log-probs"
-
-        async with asyncio.timeout(LIMIT), AtOnce(watch) as at_once:
-            first, second = at_once.begin("logprobs", policy()), at_once.begin("reference", reference())
-            return [await at_once.end(first), await at_once.end(second)]
-
-    assert asyncio.run(ask()) == ["log-probs", "reference log-probs"]
+    async with asyncio.timeout(LIMIT), AtOnce(watch) as at_once:
+        first, second = at_once.begin("logprobs", policy()), at_once.begin("reference", reference())
+        assert [await at_once.end(first), await at_once.end(second)] == ["log-probs", "reference log-probs"]
     assert asked == ["policy", "reference"]
     row = watch.row()
     assert row["seconds/logprobs"] + row["seconds/reference"] <= row["seconds/step"]
 
 
-def test_the_first_that_fails_is_raised_and_the_others_are_left() -> None:
+async def test_the_first_that_fails_is_raised_and_the_others_are_left() -> None:
     left = list[str]()
 
+    async def dies() -> None:
+        raise WorkerDied("critic rank 1")
+
+    async def hangs() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            left.append("policy")
+            raise
+
     async def ask() -> None:
-        async def dies() -> None:
-            raise WorkerDied("critic rank 1")
-
-        async def hangs() -> None:
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                left.append("policy")
-                raise
-
         async with asyncio.timeout(LIMIT), AtOnce(Stopwatch()) as at_once:
             critic, _ = at_once.begin("critic", dies()), at_once.begin("train", hangs())
             await at_once.end(critic)
 
     with pytest.raises(WorkerDied, match="critic rank 1"):
-        asyncio.run(ask())
+        await ask()
     assert left == ["policy"]
 
 
-def test_an_error_of_the_one_who_asks_is_raised_and_all_are_left() -> None:
+async def test_an_error_of_the_one_who_asks_is_raised_and_all_are_left() -> None:
     left = list[str]()
 
     async def ask() -> None:
@@ -87,12 +83,9 @@ def test_an_error_of_the_one_who_asks_is_raised_and_all_are_left() -> None:
             await asyncio.sleep(0)
             raise DataError("these completions have no routes")
 
-    async def after() -> None:
-        with pytest.raises(DataError, match="have no routes"):
-            await ask()
-        assert left == ["critic", "policy"]
-
-    asyncio.run(after())
+    with pytest.raises(DataError, match="have no routes"):
+        await ask()
+    assert left == ["critic", "policy"]
 
 
 def test_ranks_do_not_wait_for_the_metrics_of_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:

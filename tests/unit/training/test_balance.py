@@ -30,9 +30,16 @@ Token = tuple[float, float, float]  # log pi, log pi_old, A
 
 
 def of_algorithm(
-    tokens: Sequence[Token], share: float, a_low: float, b_low: float, a_high: float, b_high: float
+    tokens: Sequence[Token],
+    share: float,
+    a_low: float,
+    b_low: float,
+    a_high: float,
+    b_high: float,
+    most: float = math.inf,
 ) -> Any:
-    """c_low, c_high and the share, by its steps of 0.02 and 0.05; each sum of its eq. 8 is one of absolute values."""
+    """c_low, c_high and the share, by its steps of 0.02 and 0.05; each sum of its eq. 8 is one of absolute values, and
+    a negative token's loss ``most`` times its |advantage|."""
 
     def contribution(c_low: float, c_high: float) -> float:
         positive = negative = 0.0
@@ -41,7 +48,8 @@ def of_algorithm(
             if advantage > 0:
                 positive += math.exp(old) * min(ratio * advantage, min(ratio, c_high) * advantage)
             else:
-                negative -= math.exp(old) * min(ratio * advantage, min(max(ratio, c_low), c_high) * advantage)
+                loss = -min(ratio * advantage, min(max(ratio, c_low), c_high) * advantage)
+                negative += math.exp(old) * min(loss, -most * advantage)
         return positive / (positive + negative)
 
     c_low, c_high = a_low, a_high
@@ -61,11 +69,13 @@ def drawn(seed: int, far: float) -> list[Token]:
 
 @pytest.mark.parametrize("share", [0.1, 0.35, 0.4, 0.45, 0.5, 0.95])
 @pytest.mark.parametrize("seed", range(3))
-def test_limits_are_those_of_the_papers_loop(seed: int, share: float) -> None:
-    row = config_of("bapo", f"algorithm.balance.share={share}").algorithm
+@pytest.mark.parametrize("most", [math.inf, 3.0])
+def test_limits_are_those_of_the_papers_loop(seed: int, share: float, most: float) -> None:
+    dual = "null" if most == math.inf else most
+    row = config_of("bapo", f"algorithm.balance.share={share}", f"algorithm.dual_clip={dual}").algorithm
     tokens = drawn(seed, far=1.5)
     found = balanced_limits(*torch.tensor(tokens, dtype=torch.float64).unbind(1), row, share)
-    wanted = of_algorithm(tokens, share, 0.6, 0.9, 1.2, 3.0)
+    wanted = of_algorithm(tokens, share, 0.6, 0.9, 1.2, 3.0, most)
     assert (1 - found.low, 1 + found.high, found.positive / found.all) == pytest.approx(wanted, abs=1e-9)
 
 
@@ -145,6 +155,31 @@ def test_each_minibatch_has_the_limits_of_the_policy_before_its_step(old: str, m
     assert row["balance/clip_low"] == pytest.approx(sum(1 - low for low, _ in found) / 6)
     assert row["balance/clip_high"] == pytest.approx(sum(high - 1 for _, high in found) / 6)
     assert [call[0] for call in policy.heard if call[0] == "score"] == ["score"] * 6  # type: ignore[index]
+
+
+def test_metrics_are_of_the_minibatches_that_were_trained_on() -> None:
+    """The one at which the step ends has limits too, and trains nothing."""
+    config = RunConfig.model_validate(
+        {
+            "algorithm": {"balance": {"share": 0.6, "high": 0.5}, "clip_low": 0.1, "old_kl_limit": 0.2},
+            "train": {"minibatches": 2, "epochs": 3, "learning_rate": 30.0},
+            "rollout": {"max_prompt_tokens": 2, "max_new_tokens": 6},
+        }
+    )
+    row, made, _ = updated(config)
+    assert 1 < row["steps/made"] == len(made) - 1
+    trained = [one.clip_high for one, _ in made[:-1]]
+    assert made[-1][0].clip_high not in trained
+    assert row["balance/clip_high"] == pytest.approx(sum(trained) / len(trained))
+    sums = [worths(one, tokens) for one, tokens in made[:-1]]
+    assert row["balance/positive_share"] == pytest.approx(sum(p for p, _ in sums) / sum(p + n for p, n in sums))
+
+
+def worths(row: AlgorithmSection, tokens: Sequence[Token]) -> tuple[float, float]:
+    """What positive and negative tokens sum to under a minibatch's limits."""
+    parts = [(math.exp(old) * a, math.exp(logp - old)) for logp, old, a in tokens]
+    positive = sum(worth * min(ratio, 1 + row.clip_high) for worth, ratio in parts if worth > 0)
+    return positive, sum(-worth * max(ratio, 1 - row.clip_low) for worth, ratio in parts if worth < 0)
 
 
 def test_a_step_of_the_critic_alone_has_no_limits() -> None:

@@ -171,7 +171,7 @@ def test_a_manifest_that_lists_nothing_is_refused(tmp_path: Path, change: Any, m
     assert len(str(caught.value)) < 1000
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run_and_is_tried_again(
+async def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run_and_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on NFS, where a file that is open elsewhere stays as ``.nfs…`` until it is closed."""
@@ -187,17 +187,17 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run_and_is_tried_again
         await (await store.save(replace(STATE, step=step), {"learner": cast(Learner, Shards())})).finish()
 
     monkeypatch.setattr(os, "unlink", refused)
-    asyncio.run(save(1))
+    await save(1)
     (tmp_path / "step_000001/.nfs01").touch()
     (tmp_path / ".nfs02").touch()  # no folder, and nobody's of the run
     for step in (2, 3):
         caplog.clear()
-        asyncio.run(save(step))
+        await save(step)
         assert checkpoints.latest(tmp_path) == tmp_path / f"step_{step:06d}"
         (said,) = [record.getMessage() for record in caplog.records]
         assert "step_000001 cannot be removed: [Errno 16] Device or resource busy" in said
     held = False
-    asyncio.run(save(4))
+    await save(4)
     assert sorted(os.listdir(tmp_path)) == [".nfs02", "step_000004"]
 
 

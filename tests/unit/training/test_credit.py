@@ -362,8 +362,12 @@ def test_unknown_combinations_are_refused_with_their_reasons() -> None:
     bad = {"advantage_mean": "greedy", "kl": {"coefficient": 0.1, "placement": "token_reward"}}
     with pytest.raises(ValueError, match=r"(?s)set advantage_std=none.*token_reward"):
         AlgorithmSection.model_validate(bad)
-    with pytest.raises(ValueError, match="the critic is the baseline already"):
-        AlgorithmSection.model_validate({"credit": "gae"})
+    for credit in ("gae", "optimal"):
+        with pytest.raises(ValueError, match=f"credit={credit} with .*: it has a baseline of its own"):
+            AlgorithmSection.model_validate({"credit": credit})
+    optimal = {"credit": "optimal", "advantage_mean": "none", "advantage_std": "none"}
+    with pytest.raises(ValueError, match=r"credit=optimal with algorithm\.correction: the baseline is the best"):
+        AlgorithmSection.model_validate({**optimal, "correction": {"mode": "truncate"}})
 
 
 def test_rewards_keep_their_order() -> None:

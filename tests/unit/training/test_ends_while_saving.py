@@ -70,21 +70,18 @@ def test_a_fault_outside_of_the_ranks_leaves_the_checkpoint_in_hand(tmp_path: Pa
     assert checkpoints.read(tmp_path / "step_000001").state.step == 1
 
 
-def test_a_service_that_is_given_up_leaves_the_checkpoint_in_hand(
+async def test_a_service_that_is_given_up_leaves_the_checkpoint_in_hand(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def run() -> None:
-        begun = asyncio.Event()  # step 2
+    begun = asyncio.Event()  # step 2
 
-        async def watch() -> None:
-            await begun.wait()
-            raise ServiceError("services.judge.restarts=3 are used up")
+    async def watch() -> None:
+        await begun.wait()
+        raise ServiceError("services.judge.restarts=3 are used up")
 
-        job = Failing({}, until={2: begun.set}, shards=Writing())
-        await unless_given_up(loop_of(job, tmp_path).run(), asyncio.create_task(watch()))
-
+    job = Failing({}, until={2: begun.set}, shards=Writing())
     with caplog.at_level(logging.INFO), pytest.raises(ServiceError, match="are used up"):
-        asyncio.run(run())
+        await unless_given_up(loop_of(job, tmp_path).run(), asyncio.create_task(watch()))
     assert checkpoints.latest(tmp_path) == tmp_path / "step_000001"
     assert "services.judge.restarts=3 are used up); its checkpoint in hand is finished first" in caplog.text
 
@@ -140,7 +137,7 @@ def test_a_full_disk_is_told_with_the_file_and_keeps_nothing_of_the_save(tmp_pat
 
 
 @pytest.mark.parametrize("error", [WorkerDied("rank 1"), asyncio.CancelledError()])
-def test_nobody_leaves_while_a_thread_publishes(
+async def test_nobody_leaves_while_a_thread_publishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     go, thread, publish = threading.Event(), threading.Event(), checkpoints.publish_folder
@@ -158,17 +155,14 @@ def test_nobody_leaves_while_a_thread_publishes(
             asyncio.get_running_loop().call_soon(go.set)
         return thread.is_set()
 
-    async def run() -> Path | None:
-        loop = loop_of(Failing({4: error}, until={4: told}), tmp_path)
-        loop.pace = replace(loop.pace, checkpoints=2)
-        try:
-            with pytest.raises(type(error)):
-                await loop.run()
-            return checkpoints.latest(tmp_path)
-        finally:
-            go.set()
-
-    assert asyncio.run(run()) == tmp_path / "step_000002"
+    loop = loop_of(Failing({4: error}, until={4: told}), tmp_path)
+    loop.pace = replace(loop.pace, checkpoints=2)
+    try:
+        with pytest.raises(type(error)):
+            await loop.run()
+        assert checkpoints.latest(tmp_path) == tmp_path / "step_000002"
+    finally:
+        go.set()
 
 
 def test_a_checkpoint_has_its_name_while_the_next_step_lasts(tmp_path: Path) -> None:

@@ -87,10 +87,10 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_row_is_written_when_it_ends_and_what_is_due_meanwhile_is_left_out(
+async def test_a_row_is_written_when_it_ends_and_what_is_due_meanwhile_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def evaluated() -> None:
+    with caplog.at_level(logging.WARNING):
         engine = Waits()
         ours = beside(tmp_path, sampler(engine))
         await ours.begin(3)
@@ -102,9 +102,6 @@ def test_a_row_is_written_when_it_ends_and_what_is_due_meanwhile_is_left_out(
         assert [(row["step"], row["eval/skipped"]) for row in rows(tmp_path)] == [(3, 1)]
         await ours.begin(9)
         await ours.finish(10)
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(evaluated())
     assert "step 6 is not evaluated: the evaluation of step 3 is under way; raise eval.every" in caplog.text
     first, second = rows(tmp_path)
     assert (first["phase"], first["eval/accuracy"], second["step"], second["eval/skipped"]) == ("eval", 1.0, 9, 0)
@@ -113,8 +110,8 @@ def test_a_row_is_written_when_it_ends_and_what_is_due_meanwhile_is_left_out(
     assert second["eval/own_version_fraction"] == 0.0
 
 
-def test_what_it_raises_is_raised_in_the_next_step_and_once(tmp_path: Path) -> None:
-    async def evaluated() -> None:
+async def test_what_it_raises_is_raised_in_the_next_step_and_once(tmp_path: Path) -> None:
+    async with asyncio.timeout(30):
         engine = Waits(fails=True)
         ours = beside(tmp_path, sampler(engine))
         await ours.begin(3)
@@ -122,13 +119,11 @@ def test_what_it_raises_is_raised_in_the_next_step_and_once(tmp_path: Path) -> N
         with pytest.raises(EngineError, match="no server is left"):
             await ours.finish(4)
         ours.check()
-
-    asyncio.run(asyncio.wait_for(evaluated(), 30))
     assert rows(tmp_path) == []
 
 
-def test_servers_of_its_own_have_its_version_before_they_are_asked(tmp_path: Path) -> None:
-    async def evaluated() -> None:
+async def test_servers_of_its_own_have_its_version_before_they_are_asked(tmp_path: Path) -> None:
+    async with asyncio.timeout(30):
         training, apart = Waits(), Apart(Waits())
         ours = beside(tmp_path, sampler(training), apart)
         await ours.begin(3)  # which returns before they have loaded
@@ -140,16 +135,16 @@ def test_servers_of_its_own_have_its_version_before_they_are_asked(tmp_path: Pat
         assert (len(apart.engine.asked), training.asked) == (4, [])
         assert {request.birth for request in apart.engine.asked} <= {None, 0}  # nobody else is there
         assert len(asyncio.all_tasks()) == 2  # this one, and the one that waits for it
-
-    asyncio.run(asyncio.wait_for(evaluated(), 30))
     (row,) = rows(tmp_path)
     assert (row["step"], row["eval/accuracy"], row["eval/servers"], row["eval/skipped"]) == (3, 1.0, 1, 0)
     assert 0 <= row["seconds/pin"] <= row["seconds/eval"]
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_sources_with_an_environment_of_their_own_are_sampled_where_the_others_are(apart: bool, tmp_path: Path) -> None:
-    async def evaluated() -> None:
+async def test_sources_with_an_environment_of_their_own_are_sampled_where_the_others_are(
+    apart: bool, tmp_path: Path
+) -> None:
+    async with asyncio.timeout(30):
         training, pinned = Waits(), Apart(Waits())
         one = sampler(training)
         source = SamplerBySource(
@@ -169,14 +164,12 @@ def test_sources_with_an_environment_of_their_own_are_sampled_where_the_others_a
         assert (len(training.asked), len(pinned.engine.asked)) == ((0, 4) if apart else (4, 0))
         assert apart or {request.birth for request in training.asked} == {LAST}
 
-    asyncio.run(asyncio.wait_for(evaluated(), 30))
-
 
 @pytest.mark.parametrize("when", ["before", "meanwhile", "with an error"])
-def test_an_evaluation_whose_servers_died_is_left_out_and_the_next_one_is_made(
+async def test_an_evaluation_whose_servers_died_is_left_out_and_the_next_one_is_made(
     when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def evaluated() -> None:
+    async with asyncio.timeout(30):
         engine = Waits(fails=when == "with an error")
         apart = Apart(engine)
         ours = beside(tmp_path, sampler(Waits()), apart)
@@ -193,14 +186,12 @@ def test_an_evaluation_whose_servers_died_is_left_out_and_the_next_one_is_made(
         engine.go.set()
         await ours.begin(6)
         await ours.finish(7)
-
-    asyncio.run(asyncio.wait_for(evaluated(), 30))
     assert [(row["step"], row["eval/skipped"]) for row in rows(tmp_path)] == [(6, 1)]
     assert "step 3 is not evaluated: no server of evaluations has its weights" in caplog.text
 
 
-def test_an_error_that_is_not_its_servers_death_is_raised(tmp_path: Path) -> None:
-    async def evaluated() -> None:
+async def test_an_error_that_is_not_its_servers_death_is_raised(tmp_path: Path) -> None:
+    async with asyncio.timeout(30):
         engine = Waits(fails=True)
         apart = Apart(engine)
         apart.loaded.set()
@@ -210,10 +201,8 @@ def test_an_error_that_is_not_its_servers_death_is_raised(tmp_path: Path) -> Non
         with pytest.raises(EngineError, match="no server is left"):
             await ours.finish(4)
 
-    asyncio.run(asyncio.wait_for(evaluated(), 30))
 
-
-def test_few_requests_are_under_way_at_once_and_each_is_answered() -> None:
+async def test_few_requests_are_under_way_at_once_and_each_is_answered() -> None:
     class Counts(Scripted):
         now, most, told = 0, 0, 0
 
@@ -231,41 +220,34 @@ def test_few_requests_are_under_way_at_once_and_each_is_answered() -> None:
         async def interrupt(self) -> None:
             self.told += 1
 
-    async def asked() -> list[Any]:
-        few = BesideTraining(engine, 3)
-        assert (begun := few.so_far("5")) is not None
-        assert begun.token_ids.tolist() == [5]
-        await few.interrupt()
-        params = sampler(engine).params(temperature=1.0)
-        asked = [GenerationRequest(id=f"{n}", token_ids=(1,), num_completions=1, params=params) for n in range(20)]
-        return list(await asyncio.gather(*map(few.generate, asked), return_exceptions=True))
-
     engine = Counts(calculates)
-    answers = asyncio.run(asked())
+    few = BesideTraining(engine, 3)
+    assert (begun := few.so_far("5")) is not None
+    assert begun.token_ids.tolist() == [5]
+    await few.interrupt()
+    params = sampler(engine).params(temperature=1.0)
+    asked = [GenerationRequest(id=f"{n}", token_ids=(1,), num_completions=1, params=params) for n in range(20)]
+    answers = await asyncio.gather(*map(few.generate, asked), return_exceptions=True)
     assert isinstance(answers.pop(9), EngineError)  # it keeps no place
     assert [one.token_ids.tolist() for (one,) in answers] == [[n] for n in range(20) if n != 9]
     assert (engine.most, engine.now, engine.told) == (3, 0, 1)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_engines_take_its_requests_behind_training_and_those_that_training_waits_for_first(
+async def test_engines_take_its_requests_behind_training_and_those_that_training_waits_for_first(
     kind: str, tmp_path: Path
 ) -> None:
     engine, server, adapter = Waits(), Asked(), SERVERS[kind](MOE)
     server.priorities = True
-
-    async def evaluated() -> None:
-        engine.go.set()
-        ours = beside(tmp_path, sampler(engine))
-        await ours.begin(3)
-        await ours.finish(4)
-        behind, engine.asked = engine.asked, []
-        await ours.evaluation.row(6)
-        for request in (*behind, replace(ASKED, birth=1_000_000), *engine.asked):
-            await adapter.generate(server, request, "id")
-        assert len(behind) == len(engine.asked) == 4
-
-    asyncio.run(evaluated())
+    engine.go.set()
+    ours = beside(tmp_path, sampler(engine))
+    await ours.begin(3)
+    await ours.finish(4)
+    behind, engine.asked = engine.asked, []
+    await ours.evaluation.row(6)
+    for request in (*behind, replace(ASKED, birth=1_000_000), *engine.asked):
+        await adapter.generate(server, request, "id")
+    assert len(behind) == len(engine.asked) == 4
     sign = {"vllm": 1, "sglang": -1}[kind]  # SGLang's highest goes first
     priorities = [sign * body["priority"] for _, body in server.asked]
     assert min(priorities[:4]) > priorities[4] == 1_000_000
@@ -273,32 +255,28 @@ def test_engines_take_its_requests_behind_training_and_those_that_training_waits
     assert priorities[5:] == [0] * 4
 
 
-def test_a_close_leaves_nothing_under_way(tmp_path: Path) -> None:
-    async def evaluated() -> int:
+async def test_a_close_leaves_nothing_under_way(tmp_path: Path) -> None:
+    async with asyncio.timeout(30):
         ours = beside(tmp_path, sampler(Waits()))
         await ours.begin(3)
         await asyncio.sleep(0)
         await ours.close()
-        return len([task for task in asyncio.all_tasks() if task.get_name().startswith("evaluation")])
-
-    assert asyncio.run(asyncio.wait_for(evaluated(), 30)) == 0
-
-
-def test_a_stop_gives_it_up_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def evaluated() -> None:
-        stop, ours = asyncio.Event(), beside(tmp_path, sampler(Waits()))
-        await ours.begin(3)
-        asyncio.get_running_loop().call_soon(stop.set)
-        await ours.finish(4, stop)
         assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("evaluation")]
 
+
+async def test_a_stop_gives_it_up_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        asyncio.run(asyncio.wait_for(evaluated(), 30))
+        async with asyncio.timeout(30):
+            stop, ours = asyncio.Event(), beside(tmp_path, sampler(Waits()))
+            await ours.begin(3)
+            asyncio.get_running_loop().call_soon(stop.set)
+            await ours.finish(4, stop)
+            assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("evaluation")]
     assert "step 3 is not evaluated: its evaluation was under way when the run stopped" in caplog.text
 
 
-def test_one_that_a_resume_began_is_not_begun_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def evaluated() -> None:
+async def test_one_that_a_resume_began_is_not_begun_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with asyncio.timeout(30):
         engine = Waits()
         ours = beside(tmp_path, sampler(engine))
         await ours.begin(3)
@@ -306,14 +284,14 @@ def test_one_that_a_resume_began_is_not_begun_again(tmp_path: Path, caplog: pyte
         engine.go.set()
         await ours.finish(4)
         await ours.begin(3)
-
-    asyncio.run(asyncio.wait_for(evaluated(), 30))
     assert [row["step"] for row in rows(tmp_path)] == [3]
     assert "not evaluated" not in caplog.text
 
 
 @pytest.mark.parametrize("phase", ["rl", "eval"])
-def test_a_resume_keeps_the_evaluation_of_its_step_and_makes_it_no_second_time(tmp_path: Path, phase: str) -> None:
+async def test_a_resume_keeps_the_evaluation_of_its_step_and_makes_it_no_second_time(
+    tmp_path: Path, phase: str
+) -> None:
     """Whether it was made beside later steps, whose rows may come before, or before training went on."""
     writer = MetricsWriter(tmp_path)
     writer.write({"step": 3, "phase": "rl", **({"eval/accuracy": 0.25} if phase == "rl" else {})})
@@ -321,8 +299,7 @@ def test_a_resume_keeps_the_evaluation_of_its_step_and_makes_it_no_second_time(t
     if phase == "eval":
         writer.write({"step": 3, "phase": "eval", "eval/accuracy": 0.25})
     writer.truncate_after(3)
-
-    async def evaluated() -> None:
+    async with asyncio.timeout(30):
         engine = Waits()
         engine.go.set()
         ours = beside(tmp_path, sampler(engine))
@@ -330,8 +307,6 @@ def test_a_resume_keeps_the_evaluation_of_its_step_and_makes_it_no_second_time(t
         await ours.finish(4)
         await ours.begin(6)
         await ours.finish(7)
-
-    asyncio.run(asyncio.wait_for(evaluated(), 30))
     found = [(row["step"], row["eval/accuracy"]) for row in rows(tmp_path) if "eval/accuracy" in row]
     assert found == [(3, 0.25), (6, 1.0)]
 

@@ -18,8 +18,8 @@ FOLLOWS = ("algorithm=grpo", "algorithm.kl.coefficient=0.1", "algorithm.kl.follo
 
 
 async def heard(folder: Path, *keys: str, fresh: bool) -> tuple[list[Any], list[Any], list[Any]]:
-    """What policy and reference are asked in two steps, but for scores, gradients and optimizer steps; and the ages
-    in the rows."""
+    """What the policy is asked for the reference in two steps, and the reference but for scores; and the ages in the
+    rows."""
     config = load_config("tiny_cpu", [*BASE, *FOLLOWS, *keys])
     policy, reference = (Toy(table(VOCABULARY, VOCABULARY, seed=seed)) for seed in (1, 3))
     engine = ToyEngine(policy, STARTED)
@@ -32,7 +32,7 @@ async def heard(folder: Path, *keys: str, fresh: bool) -> tuple[list[Any], list[
     rows = [await job.step(STARTED + number, Stopwatch()) for number in (1, 2)]
     await job.close()
     rig.recorder.close()
-    led = [call[1] for call in policy.heard if call[0] == "lead"]
+    led = [call[-1] for call in policy.heard if call[0] in {"lead", "reset moments"}]
     return (
         led,
         [call for call in reference.heard if call[0] == "start from"],
@@ -45,7 +45,16 @@ async def heard(folder: Path, *keys: str, fresh: bool) -> tuple[list[Any], list[
     [
         ((), [0.25, 0.25], [3.0, 3.0]),  # 60 steps are nearly all that there will be: (1 - rate) / rate
         (("algorithm.kl.follow_every=31",), [0.25], [0.75 * 31 + 29, 0.75 * 31 + 30]),  # after step 62
-        (("algorithm.kl.follow_rate=1.0", "algorithm.kl.follow_every=100"), [], [60, 61]),
+        (
+            ("algorithm.kl.follow_rate=1.0", "algorithm.kl.follow_every=100", "algorithm.kl.reset_moments=true"),
+            [],
+            [60, 61],
+        ),
+        (
+            ("algorithm.kl.follow_rate=1.0", "algorithm.kl.follow_every=31", "algorithm.kl.reset_moments=true"),
+            [1.0, "reset moments"],
+            [29, 30],
+        ),
         (("algorithm.kl.follow_rate=null",), [], [None, None]),
     ],
 )

@@ -207,7 +207,7 @@ def test_a_minibatch_whose_every_completion_is_left_out_takes_no_step(tmp_path: 
     assert taken == 2
 
 
-def test_a_stop_before_the_first_step_waits_for_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_stop_before_the_first_step_waits_for_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     """It is asked while the run evaluates, which may take long."""
 
     class Evaluates:
@@ -219,21 +219,18 @@ def test_a_stop_before_the_first_step_waits_for_nothing_and_leaves_nothing(tmp_p
         async def closed(self) -> None:
             """Nothing is released."""
 
-    async def run() -> None:
-        with pytest.raises(Stopped, match="before the first step"):
-            await it.run()
-
     of = job(tmp_path, [], Steps(), warm_start={"steps": 0})
     of.evaluation = cast(Any, Evaluates())
     pace = Pace(steps=1, rows=1, evaluations=1, checkpoints=1)
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, config={})
     it = Loop(job=of, pace=pace, checkpoints=store, recorder=of.recorder, stop=asyncio.Event())
-    asyncio.run(run())
+    with pytest.raises(Stopped, match="before the first step"):
+        await it.run()
     assert not list(tmp_path.iterdir())
     assert it.saved is None
 
 
-def test_an_end_waits_until_environments_that_failed_are_closed(tmp_path: Path) -> None:
+async def test_an_end_waits_until_environments_that_failed_are_closed(tmp_path: Path) -> None:
     go, closed = Event(), list[int]()
 
     class Fails(Talks):
@@ -244,25 +241,22 @@ def test_an_end_waits_until_environments_that_failed_are_closed(tmp_path: Path) 
             await asyncio.to_thread(go.wait)
             closed.append(1)
 
-    async def ended() -> None:
-        of = job(tmp_path, [], Steps())
-        trains, own = (sampler(Scripted(lambda _: "a"), EnvironmentMaker(Fails), on_error="drop") for _ in range(2))
-        both = SamplerBySource(
-            engine=trains.engine, rollout=trains.rollout, stop_token_ids=(), seed=0, usual=trains, own={}
-        )
-        of.evaluation = replace(of.evaluation, sampler=both, own={"set": own})
-        for one in (both.over(trains.engine), own):
-            (group,) = await one.groups(drawn(PROMPTS[:1], 1))
-            assert group.reason == "environment_error"  # it is not held up
-        closing = asyncio.ensure_future(of.close())
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert not closing.done()
-        go.set()
-        await closing
-        assert len(closed) == 6
-
-    asyncio.run(ended())
+    of = job(tmp_path, [], Steps())
+    trains, own = (sampler(Scripted(lambda _: "a"), EnvironmentMaker(Fails), on_error="drop") for _ in range(2))
+    both = SamplerBySource(
+        engine=trains.engine, rollout=trains.rollout, stop_token_ids=(), seed=0, usual=trains, own={}
+    )
+    of.evaluation = replace(of.evaluation, sampler=both, own={"set": own})
+    for one in (both.over(trains.engine), own):
+        (group,) = await one.groups(drawn(PROMPTS[:1], 1))
+        assert group.reason == "environment_error"  # it is not held up
+    closing = asyncio.ensure_future(of.close())
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not closing.done()
+    go.set()
+    await closing
+    assert len(closed) == 6
 
 
 class Noted(tuple[Turn, ...]):
@@ -275,7 +269,7 @@ class Noted(tuple[Turn, ...]):
         return super().__iter__()
 
 
-def test_no_turn_of_a_batch_is_visited_in_the_thread_of_the_event_loop(tmp_path: Path) -> None:
+async def test_no_turn_of_a_batch_is_visited_in_the_thread_of_the_event_loop(tmp_path: Path) -> None:
     """A batch of agents has a million; the loop serves trajectories meanwhile. What trains on them is for others."""
     trajectories = tuple(
         replace(one, chains=tuple(replace(row, turns=Noted(row.turns)) for row in one.chains))
@@ -286,12 +280,9 @@ def test_no_turn_of_a_batch_is_visited_in_the_thread_of_the_event_loop(tmp_path:
     async def trains(*_: object) -> Row:
         return {"tokens/train": 0}
 
-    async def once() -> tuple[Row, int]:
-        it = job(tmp_path, answers(*[group] * WANTED), Steps(), log={"tensorboard": False, "samples_per_step": 0})
-        it.update = cast(Any, trains)
-        return await it.step(1, Stopwatch()), get_ident()
-
-    row, loop = asyncio.run(once())
+    it = job(tmp_path, answers(*[group] * WANTED), Steps(), log={"tensorboard": False, "samples_per_step": 0})
+    it.update = cast(Any, trains)
+    row, loop = await it.step(1, Stopwatch()), get_ident()
     assert row["tokens/rollout"] == WANTED * sum(one.num_sampled for one in TEACHES.trajectories)
     assert Noted.visitors
     assert loop not in Noted.visitors

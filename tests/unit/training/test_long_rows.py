@@ -125,7 +125,7 @@ def test_so_many_tokens_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
         asyncio.run(job("fail", 400).start(fresh=True))
 
 
-def test_rows_that_were_looked_at_are_made_once_and_trained_on_in_the_order_of_the_seed() -> None:
+async def test_rows_that_were_looked_at_are_made_once_and_trained_on_in_the_order_of_the_seed() -> None:
     """The fourth step has one row that was looked at, whose batch ends there, and two of the next epoch."""
     its, made = job("drop", 4), list[list[str]]()
 
@@ -133,18 +133,15 @@ def test_rows_that_were_looked_at_are_made_once_and_trained_on_in_the_order_of_t
         made.append([prompt.id for prompt in prompts])
         return units_of(prompts)
 
-    async def steps() -> list[int]:
-        await its.start(fresh=True)
-        learnt = []
-        for number in range(1, 5):
-            row = await its.step(number, Stopwatch())
-            learnt.append(int(str(row["data/dropped"])))
-            assert row["steps/skipped"] == 0
-        await its.close()
-        return learnt
-
     its.units_of = noted
-    dropped = asyncio.run(steps())
+    await its.start(fresh=True)
+    learnt = []
+    for number in range(1, 5):
+        row = await its.step(number, Stopwatch())
+        learnt.append(int(str(row["data/dropped"])))
+        assert row["steps/skipped"] == 0
+    await its.close()
+    dropped = learnt
     drawn = [prompt.id for prompt in PromptStream(DATA, seed=0).take(12)]
     batches = [drawn[start : start + 3] for start in range(0, 12, 3)]
     assert dropped == [sum(int(name.split(":")[1]) in LONG for name in batch) for batch in batches]
@@ -174,14 +171,13 @@ def test_prompts_are_drawn_in_the_thread_of_the_rows(monkeypatch: pytest.MonkeyP
     assert set(threads) == {threads[0]}
 
 
-def test_those_that_the_data_lost_as_it_was_read_are_counted_at_the_first_step_alone() -> None:
+async def test_those_that_the_data_lost_as_it_was_read_are_counted_at_the_first_step_alone() -> None:
     its, long = job("drop", 2), [int(name.split(":")[1]) in LONG for name in ORDER]
     its.dropped = 5
-
-    async def steps() -> list[Any]:
-        return [(await its.step(number, Stopwatch()))["data/dropped"] for number in (1, 2)]
-
-    assert asyncio.run(steps()) == [5 + sum(long[:3]), sum(long[3:6])]
+    assert [(await its.step(number, Stopwatch()))["data/dropped"] for number in (1, 2)] == [
+        5 + sum(long[:3]),
+        sum(long[3:6]),
+    ]
 
 
 @pytest.mark.parametrize(("on_long", "dropped", "cut"), [("drop", 3, 0), ("cut", 0, 3)])

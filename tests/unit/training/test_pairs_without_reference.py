@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from itertools import pairwise
 from typing import Any, cast
 
@@ -15,10 +14,9 @@ from rl_megatron.data.packing import Packer
 from rl_megatron.data.samples import WrittenRow
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.named import NAMED
-from rl_megatron.observability.recorder import Row, Stopwatch
+from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.scaling.memory import footprints
 from rl_megatron.training.jobs.pairs import Preferences
-from rl_megatron.training.measures import Made
 from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.types import ParallelDims
 from tests.rows import pair_loss
@@ -38,7 +36,7 @@ def rows() -> list[WrittenRow]:
     ]
 
 
-def test_a_step_and_held_out_pairs_are_those_of_plain_means_and_no_model_starts() -> None:
+async def test_a_step_and_held_out_pairs_are_those_of_plain_means_and_no_model_starts() -> None:
     weights = table(VOCABULARY, VOCABULARY, seed=1)
     policy = Toy(weights)
     samples = Preferences.samples_of(rows())
@@ -51,12 +49,8 @@ def test_a_step_and_held_out_pairs_are_those_of_plain_means_and_no_model_starts(
         reference=None,
     )
     watch = Stopwatch()
-
-    async def run() -> tuple[Row, Made | None]:
-        await job.begin(fresh=True)
-        return await job.held_out(), await job.step(samples, RATE, [], watch)
-
-    held_out, made = asyncio.run(run())
+    await job.begin(fresh=True)
+    held_out, made = await job.held_out(), await job.step(samples, RATE, [], watch)
     plain = weights.double().requires_grad_()
     logprobs = plain.log_softmax(-1)
     means = [[sum(logprobs[x, y] for x, y in pairwise(s)) / (len(s) - 1) for s in pair] for pair in PAIRS]

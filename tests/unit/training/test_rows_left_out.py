@@ -66,49 +66,36 @@ async def rows_of(its: WrittenJob, first: int, last: int) -> list[dict[str, Any]
         await its.close()
 
 
-def test_a_refused_row_behind_those_that_were_looked_at_is_left_out_by_a_resume(
+async def test_a_refused_row_behind_those_that_were_looked_at_is_left_out_by_a_resume(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(written, "_LOOKED_AT", 3)
     prompts, name = data(9, 7), f"d:{drawn(9)[7]}"
-
-    async def until_it_fails() -> TrainerState:
-        its = its_job(prompts, 3)
-        await its.start(fresh=True)
-        for number in (1, 2):
-            await its.step(number, Stopwatch())
-        saved = its.state()
-        said = (
-            rf"^prompt '{name}': .*no system message.*; or leave such rows out with sft\.on_refused=drop, which a res"
-        )
-        with pytest.raises(DataError, match=said):
-            await its.step(3, Stopwatch())
-        await its.close()
-        return saved
-
-    async def resumed(state: TrainerState) -> list[dict[str, Any]]:
-        its = its_job(prompts, 3, on_refused="drop")
-        await its.restore(state)
-        await its.start(fresh=False)
-        return await rows_of(its, 3, 3)
-
-    (row,) = asyncio.run(resumed(asyncio.run(until_it_fails())))
+    its = its_job(prompts, 3)
+    await its.start(fresh=True)
+    for number in (1, 2):
+        await its.step(number, Stopwatch())
+    saved = its.state()
+    said = rf"^prompt '{name}': .*no system message.*; or leave such rows out with sft\.on_refused=drop, which a res"
+    with pytest.raises(DataError, match=said):
+        await its.step(3, Stopwatch())
+    await its.close()
+    resumed = its_job(prompts, 3, on_refused="drop")
+    await resumed.restore(saved)
+    await resumed.start(fresh=False)
+    (row,) = await rows_of(resumed, 3, 3)
     assert (row["data/dropped"], row["tokens/learnt"]) == (1, 2 * len("1<"))  # a digit and the token behind it
 
 
 @pytest.mark.parametrize("looked_at", [0, 9])
-def test_it_is_counted_in_the_row_of_its_step(
+async def test_it_is_counted_in_the_row_of_its_step(
     looked_at: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(written, "_LOOKED_AT", looked_at)
     its = its_job(data(9, 1, 4, 5), 3, on_refused="drop")
-
-    async def run() -> list[dict[str, Any]]:
-        await its.start(fresh=True)
-        return await rows_of(its, 1, 3)
-
     with caplog.at_level(logging.WARNING):
-        rows = asyncio.run(run())
+        await its.start(fresh=True)
+        rows = await rows_of(its, 1, 3)
     assert [row["data/dropped"] for row in rows] == [1, 2, 0]
     assert [row["tokens/learnt"] for row in rows] == [4, 2, 6]
     said = "3 of the first 9 rows to train on are refused and left out, by sft.on_refused=drop; the first: "
@@ -137,16 +124,14 @@ def test_a_resume_says_that_what_it_learns_ends_otherwise(
 
 
 @pytest.mark.parametrize("on_refused", ["fail", "drop"])
-def test_rows_without_a_turn_to_learn_are_counted_and_named(on_refused: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_rows_without_a_turn_to_learn_are_counted_and_named(
+    on_refused: str, caplog: pytest.LogCaptureFixture
+) -> None:
     refused = (0,) if on_refused == "drop" else ()  # in the batch of one of them
     its = its_job(data(9, *refused, context=(1, 4, 5)), 3, on_refused=on_refused)
-
-    async def run() -> list[dict[str, Any]]:
-        await its.start(fresh=True)
-        return await rows_of(its, 1, 3)
-
     with caplog.at_level(logging.WARNING):
-        rows = asyncio.run(run())
+        await its.start(fresh=True)
+        rows = await rows_of(its, 1, 3)
     assert [row["data/dropped"] for row in rows] == [1 + len(refused), 2, 0]
     assert [row["tokens/learnt"] for row in rows] == [4 - 2 * len(refused), 2, 6]
     said = "3 of the first 9 rows to train on have no turn to learn and are left out: their messages of the assistant "

@@ -99,7 +99,11 @@ def test_a_checkpoint_whose_accuracy_cannot_be_read_stays_and_ends_no_save(
     assert found == ["step_000001", "step_000002", "step_000004"]
     assert f"keeps a checkpoint of unknown accuracy: {manifest}" in caplog.text
     gone = tmp_path / "step_000000"  # which somebody removes meanwhile
-    assert CheckpointStore(tmp_path, config={}, **rules)._superseded([gone, tmp_path / found[-1]]) == []
+    store = CheckpointStore(tmp_path, config={}, **rules)
+    assert store._superseded([gone, tmp_path / found[-1]]) == []
+    store.note_accuracy(gone, 0.95)  # which an evaluation has measured that a stop put off
+    assert f"does not learn the accuracy of {gone}: " in caplog.text
+    assert not gone.exists()
 
 
 @pytest.mark.parametrize(
@@ -152,37 +156,30 @@ class Slow(Shards):
         return Later(done.files)
 
 
-def test_what_a_checkpoint_holds_is_of_the_moment_when_it_was_begun(tmp_path: Path) -> None:
-    async def run() -> tuple[Any, Any]:
-        prompts, learner = {"epoch": 0, "next": 8}, Slow()
-        store = CheckpointStore(tmp_path, keep=2, config={})
-        begun = await store.save(replace(STATE, prompts=prompts), {"learner": cast(Learner, learner)})
-        prompts["next"] = 16  # training goes on
-        await learner.asked.wait()
-        before = begun.saved, checkpoints.latest(tmp_path)
-        learner.go = True
-        return before, begun.saved is (await begun.finish())
-
-    before, early = asyncio.run(run())
-    assert (before, early) == ((None, None), False)
+async def test_what_a_checkpoint_holds_is_of_the_moment_when_it_was_begun(tmp_path: Path) -> None:
+    prompts, learner = {"epoch": 0, "next": 8}, Slow()
+    store = CheckpointStore(tmp_path, keep=2, config={})
+    begun = await store.save(replace(STATE, prompts=prompts), {"learner": cast(Learner, learner)})
+    prompts["next"] = 16  # training goes on
+    await learner.asked.wait()
+    assert (begun.saved, checkpoints.latest(tmp_path)) == (None, None)
+    learner.go = True
+    assert begun.saved is not await begun.finish()
     assert checkpoints.read(tmp_path / "step_000003").state == STATE
 
 
-def test_a_checkpoint_gets_its_name_though_nobody_asks_for_it(tmp_path: Path) -> None:
-    async def run() -> None:
-        learner = Slow()
-        begun = await CheckpointStore(tmp_path, keep=2, config={}).save(STATE, {"learner": cast(Learner, learner)})
-        await learner.asked.wait()
-        learner.go = True
-        async with asyncio.timeout(30):
-            while begun.saved is None:
-                await asyncio.sleep(0.001)
-        assert checkpoints.latest(tmp_path) == begun.folder == begun.saved.folder
-
-    asyncio.run(run())
+async def test_a_checkpoint_gets_its_name_though_nobody_asks_for_it(tmp_path: Path) -> None:
+    learner = Slow()
+    begun = await CheckpointStore(tmp_path, keep=2, config={}).save(STATE, {"learner": cast(Learner, learner)})
+    await learner.asked.wait()
+    learner.go = True
+    async with asyncio.timeout(30):
+        while begun.saved is None:
+            await asyncio.sleep(0.001)
+    assert checkpoints.latest(tmp_path) == begun.folder == begun.saved.folder
 
 
-def test_no_rank_is_asked_for_a_collective_while_another_writes(tmp_path: Path) -> None:
+async def test_no_rank_is_asked_for_a_collective_while_another_writes(tmp_path: Path) -> None:
     """Two models, of which the second is written later; ``durable`` is the call with collectives."""
     events = list[str]()
 
@@ -209,11 +206,8 @@ def test_no_rank_is_asked_for_a_collective_while_another_writes(tmp_path: Path) 
 
             return Later(done.files)
 
-    async def run() -> None:
-        learners = {"learner": cast(Learner, Timed("policy", 2)), "critic": cast(Learner, Timed("critic", 9))}
-        await (await CheckpointStore(tmp_path, keep=2, config={}).save(STATE, learners)).finish()
-
-    asyncio.run(run())
+    learners = {"learner": cast(Learner, Timed("policy", 2)), "critic": cast(Learner, Timed("critic", 9))}
+    await (await CheckpointStore(tmp_path, keep=2, config={}).save(STATE, learners)).finish()
     assert sorted(events[:2]) == ["critic is written", "policy is written"]
     assert sorted(events[2:]) == ["critic's ranks meet", "policy's ranks meet"]
 

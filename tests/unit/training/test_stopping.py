@@ -31,44 +31,35 @@ async def never(ended: list[str]) -> None:
         ended.append("work")
 
 
-def test_work_that_nobody_wants_any_more_is_ended_first() -> None:
-    async def main() -> list[str]:
-        stop, ended = asyncio.Event(), list[str]()
-        asyncio.get_running_loop().call_soon(stop.set)
-        with pytest.raises(Stopped, match="before the first step"):
-            await unless_stopped(stop, never(ended))
-        return ended
-
-    assert asyncio.run(main()) == ["work"]
+async def test_work_that_nobody_wants_any_more_is_ended_first() -> None:
+    stop, ended = asyncio.Event(), list[str]()
+    asyncio.get_running_loop().call_soon(stop.set)
+    with pytest.raises(Stopped, match="before the first step"):
+        await unless_stopped(stop, never(ended))
+    assert ended == ["work"]
 
 
-def test_without_a_stop_it_is_the_work_and_its_error() -> None:
+async def test_without_a_stop_it_is_the_work_and_its_error() -> None:
     async def fails() -> None:
         raise KeyError("x")
 
-    async def main() -> int:
-        with pytest.raises(KeyError):
-            await unless_stopped(asyncio.Event(), fails())
-        return await unless_stopped(asyncio.Event(), asyncio.sleep(0, 7))
-
-    assert asyncio.run(main()) == 7
+    with pytest.raises(KeyError):
+        await unless_stopped(asyncio.Event(), fails())
+    assert (await unless_stopped(asyncio.Event(), asyncio.sleep(0, 7))) == 7
 
 
-def test_what_is_not_to_be_cut_ends_before_the_stop_is_told() -> None:
-    async def main() -> list[str]:
-        stop, go, ended = asyncio.Event(), asyncio.Event(), list[str]()
+async def test_what_is_not_to_be_cut_ends_before_the_stop_is_told() -> None:
+    stop, go, ended = asyncio.Event(), asyncio.Event(), list[str]()
 
-        async def push() -> None:
-            stop.set()
-            asyncio.get_running_loop().call_later(0.01, go.set)
-            await go.wait()
-            ended.append("push")
+    async def push() -> None:
+        stop.set()
+        asyncio.get_running_loop().call_later(0.01, go.set)
+        await go.wait()
+        ended.append("push")
 
-        with pytest.raises(Stopped):
-            await unless_stopped(stop, uncut(push()))
-        return ended
-
-    assert asyncio.run(main()) == ["push"]
+    with pytest.raises(Stopped):
+        await unless_stopped(stop, uncut(push()))
+    assert ended == ["push"]
 
 
 class Loads(Shards):

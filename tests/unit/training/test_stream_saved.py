@@ -79,13 +79,15 @@ def test_texts_of_groups_that_wait_are_in_a_file_and_not_in_trainer_json(tmp_pat
     logprobs, tokens = np.zeros(2, np.float32), np.arange(3, dtype=np.int32)
     turn = Turn(start=1, logprobs=logprobs, finish_reason="stop", spans=(Span(0, 0),), text="it is 8 €")
     one = Trajectory(chains=(Chain(token_ids=tokens, turns=(turn,)),), reward=1.0, parts={"right": (1.0, 0.5)})
-    answered = Answered(group=RolloutGroup(prompt=stream.places[0].drawn.prompt, trajectories=(one, one)))
+    shown = replace(one, chains=(replace(one.chains[0], turns=(replace(turn, spans=()),)),))
+    demonstration = RolloutGroup(prompt=stream.places[0].drawn.prompt, trajectories=(shown,))
+    answered = Answered(group=replace(demonstration, trajectories=(one, one), demonstration=demonstration))
     state = replace(stream, places=(replace(stream.places[0], answered=answered), *stream.places[1:]))
     folder, whole = saved(tmp_path, state), AS_JSON.dump_json(state)
-    assert np.load(folder / "stream/texts.npy").tobytes().decode() == "it is 8 €it is 8 €"
+    assert np.load(folder / "stream/texts.npy").tobytes().decode() == "it is 8 €" * 3
     assert "it is" not in (folder / "trainer.json").read_text()
     older = json.dumps({"step": 3, "prompts": {"epoch": 0}, "stream": json.loads(whole)}, ensure_ascii=False)
-    assert older.count("it is 8 €") == 2
+    assert older.count("it is 8 €") == 3
     for written in (None, older.encode()):
         if written is not None:
             put(folder, "trainer.json", written, without=[f"stream/{k}.npy" for k in ("tokens", "logprobs", "texts")])

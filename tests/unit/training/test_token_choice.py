@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_megatron.algorithms.corrections import second_moment_mask
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.tokens import TokensSection
@@ -83,9 +84,11 @@ def test_the_choices_are_those_of_numpy(share: float, seed: int) -> None:
 
 def test_equal_values() -> None:
     """Entropies of the threshold are all kept, as in the paper's equation; of equal covariances no more than the share
-    are held."""
+    are held, and of equal ratios, as of a group's first tokens, the first are trained on."""
     assert top_entropy(torch.tensor([1.0, 2.0, 2.0, 2.0, 3.0]), 0.4).tolist() == [False, True, True, True, True]
     assert torch.where(greatest(torch.zeros(1000), 0.004))[0].tolist() == [0, 1, 2, 3]
+    kept = second_moment_mask(torch.arange(60) % 2, threshold=0.25)
+    assert torch.where(kept)[0].tolist() == [*range(20), *range(20, 60, 2)]
 
 
 def test_of_fewer_tokens_than_the_share_needs_one_is_chosen() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import random
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +22,7 @@ from rl_megatron.training.credit.state import AlgorithmState
 from rl_megatron.training.update import Update
 from rl_megatron.types import Batch, Completion, Counts, Loss, Metric, Prompt, RolloutGroup, Routes
 from tests.completions import completion
-from tests.toy_roles import VOCABULARY, Toy, table
+from tests.toy_roles import NAMED, VOCABULARY, Toy, table
 from tests.unit.training.plain_update import PlainUpdate
 
 CRITIC = {"credit": "gae", "advantage_mean": "none", "advantage_std": "none"}
@@ -34,6 +35,13 @@ PATHS: dict[str, dict[str, Any]] = {
     "ppo, a cut goes on, its critic clipped": CRITIC
     | {"gamma": 0.9, "lam": 0.8, "critic": {"clip": 0.05, "lam": 0.95}},
     "ppo, KL in the reward of a token": CRITIC | REWARDED_KL | {"whiten": True},
+    "discounted returns, whitened": ALIKE | {"credit": "discounted", "gamma": 0.9, "whiten": True},
+    "a teacher's log-probs beside a reward": ALIKE
+    | REWARDED_KL
+    | {"credit": "discounted", "gamma": 0.0, "objective": "importance"},
+    "a teacher's distribution beside a reward": {
+        "kl": {"coefficient": 0.3, "estimator": "top_k", "top_k": NAMED, "beta": 0.2}
+    },
     "the critic alone at first": CRITIC | {"unfinished_reward": 0.0, "critic": {"only_steps": 3}},
     "an adaptive KL waits for the policy": CRITIC
     | {
@@ -53,6 +61,19 @@ PATHS: dict[str, dict[str, Any]] = {
             "tokens": {"choose": "kl_cov", "share": 0.3, "kl_coefficient": 2.0, "kl_estimator": name},
         }
         for name in ("k1", "k2", "k3", "abs")
+    },
+    "the optimal token baseline": ALIKE | {"credit": "optimal", "drop_truncated": True},
+    "the optimal token baseline of discounted returns with a KL": ALIKE
+    | REWARDED_KL
+    | {"credit": "optimal", "gamma": 0.8, "old_logprobs": "rollout", "whiten": True},
+    **{
+        f"luffy, old log-probs by the {of}": {
+            "advantage_std": "none",
+            "demonstration_gamma": 0.1,
+            "old_logprobs": of,
+            "drop_truncated": True,
+        }
+        for of in ("learner", "rollout")
     },
     "decoupled ppo": {"correction": {"mode": "truncate", "high": 1.5}},
     "decoupled ppo, interpolated": {
@@ -140,6 +161,17 @@ def groups(step: int, engine: torch.Tensor) -> list[RolloutGroup]:
     ]
 
 
+def with_demonstrations(sampled: list[RolloutGroup]) -> list[RolloutGroup]:
+    """The groups with a demonstration each but the first, which has the greatest reward or a lesser one."""
+    shown = [
+        single_turns(
+            group.prompt, [completion([7, p, 2][: 1 + p % 3], [0.0] * (1 + p % 3), spans=())], rewards=[reward]
+        )
+        for p, (group, reward) in enumerate(zip(sampled, (1.0, 1.0, 0.5, 1.0), strict=False))
+    ]
+    return [sampled[0], *(replace(g, demonstration=one) for g, one in zip(sampled[1:], shown[1:], strict=True))]
+
+
 @pytest.mark.parametrize("name", PATHS)
 def test_models_after_three_steps_are_those_of_plain_loops(name: str) -> None:
     assert_as_plain_loops(
@@ -169,6 +201,8 @@ def assert_as_plain_loops(config: RunConfig) -> None:
     engine = tables[0] + 0.5 * table(VOCABULARY, VOCABULARY, seed=4)
     for step in STEPS:
         sampled = groups(step, engine)
+        if needs.demonstration_gamma is not None:
+            sampled = with_demonstrations(sampled)
         asyncio.run(update(sampled, step, Stopwatch()))
         plain.step(sampled, step)
         torch.testing.assert_close(policy.weights.double(), plain.policy, rtol=1e-4, atol=1e-5)

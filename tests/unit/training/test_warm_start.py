@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,6 +76,14 @@ def test_an_answer_that_spells_the_end_of_one_is_named_before_the_first_step() -
         asyncio.run(ours.start(fresh=True))
 
 
+def test_an_answer_that_is_marked_as_bad_is_named_before_the_first_step() -> None:
+    """As of KTO's rows; not a label that is the answer itself."""
+    data = [replace(one, meta={"label": one.id != "train:2"}) for one in prompts(1, 2, 3)]
+    with pytest.raises(DataError, match=r"^prompt 'train:2': field 'label' is false, which says of KTO's rows"):
+        asyncio.run(warm_start(data).start(fresh=True))
+    asyncio.run(warm_start([replace(one, answer="false") for one in data]).start(fresh=True))
+
+
 def test_an_answer_that_just_fits_is_learned_in_the_order_of_the_seed() -> None:
     ours, data = warm_start(prompts(1, 2, 3, 30, 4, 5)), prompts(1, 2, 3, 30, 4, 5)
     asyncio.run(ours.start(fresh=True))
@@ -103,7 +112,7 @@ def test_a_demonstration_that_is_long_in_a_later_epoch_is_named_in_its_step() ->
         asyncio.run(ours.step(3, Stopwatch()))
 
 
-def test_rows_of_the_first_epoch_are_made_once_and_learned_as_they_were_looked_at() -> None:
+async def test_rows_of_the_first_epoch_are_made_once_and_learned_as_they_were_looked_at() -> None:
     made = list[tuple[int, list[str]]]()
 
     def noted(drawn: Sequence[Prompt], step: int) -> list[tuple[str]]:
@@ -113,22 +122,18 @@ def test_rows_of_the_first_epoch_are_made_once_and_learned_as_they_were_looked_a
     ours = warm_start(prompts(1, 2, 3, 4), noted, "warm_start.steps=4")
     kept = ours.supervised.learner
     assert isinstance(kept, Kept)
-
-    async def steps() -> list[list[int]]:
-        await ours.start(fresh=True)
-        learned = []
-        for number in range(1, 5):
-            await ours.step(number, Stopwatch())
-            learned.append([int(ids[-1]) for part in kept.batch.micro_batches[0] for ids in (part.input_ids,)])
-        return learned
-
-    assert asyncio.run(steps()) == [[ord(f"{number}")] for number in range(1, 5)]
+    await ours.start(fresh=True)
+    learned = []
+    for number in range(1, 5):
+        await ours.step(number, Stopwatch())
+        learned.append([int(ids[-1]) for part in kept.batch.micro_batches[0] for ids in (part.input_ids,)])
+    assert learned == [[ord(f"{number}")] for number in range(1, 5)]
     assert [step for step, _ in made] == [1, 2, 3, 4]
     drawn = [prompt.id for prompt in PromptStream(prompts(1, 2, 3, 4), seed=0).take(8)]
     assert [name for _, names in made for name in names] == drawn
 
 
-def test_rows_beyond_those_that_are_kept_are_made_again_in_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rows_beyond_those_that_are_kept_are_made_again_in_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows a step of a prompt, a letter and the end; the look says how far it is."""
     monkeypatch.setattr(warm_starts, "TOKENS_KEPT", 12)
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_NOTES", 0.0)
@@ -140,29 +145,22 @@ def test_rows_beyond_those_that_are_kept_are_made_again_in_their_steps(monkeypat
 
     ours = warm_start(prompts(*[1] * 6), noted)
     ours.note = said.append
-
-    async def steps() -> None:
-        await ours.start(fresh=True)
-        for number in range(1, 4):
-            await ours.step(number, Stopwatch())
-
-    asyncio.run(steps())
+    await ours.start(fresh=True)
+    for number in range(1, 4):
+        await ours.step(number, Stopwatch())
     assert made == [1, 2, 3, 3]
     assert said == [f"looking at what the warm start learns: step {step} of 3" for step in (1, 2, 3)]
 
 
-def test_a_demonstration_that_takes_its_time_does_not_hold_up_the_event_loop() -> None:
+async def test_a_demonstration_that_takes_its_time_does_not_hold_up_the_event_loop() -> None:
     answered = threading.Event()
 
     def waits(drawn: Sequence[Prompt], step: int) -> list[tuple[str]]:
         assert answered.wait(10), "the event loop did not get a turn"
         return [("a",) for _ in drawn]
 
-    async def step() -> None:
-        asyncio.get_running_loop().call_later(0.0, answered.set)
-        await warm_start(prompts(1, 2), waits).step(1, Stopwatch())
-
-    asyncio.run(step())
+    asyncio.get_running_loop().call_later(0.0, answered.set)
+    await warm_start(prompts(1, 2), waits).step(1, Stopwatch())
 
 
 def test_demonstrations_that_never_end_end_the_run_and_keep_no_thread_waiting() -> None:

@@ -25,7 +25,7 @@ from tests.completions import finished as ended
 from tests.rows import NAMES, config_of
 from tests.toy_roles import VOCABULARY, Toy, table
 from tests.unit.training.plain_update import PlainUpdate
-from tests.unit.training.test_update_oracle import ALIKE, PATHS, STEPS, groups
+from tests.unit.training.test_update_oracle import ALIKE, PATHS, STEPS, groups, with_demonstrations
 
 OF_THE_CUT = {"packing/imbalance", "packing/padding_fraction"}
 ENGINE = table(VOCABULARY, VOCABULARY, seed=1) + 0.5 * table(VOCABULARY, VOCABULARY, seed=4)
@@ -69,9 +69,9 @@ def shipped() -> dict[str, dict[str, Any]]:
     return out
 
 
-def with_greedy(group: RolloutGroup) -> RolloutGroup:
-    """The group with another reward as its baseline."""
-    return replace(group, greedy=replace(group, trajectories=group.trajectories[2:3]))
+def with_greedy(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """The groups with another reward as their baseline."""
+    return [replace(group, greedy=replace(group, trajectories=group.trajectories[2:3])) for group in groups]
 
 
 def made(c: RunConfig, kind: type[Update], policy: Toy) -> Any:
@@ -106,11 +106,13 @@ def test_tables_and_rows_are_those_of_the_whole_batch(name: str) -> None:
     rounding = 5e-5 if name == "KL in rewards" else 1e-6  # its loss is 34; by 2e-5 on one processor
     whole, waves = (made(config(SHIPPED[name], **flips), *each) for each in ((Update, one), (WaveUpdate, other)))
     for step in STEPS:
-        sampled = [with_greedy(group) for group in groups(step, ENGINE)][: 3 if step == STEPS[-1] else 4]
+        beside = with_demonstrations if name == "luffy" else with_greedy
+        sampled = beside(groups(step, ENGINE))[: 3 if step == STEPS[-1] else 4]
         wanted, found = asyncio.run(whole(sampled, step, Stopwatch())), in_waves(waves, sampled[::-1], step)
         assert found.pop("waves/count") > 1
         assert 0 < found.pop("waves/early_fraction") < 1
         assert set(found) == set(wanted)
+        assert ("demonstration/share" in wanted) == (name == "luffy")
         assert any(key.startswith("mismatch/ratio/v") for key in wanted) == (name == "grpo")
         for key in wanted.keys() - OF_THE_CUT:
             assert found[key] == pytest.approx(wanted[key], rel=rounding, abs=rounding, nan_ok=True), key

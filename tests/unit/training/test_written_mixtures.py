@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 
@@ -61,13 +60,9 @@ def test_equal_passes_and_steps_that_no_epochs_say_are_not(
     assert started(mixed(weights, epochs), caplog) == []
 
 
-def test_each_step_records_those_that_it_ends() -> None:
+async def test_each_step_records_those_that_it_ends() -> None:
     its, drawn = mixed({"small": 1.0, "big": 1.0}), mixed({"small": 1.0, "big": 1.0}).prompts
-
-    async def rows() -> list[dict[str, Any]]:
-        await its.start(fresh=True)
-        return [dict(await its.step(number, Stopwatch())) for number in range(1, 5)]
-
-    for row in asyncio.run(rows()):
+    await its.start(fresh=True)
+    for row in [dict(await its.step(number, Stopwatch())) for number in range(1, 5)]:
         drawn.take(3)
         assert {name: row[f"source/{name}/epoch"] for name in SIZES} == drawn.epochs()

@@ -238,7 +238,7 @@ class Pushed(Ends):
         return {"it": [Report(rows=[], seconds=0.0)]}
 
 
-def test_the_store_of_a_long_run_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_store_of_a_long_run_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ranks said is gone once all have left; of rendezvous the last two are there."""
     monkeypatch.setattr(joined, "_PART_BYTES", 8)
     (tmp_path / "config.json").write_text("{}")
@@ -254,10 +254,10 @@ def test_the_store_of_a_long_run_does_not_grow(tmp_path: Path, monkeypatch: pyte
             await deliver(private=NO_KINDS, meanwhile=lambda: None)
         return keeper._store.num_keys()
 
-    found = [asyncio.run(keys(version)) for version in range(5)]
+    found = [await keys(version) for version in range(5)]
     for version in (4, 5):
         direct._rendezvous, direct._met = None, frozenset()  # as after a server is new
-        found.append(asyncio.run(keys(version)))
+        found.append(await keys(version))
     assert found == [4] * 5 + [8] * 2  # each rank's libraries, how many came, and that all did
 
 

@@ -43,8 +43,8 @@ def pinned(folder: Path, both: Both, training: ServedWeights) -> tuple[PinnedWei
     return PinnedWeights(training=training, path=both.mirror.path, servers=apart, trust=trust), apart
 
 
-def test_they_have_the_version_while_the_next_push_waits_and_keep_it(tmp_path: Path) -> None:
-    async def test() -> None:
+async def test_they_have_the_version_while_the_next_push_waits_and_keep_it(tmp_path: Path) -> None:
+    async with asyncio.timeout(30):
         both = Both(tmp_path)
         training = both.weights()
         ours, apart = pinned(tmp_path, both, training)
@@ -64,12 +64,10 @@ def test_they_have_the_version_while_the_next_push_waits_and_keep_it(tmp_path: P
         assert not await ours.pin(4, lambda: None)  # it is no longer served
         assert await ours.pin(5, lambda: None)
 
-    asyncio.run(asyncio.wait_for(test(), 30))
-
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_what_arrives_wrong_is_not_served_and_training_goes_on(tmp_path: Path, packed: bool) -> None:
-    async def test() -> None:
+async def test_what_arrives_wrong_is_not_served_and_training_goes_on(tmp_path: Path, packed: bool) -> None:
+    async with asyncio.timeout(30):
         both = Both(tmp_path)
         both.packed = packed
         training = both.weights()
@@ -89,13 +87,11 @@ def test_what_arrives_wrong_is_not_served_and_training_goes_on(tmp_path: Path, p
         await training.push(6)
         assert both.said[-1] == "commit 6"
 
-    asyncio.run(asyncio.wait_for(test(), 30))
 
-
-def test_without_servers_there_is_no_evaluation_and_training_goes_on(
+async def test_without_servers_there_is_no_evaluation_and_training_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
+    async with asyncio.timeout(30):
         both = Both(tmp_path)
         training = both.weights()
         ours, apart = pinned(tmp_path, both, training)
@@ -108,15 +104,13 @@ def test_without_servers_there_is_no_evaluation_and_training_goes_on(
             assert not await ours.pin(4, lambda: None)
         assert apart.said[-1] == "refuse"
         await training.push(5)
-
-    asyncio.run(asyncio.wait_for(test(), 30))
     assert "it died" in caplog.text
 
 
-def test_what_went_straight_into_training_s_servers_is_written_for_them_while_the_learner_has_it(
+async def test_what_went_straight_into_training_s_servers_is_written_for_them_while_the_learner_has_it(
     tmp_path: Path,
 ) -> None:
-    async def test() -> None:
+    async with asyncio.timeout(30):
         both = Both(tmp_path)
         training, straight = both.weights(), Straight(both)
         training._delivery = straight
@@ -127,5 +121,3 @@ def test_what_went_straight_into_training_s_servers_is_written_for_them_while_th
         both.moved_on, apart.said = 1, []
         assert not await ours.pin(4, lambda: None)  # a step of the optimizer came first
         assert not apart.said
-
-    asyncio.run(asyncio.wait_for(test(), 30))

@@ -239,7 +239,7 @@ def test_checksums_are_compared_beside_the_event_loop(tmp_path: Path) -> None:
     assert both.said == ["load 1", "commit 1", "load 1it", "commit 1it"]
 
 
-def test_an_export_waits_for_a_server_that_came_back(tmp_path: Path) -> None:
+async def test_an_export_waits_for_a_server_that_came_back(tmp_path: Path) -> None:
     """Both have the learner fill the mirror file, where it sends straight into servers."""
 
     class Slow(Both):
@@ -249,22 +249,19 @@ def test_an_export_waits_for_a_server_that_came_back(tmp_path: Path) -> None:
             await self.go.wait()
             return await super().load(*given, **more)
 
-    async def test() -> None:
-        both = Slow(tmp_path)
-        both.go = asyncio.Event()
-        both.go.set()
-        weights = both.weights()
-        await weights.push(1)
-        both.said.clear()
-        both.go.clear()
-        refit = asyncio.create_task(weights.refit("it"))
-        export = asyncio.create_task(weights.export(tmp_path))
-        assert (await asyncio.wait({export}, timeout=0.3))[1] == {export}
-        both.go.set()
-        await asyncio.gather(refit, export)
-        assert both.said == ["load 1it", "commit 1it", "export"]
-
-    asyncio.run(test())
+    both = Slow(tmp_path)
+    both.go = asyncio.Event()
+    both.go.set()
+    weights = both.weights()
+    await weights.push(1)
+    both.said.clear()
+    both.go.clear()
+    refit = asyncio.create_task(weights.refit("it"))
+    export = asyncio.create_task(weights.export(tmp_path))
+    assert (await asyncio.wait({export}, timeout=0.3))[1] == {export}
+    both.go.set()
+    await asyncio.gather(refit, export)
+    assert both.said == ["load 1it", "commit 1it", "export"]
 
 
 def test_kinds_in_layouts_of_their_own_are_left_to_the_probe_and_others_are_not(tmp_path: Path) -> None:
@@ -318,52 +315,47 @@ def test_a_server_that_was_not_verified_gets_no_layouts_of_its_own(tmp_path: Pat
 
 
 @CASES
-def test_a_server_that_came_back_must_answer_as_one_that_was_verified(
+async def test_a_server_that_came_back_must_answer_as_one_that_was_verified(
     tmp_path: Path, off: int, by: float, served: bool
 ) -> None:
     """The learner has moved on meanwhile: it is not asked."""
-
-    async def test() -> None:
-        both = Both(tmp_path)
-        weights = both.weights()
+    both = Both(tmp_path)
+    weights = both.weights()
+    await weights.refit("it")
+    assert both.said == []  # nothing is served yet
+    await weights.push(4)
+    both.said, both.off, both.by = [], off, by
+    both.score = None  # type: ignore[assignment, method-assign]
+    if served:
         await weights.refit("it")
-        assert both.said == []  # nothing is served yet
-        await weights.push(4)
-        both.said, both.off, both.by = [], off, by
-        both.score = None  # type: ignore[assignment, method-assign]
-        if served:
+    else:
+        with pytest.raises(SyncError, match=rf"version 4 arrived wrong at it.*verified.*, in {off} of 4 texts"):
             await weights.refit("it")
-        else:
-            with pytest.raises(SyncError, match=rf"version 4 arrived wrong at it.*verified.*, in {off} of 4 texts"):
-                await weights.refit("it")
-        assert both.said == ["load 4it", "commit 4it"][: 1 + served]
-        both.flipped = "layers.0.up"
-        with pytest.raises(CorruptionError, match=r"wrote in layers\.0\.up$"):
-            await weights.refit("it")
-        both.said, both.is_stale = [], False
-        await weights.refit("it")  # a push was faster
-        assert both.said == []
-
-    asyncio.run(test())
-
-
-def test_a_server_that_came_back_gets_what_went_straight_into_others_while_the_learner_has_it(tmp_path: Path) -> None:
-    async def test() -> None:
-        both = Both(tmp_path)
-        weights, straight = both.weights(), Straight(both)
-        weights._delivery = straight
-        await weights.push(4)
-        both.said = []
+    assert both.said == ["load 4it", "commit 4it"][: 1 + served]
+    both.flipped = "layers.0.up"
+    with pytest.raises(CorruptionError, match=r"wrote in layers\.0\.up$"):
         await weights.refit("it")
-        assert both.said == ["load 4it", "commit 4it"]
-        assert straight._rendezvous is None  # which it has not met
-        both.said, both.moved_on = [], 1
-        await weights.refit("it")
-        assert both.said == []
-        await weights.push(5)  # which takes it with the others
-        assert both.said == ["load 5", "commit 5"]
+    both.said, both.is_stale = [], False
+    await weights.refit("it")  # a push was faster
+    assert both.said == []
 
-    asyncio.run(test())
+
+async def test_a_server_that_came_back_gets_what_went_straight_into_others_while_the_learner_has_it(
+    tmp_path: Path,
+) -> None:
+    both = Both(tmp_path)
+    weights, straight = both.weights(), Straight(both)
+    weights._delivery = straight
+    await weights.push(4)
+    both.said = []
+    await weights.refit("it")
+    assert both.said == ["load 4it", "commit 4it"]
+    assert straight._rendezvous is None  # which it has not met
+    both.said, both.moved_on = [], 1
+    await weights.refit("it")
+    assert both.said == []
+    await weights.push(5)  # which takes it with the others
+    assert both.said == ["load 5", "commit 5"]
 
 
 class Straight(DirectDelivery):
@@ -382,18 +374,15 @@ class Straight(DirectDelivery):
         return Delivered(update=update, reports=reports, seal=Seal(checksums=sealed_by(await both.sums(), SHAPES)))
 
 
-def test_a_push_of_which_all_servers_died_is_made_again(tmp_path: Path) -> None:
-    async def test() -> None:
-        both = Both(tmp_path)
-        commit, deaths = both.commit, [ReplicasLost("killed"), ReplicasLost("killed again")]
+async def test_a_push_of_which_all_servers_died_is_made_again(tmp_path: Path) -> None:
+    both = Both(tmp_path)
+    commit, deaths = both.commit, [ReplicasLost("killed"), ReplicasLost("killed again")]
 
-        async def dying(version: int, *, only: str | None = None) -> None:
-            if deaths:
-                raise deaths.pop()
-            await commit(version, only=only)
+    async def dying(version: int, *, only: str | None = None) -> None:
+        if deaths:
+            raise deaths.pop()
+        await commit(version, only=only)
 
-        both.commit = dying  # type: ignore[method-assign]
-        await both.weights().push(4)
-        assert both.said == ["load 4", "load 4", "load 4", "commit 4"]
-
-    asyncio.run(test())
+    both.commit = dying  # type: ignore[method-assign]
+    await both.weights().push(4)
+    assert both.said == ["load 4", "load 4", "load 4", "commit 4"]

@@ -12,28 +12,26 @@ from rl_megatron.services import ServiceAddress
 
 
 @pytest.mark.parametrize(("idle", "connections"), [(1.0, 1), (4.9, 2)])
-def test_a_connection_is_not_used_again_when_its_server_may_be_closing_it(
+async def test_a_connection_is_not_used_again_when_its_server_may_be_closing_it(
     idle: float, connections: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = 0
 
-    async def run() -> None:
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal taken
-            taken += 1
-            while await reader.readuntil(b"\r\n\r\n"):
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal taken
+        taken += 1
+        while line := await reader.readline():
+            if line == b"\r\n":
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
 
-        listening = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = listening.sockets[0].getsockname()[1]
-        server = JsonServer(ServiceAddress(url=f"http://127.0.0.1:{port}", key=""))
-        assert await server.ask_object("GET", "/tool") == {}
-        clock = time.monotonic
-        monkeypatch.setattr(time, "monotonic", lambda: clock() + idle)  # the model takes its turn
-        assert await server.ask_object("GET", "/tool") == {}
-        monkeypatch.undo()
-        await server.close()
-        listening.close()
-
-    asyncio.run(run())
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = listening.sockets[0].getsockname()[1]
+    server = JsonServer(ServiceAddress(url=f"http://127.0.0.1:{port}", key=""))
+    assert await server.ask_object("GET", "/tool") == {}
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + idle)  # the model takes its turn
+    assert await server.ask_object("GET", "/tool") == {}
+    monkeypatch.undo()
+    await server.close()
+    listening.close()
     assert taken == connections

@@ -89,22 +89,16 @@ def test_a_reply_is_the_action_where_that_is_a_text_and_a_full_server_is_waited_
     assert [(one.reward, [turn.reward for turn in one.turns]) for one in both] == [(7.0, [3.0, 4.0])] * 2
 
 
-def test_a_server_that_stays_full_is_named(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_stays_full_is_named(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "_ROOM_LIMIT", 0.2)
-
-    async def while_full() -> None:
-        one = adapter.Session(f"{server}/echo", Services(), "")
-        await one.open()
-        await one.reset({})
-        try:
-            with pytest.raises(
-                EnvironmentFailed, match=r"Server at capacity: 1/1 .*, for 0.2 s; give .* a max_concurrent"
-            ):
-                await source(Scripted(str), f"{server}/echo").groups(drawn([prompt("say")]))
-        finally:
-            await one.close()
-
-    asyncio.run(while_full())
+    one = adapter.Session(f"{server}/echo", Services(), "")
+    await one.open()
+    await one.reset({})
+    try:
+        with pytest.raises(EnvironmentFailed, match=r"Server at capacity: 1/1 .*, for 0.2 s; give .* a max_concurrent"):
+            await source(Scripted(str), f"{server}/echo").groups(drawn([prompt("say")]))
+    finally:
+        await one.close()
 
 
 def test_what_the_schema_refuses_is_read_and_all_of_an_observation_that_has_no_only_text(server: str) -> None:

@@ -112,7 +112,7 @@ def test_a_process_outlives_the_trajectory_that_started_it(tmp_path: Path) -> No
     made._process.kill()
 
 
-def test_what_a_process_writes_beside_its_answers_takes_no_room(tmp_path: Path) -> None:
+async def test_what_a_process_writes_beside_its_answers_takes_no_room(tmp_path: Path) -> None:
     def in_files() -> int:
         return sum(one.stat().st_size for one in Path("/proc/self/fd").iterdir() if one.is_file())  # deleted ones, too
 
@@ -121,17 +121,17 @@ def test_what_a_process_writes_beside_its_answers_takes_no_room(tmp_path: Path) 
         fake(tmp_path, f"read line; {much}; echo '{{\"call\": 0}}'; read line; echo bye >&2; exit 3")
     )
     before = in_files()
-    assert asyncio.run(asyncio.wait_for(made.ask({}), 30.0)) == {"call": 0}
+    assert await asyncio.wait_for(made.ask({}), 30.0) == {"call": 0}
     assert in_files() - before < 1_000_000
     with pytest.raises(adapter.InterpreterFailed, match=r"status 3; it said last: x{900,1000}bye$"):
-        asyncio.run(asyncio.wait_for(made.ask({}), 30.0))
+        await asyncio.wait_for(made.ask({}), 30.0)
 
 
-def test_a_process_that_leaves_others_is_named_before_they_end(tmp_path: Path) -> None:
+async def test_a_process_that_leaves_others_is_named_before_they_end(tmp_path: Path) -> None:
     left = tmp_path / "left"
     made = adapter.Interpreter(fake(tmp_path, f"sleep 60 >&2 & echo $! >{left}; read line; echo broken >&2; exit 3"))
     with pytest.raises(adapter.InterpreterFailed, match="ended with status 3; it said last: broken"):
-        asyncio.run(asyncio.wait_for(made.ask({}), 30.0))
+        await asyncio.wait_for(made.ask({}), 30.0)
     os.kill(int(left.read_text()), signal.SIGKILL)
 
 
@@ -180,22 +180,18 @@ def test_a_process_that_reads_nothing_is_killed_though_a_call_waits_to_be_writte
     writing.join()
 
 
-def test_a_call_that_is_cancelled_before_it_begins_is_answered() -> None:
+async def test_a_call_that_is_cancelled_before_it_begins_is_answered() -> None:
     made, call = adapter.Interpreter(sys.executable), {"id": "a", "args": {}, "count": 1}
     assert made._process is not None
     process = made._process
-
-    async def asked() -> None:
-        process.send_signal(signal.SIGSTOP)
-        early = asyncio.ensure_future(made.ask(call))
-        await asyncio.sleep(0)
-        early.cancel()
-        await asyncio.wait({early})
-        process.send_signal(signal.SIGCONT)
-        with pytest.raises(adapter.InterpreterFailed, match="No module named 'verifiers'"):
-            await asyncio.wait_for(made.ask(call), 30.0)
-
-    asyncio.run(asked())
+    process.send_signal(signal.SIGSTOP)
+    early = asyncio.ensure_future(made.ask(call))
+    await asyncio.sleep(0)
+    early.cancel()
+    await asyncio.wait({early})
+    process.send_signal(signal.SIGCONT)
+    with pytest.raises(adapter.InterpreterFailed, match="No module named 'verifiers'"):
+        await asyncio.wait_for(made.ask(call), 30.0)
     left = set(made._waiting)
     process.kill()
     assert not left  # else it is killed after the limit, with the calls of other trajectories

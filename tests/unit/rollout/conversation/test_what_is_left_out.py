@@ -14,10 +14,11 @@ from rl_megatron.errors import DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.conversation.conversation import Conversation
+from rl_megatron.rollout.conversation.forms import WrittenConversation
 from rl_megatron.rollout.conversation.messages import MessagesRefused
 from rl_megatron.rollout.conversation.probe import probe_template
 from rl_megatron.rollout.conversation.templates import PlainText, Template
-from rl_megatron.rollout.conversation.written import WrittenConversation, WrittenConversations, end_of_turns
+from rl_megatron.rollout.conversation.written import WrittenConversations, end_of_turns
 from tests.unit.rollout.conversation.families import FAMILIES, TOOLS, completion, tokenizer_of
 
 SYSTEM, ASKED = {"role": "system", "content": "Be."}, {"role": "user", "content": "1 + 16?"}

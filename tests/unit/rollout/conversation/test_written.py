@@ -17,8 +17,9 @@ from rl_megatron.data.samples import WrittenRow, written_samples
 from rl_megatron.errors import DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.conversation.chat import ChatTemplate
+from rl_megatron.rollout.conversation.forms import WrittenConversation, check_turns
 from rl_megatron.rollout.conversation.messages import tidied
-from rl_megatron.rollout.conversation.written import WrittenConversation, WrittenConversations, check_turns
+from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.types import Prompt
 from tests.unit.rollout.conversation.families import FAMILIES, TOOLS, Reply, message_of, tokenizer_of, written
 

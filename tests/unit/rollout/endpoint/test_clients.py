@@ -84,7 +84,7 @@ def test_streams_have_the_whole_message_and_its_usage(serving: Serving) -> None:
     assert final.usage.completion_tokens == len(trained(turns)[0])
 
 
-def test_the_async_client_leads_many_conversations_at_once_that_never_mix(serving: Serving) -> None:
+async def test_the_async_client_leads_many_conversations_at_once_that_never_mix(serving: Serving) -> None:
     many = [serving.turns(Saying(f"I am {place}.", f"Still {place}."), f"c{place}") for place in range(8)]
     served = [serving.open(turns) for turns in many]
 
@@ -96,10 +96,7 @@ def test_the_async_client_leads_many_conversations_at_once_that_never_mix(servin
                 messages += [answer.choices[0].message, {"role": "user", "content": "Sure?"}]
             return [messages[1].content, messages[3].content]
 
-    async def together() -> list[list[str]]:
-        return await asyncio.gather(*map(lead, served))
-
-    said = asyncio.run(together())
+    said = await asyncio.gather(*map(lead, served))
     assert said == [[f"I am {place}.", f"Still {place}."] for place in range(8)]
     for place, turns in enumerate(many):
         assert [text_of(TOKENIZER, np.array(ids)) for ids in trained(turns)] == said[place]
@@ -271,16 +268,13 @@ def test_an_engine_that_fails_is_said_and_not_tried_again(serving: Serving) -> N
     assert client.chat.completions.create(model="policy", messages=ASK).choices[0].message.content == "well"
 
 
-def test_turns_are_in_the_order_of_sampling_whatever_rows_they_are_in() -> None:
-    async def played() -> Trajectory:
-        turns = episode(Saying("begun", "helped", "read", "answered"))
-        begun = await turns.complete([5, 6], None)
-        await turns.complete([7], None)
-        await turns.reply(ASK, ())
-        await turns.complete([5, 6, *begun.completion.token_ids.tolist(), 8], None)
-        return Trajectory(chains=turns.chains((0.0, 0.1, None)), reward=1.0)
-
-    one = asyncio.run(played())
+async def test_turns_are_in_the_order_of_sampling_whatever_rows_they_are_in() -> None:
+    turns = episode(Saying("begun", "helped", "read", "answered"))
+    begun = await turns.complete([5, 6], None)
+    await turns.complete([7], None)
+    await turns.reply(ASK, ())
+    await turns.complete([5, 6, *begun.completion.token_ids.tolist(), 8], None)
+    one = Trajectory(chains=turns.chains((0.0, 0.1, None)), reward=1.0)
     assert [[turn.text for turn in row.turns] for row in one.chains] == [["read"], ["begun", "answered"], ["helped"]]
     assert [turn.text for turn in one.turns] == ["begun", "helped", "read", "answered"]
     assert [turn.reward for turn in one.turns] == [0.0, 0.1, None, None]

@@ -8,10 +8,8 @@ necessary: without it the named megatron code raises or computes wrong values.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import logging
-import platform
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -21,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from rl_megatron.learner.cpu.exchange import all_gather, reduce_scatter
+from rl_megatron.learner.cpu.heap import keep_freed_memory
+
 CPU = torch.device("cpu")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h; the largest values it takes are set below
 _WANT_CUDA = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")  # megatron tries to import them
-_TRIM_STEPS = 25
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn")
 
 
@@ -81,46 +80,6 @@ def _all_gather_uneven(
     for output, whole in zip(outputs, gathered, strict=True):
         output.copy_(whole[: len(output)])
     return None
-
-
-def reduce_scatter(own: torch.Tensor, buffer: torch.Tensor, *, group: dist.ProcessGroup) -> None:
-    """Sum a rank's shard of all ranks' ``buffer`` [D * n] into its ``own`` [n], which may be its shard itself. Every
-    rank of the group calls it."""
-    shards = buffer.chunk(group.size())
-    arriving = {rank: torch.empty_like(own) for rank in _others(group)}
-    _exchange({rank: (shards[rank], shard) for rank, shard in arriving.items()}, group)
-    _put(own, shards[group.rank()])
-    for shard in arriving.values():
-        own.add_(shard)
-
-
-def all_gather(buffer: torch.Tensor, own: torch.Tensor, *, group: dist.ProcessGroup) -> None:
-    """Write each rank's ``own`` [n] into its shard of all ranks' ``buffer`` [D * n], which may be its place already.
-    Every rank of the group calls it."""
-    shards = buffer.chunk(group.size())
-    _put(shards[group.rank()], own)
-    _exchange({rank: (own, shards[rank]) for rank in _others(group)}, group)
-
-
-def _put(into: torch.Tensor, x: torch.Tensor) -> None:
-    if into.data_ptr() != x.data_ptr():
-        into.copy_(x)
-
-
-def _others(group: dist.ProcessGroup) -> list[int]:
-    """The group's other ranks, each rank beginning with a different one."""
-    rank, size = group.rank(), group.size()
-    return [(rank + step) % size for step in range(1, size)]
-
-
-def _exchange(pairs: dict[int, tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup) -> None:
-    """Send the first tensor of a pair to the rank that it is for, and receive the second from it."""
-    calls = []
-    for rank, (leaving, arriving) in pairs.items():
-        calls.append(dist.P2POp(dist.isend, leaving, group=group, group_peer=rank))
-        calls.append(dist.P2POp(dist.irecv, arriving, group=group, group_peer=rank))
-    for work in dist.batch_isend_irecv(calls) if calls else ():
-        work.wait()
 
 
 def _at_once(own: Callable[..., None], upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,28 +146,6 @@ def _pretending(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _keep_freed_memory() -> None:
-    """Let glibc keep freed memory: returning and faulting in layers' large temporaries costs 8 % of a tiny step."""
-    if platform.libc_ver()[0] == "glibc":
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
-
-
-class Heap:
-    """Trims the memory that glibc keeps after `_keep_freed_memory`, which steps of different sizes fragment."""
-
-    def __init__(self) -> None:
-        self._trim = None if torch.cuda.is_available() else getattr(ctypes.CDLL(None), "malloc_trim", None)
-        self._steps = 0
-
-    def step(self) -> None:
-        """At every `_TRIM_STEPS`-th call return all free memory to the system; the next step faults it in again."""
-        self._steps += 1
-        if self._trim is not None and self._steps % _TRIM_STEPS == 0:
-            self._trim(0)
-
-
 def _fuse_nothing() -> None:
     """Disable megatron's ``jit_fuser``, which is torch.compile and needs a C++ compiler here.
 
@@ -241,7 +178,7 @@ def install() -> None:
         moe_utils.te_general_gemm = None
     if torch.cuda.is_available():
         return
-    _keep_freed_memory()
+    keep_freed_memory()
     import megatron.core.dist_checkpointing.strategies.filesystem_async  # which 0.19 imports at the first save
     import megatron.core.dist_checkpointing.strategies.fully_parallel
     import megatron.core.dist_checkpointing.strategies.state_dict_saver  # so too
