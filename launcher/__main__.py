@@ -12,8 +12,10 @@ from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
+from typing_extensions import override
 
 from launcher.processes import limits
+from rl_megatron.config.removed import COMMANDS as REMOVED_COMMANDS
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.user_code import import_from
 
@@ -66,6 +68,12 @@ class _Group(TyperGroup):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self.commands = cast(MutableMapping[str, Any], _Imported())
+
+    @override
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in REMOVED_COMMANDS:
+            ctx.fail(f"no command {args[0]!r} any longer; {REMOVED_COMMANDS[args[0]]}")
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 MAX_INTEGER = 2**63 - 1
@@ -59,15 +58,4 @@ class Section(BaseModel):
 
     instead: ClassVar[str] = ""
     """The advice to a user who sets, in one of several alternative sections, a key of another of them."""
-    moved: ClassVar[Mapping[str, str]] = {}
-    """Former keys of this section, each with the full name of the key that replaced it."""
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_former_keys_unset(cls, given: object) -> object:
-        """The config.yaml of an older version's run names keys that were off, too: they are passed over, as a resume
-        passes over those of its checkpoint."""
-        if not cls.moved or not isinstance(given, dict):
-            return given
-        return {key: value for key, value in given.items() if value or key not in cls.moved}

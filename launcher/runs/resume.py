@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron.config.beside import reference_follows
-from rl_megatron.config.errors import has_gone, new_name
+from rl_megatron.config.errors import has_gone
+from rl_megatron.config.removed import is_off, is_removed, removed_key
 from rl_megatron.config.resume import FREE_BEFORE, changes_no_step, defaults, fixed, flat, is_free
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import CheckpointError, cut_to, shorten
@@ -76,10 +77,15 @@ def _check_same(
     """
     lacked = {key: now[key] if key in FREE_BEFORE else value for key, value in usual.items() if key in now}
     then = {**lacked, **{key: value for key, value in then.items() if not is_free(key)}}
+    for key in [key for key in then if key not in now and not is_off(then[key])]:
+        if (row := removed_key(key)) is not None and row.name is not None and row.name in now:
+            logger.warning("%s: %s is called %s now", folder, key, row.name)
+            then[row.name] = then.pop(key)
     gone = {key: value for key, value in then.items() if key not in now and has_gone(key)}
-    if off := [f"{key}={shorten(value)}" for key, value in gone.items() if not value]:
-        logger.warning("%s has keys that this version lacks, and goes on as they were off: %s", folder, ", ".join(off))
-    changed = [_of_gone(key, value) for key, value in gone.items() if value] + [
+    dropped = {key: value for key, value in gone.items() if is_off(value) or is_removed(key, value)}
+    for key, value in dropped.items():
+        logger.warning("%s: %s=%s is dropped: this version has no such key, and does that", folder, key, shorten(value))
+    changed = [_of_gone(key, value) for key, value in gone.items() if key not in dropped] + [
         f"{key}: {_shown(then, key, paths)} then, {_shown(now, key, paths)} now"
         for key in {**then, **now}
         if key not in gone
@@ -89,7 +95,7 @@ def _check_same(
     if len(changed) > _MAX_LINES:
         changed[_MAX_LINES:] = [f"and {len(changed) - _MAX_LINES} more"]
     if changed:
-        advice = "resume with the version that wrote it" if any(gone.values()) else "give these as they were"
+        advice = "resume with the version that wrote it" if gone.keys() > dropped.keys() else "give these as they were"
         if moved:
             advice += " (what lies elsewhere now, by a link or a mount at the path then)"
         raise CheckpointError(
@@ -100,8 +106,8 @@ def _check_same(
 
 
 def _of_gone(key: str, value: object) -> str:
-    named = new_name(key)
-    return f"{key}: {shorten(value)} then, now no such key{f'; it is called {named}' if named else ''}"
+    row = removed_key(key)
+    return f"{key}: {shorten(value)} then, now no such key{f'; {row.advice}' if row else ''}"
 
 
 def _shown(values: Mapping[str, Any], key: str, paths: Set[str]) -> str:

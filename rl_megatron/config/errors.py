@@ -11,6 +11,7 @@ from typing import NamedTuple, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from rl_megatron.config.removed import instead_of, removed_key
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import cut_to, shorten
 from rl_megatron.section import Section
@@ -52,8 +53,11 @@ def explain_errors(errors: Sequence[ErrorDetails]) -> list[str]:
             lines.append(line)
         elif isinstance(error["input"], Mapping) and error["msg"][0].islower():  # of a rule within a section
             lines.append(f"{place.shown}.{error['msg']}")
+        elif text := instead_of(place.key, error["input"]):
+            allowed[f"{place.shown}={shorten(error['input'])}"] = [text]
         else:
-            allowed.setdefault(f"{place.shown}={shorten(error['input'])}", []).append(_allowed(error))
+            texts = allowed.setdefault(f"{place.shown}={shorten(error['input'])}", [])
+            texts.append(_allowed(error))
     return lines + [f"{shown}: must be {' or '.join(texts)}" for shown, texts in allowed.items()]
 
 
@@ -80,12 +84,6 @@ def has_gone(key: str) -> bool:
     return False
 
 
-def new_name(key: str) -> str | None:
-    """What a former key is called now; None if nothing replaced it."""
-    section = _locate(key.split(".")).section
-    return section.moved.get(key.rpartition(".")[2]) if section is not None else None
-
-
 def not_a_section(key: str, value: object) -> str:
     """The line for a single value where a section with keys of its own belongs."""
     place, shown = _locate(key.split(".")), cut_to(key, _MOST_KEY)
@@ -98,8 +96,8 @@ def _structural(error: ErrorDetails, place: _Place) -> str | None:
     match error["type"]:
         case "extra_forbidden":
             given, name = f"{place.shown}={shorten(error['input'])}", place.key.rpartition(".")[2]
-            if place.section is not None and name in place.section.moved:
-                return f"{given}: no such key; it is called {place.section.moved[name]}"
+            if row := removed_key(place.key):
+                return f"{given}: no such key; {row.advice}"
             keys = _keys_of(place, name)
             return _of_another(place, given) or f"{given}: no such key{_near_key(place)}{keys}"
         case "missing":

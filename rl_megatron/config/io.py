@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 
 from rl_megatron.config import yaml_text
 from rl_megatron.config.errors import did_you_mean, explain_errors, near_miss, not_a_section
+from rl_megatron.config.removed import without_removed
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.jobs import JOBS, WarmStartSection
 from rl_megatron.durable import write_atomically
@@ -69,7 +70,7 @@ def load_config(
             tree = _cleared(tree, {key: value})
             composer.put(tree, key, value)
     try:
-        config = RunConfig.model_validate(tree)
+        config = RunConfig.model_validate(without_removed(tree))
     except ValidationError as error:
         composer.problems += explain_errors([e for e in error.errors() if not composer.is_consequence(e)])
     if composer.problems:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Literal, Self
 
 from pydantic import model_validator
 
@@ -20,12 +20,6 @@ from rl_megatron.section import Finite, NonNegativeFloat, Positive, PositiveFloa
 
 class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
     """An algorithm is this row of choices (docs/algorithms.md); conf/algorithm/ has a file for each known one."""
-
-    moved: ClassVar[Mapping[str, str]] = {
-        "second_moment_limit": "algorithm.tokens.limit, with tokens.choose=second_moment",
-        "preference_beta": "algorithm.preference.beta",
-        "preference_per_token": "algorithm.preference.per_token",
-    }
 
     old_kl_limit: PositiveFloat | None = None
     """Greatest KL of the old policy to the current one (``kl/old_policy`` of a minibatch, in nats) at which a step goes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -90,12 +90,6 @@ class LearnerSection(  # pydantic takes the keys of the last base first
     DeviceKeys,
 ):
     """The megatron-core learner. ``etp``, ``dp`` and ``threads`` default to values that follow from the other keys."""
-
-    moved: ClassVar[Mapping[str, str]] = {
-        "first_stage_layers": "learner.stage_layers, which has a number for each stage",
-        "last_stage_layers": "learner.stage_layers, which has a number for each stage",
-        "recompute_layers": "learner.recompute.uniform, 1 for true and null for false",
-    }
 
     @property
     def dims(self) -> ParallelDims:

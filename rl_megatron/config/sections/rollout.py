@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -87,11 +86,6 @@ def _name_of(word: str) -> str:
 class ServerSection(Section):
     """Engine servers, which are processes apart from the learner's (docs/engines.md)."""
 
-    moved: ClassVar[Mapping[str, str]] = {
-        "transport": "weights.transport",
-        "meeting_host": "weights.meeting_host",
-        "weights_dir": "weights.folder",
-    }
     addresses: str | None = None
     """Addresses of running servers to use, as ``http://host:port``, separated by commas; null: the run starts its own.
     """

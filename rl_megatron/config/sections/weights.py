@@ -7,9 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from pydantic import field_validator
-from pydantic_core import PydanticCustomError
-
 from rl_megatron.section import OwnCode, Positive, Section
 
 NODE_MEMORY = Path("/dev/shm")
@@ -137,13 +134,6 @@ class WeightsSection(Section):
     meeting_host: str | None = None
     """Servers with a transport other than file: the controller's address for the rendezvous of learner and server
     ranks. null: loopback, or the address at which a job's other nodes reach the controller."""
-
-    @field_validator("transport", mode="before")
-    @classmethod
-    def _renamed(cls, value: object) -> object:
-        if value == "disk":
-            raise PydanticCustomError("renamed", "Input should be 'file', the new name of 'disk'")
-        return value
 
     def kind(self, *, served: bool, apart: bool = False) -> TransportKind:
         """The kind of ``transport``; auto depends on whether servers sample (``served``), on nodes of their own."""

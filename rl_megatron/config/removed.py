@@ -1,0 +1,103 @@
+"""Keys, values and commands of older versions: what each is called now, or what happens now.
+
+`load_config` drops a removed key that has a value which says what is done now, and an error answers any other value.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl_megatron.errors import shorten
+
+logger = logging.getLogger(__name__)
+
+_OFF: tuple[object, ...] = (None, False, 0, "", [], {})
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A key that is no longer there."""
+
+    advice: str
+    """The rest of the sentence "no such key; ..."."""
+    fixed: tuple[object, ...] = ()
+    """Values that say what is done now, beside null, false, 0 and empty ones. A key with one of them is dropped."""
+    name: str | None = None
+    """The key that replaced it."""
+
+
+def _renamed(name: str) -> Removed:
+    return Removed(f"it is called {name}", name=name)
+
+
+REMOVED: Mapping[str, Removed] = {
+    "algorithm.second_moment_limit": Removed("it is called algorithm.tokens.limit, with tokens.choose=second_moment"),
+    "algorithm.preference_beta": _renamed("algorithm.preference.beta"),
+    "algorithm.preference_per_token": _renamed("algorithm.preference.per_token"),
+    "learner.first_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
+    "learner.last_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
+    "learner.recompute_layers": Removed("it is called learner.recompute.uniform, 1 for true and null for false"),
+    "rollout.server.transport": _renamed("weights.transport"),
+    "rollout.server.meeting_host": _renamed("weights.meeting_host"),
+    "rollout.server.weights_dir": _renamed("weights.folder"),
+}
+"""By dotted key, sorted; ``*`` is the name of an entry of a mapping, and a section stands for all keys in it."""
+
+VALUES: Mapping[tuple[str, str], str] = {
+    ("weights.transport", "disk"): "'file', the new name of 'disk'",
+}
+"""By key and removed value: the rest of the sentence "must be ..."."""
+
+COMMANDS: Mapping[str, str] = {}
+"""By name: what to do in place of a command that is no longer there."""
+
+
+def removed_key(key: str) -> Removed | None:
+    """The row of a dotted key; None if no version had it, or this one has it."""
+    parts = key.split(".")
+    for pattern, row in REMOVED.items():
+        wanted = pattern.split(".")
+        if len(wanted) <= len(parts) and all(w in ("*", p) for w, p in zip(wanted, parts, strict=False)):
+            return row
+    return None
+
+
+def instead_of(key: str, value: object) -> str | None:
+    """The rest of the sentence "must be ..." for a removed value of ``key``; None for any other value."""
+    return VALUES.get((key, value)) if isinstance(value, str) else None
+
+
+def is_off(value: object) -> bool:
+    """True if a value turns its key off: null, false, 0 or empty."""
+    return _is_among(value, _OFF)
+
+
+def is_removed(key: str, value: object) -> bool:
+    """True if no key is called so any longer, and the value says what happens now."""
+    row = removed_key(key)
+    return row is not None and (is_off(value) or _is_among(value, row.fixed))
+
+
+def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the tree of values without removed keys whose values are what is done now, one log line each."""
+    return dict(_kept(tree, ""))
+
+
+def _kept(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        key = f"{above}{name}"
+        if is_removed(key, value):
+            logger.info("%s=%s is dropped: this version has no such key, and does that", key, shorten(value))
+        elif isinstance(value, dict) and value:
+            inner = dict(_kept(value, f"{key}."))
+            if inner or removed_key(key) is None:  # a removed section whose keys are all dropped is dropped, too
+                yield name, inner
+        else:
+            yield name, value
+
+
+def _is_among(value: object, values: tuple[object, ...]) -> bool:
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
