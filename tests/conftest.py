@@ -15,6 +15,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.flaky import pytest_sessionfinish as pytest_sessionfinish
+
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
