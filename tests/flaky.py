@@ -1,7 +1,7 @@
 """Runs failed tests of processes, engines and the cluster once more, alone, after the session.
 
 A test that passes then does not fail the session. It is printed as ``flaky: NAME`` with its first failure, and
-CONTRIBUTING.md says that it is mended first.
+CONTRIBUTING.md says that it is repaired first.
 """
 
 from __future__ import annotations
