@@ -1,4 +1,4 @@
-"""Measure what evaluating costs training with servers of its own: seconds of a step with each `eval.mode`, and without.
+"""Measure what evaluating costs training that has servers: seconds of a step with each `eval.mode`, and without.
 
     python -m bench.eval_modes [--steps 40] [--rounds 4] [--json FILE]
 
@@ -6,8 +6,7 @@ Servers and learner of `bench.streaming`, which sleep for each token, so that no
 stream, sampler, served engine, pushes, update and evaluations. Lengths are heavy (1 : 8). Each tenth version is
 measured on a set whose samples are as many as those of two steps, so a fifth more is sampled. *room* is the share of
 their slots' time that training leaves to servers; with none, a fifth is the least that evaluating can cost. *few* is
-beside, with `FEW` requests at once; *pinned* has a third server, which samples for evaluations alone; *own* is the
-share of an evaluation's tokens that are of its own version.
+beside, with `FEW` requests at once; *own* is the share of an evaluation's tokens that are of its own version.
 
 In a round all modes run at once, each with a process and servers of its own, so that what else the machine does meets
 all of them; *busy* is how many of the machine's cores were in use meanwhile, by whatever: figures hold where some are
@@ -26,7 +25,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,46 +36,20 @@ from unittest.mock import AsyncMock
 import torch
 
 from bench.results import parse, write
-from bench.streaming import TOKEN, Learns, config_of, measured, servers
+from bench.streaming import Learns, config_of, measured, servers
 from bench.streaming_model import GROUP, MEAN, MOST, PROMPTS, SERVERS, TOKEN_SECONDS, TRAIN_TOKEN, WARM
 from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
-from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.evaluation.sets import ProblemSet
-from rl_megatron.models.named import NAMED
 from rl_megatron.observability.intervals import mean_interval
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
-from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.rollout.servers.http import Server
 from rl_megatron.training.beside import EvaluationBeside
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.types import Prompt
 
 EVERY, PROBLEMS = 10, 2 * PROMPTS * GROUP
 BAR = 0.05  # of a step's seconds without evaluations
-MODES = ("none", "blocking", "beside", "few", "pinned")
+MODES = ("none", "blocking", "beside", "few")
 FEW = 4  # requests at once, of 16 slots
-
-
-class Pins:
-    """A server of evaluations alone, which loads nothing, as those of training."""
-
-    def __init__(self, url: str) -> None:
-        client = Server(url, token=TOKEN, timeout_seconds=60)
-        adapter = EmbeddedAdapter(NAMED["qwen3-30b-a3b"])
-        self.engine = ServedEngine(adapter, [client], ServerSection(), max_length=4096, vocab_size=100)
-        self.serving = 1
-
-    async def pin(self, version: int, held: Callable[[], None]) -> bool:
-        """Load and serve it."""
-        held()
-        await self.engine.weights.load(Path("none"), version)
-        await self.engine.weights.commit(version)
-        return True
-
-    async def lost(self) -> None:
-        """It does not die."""
-        await asyncio.Event().wait()
 
 
 @dataclass(slots=True)
@@ -84,11 +57,9 @@ class Evaluating:
     """Evaluates after pushes, as `training.group_job` does."""
 
     mode: str  # few: beside, with `FEW` requests at once
-    url: str  # of the server that pinned has
     last: int  # the version of the last step
     rows: list[Any] = field(default_factory=list)
     beside: EvaluationBeside | None = None
-    pins: Pins | None = None
 
     async def __call__(self, sampler: RolloutSampler, version: int) -> None:
         """Begin or make what is due; at the last version wait for what is under way."""
@@ -100,14 +71,11 @@ class Evaluating:
             evaluation = Evaluation(sampler=sampler, sets=[one], section=EvalSection(every=EVERY), last_step=0)
             recorder: Any = SimpleNamespace(write=AsyncMock(side_effect=self.rows.append))
             few = FEW if self.mode == "few" else None
-            self.pins = Pins(self.url) if self.mode == "pinned" else None
-            self.beside = EvaluationBeside(evaluation=evaluation, recorder=recorder, at_once=few, pinned=self.pins)
+            self.beside = EvaluationBeside(evaluation=evaluation, recorder=recorder, at_once=few)
         if version == self.last:
             await self.beside.finish(version)
-            if self.pins is not None:
-                await self.pins.engine.close()
         elif version % EVERY == 0 and self.mode != "blocking":
-            await self.beside.begin(version)
+            self.beside.begin(version)
         elif version % EVERY == 0:
             self.rows.append(await self.beside.evaluation.row(version, pushed=version))
 
@@ -119,8 +87,7 @@ def measure(urls: list[str], mode: str, room: float, steps: int) -> dict[str, An
     k = math.ceil(MOST * MEAN * TOKEN_SECONDS / step)
     prompts = [Prompt(id=f"{n}", text="", token_ids=(1,), answer="") for n in range(PROMPTS * (WARM + steps + k + 1))]
     policy = Learns(TRAIN_TOKEN / (1 - room))
-    *urls, apart = urls
-    evaluating = Evaluating(mode, url=apart, last=WARM + steps - 1)
+    evaluating = Evaluating(mode, last=WARM + steps - 1)
     found = asyncio.run(measured(urls, config_of(k, waves=False), steps, prompts, policy=policy, pushed=evaluating))
     own = [row["eval/own_version_fraction"] for row in evaluating.rows]
     return {
@@ -165,13 +132,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="that figures count")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--room", type=float, nargs="+", default=[0.5, 0.0])
-    parser.add_argument(
-        "--modes", nargs="+", choices=MODES[1:], default=["beside", "few", "pinned"], help="beside none"
-    )
+    parser.add_argument("--modes", nargs="+", choices=MODES[1:], default=["beside", "few"], help="beside none")
     args = parse(parser)
     modes, rows = ("none", *args.modes), list[dict[str, Any]]()
     with contextlib.ExitStack() as held:
-        urls = {mode: held.enter_context(servers("heavy", SERVERS + 1)) for mode in modes}
+        urls = {mode: held.enter_context(servers("heavy", SERVERS)) for mode in modes}
         pool = held.enter_context(ProcessPoolExecutor(len(modes), mp_context=multiprocessing.get_context("spawn")))
         for number, room in itertools.product(range(1, args.rounds + 1), args.room):
             for row in at_once(pool, urls, room, args.steps):

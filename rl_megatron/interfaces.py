@@ -230,31 +230,6 @@ class Profiled(Protocol):
         ...
 
 
-class PinnedEngine(Protocol):
-    """Servers of evaluations alone, which hold a version while training goes on."""
-
-    @property
-    def engine(self) -> RolloutEngine:
-        """Samples with the pinned version."""
-        ...
-
-    async def pin(self, version: int, held: Callable[[], None]) -> bool:
-        """Have them serve ``version``, which was pushed last, until the next call. False if none of them can.
-
-        ``held`` is called once training may go on: the next push waits until they have loaded. Raises SyncError.
-        """
-        ...
-
-    @property
-    def serving(self) -> int:
-        """How many serve the pinned version."""
-        ...
-
-    async def lost(self) -> None:
-        """Wait until none does. One that is restarted serves the next version that is pinned."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
     """Everything a run needs, as started by a launcher. Models are known by their roles' names."""
@@ -270,8 +245,6 @@ class Roles:
     """``reward_<name>`` of each of ``reward_models``, on ranks of its own: rewards ask them, while engines sample."""
     together: Sequence[Together] = ()
     """Models that are asked by one request, by the ranks that hold them; one that is in none is asked by itself."""
-    pinned: PinnedEngine | None = None
-    """With eval.mode=pinned."""
     engine_metrics: Callable[[], Mapping[str, float]] = dict
     """What a row of metrics says of the engine's servers; every step calls it once, after its push."""
     gpus: Sequence[str] = ()

@@ -118,9 +118,7 @@ def _sampling(
         supervised=SupervisedSteps(learner=roles.policy, packer=packer, optimizer_steps=update.policy_steps),
         note=recorder.progress.note,
     )
-    beside = EvaluationBeside(
-        evaluation=evaluation, recorder=recorder, at_once=config.eval.at_once, pinned=roles.pinned
-    )
+    beside = EvaluationBeside(evaluation=evaluation, recorder=recorder, at_once=config.eval.at_once)
     return warm, Reinforcement(
         config=config,
         roles=roles,

@@ -35,7 +35,7 @@ def sites_of(config: RunConfig, allocation: Allocation | None, start_at: StartAt
             found = [_by_srun(site, seat, config, allocation, each) for site, seat in zip(found, seats, strict=True)]
     if start_at is not None:
         found = [replace(site, start=partial(start_at, number)) for number, site in enumerate(found)]
-    count = config.servers
+    count = config.rollout.server.count
     found = [
         replace(site, number=seat.server, count=count, node=seat.node, gpus=seat.gpus, shared=seat.shared)
         for seat, site in zip(seats, found, strict=True)

@@ -99,7 +99,7 @@ def _idle(config: RunConfig) -> Iterator[Found]:
         fit = len(engines or nodes[LEARNER]) // span * (each // (server.ranks // span))
         yield note(
             f"servers sample on {used} of the {there} GPUs {whose}, and the others are idle meanwhile; "
-            f"rollout.server.replicas={fit - config.eval.servers} uses {fit * server.ranks}"
+            f"rollout.server.replicas={fit} uses {fit * server.ranks}"
         )
 
 

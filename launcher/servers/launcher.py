@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from launcher.runs.folder import mirror_path
 from launcher.servers.colocated import colocated
 from launcher.servers.engines import adapter_of, adapter_places, longest_sequence
 from launcher.servers.kernels import ServerKernels
-from launcher.servers.pinned import PinnedServers, evaluating
 from launcher.servers.pool import ServedEngines
-from launcher.servers.site import HERE, GpuTurns, MoreSites, Site, Sites, vacated
+from launcher.servers.site import HERE, MoreSites, Sites, vacated
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Launcher, Roles, WeightSync, unheard
 from rl_megatron.models.shape import ModelShape
@@ -33,7 +31,6 @@ from rl_megatron.weights.servers.delivery import Delivery
 from rl_megatron.weights.servers.direct import DirectDelivery, LearnerRanks
 from rl_megatron.weights.servers.file import FileDelivery, LearnerWeights
 from rl_megatron.weights.servers.leftovers import await_free
-from rl_megatron.weights.servers.pinned import PinnedWeights
 from rl_megatron.weights.servers.probe import Probe
 from rl_megatron.weights.servers.sync import ServedWeights
 from rl_megatron.weights.servers.trust import Trust
@@ -81,32 +78,31 @@ class ServedLauncher(Launcher):
         path = mirror_path(config, self._run_folder)
         await asyncio.to_thread(await_free, path.parent)  # before servers' end removes it
         async with contextlib.AsyncExitStack() as stack:
-            servers, *_ = pools = self._pools(config, adapter)
-            starting = [asyncio.create_task(stack.enter_async_context(one.running(path))) for one in pools]
-            tasks: list[asyncio.Task[Any]] = [*starting]
+            servers = self._servers(config, adapter)
+            starting = asyncio.create_task(stack.enter_async_context(servers.running(path)))
+            tasks: list[asyncio.Task[Any]] = [starting]
             try:
                 await self._before_learners(config, starting, tell)
                 inner = asyncio.create_task(stack.enter_async_context(self._inner.start(config, tell)))
                 tasks.append(inner)
                 await asyncio.gather(*tasks)  # raises the first error, whoever still starts
-                roles, (engine, *others) = inner.result(), [one.result() for one in starting]
+                roles, engine = inner.result(), starting.result()
             except BaseException:
                 for one in tasks:
                     one.cancel()
                 await asyncio.wait(tasks)
                 raise
-            trusted = partial(
-                Trust,
+            places = adapter_places(config, self._shape)
+            loras = None if places is None else engine.beside(self._run_folder.resolve().name, places.count)
+            trust = Trust(
                 path=path,
+                servers=loras or engine.weights,
                 learner=roles.policy,
                 dims=config.learner.dims,
                 padding=config.learner.padding,
                 probe=self._probe(config),
                 probes=config.rollout.server.probes,
             )
-            places = adapter_places(config, self._shape)
-            loras = None if places is None else engine.beside(self._run_folder.resolve().name, places.count)
-            trust = trusted(servers=loras or engine.weights)
             nodes = len(self._sites[0]) if self._sites else 1
             assert isinstance(roles.weights, LearnerWeights)
             file = FileDelivery(learner=roles.weights, path=path, servers=engine.weights, nodes=nodes)
@@ -122,43 +118,28 @@ class ServedLauncher(Launcher):
             servers.refit = weights.refit
             await stack.enter_async_context(self._control.offering("engines", servers.fleet.answer))
             roles = replace(roles, engine=engine, weights=weights, engine_metrics=engine.step_row)
-            for served in others:
-                assert isinstance(weights, ServedWeights)  # with adapters beside a model there are none
-                holders = served.weights
-                pinned = PinnedWeights(training=weights, path=path, servers=holders, trust=trusted(servers=holders))
-                roles = replace(roles, pinned=PinnedServers(served=served, weights=pinned))
             if config.profile.engines:
                 kernels = ServerKernels(adapter, engine.replicas, self._run_folder)
                 roles = replace(roles, profiled=[*roles.profiled, kernels])
             yield colocated(roles, engine.weights) if config.rollout.server.colocated else roles
 
     async def _before_learners(
-        self, config: RunConfig, starting: Sequence[asyncio.Task[ServedEngine]], tell: Callable[[str], None]
+        self, config: RunConfig, starting: asyncio.Task[ServedEngine], tell: Callable[[str], None]
     ) -> None:
         """Wait for servers on the learners' GPUs, which take what is allocated while they start for their own."""
         turns, shared = config.rollout.server.colocated, [site.shared for sites in self._sites or () for site in sites]
         if config.learner.device == "cpu" or not (turns or any(shared)):
             return
         tell("starting servers; the learner, which shares their GPUs, starts after them")
-        first, *_ = await asyncio.gather(*starting)
+        engine = await starting
         if turns:
-            await first.weights.release()
+            await engine.weights.release()
 
-    def _pools(self, config: RunConfig, adapter: Adapter) -> list[ServedEngines]:
-        """The servers that sample for training, and at the last sites those of evaluations alone, if there are any."""
-        folders, more_sites = (self._model_folder, self._run_folder), self._more_sites
-        sites, count = self._sites or [[Site()] for _ in range(config.servers)], config.rollout.server.count
-        first, last, turns = sites[:count], sites[count:], GpuTurns()
-
-        async def more(node: str | None, living: Sequence[Sites], vacant: Sequence[Sites]) -> Sites:
-            return await more_sites(node, [*living, *last], vacant)
-
-        started = partial(ServedEngines, turns=turns, resumes=self._resumes)
-        pools = [started(config, adapter, *folders, self._shape, first, more)]
-        if last:
-            alone = evaluating(config)
-            pools.append(started(alone, adapter, *folders, self._shape, last, evaluating=True))
-        return pools
+    def _servers(self, config: RunConfig, adapter: Adapter) -> ServedEngines:
+        folders = self._model_folder, self._run_folder
+        return ServedEngines(
+            config, adapter, *folders, self._shape, self._sites, self._more_sites, resumes=self._resumes
+        )
 
     def _probe(self, config: RunConfig) -> Probe:
         return Probe.make(

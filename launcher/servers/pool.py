@@ -51,9 +51,7 @@ _ADVICE = "; `rl-megatron engines RUN add` starts another"
 class ServedEngines:
     """The servers of one run, at ``sites`` or here. ``refit`` pushes the served weights into a restarted server.
 
-    ``turns``: of all servers that may have the same GPUs. ``evaluating``: they are of evaluations alone, and no others
-    can join them. ``resumes``: servers of this run have served before, so one that does not come up is restarted as one
-    that dies.
+    ``resumes``: servers of this run have served before, so one that does not come up is restarted as one that dies.
     """
 
     def __init__(
@@ -66,8 +64,6 @@ class ServedEngines:
         sites: Sequence[Sites] | None = None,
         more_sites: MoreSites = vacated,
         *,
-        turns: GpuTurns | None = None,
-        evaluating: bool = False,
         resumes: bool = False,
     ) -> None:
         self._config, self._section, self._adapter = config, config.rollout.server, adapter
@@ -82,7 +78,7 @@ class ServedEngines:
         self._kind, self._shapes = FORMATS[self._section.quantization], hf_layout(shape).local_shapes(0)
         stored(self._shapes, DType(config.learner.dtype), self._kind)  # first refuses models without such a format
         self._sites = dict(enumerate(sites or [[Site()] for _ in range(self._section.count)]))
-        self._more_sites, self._turns, self._evaluating = more_sites, turns or GpuTurns(), evaluating
+        self._more_sites, self._turns = more_sites, GpuTurns()
         self._resumes = resumes
         self._fleet: Fleet | None = None
         self.refit: Callable[[str], Awaitable[None]] | None = None  # set before anything is served
@@ -120,7 +116,6 @@ class ServedEngines:
                 group_size=self._config.rollout.group_size,
                 samples=self._config.most_completions,
                 slots=self._known_slots,
-                kind="eval replica" if self._evaluating else "replica",
             )
             stack.push_async_callback(engine.close)
             await stack.enter_async_context(self._kept(running, packages, engine, standing))
@@ -151,8 +146,7 @@ class ServedEngines:
             if self.refit is not None:
                 await self.refit(url)
 
-        advice = "" if self._evaluating else _ADVICE
-        supervisor = Supervisor(engine=engine, section=self._section, restart=restart, refit=refit, advice=advice)
+        supervisor = Supervisor(engine=engine, section=self._section, restart=restart, refit=refit, advice=_ADVICE)
         self._fleet = Fleet(supervisor=supervisor, start=start, sites=self._sites, more_sites=self._more_sites)
         async with self._fleet.watched(standing):
             yield
@@ -339,12 +333,12 @@ class ServedEngines:
 
     @property
     def _log_name(self) -> str:
-        return "eval" if self._evaluating else self._adapter.name.lower()
+        return self._adapter.name.lower()
 
     @property
     def _known_slots(self) -> int | None:
         """Of each server; not of those at ``addresses``, nor where a request is for a whole group."""
-        known = self._config.one_by_one and not self._section.addresses and not self._evaluating
+        known = self._config.one_by_one and not self._section.addresses
         return self._config.rollout.slots if known else None
 
     @property

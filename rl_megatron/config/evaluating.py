@@ -13,9 +13,8 @@ def problems_of_evaluating(c: RunConfig) -> Iterator[str]:
     """A line for each step of a set that never comes, and for each reason why nothing goes on beside evaluations."""
     if c.eval.mode != "blocking":
         yield from _beside(c)
-    for key, mode in (("at_once", "beside"), ("replicas", "pinned")):
-        if (given := getattr(c.eval, key)) is not None and c.eval.mode != mode:
-            yield f"eval.{key}={given} is for eval.mode={mode}, but this is {c.eval.mode}; set that, or leave it out"
+    elif c.eval.at_once is not None:
+        yield f"eval.at_once={c.eval.at_once} is for eval.mode=beside, but this is blocking; set that, or leave it out"
     for name, one in c.eval.sets.items():
         if late := [step for step in one.at_steps if step > c.train.steps]:
             yield (
@@ -35,11 +34,6 @@ def _beside(c: RunConfig) -> Iterator[str]:
         yield (
             f"{given} with rollout.server.colocated=true: servers leave their GPUs while the learner trains; set "
             "eval.mode=blocking"
-        )
-    elif c.eval.mode == "pinned" and c.rollout.server.addresses is not None:
-        yield (
-            f"{given} with rollout.server.addresses={c.rollout.server.addresses}: every server there samples for "
-            "training, and a run starts servers of evaluations only beside its own; set eval.mode=beside"
         )
     for key, one in c.environments.items() if c.eval.at_once is not None else ():
         yield (

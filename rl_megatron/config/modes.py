@@ -187,7 +187,6 @@ def _of_adapters_beside(c: RunConfig) -> Iterator[str]:
         f"rollout.server.quantization={server.quantization}: the model is pushed as it is, and once": (
             server.quantization != "none"
         ),
-        f"eval.mode={c.eval.mode}: evaluations' own servers load one version whole": c.eval.mode == "pinned",
         f"rollout.server.running_requests={server.running_requests}: no push pauses a request": (
             server.running_requests != "recompute"
         ),

@@ -37,6 +37,7 @@ REMOVED: Mapping[str, Removed] = {
     "algorithm.second_moment_limit": Removed("it is called algorithm.tokens.limit, with tokens.choose=second_moment"),
     "algorithm.preference_beta": _renamed("algorithm.preference.beta"),
     "algorithm.preference_per_token": _renamed("algorithm.preference.per_token"),
+    "eval.replicas": Removed("no server samples for evaluations alone; set eval.mode=beside"),
     "learner.first_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
     "learner.last_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
     "learner.recompute_layers": Removed("it is called learner.recompute.uniform, 1 for true and null for false"),
@@ -47,6 +48,7 @@ REMOVED: Mapping[str, Removed] = {
 """By dotted key, sorted; ``*`` is the name of an entry of a mapping, and a section stands for all keys in it."""
 
 VALUES: Mapping[tuple[str, str], str] = {
+    ("eval.mode", "pinned"): "'beside', whose evaluations are sampled by the servers of training, or 'blocking'",
     ("weights.transport", "disk"): "'file', the new name of 'disk'",
 }
 """By key and removed value: the rest of the sentence "must be ..."."""

@@ -189,11 +189,6 @@ class RunConfig(Section):
         return self.rollout.served or not self.kind.samples
 
     @property
-    def servers(self) -> int:
-        """Engine servers to start: those that sample for training, then those of evaluations alone."""
-        return self.rollout.server.count + self.eval.servers
-
-    @property
     def transport(self) -> TransportKind:
         """The kind of ``weights.transport``; auto depends on whether servers sample, where, and what they can load."""
         apart = self.run.launcher != "local" and self.slurm.engines.nodes > 0 and not self.rollout.embedded

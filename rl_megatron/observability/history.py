@@ -205,9 +205,7 @@ def _steps(metrics: Path, each_row: Callable[[JsonRow], None]) -> tuple[MetricCo
         elif row.get("phase") in STEPS:
             rl.append(row)
         elif row.get("phase") == "eval":
-            evaluated[row["step"]] = {
-                name: value for name, value in row.items() if name.startswith(("eval/", "seconds/pin"))
-            }
+            evaluated[row["step"]] = {name: value for name, value in row.items() if name.startswith("eval/")}
     for at, step in enumerate(rl.values("step").tolist() if evaluated else ()):
         if step in evaluated:
             rl.put(at, evaluated[step])

@@ -31,23 +31,20 @@ def describe_seats(seats: Sequence[Seat]) -> str:
     )
 
 
-def seat(
-    section: ServerSection, nodes: Sequence[str], gpus_per_node: int, *, shared: bool, evaluating: int = 0
-) -> tuple[Seat, ...]:
+def seat(section: ServerSection, nodes: Sequence[str], gpus_per_node: int, *, shared: bool) -> tuple[Seat, ...]:
     """Seats of the servers, spread evenly over the nodes in order; a server on several nodes has neighbouring ones.
-    The last ``evaluating`` of them, besides those of the section, are of evaluations alone.
 
     If servers share GPUs with the learner (``shared``), several servers may share a GPU. Raises ConfigError if there
     are too few GPUs or nodes, or a tensor-parallel group would span nodes although ``nodes`` does not say so.
     """
     span = section.span(gpus_per_node)
     blocks = [nodes[i : i + span] for i in range(0, len(nodes) - span + 1, span)]
-    count = section.count + evaluating
-    own, each = section.ranks // span, -(-count // max(1, len(blocks)))
+    count, own = section.count, section.ranks // span
+    each = -(-count // max(1, len(blocks)))
     problems = [*_node_problems(section, nodes, gpus_per_node, span)]
     if not problems and gpus_per_node and each * own > gpus_per_node and not shared:
         problems.append(
-            f"{_counted(section, evaluating)} of {_degrees(section)} on slurm.engines.nodes={len(nodes)} "
+            f"rollout.server.replicas={count} of {_degrees(section)} on slurm.engines.nodes={len(nodes)} "
             f"are {each} on a node, {each * own} GPUs of {gpus_per_node}; lower them, or set "
             f"slurm.engines.nodes={-(-count // (gpus_per_node // own)) * span}"
         )
@@ -91,11 +88,6 @@ def _node_problems(section: ServerSection, nodes: Sequence[str], gpus_per_node: 
         )
 
 
-def _counted(section: ServerSection, evaluating: int) -> str:
-    """``rollout.server.replicas=2``, with servers of evaluations alone where there are any."""
-    return f"rollout.server.replicas={section.count}" + (f" + eval.replicas={evaluating}" if evaluating else "")
-
-
 def _degrees(section: ServerSection) -> str:
     """``rollout.server.tp=8``, with the other degrees above 1."""
     others = "".join(f" * {key}={getattr(section, key)}" for key in ("pp", "dp") if getattr(section, key) > 1)
@@ -108,7 +100,7 @@ def seats_of(config: RunConfig, nodes: Sequence[str], engine_nodes: Sequence[str
     if not config.rollout.served or section.addresses:
         return ()
     gpus = (slurm.engine_gpus if engine_nodes else slurm.gpus_per_node) if config.learner.device != "cpu" else 0
-    return seat(section, engine_nodes or nodes, gpus, shared=not engine_nodes, evaluating=config.eval.servers)
+    return seat(section, engine_nodes or nodes, gpus, shared=not engine_nodes)
 
 
 def beside_ranks(config: RunConfig, here: int | None = None) -> list[list[int]]:
@@ -119,7 +111,7 @@ def beside_ranks(config: RunConfig, here: int | None = None) -> list[list[int]]:
     their own there if slurm.gpus_per_node are enough.
     """
     by_role, each = made_up_nodes(config), config.slurm.gpus_per_node
-    wanted = sum(ranks_by_role(config).values()) + config.servers * config.rollout.server.ranks
+    wanted = sum(ranks_by_role(config).values()) + config.rollout.server.count * config.rollout.server.ranks
     if here is None and config.run.launcher == "local" and wanted <= each:
         here = each
     if here is not None:
@@ -154,18 +146,18 @@ def seats_here(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
             "submit), or leave the key out"
         )
     if config.learner.device == "cpu":
-        return tuple(Seat(node="here", gpus=(), server=i) for i in range(config.servers))
+        return tuple(Seat(node="here", gpus=(), server=i) for i in range(section.count))
     own = section.ranks
-    wanted = config.servers * own
+    wanted = section.count * own
     apart = not section.colocated and ranks + wanted <= gpus
     if own > gpus or not (apart or section.colocated or section.memory_fraction):
         raise ConfigError(
-            f"{ranks} learner processes and {_counted(section, config.eval.servers)} of "
+            f"{ranks} learner processes and rollout.server.replicas={section.count} of "
             f"{_degrees(section)} need {ranks + wanted} GPUs, and this machine has {gpus}; lower them, or "
             "let servers share GPUs with the learner by rollout.server.memory_fraction (a share of each one's memory), "
             "with rollout.server.colocated=true if they shall take turns"
         )
-    return _in_turn(config.servers, own, gpus, first=ranks if apart else 0, shared=not apart)
+    return _in_turn(section.count, own, gpus, first=ranks if apart else 0, shared=not apart)
 
 
 def seats_alone(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
@@ -184,8 +176,8 @@ def seats_alone(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
     if own > gpus or each * share > 1:
         shared = f", or let {each} share a GPU by rollout.server.memory_fraction={100 // each / 100:g}"
         raise ConfigError(
-            f"{_counted(section, 0)} of {_degrees(section)} need {wanted} GPUs, and this machine has {gpus}; lower "
-            f"them{shared if own <= gpus else ''}"
+            f"rollout.server.replicas={section.count} of {_degrees(section)} need {wanted} GPUs, and this machine has "
+            f"{gpus}; lower them{shared if own <= gpus else ''}"
         )
     return _in_turn(section.count, own, gpus)
 

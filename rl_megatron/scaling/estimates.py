@@ -257,7 +257,7 @@ def gpus_by_role(config: RunConfig) -> dict[str, int]:
         ranks = ranks_by_role(config)
         own = config.rollout.served and server.addresses is None
         apart = own and (slurm.engines.nodes or not (server.colocated or server.memory_fraction))
-        return ranks | ({"engines": config.servers * server.ranks} if apart else {})
+        return ranks | ({"engines": server.count * server.ranks} if apart else {})
     of = {role: slurm.gpus_per_node if role == LEARNER else slurm.gpus_of(role) for role in made_up_nodes(config)}
     return {role: each * len(made_up_nodes(config)[role]) for role, each in of.items() if each}
 

@@ -146,7 +146,7 @@ def check_memory(config: RunConfig, shape: ModelShape, here: int | None = None) 
     if share is not None and share * servers >= 1:
         raise ConfigError(
             f"rollout.server.memory_fraction={share:g} for each of {servers} servers on a GPU of the learner leaves it "
-            "nothing; lower it, or rollout.server.replicas or eval.replicas, or give servers nodes of their own "
+            "nothing; lower it, or rollout.server.replicas, or give servers nodes of their own "
             "(slurm.engines.nodes)"
         )
     if config.slurm.gpu_memory_gb is None:

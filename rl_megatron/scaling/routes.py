@@ -78,9 +78,8 @@ def engine_nodes(config: RunConfig) -> list[int]:
     by_role = made_up_nodes(config)
     order = [node for nodes in by_role.values() for node in nodes]
     seats = seats_of(config, by_role[LEARNER], by_role.get("engines", ()))
-    pushed = [seat for seat in seats if seat.server < section.count]  # not those of evaluations alone
-    each = section.count * section.ranks // max(1, len(pushed))
-    return [order.index(seat.node) for seat in pushed for _ in range(each)]
+    each = section.count * section.ranks // max(1, len(seats))
+    return [order.index(seat.node) for seat in seats for _ in range(each)]
 
 
 def _over(config: RunConfig, kind: TransportKind, apart: bool, together: bool = True) -> str:

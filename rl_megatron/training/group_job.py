@@ -50,7 +50,7 @@ class GroupJob(ABC):
     recorder: Recorder
     route: str  # of pushes, in rows of metrics
     name: str = "reinforcement"
-    beside: EvaluationBeside | None = None  # evaluates while later steps train, with eval.mode=beside and pinned
+    beside: EvaluationBeside | None = None  # evaluates while later steps train, with eval.mode=beside
     number: int = 0  # of the last step
     stream: Stream | None = None  # of groups that are sampled ahead
     places: tuple[Waiting, ...] = ()  # of the last batch
@@ -261,11 +261,11 @@ class GroupJob(ABC):
     async def evaluate(self, watch: Stopwatch) -> Row:
         """Figures of the sets that are due, of the weights that were pushed last, timed as ``eval``.
 
-        With eval.mode=beside and pinned nothing but before the first step and after the last one, for the others are
-        under way.
+        With eval.mode=beside it returns figures before the first step and after the last one alone; other evaluations
+        end later.
         """
         if self.beside is not None and 0 < self.number < self.config.train.steps:
-            await self.beside.begin(self.number)
+            self.beside.begin(self.number)
             return {}
         with watch("eval"):
             if self.beside is not None:
@@ -323,7 +323,7 @@ class GroupJob(ABC):
                 one.in_a_row = state.skipped.get(one.name, 0)
         await self.roles.weights.push(self.number)
         if self.beside is not None and 0 < self.number < self.config.train.steps and self.evaluation.due(self.number):
-            await self.beside.begin(self.number)
+            self.beside.begin(self.number)
 
 
 def carried_row(trajectories: Sequence[Trajectory], section: RolloutSection) -> Row:

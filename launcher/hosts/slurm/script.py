@@ -99,7 +99,7 @@ def _component(config: RunConfig, role: str, nodes: int) -> dict[str, Any]:
     """The request for a role's own nodes in a heterogeneous job; missing values are the learner's."""
     slurm = config.slurm
     section, engines = slurm.alone(role), role == "engines"
-    tasks = config.servers if engines else config.learner_of(role).dims.world_size
+    tasks = config.rollout.server.count if engines else config.learner_of(role).dims.world_size
     if role == "services":
         tasks = sum(one.replicas for one in config.services.values())
     asked = {

@@ -87,12 +87,9 @@ class EvalSection(Section):
 
     every: NonNegative = 10
     """Steps between evaluations; 0: only before the first step and after the last."""
-    mode: Literal["blocking", "beside", "pinned"] = "blocking"
-    """blocking: training waits for an evaluation. beside: it goes on, and pushes meet the evaluation's requests, whose
-    later tokens are then of later weights; needs servers. pinned: it goes on, and further servers, which have the
-    step's weights until the evaluation ends, sample nothing else (docs/evaluation.md)."""
-    replicas: Positive | None = None
-    """Servers that eval.mode=pinned starts for evaluations, each as one of rollout.server; null: one."""
+    mode: Literal["blocking", "beside"] = "blocking"
+    """blocking: training waits for an evaluation. beside: training continues, and pushes change the weights under the
+    evaluation's requests, so that later tokens are of later weights; needs servers (docs/evaluation.md)."""
     at_once: Positive | None = None
     """Requests of an evaluation beside training that servers have at once, each for all samples of a problem, so that
     they leave slots to training; null: all."""
@@ -120,11 +117,6 @@ class EvalSection(Section):
             return {"eval.temperature": self.temperature}
         own = {name: f"eval.sets.{name}.temperature" for name, one in self.sets.items() if one.temperature is not None}
         return {own.get(name, "eval.temperature"): self.temperature_of(name) for name in self.sets}
-
-    @property
-    def servers(self) -> int:
-        """Servers to start for evaluations alone."""
-        return (self.replicas or 1) if self.mode == "pinned" else 0
 
     @property
     def data_of_sets(self) -> Mapping[str, OneSource]:

@@ -61,8 +61,6 @@ COSTS: MetricTuples = (
     ("ranks/slowness", "s/s", "its seconds for that over those of the median rank (run.slow_factor)",
      Curve("Speed", "A fixed computation, slowest rank over median")),
     ("seconds/eval", "s", "held-out evaluation; only in rows that evaluated"),
-    ("seconds/pin", "s", "until servers of evaluations alone had the step's weights, with eval.mode=pinned",
-     Curve("Evaluation", "Seconds until evaluating servers held the step's weights")),
     ("checkpoint/stage_seconds", "s", "training waited for the copy of the state (checkpoint.async_save)",
      Curve("Speed", "Seconds for which a step waited for a save's copy")),
     ("checkpoint/bytes", "bytes", "what ranks wrote into the last checkpoint; only in rows after it was written"),

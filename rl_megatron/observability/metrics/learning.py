@@ -72,11 +72,9 @@ LEARNING: MetricTuples = (
     ("eval/errors", "completions", "samples of eval/accuracy without a finite reward; they count as wrong",
      Curve("Headlines", "Held-out samples without a reward", hide_constant=True)),
     ("eval/own_version_fraction", "", "share of an evaluation's tokens by the weights of its step, with "
-     "eval.mode=beside and pinned", Curve("Evaluation", "Evaluated by the step's own weights", hide_constant=True)),
-    ("eval/skipped", "evaluations", "due since the row before, and left out: one was under way, or its servers died",
+     "eval.mode=beside", Curve("Evaluation", "Evaluated by the step's own weights", hide_constant=True)),
+    ("eval/skipped", "evaluations", "due since the row before, and left out because one was under way",
      Curve("Evaluation", "Evaluations left out", hide_constant=True)),
-    ("eval/servers", "servers", "of evaluations alone that had its weights at its end, with eval.mode=pinned",
-     Curve("Evaluation", "Servers that evaluated alone", hide_constant=True)),
     ("eval/<name>/mean_at_<k>", "", "mean@k of that set of eval.sets: mean over problems of the share of k samples "
      "right", _at_k("mean")),
     ("eval/<name>/pass_at_<k>", "", "chance that one of k samples is right, by the unbiased estimate (pass_at)",

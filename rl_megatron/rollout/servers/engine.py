@@ -36,7 +36,7 @@ class ServedEngine:
     at most ``max_length`` tokens, of ids below ``vocab_size``: other requests, which a server would truncate or crash
     on, are refused here. At most ``rollout.server.concurrency`` groups of ``group_size`` completions are in flight,
     however many a request is for; of evaluations so many problems, with ``samples`` each, if these are more. ``slots``:
-    of each server, where they are known and each request is for one completion. Messages call a replica a ``kind``.
+    of each server, where they are known and each request is for one completion.
     """
 
     def __init__(
@@ -50,10 +50,9 @@ class ServedEngine:
         group_size: int = 1,
         samples: int = 1,
         slots: int | None = None,
-        kind: str = "replica",
     ) -> None:
         self.adapter, self._mode = adapter, section.running_requests
-        self.replicas = ReplicaSet(adapter.name, servers, least=section.least_replicas, kind=kind)
+        self.replicas = ReplicaSet(adapter.name, servers, least=section.least_replicas)
         self._attempts = Attempts(adapter, self.replicas, section, vocab_size=vocab_size, slots=slots)
         self.weights = ReplicaWeights(adapter, self.replicas, section, self._attempts)
         self._max_length, self._vocab_size = max_length, vocab_size

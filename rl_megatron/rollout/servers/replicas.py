@@ -81,9 +81,9 @@ class ReplicaDied(AttemptFailed):
 class Replica:
     """One site and its present server, which a restart replaces."""
 
-    def __init__(self, number: int, server: Server, changed: Callable[[], None], kind: str = "replica") -> None:
+    def __init__(self, number: int, server: Server, changed: Callable[[], None]) -> None:
         self.number, self.server, self._changed = number, server, changed
-        self.title = f"{kind} {number}"
+        self.title = f"replica {number}"
         self.health = Health.STALE
         self.reason = ""  # why it died last
         self.restarts = 0
@@ -150,11 +150,11 @@ class Replica:
 class ReplicaSet:
     """All replicas of an engine, which may join and leave; waits for some of them.
 
-    The engine fails once fewer than ``least`` are not gone. Messages call each a ``kind`` with its number.
+    The engine fails once fewer than ``least`` are not gone.
     """
 
-    def __init__(self, name: str, servers: Sequence[Server], *, least: int = 1, kind: str = "replica") -> None:
-        self._name, self.least, self._kind = name, least, kind
+    def __init__(self, name: str, servers: Sequence[Server], *, least: int = 1) -> None:
+        self._name, self.least = name, least
         self._failure: BaseException | None = None
         self._turn = asyncio.Event()
         self._numbers = count()
@@ -168,7 +168,7 @@ class ReplicaSet:
 
     def add(self, server: Server, number: int | None = None) -> Replica:
         """A stale replica, of a number of its own."""
-        replica = Replica(self.next_number() if number is None else number, server, self.wake, self._kind)
+        replica = Replica(self.next_number() if number is None else number, server, self.wake)
         self.all = (*self.all, replica)
         self.wake()
         return replica
@@ -225,11 +225,6 @@ class ReplicaSet:
         if self._failure is not None:
             raise self._failure
         await self._turn.wait()
-
-    async def none_is_healthy(self) -> None:
-        """Wait until none may serve. Raises the error of a failed supervisor."""
-        while self.healthy():
-            await self.change()
 
     async def judged(self) -> None:
         """Wait until supervisors have found whether the suspected servers live on.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -111,23 +110,14 @@ class ServedWeights(WeightSync):
             await self._trust.verify_one(served.version, name, reports, served.checksums, served.verified)
             await self._servers.commit(served.version, only=name)
 
-    @asynccontextmanager
-    async def held(self, whose: str) -> AsyncIterator[ServedVersion | None]:
-        """The version that the servers serve, which is in the mirror file; the next push begins afterwards.
-
-        None if none is served, or the learner has trained on and no file has it: ``whose`` servers have to wait.
-        """
-        async with self._lock:
-            yield await self._filled(whose)
-
-    async def _filled(self, whose: str) -> ServedVersion | None:
+    async def _filled(self, name: str) -> ServedVersion | None:
         """The served version, once the mirror file has it, with checksums of all of the file's tensors."""
         served = self._served
         if served is None:
             return None
         checksums = (await self._delivery.filled(served.version)).checksums
         if any(checksums.get(tensor) != before for tensor, before in served.checksums.items()):
-            logger.info("%s waits for the next push: the learner no longer has version %d", whose, served.version)
+            logger.info("%s waits for the next push: the learner no longer has version %d", name, served.version)
             return None
         return replace(served, checksums=checksums)
 

@@ -86,7 +86,6 @@ CASES = {
             "slurm.services.memory_per_node=64G",
         ),
         *("rollout=vllm", "rollout.server.replicas=2", "rollout.server.tp=4", "slurm.engines.nodes=2"),
-        *("eval.mode=pinned", "eval.replicas=2"),
     ),
 }
 

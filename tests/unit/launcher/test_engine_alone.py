@@ -126,9 +126,9 @@ async def test_each_server_sees_gpus_of_its_own(tmp_path: Path, memory: Path, mo
 def test_which_gpus_are_a_servers_own(
     keys: tuple[str, ...], seen: Sequence[tuple[int, ...]] | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the first on, whatever ranks the configuration has, and without its servers of evaluations alone."""
+    """From the first on, whatever ranks the configuration has."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5a,6,7")
-    given = ("rollout=vllm", "learner.dp=2", "learner.ep=1", "eval.mode=pinned", "eval.replicas=2")
+    given = ("rollout=vllm", "learner.dp=2", "learner.ep=1")
     given += tuple(f"rollout.server.{key}" for key in keys)
     config = load_config("tiny_cpu", [*given, "learner.device=cuda"])
     if isinstance(seen, str):

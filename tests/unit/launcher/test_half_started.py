@@ -69,10 +69,10 @@ class Started:
 async def test_servers_of_one_gpu_start_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[int], *, alone: bool
 ) -> None:
-    """Those of evaluations too: each measures the memory that is left for its cache."""
+    """Each measures the memory that is left for its cache."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     model = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0)
-    keys = ("rollout=local", "rollout.server.replicas=2", "eval.mode=pinned", "train.max_staleness=1")
+    keys = ("rollout=local", "rollout.server.replicas=3", "train.max_staleness=1")
     config, started, ready = load_config("tiny_cpu", keys), Started(OPEN), list[bool]()
 
     async def start(order: Order) -> GuardProcess:
@@ -82,10 +82,10 @@ async def test_servers_of_one_gpu_start_one_after_the_other(
     sites = [[Site(start=start, number=n, count=3, gpus=(gpu,))] for n, gpu in enumerate(gpus)]
     launcher = ServedLauncher(cast("Launcher", None), model, tmp_path, read_shape(model), sites)
     async with asyncio.timeout(300.0):
-        pools = launcher._pools(config, EmbeddedAdapter(read_shape(model)))
+        engines = launcher._servers(config, EmbeddedAdapter(read_shape(model)))
         async with contextlib.AsyncExitStack() as running:
-            servers = await asyncio.gather(*(pool._start_all(running, tmp_path) for pool in pools))
-            assert {one.server.answers for each in servers for one in each} == {tmp_path}  # which their nodes see
+            servers = await engines._start_all(running, tmp_path)
+            assert {one.server.answers for one in servers} == {tmp_path}  # which their nodes see
     assert ready == [True, alone, alone]
 
 
@@ -95,7 +95,7 @@ async def check_that_the_first_fails(folder: Path, sites: list[list[Site]], why:
     model = make_tiny_model(TinyModelSection(), folder / "cache", seed=0)
     shape = read_shape(model)
     launcher = ServedLauncher(cast("Launcher", None), model, folder, shape, sites, resumes=resumes)
-    (servers,) = launcher._pools(config, EmbeddedAdapter(shape))
+    servers = launcher._servers(config, EmbeddedAdapter(shape))
     async with asyncio.timeout(300.0), contextlib.AsyncExitStack() as running:
         with contextlib.nullcontext() if resumes else pytest.raises(EngineError, match=why):
             first, second = await servers._start_all(running, folder)

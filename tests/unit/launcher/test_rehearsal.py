@@ -305,7 +305,6 @@ def test_shares_of_a_step_are_bound_by_those_of_the_runs_own_batch() -> None:
         ("checkpoint.keep_best=2",),
         ("checkpoint.keep_best=1", "checkpoint.keep_every=100"),
         ("eval.mode=beside", "eval.at_once=4", "rollout.server.replicas=1"),
-        ("eval.mode=pinned", "eval.replicas=2", "rollout.server.replicas=1"),
         (
             "eval.sets.own.samples=1",
             "eval.sets.late.data.type=arithmetic",
@@ -315,9 +314,9 @@ def test_shares_of_a_step_are_bound_by_those_of_the_runs_own_batch() -> None:
         ("train.steps=400", "profile.steps=150", "profile.ranks=0"),
     ],
 )
-def test_every_run_has_a_rehearsal_with_the_servers_of_its_evaluations(keys: tuple[str, ...]) -> None:
+def test_every_run_has_a_rehearsal_with_its_mode_of_evaluations(keys: tuple[str, ...]) -> None:
     job = rehearsal_of(config("run.name=x", *keys))
-    assert (run_of(job).eval.mode, run_of(job).eval.servers) == (job.eval.mode, job.eval.servers)
+    assert run_of(job).eval.mode == job.eval.mode
 
 
 def test_of_all_sets_a_rehearsal_samples_few_problems_of_the_first_once() -> None:

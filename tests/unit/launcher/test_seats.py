@@ -26,7 +26,6 @@ from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.placement.ranks import placement_of
 from rl_megatron.placement.seats import seats_of
-from rl_megatron.scaling.routes import engine_nodes
 from tests.unit.launcher.test_memory import RECIPES
 
 SCONTROL = """#!/bin/sh
@@ -118,22 +117,18 @@ def test_servers_over_nodes_are_refused_on_one_machine(device: str, monkeypatch:
         sites_of(config_of("run.launcher=local", f"learner.device={device}", *keys), None)
 
 
-PINNED = ("eval.mode=pinned", "eval.replicas=2")
-
-
-def test_servers_of_evaluations_alone_have_places_behind_the_others(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_are_shared_out_over_gpus_and_nodes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
-    here = config_of("run.launcher=local", *PINNED)
+    here = config_of("run.launcher=local", "rollout.server.replicas=3")
     assert sites_of(here, None) == [[Site(number=n, count=3)] for n in range(3)]
     on_gpus = ("run.launcher=local", "learner.device=cuda", "learner.dp=2", "learner.ep=1")
-    found = sites_of(config_of(*on_gpus, *PINNED), None)
+    found = sites_of(config_of(*on_gpus, "rollout.server.replicas=3"), None)
     assert [site.gpus for (site,) in found] == [(2,), (3,), (4,)]
-    with pytest.raises(ConfigError, match=r"replicas=2 \+ eval\.replicas=2 of rollout\.server\.tp=1 need 6 GPUs"):
-        sites_of(config_of(*on_gpus, *PINNED, "rollout.server.replicas=2"), None)
-    config = config_of("slurm.nodes=1", "slurm.engines.nodes=2", "rollout.server.replicas=2", *PINNED)
+    with pytest.raises(ConfigError, match=r"replicas=4 of rollout\.server\.tp=1 need 6 GPUs"):
+        sites_of(config_of(*on_gpus, "rollout.server.replicas=4"), None)
+    config = config_of("slurm.nodes=1", "slurm.engines.nodes=2", "rollout.server.replicas=4")
     found = sites_of(config, allocation_of(config, run))
     assert [(site.node, site.number) for (site,) in found] == [("a2", 0), ("a2", 1), ("b1", 2), ("b1", 3)]
-    assert engine_nodes(config) == [1, 1]  # pushes pass the others by
 
 
 def test_like_nodes_are_cut_by_role(run: Path) -> None:

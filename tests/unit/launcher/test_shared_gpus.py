@@ -25,9 +25,9 @@ from tests.unit.launcher.test_memory import folder_of, recipe
     [
         (("rollout.server.replicas=2",), [2] * 8),
         (("rollout.server.tp=2", "rollout.server.replicas=6"), [2, 2, 2, 2, 1, 1, 1, 1]),
-        (("eval.mode=pinned", "eval.replicas=2"), [3] * 8),
+        (("rollout.server.replicas=3",), [3] * 8),
         (("rollout.server.replicas=4", "slurm.nodes=2", "learner.dp=4"), [2] * 16),
-        (("slurm.engines.nodes=1", "weights.transport=process_group", "eval.mode=pinned", "rollout.server.tp=4"), [0]),
+        (("slurm.engines.nodes=1", "weights.transport=process_group", "rollout.server.tp=4"), [0]),
     ],
 )
 def test_every_server_on_a_gpu_takes_its_part_of_it(keys: tuple[str, ...], servers: list[int]) -> None:
@@ -37,7 +37,7 @@ def test_every_server_on_a_gpu_takes_its_part_of_it(keys: tuple[str, ...], serve
     found = footprints(config, shape)
     assert [m.terms["engine"] for m in found] == pytest.approx([n * share * 141 * GB for n in servers])
     assert fullest(config, shape).terms["engine"] == max(m.terms["engine"] for m in found)
-    if config.slurm.engines.nodes or config.eval.servers:
+    if config.slurm.engines.nodes:
         return
     turns = ("rollout.server.colocated=true", f"rollout.server.memory_fraction={share}")
     training = [m for m in footprints(*recipe("qwen3_30b_a3b", *job, *turns)) if m.phase == "training"]
@@ -45,7 +45,7 @@ def test_every_server_on_a_gpu_takes_its_part_of_it(keys: tuple[str, ...], serve
 
 
 def test_servers_that_leave_the_learner_nothing_of_a_gpu_are_refused_whatever_its_size() -> None:
-    keys = ("rollout.server.replicas=3", "eval.mode=pinned", "slurm.gpu_memory_gb=null")
+    keys = ("rollout.server.replicas=4", "slurm.gpu_memory_gb=null")
     with pytest.raises(ConfigError, match=r"memory_fraction=0\.25 for each of 4 servers on a GPU .* nothing; lower it"):
         check_memory(*recipe("qwen3_30b_a3b", *keys, "rollout.server.memory_fraction=0.25"))
     assert check_memory(*recipe("qwen3_30b_a3b", *keys, "rollout.server.memory_fraction=0.24")) is None

@@ -145,7 +145,6 @@ def test_a_job_with_such_keys_is_refused_before_it_is_submitted(keys: tuple[str,
         ((*KEYS, "rollout=local"), "rollout.engine=local: only vllm and sglang hold adapters"),
         ((*KEYS, "rollout.server.colocated=true", "train.max_staleness=0"), "lose the model, which is pushed once"),
         ((*KEYS, "rollout.server.addresses=http://a:1"), "a run starts its servers with places for its adapters"),
-        ((*KEYS, "eval.mode=pinned"), "eval.mode=pinned: evaluations' own servers load one version whole"),
         ((*KEYS, "rollout.server.running_requests=abort"), "running_requests=abort: no push pauses a request"),
     ],
 )

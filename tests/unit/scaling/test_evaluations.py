@@ -67,11 +67,10 @@ def test_problems_of_a_file_that_is_here_are_counted_and_of_another_asked_for(tm
     assert line.endswith("of eval, whose problems are not counted: set max_eval of its data, or a set's limit")
 
 
-@pytest.mark.parametrize("mode", ["beside", "pinned"])
-def test_evaluations_for_which_training_does_not_wait_cost_no_seconds(mode: str) -> None:
+def test_evaluations_for_which_training_does_not_wait_cost_no_seconds() -> None:
     blocking = job(name="qwen3_30b_a3b_disaggregated")
     assert evaluation_cost(blocking, SHAPE, GPUS["h100"]).seconds > 0
-    section = blocking.eval.model_copy(update={"mode": mode})
+    section = blocking.eval.model_copy(update={"mode": "beside"})
     found = evaluation_cost(blocking.model_copy(update={"eval": section}), SHAPE, GPUS["h100"])
     assert found == replace(found, seconds=0.0, completions=0, unknown=())
     assert list(found.lines()) == []

@@ -286,19 +286,17 @@ def test_staleness_hides_what_is_shorter_and_the_longest_completion_over_its_ste
 
 
 def test_servers_that_share_gpus_sample_together_what_one_does() -> None:
-    """Two servers of 8 GPUs on the same 8 take as long as one, where rows are as many on each; on 16 half of it. Those
-    of evaluations sample nothing for the step."""
+    """Two servers of 8 GPUs on the same 8 take as long as one, where rows are as many on each; on 16 half of it."""
 
-    def rollout(servers: int, nodes: int, completions: int, *more: str) -> float:
+    def rollout(servers: int, nodes: int, completions: int) -> float:
         keys = ["model.path=.", "run.launcher=slurm", "weights.transport=auto", "rollout.server.memory_fraction=0.2"]
         keys += [f"rollout.server.replicas={servers}", f"slurm.nodes={nodes}", f"learner.dp={2 * nodes}"]
-        config = load_config("qwen3_30b_a3b", [*keys, f"rollout.prompts_per_step={completions // 16}", *more])
+        config = load_config("qwen3_30b_a3b", [*keys, f"rollout.prompts_per_step={completions // 16}"])
         return rl_step(config, SHAPE, H100, lengths_of(3584, 7168), prompt=512).parts["rollout"]
 
     assert rollout(2, 1, 2048) == pytest.approx(2 * rollout(1, 1, 1024))
     assert rollout(2, 1, 2048) == pytest.approx(2 * rollout(2, 2, 2048))
     assert rollout(3, 2, 3072) == pytest.approx(1.5 * rollout(3, 3, 3072))  # two of them on one node
-    assert rollout(1, 1, 1024, "eval.mode=pinned", "eval.replicas=2") == rollout(1, 1, 1024)
 
 
 def test_a_reward_models_output_layer_has_one_score_and_no_logits() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
 from rl_megatron.config.sections.log import LogSection
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.evaluation.sets import ProblemSet
-from rl_megatron.interfaces import PinnedEngine
 from rl_megatron.observability.history import load_runs
 from rl_megatron.observability.metrics.writer import MetricsWriter
 from rl_megatron.observability.progress import Progress
@@ -52,34 +51,11 @@ class Waits(Scripted):
         return [Completion(token_ids=one.token_ids, logprobs=one.logprobs, finish_reason="stop", spans=spans)]
 
 
-def beside(
-    folder: Path, source: PolicySampler, pinned: PinnedEngine | None = None, prompts: Sequence[Prompt] = PROMPTS
-) -> EvaluationBeside:
+def beside(folder: Path, source: PolicySampler, prompts: Sequence[Prompt] = PROMPTS) -> EvaluationBeside:
     problems = ProblemSet(name=None, prompts=prompts, section=EvalSetSection(), temperature=0.0)
     evaluation = Evaluation(sampler=source, sets=[problems], section=EvalSection(every=3), last_step=99)
     recorder = Recorder(folder, LogSection(tensorboard=False), Progress(9, mode="plain"))
-    return EvaluationBeside(evaluation=evaluation, recorder=recorder, pinned=pinned)
-
-
-class Apart:
-    """Servers of which ``serving`` have the version that was pinned last; ``told`` says which."""
-
-    def __init__(self, engine: Waits) -> None:
-        self.engine, self.serving, self.told = engine, 1, list[int]()
-        self.loaded, self.gone = asyncio.Event(), asyncio.Event()
-
-    async def pin(self, version: int, held: Callable[[], None]) -> bool:
-        self.told.append(version)
-        held()
-        await self.loaded.wait()
-        return self.serving > 0
-
-    async def lost(self) -> None:
-        await self.gone.wait()
-
-    def die(self) -> None:
-        self.serving = 0
-        self.gone.set()
+    return EvaluationBeside(evaluation=evaluation, recorder=recorder)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -93,14 +69,14 @@ async def test_a_row_is_written_when_it_ends_and_what_is_due_meanwhile_is_left_o
     with caplog.at_level(logging.WARNING):
         engine = Waits()
         ours = beside(tmp_path, sampler(engine))
-        await ours.begin(3)
-        await ours.begin(6)  # it would want version 6, and 3 is under way
+        ours.begin(3)
+        ours.begin(6)  # it would want version 6, and 3 is under way
         await ours.finish(3)  # nothing of an earlier step
         assert rows(tmp_path) == []
         engine.go.set()
         await ours.finish(4)
         assert [(row["step"], row["eval/skipped"]) for row in rows(tmp_path)] == [(3, 1)]
-        await ours.begin(9)
+        ours.begin(9)
         await ours.finish(10)
     assert "step 6 is not evaluated: the evaluation of step 3 is under way; raise eval.every" in caplog.text
     first, second = rows(tmp_path)
@@ -114,7 +90,7 @@ async def test_what_it_raises_is_raised_in_the_next_step_and_once(tmp_path: Path
     async with asyncio.timeout(30):
         engine = Waits(fails=True)
         ours = beside(tmp_path, sampler(engine))
-        await ours.begin(3)
+        ours.begin(3)
         engine.go.set()
         with pytest.raises(EngineError, match="no server is left"):
             await ours.finish(4)
@@ -122,30 +98,9 @@ async def test_what_it_raises_is_raised_in_the_next_step_and_once(tmp_path: Path
     assert rows(tmp_path) == []
 
 
-async def test_servers_of_its_own_have_its_version_before_they_are_asked(tmp_path: Path) -> None:
+async def test_sources_with_an_environment_of_their_own_are_sampled_where_the_others_are(tmp_path: Path) -> None:
     async with asyncio.timeout(30):
-        training, apart = Waits(), Apart(Waits())
-        ours = beside(tmp_path, sampler(training), apart)
-        await ours.begin(3)  # which returns before they have loaded
-        apart.engine.go.set()
-        await asyncio.sleep(0)
-        assert (apart.told, apart.engine.asked, rows(tmp_path)) == ([3], [], [])
-        apart.loaded.set()
-        await ours.finish(4)
-        assert (len(apart.engine.asked), training.asked) == (4, [])
-        assert {request.birth for request in apart.engine.asked} <= {None, 0}  # nobody else is there
-        assert len(asyncio.all_tasks()) == 2  # this one, and the one that waits for it
-    (row,) = rows(tmp_path)
-    assert (row["step"], row["eval/accuracy"], row["eval/servers"], row["eval/skipped"]) == (3, 1.0, 1, 0)
-    assert 0 <= row["seconds/pin"] <= row["seconds/eval"]
-
-
-@pytest.mark.parametrize("apart", [False, True])
-async def test_sources_with_an_environment_of_their_own_are_sampled_where_the_others_are(
-    apart: bool, tmp_path: Path
-) -> None:
-    async with asyncio.timeout(30):
-        training, pinned = Waits(), Apart(Waits())
+        training = Waits()
         one = sampler(training)
         source = SamplerBySource(
             engine=training,
@@ -155,51 +110,12 @@ async def test_sources_with_an_environment_of_their_own_are_sampled_where_the_ot
             usual=one,
             own={"tool": sampler(training)},
         )
-        for ready in (training.go, pinned.engine.go, pinned.loaded):
-            ready.set()
-        prompts = [PROMPTS[0], replace(PROMPTS[1], source="tool")]
-        ours = beside(tmp_path, source, pinned if apart else None, prompts)
-        await ours.begin(3)
+        training.go.set()
+        ours = beside(tmp_path, source, [PROMPTS[0], replace(PROMPTS[1], source="tool")])
+        ours.begin(3)
         await ours.finish(4)
-        assert (len(training.asked), len(pinned.engine.asked)) == ((0, 4) if apart else (4, 0))
-        assert apart or {request.birth for request in training.asked} == {LAST}
-
-
-@pytest.mark.parametrize("when", ["before", "meanwhile", "with an error"])
-async def test_an_evaluation_whose_servers_died_is_left_out_and_the_next_one_is_made(
-    when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with asyncio.timeout(30):
-        engine = Waits(fails=when == "with an error")
-        apart = Apart(engine)
-        ours = beside(tmp_path, sampler(Waits()), apart)
-        apart.loaded.set()
-        if when == "before":
-            apart.die()
-        await ours.begin(3)
-        apart.die()
-        engine.go.set() if engine.fails else None
-        await ours.finish(4)
-        assert rows(tmp_path) == []
-        apart.serving, engine.fails = 1, False
-        apart.gone.clear()
-        engine.go.set()
-        await ours.begin(6)
-        await ours.finish(7)
-    assert [(row["step"], row["eval/skipped"]) for row in rows(tmp_path)] == [(6, 1)]
-    assert "step 3 is not evaluated: no server of evaluations has its weights" in caplog.text
-
-
-async def test_an_error_that_is_not_its_servers_death_is_raised(tmp_path: Path) -> None:
-    async with asyncio.timeout(30):
-        engine = Waits(fails=True)
-        apart = Apart(engine)
-        apart.loaded.set()
-        engine.go.set()
-        ours = beside(tmp_path, sampler(Waits()), apart)
-        await ours.begin(3)
-        with pytest.raises(EngineError, match="no server is left"):
-            await ours.finish(4)
+        assert len(training.asked) == 4
+        assert {request.birth for request in training.asked} == {LAST}
 
 
 async def test_few_requests_are_under_way_at_once_and_each_is_answered() -> None:
@@ -241,7 +157,7 @@ async def test_engines_take_its_requests_behind_training_and_those_that_training
     server.priorities = True
     engine.go.set()
     ours = beside(tmp_path, sampler(engine))
-    await ours.begin(3)
+    ours.begin(3)
     await ours.finish(4)
     behind, engine.asked = engine.asked, []
     await ours.evaluation.row(6)
@@ -258,7 +174,7 @@ async def test_engines_take_its_requests_behind_training_and_those_that_training
 async def test_a_close_leaves_nothing_under_way(tmp_path: Path) -> None:
     async with asyncio.timeout(30):
         ours = beside(tmp_path, sampler(Waits()))
-        await ours.begin(3)
+        ours.begin(3)
         await asyncio.sleep(0)
         await ours.close()
         assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("evaluation")]
@@ -268,7 +184,7 @@ async def test_a_stop_gives_it_up_and_says_so(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         async with asyncio.timeout(30):
             stop, ours = asyncio.Event(), beside(tmp_path, sampler(Waits()))
-            await ours.begin(3)
+            ours.begin(3)
             asyncio.get_running_loop().call_soon(stop.set)
             await ours.finish(4, stop)
             assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("evaluation")]
@@ -279,11 +195,11 @@ async def test_one_that_a_resume_began_is_not_begun_again(tmp_path: Path, caplog
     async with asyncio.timeout(30):
         engine = Waits()
         ours = beside(tmp_path, sampler(engine))
-        await ours.begin(3)
-        await ours.begin(3)
+        ours.begin(3)
+        ours.begin(3)
         engine.go.set()
         await ours.finish(4)
-        await ours.begin(3)
+        ours.begin(3)
     assert [row["step"] for row in rows(tmp_path)] == [3]
     assert "not evaluated" not in caplog.text
 
@@ -303,9 +219,9 @@ async def test_a_resume_keeps_the_evaluation_of_its_step_and_makes_it_no_second_
         engine = Waits()
         engine.go.set()
         ours = beside(tmp_path, sampler(engine))
-        await ours.begin(3)
+        ours.begin(3)
         await ours.finish(4)
-        await ours.begin(6)
+        ours.begin(6)
         await ours.finish(7)
     found = [(row["step"], row["eval/accuracy"]) for row in rows(tmp_path) if "eval/accuracy" in row]
     assert found == [(3, 0.25), (6, 1.0)]
@@ -326,11 +242,10 @@ def test_reports_show_it_at_its_step(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     for step in (1, 2, 3):
         writer.write({"step": step, "phase": "rl", "seconds/step": 2.0})
-    writer.write({"step": 2, "phase": "eval", "eval/accuracy": 0.5, "seconds/pin": 1.0, "seconds/eval": 3.0})
+    writer.write({"step": 2, "phase": "eval", "eval/accuracy": 0.5, "seconds/eval": 3.0})
     (tmp_path / "config.yaml").write_text("run: {name: a}\n")
     (run,) = load_runs([tmp_path])
     assert [row.get("eval/accuracy") for row in run.rl] == [None, 0.5, None]
-    assert [row.get("seconds/pin") for row in run.rl] == [None, 1.0, None]
     assert not any("seconds/eval" in row for row in run.rl)  # it is no part of that step's seconds
 
 
@@ -338,6 +253,7 @@ def test_reports_show_it_at_its_step(tmp_path: Path) -> None:
     ("keys", "reason"),
     [
         ([], "rollout.engine=local samples in the learner's processes, which train meanwhile"),
+        (["rollout=vllm", "rollout.server.colocated=true"], "eval.mode=beside with rollout.server.colocated=true"),
         (["rollout.server.replicas=1", "eval.every=0"], "eval.every=0: nothing is evaluated between"),
         (
             ["rollout.server.replicas=1", "eval.at_once=4", "environment.function=calculator"],
@@ -352,22 +268,3 @@ def test_where_it_would_do_nothing_it_is_refused(keys: list[str], reason: str) -
     with pytest.raises(ConfigError, match=r"at_once=4 is for eval\.mode=beside, but this is blocking"):
         load_config("tiny_cpu", ["eval.at_once=4"])
     load_config("tiny_cpu", ["eval.mode=beside", "rollout.server.replicas=1"])
-
-
-@pytest.mark.parametrize(
-    ("keys", "reason"),
-    [
-        ([], "eval.mode=pinned: rollout.engine=local samples in the learner's processes"),
-        (["rollout=vllm", "rollout.server.colocated=true"], "eval.mode=pinned with rollout.server.colocated=true"),
-        (["rollout=vllm", "rollout.server.addresses=http://a:1"], "every server there samples for training"),
-        (["rollout.server.replicas=1", "eval.at_once=4"], "at_once=4 is for eval.mode=beside, but this is pinned"),
-        (["rollout.server.replicas=1", "eval.every=0"], "eval.mode=pinned with eval.every=0"),
-        (["rollout.server.replicas=1", "checkpoint.keep_best=1"], "keep_best=1 with eval.mode=pinned"),
-        (["rollout.server.replicas=1", "eval.mode=beside", "eval.replicas=2"], "replicas=2 is for eval.mode=pinned"),
-    ],
-)
-def test_where_no_servers_could_be_its_own_that_is_refused(keys: list[str], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        load_config("tiny_cpu", ["eval.mode=pinned", *keys])
-    kept = load_config("tiny_cpu", ["eval.mode=pinned", "rollout.server.replicas=3", "eval.replicas=2"])
-    assert (kept.rollout.server.count, kept.eval.servers, kept.servers) == (3, 2, 5)
