@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from launcher.commands.rehearse import HideHosts
+from launcher.hosts.slurm.jobs import job_commands
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 
@@ -41,5 +42,8 @@ def submit(
 
             print(*announced(loaded), sep="\n", flush=True)
         program.verify_script(job, cluster=not dry_run)
-        sends = f"nothing was sent; this sends it: sbatch {job.script}"
-        print(sends if dry_run else f"job {program.send(job)}: {job.folder}")
+        if dry_run:
+            print(f"nothing was sent; this sends it: sbatch {job.script}")
+            return
+        sent = program.send(job)
+        print(f"job {sent}: {job.folder}", *job_commands(job.folder, sent, array=bool(loaded.slurm.array)), sep="\n")

@@ -99,7 +99,7 @@ def arrays_of(study: Study, cells: Sequence[Cell], *, queued: int = 0) -> list[C
 def send(study: Study, arrays: Sequence[CellArray]) -> list[tuple[str, Path]]:
     """Submit the arrays, after Slurm has said of each that it could run. Returns their ids and scripts.
 
-    A cell's record then names its task, as its folder does for ``rl-megatron cancel``. An array is held until both are
+    A cell's record then names its task, as its folder does for ``rl-megatron status``. An array is held until both are
     written, so that none runs of which a later call does not know. Raises ConfigError with sbatch's words, and OSError
     if a record cannot be written; that array is cancelled, arrays before it stay sent.
     """

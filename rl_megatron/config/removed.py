@@ -53,7 +53,11 @@ VALUES: Mapping[tuple[str, str], str] = {
 }
 """By key and removed value: the rest of the sentence "must be ..."."""
 
-COMMANDS: Mapping[str, str] = {}
+COMMANDS: Mapping[str, str] = {
+    "attach": "rl-megatron status RUN prints the line to type, `tail -F ...`",
+    "cancel": "rl-megatron status RUN prints the line to type, `scancel ...`",
+    "logs": "rl-megatron status RUN prints the line to type, `tail -F ...`",
+}
 """By name: what to do in place of a command that is no longer there."""
 
 

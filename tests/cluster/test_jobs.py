@@ -142,7 +142,8 @@ def test_after_a_crash_it_comes_back_on_another_node_than_the_last(cluster: Clus
 def test_cancelled_it_stays_so(cluster: Cluster) -> None:
     job = cluster.submit("cancelled", *TWO, hold="2")
     job.until_step(2)
-    assert "cancelled" in cluster.program("cancel", str(job.run))
+    (line,) = (line for line in cluster.program("status", str(job.run)).splitlines() if line.startswith("scancel"))
+    cluster.call(*line.split())
     assert job.end() == "CANCELLED"
     job.until(lambda: not job.ranks(), "the end of its ranks")
     job.go_on(2)

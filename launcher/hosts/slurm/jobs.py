@@ -1,8 +1,10 @@
-"""``rl-megatron status | logs | cancel``: finds the Slurm job of a run's folder, its state and its logs."""
+"""``rl-megatron status``: finds the Slurm job of a run's folder, its state and its logs."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +20,7 @@ from rl_megatron.observability.metrics.table import STEPS
 
 
 def describe(run: Path) -> str:
-    """A run's state from Slurm and its own files: state, reason, last step, and the last line of the job's log.
+    """A run's state from Slurm and its own files, the last line of its job's log, and commands for that job.
 
     For a run without a job: its last step and what it logged last. Raises ConfigError if the folder holds no run.
     """
@@ -27,7 +29,8 @@ def describe(run: Path) -> str:
         raise ConfigError(f"{run}: it holds no run, and no job was submitted from it; give a run's folder")
     lines = [f"{run}: a run without a job" if found is None else f"{run}: job {found[0]}, {found[1].text}"]
     if found is not None and found[1].array:
-        return f"{lines[0]}\n{runs_of(run, found[0])}"
+        where = f"job {found[0]} is an array, whose runs are {run / run.resolve().name}-<index>"
+        return "\n".join([lines[0], where, *job_commands(run, found[0], over=found[1].over, array=True)])
     metrics = run / "metrics.jsonl"
     rows = from_the_end(metrics) if metrics.is_file() else iter(())
     step = next((row["step"] for row in rows if row.get("phase") in STEPS), None)
@@ -37,71 +40,29 @@ def describe(run: Path) -> str:
     log = run / "jobs" / f"{found[0]}.txt"
     if log.is_file() and (said := text_at_end(log).splitlines()):
         lines.append(said[-1])
-    return "\n".join(lines)
+    return "\n".join([*lines, *job_commands(run, found[0], over=found[1].over)])
 
 
-def log_file(run: Path, which: str) -> Path:
-    """The newest log of a role: ``job``, ``controller``, ``step`` or ``rank-0``. Raises ConfigError that names all."""
-    job = job_of(run)
-    if any((run / "jobs").glob(f"{job}_*.txt")):
-        raise ConfigError(f"{run}: {runs_of(run, job)}; give one of them")
-    if which == "job" and (script := run / "jobs" / f"{job}.txt").is_file():
-        return script
-    found = attempts(run, job)
-    if not found:
-        raise ConfigError(f"{run}: job {job} has not started, so it has no log yet")
-    path = found[-1] / f"{which}.txt"
-    if not path.is_file():
-        names = ", ".join(sorted(p.stem for p in found[-1].glob("*.txt")))
-        raise ConfigError(f"{path} does not exist; allowed: job, {names}")
-    return path
-
-
-def cancel(run: Path) -> str:
-    """Cancel the run's job for good. Returns its id. Raises ConfigError where it has ended: another may have its id."""
-    job, status = current(run)
-    if status.over:
-        raise ConfigError(f"{run}: job {job} has ended: {status.text}; nothing is left to cancel")
-    call_slurm(["scancel", job])
-    return job
-
-
-def current(run: Path) -> tuple[str, Status]:
-    """The run's job and its status: of its script sent by hand, where that waits and no job before it goes on.
-
-    Raises ConfigError if there is none, or Slurm does not answer.
-    """
-    found = _current(run)
-    if found is None:
-        raise _without_job(run)
-    return found
-
-
-def runs_of(run: Path, job: str) -> str:
-    """Where an array's runs are, to show."""
-    return f"job {job} is an array, whose runs are {run / run.resolve().name}-<index>"
-
-
-def attempts(run: Path, job: str) -> list[Path]:
-    """The folders of the job's attempts, in order."""
-    return sorted((run / "jobs").glob(f"{job}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-
-
-def job_of(run: Path) -> str:
-    """The id of the run's job. Raises ConfigError if none was submitted."""
-    path = run / "jobs" / "id"
-    if not path.is_file():
-        raise _without_job(run)
-    return path.read_text().strip()
-
-
-def _without_job(run: Path) -> ConfigError:
-    return ConfigError(f"{run}: no job was submitted for it; submit one with rl-megatron submit")
+def job_commands(run: Path, job: str, *, over: bool = False, array: bool = False) -> list[str]:
+    """Lines to type, which show what a job prints in its newest attempt, and end the job."""
+    attempts = (run / "jobs").glob(f"{job}-*")
+    attempt = max(attempts, key=lambda path: int(path.name.rpartition("-")[2]), default=run / "jobs" / f"{job}-0")
+    files = [] if array else [run / "jobs" / f"{job}.txt", attempt / "controller.txt"]
+    shown = " ".join(shlex.quote(str(path)) for path in files if not over or path.is_file())
+    lines = [f"{'less' if over else 'tail -F'} {shown}"] if shown else []
+    if over:  # another job may have its number by now
+        return lines
+    clusters = os.environ.get("SBATCH_CLUSTERS")  # which scancel does not read
+    return [*lines, " ".join(["scancel", *([f"--clusters={shlex.quote(clusters)}"] if clusters else []), job])]
 
 
 def _current(run: Path) -> tuple[str, Status] | None:
-    """As `current`; None if there is none."""
-    known = (job := job_of(run), status_of(job, run)) if (run / "jobs" / "id").is_file() else None
+    """The run's job and its status: of its script sent by hand, where that waits and no job before it goes on.
+
+    None if there is none. Raises ConfigError if Slurm does not answer.
+    """
+    given = run / "jobs" / "id"
+    known = (job := given.read_text().strip(), status_of(job, run)) if given.is_file() else None
     return known if known and not known[1].over else _sent_by_hand(run) or known
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.hosts.slurm.jobs import job_of, states_of
+from launcher.hosts.slurm.jobs import states_of
 from launcher.programs.arrays import CellArray, arrays_of, checked_for_slurm, send
 from launcher.programs.experiment import alone
 from rl_megatron.config.sections.slurm import minutes_of
@@ -275,7 +275,7 @@ def test_an_array_is_held_until_all_its_cells_name_their_task(
         record_path(cell).unlink(missing_ok=True)
     called(capsys, "submit")
     assert (cluster / "calls").read_text().splitlines()[2:] == ["13 is held", "release 13, 4 records"]
-    assert [job_of(cell.folder) for cell in cells] == [f"13_{index}" for index in range(4)]
+    assert [(cell.folder / "jobs/id").read_text() for cell in cells] == [f"13_{index}\n" for index in range(4)]
 
 
 def test_a_cell_that_waits_is_known_by_another_label(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -387,5 +387,5 @@ def test_submit_sends_what_is_not_done_once_and_what_failed_on_request(
     assert "array 13: " in shown
     assert f"    {cells[3].name}\n)" in (cluster / "runs" / "jobs" / "13.sbatch").read_text()
     assert [record.task for cell in cells if (record := read_record(cell))] == ["12_0", "12_1", "12_2", "13_0"]
-    assert job_of(cells[3].folder) == "13_0"
+    assert (cells[3].folder / "jobs/id").read_text() == "13_0\n"
     assert len((cluster / "sent").read_text().splitlines()) == 2

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.hosts.slurm import calls
-from launcher.hosts.slurm.attach import Follower
-from launcher.hosts.slurm.jobs import cancel, describe, log_file, status_of
+from launcher.hosts.slurm.jobs import describe, status_of
 from launcher.hosts.slurm.script import job_script
 from rl_megatron.errors import ConfigError
 from tests.unit.launcher.commands import Said
@@ -137,35 +136,49 @@ def test_a_job_that_prints_elsewhere_is_known_by_what_its_script_notes(
             script = given + (REPO / "slurm" / "job.sh").read_text()
             subprocess.run(["bash"], input=script.encode(), stdout=out, env=env | {"SLURM_RESTART_COUNT": restart})
         assert status_of("7", run).name == "RUNNING"
-        assert describe(run).splitlines()[-1] == written.read_text().splitlines()[-1]
+        assert describe(run).splitlines()[2] == written.read_text().splitlines()[-1]
     stand_in(tmp_path / "scontrol", f"echo JobId=7 JobState=RUNNING NodeList=n1 StdOut={tmp_path}/other-7.txt")
     assert status_of("7", run).name == "GONE"
 
 
 @pytest.mark.parametrize(("log", "state"), [("other/out.txt", "RUNNING"), ("runs/mine/jobs/7.txt", "COMPLETED")])
-def test_a_job_that_has_ended_is_not_cancelled_by_its_number(
+def test_a_job_that_has_ended_is_not_to_be_ended_by_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str, state: str
 ) -> None:
-    """Another job may have it, which accounting then speaks of, and cancelling would end that one."""
+    """Another job may have it, which accounting then speaks of, and scancel would end that one."""
     run = tmp_path / "runs" / "mine"
     (run / "jobs").mkdir(parents=True)
     (run / "jobs" / "id").write_text("7\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     stand_in(tmp_path / "sacct", f"echo {state}")
-    stand_in(tmp_path / "scancel", f'echo "$@" >>{tmp_path}/called')
     stand_in(tmp_path / "scontrol", f"echo JobId=7 JobState={state} NodeList=n1 Restarts=0 StdOut={tmp_path}/{log}")
-    with pytest.raises(ConfigError, match=r"mine: job 7 has ended: .*; nothing is left to cancel"):
-        cancel(run)
-    assert not (tmp_path / "called").exists()
+    assert "scancel" not in describe(run)
     stand_in(tmp_path / "scontrol", f"echo JobId=7 JobState=PENDING Restarts=1 StdOut={run}/jobs/7.txt")
     copied = shutil.copytree(run, tmp_path / "runs" / "copied")
-    with pytest.raises(ConfigError, match=r"copied: job 7 has ended: gone"):
-        cancel(copied)
-    assert cancel(run) == "7"
-    assert (tmp_path / "called").read_text() == "7\n"
+    assert describe(copied) == f"{copied}: job 7, gone from Slurm's memory\nno step yet"
+    assert describe(run).splitlines()[-1] == "scancel 7"
+    monkeypatch.setenv("SBATCH_CLUSTERS", "gpu1")
+    assert describe(run).splitlines()[-1] == "scancel --clusters=gpu1 7"
     for whose in ("jobs/7", "mine/jobs/7_4294967294"):  # of a study's cell, and of an array, that have not begun
         stand_in(tmp_path / "scontrol", f"echo JobId=7 JobState=PENDING StdOut={tmp_path}/runs/{whose}.txt")
         assert status_of("7", run).name == "PENDING"
+
+
+@pytest.mark.parametrize(("state", "line"), [("RUNNING", "tail -F"), ("FAILED", "less")])
+def test_the_status_has_the_line_that_shows_the_newest_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, line: str
+) -> None:
+    run = tmp_path / "my runs" / "mine"
+    for attempt in ("7-2", "7-10", "70-11"):
+        (run / "jobs" / attempt).mkdir(parents=True)
+        (run / "jobs" / attempt / "controller.txt").touch()
+    for name, text in {"id": "7\n", "7.txt": "job 7 starts\n"}.items():
+        (run / "jobs" / name).write_text(text)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    stand_in(tmp_path / "scontrol", f"echo JobId=7 JobState={state} NodeList=n1 Restarts=10")
+    said = describe(run).splitlines()
+    assert said[2:4] == ["job 7 starts", f"{line} '{run}/jobs/7.txt' '{run}/jobs/7-10/controller.txt'"]
+    assert said[4:] == (["scancel 7"] if state == "RUNNING" else [])
 
 
 def test_a_run_whose_script_was_sent_by_hand_is_known_before_it_begins(
@@ -186,24 +199,19 @@ def test_a_run_whose_script_was_sent_by_hand_is_known_before_it_begins(
         esac""",
     )
     stand_in(tmp_path / "squeue", f'[ "$2" = --name=mine ] && printf "CLUSTER: gpu1\\n"; cat {tmp_path}/queue')
-    stand_in(tmp_path / "scancel", f'echo "$@" >>{tmp_path}/called')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "queue").write_text("8\n10\n9\n")
-    assert Said("status", capsys)(str(run)).splitlines()[0] == f"{run}: job 8, PENDING (Priority), restart 0"
-    assert cancel(run) == "8"
+    said = Said("status", capsys)(str(run)).splitlines()
+    assert (said[0], said[-1]) == (f"{run}: job 8, PENDING (Priority), restart 0", "scancel 8")
     (run / "jobs" / "id").write_text("7\n")
     for state, found in {"COMPLETED": "8", "RUNNING": "7"}.items():
         (tmp_path / "state").write_text(state)
         assert describe(run).startswith(f"{run}: job {found}, ")
-        assert cancel(run) == found
     (tmp_path / "queue").write_text("10\n9\n")
     (tmp_path / "state").write_text("COMPLETED")
-    with pytest.raises(ConfigError, match="job 7 has ended: COMPLETED, restart 0; nothing is left to cancel"):
-        cancel(run)
+    assert describe(run) == f"{run}: job 7, COMPLETED, restart 0\nno step yet"
     (run / "jobs" / "id").unlink()
-    assert "no job was submitted for it" in Said("cancel", capsys)(str(run), status=1)
     assert "it holds no run, and no job was submitted" in Said("status", capsys)(str(run), status=1)
-    assert (tmp_path / "called").read_text().split() == ["8", "8", "7"]
 
 
 TASKS = {0: ("COMPLETED", "None"), 1: ("RUNNING", "None"), 2: ("RUNNING", "None"), 3: ("FAILED", "NonZeroExitCode")}
@@ -217,8 +225,7 @@ def test_an_array_has_ended_once_all_its_tasks_have(
     run = tmp_path / "runs" / "mine"
     (run / "jobs" / "101_1-0").mkdir(parents=True)
     (run / "jobs" / "id").write_text("101\n")
-    for name, script in {"sacct": NO_ACCOUNTS, "scancel": f'echo "$@" >>{tmp_path}/called'}.items():
-        stand_in(tmp_path / name, script)
+    stand_in(tmp_path / "sacct", NO_ACCOUNTS)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     def remember(tasks: dict[int, tuple[str, str]]) -> None:
@@ -240,30 +247,13 @@ def test_an_array_has_ended_once_all_its_tasks_have(
         before, after = (counts[task] if task[0] in left else "" for task in ((0,), (3,)))
         assert status_of("101", run).text == f"{before}2 RUNNING{after}"
     where = f"job 101 is an array, whose runs are {run}/mine-<index>"
-    assert Said("status", capsys)(str(run)).splitlines()[1] == where
-    assert f"{where}; give one of them" in Said("attach", capsys)(str(run), status=1)
-    assert cancel(run) == "101"
+    assert Said("status", capsys)(str(run)).splitlines()[1:] == [where, "scancel 101"]
     ended = dict.fromkeys(TASKS, ("COMPLETED", "None"))
     remember(ended | {2: ("CANCELLED", "None")})
     assert (status_of("101", run).name, status_of("101", run).over) == ("CANCELLED", True)
     remember(ended)
     assert status_of("101", run).name == "COMPLETED"
-    with pytest.raises(ConfigError, match="job 101 has ended: 4 COMPLETED; nothing is left to cancel"):
-        cancel(run)
-    assert (tmp_path / "called").read_text() == "101\n"
-
-
-def test_logs_of_an_array_are_those_of_its_runs(tmp_path: Path) -> None:
-    run = tmp_path / "mine"
-    (run / "jobs").mkdir(parents=True)
-    (run / "jobs" / "id").write_text("101\n")
-    for which in ("job", "controller"):
-        with pytest.raises(ConfigError, match="mine: job 101 has not started, so it has no log yet"):
-            log_file(run, which)
-    (run / "jobs" / "101_0.txt").touch()
-    for which in ("job", "controller"):
-        with pytest.raises(ConfigError, match=r"mine: job 101 is an array, whose runs are \S*/mine/mine-<index>; give"):
-            log_file(run, which)
+    assert describe(run) == f"{run}: job 101, 4 COMPLETED\n{where}"
 
 
 def test_the_log_of_an_arrays_task_is_found_in_the_folder_of_its_own_run(
@@ -284,8 +274,10 @@ def test_the_log_of_an_arrays_task_is_found_in_the_folder_of_its_own_run(
             done = subprocess.run(["bash"], input=script.encode(), stdout=out, stderr=out, env=env)
         assert done.returncode == 127
     why = "failed with status 127: /nowhere/python, in which the controller runs, is not on this node; set slurm.python"
-    lines = log_file(run, "job").read_text().splitlines()
+    lines = (run / "jobs" / "12_2.txt").read_text().splitlines()
     assert [line.partition("job 12_2, ")[2] for line in lines[1::2]] == [f"restart {n}: {why}" for n in (0, 1)]
-    assert describe(run).splitlines()[-1] == lines[-1]
-    assert Follower(run, "12_2").new()[: len(lines)] == lines
+    assert describe(run).splitlines()[2:] == [
+        lines[-1],
+        f"less {run}/jobs/12_2.txt {run}/jobs/12_2-1/controller.txt",
+    ]
     assert (run / "jobs").stat().st_mode & 0o777 == 0o700

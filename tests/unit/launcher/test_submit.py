@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from launcher.hosts.slurm.jobs import job_of
 from launcher.preflight.checks import preflight
 from launcher.programs import submit
 from rl_megatron.config.io import load_config
@@ -232,12 +231,17 @@ def test_two_submits_at_once_have_a_run_each(
     monkeypatch.setenv("PYTHONPATH", str(REPO))
     assert status_of("submit", "tiny_cpu", "seed=11") == 0
     runs = tmp_path / "runs"
-    assert capsys.readouterr().out.splitlines()[-1] == f"job 2: {runs / 'tiny_cpu'}"
-    assert (tmp_path / "beside" / "said").read_text().splitlines()[-1] == f"job 1: {runs / 'tiny_cpu-2'}"
+    jobs = runs / "tiny_cpu" / "jobs"
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        f"job 2: {runs / 'tiny_cpu'}",
+        f"tail -F {jobs}/2.txt {jobs}/2-0/controller.txt",
+        "scancel 2",
+    ]
+    assert (tmp_path / "beside" / "said").read_text().splitlines()[-3] == f"job 1: {runs / 'tiny_cpu-2'}"
     assert (tmp_path / "sent").read_text().splitlines() == [str(runs / name) for name in ("tiny_cpu-2", "tiny_cpu")]
     for name, seed, job in (("tiny_cpu", 11, "2"), ("tiny_cpu-2", 22, "1")):
         assert load_config(str(runs / name / "config.yaml"), []).seed == seed
-        assert job_of(runs / name) == job
+        assert (runs / name / "jobs/id").read_text() == f"{job}\n"
     assert status_of("submit", "tiny_cpu", "run.name=tiny_cpu-2") == 1
     assert "tiny_cpu-2 exists; sbatch runs/tiny_cpu-2/job.sbatch continues it once it" in capsys.readouterr().err
     (tmp_path / "runs/local").mkdir()
