@@ -62,7 +62,7 @@ test-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 		$(addprefix tests/engines/test_, models.py restarts.py faults.py nodes.py) tests/engines
 
-test-environments: $(ENVIRONMENT) $(patsubst %,.environments/%/.installed,verifiers verifiers-0.1 openenv skypilot lm-eval \
+test-environments: .venv/.reasoning-gym-installed $(patsubst %,.environments/%/.installed,verifiers verifiers-0.1 openenv skypilot lm-eval \
 		$(if $(shell $(PYTHON312) --version 2>/dev/null),nemo-gym))
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs tests/unit/environments tests/environments
 
@@ -70,6 +70,7 @@ OF_verifiers := verifiers==0.4.0
 OF_verifiers-0.1 := verifiers==0.1.14
 OF_openenv := openenv-core==0.3.0
 OF_skypilot := skypilot==0.14.1
+OF_reasoning-gym := "reasoning-gym==0.1.25; python_version < '3.12'" # its pycosat has no wheel for 3.12
 OF_nemo-gym := nemo-gym==0.4.0
 OF_lm-eval := 'lm-eval[api]==0.4.13' transformers -c constraints.txt
 
@@ -77,6 +78,10 @@ OF_lm-eval := 'lm-eval[api]==0.4.13' transformers -c constraints.txt
 	.environments/$*/bin/python -m pip -V >/dev/null 2>&1 || \
 		$(if $(filter nemo-gym,$*),$(PYTHON312),$(PYTHON)) -m venv .environments/$*
 	.environments/$*/bin/pip install -q $(OF_$*)
+	touch $@
+
+.venv/.reasoning-gym-installed: $(ENVIRONMENT) # an example calls it in the run's own process
+	$(BIN)/pip install -q -c constraints.txt $(OF_reasoning-gym)
 	touch $@
 
 test-pretended-gpu: $(ENVIRONMENT)

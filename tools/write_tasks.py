@@ -2,9 +2,8 @@
 
     python -m tools.write_tasks FOLDER SOURCE [KEY=VALUE ...]
 
-SOURCE is reasoning_gym, verifiers, openenv, nemo_gym, or package.module:name of a function of yours that takes the keys
-and gives (rows to train on, held-out rows): mappings with ``question``, ``answer`` and fields of your own. Values are
-YAML.
+SOURCE is verifiers, or package.module:name of a function of yours that takes the keys and gives (rows to train on,
+held-out rows): mappings with ``question``, ``answer`` and fields of your own. Values are YAML.
 """
 
 from __future__ import annotations
@@ -18,23 +17,17 @@ import typer
 import yaml
 
 from rl_megatron.durable import write_atomically
-from rl_megatron.environments.adapters import nemo_gym, openenv, reasoning_gym, verifiers
+from rl_megatron.environments.adapters import verifiers
 from rl_megatron.errors import ConfigError
 from rl_megatron.user_code import load_named
 from tools import conversion
 
 Rows = Iterable[Mapping[str, Any]]
-SOURCES: Mapping[str, Callable[..., tuple[Rows, Rows]]] = {
-    "nemo_gym": nemo_gym.tasks,
-    "openenv": openenv.tasks,
-    "reasoning_gym": reasoning_gym.tasks,
-    "verifiers": verifiers.tasks,
-}
 
 
 def main(
     folder: Annotated[Path, typer.Argument(help="where the two files are written", show_default=False)],
-    source: Annotated[str, typer.Argument(help=", ".join((*SOURCES, "package.module:name")), show_default=False)],
+    source: Annotated[str, typer.Argument(help="verifiers, or package.module:name", show_default=False)],
     keys: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE of the source", show_default=False)] = None,
 ) -> None:
     """Write the problems of a source."""
@@ -47,7 +40,9 @@ def run(folder: Path, source: str, keys: Iterable[str] = ()) -> None:
     Raises ConfigError for an unknown source, keys that it does not take, rows that JSON cannot hold, a split
     without rows, and files that exist.
     """
-    function = SOURCES.get(source) or load_named(source, "SOURCE", "function", callable)
+    function: Callable[..., tuple[Rows, Rows]] = (
+        verifiers.tasks if source == "verifiers" else load_named(source, "SOURCE", "function", callable)
+    )
     paths = folder / "train.jsonl", folder / "eval.jsonl"
     if there := [str(path) for path in paths if path.exists()]:
         raise ConfigError(f"{', '.join(there)}: is there already; remove it, or name another folder")

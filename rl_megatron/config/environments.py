@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from rl_megatron.config.removed import instead_of
 from rl_megatron.config.sections.data import FileKeys, MixtureData, data_sources
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.eval import RunData
@@ -120,7 +121,9 @@ def _single_turns(c: RunConfig) -> Iterator[str]:
 
 
 def _in_itself(key: str, section: EnvironmentSection) -> Iterator[str]:
-    """Keys of one section that contradict each other."""
+    """A function that has left the package, and keys of one section that contradict each other."""
+    if text := instead_of("environment.function", section.function):
+        yield f"{key}.function={section.function!r}: must be {text}"
     if section.thinking != "template" and section.template == "plain":
         yield f"{key}.thinking={section.thinking} with template=plain: no template drops anything; leave it out"
     if section.tool_parser is not None and section.template == "plain":

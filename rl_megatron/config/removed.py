@@ -47,8 +47,13 @@ REMOVED: Mapping[str, Removed] = {
 }
 """By dotted key, sorted; ``*`` is the name of an entry of a mapping, and a section stands for all keys in it."""
 
+_EXAMPLE = "with docs/examples/environments on PYTHONPATH, as docs/environments.md shows"
+
 VALUES: Mapping[tuple[str, str], str] = {
     ("eval.mode", "pinned"): "'beside', whose evaluations are sampled by the servers of training, or 'blocking'",
+    ("environment.function", "nemo_gym"): f"nemo_gym_sessions:NemoGym {_EXAMPLE}",
+    ("environment.function", "openenv"): f"openenv_episodes:OpenEnv {_EXAMPLE}",
+    ("environment.function", "reasoning_gym"): f"reasoning_gym_problems:ReasoningGym {_EXAMPLE}",
     ("weights.transport", "disk"): "'file', the new name of 'disk'",
 }
 """By key and removed value: the rest of the sentence "must be ..."."""

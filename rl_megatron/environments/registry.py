@@ -11,9 +11,6 @@ from typing import Any
 
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.sandbox import SandboxSection
-from rl_megatron.environments.adapters.nemo_gym import NemoGym
-from rl_megatron.environments.adapters.openenv import OpenEnv
-from rl_megatron.environments.adapters.reasoning_gym import ReasoningGym
 from rl_megatron.environments.adapters.verifiers import verifiers
 from rl_megatron.environments.calculator import Calculator
 from rl_megatron.environments.guess import Guess
@@ -30,9 +27,6 @@ OF_METHODS = ("close_seconds", "max_observation_tokens")
 ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {
     "calculator": Calculator,
     "guess": Guess,
-    "nemo_gym": NemoGym,
-    "openenv": OpenEnv,
-    "reasoning_gym": ReasoningGym,
     "verifiers": verifiers,
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.processes import Place
-from tests.unit.environments.adapters.served import PACKAGES, interpreter
+from tests.environments.served import EXAMPLES, PACKAGES, interpreter
 from tools.write_tasks import run
 
 pytestmark = pytest.mark.slow
@@ -51,13 +51,14 @@ def risen(found: list[float]) -> float:
     return sum(found[-4:]) / 4 - sum(found[:2]) / 2
 
 
-def test_reasoning_gym(place: Place) -> None:
+def test_reasoning_gym(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """How often a letter is in a word: 0.26 behind a short warm start, 0.55 behind 16 steps; two minutes under load."""
     pytest.importorskip("reasoning_gym")
-    run(place.folder / "tasks", "reasoning_gym", LETTERS)
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
+    run(place.folder / "tasks", "reasoning_gym_problems:tasks", LETTERS)
     found = rewards(
         place,
-        *("environment.function=reasoning_gym", "environment.options.tag=''"),
+        *("environment.function=reasoning_gym_problems:ReasoningGym", "environment.options.tag=''"),
         *("rollout.prompts_per_step=16", "rollout.group_size=8"),
         *("rollout.max_prompt_tokens=128", "rollout.max_new_tokens=4"),
         *("warm_start.steps=16", "warm_start.learning_rate=2e-3", "warm_start.check_every=16", "train.steps=16"),

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model
 from tests.e2e.processes import Place
-from tests.unit.environments.adapters.served import interpreter
+from tests.environments.served import interpreter
 
 pytestmark = pytest.mark.slow
 TASKS: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import yaml
 
-from tests.unit.environments.adapters.served import interpreter
+from tests.environments.served import interpreter
 from tests.unit.test_examples import EXAMPLES
 
 READ = """

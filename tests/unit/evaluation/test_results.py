@@ -117,7 +117,7 @@ RANKS = ("reward.function=ranks:judge", "reward_models.judge.path=a")
 SERVICE = ("reward.function=service:judge/score", "services.judge.command=serve a")
 TESTS = ("reward.parts.tests=1",)
 AGENT = (
-    "environment.function=openenv",
+    "environment.function=games:Played",
     "environment.template=plain",
     "environment.options.url=service:judge",
     "services.judge.command=serve a",

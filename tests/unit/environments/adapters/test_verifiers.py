@@ -23,8 +23,8 @@ from rl_megatron.rollout.environments.source import EnvironmentSampler
 from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.types import Prompt, Trajectory
 from tests.completions import drawn
+from tests.environments.served import PACKAGES, interpreter
 from tests.scripted_engine import Scripted, sampler, trajectories
-from tests.unit.environments.adapters.served import PACKAGES, interpreter
 
 LOCAL = {"agent": {"runtime": {"type": "subprocess"}}}
 GENERATIONS = [("verifiers-0.1", "twice_first", {"problems": 5}), ("verifiers", "twice_second", LOCAL)]

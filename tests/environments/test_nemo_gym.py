@@ -13,12 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import nemo_gym_sessions as example
 import pytest
+from json_server import MOST_BYTES
 
-from rl_megatron.config.sections.environment import EnvironmentSection
-from rl_megatron.environments.adapters import nemo_gym as adapter
-from rl_megatron.environments.adapters.servers import MOST_BYTES
-from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.errors import ConfigError, EnvironmentFailed
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.conversation.chat import ChatTemplate
@@ -26,8 +24,8 @@ from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.rollout.parsers.hermes import hermes
 from rl_megatron.types import Prompt, Trajectory
 from tests.completions import drawn
+from tests.environments.served import INTERPRETERS, interpreter, serving
 from tests.scripted_engine import Scripted, sampler, trajectories
-from tests.unit.environments.adapters.served import INTERPRETERS, interpreter, serving
 from tools.write_tasks import run
 
 EXAMPLES = "lib/python3.12/site-packages/resources_servers/example_session_state_mgmt/data/example.jsonl"
@@ -50,7 +48,7 @@ def prompt(row: Mapping[str, Any], id: str = "p") -> Prompt:
 
 
 def played(engine: Scripted, url: str, prompts: Sequence[Prompt], **section: Any) -> list[Trajectory]:
-    ours = sampler(Waves(engine), function="nemo_gym", options={"url": url}, group_size=1, **section)
+    ours = sampler(Waves(engine), function="nemo_gym_sessions:NemoGym", options={"url": url}, group_size=1, **section)
     rollout = ours.rollout.model_copy(update={"max_new_tokens": 300, "max_prompt_tokens": 200})
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = SHOWS_TOOLS
@@ -72,7 +70,7 @@ def counting(text: str) -> str:
 
 def test_calls_change_each_trajectorys_session_and_the_server_verifies(server: str, tmp_path: Path) -> None:
     (examples,) = (INTERPRETERS / "nemo-gym").glob(EXAMPLES)
-    run(tmp_path, "nemo_gym", [f"path={examples}", "held_out=1"])
+    run(tmp_path, "nemo_gym_sessions:tasks", [f"path={examples}", "held_out=1"])
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     assert rows[0]["question"] == "add 1 then add 2 then get the count"
     assert len((tmp_path / "eval.jsonl").read_text().splitlines()) == 1
@@ -188,7 +186,10 @@ def test_the_server_gets_the_row_and_the_transcript() -> None:
 )
 def test_a_server_that_fails_or_lies_is_named(answers: Answers, said: str) -> None:
     says = Scripted(lambda text: call("add", n=1) if text == "Add. add" else "3")
-    with answering({**FINE, **answers}) as (url, _), pytest.raises(EnvironmentFailed, match=f"'nemo_gym'.*{said}"):
+    with (
+        answering({**FINE, **answers}) as (url, _),
+        pytest.raises(EnvironmentFailed, match=f"'nemo_gym_sessions:NemoGym'.*{said}"),
+    ):
         played(says, url, [prompt(ROW)])
 
 
@@ -217,7 +218,7 @@ def test_rows_that_cannot_be_played_are_refused(given: Mapping[str, Any], said: 
     row = {"responses_create_params": given}
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROW)}\n{json.dumps(row)}\n")
     with pytest.raises(ConfigError, match=f"rows.jsonl, line 2: .*{said}"):
-        adapter.tasks(path=str(tmp_path / "rows.jsonl"), held_out=1)
+        example.tasks(path=str(tmp_path / "rows.jsonl"), held_out=1)
     with pytest.raises(EnvironmentFailed, match=f"prompt 'p': nemo_gym: .*{said}"):
         played(Scripted(str), "http://127.0.0.1:1", [prompt(row)])
 
@@ -225,15 +226,15 @@ def test_rows_that_cannot_be_played_are_refused(given: Mapping[str, Any], said: 
 def test_a_line_ends_where_json_lines_end_alone(tmp_path: Path) -> None:
     row = {"responses_create_params": {"input": "one\u2028two\x85three"}}
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row, ensure_ascii=False)}\n" * 2, encoding="utf-8")
-    train, _ = adapter.tasks(path=str(tmp_path / "rows.jsonl"), held_out=1)
+    train, _ = example.tasks(path=str(tmp_path / "rows.jsonl"), held_out=1)
     assert [one["question"] for one in train] == ["one\u2028two\x85three"]
 
 
 def test_files_and_servers_that_cannot_be_are_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROW)}\n")
     with pytest.raises(ConfigError, match=r"has 1 rows; held_out=1 must be from 1 to 0"):
-        adapter.tasks(path=str(tmp_path / "rows.jsonl"), held_out=1)
+        example.tasks(path=str(tmp_path / "rows.jsonl"), held_out=1)
     with pytest.raises(ConfigError, match=r"no_such\.jsonl.*No such file"):
-        adapter.tasks(path="no_such.jsonl", held_out=1)
+        example.tasks(path="no_such.jsonl", held_out=1)
     with pytest.raises(ConfigError, match=r"10\.0\.0\.7 is not on loopback"):
-        resolve_environment(EnvironmentSection(function="nemo_gym", options={"url": "http://10.0.0.7"}))
+        example.NemoGym("http://10.0.0.7")

@@ -11,23 +11,19 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+import openenv_episodes as example
 import pytest
 
-from rl_megatron.config.sections.environment import EnvironmentSection
-from rl_megatron.environments.adapters import openenv as adapter
 from rl_megatron.environments.protocol import Reply
-from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.errors import ConfigError, DataError, EnvironmentFailed
 from rl_megatron.rollout.environments.source import EnvironmentSampler
 from rl_megatron.rollout.environments.waves import Waves
-from rl_megatron.services import ServiceAddress, Services
 from rl_megatron.types import Prompt, Trajectory
 from tests.completions import drawn
+from tests.environments.served import interpreter, serving
 from tests.scripted_engine import Scripted, sampler, trajectories
-from tests.unit.environments.adapters.served import interpreter, serving
 from tools.write_tasks import run
 
-pytest.importorskip("websockets", reason="pip install -e .[test] has websockets")
 SCHEMA = {"action": {"properties": {"metadata": {"type": "object"}, "said": {"type": "string"}}}}
 
 
@@ -43,7 +39,9 @@ def prompt(text: str, **arguments: Any) -> Prompt:
 
 def source(engine: Scripted, url: str, *, group_size: int = 2, **section: Any) -> EnvironmentSampler:
     options = {"url": url, "tool": False, **section.pop("options", {})}  # plain texts show none
-    return sampler(Waves(engine), function="openenv", options=options, group_size=group_size, **section)
+    return sampler(
+        Waves(engine), function="openenv_episodes:OpenEnv", options=options, group_size=group_size, **section
+    )
 
 
 def played(ours: EnvironmentSampler, prompts: Sequence[Prompt]) -> list[Trajectory]:
@@ -65,7 +63,7 @@ def guessing(text: str) -> str:
 
 def test_the_servers_observations_and_rewards_are_the_trajectorys(server: str, tmp_path: Path) -> None:
     keys = [f"url={server}/guess", "size=2", "held_out=1", "seed=17", "observation=hint", "least=0"]
-    run(tmp_path, "openenv", keys)
+    run(tmp_path, "openenv_episodes:tasks", keys)
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     assert rows[0] == {"question": "0-9, 17?", "answer": "(none)", "openenv": {"least": 0, "seed": 17}}
     assert json.loads((tmp_path / "eval.jsonl").read_text())["openenv"]["seed"] == 19
@@ -90,8 +88,8 @@ def test_a_reply_is_the_action_where_that_is_a_text_and_a_full_server_is_waited_
 
 
 async def test_a_server_that_stays_full_is_named(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "_ROOM_LIMIT", 0.2)
-    one = adapter.Session(f"{server}/echo", Services(), "")
+    monkeypatch.setattr(example, "_ROOM_LIMIT", 0.2)
+    one = example.Session(f"{server}/echo", "")
     await one.open()
     await one.reset({})
     try:
@@ -123,7 +121,7 @@ def test_what_the_schema_refuses_is_read_and_all_of_an_observation_that_has_no_o
 )
 def test_what_the_server_does_not_do_is_named(server: str, path: str, says: str, task: Prompt, said: str) -> None:
     options = {"observation": "hint"} if path == "guess" else {}
-    with pytest.raises(EnvironmentFailed, match=f"environment 'openenv': prompt 'p'.*({said})"):
+    with pytest.raises(EnvironmentFailed, match=f"environment 'openenv_episodes:OpenEnv': prompt 'p'.*({said})"):
         played(source(Scripted(lambda text: says), f"{server}/{path}", options=options), [task])
 
 
@@ -148,7 +146,7 @@ def test_a_tool_that_plain_texts_do_not_show_is_refused_and_may_be_left_out(tool
 def test_a_row_without_the_field_is_refused() -> None:
     task = Prompt(id="p", text="say", token_ids=(1,), answer="")
     with pytest.raises(DataError, match="prompt 'p' has no field 'openenv'; write tasks"):
-        asyncio.run(adapter.OpenEnv("http://127.0.0.1:1", Services()).start(task, 0))
+        asyncio.run(example.OpenEnv("http://127.0.0.1:1").start(task, 0))
 
 
 CALL = {"id": "a", "type": "function", "function": {"name": "act", "arguments": '{"guess": 3}'}}
@@ -167,11 +165,11 @@ CALL = {"id": "a", "type": "function", "function": {"name": "act", "arguments": 
 )
 def test_replies_become_actions(message: Mapping[str, Any], action: object) -> None:
     schema = {"properties": {"guess": {"type": "integer"}, "sure": {}, "metadata": {}}, "required": ["guess"]}
-    form = adapter.ActionForm(schema)
+    form = example.ActionForm(schema)
     ((tool,), reply) = (form.tools, Reply(text="", message=message, finish_reason="stop"))
     assert set(tool["function"]["parameters"]["properties"]) == {"guess", "sure"}
     if isinstance(action, str):
-        with pytest.raises(adapter.ActionRefused, match=action):
+        with pytest.raises(example.ActionRefused, match=action):
             form.read(reply)
     else:
         assert form.read(reply) == action
@@ -182,17 +180,17 @@ def test_replies_become_actions(message: Mapping[str, Any], action: object) -> N
     [
         ("http://10.0.0.7:8000", "10.0.0.7 is not on loopback, and without TLS others"),
         ("http://127.0.0.1.example.com", "is not on loopback"),
-        ("ftp://127.0.0.1", "write it as http://127.0.0.1:port, https://host, or service:<name>"),
+        ("ftp://127.0.0.1", "write it as http://127.0.0.1:port or https://host"),
         ("http://127.0.0.1:9/?a=1", "write it as http"),
-        ("service:", "write it as http"),
+        ("service:game", "write it as http"),
         ("http://127.0.0.1:99999", "Port out of range"),
-        ("http://me:secret@127.0.0.1", "^environment.function='openenv': environment.options.url: remove user name"),
+        ("http://me:secret@127.0.0.1", "^environment.options.url: remove user name"),
         ("http://127.0.0.1/a b", "white space"),
     ],
 )
-def test_a_server_whose_rewards_others_could_write_is_refused_before_the_run(url: str, said: str) -> None:
+def test_a_server_whose_rewards_others_could_write_is_refused(url: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
-        resolve_environment(EnvironmentSection(function="openenv", options={"url": url}))
+        example.OpenEnv(url)
     assert "secret" not in str(refused.value)
 
 
@@ -273,7 +271,7 @@ def redirects(connection: Any, request: Any) -> Any:
     [
         (hangs, r"turn 1: step did not end within environment.step_seconds=0\.3"),
         (leaves, "the connection ended in a step: .*1000"),
-        (sends("x" * (adapter.MOST_BYTES + 1)), "the connection ended in a step: .*1009.*limit"),
+        (sends("x" * (example.MOST_BYTES + 1)), "the connection ended in a step: .*1009.*limit"),
         (sends("no JSON"), "step answers what is no observation: 'no JSON'"),
         (sends([]), "step answers what is no observation"),
         (sends({"type": "observation"}), "step answers what is no observation"),
@@ -301,7 +299,7 @@ def test_a_server_that_hangs_lies_or_leaves_is_named(answers: Any, said: str) ->
     ("schema", "said"),
     [
         (lambda connection, request: connection.respond(HTTPStatus.OK, "{}"), "gives no schema of actions"),
-        (lambda connection, request: connection.respond(HTTPStatus.OK, "x" * (adapter.MOST_BYTES + 1)), "longer than"),
+        (lambda connection, request: connection.respond(HTTPStatus.OK, "x" * (example.MOST_BYTES + 1)), "longer than"),
         (
             lambda connection, request: connection.respond(HTTPStatus.NOT_FOUND, ""),
             "status 404, and not the object that is due: ''",
@@ -316,19 +314,4 @@ def test_a_server_that_is_no_openenv_is_named(schema: Any, said: str) -> None:
 
 def test_nobody_listens_is_named() -> None:
     with pytest.raises(ConfigError, match=r"GET http://127\.0\.0\.1:1/schema: ConnectError"):
-        adapter.tasks(url="http://127.0.0.1:1", size=1, held_out=1)
-
-
-def test_a_service_of_the_run_gets_its_key() -> None:
-    keys, services = list[str | None](), Services({"game": None})  # type: ignore[dict-item]
-
-    def asked(connection: Any, request: Any) -> Any:
-        keys.append(request.headers.get("Authorization"))
-        return connection.respond(HTTPStatus.OK, json.dumps(SCHEMA)) if request.path == "/schema" else None
-
-    made = resolve_environment(EnvironmentSection(function="openenv", options={"url": "service:game"}), None, services)
-    with lying(sends(data(reward=1.0, done=True)), asked) as url:
-        services.serves("game", 0, ServiceAddress(url=url, key="k"))
-        ours = sampler(Waves(Scripted(lambda text: "7")), made, function="openenv", group_size=1)
-        assert [one.reward for one in played(ours, [prompt("say")])] == [1.0]
-    assert keys == ["Bearer k", "Bearer k"]
+        example.tasks(url="http://127.0.0.1:1", size=1, held_out=1)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reasoning_gym_problems import EXECUTING, ReasoningGym
 
-from rl_megatron.environments.adapters.reasoning_gym import EXECUTING, ReasoningGym
 from rl_megatron.environments.protocol import EnvironmentStep, Reply
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.rollout.environments.waves import Waves
@@ -22,13 +22,13 @@ from tests.completions import drawn
 from tests.scripted_engine import Scripted, sampler, trajectories
 from tools.write_tasks import run
 
-package = pytest.importorskip("reasoning_gym", reason="pip install -e .[test] has reasoning-gym")
+package = pytest.importorskip("reasoning_gym", reason="make test-environments installs it, on Python 3.11")
 NAMES = ("leg_counting", "family_relationships", "time_intervals")
 CHAIN = ("name=chain_sum", "size=6", "held_out=4", "seed=5", "min_terms=2", "max_terms=3")
 
 
 def written(folder: Path, *keys: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    run(folder, "reasoning_gym", keys)
+    run(folder, "reasoning_gym_problems:tasks", keys)
     train, held_out = (
         [json.loads(line) for line in (folder / name).read_text().splitlines()]
         for name in ("train.jsonl", "eval.jsonl")
@@ -77,7 +77,9 @@ def test_replies_get_the_packages_own_score(name: str, tmp_path: Path) -> None:
 def test_a_trajectory_is_the_problem_and_one_turn(tmp_path: Path) -> None:
     train, _ = written(tmp_path, *CHAIN)
     right = train[0]["answer"]
-    ours = sampler(Waves(Scripted(lambda text: right)), function="reasoning_gym", options={"tag": ""})
+    ours = sampler(
+        Waves(Scripted(lambda text: right)), function="reasoning_gym_problems:ReasoningGym", options={"tag": ""}
+    )
     longer = replace(ours, rollout=ours.rollout.model_copy(update={"max_prompt_tokens": 200}))
     (one, *_) = trajectories(asyncio.run(longer.groups(drawn([task(train[0])]))))
     assert (one.reward, one.stop, len(one.turns), one.metrics["own/answered"]) == (1.0, "done", 1, 1.0)

@@ -8,10 +8,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.environments.adapters.servers import JsonServer, ServerFailed, check_url, server_address
+from json_server import JsonServer, ServerFailed, check_url
+
 from rl_megatron.environments.protocol import EnvironmentStep, Observed, OpenAIMessage, Reply, Transcript
 from rl_megatron.errors import ConfigError, DataError
-from rl_megatron.services import Services
 from rl_megatron.types import Prompt
 
 FIELD = "nemo_gym"  # of a row: the row of NeMo-Gym as it is
@@ -19,15 +19,14 @@ _OWN_ROUTES = frozenset({"seed_session", "verify", "aggregate_metrics", "mcp"})
 
 
 class NemoGym:
-    """A session at the resources server ``url``, which is on loopback, behind TLS, or ``service:<name>``.
+    """A session at the resources server ``url``, which is on loopback or behind TLS.
 
     Calls of the row's tools are requests to it; a reply without a call ends the trajectory, and the server verifies
     what was said, however it ended.
     """
 
-    def __init__(self, url: str, services: Services) -> None:
-        check_url(url)
-        self._url, self._services = url, services
+    def __init__(self, url: str) -> None:
+        self._url = check_url(url)
         self._server: JsonServer | None = None
         self._row: Mapping[str, Any] = {}
         self._tools: frozenset[str] = frozenset()
@@ -42,7 +41,7 @@ class NemoGym:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(f"prompt {task.id!r}: {FIELD}: {type(error).__name__}: {error!s:.300}") from error
         self._row, self._tools = row, frozenset(tool["function"]["name"] for tool in tools)
-        self._server = JsonServer(await server_address(self._url, self._services))
+        self._server = JsonServer(self._url)
         begun = await self._server.ask_object("POST", "/seed_session", dict(row))
         if "mcp" in begun:
             raise ServerFailed(f"{self._url}: its tools are called over MCP; only those that are routes can be")

@@ -6,9 +6,7 @@ import asyncio
 import time
 
 import pytest
-
-from rl_megatron.environments.adapters.servers import JsonServer
-from rl_megatron.services import ServiceAddress
+from json_server import JsonServer
 
 
 @pytest.mark.parametrize(("idle", "connections"), [(1.0, 1), (4.9, 2)])
@@ -26,7 +24,7 @@ async def test_a_connection_is_not_used_again_when_its_server_may_be_closing_it(
 
     listening = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
-    server = JsonServer(ServiceAddress(url=f"http://127.0.0.1:{port}", key=""))
+    server = JsonServer(f"http://127.0.0.1:{port}")
     assert await server.ask_object("GET", "/tool") == {}
     clock = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + idle)  # the model takes its turn

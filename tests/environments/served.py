@@ -12,7 +12,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
-INTERPRETERS = Path(__file__).parents[4] / ".environments"
+REPO = Path(__file__).parents[2]
+INTERPRETERS = REPO / ".environments"
+EXAMPLES = REPO / "docs" / "examples" / "environments"
 PACKAGES = Path(__file__).parent / "packages"
 _START_LIMIT = 120.0  # seconds: a loaded machine imports the packages for as long
 

@@ -11,16 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from rl_megatron.environments.adapters.servers import (
-    MOST_BYTES,
-    JsonServer,
-    ServerFailed,
-    check_url,
-    server_address,
-)
+from json_server import MOST_BYTES, JsonServer, ServerFailed, check_url
+
 from rl_megatron.environments.protocol import EnvironmentStep, Observed, OpenAIMessage, Reply, Transcript
 from rl_megatron.errors import ConfigError, DataError
-from rl_megatron.services import Services
 from rl_megatron.types import Prompt
 
 FIELD = "openenv"  # of a row: the arguments of its reset
@@ -43,16 +37,15 @@ class Seen:
 
 
 class OpenEnv:
-    """An episode at ``url``, which is on loopback, behind TLS, or ``service:<name>``.
+    """An episode at ``url``, which is on loopback or behind TLS.
 
     The model reads the field ``observation`` of what the server answers, or all of it. Where actions have one text
     field, its reply is that; else it calls the tool ``act``, or writes a JSON object: without ``tool`` that alone.
     """
 
-    def __init__(self, url: str, services: Services, observation: str = "", tool: bool = True) -> None:
-        check_url(url)
+    def __init__(self, url: str, observation: str = "", tool: bool = True) -> None:
         self._tool = tool
-        self._session = Session(url, services, observation)
+        self._session = Session(check_url(url), observation)
 
     async def start(self, task: Prompt, seed: int) -> Observed:
         """The problem as the row has it, if its row names a seed; else what the server shows of the trajectory's.
@@ -147,16 +140,15 @@ class ActionForm:
 class Session:
     """One connection to a server, and its episodes one after the other."""
 
-    def __init__(self, url: str, services: Services, observation: str) -> None:
+    def __init__(self, url: str, observation: str) -> None:
         self._client = _websockets()
-        self._url, self._services, self._shown = url, services, observation
+        self._url, self._shown = url, observation
         self._socket: Any = None
         self.actions = ActionForm({})
 
     async def open(self) -> None:
-        """Read the schema of actions, and connect. Raises ServerFailed, and ServiceError."""
-        address = await server_address(self._url, self._services)
-        asked = JsonServer(address)
+        """Read the schema of actions, and connect. Raises ServerFailed."""
+        asked = JsonServer(self._url)
         try:
             schemas = await asked.ask_object("GET", "/schema")
         finally:
@@ -164,13 +156,12 @@ class Session:
         if not isinstance(schemas.get("action"), dict):
             raise ServerFailed(f"{self._url}: GET /schema gives no schema of actions: {schemas!r:.200}")
         self.actions = ActionForm(schemas["action"])
-        parts = urlsplit(address.url)
+        parts = urlsplit(self._url)
         try:
             self._socket = await self._client.connect(
-                address.url.replace("http", "ws", 1) + "/ws",
+                self._url.replace("http", "ws", 1) + "/ws",
                 host=parts.hostname,  # so that it follows no redirect to another
                 port=parts.port or (443 if parts.scheme == "https" else 80),
-                additional_headers=address.headers,
                 max_size=MOST_BYTES,
                 compression=None,
                 proxy=None,
@@ -268,10 +259,10 @@ def tasks(
 
     ``arguments`` go to each reset. Raises ConfigError with what failed.
     """
-    check_url(url)
+    address = check_url(url)
 
     async def shown() -> list[Mapping[str, Any]]:
-        session, rows = Session(url, Services(), observation), list[Mapping[str, Any]]()
+        session, rows = Session(address, observation), list[Mapping[str, Any]]()
         try:
             async with asyncio.timeout(_TASKS_LIMIT):
                 await session.open()
