@@ -54,6 +54,7 @@ VALUES: Mapping[tuple[str, str], str] = {
     ("environment.function", "nemo_gym"): f"nemo_gym_sessions:NemoGym {_EXAMPLE}",
     ("environment.function", "openenv"): f"openenv_episodes:OpenEnv {_EXAMPLE}",
     ("environment.function", "reasoning_gym"): f"reasoning_gym_problems:ReasoningGym {_EXAMPLE}",
+    ("learner.optimizer.moments_dtype", "float8"): "'bfloat16', which takes 4 bytes a parameter, or 'float32'",
     ("weights.transport", "disk"): "'file', the new name of 'disk'",
 }
 """By key and removed value: the rest of the sentence "must be ..."."""

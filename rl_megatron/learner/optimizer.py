@@ -16,7 +16,6 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.utils import local_multi_tensor_l2_norm
 
-from rl_megatron.learner.adam.float8 import keep_float8, tensors_in
 from rl_megatron.learner.adam.groups import overrides, set_decay
 from rl_megatron.learner.model.build import with_dtypes
 from rl_megatron.learner.muon.newton_schulz import Muon
@@ -57,8 +56,6 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
                 part._copy_main_params_to_model_params = _nothing_to_copy
         if keeps_weights(part):
             _step_in_pieces(part.optimizer)
-        if torch.uint8 in getattr(part.optimizer, "name_to_dtype_map", {}).values():  # means float8
-            keep_float8(part.optimizer)
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             part.optimizer.param_update_in_fp32 = False  # its weights are float32: it would look for copies at a load
             for group in part.optimizer.param_groups:
@@ -173,7 +170,8 @@ def state_of(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     for adam in _adams(optimizer):
         yield from (parameter for group in adam.param_groups for parameter in group["params"])
         for value in (value for state in adam.state.values() for value in state.values()):
-            yield from tensors_in(value) if isinstance(value, torch.Tensor) else ()
+            if isinstance(value, torch.Tensor):
+                yield value
 
 
 def reset_moments(optimizer: MegatronOptimizer) -> None:
@@ -181,7 +179,7 @@ def reset_moments(optimizer: MegatronOptimizer) -> None:
     for adam in _adams(optimizer):
         for name, value in (one for state in adam.state.values() for one in state.items()):
             if name != "master_param":
-                next(tensors_in(value)).zero_()  # of float8 the numbers, whatever their scale
+                value.zero_()
         for group in adam.param_groups:
             if "step" in group:
                 group["step"] = group["step"] * 0  # an integer, or a tensor

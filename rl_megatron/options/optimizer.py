@@ -15,10 +15,8 @@ if TYPE_CHECKING:
     from rl_megatron.models.shape import ModelShape
 
 _MOMENT = 4  # bytes
-_KEPT = {"float32": ("float32", "float32"), "bfloat16": ("bfloat16", "bfloat16"), "float8": ("float8", "bfloat16")}
-"""The dtypes of both moments, by ``moments_dtype``."""
-_BYTES = {**BYTES, "float8": 1}
-_BITS = {"bfloat16": 8, "float8": 4}  # of a significand, the first one included
+_SLOWEST_DECAY = 1 - 1 / (2**8 + 2)
+"""bfloat16 has 8 bits of a significand. A factor of at least this rounds 1 + 2 ** -7 to itself, so it never decays."""
 STEPPED_AT_ONCE = 2**26
 """Parameters that are stepped together where moments are not float32, or one tensor of more, of which a rank may step
 all: of those there are float32 copies then."""
@@ -61,12 +59,9 @@ class OptimizerSection(Section):
     distributed: bool = True
     """Whether data-parallel ranks shard the optimizer's state: AdamW's in equal parts; with ``name=muon``, which needs
     true, in whole parameters."""
-    moments_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which both moments are kept between steps, by TransformerEngine's Adam, on GPUs alone. bfloat16 halves
-    their 8 bytes a parameter. float8 leaves 3: the mean of gradients is kept in e4m3, one scale for each rank's part of
-    a tensor, and what is smaller than 1/14336 of the largest there may become 0; that of squares in bfloat16, since a
-    square that became 0 would make a step of any size. Steps are still computed in float32. How training fares is not
-    measured."""
+    their 8 bytes a parameter. Steps are still computed in float32. How training fares is not measured."""
 
 
 class OptimizerKeys(Section):
@@ -134,10 +129,10 @@ class Optimizer(Option):
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
         """Bytes of AdamW's two moments, or of Muon's one, and, with bfloat16 parameters, of float32 copies; shared out
         if ``distributed``, with Muon by whole parameters: a rank has at least the embedding's or the output layer's."""
-        dtype, stepped = learner.optimizer.moments_dtype, rank.stepped(learner)
-        if dtype != "float32":  # a step has copies of moments
+        stepped = rank.stepped(learner)
+        if learner.optimizer.moments_dtype != "float32":  # a step has copies of moments
             copies = 2 * _MOMENT * min(stepped, max(STEPPED_AT_ONCE, rank.largest))
-            state = sum(_BYTES[kept] for kept in (*_KEPT[dtype], "float32")) * stepped
+            state = (2 * BYTES["bfloat16"] + BYTES["float32"]) * stepped
             return {**terms, "optimizer": state, "step": terms["step"] + copies}
         each, d, held = 2 * _MOMENT + (4 if learner.dtype == "bfloat16" else 0), learner.dims, rank.trained
         dense, experts = float(held.dense * each), float(held.experts * each)
@@ -154,7 +149,7 @@ class Optimizer(Option):
 
 
 def _moments_problems(learner: LearnerSection) -> Iterator[str]:
-    """Moments in few bits where TransformerEngine's Adam does not keep them, or where they would not decay."""
+    """Moments in bfloat16 where TransformerEngine's Adam does not keep them, or where they would not decay."""
     dtype = learner.optimizer.moments_dtype
     if dtype == "float32":
         return
@@ -173,20 +168,13 @@ def _moments_problems(learner: LearnerSection) -> Iterator[str]:
             f"{given} with learner.offload.optimizer={learner.offload.optimizer:g}: that needs a learner without "
             f"TransformerEngine, whose Adam keeps moments in {dtype}; set one of the two"
         )
-    for key, kept in zip(("beta1", "beta2"), _KEPT[dtype], strict=True):
-        decay, most = getattr(learner.optimizer, key), slowest_decay(_BITS[kept])
-        if decay >= most:
+    for key in ("beta1", "beta2"):
+        if (decay := getattr(learner.optimizer, key)) >= _SLOWEST_DECAY:
             yield (
-                f"{given} with learner.optimizer.{key}={decay:g}: {kept} has {_BITS[kept]} bits, to which numbers are "
-                f"rounded that were multiplied by it, so some would never decay; set it below {most:.4g}, or leave "
+                f"{given} with learner.optimizer.{key}={decay:g}: bfloat16 has 8 bits, to which numbers are rounded "
+                f"that were multiplied by it, so some would never decay; set it below {_SLOWEST_DECAY:.4g}, or leave "
                 "moments_dtype out"
             )
-
-
-def slowest_decay(bits: int) -> float:
-    """The factor below which each number of so many bits becomes a smaller one when it is multiplied and rounded to the
-    nearest: 1 + 2 ** (1 - bits) must fall by half the distance to the next."""
-    return 1 - 1 / float(2**bits + 2)
 
 
 def _low_moments(learner: LearnerSection) -> dict[str, object]:
@@ -197,11 +185,10 @@ def _low_moments(learner: LearnerSection) -> dict[str, object]:
             f"learner.optimizer.moments_dtype={dtype}: TransformerEngine, whose Adam keeps them, is not installed "
             "here; install it, or leave the key out"
         )
-    mean, squares = (Dtype("uint8" if kept == "float8" else kept) for kept in _KEPT[dtype])  # as TransformerEngine says
     return {
         "use_precision_aware_optimizer": True,
-        "exp_avg_dtype": mean,
-        "exp_avg_sq_dtype": squares,
+        "exp_avg_dtype": Dtype(dtype),
+        "exp_avg_sq_dtype": Dtype(dtype),
         "main_params_dtype": Dtype("float32"),
         "main_grads_dtype": Dtype(learner.gradient_dtype),
         "store_param_remainders": False,  # megatron-core could not save them for another layout

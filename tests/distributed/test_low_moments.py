@@ -1,4 +1,4 @@
-"""Moments in bfloat16 and float8 by TransformerEngine's own FusedAdam, with kernels in torch, on a pretended GPU."""
+"""Moments in bfloat16 by TransformerEngine's own FusedAdam, with kernels in torch, on a pretended GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_it_steps_as_torchs_adamw_whose_moments_are_rounded_after_each_step(mome
     """One parameter has no gradient, so its moments are zeros."""
     apart = seen[moments]["apart"]
     assert apart["moved"] > low_moments.RATE
-    most = {"bfloat16": 2**-9, "float32": 1e-5, "float8": 2**-5}  # where a sum rounds otherwise
+    most = {"bfloat16": 2**-9, "float32": 1e-5}  # where a sum rounds otherwise
     assert apart["apart"] < most[moments]
     assert apart["further"] < 1e-3
     assert apart["unequal"] < 1e-3  # of the model's, in bfloat16
@@ -57,17 +57,10 @@ def test_its_state_has_the_planned_bytes(seen: Any) -> None:
         assert sum(seen[moments]["held"].values()) == pytest.approx(planned, rel=0.02)
     each = seen["float32"]["held"]["torch.float32"] // 12  # parameters
     assert seen["bfloat16"]["held"] == {"torch.float32": 4 * each, "torch.bfloat16": 4 * each}
-    float8 = seen["float8"]["held"]
-    assert float8["torch.uint8"] == each
-    assert float8["torch.bfloat16"] == 2 * each
-    assert 0 < float8["torch.float32"] - 4 * each < 0.03 * each  # a scale a tensor
 
 
 def test_a_resume_continues_and_may_change_the_dtype(seen: Any) -> None:
-    same, to_float32, to_bfloat16, same_float8, from_float8 = seen["resumed"]
-    assert same_float8 == seen["float8"]["next"]
-    assert from_float8[0] == seen["float8"]["next"][0]
-    assert from_float8[1] == pytest.approx(seen["float8"]["next"][1], rel=1e-2)
+    same, to_float32, to_bfloat16 = seen["resumed"]
     assert same == seen["bfloat16"]["next"]
     assert to_float32[0] == seen["bfloat16"]["next"][0]
     rounded = 2**-8  # bfloat16 rounds both moments by at most 2^-9, which moves a step by less than that together
@@ -81,24 +74,13 @@ def test_a_resumed_run_has_its_own_settings_and_only_matrices_decay(seen: Any) -
 
 
 def test_it_steps_in_pieces_and_leaves_the_gpu_and_is_saved_meanwhile_to_the_same_bits(seen: Any) -> None:
-    assert seen["parked"] == {moments: seen[moments]["next"] for moments in ("bfloat16", "float8")}
+    assert seen["parked"] == seen["bfloat16"]["next"]
 
 
-def test_where_ranks_change_the_least_of_a_float8_tensor_may_become_0_and_nothing_else_changes(root: Path) -> None:
-    """Two ranks' parts of a tensor have one scale then, that of the larger."""
-    before, again, after = (state(root / folder) for folder in ("by two", "by two again", "by one"))
+def test_where_ranks_change_the_state_stays(root: Path) -> None:
+    before, after = state(root / "by two"), state(root / "by one")
     assert before.keys() == after.keys()
-    assert all(torch.equal(was, again[name]) for name, was in before.items())
-    lost = 0
-    for name, was in before.items():
-        changed = was != after[name]
-        if "exp_avg." in name:
-            assert not after[name][changed].any()
-            assert not changed.any() or was[changed].abs().max() <= was.abs().max() / 14336
-            lost += int(changed.sum())
-        else:
-            assert not changed.any()
-    assert lost
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
 def state(folder: Path) -> dict[str, Tensor]:

@@ -18,7 +18,6 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from rl_megatron.learner.adam.float8 import as_float32
 from rl_megatron.learner.checkpoint.gathered import Gathered
 from rl_megatron.learner.lora.adapters import adapters_of
 from rl_megatron.learner.optimizer import create_state, inner_optimizers, keeps_weights
@@ -124,7 +123,7 @@ def _values_of(values: Values, part: DistributedOptimizer, parameter: Tensor) ->
     if keeps_weights(part):
         group, order = part.model_param_group_index_map[parameter]
         state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
-        held = {name: as_float32(tensor, values) for name, tensor in state.items()}
+        held = {name: values(tensor).float() for name, tensor in state.items()}
         return {"param": held.pop("master_param"), **held}
     held = DistributedOptimizer._get_main_param_and_optimizer_states(part, parameter)
     return {name: values(tensor) for name, tensor in held.items() if isinstance(tensor, Tensor)}

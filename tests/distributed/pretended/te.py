@@ -55,7 +55,6 @@ def load() -> None:
     compiled: Any = _Compiled("transformer_engine_torch")
     compiled.get_cudnn_version = lambda: 91300
     compiled.multi_tensor_adam = te_kernels.adam
-    compiled.quantize, compiled.dequantize = te_kernels.quantize, te_kernels.dequantize
     compiled.multi_tensor_l2norm, compiled.multi_tensor_scale = te_kernels.l2norm, te_kernels.scale
     sys.modules[compiled.__name__] = compiled
     for name in _KERNELS:

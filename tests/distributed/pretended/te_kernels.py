@@ -6,7 +6,6 @@ Each takes a chunk's size and a flag, which are the kernels' own, and lists of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,26 +21,6 @@ def scale(chunk: int, flag: Tensor, lists: Sequence[Sequence[Tensor]], factor: f
     """Writes the first list's tensors, scaled, into the second's."""
     for source, target in zip(*lists, strict=True):
         target.copy_(source * factor)
-
-
-def quantize(source: Tensor, quantizer: Any, target: Any, noop: Tensor | None = None) -> None:
-    """Writes float32 numbers, times the quantizer's scale, as float8 e4m3 into a Float8Tensor, with the scale's inverse
-    and, where the tensor has that, the transposed copy; what is beyond the largest number becomes that."""
-    assert source.dtype == torch.float32
-    assert noop is None
-    scaled = (source * quantizer.scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    target._data.copy_(scaled)
-    target._scale_inv.copy_(1 / quantizer.scale)
-    quantizer.amax.copy_(source.abs().amax())
-    if quantizer.columnwise_usage:
-        assert scaled.dim() == 1  # of an optimizer's shard, which is its own transposed
-        target._transpose.copy_(scaled)
-        target._transpose_invalid = False
-
-
-def dequantize(source: Any, dtype: Any) -> Tensor:
-    """The float32 numbers of a Float8Tensor."""
-    return source._data.view(torch.float8_e4m3fn).float() * source._scale_inv
 
 
 def adam(

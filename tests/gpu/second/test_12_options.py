@@ -64,7 +64,6 @@ CASES: Mapping[str, Case] = {
     "TE, norms and activation recomputed": Case(keys={"recompute": {"layernorm": True, "moe_act": True}}, beside="TE"),
     "TE, parked optimizer": Case(keys={"offload": {"while_sampling": "optimizer"}}, beside="TE"),
     "TE, moments in bfloat16": Case(keys={"optimizer": {"moments_dtype": "bfloat16"}}, beside="TE", losses=0.01),
-    "TE, moments in float8": Case(keys={"optimizer": {"moments_dtype": "float8"}}, beside="TE", losses=0.01),
     "TE, float8 by tensor": Case(keys={"fp8": "tensorwise"}, beside="TE", **FLOAT8),
     "TE, float8 by block": Case(keys={"fp8": "blockwise"}, beside="TE", **FLOAT8),
     "CUDA graphs": Case(keys={"cuda_graphs": True}, beside="dense, padded"),
