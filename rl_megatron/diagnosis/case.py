@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rl_megatron.diagnosis.experiments import Outcomes
-from rl_megatron.diagnosis.observation import Observation, shifted, shown, size
+from rl_megatron.diagnosis.observation import shifted, shown, size
 from rl_megatron.diagnosis.routing import RoutingGap, routing_gap
-from rl_megatron.diagnosis.sampling import Evidence, Fit, Parameters, collect, fit
+from rl_megatron.diagnosis.sampling import Evidence, Explanation, Parameters, collect, find_parameters
 
 NOISE: Mapping[str, float] = {"float32": 2e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Mean |gap| in nats that rounding in a data type makes at most, in models of up to a hundred layers."""
@@ -70,7 +70,7 @@ class Case:
     evidence: Evidence
     gap: float  # size of the gap
     good: float  # size of the gap that an explanation may leave
-    fitted: Fit | None  # sampling parameters that explain it
+    sampling: Explanation | None  # sampling parameters that explain it
     shift: int  # that explains it; 0 is none
     prompt: str  # change of the prompts that explains it
     routing: RoutingGap | None
@@ -83,7 +83,7 @@ class Case:
     @property
     def explained(self) -> str:
         """By which cause, exactly; empty where by none."""
-        found = {"sampling parameters": self.fitted, "token shift": self.shift, "template or tokenizer": self.prompt}
+        found = {"sampling parameters": self.sampling, "token shift": self.shift, "template or tokenizer": self.prompt}
         return next((cause for cause, by in found.items() if by), "")
 
     @property
@@ -128,7 +128,7 @@ def case_of(outcomes: Outcomes, setting: Setting, weights: WeightCheck) -> Case:
     observation = outcomes.observation
     gap = size(observation.gaps)
     good = max(2 * setting.noise, _SMALL_SHARE * gap)
-    evidence = collect(observation)
+    evidence, learner = collect(observation), Parameters(temperature=observation.temperature)
     differs = gap > setting.noise
     return Case(
         outcomes=outcomes,
@@ -137,17 +137,11 @@ def case_of(outcomes: Outcomes, setting: Setting, weights: WeightCheck) -> Case:
         evidence=evidence,
         gap=gap,
         good=good,
-        fitted=_explaining_fit(observation, evidence, good) if differs else None,
+        sampling=find_parameters(evidence, learner, outcomes.stretch, good=good) if differs else None,
         shift=next((by for by in (1, -1) if differs and shifted(observation, by) <= good), 0),
         prompt=_explaining_prompt(outcomes, good) if differs else "",
         routing=routing_gap(observation),
     )
-
-
-def _explaining_fit(observation: Observation, evidence: Evidence, good: float) -> Fit | None:
-    start = Parameters(temperature=observation.temperature)
-    found = fit(evidence, start, good=good)
-    return found if found.residual <= good and found.parameters != start else None
 
 
 def _explaining_prompt(outcomes: Outcomes, good: float) -> str:

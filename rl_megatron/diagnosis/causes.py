@@ -123,14 +123,14 @@ def _routing(case: Case) -> Finding:
 def _sampling(case: Case) -> Finding:
     cause = "sampling parameters"
     learner = Parameters(temperature=case.outcomes.observation.temperature)
-    if case.fitted is not None and case.explained == cause:
-        found = case.fitted.parameters
+    if case.sampling is not None and case.explained == cause:
+        found = case.sampling.parameters
         pairs = found.differing(learner)
         named = ", ".join(f"{name} {value:.4g} (the learner: {own:.4g})" for name, (value, own) in pairs.items())
         return Finding(
             cause=cause,
             verdict="guilty",
-            evidence=f"with {named} the mean |d| falls from {case.gap:.2g} to {case.fitted.residual:.2g} nats",
+            evidence=f"with {named} the mean |d| falls from {case.gap:.2g} to {case.sampling.residual:.2g} nats",
             fix=_sampling_fix(pairs, case.setting),
         )
     if case.explained:
@@ -139,7 +139,8 @@ def _sampling(case: Case) -> Finding:
         return Finding(
             cause=cause,
             verdict="not guilty",
-            evidence="no temperature, top-p, top-k or penalty, nor three of them, make the log-probs the learner's",
+            evidence="no temperature, top-p, top-k or penalty, nor one beside a temperature, makes the log-probs the "
+            "learner's",
         )
     hidden = sampled_otherwise(case.evidence, learner)
     if hidden:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -65,6 +66,7 @@ class Outcomes:
     observation: Observation
     single: Tensor  # engine less learner, of the token sampled after one-token prompts
     single_routes: Tensor | None  # [n, L, k] of these
+    stretch: float  # of two such tokens behind the same one: how far apart for the learner, over how far for the engine
     together: Tensor  # engine's greedy tokens in a batch less alone
     prefilled: Tensor  # engine's greedy tokens as decoded less the same after a longer prompt
     packed: Tensor  # learner's log-probs in a batch less alone
@@ -76,11 +78,12 @@ async def run_experiments(bench: Bench, prompts: Sequence[Prompt], *, completion
     observation = await observe(bench, prompts, completions)
     gap = size(observation.gaps)
     together, prefilled = await _greedy(bench, prompts)
-    single, single_routes = await _behind_one_token(bench)
+    single, single_routes, stretch = await _behind_one_token(bench)
     return Outcomes(
         observation=observation,
         single=single,
         single_routes=single_routes,
+        stretch=stretch,
         together=together,
         prefilled=prefilled,
         packed=await _packed_less_alone(bench, observation),
@@ -148,7 +151,7 @@ def _compared(one: Completion, other: Completion) -> Tensor:
     return torch.from_numpy(np.subtract(one.logprobs[:stop], other.logprobs[:stop], dtype=np.float64))
 
 
-async def _behind_one_token(bench: Bench) -> tuple[Tensor, Tensor | None]:
+async def _behind_one_token(bench: Bench) -> tuple[Tensor, Tensor | None, float]:
     """Where there is nothing to attend to but a token itself, positions and caches have no part in what comes next."""
     chosen = random.Random(bench.seed)
     ids = chosen.sample(range(bench.vocab_size), min(_SINGLE_TOKENS, bench.vocab_size))
@@ -157,7 +160,9 @@ async def _behind_one_token(bench: Bench) -> tuple[Tensor, Tensor | None]:
     prompts = [_prompt(r.id, r.token_ids) for r in asked]
     samples = _samples(prompts, answers)
     scores = await _score(bench, replace(samples, routes=None))
-    return samples.rollout_logprobs.double() - scores.double(), samples.routes
+    said, own = samples.rollout_logprobs.double(), scores.double()
+    engine, learner = (float((x[::2] - x[1::2]).abs().sum()) for x in (said, own))
+    return said - own, samples.routes, learner / engine if engine else math.nan
 
 
 async def _packed_less_alone(bench: Bench, observation: Observation) -> Tensor:

@@ -1,27 +1,21 @@
 """Which sampling parameters explain an engine's log-probs, and whether what it sampled is what it reported.
 
-A parameter is fitted by the size of the gap that it leaves. Penalties come before the temperature, top-k and top-p
-after it, as in vLLM and SGLang. Letters: m tokens with logits, V vocabulary, M pairs of a token's place and a token
-that its sequence held before it.
+Penalties come before the temperature, top-k and top-p after it, as in vLLM and SGLang. Letters: m tokens with logits,
+V vocabulary, M pairs of a token's place and a token that its sequence held before it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_megatron.diagnosis.observation import Observation, size
 
-_MOST_VALUES = 2**24  # of logits that a fit looks at
-_MOST_TOKENS_OF_TWO, _MOST_VALUES_OF_TWO = 256, 2**22  # that a fit of two parameters at once looks at
-_LARGEST_TOP_K = 4096
-_ZOOMS = 4
-_POINTS = 25
+_MOST_VALUES = 2**24  # of logits that are looked at
 _SURE = 6.0  # standard deviations: less than one in a billion by chance
 
 
@@ -57,7 +51,7 @@ class Evidence:
 
 
 def collect(observation: Observation) -> Evidence:
-    """From the detailed tokens, or as many of the first of these as a fit can look at."""
+    """From the detailed tokens, or as many of these as can be looked at."""
     detailed = observation.detailed.nonzero().squeeze(1)
     kept = max(1, min(len(detailed), _MOST_VALUES // observation.logits.shape[1]))
     stride = -(-len(detailed) // kept)
@@ -119,148 +113,54 @@ def _penalised(evidence: Evidence, p: Parameters) -> Tensor:
     return z
 
 
-def residual(evidence: Evidence, parameters: Parameters) -> float:
-    """Size of the gap that ``parameters`` leave."""
-    return size(evidence.engine - predicted(evidence, parameters))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """The parameters found, and the size of the gap that they leave."""
+class Explanation:
+    """Sampling parameters, and the size of the gap that they leave."""
 
     parameters: Parameters
     residual: float
 
 
-RANGES: Mapping[str, tuple[float, float]] = {
-    "temperature": (math.log(0.05), math.log(8.0)),
-    "repetition_penalty": (math.log(0.4), math.log(2.5)),
-    "sampled_repetition_penalty": (math.log(0.4), math.log(2.5)),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-}
-_LOGARITHMIC = ("temperature", "repetition_penalty", "sampled_repetition_penalty")
+def find_parameters(evidence: Evidence, learner: Parameters, stretch: float, *, good: float) -> Explanation | None:
+    """Returns the parameters beside the learner's that leave a gap of at most ``good``; None if there are none.
 
-
-def fit(evidence: Evidence, start: Parameters, *, good: float) -> Fit:
-    """Parameters beside ``start`` that leave the least gap; ends where it is at most ``good``.
-
-    One at a time, up to three; then a temperature together with top-p or top-k, which one at a time hide each other.
+    One parameter is tried, and one beside another temperature. An engine's temperature follows from ``stretch``, the
+    learner's difference between two tokens behind the same ones over the engine's, whatever is cut off; top-k and top-p
+    from the mass that the tokens left have; penalties are tried by hundredths.
     """
-    best = _fit_in_turn(evidence, start, good)
-    for cut in (_fit_top_p, _fit_top_k):
-        if best.residual > good:
-            best = min(best, _fit_with_temperature(evidence, start, cut), key=lambda f: f.residual)
-    return best
+    found = learner.temperature * stretch
+    rounded = [round(found, 2)] if 0.01 <= found < 100 else []  # which no NaN is
+    for candidates in (_without_penalties, _penalties):
+        for temperature in dict.fromkeys((learner.temperature, *rounded)):
+            tried = [
+                Explanation(parameters=one, residual=size(evidence.engine - predicted(evidence, one)))
+                for one in candidates(evidence, replace(learner, temperature=temperature))
+            ]
+            best = min(tried, key=lambda explanation: explanation.residual)
+            if best.residual <= good and best.parameters != learner:
+                return best
+    return None
 
 
-def _fit_in_turn(evidence: Evidence, start: Parameters, good: float) -> Fit:
-    best = Fit(parameters=start, residual=residual(evidence, start))
-    names: list[str] = []
-    while best.residual > good and len(names) < 3:
-        rest = [name for name in (*RANGES, "top_p", "top_k") if name not in names]
-        found = {name: _fit_one(evidence, best.parameters, name) for name in rest}
-        name = min(found, key=lambda n: found[n].residual)
-        if found[name].residual > 0.8 * best.residual:
-            break
-        best = found[name]
-        names.append(name)
-        for again in names[:-1]:
-            best = min(best, _fit_one(evidence, best.parameters, again), key=lambda f: f.residual)
-    return best
+def _without_penalties(evidence: Evidence, start: Parameters) -> list[Parameters]:
+    """The parameters as they are, and those with the top-k and the top-p that the mass of the tokens left tells."""
+    z = evidence.logits / start.temperature
+    token = z.gather(1, evidence.tokens[:, None])[:, 0] - z.logsumexp(1)
+    left = (token - evidence.engine).exp().clamp(max=1.0)[:, None]
+    cumulative = z.softmax(1).sort(dim=1, descending=True).values.cumsum(1)
+    k = int((cumulative < left * (1 - 1e-4)).sum(1).median()) + 1
+    p = int(100 * float(left.min()) + 1e-3)  # hundredths: the mass is at least top-p in every place
+    cut = [replace(start, top_k=k)] if k < z.shape[1] else []
+    return [start, *cut, *(replace(start, top_p=at / 100) for at in (p - 1, p, p + 1) if 0 < at < 100)]
 
 
-def _fit_one(evidence: Evidence, start: Parameters, name: str) -> Fit:
-    if name == "top_p":
-        return _fit_top_p(evidence, start)
-    if name == "top_k":
-        return _fit_top_k(evidence, start)
-    low, high = RANGES[name]
-    value_of: Callable[[float], float] = math.exp if name in _LOGARITHMIC else float
-    best = Fit(parameters=start, residual=residual(evidence, start))
-    for _ in range(_ZOOMS):
-        step = (high - low) / (_POINTS - 1)
-        points = [low + i * step for i in range(_POINTS)]
-        tried = {x: residual(evidence, _with(start, name, value_of(x))) for x in points}
-        x = min(tried, key=lambda point: tried[point])
-        if tried[x] < best.residual:
-            best = Fit(parameters=_with(start, name, value_of(x)), residual=tried[x])
-        low, high = x - step, x + step
-    return _rounded(evidence, best, name)
-
-
-def _with(parameters: Parameters, name: str, value: float) -> Parameters:
-    changes: dict[str, Any] = {name: value}
-    return replace(parameters, **changes)
-
-
-def _fit_with_temperature(evidence: Evidence, start: Parameters, cut: Callable[[Evidence, Parameters], Fit]) -> Fit:
-    """The temperature whose best ``cut`` leaves the least gap."""
-    low, high = RANGES["temperature"]
-    every, evidence = evidence, _some(evidence)
-    best = Fit(parameters=start, residual=residual(evidence, start))
-    for _ in range(_ZOOMS):
-        step = (high - low) / (_POINTS - 1)
-        tried = [cut(evidence, replace(start, temperature=math.exp(low + i * step))) for i in range(_POINTS)]
-        best = min([best, *tried], key=lambda f: f.residual)
-        low, high = (math.log(best.parameters.temperature) + sign * step for sign in (-1, 1))
-    found = _rounded(evidence, best, "temperature").parameters
-    return Fit(parameters=found, residual=residual(every, found))
-
-
-def _some(evidence: Evidence) -> Evidence:
-    """Evenly many of the tokens."""
-    count = max(1, min(_MOST_TOKENS_OF_TWO, _MOST_VALUES_OF_TWO // evidence.logits.shape[1]))
-    stride = -(-len(evidence.tokens) // count)
-    kept = evidence.rows % stride == 0
-    return Evidence(
-        logits=evidence.logits[::stride],
-        tokens=evidence.tokens[::stride],
-        engine=evidence.engine[::stride],
-        rows=evidence.rows[kept] // stride,
-        columns=evidence.columns[kept],
-        sampled=evidence.sampled[kept],
-    )
-
-
-def _rounded(evidence: Evidence, found: Fit, name: str) -> Fit:
-    """The nearest number of two decimals where it explains as well: what somebody will have written."""
-    value = round(getattr(found.parameters, name), 2)
-    if value <= 0 and name in _LOGARITHMIC:
-        return found
-    near = _with(found.parameters, name, value)
-    left = residual(evidence, near)
-    return Fit(parameters=near, residual=left) if left <= 1.5 * found.residual + 1e-6 else found
-
-
-def _fit_top_p(evidence: Evidence, start: Parameters) -> Fit:
-    """Hundredths, all on one sorting of the vocabulary."""
-    z = _penalised(evidence, start) / start.temperature
-    probabilities = z.softmax(1)
-    own = probabilities.gather(1, evidence.tokens[:, None])
-    above = probabilities.masked_fill(probabilities <= own, 0.0).sum(1)
-    cumulative = probabilities.sort(dim=1, descending=True).values.cumsum(1)
-    shares = torch.arange(2, 100) / 100
-    last = torch.searchsorted(cumulative, shares.expand(len(cumulative), -1).contiguous())
-    mass = cumulative.gather(1, last.clamp(max=cumulative.shape[1] - 1))
-    gaps = (evidence.engine[:, None] - (own / mass).log()).abs().clamp(max=1.0)
-    gaps = gaps.masked_fill(above[:, None] >= shares, 1.0)
-    found = replace(start, top_p=round(float(shares[gaps.mean(0).argmin()]), 2))
-    return Fit(parameters=found, residual=residual(evidence, found))
-
-
-def _fit_top_k(evidence: Evidence, start: Parameters) -> Fit:
-    """All k at once: the mass that k leaves against the mass that the engine's log-prob implies."""
-    z = _penalised(evidence, start) / start.temperature
-    largest = min(_LARGEST_TOP_K, z.shape[1] - 1)
-    mass = z.softmax(1).topk(largest, dim=1).values.cumsum(1).log()
-    token = z.gather(1, evidence.tokens[:, None]) - z.logsumexp(1, keepdim=True)
-    rank = (z > z.gather(1, evidence.tokens[:, None])).sum(1, keepdim=True)
-    gaps = (evidence.engine[:, None] - (token - mass)).abs().clamp(max=1.0)
-    gaps = gaps.masked_fill(rank >= torch.arange(1, largest + 1), 1.0)
-    k = int(gaps.mean(0).argmin()) + 1
-    found = replace(start, top_k=k)
-    return Fit(parameters=found, residual=residual(evidence, found))
+def _penalties(_: Evidence, start: Parameters) -> Iterator[Parameters]:
+    for hundredths in range(50, 201):
+        yield replace(start, repetition_penalty=hundredths / 100)
+        yield replace(start, sampled_repetition_penalty=hundredths / 100)
+    for hundredths in range(-200, 201, 5):
+        yield replace(start, presence_penalty=hundredths / 100)
+        yield replace(start, frequency_penalty=hundredths / 100)
 
 
 def sampled_otherwise(evidence: Evidence, reported: Parameters) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import yaml
@@ -21,8 +21,6 @@ from rl_megatron.observability.log import last_warnings
 from rl_megatron.observability.metrics.columns import MetricColumns
 from rl_megatron.observability.metrics.table import STEPS
 from rl_megatron.observability.samples import SampleRow, samples_between
-
-T = TypeVar("T")
 
 STARTS = "starts.jsonl"
 """In a run's folder: a row for each time that it was started, with the step, the UTC time, and commits and versions."""
@@ -120,17 +118,6 @@ def load_runs(
     return [_load(folder, label, left_out, each_row) for folder, label in zip(folders, _labels(folders), strict=True)]
 
 
-def unless_damaged(read: Callable[[Path], T | None], path: Path, left_out: Callable[[str], None] | None) -> T | None:
-    """What ``read`` finds; or, of a damaged file, nothing, if ``left_out`` takes the message. Else raises DataError."""
-    try:
-        return read(path)
-    except DataError as error:
-        if left_out is None:
-            raise
-        left_out(str(error))
-        return None
-
-
 def headline_figures(run: Run) -> dict[str, str]:
     """Headline figures by label; a dash for what the run has not recorded."""
     warm, rl = run.numbers("eval/accuracy", phase="warm_start"), run.numbers("eval/accuracy")
@@ -188,7 +175,7 @@ def _load(folder: Path, label: str, left_out: Callable[[str], None] | None, each
         names=tuple(dict.fromkeys((*warm_start.names, *rl.names))),
         config=_config(folder / "config.yaml", (folder / "config.yaml").stat().st_mtime_ns),
         samples=samples_between(samples) if samples.is_file() else [],  # log.samples_per_step=0 writes none
-        plan=unless_damaged(_plan, folder / "plan.json", left_out) or {},
+        plan=_plan(folder / "plan.json", left_out),
         warnings=last_warnings(folder),
         starts=_starts(folder / STARTS, left_out),
     )
@@ -221,15 +208,20 @@ def _starts(path: Path, left_out: Callable[[str], None] | None) -> list[JsonRow]
     return whole_rows(path, left_out) if path.is_file() else []  # runs of older versions have none
 
 
-def _plan(path: Path) -> dict[str, float]:
-    """A plan of a run on GPUs; of others nothing is planned."""
+def _plan(path: Path, left_out: Callable[[str], None] | None) -> dict[str, float]:
+    """Returns the plan of a run on GPUs; of others nothing is planned. Of a damaged one ``left_out`` gets the message;
+    if it is None, raises DataError."""
     try:
         found = parse(path.read_bytes()) if path.is_file() else {}
         if unknown := [f"{name} is {value!r:.80}" for name, value in found.items() if number(found, name) is None]:
             raise ValueError(f"{unknown[0]}, not a finite number")
         return {str(name): float(value) for name, value in found.items()}
     except (ValueError, AttributeError) as error:
-        raise DataError(f"{path}: not a plan ({error}); remove it") from error
+        message = f"{path}: not a plan ({error}); remove it"
+        if left_out is None:
+            raise DataError(message) from error
+        left_out(message)
+        return {}
 
 
 _UNSHOWN = "slurm.environment."  # a job's variables may hold services' keys, and reports are shared

@@ -32,17 +32,17 @@ from rl_megatron.observability.charts import (
     styles,
 )
 from rl_megatron.observability.files import JsonRow, number
-from rl_megatron.observability.history import MetricRows, Run, headline_figures, load_runs, unless_damaged
+from rl_megatron.observability.history import MetricRows, Run, headline_figures, load_runs
 from rl_megatron.observability.intervals import mean_interval
 from rl_megatron.observability.metrics.curve import Curve
 from rl_megatron.observability.metrics.table import METRICS, PHASE_SECONDS, documented
 from rl_megatron.observability.samples import SampleRow
-from rl_megatron.observability.timeline.strip import STEPS_SHOWN, Strip, strip_of_run
 
 _CURVES = [metric.curve for metric in METRICS.values() if metric.curve]
 _SECTIONS = ("Evaluation", "Policy", "Optimization", "Health", "Speed")
 MAX_BANDS = 3  # more single runs than this and their shaded bands hide the lines
 SAMPLES_PER_STEP = 4
+_LAST_ROWS = 4  # of which the report says how much was idle
 _MOST_SOURCES = 24  # of a mixture that have charts, six each
 _MOST_TEXT = 20_000  # characters of a sample's prompt, or of what is said or read in a turn
 _FIGURES = (
@@ -94,13 +94,12 @@ def write_report(
     """Write the page to ``out`` atomically and return it. The run may still be running. ``costs`` are of one run, and
     get its rows as they are read, once.
 
-    Raises DataError that names a missing or invalid folder, file or line. Those of a plan or a trace, which are
-    beside a run's figures, go to ``left_out`` if it is given, and the page lacks them.
+    Raises DataError that names a missing or invalid folder, file or line. Those of a plan, which is beside a run's
+    figures, go to ``left_out`` if it is given, and the page lacks it.
     """
     runs = load_runs(run_folders, left_out) if costs is None else load_runs(run_folders, left_out, costs.add)
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs compared"
-    strip = unless_damaged(strip_of_run, run_folders[0], left_out) if len(runs) == 1 else None
-    return write_page(group_runs(runs), out, title=title, strip=strip, spent=costs.lines() if costs else ())
+    return write_page(group_runs(runs), out, title=title, spent=costs.lines() if costs else ())
 
 
 def write_page(
@@ -109,10 +108,9 @@ def write_page(
     *,
     title: str,
     panels: Sequence[Panel] = (),
-    strip: Strip | None = None,
     spent: Sequence[str] = (),
 ) -> Path:
-    """Write the page about these arms, in their colours: ``panels``, the curves, a run's last steps and cost."""
+    """Write the page about these arms, in their colours: ``panels``, the curves and a run's cost."""
     runs = [run for arm in arms for run in arm.runs]
     differences = {} if len(runs) == 1 else differing(runs)
     at_once, sections = _sections(arms)
@@ -125,8 +123,7 @@ def write_page(
         means=_means(arms),
         seed_bands=_band_note(arms),
         panels=panels,
-        strip=strip,
-        idle=_idle(runs[0]),
+        idle=_idle(runs[0]) if len(runs) == 1 else "",
         spent=spent,
         warnings=runs[0].warnings if len(runs) == 1 else (),
         headlines=[*_charts([c for c in _CURVES if c.section == "Headlines"], arms), *at_once],
@@ -347,7 +344,7 @@ def _phases(run: Run, *, named: bool) -> Chart | None:
 
 def _idle(run: Run) -> str:
     """What learner and engines did not use of the last steps' time; empty where that is not known."""
-    last = run.rl[-STEPS_SHOWN:]
+    last = run.rl[-_LAST_ROWS:]
     learner, engine, stretch = (
         [value for row in last if (value := number(row, name)) is not None]
         for name in ("idle/learner_fraction", "idle/engine_fraction", "overlap/stretch")

@@ -30,7 +30,6 @@ from rl_megatron.observability.timeline.spans import KeptSpan, Lane, SpanDetails
 
 FILES = ("trace_before.json", "trace.json")
 MOST_BYTES = 32 << 20  # of each of the two
-_TAIL_BYTES = 8 << 20
 _JOINED = ("generate", "attempt")  # spans that arrows join, by their requests: from the first to each of the others
 _FIRST = ("controller", "sampling", "replica", "rank")  # processes in the order in which they are shown
 _THREADS = ("steps", "phases", "pushes", "saves", "calls", "asked by the controller")  # so are those of a process,
@@ -183,19 +182,15 @@ class TraceFile:
         return self._lines.span(lane.process, lane.thread, name, first, last, said, flow)
 
 
-def read_trace(folder: Path, *, tail: bool = False) -> list[TraceEvent]:
-    """The events of a run's folder, by their begin; with ``tail`` those of the last megabytes alone.
+def read_trace(folder: Path) -> list[TraceEvent]:
+    """The events of a run's folder, by their begin.
 
     Raises DataError if there is none, or for a line that is no event.
     """
     paths = [folder / name for name in FILES if (folder / name).is_file()]
     if not paths:
         raise DataError(f"{folder}: it has no trace.json; a run writes it with its first step")
-    sizes = {path: path.stat().st_size for path in paths}
-    left, events = _TAIL_BYTES if tail else sum(sizes.values()), list[TraceEvent]()
-    for path, size in reversed(sizes.items()):
-        events += _events(path, skipped=max(0, size - left))
-        left = max(0, left - size)
+    events = [event for path in paths for event in _events(path)]
     return sorted(events, key=lambda event: (event.begin, -event.end))
 
 
@@ -219,9 +214,9 @@ def write_trace(folder: Path, out: Path) -> Path:
     return out
 
 
-def _events(path: Path, *, skipped: int) -> Iterator[TraceEvent]:
+def _events(path: Path) -> Iterator[TraceEvent]:
     processes, threads = dict[int, str](), dict[tuple[int, int], str]()
-    for number, line in _whole_lines(path, skipped):
+    for number, line in _whole_lines(path):
         try:
             found = parse(line.rstrip(b",]\n"))
             if found["ph"] == "M":
@@ -246,14 +241,11 @@ def _events(path: Path, *, skipped: int) -> Iterator[TraceEvent]:
             ) from error
 
 
-def _whole_lines(path: Path, skipped: int) -> Iterator[tuple[int, bytes]]:
-    """Whole lines but brackets, with their numbers; of the first ``skipped`` bytes only the names of lanes."""
-    at = 0
+def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Whole lines but brackets, with their numbers."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            wanted = at >= skipped or line.startswith(b'{"ph":"M"')
-            at += len(line)
-            if wanted and line.endswith(b"\n") and line.strip() not in (b"[", b"]"):
+            if line.endswith(b"\n") and line.strip() not in (b"[", b"]"):
                 yield number, line
 
 

@@ -282,13 +282,12 @@ def test_memory_and_mfu_are_beside_the_plans(tmp_path: Path) -> None:
         write_report([folder], tmp_path / "r.html")
 
 
-def test_a_finished_run_has_a_report_without_a_plan_or_a_trace_that_is_damaged(tmp_path: Path) -> None:
+def test_a_finished_run_has_a_report_without_a_plan_that_is_damaged(tmp_path: Path) -> None:
     folder, said = a_run(tmp_path / "a"), list[str]()
     whole = write_report([folder], tmp_path / "whole.html").read_text()
     (folder / "plan.json").write_text("[1]")
-    (folder / "trace.json").write_text('[\n{"ph":"X"},\n')
     assert write_report([folder], tmp_path / "r.html", said.append).read_text() == whole
-    assert [line.partition(": ")[0] for line in said] == [f"{folder}/plan.json", f"{folder}/trace.json:2"]
+    assert [line.partition(": ")[0] for line in said] == [f"{folder}/plan.json"]
 
 
 @pytest.mark.parametrize("value", ["Infinity", "-Infinity", "NaN", "1e400", str(10**400)])
@@ -327,3 +326,17 @@ def test_completions_are_counted_by_the_pushes_since_their_oldest_token(tmp_path
         ("staleness 1", "0.0%"),
         ("staleness 2", "12.5%"),
     ]
+
+
+def test_the_page_says_what_was_idle_in_the_last_rows(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a", steps=2)
+    assert "waited for groups" not in Page(write_report([folder], tmp_path / "r.html")).text
+    writer = MetricsWriter(folder)
+    for step, idle in ((3, 0.9), (4, 0.1), (5, 0.2), (6, 0.2), (7, 0.3)):  # the last four count
+        shares = {"idle/learner_fraction": idle, "idle/engine_fraction": 0.5, "overlap/stretch": 1.25}
+        writer.write({"phase": "rl", "step": step, "seconds/step": 1.0, **shares})
+    writer.close()
+    said = (
+        "the learner waited for groups for 20 % of the time, 50 % of the servers' slots were unused, a step took 1.25"
+    )
+    assert said in Page(write_report([folder], tmp_path / "r.html")).text
