@@ -88,7 +88,7 @@ def measure(urls: list[str], mode: str, room: float, steps: int) -> dict[str, An
     prompts = [Prompt(id=f"{n}", text="", token_ids=(1,), answer="") for n in range(PROMPTS * (WARM + steps + k + 1))]
     policy = Learns(TRAIN_TOKEN / (1 - room))
     evaluating = Evaluating(mode, last=WARM + steps - 1)
-    found = asyncio.run(measured(urls, config_of(k, waves=False), steps, prompts, policy=policy, pushed=evaluating))
+    found = asyncio.run(measured(urls, config_of(k), steps, prompts, policy=policy, pushed=evaluating))
     own = [row["eval/own_version_fraction"] for row in evaluating.rows]
     return {
         "mode": mode,

@@ -6,8 +6,7 @@ Two servers that sleep for each token answer over HTTP; the project's own Stream
 update ask them, and the learner sleeps for each token of a backward pass. *heavy*: lengths 1 : 8, lognormal (sigma 1.0)
 and cut at eight times their mean; *equal*: all alike. Rollout is the time of the trained tokens with every slot busy,
 and train is as long: the floor. k is the least that the rule wants: seconds of the longest completion over those of a
-step. *waves*: with `train.stream_micro_batches=1`, of 512 tokens; the prompts, and so the lengths, are those of the row
-without them. *simulated* are the same lengths, and the row's own mean seconds of a push, in a model of events
+step. *simulated* are the same lengths, and the row's own mean seconds of a push, in a model of events
 (bench/streaming_model.py). Synchronous steps vary less: a third of the steps counts. Speeds are a token's.
 """
 
@@ -40,7 +39,6 @@ from bench.results import parse, write
 from bench.streaming_model import (
     GROUP,
     MEAN,
-    MICRO_BATCH,
     MOST,
     PROMPTS,
     SERVERS,
@@ -68,7 +66,6 @@ from rl_megatron.rollout.servers.engine_token import VARIABLE, EngineToken
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.rollout.stream import Stream
 from rl_megatron.training.update import Update
-from rl_megatron.training.waves import WaveUpdate
 from rl_megatron.types import (
     Batch,
     Completion,
@@ -221,7 +218,7 @@ class Learns:
         await asyncio.sleep(batch.samples.mask.sum().item() * self._token_seconds)
         return {"loss": Metric(value=0.0)}
 
-    async def step(self, learning_rate: float, scale: float = 1.0) -> StepResult:
+    async def step(self, learning_rate: float) -> StepResult:
         """Nothing."""
         return StepResult(grad_norm=1.0)
 
@@ -229,7 +226,7 @@ class Learns:
         """Nothing."""
 
 
-def config_of(k: int, *, waves: bool) -> RunConfig:
+def config_of(k: int) -> RunConfig:
     """What the update and the stream read."""
     rollout = {
         "engine": "vllm",
@@ -238,16 +235,13 @@ def config_of(k: int, *, waves: bool) -> RunConfig:
         "max_prompt_tokens": 2,
         "max_new_tokens": MOST * MEAN,
     }
-    train = {"minibatches": 1, "max_staleness": k, "stream_micro_batches": int(waves)}
-    learner = {"max_tokens_per_micro_batch": MICRO_BATCH}
+    train = {"minibatches": 1, "max_staleness": k}
+    learner = {"max_tokens_per_micro_batch": 512}
     return RunConfig.model_validate({"rollout": rollout, "train": train, "learner": learner})
 
 
 async def trained(stream: Stream, update: Update, step: int) -> RolloutBatch:
     """As `training.group_job` trains on a step's batch."""
-    if isinstance(update, WaveUpdate):
-        await update.over(stream.finished(step), step, Stopwatch())
-        return await stream.take(step)
     batch = await stream.take(step)
     await update(batch.groups, step, Stopwatch())
     return batch
@@ -286,8 +280,7 @@ async def measured(
     )
     policy = policy or Learns()
     roles: Any = Roles(learners={"policy": policy}, frozen={}, engine=engine, weights=policy)
-    kind = WaveUpdate if config.train.stream_micro_batches else Update
-    update = kind(config=config, roles=roles, attention_cost=0.0)
+    update = Update(config=config, roles=roles, attention_cost=0.0)
 
     def teaches(groups: Sequence[RolloutGroup]) -> list[bool]:
         return [True] * len(groups)
@@ -334,7 +327,7 @@ def request_seeds(prompts: list[Prompt]) -> list[int]:
 
 
 def main() -> None:
-    """Print a row for each kind of lengths, k, and way to train, with the bars."""
+    """Print a row for each kind of lengths and k, with the bars."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100, help="that figures count; of synchronous ones, a third")
     parser.add_argument("--lengths", nargs="+", choices=["heavy", "equal"], default=["heavy", "equal"])
@@ -345,21 +338,19 @@ def main() -> None:
         least = math.ceil((MOST if kind == "heavy" else 1) * MEAN * TOKEN_SECONDS / TRAIN)  # rollout is as long
         count = PROMPTS * (WARM + args.steps + least + 1)
         prompts = [Prompt(id=f"{n}", text="", token_ids=(1,), answer="") for n in range(count)]
-        ways = [(k, waves) for k in (0, least) for waves in ((False, True) if kind == "heavy" else (False,))]
         with servers(kind) as urls:
-            rows += [measure(kind, urls, *way, args.steps if way[0] else -(-args.steps // 3), prompts) for way in ways]
+            rows += [measure(kind, urls, k, args.steps if k else -(-args.steps // 3), prompts) for k in (0, least)]
         told(rows)
     write(args, rows)
 
 
-def measure(kind: str, urls: list[str], k: int, waves: bool, steps: int, prompts: list[Prompt]) -> dict[str, object]:
+def measure(kind: str, urls: list[str], k: int, steps: int, prompts: list[Prompt]) -> dict[str, object]:
     """One row."""
-    seconds, push, lengths = asyncio.run(measured(urls, config_of(k, waves=waves), steps, prompts))
-    said = Model(kind, k, request_seeds(prompts), waves=waves, push=push).seconds(steps)
+    seconds, push, lengths = asyncio.run(measured(urls, config_of(k), steps, prompts))
+    said = Model(kind, k, request_seeds(prompts), push=push).seconds(steps)
     return {
         "lengths": kind,
         "k": k,
-        "waves": waves,
         "seconds": seconds,
         "push": push,
         "over_floor": seconds * steps / (sum(lengths) * TRAIN_TOKEN),
@@ -376,10 +367,6 @@ def told(rows: list[dict[str, Any]]) -> None:
     synchronous = mine[0]["over_floor"]
     for row in mine:
         row["speed_up"] = synchronous / row["over_floor"]
-        if row["waves"]:
-            (without,) = (other for other in mine if other["k"] == row["k"] and not other["waves"])
-            row["saved_seconds"] = without["seconds"] - row["seconds"]
-            row["simulated_saved"] = without["simulated"] - row["simulated"]
         row["bar"] = bars(kind, row["k"])
         print(" ".join(f"{n}={v:.3f}" if isinstance(v, float) else f"{n}={v}" for n, v in row.items()), flush=True)
 

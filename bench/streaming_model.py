@@ -1,6 +1,6 @@
 """A model of events of `bench.streaming`: steps of servers that sleep for each token, and of a learner that sleeps.
 
-It knows slots, lengths, waves, the seconds of a push and the rule of admission (rl_megatron/rollout/stream.py), and
+It knows slots, lengths, the seconds of a push and the rule of admission (rl_megatron/rollout/stream.py), and
 nothing of the code.
 """
 
@@ -16,7 +16,6 @@ from statistics import NormalDist
 PROMPTS, GROUP, SERVERS, SLOTS = 8, 4, 2, 8
 MEAN, MOST, TOKEN_SECONDS = 50, 8, 0.01  # tokens, times the mean, of a token in a slot
 TRAIN_TOKEN = TOKEN_SECONDS / (SERVERS * SLOTS)  # seconds of a token in a backward pass
-MICRO_BATCH = 512  # tokens of a micro-batch, and so of a wave
 WARM = 8  # steps that no figure counts
 
 
@@ -36,7 +35,6 @@ class Model:
     kind: str
     k: int
     seeds: list[int]  # of the request of each prompt, in the order drawn
-    waves: bool = False
     alone: bool | None = None  # whether each completion is a request; None: with staleness
     seeded: bool = True  # whether each such request has a seed of its own
     train: float | None = None  # seconds of a step's training; None: by its tokens
@@ -91,16 +89,16 @@ class Model:
             self.start(server)
         self.now = max(self.now, when)
 
-    def chosen(self, given: int, wanted: int) -> list[int]:
-        """The ``wanted`` finished groups that are due first, beside as many as were ``given``; none if the step waits:
-        they would leave more groups than later steps have places for by their due."""
-        ready = sorted((self.due[g], g) for g, left in self.left.items() if not left)[:wanted]
-        rest, left = Counter(self.due.values()) - Counter(due for due, _ in ready), given + wanted - PROMPTS
+    def chosen(self) -> list[int]:
+        """The groups of a step, the finished ones that are due first; none if the step waits: they would leave more
+        groups than later steps have places for by their due."""
+        ready = sorted((self.due[g], g) for g, left in self.left.items() if not left)[:PROMPTS]
+        rest, left = Counter(self.due.values()) - Counter(due for due, _ in ready), 0
         for due in sorted(rest):
             left += rest[due]
             if left > (due - self.version - 1) * PROMPTS:
                 return []
-        return [group for _, group in ready] if len(ready) == wanted else []
+        return [group for _, group in ready] if len(ready) == PROMPTS else []
 
     def pushed(self) -> None:
         """Let `push` seconds pass; completions go on where they were."""
@@ -109,19 +107,13 @@ class Model:
 
     def step(self) -> float:
         """Take the groups of the step after ``version``, and train on them. Returns the seconds of waiting."""
-        given, waited, waiting = 0, 0.0, 0
-        while given < PROMPTS:
-            while not (chosen := self.chosen(given, 1 if self.waves else PROMPTS)):
-                before = self.now
-                self.until(self.events[0][0])
-                waited += self.now - before
-            given += len(chosen)
-            for group in chosen:
-                waiting += sum(self.tokens(group))
-                del self.left[group], self.due[group]
-            if given == PROMPTS or waiting >= MICRO_BATCH:
-                self.until(self.now + (waiting * TRAIN_TOKEN if self.train is None else self.train))
-                waiting = 0
+        began = self.now
+        while not (chosen := self.chosen()):
+            self.until(self.events[0][0])
+        waited, tokens = self.now - began, sum(sum(self.tokens(group)) for group in chosen)
+        for group in chosen:
+            del self.left[group], self.due[group]
+        self.until(self.now + (tokens * TRAIN_TOKEN if self.train is None else self.train))
         return waited
 
     def seconds(self, steps: int) -> float:

@@ -178,15 +178,11 @@ class Learner(FrozenModel, Protocol):
     """
 
     async def backward(self, batch: Batch, loss: Loss) -> Mapping[str, Metric[float | Counts]]:
-        """Add a batch's gradients to those since the last ``step``; ``loss``, and the metrics of the loss.
-
-        A wave is a batch with the counts that were planned for all waves of a step; see ``step``.
-        """
+        """Add a batch's gradients to those since the last ``step``; ``loss``, and the metrics of the loss."""
         ...
 
-    async def step(self, learning_rate: float, scale: float = 1.0) -> StepResult | SkippedStep:
-        """One optimizer step with ``scale`` times the gradients that were added, where they are finite; they are gone
-        then. After waves ``scale`` is the planned count over the actual one."""
+    async def step(self, learning_rate: float) -> StepResult | SkippedStep:
+        """Makes an optimizer step with the gradients that were added, if they are finite, and drops them."""
         ...
 
     async def drop(self) -> None:

@@ -121,10 +121,9 @@ class Toy:
             metrics[name] = replace(kind, value=tuple(value.tolist()) if value.dim() else float(value))
         return metrics
 
-    async def step(self, learning_rate: float, scale: float = 1.0) -> StepResult:
+    async def step(self, learning_rate: float) -> StepResult:
         gradient, self.gradient = self.gradient, None
         assert gradient is not None
-        gradient = gradient * scale
         self.weights = self.weights - learning_rate * gradient
         self.heard.append(("step", learning_rate, self.weights.numpy().tobytes()))
         return StepResult(grad_norm=float(gradient.norm()))

@@ -33,7 +33,6 @@ from rl_megatron.training.jobs.supervised import SupervisedSteps
 from rl_megatron.training.jobs.warm_start import WarmStart, answers
 from rl_megatron.training.loop import Loop, Pace
 from rl_megatron.training.update import Update
-from rl_megatron.training.waves import WaveUpdate
 
 
 def loops_of(
@@ -96,7 +95,7 @@ def _sampling(
         curriculum=config.data.curriculum,
         track_decay=config.algorithm.track_decay,
     )
-    update = (WaveUpdate if config.train.stream_micro_batches else Update)(
+    update = Update(
         config=config,
         roles=roles,
         attention_cost=cost,

@@ -67,9 +67,9 @@ class LearnerGroup(Learner):
         await self._plane.forget()
 
     @override
-    async def step(self, learning_rate: float, scale: float = 1.0) -> StepResult | SkippedStep:
+    async def step(self, learning_rate: float) -> StepResult | SkippedStep:
         """A skipped step has the culprits of all ranks."""
-        answers: list[StepResult | SkippedStep] = await self._group.each("step", self.role, learning_rate, scale)
+        answers: list[StepResult | SkippedStep] = await self._group.each("step", self.role, learning_rate)
         if skipped := [a for a in answers if isinstance(a, SkippedStep)]:  # then all did
             return replace(skipped[0], culprits=tuple(c for a in skipped for c in a.culprits))
         return answers[0]

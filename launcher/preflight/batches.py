@@ -1,5 +1,5 @@
-"""Compares the sequences of a step with the data-parallel ranks that share them, with its waves, with what environments
-and servers have at once, with those that the algorithm learns from, and the policy of an objective without a ratio;
+"""Compares the sequences of a step with the data-parallel ranks that share them, with what environments and
+servers have at once, with those that the algorithm learns from, and the policy of an objective without a ratio;
 and the steps of the run with those that train the policy."""
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from launcher.preflight.subject import Found, Subject, note
 from rl_megatron.config.reads.choices import READS
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import data_sources
-from rl_megatron.config.waves import micro_batches_filled
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Yields notes if an optimizer step has fewer sequences than data-parallel ranks, or a mean batch no early wave, if
-    trajectories wait for servers or servers for trajectories, if groups are left out that have a gradient, if samples
-    of an older policy have no ratio, or if no step trains the policy."""
+    """Yields notes if an optimizer step has fewer sequences than data-parallel ranks, if trajectories wait for servers
+    or servers for trajectories, if groups are left out that have a gradient, if samples of an older policy have no
+    ratio, or if no step trains the policy."""
     config, ranks = subject.config, subject.config.learner.dims.dp
     sequences = config.trained_per_step // config.train.minibatches
     if not config.kind.samples:
@@ -30,16 +29,6 @@ def check(subject: Subject) -> Iterator[Found]:
             "are idle; raise rollout.prompts_per_step, or lower train.minibatches"
         )
     yield from _trajectories(config)
-    wave, mean = config.train.stream_micro_batches, config.slurm.speeds.mean_tokens
-    if wave and mean is not None:
-        positions = int(config.compared_per_step * (config.rollout.max_prompt_tokens + mean))
-        filled = micro_batches_filled(config.learner, positions=positions, sequences=config.compared_per_step)
-        if filled <= wave:
-            yield note(
-                f"a batch of completions of slurm.speeds.mean_tokens={mean:g} and the longest prompts fills {filled} "
-                f"micro-batches on each data-parallel rank, and a wave has train.stream_micro_batches={wave}, so it "
-                "mostly begins when the batch is whole; lower the latter"
-            )
     mode, mean_of = config.rollout.dynamic_sampling, config.algorithm.advantage_mean
     if mode != "off" and not config.algorithm.needs_differences:
         yield note(

@@ -27,7 +27,7 @@ def batch_of(config: RunConfig) -> dict[str, dict[str, Any]]:
     """
     rollout, learner, train = config.rollout, config.learner, config.train
     mean = (config.slurm.speeds.mean_tokens or rollout.max_new_tokens / 2) + rollout.max_prompt_tokens / 2
-    on_each = max(learner.pp, train.stream_micro_batches + 1) * learner.max_tokens_per_micro_batch
+    on_each = learner.pp * learner.max_tokens_per_micro_batch
     minibatches = min(train.minibatches, _MINIBATCHES)
     prompts = minibatches * ceil(on_each * learner.dims.dp / (mean * rollout.group_size))
     if not config.kind.samples or prompts >= rollout.prompts_per_step:

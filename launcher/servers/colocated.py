@@ -91,9 +91,9 @@ class _Learner(_Frozen):
         await self.servers.release()
         return await self.learner.backward(batch, loss)
 
-    async def step(self, learning_rate: float, scale: float = 1.0) -> StepResult | SkippedStep:
+    async def step(self, learning_rate: float) -> StepResult | SkippedStep:
         await self.servers.release()
-        return await self.learner.step(learning_rate, scale)
+        return await self.learner.step(learning_rate)
 
     async def drop(self) -> None:
         await self.servers.release()

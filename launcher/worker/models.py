@@ -295,10 +295,9 @@ class RankModels:
         learner = self._learner(role)
         return learner.backward(self._taken(role, share), loss, num_tokens=num_tokens, num_sequences=num_sequences)
 
-    def step(self, role: str, learning_rate: float, scale: float = 1.0) -> StepResult | SkippedStep:
-        """Make an optimizer step with ``scale`` times the accumulated gradients. Raises RLMegatronError if there are
-        none."""
-        return self._learner(role).step(learning_rate, scale)
+    def step(self, role: str, learning_rate: float) -> StepResult | SkippedStep:
+        """Makes an optimizer step with the accumulated gradients. Raises RLMegatronError if there are none."""
+        return self._learner(role).step(learning_rate)
 
     def drop(self, role: str) -> None:
         """Drop the accumulated gradients. Raises RLMegatronError if there are none."""

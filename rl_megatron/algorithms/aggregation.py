@@ -9,7 +9,6 @@ prompt: where that is several sequences, the controller computes the weights (``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from rl_megatron.algorithms.segments import dense, segment_sum, sequence_ids
 from rl_megatron.types import LossInputs, Samples
 
 Aggregation = Callable[[LossInputs, Tensor, int], Tensor]
-Denominator = Literal["num_tokens", "num_sequences", "num_trajectories", "num_prompts"]
 
 
 def token_mean(inputs: LossInputs, lengths: Tensor, max_length: int = 0) -> Tensor:
@@ -54,15 +52,6 @@ AGGREGATIONS: Mapping[str, Aggregation] = {
     "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
     "prompt_mean": prompt_mean,
 }
-DENOMINATORS: Mapping[str, Denominator] = {
-    "token_mean": "num_tokens",
-    "seq_mean_token_mean": "num_trajectories",
-    "seq_mean_token_sum": "num_trajectories",
-    "seq_mean_token_sum_norm": "num_trajectories",
-    "prompt_mean": "num_prompts",
-}
-"""The one count of the whole batch that the weights of each choice are over. A sequence of samples without
-``trajectory_of`` is a trajectory."""
 
 
 def loss_weights(name: str, inputs: LossInputs, lengths: Tensor, max_length: int) -> Tensor:
@@ -72,27 +61,19 @@ def loss_weights(name: str, inputs: LossInputs, lengths: Tensor, max_length: int
 
 def units_of(samples: Samples, name: str) -> Tensor | None:
     """What the choice averages over, of each sequence, [S]; None where sequences or tokens are that already."""
-    return {"num_trajectories": samples.trajectory_of, "num_prompts": samples.group_of}.get(DENOMINATORS[name])
+    return {"token_mean": None, "prompt_mean": samples.group_of}.get(name, samples.trajectory_of)
 
 
-def token_weight(
-    samples: Samples,
-    name: str,
-    *,
-    max_length: int,
-    part: Tensor | None = None,
-    num_units: int | None = None,
-) -> Tensor | None:
+def token_weight(samples: Samples, name: str, *, max_length: int, part: Tensor | None = None) -> Tensor | None:
     """The column ``token_weight`` [N] of a batch of the sequences ``part``, all by default; 0 at those of others.
 
-    None where the learner's own counts give the weights. ``num_units`` replaces the number of trajectories or prompts.
+    None where the learner's own counts give the weights.
     """
     units = units_of(samples, name)
     if units is None:
         return None
     part = torch.arange(len(units)) if part is None else part
     ids = dense(units[part])
-    count = num_units if num_units is not None else int(ids.max()) + 1
     of_positions = sequence_ids(samples.cu_seqlens)
     tokens = segment_sum(samples.mask.double(), of_positions, samples.num_sequences)[part]
     each = {
@@ -100,5 +81,5 @@ def token_weight(
         "seq_mean_token_sum_norm": torch.full_like(tokens, 1 / max_length),
     }.get(name, 1 / segment_sum(tokens, ids).clamp(min=1)[ids])
     of_sequences = torch.zeros(samples.num_sequences, dtype=torch.float64)
-    of_sequences[part] = each / count
+    of_sequences[part] = each / (int(ids.max()) + 1)
     return of_sequences.float()[of_positions] * samples.mask

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.aggregation import AGGREGATIONS, DENOMINATORS, Denominator, loss_weights
+from rl_megatron.algorithms.aggregation import AGGREGATIONS, loss_weights
 from rl_megatron.algorithms.auxiliary import PreferenceLoss, ValueLoss
 from rl_megatron.algorithms.corrections import correction_weights, with_proximal
 from rl_megatron.algorithms.kl import ESTIMATORS, k3, kl_term
@@ -95,17 +95,6 @@ class PolicyLoss:
             metrics |= _demonstration_means(inputs)
         return replace(output, loss=(per_token * weights).sum() + sum(parts.values()), metrics=metrics)
 
-    def denominator(self, name: str) -> Denominator:
-        """The count of the whole batch that ``loss``, or the mean ``name`` of its metrics, is over.
-
-        A batch that is trained in waves gives them over planned counts, which these correct. ``loss/nll`` has none of
-        the two: its denominator is in the samples.
-        """
-        if name == "loss" or name.startswith("loss/"):
-            return DENOMINATORS[self.row.aggregation]
-        over_sequences = name in MEANS_OF_RATIOS and self.row.ratio_level != "token"
-        return "num_sequences" if over_sequences else "num_tokens"
-
     def _extra_terms(self, inputs: LossInputs, weights: Tensor) -> dict[str, Tensor]:
         """The terms of the loss, [] each, that it adds to the objective."""
         out = {}
@@ -139,10 +128,12 @@ class PolicyLoss:
         if correction is not None:
             means["correction/weight_mean"] = (correction * over_tokens).sum()
             means["correction/dropped_fraction"] = ((correction == 0) * over_tokens).sum()
+        num_ratios = inputs.num_tokens if self.row.ratio_level == "token" else inputs.num_sequences
+        weights = {name: num_ratios if name in MEANS_OF_RATIOS else inputs.num_tokens for name in means}
         return LossOutput(
             loss=ratio.new_zeros(()),
             metrics={
-                **{n: Metric(value=x, weight=getattr(inputs, self.denominator(n))) for n, x in means.items()},
+                **{name: Metric(value=value, weight=weights[name]) for name, value in means.items()},
                 "ratio/min": Metric(value=-_masked_max(-ratio, inputs.mask), over="min"),
                 "ratio/max": Metric(value=_masked_max(ratio, inputs.mask), over="max"),
                 "ratio": Metric(value=histogram(log_ratio, inputs.mask), over="histogram"),

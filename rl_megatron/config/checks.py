@@ -21,7 +21,6 @@ from rl_megatron.config.reads.unread import problems_of_unread_keys
 from rl_megatron.config.rewards import problems_of_rewards
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.weights import NODE_MEMORY, TRANSPORT_KINDS
-from rl_megatron.config.waves import problems_of_waves
 from rl_megatron.options.padding import most_padded, padded_tokens, sequence_multiple
 from rl_megatron.options.table import problems as option_problems
 
@@ -47,7 +46,6 @@ def problems_of(config: RunConfig) -> list[str]:
         *_colocation_problems(config),
         *problems_of_modes(config),
         *problems_of_rewards(config),
-        *problems_of_waves(config),
         *problems_of_environments(config),
         *problems_of_services(config),
         *problems_of_teachers(config),

@@ -44,6 +44,9 @@ REMOVED: Mapping[str, Removed] = {
     "rollout.server.transport": _renamed("weights.transport"),
     "rollout.server.meeting_host": _renamed("weights.meeting_host"),
     "rollout.server.weights_dir": _renamed("weights.folder"),
+    "train.stream_micro_batches": Removed(
+        "gradients are computed once the batch is whole; train.max_staleness overlaps them"
+    ),
 }
 """By dotted key, sorted; ``*`` is the name of an entry of a mapping, and a section stands for all keys in it."""
 

@@ -105,10 +105,7 @@ COSTS: Mapping[str, bool] = {
     "learner.optimizer": False,
     "learner.optimizer.moments_dtype": True,
     "learner.optimizer.muon.newton_schulz_steps": True,
-    **{
-        f"train.{key}": True
-        for key in ("minibatches", "whole_groups", "epochs", "route_flips", "stream_micro_batches", "max_staleness")
-    },
+    **{f"train.{key}": True for key in ("minibatches", "whole_groups", "epochs", "route_flips", "max_staleness")},
     **{f"slurm.{key}": True for key in ("nodes", "gpus_per_node", "nvlink_nodes", "engines.nodes")},
 }
 """Of the keys that `FREE` frees, whether one changes a step's seconds or memory, degrees aside; others do not."""

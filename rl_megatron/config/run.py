@@ -127,9 +127,6 @@ class TrainSection(Section):
     """Whether each step measures how many tokens' experts differ between engine and learner, and before and after the
     update, by layer, and which tokens' ratio left 1 +- 0.2 (``moe/flips_*``, ``ratio/outside``): one more pass over
     the batch."""
-    stream_micro_batches: NonNegative = 0
-    """Micro-batches that fill a wave on every data-parallel rank: its gradients are computed while servers sample the
-    rest of the batch, and all are one step (docs/asynchronous.md). 0: they are computed once the batch is whole."""
     max_staleness: NonNegative = 0
     """Most pushes of weights between the first token of a completion and the step that trains on it. Sampling may be so
     many batches ahead of training, and a step waits for groups that would get older; 0 is synchronous."""

@@ -205,16 +205,12 @@ class MegatronLearner(MegatronScorer):
         self._added.append((micro_batches, add))
         return reduce_outputs(outputs) if parallel_state.is_pipeline_last_stage() else None
 
-    def step(self, learning_rate: float, scale: float = 1.0) -> StepResult | SkippedStep:
-        """Make an optimizer step with ``scale`` times the gradients since the last. If they are not finite, all ranks
-        skip the step.
+    def step(self, learning_rate: float) -> StepResult | SkippedStep:
+        """Makes an optimizer step with the gradients since the last. If they are not finite, all ranks skip the step.
 
         Raises RLMegatronError if ``backward`` was not called since the last step.
         """
         added = self._reduced()
-        if scale != 1.0:  # the gradients of a whole batch keep their bits
-            for chunk in self._trained:
-                chunk.scale_gradients(scale)
         grad_norm, of_draft = norm_of(self._optimizer), 0.0 if self._draft is None else norm_of(self._draft.optimizer)
         finite = math.isfinite(grad_norm) and math.isfinite(of_draft)
         if finite:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 from bisect import insort
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rl_megatron.config.sections.rollout import RolloutSection
@@ -103,7 +103,6 @@ class Stream:
         self._took: float | None = None  # the time of the last ``take``
         self._waited = 0.0  # seconds since
         self._times = StreamTimes(apart=self._apart)
-        self._given: list[Waiting] = []  # by ``finished``, to the step that is being made
 
     def admit(self) -> None:
         """Draw and send a group as the rule allows, whose task admits the next: a draw may tokenize, and the event loop
@@ -119,8 +118,7 @@ class Stream:
         Raises what sampling or scoring any group raised.
         """
         assert step == self.version + 1 <= self._until, (step, self.version, self._until)
-        chosen = sorted(self._given, key=lambda place: place.key) or await self._next(step)
-        self._given = []
+        chosen = await self._next(step)
         while not (kept := [one for one in chosen if one.kept]) and self._may_open(self._size):
             self._left_out += chosen
             self._open(self._size)
@@ -134,29 +132,6 @@ class Stream:
         await asyncio.to_thread(self._ledger.write, lines)
         self._adapt()
         return replace(batch, places=places)
-
-    async def finished(self, step: int) -> AsyncIterator[RolloutGroup]:
-        """The groups of ``step``, each as soon as it is finished and older ones that are not leave it a place. ``take``
-        then returns their batch. Raises as ``take`` does.
-        """
-        assert step == self.version + 1 <= self._until, (step, self.version, self._until)
-        self.admit()
-        while True:
-            while len(self._given) < self._size:
-                while not self._may_give(step, 1):
-                    await self._change()
-                self._check()
-                place = self._places[self._ready.pop(0)[1]]
-                self._remove(place)
-                self._given.append(place)
-                if place.answered is not None and place.answered.group is not None:
-                    yield place.answered.group
-            if any(place.kept for place in self._given) or not self._may_open(self._size):
-                return
-            self._left_out += self._given
-            self._given = []
-            self._open(self._size)
-            self.admit()
 
     async def settled(self) -> None:
         """Wait until weights may be pushed: an engine in the learner's processes must have sampled all that is drawn.
@@ -327,7 +302,7 @@ class Stream:
     async def _next(self, step: int) -> list[Waiting]:
         """Take G places out of the stream, once a step may."""
         self.admit()
-        while not self._may_give(step, self._size):
+        while not self._may_give(step):
             await self._change()
         self._check()
         chosen, self._ready = self._ready[: self._size], self._ready[self._size :]
@@ -336,14 +311,13 @@ class Stream:
             self._remove(place)
         return places
 
-    def _may_give(self, step: int, count: int) -> bool:
-        """Whether ``count`` more groups are finished, and those due first leave a place for each of the others by its
-        due. Without staleness the last of a step waits for all that is being sampled, which no push may meet.
+    def _may_give(self, step: int) -> bool:
+        """Whether G groups are finished, and those due first leave a place for each of the others by its due. Without
+        staleness a step waits for all that is being sampled, which no push may meet.
         """
-        given = len(self._given) + count
-        if len(self._ready) < count or (not self._most and given == self._size and self._tasks):
+        if len(self._ready) < self._size or (not self._most and self._tasks):
             return False
-        left, chosen = given - self._size, Counter(due for due, _ in self._ready[:count])
+        left, chosen = 0, Counter(due for due, _ in self._ready[: self._size])
         for due in sorted(self._dues):
             left += self._dues[due] - chosen[due]
             if left > (due - step) * self._size:
@@ -353,7 +327,7 @@ class Stream:
     async def _change(self) -> None:
         """Wait until a group ends. Raises what sampling raised."""
         self._check()
-        loop, is_due = asyncio.get_running_loop(), len(self._given) + len(self._ready) >= self._size
+        loop, is_due = asyncio.get_running_loop(), len(self._ready) >= self._size
         began = loop.time()
         self._changed.clear()
         await self._changed.wait()

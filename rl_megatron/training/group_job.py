@@ -29,7 +29,6 @@ from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.credit.shaping import groups_that_differ, shared_states
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.update import Update
-from rl_megatron.training.waves import WaveUpdate
 from rl_megatron.types import RolloutGroup, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -143,10 +142,7 @@ class GroupJob(ABC):
         return {"kl/reference_age": average_age(self.number - 1, rate=kl.follow_rate, every=kl.follow_every)}
 
     async def _train(self, watch: Stopwatch) -> Row:
-        """Train on the step's batch: in waves while it is sampled, where that is configured. Returns its metrics."""
-        if isinstance(self.update, WaveUpdate) and self.stream is not None:
-            row = await self.update.over(self.stream.finished(self.number), self.number, watch)
-            return await self._describe(await self.take()) | row
+        """Trains on the step's batch. Returns its metrics."""
         with watch("rollout"):
             batch = await self.take()
         return await self._describe(batch) | await self.update(batch.groups, self.number, watch)

@@ -39,7 +39,7 @@ class OptimizerSteps:
         Logs a skipped step and returns None. Raises RLMegatronError if more than ``most`` in a row were skipped.
         """
         said = await learner.backward(batch, loss)
-        return self.judge(await learner.step(learning_rate), said, batch.micro_batches, prompts)
+        return self._judge(await learner.step(learning_rate), said, batch.micro_batches, prompts)
 
     async def step_near(
         self,
@@ -60,9 +60,9 @@ class OptimizerSteps:
             if kl > most_kl:
                 await learner.drop()
                 return TooFar(kl)
-        return self.judge(await learner.step(learning_rate), said, batch.micro_batches, prompts)
+        return self._judge(await learner.step(learning_rate), said, batch.micro_batches, prompts)
 
-    def judge(
+    def _judge(
         self,
         result: StepResult | SkippedStep,
         of_loss: Mapping[str, Metric[float | Counts]],

@@ -211,17 +211,14 @@ class Update:
         new = await to_thread(unpack, batch, said["logprobs"], found.samples)
         return await to_thread(update_flips, found.routes, after, new - found.current, found.samples.mask)
 
-    def _weighted(
-        self, samples: Samples, part: NDArray[np.int64] | None = None, num_units: int | None = None
-    ) -> Samples:
+    def _weighted(self, samples: Samples, part: NDArray[np.int64]) -> Samples:
         """With ``token_weight`` for a batch of the sequences ``part``, where the algorithm needs it."""
         section = self.config.algorithm
         weight = token_weight(
             samples,
             section.aggregation,
             max_length=section.max_length or self.config.most_sampled,
-            part=None if part is None else torch.from_numpy(part),
-            num_units=num_units,
+            part=torch.from_numpy(part),
         )
         return samples if weight is None else replace(samples, token_weight=weight)
 
@@ -344,11 +341,11 @@ class Update:
     def _count_work(self, batch: Batch, row: Row, watch: Stopwatch) -> None:
         """Add what training on the batch takes to flops/train and to the phase's seconds at the GPUs' peak."""
         if self.training_flops is not None:
-            row["flops/train"] = float(row.get("flops/train") or 0) + self.training_flops(positions_of(batch))
+            row["flops/train"] = float(row.get("flops/train") or 0) + self.training_flops(_positions(batch))
         if self.seconds_at_peak is not None:
-            watch.at_peak(self.seconds_at_peak(positions_of(batch)))
+            watch.at_peak(self.seconds_at_peak(_positions(batch)))
 
 
-def positions_of(batch: Batch) -> list[int]:
+def _positions(batch: Batch) -> list[int]:
     """Positions of every sequence that ranks compute."""
     return [n for row in computed_lengths(batch) for lengths in row for n in lengths.tolist()]

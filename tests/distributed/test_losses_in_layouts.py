@@ -16,18 +16,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_megatron.algorithms.aggregation import Denominator, token_weight
+from rl_megatron.algorithms.aggregation import token_weight
 from rl_megatron.algorithms.auxiliary import ValueLoss
-from rl_megatron.algorithms.losses import PolicyLoss, loss_of
+from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack, unpack
-from rl_megatron.data.samples import select
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.training.measures import Made
-from rl_megatron.training.waves import of_whole_batch
 from rl_megatron.types import Batch, Loss, Samples, SkippedStep, Want
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.own_critic import gap_to_two_models, own_critics_loss
@@ -37,17 +35,16 @@ from tests.rows import NAMES, config_of, policy_loss
 from tests.samples import sequences_of
 
 OfLayout = Callable[[str], list[dict[str, Any]]]
-IN_WAVES = (
+OF_BELOW = (
     *("cispo", "dr_grpo", "luffy", "gspo", "topr", "sapo", "gmpo", "decoupled_ppo"),
     *("kl and entropy", "kl_cov", "gkd", "interpolated"),
+    *("dpo", "rejected", "turns", "prompts"),
 )
-"""Losses of every aggregation, ratio level and term, each with one denominator."""
+"""Losses of every aggregation, ratio level and term."""
 STAGED = ("alone, two layers", "pp2")
 """Layouts of two layers, the least that stages take; the others have one, for losses see none."""
 BELOW = (*STAGED, "tp2-ep2")
 """Layouts that cut below the log-probs, of which a loss sees nothing: settings of one function stand for its rows."""
-OF_BELOW = (*IN_WAVES, "dpo", "rejected", "turns", "prompts")
-WAVES_OF_BELOW = ("cispo", "dr_grpo", "kl and entropy", "gkd")  # of both denominators, and of sums over the vocabulary
 REJECTED_MEAN = {"mode": "reject", "level": "sequence", "estimator": "k2", "high": 0.1}
 CRITIC_STEPS, TOP = 3, 9
 KEYS: dict[Want, str] = {"logprobs": "score", "entropy": "entropy", "top": "top", "logit_norms": "norms"}
@@ -106,10 +103,6 @@ def jobs() -> dict[str, tuple[Loss, int, Samples]]:
     out["rejected"] = policy_loss(objective="cispo", correction=rejected, max_new_tokens=1), 1, plain
     out["interpolated"] = of(load_config("tiny_cpu", ["algorithm=decoupled_ppo"])), 1, samples
     return out | turns(plain)
-
-
-def waves_of(layout: str) -> Sequence[str]:
-    return () if layout not in CUT else WAVES_OF_BELOW if layout in BELOW else IN_WAVES
 
 
 def turns(samples: Samples) -> dict[str, tuple[Loss, int, Samples]]:
@@ -178,7 +171,6 @@ def rank_main(rank: int, layout_name: str, folder: Path, model: Path, max_tokens
     fill(policy)
     every = jobs()
     seen |= {name: step(policy, *every[name], 0.0) for name in (OF_BELOW if layout_name in BELOW else every)}
-    seen["waves"] = {n: waves(policy, learner, max_tokens, dp, *every[n][::2]) for n in waves_of(layout_name)}
     samples = make_samples()
     batch = pack(samples, dims=learner.dims, max_tokens=max_tokens)
     seen |= scores(policy, batch, dp, samples)
@@ -217,58 +209,6 @@ def values_of_both(trained: Any, restored: Any, micro_batches: Sequence[Samples]
     restored.load(folder)
     said = [one.score(micro_batches, frozenset({"values"})) or {} for one in (trained, restored)]
     return [[values.tolist() for values in one.get("values", ())] for one in said]
-
-
-def waves(
-    policy: Any, learner: LearnerSection, max_tokens: int, dp: int, loss: Loss, samples: Samples
-) -> dict[str, float]:
-    """How a step of three waves, of an uneven cut and planned counts, differs from one on the whole batch, relative.
-
-    Ranks without the loss's metrics leave these out.
-    """
-    assert isinstance(loss, PolicyLoss)
-    samples = replace(samples, nll_weights=None)
-    order = torch.randperm(samples.num_sequences, generator=torch.Generator().manual_seed(9))
-    whole = pack(samples, dims=learner.dims, max_tokens=max_tokens)
-    actual = {"num_tokens": whole.num_tokens, "num_sequences": whole.num_sequences}
-    planned = {"num_tokens": 1009, "num_sequences": 31}
-    scales: dict[Denominator, float] = {
-        "num_tokens": planned["num_tokens"] / actual["num_tokens"],
-        "num_sequences": (of_sequences := planned["num_sequences"] / actual["num_sequences"]),
-        "num_trajectories": of_sequences,
-    }
-    of_whole = policy.backward(whole.micro_batches[dp], loss, **actual)
-    norm, gradient = policy.step(0.0).grad_norm, reduced(policy)
-    said = []
-    for cut in order.split([1, 9, 14]):
-        wave = pack(select(samples, cut), dims=learner.dims, max_tokens=max_tokens)
-        said.append(policy.backward(wave.micro_batches[dp], loss, **planned))
-    of_waves = policy.step(0.0, scales[loss.denominator("loss")]).grad_norm
-    out = {
-        "gradient": float((reduced(policy) - gradient).norm() / gradient.norm()),
-        "norm": abs(of_waves - norm) / norm,
-    }
-    if of_whole is not None:
-        for name, metric in of_whole_batch(said, loss, scales).items():
-            numbers = [torch.tensor(one.value, dtype=torch.float64) for one in (metric, of_whole[name])]
-            out[name] = float((numbers[0] - numbers[1]).abs().max() / numbers[1].abs().max().clamp(min=1e-2))
-    return out
-
-
-def reduced(policy: Any) -> torch.Tensor:
-    """A copy of this rank's shard of the gradients, which alone is reduced under the distributed optimizer."""
-    from megatron.core.distributed.param_and_grad_buffer import shard_buffer
-
-    groups = [g for chunk in policy._trained for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
-    return torch.cat(
-        [
-            shard_buffer(bucket.grad_data, group.intra_distributed_optimizer_instance_size)[
-                group.intra_distributed_optimizer_instance_rank
-            ]
-            for group in groups
-            for bucket in group.buckets
-        ]
-    )
 
 
 def run(folder: Path, model: Path, layout: str) -> list[dict[str, Any]]:
@@ -332,16 +272,6 @@ def test_losses_critic_and_reference_do_not_depend_on_the_layout(layout: str, of
         for key in (f"{of} {name}" for of in KEYS.values()):
             parts = [torch.tensor(seen[key]) for seen in ranks if key in seen]
             torch.testing.assert_close(torch.stack(parts).sum(0), torch.tensor(alone[key]), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("layout", CUT)
-def test_waves_of_any_cut_are_the_whole_batch(layout: str, of_layout: OfLayout) -> None:
-    """Gradient, its norm and the metrics; the loss itself is a float32 sum of large terms of either sign."""
-    for rank in of_layout(layout):
-        assert set(rank["waves"]) == set(waves_of(layout))
-        gaps = [(gap, of, name) for name, found in rank["waves"].items() for of, gap in found.items()]
-        assert max(gap for gap in gaps if gap[1] != "loss")[0] < 1e-6, sorted(gaps)[-5:]
-        assert max(gaps)[0] < 1e-5, sorted(gaps)[-5:]
 
 
 def test_the_most_probable_tokens_are_those_of_transformers(alone: dict[str, Any], models: Sequence[Path]) -> None:

@@ -76,6 +76,17 @@ def test_the_two_sides_of_the_clip_fraction_are_all_of_it(
     assert both <= 1 + 1e-12
 
 
+@pytest.mark.parametrize("loss", ROWS)
+@pytest.mark.parametrize("count", ["num_tokens", "num_sequences"])
+def test_the_weight_of_a_mean_is_the_count_that_it_is_over(loss: PolicyLoss, count: str) -> None:
+    x = batch([3, 5, 2], 1, scale=0.5)
+    found, others = (loss(one).metrics for one in (x, replace(x, **{count: 2 * getattr(x, count)})))
+    for name in found:
+        if found[name].over == "mean" and not name.startswith("loss/"):
+            totals = [one[name].value * one[name].weight for one in (found, others)]
+            torch.testing.assert_close(totals[0], totals[1], msg=name)
+
+
 def test_clip_sides_of_known_tokens() -> None:
     """Up by half with A > 0 is clipped above, down by half with A < 0 below; the other two are free."""
     x = batch([4], 0)

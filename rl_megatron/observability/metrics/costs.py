@@ -13,10 +13,6 @@ COSTS: MetricTuples = (
      Curve("Speed", "Bytes of a step's columns to ranks")),
     ("plane/seconds", "s", "the controller made these, beside its event loop",
      Curve("Speed", "Seconds in which these were made")),
-    ("waves/count", "waves", "backward passes of the step, with train.stream_micro_batches",
-     Curve("Health", "Waves of a step")),
-    ("waves/early_fraction", "", "share of trained positions whose backward pass was before the batch's last groups",
-     Curve("Health", "Trained before the batch was whole")),
     ("weights/bytes", "bytes", "weight bytes that crossed a process boundary to the rollout engine"),
     ("weights/route", "", "how they got there, as text: weights.transport, or `shared_file` through a file system "
      "that nodes share"),

@@ -201,16 +201,6 @@ def test_gpus_and_ranks_that_would_be_idle_are_noted(keys: tuple[str, ...], more
     assert all(said in text for text in notes)
 
 
-@pytest.mark.parametrize(("mean", "noted"), [(20, True), (400, False)])
-def test_waves_that_mostly_begin_with_the_whole_batch_are_noted(keys: tuple[str, ...], mean: int, noted: bool) -> None:
-    waves = ("algorithm=grpo", "train.minibatches=1", "train.stream_micro_batches=4", "rollout.max_new_tokens=500")
-    lengths = ("rollout.prompts_per_step=8", "rollout.group_size=4", "learner.max_tokens_per_micro_batch=4096")
-    lengths += (f"slurm.speeds.mean_tokens={mean}",)
-    texts = preflight(job(keys, "slurm.nodes=8", *waves, *lengths), for_job=True).texts("note")
-    said = f"slurm.speeds.mean_tokens={mean} and the longest prompts fills 4 micro-batches on each data-parallel rank"
-    assert any(said in text for text in texts) == noted, texts
-
-
 @pytest.mark.parametrize(
     ("algorithm", "noted"),
     [

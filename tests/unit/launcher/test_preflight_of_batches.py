@@ -82,13 +82,8 @@ def test_pairs_are_the_parts_of_minibatches_and_two_sequences_each() -> None:
         load_config("tiny_cpu", [*keys, "train.minibatches=4"])
 
 
-def test_the_datas_demonstrations_are_sequences_of_a_step_and_of_a_wave() -> None:
+def test_the_datas_demonstrations_are_sequences_of_a_step() -> None:
     keys = ["algorithm=luffy", "rollout.prompts_per_step=4", "rollout.group_size=3", "rollout.max_prompt_tokens=16"]
     idle, *_ = batches.check(Subject(load_config("tiny_cpu", [*keys, "learner.ep=1", "learner.dp=32"]), False))
     product = "rollout.prompts_per_step=4 * (rollout.group_size=3 + 1 demonstration) / train.minibatches=2"
     assert idle.text.startswith(f"an optimizer step has 8 sequences ({product}) for 32 data-parallel ranks")
-    served = ["rollout=vllm", "train.minibatches=1", "train.stream_micro_batches=1", "slurm.speeds.mean_tokens=16"]
-    for most, late in ((256, False), (257, True)):  # two of them are 16 sequences of 32 tokens; the longest have 80
-        given = [*keys, *served, "rollout.max_new_tokens=64", f"learner.max_tokens_per_micro_batch={most}"]
-        found = batches.check(Subject(load_config("tiny_cpu", [*given, "learner.ep=1"]), False))
-        assert any("mostly begins when" in one.text for one in found) is late

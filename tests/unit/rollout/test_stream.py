@@ -10,7 +10,7 @@ import json
 import random
 import tracemalloc
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,9 +83,7 @@ class World:
 
     async def _step(self, stream: Stream) -> None:
         step = stream.version + 1
-        given = [group.prompt.id async for group in self._in_waves(stream, step)]
         batch = await stream.take(step)
-        assert sorted(given) == sorted(group.prompt.id for group in batch.groups if given)
         ages = [stream.version - self.source.versions[group.prompt.id] for group in batch.groups]
         assert all(0 <= age <= self.staleness for age in ages), (self.seed, ages)
         self.reached |= self.staleness in ages
@@ -94,14 +92,6 @@ class World:
         self.trained += [(group.prompt.id, step) for group in batch.groups]
         self.left_out += batch.dropped_groups + batch.filtered_groups
         stream.pushed(step)
-
-    async def _in_waves(self, stream: Stream, step: int) -> AsyncIterator[RolloutGroup]:
-        """In some worlds with servers the learner computes something for each group as soon as it has it."""
-        if not self.served or self.seed % 2:
-            return
-        async for group in stream.finished(step):
-            yield group
-            await asyncio.sleep(self.training * self.random.random() / self.size)
 
     def check(self, stream: Stream) -> None:
         """Every prompt drawn is trained on once, or left out, or waits; and no more were drawn than the rule allows."""
@@ -135,17 +125,16 @@ def test_random_worlds_keep_the_bound_and_lose_nothing(first: int) -> None:
     assert sum(world.reached for world in worlds) > 200
 
 
-def possible(dues: Sequence[int], step: int, size: int, had: int = 0) -> bool:
-    """Whether groups of these dues can all be trained after ``step``, ``size`` a step, of which the first ``had``."""
-    return all(step + 1 + i // size <= due for i, due in enumerate(sorted(dues), start=had))
+def possible(dues: Sequence[int], step: int, size: int) -> bool:
+    """Whether groups of these dues can all be trained after ``step``, ``size`` a step."""
+    return all(step + 1 + i // size <= due for i, due in enumerate(sorted(dues)))
 
 
-def taken(places: Sequence[Waiting], *, size: int, staleness: int, version: int) -> tuple[list[int] | None, list[int]]:
-    """The ordinals that the next step takes at once, None if it waits; and those that it takes one by one till then."""
-    source, one_by_one = Source(lambda _: float("inf")), list[int]()
+def taken(places: Sequence[Waiting], *, size: int, staleness: int, version: int) -> list[int] | None:
+    """The ordinals that the next step takes; None if it waits."""
 
-    def stream() -> Stream:
-        stream = stream_over(source, size=size, staleness=staleness)
+    async def take() -> list[int]:
+        stream = stream_over(Source(lambda _: float("inf")), size=size, staleness=staleness)
         stream.restore(
             StreamState(
                 version=version,
@@ -160,22 +149,12 @@ def taken(places: Sequence[Waiting], *, size: int, staleness: int, version: int)
                 ledger=LedgerState(trained=version * size),
             )
         )
-        return stream
-
-    async def take() -> list[int]:
         async with asyncio.timeout(1e6):
-            return [PROMPTS.index(group.prompt) for group in (await stream().take(version + 1)).groups]
-
-    async def finish() -> None:
-        async with asyncio.timeout(1e6):
-            async for group in stream().finished(version + 1):
-                one_by_one.append(PROMPTS.index(group.prompt))
+            return [PROMPTS.index(group.prompt) for group in (await stream.take(version + 1)).groups]
 
     with contextlib.suppress(TimeoutError):
-        run_at_once(finish())
-    with contextlib.suppress(TimeoutError):
-        return run_at_once(take()), one_by_one
-    return None, one_by_one
+        return run_at_once(take())
+    return None
 
 
 def test_a_step_waits_if_and_only_if_every_choice_of_finished_groups_would_make_one_late() -> None:
@@ -202,15 +181,7 @@ def test_a_step_waits_if_and_only_if_every_choice_of_finished_groups_would_make_
                 for chosen in itertools.combinations(ready, size)
                 if possible([due for i, due in enumerate(dues) if i not in chosen], version + 1, size)
             ]
-            got, one_by_one = taken(places, size=size, staleness=staleness, version=version)
-            parts = [
-                len(chosen)
-                for number in range(size + 1)
-                for chosen in itertools.combinations(ready, number)
-                if possible([due for i, due in enumerate(dues) if i not in chosen], version, size, had=number)
-            ]
-            assert len(one_by_one) == max(parts), (order, finished, one_by_one)
-            assert one_by_one == ready[: len(one_by_one)]
+            got = taken(places, size=size, staleness=staleness, version=version)
             assert got == (list(min(choices)) if choices else None), (order, finished)
             waits += not choices
     assert waits > 100

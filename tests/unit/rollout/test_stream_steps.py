@@ -147,10 +147,7 @@ def test_a_resume_with_another_staleness_drops_nothing_and_keeps_what_is_due(bef
 
 
 @pytest.mark.parametrize("limit", [None, 8], ids=["all at once", "two groups at once"])
-@pytest.mark.parametrize("waves", [False, True], ids=["whole", "waves"])
-def test_after_a_resume_without_staleness_nothing_is_sampled_while_the_learner_computes(
-    waves: bool, limit: int | None
-) -> None:
+def test_after_a_resume_without_staleness_nothing_is_sampled_while_the_learner_computes(limit: int | None) -> None:
     order = [prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(len(PROMPTS))]
     source = Source(lambda name: 1.0 + order.index(name) / 4)  # what is due later takes longer
 
@@ -164,9 +161,6 @@ def test_after_a_resume_without_staleness_nothing_is_sampled_while_the_learner_c
         stream._prompts.restore(position)
         met = []
         for step in range(7, 14):
-            if waves:
-                async for _ in stream.finished(step):
-                    await asyncio.sleep(0.1)
             assert len((await stream.take(step)).groups) == 4
             met.append(source.now)
             stream.pushed(step)
@@ -234,8 +228,7 @@ def test_a_row_says_how_much_sampling_and_training_overlap() -> None:
     assert run_at_once(waits()) > 400
 
 
-@pytest.mark.parametrize("waves", [False, True], ids=["whole", "waves"])
-def test_a_wait_is_for_what_is_due_from_when_a_batch_is_finished_without_it(waves: bool) -> None:
+def test_a_wait_is_for_what_is_due_from_when_a_batch_is_finished_without_it() -> None:
     """Step 2 waits from second 1 to 50 for the first prompt, and from 2 on the fourth and the fifth are finished."""
     first, *_, sixth = (prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(6))
     slow = {first: 50.0, sixth: 100.0}
@@ -244,9 +237,6 @@ def test_a_wait_is_for_what_is_due_from_when_a_batch_is_finished_without_it(wave
         stream = stream_over(Source(lambda name: slow.get(name, 1.0)), size=2, staleness=1, group_size=4)
         found = []
         for step in (1, 2):
-            if waves:
-                async for _ in stream.finished(step):
-                    pass
             await stream.take(step)
             stream.pushed(step)
             found.append(stream.row()["wait/due_seconds"])

@@ -1,4 +1,4 @@
-"""A trajectory as one row or as a row a turn: the same losses and the same models after two epochs, also in waves."""
+"""A trajectory as one row or as a row a turn: the same losses and the same models after two epochs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.update import Update
-from rl_megatron.training.waves import WaveUpdate
 from rl_megatron.types import Batch, LossInputs, ParallelDims, RolloutGroup, Samples
 from tests.toy_roles import VOCABULARY, Toy, table
 from tests.turns import branched, group, groups, trajectory
-from tests.unit.training.test_waves import made, one_by_one
 
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"]
 ROWS: dict[str, dict[str, Any]] = {
@@ -78,10 +76,17 @@ def policy() -> Toy:
     return Toy(table(VOCABULARY, VOCABULARY, seed=1))
 
 
+def made(c: RunConfig, toy: Toy) -> Update:
+    unused = Toy(torch.zeros(1))
+    reference = {"reference": Toy(table(VOCABULARY, VOCABULARY, seed=3))} if c.algorithm.needs_reference else {}
+    roles: Any = Roles(learners={"policy": toy}, frozen=reference, engine=unused, weights=unused)
+    return Update(config=c, roles=roles, attention_cost=0.0)
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_of_a_trajectory_change_neither_loss_nor_model(name: str) -> None:
     one, other = policy(), policy()
-    whole, rows = (made(config(ROWS[name]), Update, each) for each in (one, other))
+    whole, rows = (made(config(ROWS[name]), each) for each in (one, other))
     for step in STEPS:
         sampled = groups(step)
         expected, found = (
@@ -92,27 +97,6 @@ def test_rows_of_a_trajectory_change_neither_loss_nor_model(name: str) -> None:
         torch.testing.assert_close(other.weights, one.weights, rtol=1e-5, atol=1e-6)
     assert rows.state.kl_coefficient == pytest.approx(whole.state.kl_coefficient)
     assert not torch.equal(one.weights, policy().weights)
-
-
-IN_WAVES = [name for name in ROWS if name != "right ones again"]
-
-
-@pytest.mark.parametrize("name", IN_WAVES)
-def test_waves_of_branched_trajectories_are_the_whole_batch(name: str) -> None:
-    """Trajectories of the first prompt have one row each, so that its wave has no ids."""
-    sampled = groups(3, sizes=(4, 4, 4, 4))
-    sampled = [*sampled[:1], *apart(sampled[1:])]
-    one, other = policy(), policy()
-    train = {"minibatches": 1, "epochs": 1}
-    whole = made(config(ROWS[name], **train), Update, one)
-    waves = made(config(ROWS[name], **train, stream_micro_batches=1), WaveUpdate, other)
-    expected = asyncio.run(whole(sampled, 1, Stopwatch()))
-    found = asyncio.run(waves.over(one_by_one(sampled), 1, Stopwatch()))
-    assert found["waves/count"] > 1
-    for key in ("loss", "grad_norm", "ratio/mean", "entropy", "advantage/mean"):
-        assert found[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-6), key
-    torch.testing.assert_close(other.weights, one.weights, rtol=1e-6, atol=1e-6)
-    assert waves.state.kl_coefficient == pytest.approx(whole.state.kl_coefficient)
 
 
 @functools.cache
@@ -147,9 +131,9 @@ def test_weights_of_a_part_count_what_is_in_it() -> None:
     of_prompts = token_weight(samples, "prompt_mean", max_length=1, part=part)
     assert of_prompts is not None
     assert of_prompts[samples.mask].tolist() == pytest.approx([1 / 4] * 2 + [0] * 4 + [1 / 8] * 4)
-    planned = token_weight(samples, "seq_mean_token_mean", max_length=1, part=part, num_units=8)
-    assert planned is not None
-    assert planned[samples.mask].tolist() == pytest.approx([1 / 16] * 2 + [0] * 4 + [1 / 32] * 4)
+    of_trajectories = token_weight(samples, "seq_mean_token_mean", max_length=1, part=part)
+    assert of_trajectories is not None
+    assert of_trajectories[samples.mask].tolist() == pytest.approx([1 / 4] * 2 + [0] * 4 + [1 / 8] * 4)
 
 
 def test_no_weights_are_sent_where_the_counts_give_them() -> None:
@@ -197,6 +181,6 @@ class Poisoned(Toy):
 def test_what_stands_in_context_changes_nothing() -> None:
     one, other = policy(), Poisoned(policy().weights)
     for toy in (one, other):
-        asyncio.run(made(config(ROWS["turns"]), Update, toy)(apart(groups(2)), 1, Stopwatch()))
+        asyncio.run(made(config(ROWS["turns"]), toy)(apart(groups(2)), 1, Stopwatch()))
     assert torch.equal(one.weights, other.weights)
     assert one.weights.isfinite().all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
@@ -330,3 +331,23 @@ def test_the_columns_of_one_minibatch_are_held_at_a_time() -> None:
     assert "tokens/chosen_fraction" in row
     assert len(held) == 8
     assert most <= 2
+
+
+def test_what_visits_every_token_runs_beside_the_event_loop() -> None:
+    row = PATHS["KL in the loss beside a correction, adaptive"] | {"old_logprobs": "learner"}
+    config = RunConfig.model_validate(
+        {"algorithm": row, "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6}}
+    )
+    policy, reference, unused = (Toy(table(VOCABULARY, *more, seed=1)) for more in ([VOCABULARY], [VOCABULARY], []))
+    roles: Any = Roles(learners={"policy": policy}, frozen={"reference": reference}, engine=unused, weights=unused)
+    update, in_loops_thread = Update(config=config, roles=roles, attention_cost=0.0), set[str]()
+    sampled = groups(3, policy.weights)
+    sys.setprofile(lambda frame, event, _: in_loops_thread.add(frame.f_code.co_name) if event == "call" else None)
+    try:
+        found = asyncio.run(update(sampled, 3, Stopwatch()))
+    finally:
+        sys.setprofile(None)
+    assert {"mismatch/k1", "advantage/std", "kl/reference"} <= found.keys()
+    of_tokens = {"to_samples", "assign_credit", "mismatch_row", "advantage_row", "metrics", "tokens_of"}
+    assert not in_loops_thread & (of_tokens | {"unpack", "plan_packing", "reference_kl"})
+    assert "shape_rewards" in in_loops_thread  # of completions, not of tokens
