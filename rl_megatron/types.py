@@ -385,16 +385,3 @@ class WeightUpdate:
     seconds: float
     verify_seconds: float = 0.0  # the part of ``seconds`` that digests took
     quantization_error: float | None = None  # the largest relative one of a quantised tensor, by Frobenius norms
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DryRun:
-    """What a learner's rank holds, in bytes, and what it sends in one step, counted without its memory."""
-
-    rank: int
-    stage: int
-    parameters: int
-    gradients: int
-    optimizer: int
-    passes: int  # most bytes beside these three during the forward and backward passes and the step
-    collectives: Mapping[str, tuple[int, int]]  # calls and bytes of each kind

@@ -17,7 +17,6 @@ from rich.table import Table
 from launcher.preflight.checks import Preflight
 from launcher.preflight.nodes import beside_nodes
 from launcher.preflight.sizes import size_problems
-from launcher.programs.exact import refuse_hidden, show_dry_runs
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import SpeedsSection
@@ -84,24 +83,14 @@ def plan(
     element_bytes: ElementBytes = None,
     gpu_memory_gb: GpuMemory = None,
     colocated: Annotated[bool, typer.Option("--colocated", help="rank r of dst lives in process r of src")] = False,
-    exact: Annotated[
-        bool,
-        typer.Option(
-            "--exact",
-            help="with --config: also build the first, a middle and the last pipeline stage at their real size without "
-            "their memory, make a step, and print the bytes beside the plan's; takes minutes and torch",
-        ),
-    ] = False,
     family: OwnFamily = None,
 ) -> None:
     """Print the cost of moving a model's weights between two layouts, compared with gather-and-broadcast."""
     if config is not None:
         sizes = {"per_node": per_node, "element_bytes": element_bytes, "gpu_memory_gb": gpu_memory_gb}
         _refuse(nic=nic, nvlink=nvlink, **sizes, colocated=colocated or None, family=family)
-        show_config(config, arguments or [], exact=exact)
+        show_config(config, arguments or [])
         return
-    if exact:
-        raise ConfigError("--exact makes a dry run of a configuration's learner; give --config NAME")
     if not arguments:
         raise ConfigError("give a model and two layouts, as in kimi-k2 src=megatron,ep=8,dp=8 dst=hf, or --config NAME")
     model, *layouts = arguments
@@ -181,23 +170,19 @@ def _unlike(dims: ParallelDims) -> range:
     return range(0, dims.world_size, dims.world_size // dims.pp)
 
 
-def show_config(config_name: str, overrides: Sequence[str], *, exact: bool) -> None:
-    """Print what a configuration needs and costs as a job: memory, a push, a checkpoint, with ``exact`` a dry run too.
+def show_config(config_name: str, overrides: Sequence[str]) -> None:
+    """Prints what a configuration needs and costs as a job: memory, a push, a checkpoint.
 
     A configuration with model.name needs no folder of the model; one that is here must hold that model. Raises
-    ConfigError, also for what does not fit, and RLMegatronError if a dry run fails.
+    ConfigError, also for what does not fit.
     """
     job = [] if any(item.startswith("run.launcher=") for item in overrides) else ["run.launcher=slurm"]
     config = load_config(config_name, [*overrides, *job], otherwise={"model.path": _NO_FOLDER})
-    model = _model(config_name, config)
-    shape = job_shape(config, model_shape(model, config.learner.model))
+    shape = job_shape(config, model_shape(_model(config_name, config), config.learner.model))
     found_here = Preflight(found=(*beside_nodes(config), *size_problems(config, shape)), seconds=0.0)
     found_here.raise_problems()
     show_memory(config_name, config, shape)
     print(_counted_layers(config, shape))
-    if exact:
-        refuse_hidden(config)
-        show_dry_runs(config, shape, model)
     if check_memory(config, shape) is not None:
         print(f"It fits in slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g}.")
     found = estimate(config, shape)

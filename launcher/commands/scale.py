@@ -13,10 +13,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from launcher.calibration.into_file import calibrate_into
-from launcher.programs.check import checked_run
-from launcher.programs.check import show as show_checked
-from launcher.programs.exact import show_dry_runs
 from launcher.programs.scale import Asked, asked_of, configuration_file
 from rl_megatron.errors import ConfigError
 from rl_megatron.scaling.constants import RANGE
@@ -33,10 +29,8 @@ _SHOWN = 8  # rejected layouts
 _KINDS = (("throughput", "tokens/s a GPU"), ("memory", "GB on the fullest GPU"), ("rl", "seconds of a whole step"))
 
 _READ: Mapping[str, frozenset[str]] = {
-    "check": frozenset({"check", "machine", "as_json"}),
-    "calibrate": frozenset({"calibrate", "device", "ranks", "threads"}),
     "points": frozenset({"points"}),
-    "arguments": frozenset({"arguments", "explain", "as_json", "exact", "write"}),
+    "arguments": frozenset({"arguments", "explain", "as_json", "write"}),
 }
 """The parameters that each of the command's ways reads, by the one that chooses it."""
 
@@ -48,7 +42,7 @@ def scale(
         typer.Argument(
             metavar="MODEL KEYS",
             help="a folder with a config.json or a name as kimi-k2, gpus=N, gpu= one of "
-            f"{', '.join(GPUS)}, a YAML file or a calibration's, then if wanted goal=tokens, memory or step, "
+            f"{', '.join(GPUS)} or a YAML file, then if wanted goal=tokens, memory or step, "
             "mean_tokens=N of a completion, and keys of the run as rollout.group_size=16",
         ),
     ] = None,
@@ -60,43 +54,20 @@ def scale(
         str | None, typer.Option(metavar="TERM", help="say what a term of memory or time is made of, as all-to-all")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print layouts, terms and reasons as JSON")] = False,
-    exact: Annotated[
-        bool,
-        typer.Option(
-            "--exact",
-            help="also build ranks of the best layout at their real size without their memory, make a step, and print "
-            "bytes by phase and of collectives beside the formulas'; takes minutes and torch",
-        ),
-    ] = False,
     write: Annotated[
         Path | None,
         typer.Option(metavar="FILE.yaml", help="write the best layout as a configuration that train takes"),
     ] = None,
-    check: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="compare a run's folder with its prediction")
-    ] = None,
-    machine: Annotated[str | None, typer.Option(help="of --check: a calibration's file, or a GPU's name")] = None,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.json", help="measure this machine in some minutes, and write its hardware entry"),
-    ] = None,
-    device: Annotated[str, typer.Option(help="of --calibrate: cpu or cuda")] = "cpu",
-    ranks: Annotated[int, typer.Option(min=1, help="of --calibrate: processes that compute at once")] = 2,
-    threads: Annotated[int, typer.Option(min=1, help="of --calibrate: CPU threads of each process")] = 1,
 ) -> None:
     """Plan a run: search layouts of learner and servers on given GPUs, with memory and seconds by term."""
     _refuse_unread(context)
-    if check is not None:
-        show_checked(checked_run(check, machine), as_json=as_json)
-    elif calibrate is not None:
-        calibrate_into(calibrate, device=device, ranks=ranks, threads=threads)
-    elif points is not None:
+    if points is not None:
         show_points(points)
     else:
-        _searched(arguments or [], explain=explain, as_json=as_json, exact=exact, write=write)
+        _searched(arguments or [], explain=explain, as_json=as_json, write=write)
 
 
-def _searched(arguments: Sequence[str], *, explain: str | None, as_json: bool, exact: bool, write: Path | None) -> None:
+def _searched(arguments: Sequence[str], *, explain: str | None, as_json: bool, write: Path | None) -> None:
     """Search, and print the best layout."""
     started = time.perf_counter()
     asked = asked_of(arguments)
@@ -105,8 +76,6 @@ def _searched(arguments: Sequence[str], *, explain: str | None, as_json: bool, e
     text = configuration_file(asked, found.plans[0])
     if write is not None:
         write.write_text(text, encoding="utf-8")
-    if as_json and exact:
-        raise ConfigError("--json has no dry run; leave --exact or --json out")
     if as_json:
         print(json.dumps(as_tree(asked, found), indent=1))
         return
@@ -115,8 +84,6 @@ def _searched(arguments: Sequence[str], *, explain: str | None, as_json: bool, e
     if explain is not None:
         for line in explain_term(explain, found.plans[0]):
             console.print(line, soft_wrap=True, markup=False)
-    if exact:
-        show_dry_runs(found.plans[0].config, asked.wanted.shape, asked.model)
     if write is not None:
         name = "" if asked.wanted.base.model.name is None else " model.path=FOLDER"
         console.print(

@@ -16,7 +16,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import length_problem
 from rl_megatron.options.device import GPU
-from rl_megatron.scaling.machines.calibration import machine_named
+from rl_megatron.scaling.hardware import gpu_named
 from rl_megatron.scaling.planner.fitting import PlannedRun
 from rl_megatron.scaling.planner.layouts import Goal, Wanted
 from rl_megatron.scaling.rollouts import lengths_of
@@ -83,7 +83,7 @@ def asked_of(arguments: Sequence[str]) -> Asked:
     goal = next((known for known in get_args(Goal) if known == wish), None)
     if goal is None:
         raise ConfigError(f"goal={wish}: must be one of {', '.join(get_args(Goal))}")
-    gpu, tree = machine_named(own["gpu"], gpus), _tree(model, overrides)
+    gpu, tree = gpu_named(own["gpu"]), _tree(model, overrides)
     _put(tree, "slurm.speeds.gpu", own["gpu"])
     if "mean_tokens" in own:
         _put(tree, "slurm.speeds.mean_tokens", _whole("mean_tokens", own["mean_tokens"]))

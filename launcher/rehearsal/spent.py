@@ -125,8 +125,9 @@ def planned(config: RunConfig, found: Predicted, steps: int) -> RunCost:
 def planned_metrics(config: RunConfig, shape: ModelShape, guess: Estimate) -> dict[str, float]:
     """What the plan says of metrics of a run on GPUs, by their names; nothing of one on CPUs.
 
-    memory/peak is of torch's allocator: without what engine servers on the same GPU, contexts and NCCL take. mfu/train
-    is there if ``slurm.speeds.gpu`` names the GPUs. Raises ConfigError if the layout does not divide the model's sizes.
+    memory/peak is of torch's allocator: without what engine servers on the same GPU, contexts and NCCL take. Seconds,
+    mfu/train and the length that a completion is assumed to have are there if ``slurm.speeds.gpu`` names the GPUs.
+    Raises ConfigError if the layout does not divide the model's sizes.
     """
     if config.learner.device == "cpu":
         return {}
@@ -137,7 +138,11 @@ def planned_metrics(config: RunConfig, shape: ModelShape, guess: Estimate) -> di
         if one.role == LEARNER
     ]
     found = guess.step.predicted if guess.step is not None else None
-    return {"memory/peak": max(held)} | ({} if found is None else {"mfu/train": found.mfu})
+    if found is None:
+        return {"memory/peak": max(held)}
+    names = {"training": "train", "log-probs": "logprobs", "rollout": "rollout", "push": "weights"}
+    seconds = {f"seconds/{name}": found.step.parts[part] for part, name in names.items() if part in found.step.parts}
+    return {"memory/peak": max(held), "mfu/train": found.mfu, "response/length_mean": found.mean, **seconds}
 
 
 def recorded(config: RunConfig) -> dict[str, JsonValue]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,8 +25,6 @@ from rl_megatron.learner.scorer import MegatronScorer, modules  # noqa: E402
 from rl_megatron.learner.trained import MegatronLearner  # noqa: E402
 from rl_megatron.weights.layouts.families import megatron_layout  # noqa: E402
 
-L = TypeVar("L", bound=MegatronLearner)
-
 
 def make_policy(
     shape: ModelShape,
@@ -40,20 +37,6 @@ def make_policy(
 ) -> MegatronLearner:
     """This rank's part of the learner of a policy, or of a reward model, whose ``shape`` scores; after `world.join`.
     Every rank calls it. ``top_k`` is that of `VocabHead`; a ``valued`` policy is its own critic."""
-    return make_policy_as(MegatronLearner, shape, learner, device, temperature=temperature, top_k=top_k, valued=valued)
-
-
-def make_policy_as(
-    kind: type[L],
-    shape: ModelShape,
-    learner: LearnerSection,
-    device: torch.device,
-    *,
-    temperature: float,
-    top_k: int = 0,
-    valued: bool = False,
-) -> L:
-    """As `make_policy`, a learner of another class."""
     config = make_config(shape, learner)
     models = build_chunks(shape, learner, config)
     head: Head = ValueHead()
@@ -65,7 +48,7 @@ def make_policy_as(
     if learner.lora.rank is not None:
         layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple, stages=learner.stages)
         add_adapters(models, layout, learner.lora, dist.get_rank())
-    return kind(shape, learner, device, config, models, head)
+    return MegatronLearner(shape, learner, device, config, models, head)
 
 
 def make_frozen(

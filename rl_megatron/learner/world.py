@@ -69,11 +69,8 @@ def _gpus_seen(learner: LearnerSection, rank: int) -> int:
     return count
 
 
-def make_groups(learner: LearnerSection, *, seed: int, gloo: bool = True) -> None:
-    """Make megatron's groups in the world that this process has joined, with ``gloo`` for tensors of the host too.
-
-    Every rank calls it.
-    """
+def make_groups(learner: LearnerSection, *, seed: int) -> None:
+    """Makes megatron's groups in the world that this process has joined. Every rank calls it."""
     d = learner.dims
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=d.tp,
@@ -83,7 +80,6 @@ def make_groups(learner: LearnerSection, *, seed: int, gloo: bool = True) -> Non
         expert_model_parallel_size=d.ep,
         expert_tensor_parallel_size=d.etp,
         distributed_timeout_minutes=math.ceil(learner.timeout_seconds / 60),
-        create_gloo_process_groups=gloo,
     )
     model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=learner.cuda_graphs)
 

@@ -36,6 +36,7 @@ from rl_megatron.observability.history import MetricRows, Run, headline_figures,
 from rl_megatron.observability.intervals import mean_interval
 from rl_megatron.observability.metrics.curve import Curve
 from rl_megatron.observability.metrics.table import METRICS, PHASE_SECONDS, documented
+from rl_megatron.observability.plan_card import make_plan_card
 from rl_megatron.observability.samples import SampleRow
 
 _CURVES = [metric.curve for metric in METRICS.values() if metric.curve]
@@ -125,6 +126,7 @@ def write_page(
         panels=panels,
         idle=_idle(runs[0]) if len(runs) == 1 else "",
         spent=spent,
+        plan_card=make_plan_card(runs[0]) if len(runs) == 1 else None,
         warnings=runs[0].warnings if len(runs) == 1 else (),
         headlines=[*_charts([c for c in _CURVES if c.section == "Headlines"], arms), *at_once],
         sections=sections,

@@ -16,12 +16,6 @@ class Constants:
     messages that overlapping hides. ``host``: seconds to launch one layer's forward pass. ``imbalance``: rows of the
     fullest experts over the mean, with natural routing. ``age``: share of time a month that an older stack takes more.
     ``fixed``: seconds of a step beside all others.
-
-    The others are calibrated alone (`machines`). ``backward``: seconds of the backward pass of a product over those of
-    its forward pass. ``operation``: seconds of a product beside its own; ``each_expert``: of an expert's forward pass.
-    ``ahead``: launches and the device's seconds add up as a norm of this power: 1 where none hides behind the other, as
-    on a CPU. ``latency``: seconds of a layer's messages, each way, beside their bytes. ``inside``, ``adam`` and
-    ``logits``: times that what lies between experts' products, the optimizer and log-probs take their bytes' seconds.
     """
 
     gemm: float
@@ -37,14 +31,6 @@ class Constants:
     imbalance: float
     age: float
     fixed: float
-    backward: float = 2.0
-    operation: float = 0.0
-    each_expert: float = 0.0
-    ahead: float = 4.0
-    latency: float = 0.0
-    inside: float = 1.0
-    adam: float = 1.0
-    logits: float = 1.0
 
 
 PRIOR = Constants(

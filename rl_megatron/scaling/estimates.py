@@ -14,8 +14,7 @@ from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.scaling.constants import RANGE
 from rl_megatron.scaling.evaluations import Evaluations, evaluation_cost
 from rl_megatron.scaling.flops import training_flops
-from rl_megatron.scaling.hardware import GB
-from rl_megatron.scaling.machines.calibration import machine_named
+from rl_megatron.scaling.hardware import GB, gpu_named
 from rl_megatron.scaling.pushes import Push, push_cost
 from rl_megatron.scaling.rl_step import RlStep, rl_step, unlike_run
 from rl_megatron.scaling.rollouts import lengths_of
@@ -223,10 +222,7 @@ def predicted(config: RunConfig, shape: ModelShape, push: Push) -> Predicted:
             f"slurm.speeds.mean_tokens={mean:g} is more than rollout.max_new_tokens={rollout.max_new_tokens}; lower "
             "the first, or leave it out for half of the second"
         )
-    gpu, prompt = (
-        machine_named(kind, min(config.learner.dims.world_size, config.slurm.gpus_per_node or 1), "slurm.speeds.gpu"),
-        rollout.max_prompt_tokens / 2,
-    )
+    gpu, prompt = gpu_named(kind, "slurm.speeds.gpu"), rollout.max_prompt_tokens / 2
     each = training_flops(shape, [round(prompt + mean)], config.learner)
     flops = each * config.trained_per_step * config.train.epochs
     return Predicted(

@@ -28,9 +28,8 @@ WHOLE = LearnerSection()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """A GPU's dense peak, 1e12 FLOP/s, without sparsity; ``float8`` is None where the GPU has none, ``float32``, that
-    outside of tensor cores, where one rate was measured for whatever is multiplied. ``mxfp8``: whether it multiplies
-    float8 with a scale for each 32 values, as Blackwell does.
+    """A GPU's dense peak, 1e12 FLOP/s, without sparsity; ``float8`` is None where the GPU has none, and ``float32`` is
+    that outside of tensor cores. ``mxfp8``: it multiplies float8 with a scale for each 32 values, as Blackwell does.
 
     ``names`` are parts of the name that CUDA gives it. Sources, all NVIDIA's: the data sheets of A100 (June 2021), H100
     (2024), H200 (2024), of H100 NVL and H200 NVL the halves of their sparse figures, the Blackwell architecture brief
@@ -41,7 +40,7 @@ class Peak:
     names: Sequence[str]
     bfloat16: float
     float8: float | None
-    float32: float | None = None
+    float32: float
     mxfp8: bool = False
 
 

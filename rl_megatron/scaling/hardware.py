@@ -14,7 +14,6 @@ from pathlib import Path
 
 from rl_megatron.config import yaml_text
 from rl_megatron.errors import ConfigError
-from rl_megatron.scaling.constants import FITTED, Constants
 from rl_megatron.scaling.flops import Peak, peak_of
 
 GB = 1e9
@@ -25,8 +24,7 @@ class Gpu:
     """A kind of GPU and its links: GB and GB/s of 1e9 bytes, W; ``domain`` is how many GPUs NVLink joins.
 
     ``cuda_name`` is the name that CUDA gives it, by which its peak is found; ``per_node`` GPUs are a node of Slurm's,
-    whose host has ``host`` GB of memory. One that was calibrated has a ``measured`` peak, and ``constants`` of its own
-    (`machines.calibration`).
+    whose host has ``host`` GB of memory.
     """
 
     cuda_name: str
@@ -38,13 +36,11 @@ class Gpu:
     domain: int = 8
     per_node: int = 8
     host: float = 2000
-    measured: Peak | None = None
-    constants: Constants = FITTED
 
     @property
     def peak(self) -> Peak:
         """Its peak. Raises ConfigError if the table of peaks has no such GPU."""
-        found = self.measured or peak_of(self.cuda_name)
+        found = peak_of(self.cuda_name)
         if found is None:
             raise ConfigError(f"cuda_name={self.cuda_name}: no peak is known of this GPU; name one that has its chip")
         return found
@@ -85,7 +81,7 @@ def gpu_named(name: str, key: str = "gpu") -> Gpu:
     if like not in GPUS:
         raise ConfigError(f"{path}: like={like} must name the GPU that the file differs from: {', '.join(GPUS)}")
     base = GPUS[str(like)]
-    kinds = [field.name for field in fields(Gpu) if field.name not in ("measured", "constants")]
+    kinds = [field.name for field in fields(Gpu)]
     for key, value in given.items():
         if key not in kinds:
             raise ConfigError(f"{path}: {key!r} is not a GPU's; keys: like, {', '.join(kinds)}")

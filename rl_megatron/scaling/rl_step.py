@@ -24,6 +24,7 @@ from rl_megatron.options.kept import offloaded
 from rl_megatron.options.option import BYTES, Elements
 from rl_megatron.options.padding import padded_tokens
 from rl_megatron.placement.seats import beside_ranks
+from rl_megatron.scaling.constants import FITTED
 from rl_megatron.scaling.hardware import GB, GPUS, Gpu
 from rl_megatron.scaling.memory import server_weights, weights_on_gpu, weights_served
 from rl_megatron.scaling.rollouts import Sampled, ServerShape, draft_layer, sampled, tokens_accepted
@@ -71,7 +72,7 @@ def learner_work(
     """One optimizer step of a run whose sequences have ``mean`` tokens, prompt included, on its share of ``sequences``;
     None: on that of those that are trained on. Raises ConfigError for ``learner.fp8`` on GPUs without it."""
     learner, d = config.learner, config.learner.dims
-    if learner.fp8 is not None and gpu.measured is None:
+    if learner.fp8 is not None:
         given = f"learner.fp8={learner.fp8}: {gpu.cuda_name}"
         if gpu.peak.float8 is None:
             raise ConfigError(f"{given} multiplies nothing in float8; leave it out")
@@ -103,7 +104,6 @@ def learner_work(
         again=frozenset(again),
         sync_hidden=learner.overlap.gradients and learner.overlap.parameters,
         offloaded=learner.offload.optimizer,
-        natural=gpu.measured is None or d.ep * d.etp > 1,
         moved=_moved(learner, shape, mean),
         muon=learner.optimizer.muon.newton_schulz_steps if learner.optimizer.name == "muon" else 0,
     )
@@ -164,7 +164,7 @@ def server_shape(
     Engines take the fraction of what CUDA reports: 81,559 MiB of an H100 of 80 GB, and so on for the table's.
     """
     fraction = (server.memory_fraction or _USUAL_FRACTION) - KERNELS
-    cache = fraction * gpu.memory * (GB if gpu.measured else 2**30) - weights_on_gpu(server, weights)
+    cache = fraction * gpu.memory * 2**30 - weights_on_gpu(server, weights)
     experts, others = _held_of(shape)
     if shape.drafts:  # beside a joining product of its own, a draft layer has the model's output layer
         more, beside = _held_of(draft_layer(shape))
@@ -308,7 +308,7 @@ def servers_on_a_gpu(config: RunConfig) -> float:
 def _push_seconds(config: RunConfig, shape: ModelShape, gpu: Gpu) -> float:
     _, sent, received = push_bytes(config, shape)
     near = config.slurm.engines.nodes == 0 and config.slurm.nodes == 1
-    return max(sent, received) / ((gpu.nvlink if near else gpu.network) * gpu.constants.links * GB)
+    return max(sent, received) / ((gpu.nvlink if near else gpu.network) * FITTED.links * GB)
 
 
 def _others(config: RunConfig, works: Mapping[str, LearnerWork], parts: Mapping[str, float]) -> dict[str, float]:

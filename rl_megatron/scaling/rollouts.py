@@ -17,6 +17,7 @@ from functools import lru_cache
 from statistics import NormalDist
 
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.scaling.constants import FITTED
 from rl_megatron.scaling.hardware import GB, Gpu
 
 READ = 0.6  # share of a GPU's memory rate at which engines read weights and caches; assumed
@@ -121,7 +122,7 @@ def _message_seconds(shape: ModelShape, server: ServerShape, gpu: Gpu, positions
         """Gathered and scattered, as an all-reduce does both; a node's ranks send together what leaves it."""
         moved, nodes = 2 * rows * 2.0 * shape.hidden_size, max(1.0, ranks / gpu.domain)
         near, far = moved * (1 - 1 / ranks) / gpu.nvlink, moved * (1 - 1 / nodes) / (gpu.domain * gpu.network)
-        return max(near, far) / (GB * gpu.constants.links)
+        return max(near, far) / (GB * FITTED.links)
 
     spread = len(shape.moe_layers) if server.dp > 1 else 0
     blocks = 2 * shape.num_layers - spread

@@ -12,7 +12,7 @@ from math import ceil
 from typing import Literal
 
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.scaling.constants import MEMORY, Constants
+from rl_megatron.scaling.constants import FITTED, MEMORY, Constants
 from rl_megatron.scaling.hardware import GB, Gpu
 from rl_megatron.scaling.layers.matrices import matrices, orthogonal_seconds
 from rl_megatron.scaling.layers.messages import replicated
@@ -67,9 +67,9 @@ class LearnerWork:
     muon: int = 0
 
 
-def step_terms(work: LearnerWork, constants: Constants | None = None) -> Seconds:
-    """Seconds of the step by term; they add up to the step's. None: the constants of its GPU."""
-    d, c = work.dims, constants or work.gpu.constants
+def step_terms(work: LearnerWork, c: Constants = FITTED) -> Seconds:
+    """Returns seconds of the step by term, which add up to the step's."""
+    d = work.dims
     kinds = [_kind(work, is_sparse, c) for is_sparse in (False, True)]
     dense, sparse = (layer_seconds(kind) for kind in kinds)
     head = head_seconds(kinds[bool(work.shape.num_experts)], work.drafts)
@@ -103,9 +103,9 @@ def _exposed(layer: float, copy: float) -> float:
     return max(0.0, copy - layer / 3) + max(0.0, copy - layer * 2 / 3)
 
 
-def step_seconds(work: LearnerWork, constants: Constants | None = None) -> float:
-    """Seconds of the step in all."""
-    return sum(step_terms(work, constants).values())
+def step_seconds(work: LearnerWork, c: Constants = FITTED) -> float:
+    """Returns seconds of the step in all."""
+    return sum(step_terms(work, c).values())
 
 
 def _kind(work: LearnerWork, sparse: bool, constants: Constants) -> LayerKind:
@@ -181,7 +181,7 @@ def _update(work: LearnerWork, c: Constants, chunk: float) -> Seconds:
     on_gpu = held * (1 - work.offloaded)
     out = {
         "gradients, parameters": max(0.0, sync - _BEHIND * chunk * work.sync_hidden),
-        "optimizer": on_gpu * _ADAM_BYTES * c.adam / (gpu.hbm * GB * MEMORY),
+        "optimizer": on_gpu * _ADAM_BYTES / (gpu.hbm * GB * MEMORY),
         "fixed": c.fixed,
     }
     if work.muon:

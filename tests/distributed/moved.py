@@ -19,7 +19,7 @@ from tests.distributed.test_kept import SHAPES, samples
 from tests.samples import sequences_of
 
 if TYPE_CHECKING:
-    from rl_megatron.learner.dry_run.meter import Meter
+    from tests.recipes.meter import Meter
 
 SHAPE = replace(SHAPES["a dense layer, shared experts"], num_layers=4, dense_layers=1)
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
@@ -73,10 +73,10 @@ def rank_main(rank: int, folder: Path, layout: str) -> None:
     """A policy for each of `PARTS`, or its first two, one after the other."""
     torch.set_num_threads(1)
     from rl_megatron.learner import world
-    from rl_megatron.learner.dry_run.meter import Meter
     from rl_megatron.learner.model import offload
     from rl_megatron.learner.model.kernels import fused
     from tests.distributed.pretended import streams
+    from tests.recipes.meter import Meter
 
     streams.install()
     offload.LEAST = 1  # this model's tensors are small

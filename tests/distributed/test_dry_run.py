@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from launcher.build.model import starting_shape
-from launcher.programs.dry_run import dry_runs
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner import logprobs
-from rl_megatron.learner.dry_run.meter import Meter
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import LatentAttention, ModelShape, Rope
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.options.fusion import FusionSection
-from rl_megatron.scaling.exact.collectives import collectives, layers_of
 from rl_megatron.scaling.memory import footprints
 from tests.distributed.ranks import run_ranks
+from tests.recipes.collectives import collectives, layers_of
+from tests.recipes.dry_run import counted_micro_batches, dry_runs
+from tests.recipes.meter import Meter
 
 SEQUENCE = 128
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ def real(rank: int, layout: str, folder: Path) -> None:
     """A rank with weights, in a world of two, whose routers choose all experts equally often."""
     torch.set_num_threads(1)
     from rl_megatron.learner import world
-    from rl_megatron.learner.dry_run.rank import micro_batch, policy
+    from tests.recipes.fake_step import micro_batch, policy
 
     learner = learner_of(layout)
     import megatron.core.distributed.param_and_grad_buffer as buffers
@@ -85,7 +85,7 @@ def real(rank: int, layout: str, folder: Path) -> None:
 
 
 def dry(_: int, layout: str, rank: int, folder: Path) -> None:
-    from rl_megatron.learner.dry_run.rank import dry_run
+    from tests.recipes.fake_step import dry_run
 
     learner = learner_of(layout)
     found = dry_run(shape_of(layout), learner, rank, sequence=SEQUENCE, micro_batches=learner.pp)
@@ -117,6 +117,17 @@ def test_of_a_job_that_scores_it_builds_the_model_that_the_job_trains(tmp_path: 
     assert said.parameters == planned.terms["parameters"]
 
 
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 2), (4, 2), (8, 4), (8, 1)])
+def test_it_has_as_many_micro_batches_in_flight_as_there_ever_are(pp: int, vpp: int) -> None:
+    """The first stage of an interleaved pipeline has passed 2 (pp - 1) + (vpp - 1) pp + 1 chunks forward when the first
+    goes back (arXiv:2104.04473); as many micro-batches as stages have fewer."""
+    count = counted_micro_batches(LearnerSection.model_construct(pp=pp, vpp=vpp))
+    ahead = pp if vpp == 1 else 2 * (pp - 1) + (vpp - 1) * pp + 1
+    assert count % pp == 0, "megatron-core's interleaved schedule wants whole rounds"
+    assert count * vpp >= ahead
+    assert vpp == 1 or pp * vpp < ahead
+
+
 def assert_formula(learner: LearnerSection, shape: ModelShape, said: dict[str, Any]) -> None:
     """The closed form has the same kinds of collectives, with their bytes."""
     layers = layers_of(learner, shape, said["stage"])
@@ -137,7 +148,7 @@ def in_stages() -> LearnerSection:
 
 
 def dry_stage(last: int, folder: Path) -> None:
-    from rl_megatron.learner.dry_run.rank import dry_run
+    from tests.recipes.fake_step import dry_run
 
     stage = 2 * last
     found = dry_run(MANY, in_stages(), 8 * stage, sequence=SEQUENCE, micro_batches=3)
@@ -167,7 +178,7 @@ LONG = 4096
 
 
 def dry_latent_over_tp(_: int, folder: Path) -> None:
-    from rl_megatron.learner.dry_run.rank import dry_run
+    from tests.recipes.fake_step import dry_run
 
     (folder / "latent").write_text(json.dumps(asdict(dry_run(SHARED, over_tp(), 0, sequence=SEQUENCE))))
 
@@ -186,7 +197,7 @@ def test_latents_shared_experts_and_dense_layers_send_what_the_closed_form_says(
 
 
 def dry_adapters(stage: int, folder: Path) -> None:
-    from rl_megatron.learner.dry_run.rank import dry_run
+    from tests.recipes.fake_step import dry_run
 
     found = dry_run(SHARED, with_adapters(), stage, sequence=SEQUENCE, micro_batches=2)
     (folder / str(stage)).write_text(json.dumps(asdict(found)))
@@ -209,7 +220,7 @@ def test_a_stage_without_adapters_has_no_gradients_and_no_state(tmp_path: Path) 
 
 
 def dry_dense_over_tp(_: int, folder: Path) -> None:
-    from rl_megatron.learner.dry_run.rank import dry_run
+    from tests.recipes.fake_step import dry_run
 
     learner = over_tp().model_copy(update={"ep": 1})
     (folder / "dense").write_text(str(dry_run(DENSE, learner, 0, sequence=SEQUENCE).passes))
@@ -223,7 +234,7 @@ def test_dense_layers_over_tp_hold_the_gathered_gradient_of_their_output(tmp_pat
 
 
 def dry_latent(_: int, folder: Path) -> None:
-    from rl_megatron.learner.dry_run.rank import dry_run
+    from tests.recipes.fake_step import dry_run
 
     kernels = {"fp8": "tensorwise", "fusion": FusionSection(router=True, permute=True)}  # not torch's layers'
     learner = latent_learner().model_copy(update=kernels)

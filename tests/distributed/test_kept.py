@@ -192,7 +192,7 @@ def rank_main(rank: int, folder: Path, cases: Sequence[Case], plain: int) -> Non
     """All cases, which have one layout, in one world; the last ``plain`` ones with plain attention."""
     torch.set_num_threads(1)
     from rl_megatron.learner import world
-    from rl_megatron.learner.dry_run.meter import Meter
+    from tests.recipes.meter import Meter
 
     learners = [LearnerSection.model_validate(keys) for _, keys in cases]
     world.join(learners[0], rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=0)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from launcher.programs.dry_run import counted_micro_batches, dry_runs
 from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.scaling.exact.collectives import collectives, layers_of, uncounted
 from rl_megatron.scaling.memory import footprints
+from tests.recipes.collectives import collectives, layers_of, uncounted
+from tests.recipes.dry_run import counted_micro_batches, dry_runs
 from tests.unit.launcher.test_memory import RECIPES
 
 FILES = ["data.train=train.jsonl", "data.eval=test.jsonl", "model.path=/models/given"]
@@ -23,7 +23,7 @@ HERE = [
     "learner.offload.optimizer=0",
     "learner.offload.while_sampling=null",
     "learner.layers=torch",
-]  # as plan --exact: there is no other device
+]  # there is no other device
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ ONE_EACH = {  # functions that may have one name, by where they are: a table tak
 }
 COLLECTIVE = (
     *("rl_megatron/learner", "rl_megatron/weights/transports"),
-    *("launcher/rehearsal/links.py", "launcher/calibration/messages.py"),
+    "launcher/rehearsal/links.py",
 )
 IN_ENGINES = (  # which read the environment of an engine's process, or of another program's
     "rl_megatron/environments/adapters/verifiers.py",  # which passes it on to that interpreter

@@ -1,6 +1,6 @@
 """What ranks of a tensor-parallel or expert-parallel group send for a token of one layer, in closed form. No torch.
 
-Columns are numbers of a token on the larger side of a collective, as a dry run counts them (`exact.collectives`). With
+Columns are numbers of a token on the larger side of a collective, as a dry run counts them (tests/recipes). With
 sequence parallelism (arXiv:2205.05198) each block of a layer gathers its input, again in the backward pass for the
 gradient of its weights, where it also gathers the gradient of its output; it scatters the sums of its output and of
 its input's gradient. Of latents only those are gathered that are projected up.

@@ -1,8 +1,8 @@
 """What a rank of the learner holds while one of its layers computes, beside what all layers keep. Without torch.
 
-Dry runs count the same of torch's layers (``--exact``): the way to the experts and back has four copies of the rows at
-once, and their backward pass two beside the gradients of the layer's experts. Of TransformerEngine's layers, which they
-cannot count, it is twice what a layer makes, an upper bound that lies within 3 % of published peaks.
+Dry runs count the same of torch's layers (tests/recipes): the way to the experts and back has four copies of the rows
+at once, and their backward pass two beside the gradients of the layer's experts. Of TransformerEngine's layers, which
+they cannot count, it is twice what a layer makes, an upper bound that lies within 3 % of published peaks.
 """
 
 from __future__ import annotations

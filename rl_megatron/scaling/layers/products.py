@@ -57,16 +57,16 @@ def product_seconds(rows: float, wide: float, deep: float, rate: float, gpu: Gpu
     narrow = min(wide, deep)
     computed = 2 * rows * wide * deep / rate * (1 + c.tile / rows) * (1 + c.tile / narrow)
     moved = (wide * deep * size + rows * (wide * size + max(2.0, size) * deep)) / (gpu.hbm * GB * MEMORY)
-    return max(computed, moved) + c.operation
+    return max(computed, moved)
 
 
 def rate_of(gpu: Gpu, precision: str, constants: Constants) -> float:
     """FLOP/s that large products reach. The clocks of GPUs with few watts for their peak fall (`Constants.power`).
 
-    Float32 is multiplied as such, not as TF32, outside of the tensor cores; a calibrated machine has one peak.
+    Float32 is multiplied as such, not as TF32, outside of the tensor cores.
     """
     peak = gpu.peak
-    if precision == "float32" and peak.float32 is not None:
+    if precision == "float32":
         return peak.float32 * 1e12 * constants.gemm
     share = pow(min(1.0, gpu.watts / peak.bfloat16 / _AMPLE), constants.power)
     if precision == "float8" and peak.float8 is not None:

@@ -50,14 +50,13 @@ def layer_seconds(k: LayerKind) -> Mapping[str, float]:
         out[name] += again[name]
     out["all-to-all"] = out.get("all-to-all", 0.0) * (1 - min(1.0, k.overlap * c.hidden))
     launches = c.host * (0.5 if k.graphs else 1.0) * (1.0 if k.sparse else 0.5)
-    launches = (launches + c.each_expert * k.sparse * k.shape.num_experts / k.ep) * (1 if k.scored else 3 + full)
-    busy, power = sum(out.values()), c.ahead
-    out["host"] = (busy**power + launches**power) ** (1 / power) - busy  # behind the GPU as long as they are shorter
+    launches *= 1 if k.scored else 3 + full
+    busy = sum(out.values())
+    out["host"] = (busy**4 + launches**4) ** (1 / 4) - busy  # behind the GPU as long as they are shorter
     return out
 
 
 _MESSAGES = {"all-to-all", "tensor parallel", "context parallel"}
-_PRODUCTS = {"linears", "experts"}
 
 
 def _backward(k: LayerKind, name: str) -> float:
@@ -65,9 +64,7 @@ def _backward(k: LayerKind, name: str) -> float:
     if name == "tensor parallel":
         columns = (backward_columns(k.shape, sparse=k.sparse).both, forward_columns(k.shape, sparse=k.sparse).both)
         return columns[0] / columns[1]
-    return (
-        2.5 if name == "attention" else 1.0 if name in _MESSAGES else k.constants.backward if name in _PRODUCTS else 2.0
-    )
+    return 2.5 if name == "attention" else 1.0 if name in _MESSAGES else 2.0
 
 
 def _parts_again(k: LayerKind, forward: Mapping[str, float]) -> Mapping[str, float]:
@@ -105,7 +102,7 @@ def _forward(k: LayerKind) -> Seconds:
     }
     if k.tp > 1:
         sent = rows * forward_columns(s, sparse=k.sparse).both * k.size
-        out["tensor parallel"] = sent * _per_byte(k) + c.latency
+        out["tensor parallel"] = sent * _per_byte(k)
     if k.cp > 1:
         near = k.tp * k.cp <= gpu.domain
         link = (gpu.nvlink if near else gpu.network) * GB * c.links
@@ -134,7 +131,7 @@ def _add_experts(k: LayerKind, own: float, out: Seconds) -> None:
     )
     columns = 6 * hidden + 4 * width + (2 * hidden + 14 * width if s.expert_bias else 0)
     cast = 2 * (hidden + width) if k.precision == "float8" else 0  # both inputs read, and written twice
-    out["between products"] += c.inside * rows * k.size * (columns + cast) / (gpu.hbm * GB * MEMORY)
+    out["between products"] += rows * k.size * (columns + cast) / (gpu.hbm * GB * MEMORY)
     group = k.ep * k.etp
     if group > 1:
         nodes = max(1.0, group / gpu.domain)
@@ -145,7 +142,7 @@ def _add_experts(k: LayerKind, own: float, out: Seconds) -> None:
         near = moved * chosen * k.etp * (1 - 1 / group) / (gpu.nvlink * GB)
         # Counts are gathered on the way there alone, not in the backward pass.
         counts = k.ep * s.num_experts * COUNT / 2 / (gpu.network if nodes > 1 else gpu.nvlink) / GB / c.links
-        out["all-to-all"] = 2 * max(far, near) / c.links / slow + counts + c.latency
+        out["all-to-all"] = 2 * max(far, near) / c.links / slow + counts
 
 
 def _per_byte(k: LayerKind) -> float:
@@ -176,9 +173,9 @@ def head_seconds(k: LayerKind, drafts: int) -> Mapping[str, float]:
     s, c, rows = k.shape, k.constants, k.tokens / k.cp
     again, norms = "head" in k.again, "norms" in k.again
     rate, size = rate_of(k.gpu, "float32" if again else _unquantised(k), c), 4.0 if again else k.size
-    times = (1 if k.scored else 1 + c.backward + again) + (again and norms)
+    times = (1 if k.scored else 3 + again) + (again and norms)
     logits = product_seconds(rows, s.hidden_size, s.outputs / k.tp, rate, k.gpu, c, size) * times
-    read = c.logits * ((3 if k.scored else 6) + 3 * norms) * rows * s.outputs / k.tp * 4 / (k.gpu.hbm * GB * MEMORY)
+    read = ((3 if k.scored else 6) + 3 * norms) * rows * s.outputs / k.tp * 4 / (k.gpu.hbm * GB * MEMORY)
     out = {"output layer": (logits + read) * (1 + drafts)}
     if k.tp > 1:
         whole = rows * s.hidden_size * k.size * (1 if k.scored else 1 + head_gathers(float32=again))

@@ -16,11 +16,9 @@ import yaml
 from rich.console import Console
 
 from launcher.hosts.slurm.script import job_script
-from launcher.programs.dry_run import dry_runs
 from launcher.programs.experiment import run_cells
 from launcher.rehearsal.rehearsed import NotReached, RehearsedRun
 from rl_megatron.config.io import load_config, save_resolved
-from rl_megatron.errors import RLMegatronError
 from rl_megatron.experiments.cells import cells_of
 from rl_megatron.experiments.study import read_study
 
@@ -69,13 +67,6 @@ def test_a_rehearsed_run_does(project: Path) -> None:
     run = RehearsedRun(file=folder / "config.yaml", folder=folder, allocation=None)
     with pytest.raises(NotReached, match=re.escape(SAID)):
         run.start(LIMIT)
-
-
-def test_a_dry_run_does(project: Path) -> None:
-    (project / "config.json").write_text("{}")
-    config = load_config("tiny_cpu", ["learner.model=its_own:scores", "model.path=."])
-    with pytest.raises(RLMegatronError, match=r"'its_own:scores': 'scores' of its_own is not a Family"):
-        dry_runs(config, ".", [0])
 
 
 def test_no_program_of_ours_starts_with_the_current_folder_before_ours() -> None:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.placement.ranks import group_ranks, place
+from rl_megatron.placement.ranks import group_ranks, layout_said, place
 from rl_megatron.placement.seats import seat
 from rl_megatron.types import ParallelDims
 
@@ -181,3 +182,20 @@ def test_servers_on_several_nodes_have_neighbouring_nodes_and_gpus_of_their_own(
 def test_servers_that_do_not_fit_nodes_are_told(keys: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         seat(ServerSection(**keys), ("a", "b", "c"), 8, shared=False)
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "text"),
+    [
+        ("learner", {"recompute": {"uniform": 1}}, "; learner.recompute.uniform=1"),
+        ("learner", {"max_tokens_per_micro_batch": 4096}, "; learner.max_tokens_per_micro_batch=4096"),
+        ("rollout", {"slots": 4}, "; rollout.slots=4"),
+        ("train", {"minibatches": 4}, "; train.minibatches=4"),
+        ("learner", {"timeout_seconds": 77.0, "optimizer": {"weight_decay": 0.5}, "router": {"z_loss": 0.1}}, ""),
+        ("train", {"steps": 7, "learning_rate": 1e-5}, ""),
+    ],
+)
+def test_a_layout_names_the_keys_that_change_a_steps_cost_alone(
+    section: str, keys: dict[str, object], text: str
+) -> None:
+    assert layout_said(RunConfig.model_validate({section: keys})) == f"learner dp=1{text}"

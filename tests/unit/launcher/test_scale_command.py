@@ -10,11 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.programs.dry_run import counted_micro_batches
-from launcher.programs.exact import refuse_hidden, visible
 from rl_megatron.config.io import load_config
-from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.errors import ConfigError
 from tests.unit.launcher.commands import Said
 from tests.unit.launcher.sites import site
 from tests.unit.launcher.test_memory import QWEN3
@@ -80,50 +76,20 @@ def test_json_has_every_term_and_they_add_up(said: Said) -> None:
     assert all(one["reason"] for one in tree["rejected"])
 
 
-def test_a_dry_run_is_of_torchs_layers_and_says_what_a_cpu_does_not_show(said: Said) -> None:
-    keys = ["model.path=.", "run.launcher=slurm", "learner.offload.optimizer=1", "learner.layers=torch"]
-    config = load_config("qwen3_30b_a3b", keys)
-    shown, changed = visible(config)
-    assert changed == ["learner.offload.optimizer"]
-    assert (shown.learner.layers, shown.learner.offload.optimizer) == ("torch", 0)
-    assert shown.learner.recompute == config.learner.recompute
-    with pytest.raises(ConfigError, match=r"learner\.offload\.optimizer: --exact makes a step of torch"):
-        refuse_hidden(config)
-    assert visible(load_config("qwen3_30b_a3b", keys[:2]))[1] == []
-    assert "--json has no dry run; leave --exact or --json out" in said(*ASKED, "--json", "--exact", status=1)
-
-
 def test_points_are_compared_alone(said: Said) -> None:
     text = said("--points", str(REPO / "bench" / "published_runs.json"))
     assert "throughput, 60 points: mean error 9.2% (bar 12 %)" in text
     assert "memory of mixtures of experts, 10 points: worst error 2.8% (bar 8 %)" in text
     assert "golden-8x22b-h100" in text
-    with_dry_run = said("--exact", "--points", str(REPO / "bench" / "published_runs.json"), status=1)
-    assert "--exact does nothing with --points" in with_dry_run
     refused = said("kimi-k2", "--points", str(REPO / "bench" / "published_runs.json"), status=1)
     assert "MODEL kimi-k2 does nothing with --points" in refused
-
-
-@pytest.mark.parametrize(("pp", "vpp"), [(2, 2), (4, 2), (8, 4), (8, 1)])
-def test_a_dry_run_has_as_many_micro_batches_in_flight_as_there_ever_are(pp: int, vpp: int) -> None:
-    """The first stage of an interleaved pipeline has passed 2 (pp - 1) + (vpp - 1) pp + 1 chunks forward when the first
-    goes back (arXiv:2104.04473); as many micro-batches as stages have fewer."""
-    learner = LearnerSection.model_construct(pp=pp, vpp=vpp)
-    count = counted_micro_batches(learner)
-    ahead = pp if vpp == 1 else 2 * (pp - 1) + (vpp - 1) * pp + 1
-    assert count % pp == 0, "megatron-core's interleaved schedule wants whole rounds"
-    assert count * vpp >= ahead
-    assert vpp == 1 or pp * vpp < ahead
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        (*ASKED, "--machine", "mine.json"),
-        (*ASKED, "--device", "cuda"),
-        ("--check", "run", "--explain", "all-to-all"),
+        ("--points", "published.json", "--explain", "all-to-all"),
         ("--points", "published.json", "--json"),
-        ("--calibrate", "mine.json", "--json"),
     ],
 )
 def test_options_that_another_way_reads_are_refused(given: tuple[str, ...], said: Said) -> None:

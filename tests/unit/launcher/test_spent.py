@@ -124,7 +124,23 @@ def test_what_the_plan_says_of_metrics_is_the_learners_and_of_gpus_alone() -> No
     held = fullest(config, SHAPE).terms
     assert found["memory/peak"] == pytest.approx(sum(held.values()) - held["engine"] - 0.06 * 80e9)
     assert 0 < found["mfu/train"] < 1
-    text = "\n".join(guess.step.lines()) if guess.step else ""
+    assert guess.step is not None
+    assert guess.step.predicted is not None
+    parts = guess.step.predicted.step.parts
+    seconds = {name: value for name, value in found.items() if name.startswith("seconds/")}
+    assert seconds == {
+        f"seconds/{name}": parts[part]
+        for name, part in (
+            ("train", "training"),
+            ("rollout", "rollout"),
+            ("logprobs", "log-probs"),
+            ("weights", "push"),
+        )
+        if part in parts
+    }
+    assert seconds.keys() >= {"seconds/train", "seconds/rollout", "seconds/weights"}
+    assert found["response/length_mean"] == 7168 / 2
+    text = "\n".join(guess.step.lines())
     assert f"training at {found['mfu/train']:.0%} of the peak (MFU)" in text
     assert planned_metrics(load_config("tiny_cpu", []), SHAPE, guess) == {}
 

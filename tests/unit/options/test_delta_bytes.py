@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.learner.dry_run.meter import Meter
 from rl_megatron.learner.model.delta.chunks import cut_into_chunks
 from rl_megatron.learner.model.delta.rule import convolve, gated_delta_rule
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import DeltaNet
 from rl_megatron.options.kept import delta_bytes
+from tests.recipes.meter import Meter
 
 TOKENS = 1024
 

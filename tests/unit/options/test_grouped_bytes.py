@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.learner.dry_run.meter import Meter
 from rl_megatron.learner.model.experts import FusedExperts
 from rl_megatron.learner.model.kernels import grouped
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.implementation import multiplies_at_once
 from rl_megatron.options.kept import halves
 from rl_megatron.scaling.layers.peaks import _experts
+from tests.recipes.meter import Meter
 from tests.small_models import TINY_MOE
 
 TOKENS = 1024

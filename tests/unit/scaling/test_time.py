@@ -12,13 +12,13 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.scaling.constants import PRIOR
-from rl_megatron.scaling.exact.collectives import collectives
 from rl_megatron.scaling.flops import PASSES, training_flops
 from rl_megatron.scaling.hardware import GPUS, Gpu, gpu_named
 from rl_megatron.scaling.layers.messages import replicated
 from rl_megatron.scaling.parameters import rank_parameters
 from rl_megatron.scaling.time import LearnerWork, step_seconds, step_terms
 from rl_megatron.types import ParallelDims
+from tests.recipes.collectives import collectives
 
 IDEAL = replace(
     PRIOR, gemm=1, gemm_fp8=1, attention=1, power=0, tile=0, passes=0, links=1, host=0, imbalance=1, fixed=0, age=0
@@ -175,6 +175,19 @@ def test_float32_is_multiplied_at_its_own_peak() -> None:
     head = step_terms(replace(given, again=frozenset({"head"})), IDEAL)["output layer"]
     assert head == pytest.approx(4 * 2 * LENGTH * 2048 * 151936 / 67e12, rel=1e-3)
     assert step_terms(replace(given, precision="float8"), IDEAL)["attention"] == step_terms(given, IDEAL)["attention"]
+
+
+def test_launches_count_where_they_take_longer_and_a_scored_pass_is_the_forward_pass_alone() -> None:
+    """48 layers, each launched once forward and twice backward."""
+    given = work("qwen3-30b-a3b")
+    scored = replace(given, scored=True)
+    for one, passes in ((given, 3), (scored, 1)):
+        found = step_terms(one, replace(IDEAL, host=1.0))
+        assert sum(found.values()) - found["output layer"] == pytest.approx(48 * passes, rel=1e-6)
+    both, alone = step_terms(given, IDEAL), step_terms(scored, IDEAL)
+    assert both["linears"] == pytest.approx(3 * alone["linears"])
+    assert both["attention"] == pytest.approx(3.5 * alone["attention"])
+    assert not {"optimizer", "fixed", "gradients, parameters"} & alone.keys()
 
 
 def test_copies_of_activations_count_where_they_take_longer_than_the_layer() -> None:

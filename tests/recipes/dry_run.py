@@ -7,8 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launcher.processes.environment import inherited
@@ -16,11 +16,23 @@ from launcher.processes.parent import die_with
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.types import DryRun
-from rl_megatron.user_code import import_from
 
+REPO = Path(__file__).resolve().parents[2]
 _SECONDS = 3600.0
 _SHOWN = 1500  # characters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """What a learner's rank holds, in bytes, and what it sends in one step, counted without its memory."""
+
+    rank: int
+    stage: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    passes: int  # most bytes beside these three during the forward and backward passes and the step
+    collectives: Mapping[str, tuple[int, int]]  # calls and bytes of each kind
 
 
 def dry_runs(config: RunConfig, model: str, ranks: Sequence[int]) -> list[DryRun]:
@@ -45,9 +57,9 @@ def counted_micro_batches(learner: LearnerSection) -> int:
 
 @contextlib.contextmanager
 def _asked(config: RunConfig, model: str, rank: int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-P", "-m", "launcher.programs.dry_run", str(os.getpid())]
+    command = [sys.executable, "-m", "tests.recipes.dry_run", str(os.getpid())]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=dict(os.environ)) as process:
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=REPO) as process:
         try:
             assert process.stdin is not None
             with process.stdin as stream:
@@ -73,10 +85,9 @@ def _answer(rank: int, process: subprocess.Popen[str]) -> DryRun:
 def main() -> None:
     """Read what is asked from standard input, make the dry run and print it."""
     die_with(int(sys.argv[1]))
-    import_from(Path.cwd())
-    from rl_megatron.learner.dry_run.rank import dry_run
     from rl_megatron.weights.layouts.learner import job_shape
     from rl_megatron.weights.layouts.parsing import model_shape
+    from tests.recipes.fake_step import dry_run
 
     asked = json.load(sys.stdin)
     config = RunConfig.model_validate(asked["config"])

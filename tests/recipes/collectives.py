@@ -1,7 +1,7 @@
 """Bytes of the collectives of a learner rank's step by kind, in closed form, beside which a dry run counts. No torch.
 
-Bytes of a collective are those of its larger side, as `rl_megatron.learner.dry_run.meter` counts them; a token's are in
-`layers.messages`, from which `time` has its seconds. Experts' tokens and their probabilities are sent and combined.
+Bytes of a collective are those of its larger side, as `Meter` counts them; a token's are in `scaling.layers.messages`,
+from which `scaling.time` has its seconds. Experts' tokens and their probabilities are sent and combined.
 """
 
 from __future__ import annotations
