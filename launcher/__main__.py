@@ -24,8 +24,6 @@ _COMMANDS = {
     "rehearse": "rehearse:rehearse",
     "submit": "submit:submit",
     "status": "job:status",
-    "engines": "engines:engines",
-    "profile": "profile:profile",
     "watch": "watch:watch",
     "report": "report:report",
     "convert": "convert:convert",

@@ -6,7 +6,7 @@ The single controller process calls every method; an implementation may be one p
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -30,7 +30,6 @@ from rl_megatron.types import (
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
-    from rl_megatron.observability.timeline.kernels import RankKernels
 
 
 LARGEST_REWARD = 1e30
@@ -214,18 +213,6 @@ class Learner(FrozenModel, Protocol):
         ...
 
 
-class Profiled(Protocol):
-    """Processes that can record their kernels. One recording at a time."""
-
-    async def begin(self, ranks: Collection[int]) -> None:
-        """Have those of ``ranks`` that there are record from now on."""
-        ...
-
-    async def end(self, folder: Path) -> Sequence[RankKernels]:
-        """Have them write what they recorded into ``folder``, which all of them see. Returns what could be written."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
     """Everything a run needs, as started by a launcher. Models are known by their roles' names."""
@@ -248,8 +235,10 @@ class Roles:
     rank_metrics: Callable[[], Mapping[str, float]] = dict
     """What a row of metrics says of the ranks' speed since the last call; every step calls it once, at its end."""
 
-    profiled: Sequence[Profiled] = ()
-    """Who can record kernels, a role each."""
+    record_kernels: Callable[[Collection[int], Path], AbstractAsyncContextManager[None]] = lambda ranks, folder: (
+        nullcontext()
+    )
+    """Records the kernels of these ranks of each role while its context is open, into a folder."""
 
     @property
     def policy(self) -> Learner:

@@ -2,7 +2,6 @@
 # Before it stand PYTHON, RUN (the run's folder), TRAIN (what `train` is given), REQUEUES, RESTARTS, SLOW, EXCLUDE,
 # BUDGETED: not empty where the job's time is all that the run may have, so that it ends well once that is up;
 # ARRAY_RUN: of a task of slurm.array, the array's folder, of which RUN is one; else empty;
-# NO_KILL: of a job that goes on without a node that fails, how many of its last nodes are for servers alone; else empty;
 # and ASKED, not empty once SIGUSR1 has come, by a trap that is set first: its default would end the job for good.
 set +efuC +o pipefail # as bash begins: what stands before, slurm.setup say, may have set them for itself
 restart=${SLURM_RESTART_COUNT:-0} job=$SLURM_JOB_ID
@@ -49,33 +48,6 @@ used=$(cat "$RUN/jobs/$job-$((restart - 1))/minutes" 2>/dev/null)
 if [ -n "${BUDGETED:-}" ] && [ "${used:-0}" -gt 0 ]; then # only now: Slurm does not while it preempts the job
     scontrol update JobId="$job" TimeLimit-="$used" || say "its time was not cut by the $used minutes that it used"
 fi
-
-# With --no-kill Slurm takes a failed node from the job and lets the rest be, also where it is the node of this script,
-# with which the controller is lost: the job would hold its other nodes until its time is up. So two of the servers' nodes
-# look after it.
-outlive() { # in a step, which its node's loss does not end
-    local nodes=SLURM_JOB_NODELIST group=()
-    if [ -n "${SLURM_HET_SIZE:-}" ]; then # theirs is the last component
-        nodes=SLURM_JOB_NODELIST_HET_GROUP_$((SLURM_HET_SIZE - 1)) group=("--het-group=$((SLURM_HET_SIZE - 1))")
-    fi
-    set -- $(scontrol show hostnames "${!nodes}" | tail -n "$NO_KILL" | head -n 2)
-    exec env --unset=SLURM_GPUS_PER_NODE srun "${group[@]}" --overlap --no-kill --nodelist="$(IFS=,; echo "$*")" \
-        --nodes="$#" --ntasks="$#" --ntasks-per-node=1 --cpus-per-task=1 --mem=0 \
-        bash -c "$(declare -f for_good)"'
-            why=
-            while sleep "$((15 + 5 * SLURM_PROCID))"; do
-                left=$(squeue --noheader --job="$1" --states=all --format=%N) &&
-                    left=$(for each in $left; do scontrol show hostnames "$each" || exit; done) && [ -n "$left" ] || continue
-                if ! grep -qx "$2" <<<"$left"; then
-                    said="[$(date +%FT%T%z)] job $1: failed: node $2 was lost, and with it the controller; comes back"
-                    [ -n "$why" ] || echo "$said" >>"$3"
-                    why=$(scontrol requeue "$1" 2>&1) && exec sleep 600
-                    echo "$why"
-                    if for_good "$why"; then exec scancel "$1"; fi
-                fi
-            done' outlive "$job" "$SLURMD_NODENAME" "$RUN/jobs/$job.txt"
-}
-if [ -n "${NO_KILL:-}" ]; then outlive </dev/null >"$attempt/outlive.txt" 2>&1 & fi
 
 # SIGUSR1 is ignored until the run listens to it, so it is sent until the run has ended; before it is ignored, which is
 # before there is a controller.txt, it would end the run. SIGTERM is not trapped: a job that came back after it would

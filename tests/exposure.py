@@ -5,12 +5,9 @@ Tests call this of runs that they have for other reasons. docs/security.md is th
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 import socket
-import stat
 import struct
 import urllib.error
 import urllib.request
@@ -88,23 +85,6 @@ def check_server(process: psutil.Process, secured: Iterable[tuple[str, str]] = _
         assert ip_address(host).is_loopback, where
         _ask_without_token(f"http://{host}:{port}", where, secured)
     return len(found)
-
-
-def check_control(run: Path, processes: Iterable[psutil.Process]) -> Path:
-    """The run's control socket, which its controller alone listens at; its user alone gets to it."""
-    path = Path(json.loads((run / "control.json").read_text())["path"])
-    modes = [stat.S_IMODE(one.stat().st_mode) for one in (path, path.parent, run / "control.json")]
-    assert modes == [0o600, 0o700, 0o600], (path, modes)
-    rows = [row.split() for row in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    listening = {row[6] for row in rows if row[-1] == str(path) and int(row[3], 16) & _ACCEPTS}
-    holders = set()
-    for process in processes:
-        with contextlib.suppress(OSError):
-            links = {os.readlink(one) for one in Path(f"/proc/{process.pid}/fd").iterdir()}
-            if links & {f"socket:[{inode}]" for inode in listening}:
-                holders.add(process.pid)
-    assert len(holders) == 1, (path, holders)
-    return path
 
 
 def check_secrets(processes: Iterable[psutil.Process], *folders: Path, secrets: Iterable[str] = ()) -> set[str]:

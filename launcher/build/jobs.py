@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
 from launcher.build.data import Data
 from launcher.build.environment import demonstrations, made_environment
-from launcher.build.profiling import Profiling
 from launcher.build.roles import Parts, attention_cost
 from launcher.build.sampler import sampler_of, samplers_of_sets
 from launcher.build.written import written_job
@@ -21,6 +21,7 @@ from rl_megatron.evaluation.results import measured_by
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.recorder import Recorder
+from rl_megatron.observability.timeline.kernels import folder_of
 from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.scaling.flops import seconds_at_peak, training_flops
 from rl_megatron.scaling.routes import route_of
@@ -42,10 +43,8 @@ def loops_of(
     data: Data,
     recorder: Recorder,
     stop: asyncio.Event,
-    profiling: Profiling,
 ) -> tuple[Loop | None, Loop]:
-    """The loop of the warm start, if the job has one, and the loop of the job, whose steps ``profiling`` sees. The
-    processes must be up."""
+    """The loop of the warm start, if the job has one, and the loop of the job. The processes must be up."""
     config = parts.config
     saves = config.checkpoint
     store = CheckpointStore(
@@ -59,19 +58,24 @@ def loops_of(
     )
     looped = partial(Loop, checkpoints=store, recorder=recorder, stop=stop, async_save=saves.async_save)
     every = Pace(steps=config.train.steps, rows=1, evaluations=config.eval.every, checkpoints=saves.every)
+    steps, run = config.profile.steps, parts.folder.resolve()
+
+    def profiled(step: int) -> AbstractAsyncContextManager[None]:
+        return roles.record_kernels(config.profile.ranks, folder_of(run, step)) if step in steps else nullcontext()
+
     if not config.kind.samples:
         return None, looped(
             job=written_job(
                 parts, shape, roles, data, attention_cost=attention_cost(shape), note=recorder.progress.note
             ),
             pace=every,
-            profiled=profiling.step,
+            profiled=profiled,
         )
     warm, job = _sampling(parts, shape, roles, data, recorder)
     check = config.warm_start.check_every
     first = Pace(steps=config.warm_start.steps, rows=check, evaluations=check, checkpoints=None)
     pace = replace(every, sets_due=job.evaluation.due)
-    return looped(job=warm, pace=first), looped(job=job, pace=pace, profiled=profiling.step)
+    return looped(job=warm, pace=first), looped(job=job, pace=pace, profiled=profiled)
 
 
 def _sampling(

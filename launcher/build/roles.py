@@ -11,9 +11,7 @@ from pathlib import Path
 
 from launcher.build.data import Data, training_data
 from launcher.build.model import starting_folder
-from launcher.control.listener import Control
 from launcher.hosts.local import LocalLauncher
-from launcher.hosts.more_sites import MoreHere, MoreOnNodes
 from launcher.hosts.sites import sites_of
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.launcher import SlurmLauncher
@@ -21,7 +19,7 @@ from launcher.processes.own_thread import OwnThread
 from launcher.runs.stop import Stop
 from launcher.servers.engines import adapter_of
 from launcher.servers.launcher import ServedLauncher
-from launcher.servers.site import HERE, MoreSites
+from launcher.servers.site import HERE
 from rl_megatron.config.beside import reward_model_roles
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.teachers import teacher_role
@@ -52,7 +50,6 @@ class Parts:
     claimed: Callable[[], None] = lambda: None  # raises CheckpointError where the folder is another than at the start
     hold: Callable[[], None] = lambda: None  # takes the run's lock again if it was removed; raises CheckpointError
     services: Services = field(default_factory=Services)  # which the run starts
-    control: Control = field(default_factory=Control)  # what the run answers while it trains
     resumes: bool = False  # its servers have served this run before
 
 
@@ -157,24 +154,14 @@ def _launcher(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -
         launcher = SlurmLauncher(model_folder, parts.folder, parts.allocation, stop.forward)
     if parts.config.rollout.served:
         found, host = sites_of(parts.config, parts.allocation), parts.allocation.address() if parts.allocation else HERE
-        more = _more_sites(parts)
-        launcher = ServedLauncher(
-            launcher, model_folder, parts.folder, shape, found, host, more, parts.control, resumes=parts.resumes
-        )
+        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, host, resumes=parts.resumes)
     return launcher
-
-
-def _more_sites(parts: Parts) -> MoreSites:
-    if parts.allocation is None:
-        return MoreHere(config=parts.config)
-    return MoreOnNodes(config=parts.config, allocation=parts.allocation)
 
 
 def _on_ray(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> Launcher:
     try:
         from launcher.hosts.ray.cluster import InCluster, RayCluster
         from launcher.hosts.ray.launcher import RayLauncher
-        from launcher.hosts.ray.more import MoreOnRay
     except ModuleNotFoundError as error:
         raise ConfigError("run.launcher=ray: Ray is not installed; pip install 'rl-megatron[ray]'") from error
     cluster = RayCluster(parts.config, parts.allocation, parts.folder)
@@ -182,8 +169,7 @@ def _on_ray(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> 
     launcher: Launcher = RayLauncher(cluster, model_folder, parts.folder, on_signal)
     if parts.config.rollout.served:
         found = sites_of(parts.config, parts.allocation, cluster.start_guard)
-        more = MoreOnRay(cluster=cluster, known=_more_sites(parts))
         launcher = ServedLauncher(
-            launcher, model_folder, parts.folder, shape, found, cluster.host, more, parts.control, resumes=parts.resumes
+            launcher, model_folder, parts.folder, shape, found, cluster.host, resumes=parts.resumes
         )
-    return InCluster(cluster=cluster, inner=launcher, control=parts.control)
+    return InCluster(cluster=cluster, inner=launcher)

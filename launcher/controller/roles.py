@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from launcher.controller.engine import EngineGroup
 from launcher.controller.group import WorkerGroup
-from launcher.controller.kernels import KernelGroup
+from launcher.controller.kernels import record_kernels
 from launcher.controller.learner import LearnerGroup, LearnerGroups
 from launcher.controller.plane import Plane
 from launcher.controller.speeds import Speeds
@@ -51,5 +52,5 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig, speeds: Speed
         together=together,
         gpus=group.gpus,
         rank_metrics=rank_metrics,
-        profiled=[KernelGroup(one) for one in groups.values()],
+        record_kernels=partial(record_kernels, groups.values()),
     )

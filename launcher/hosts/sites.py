@@ -50,14 +50,6 @@ def sites_alone(config: RunConfig) -> list[Sites]:
     return [[Site(number=seat.server, count=len(found), gpus=seat.gpus)] for seat in found]
 
 
-def site_at(seat: Seat, config: RunConfig, allocation: Allocation, *, number: int, count: int) -> Site:
-    """The site of one more server, on one node of a job, by srun. Raises EngineError if the node has no address."""
-    site = Site(host=_host(seat, allocation, alone=True))
-    each = _each(seats_of(config, allocation.nodes, allocation.engine_nodes), allocation)
-    found = _by_srun(site, seat, config, allocation, each)
-    return replace(found, number=number, count=count, node=seat.node, gpus=seat.gpus)
-
-
 def service_sites(config: RunConfig, allocation: Allocation | None) -> dict[str, list[Site]]:
     """A site for each replica of each service: the services' nodes in turn, or beside this process.
 

@@ -18,9 +18,7 @@ from typing_extensions import override
 from launcher.build.data import Data
 from launcher.build.jobs import loops_of
 from launcher.build.model import starting_shape
-from launcher.build.profiling import Profiling
 from launcher.build.roles import Parts, allocation_of, started
-from launcher.control.listener import Control
 from launcher.hosts.sites import service_sites
 from launcher.processes.loop_watch import LoopWatch
 from launcher.rehearsal.spent import RunCosts, planned_metrics, recorded
@@ -64,13 +62,6 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
             services=services,
             allocation=allocation_of(config, folder),
             resumes=start is not None or has_trained(folder),
-            control=Control(
-                {
-                    "engines": _no_engines(config),
-                    "profile": "its steps have not begun, or are over; rl-megatron status says which",
-                    **dict.fromkeys(("join", "joined"), _no_cluster(config)),
-                }
-            ),
         )
         save_resolved(config, folder / "config.yaml")
         progress = Progress(
@@ -91,8 +82,7 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
             goes_on = f"rl-megatron train --config {shlex.quote(str(folder / 'config.yaml'))} --resume goes on"
             finished: bool | None = None  # not begun
             try:
-                async with parts.control.listening(folder):
-                    finished = await _served(parts, progress, stop, start, loop_watch)
+                finished = await _served(parts, progress, stop, start, loop_watch)
             except Stopped as early:
                 progress.note(f"{early}; nothing is lost, and {goes_on}")
             except (RLMegatronError, OSError) as error:
@@ -109,26 +99,6 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
             if finished is False:
                 progress.note(f"stopped and saved; {goes_on}")
     return folder
-
-
-def _no_engines(config: RunConfig) -> str:
-    """Why this run does not answer ``rl-megatron engines`` now."""
-    if config.rollout.served:
-        return "its engine servers still start, or are being ended; ask again, or read log.txt"
-    return (
-        "this run has no engine servers: rollout=local samples in the learner's processes; set "
-        "rollout.server.replicas=N, rollout=vllm or rollout=sglang for servers"
-    )
-
-
-def _no_cluster(config: RunConfig) -> str:
-    """Why no node can join this run now."""
-    if config.run.launcher == "ray":
-        return "its Ray cluster still starts, or is being ended; ask again, or read log.txt"
-    return (
-        f"run.launcher={config.run.launcher}: only a cluster of Ray takes nodes that its job does not have; submit the "
-        "run with run.launcher=ray, or start servers on the nodes that it has (rl-megatron engines RUN add)"
-    )
 
 
 async def _report(config: RunConfig, folder: Path, progress: Progress, stop: Stop) -> None:
@@ -219,8 +189,7 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
         )
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(asyncio.to_thread, recorder.close)  # W&B may be slow, or away
-            profiling = Profiling(parts.config, parts.folder, roles.profiled, recorder.flush_timeline)
-            warm_start, loop = loops_of(parts, shape, roles, data, recorder, stop, profiling)
+            warm_start, loop = loops_of(parts, shape, roles, data, recorder, stop)
             loop_watch.begin()
             of_warm_start = start is None or start.state.warm_start_step is not None
             first = warm_start if of_warm_start and warm_start is not None else loop
@@ -236,9 +205,7 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
                 if not await warm_start.run():
                     return False
             progress.phase(loop.job.name)
-            async with parts.control.offering("profile", profiling.answer):
-                finished = await loop.run()
-                await profiling.end()
+            finished = await loop.run()
             if finished or stop.exports:
                 if not parts.config.kind.samples:
                     await roles.weights.push(loop.done)  # no step did

@@ -12,13 +12,11 @@ from typing import Any
 
 from typing_extensions import override
 
-from launcher.control.listener import Control
 from launcher.runs.folder import mirror_path
 from launcher.servers.colocated import colocated
 from launcher.servers.engines import adapter_of, adapter_places, longest_sequence
-from launcher.servers.kernels import ServerKernels
 from launcher.servers.pool import ServedEngines
-from launcher.servers.site import HERE, MoreSites, Sites, vacated
+from launcher.servers.site import HERE, Sites
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Launcher, Roles, WeightSync, unheard
 from rl_megatron.models.shape import ModelShape
@@ -56,16 +54,13 @@ class ServedLauncher(Launcher):
         shape: ModelShape,
         sites: Sequence[Sites] | None = None,
         host: str = HERE,
-        more_sites: MoreSites = vacated,
-        control: Control | None = None,
         *,
         resumes: bool = False,
     ) -> None:
-        """``host``: this machine's address for the servers at all ``sites``. ``control`` gets the command engines.
-        ``resumes``: servers have served this run before."""
+        """``host``: this machine's address for the servers at all ``sites``. ``resumes``: servers have served this run
+        before."""
         self._inner, self._model_folder, self._run_folder, self._shape = inner, model_folder, run_folder, shape
-        self._sites, self._host = sites, host
-        self._more_sites, self._control, self._resumes = more_sites, control or Control(), resumes
+        self._sites, self._host, self._resumes = sites, host, resumes
 
     @override
     @contextlib.asynccontextmanager
@@ -116,11 +111,7 @@ class ServedLauncher(Launcher):
                     learner=roles.weights, delivery=delivery, file=file, trust=trust, servers=loras, nodes=nodes
                 )
             servers.refit = weights.refit
-            await stack.enter_async_context(self._control.offering("engines", servers.fleet.answer))
             roles = replace(roles, engine=engine, weights=weights, engine_metrics=engine.step_row)
-            if config.profile.engines:
-                kernels = ServerKernels(adapter, engine.replicas, self._run_folder)
-                roles = replace(roles, profiled=[*roles.profiled, kernels])
             yield colocated(roles, engine.weights) if config.rollout.server.colocated else roles
 
     async def _before_learners(
@@ -137,9 +128,7 @@ class ServedLauncher(Launcher):
 
     def _servers(self, config: RunConfig, adapter: Adapter) -> ServedEngines:
         folders = self._model_folder, self._run_folder
-        return ServedEngines(
-            config, adapter, *folders, self._shape, self._sites, self._more_sites, resumes=self._resumes
-        )
+        return ServedEngines(config, adapter, *folders, self._shape, self._sites, resumes=self._resumes)
 
     def _probe(self, config: RunConfig) -> Probe:
         return Probe.make(

@@ -20,10 +20,8 @@ from launcher.processes.scratch import scratch
 from launcher.servers.checks import ServerChecks
 from launcher.servers.degrees import degree_problems
 from launcher.servers.engines import adapter_places, engine_problems, longest_sequence
-from launcher.servers.fleet import Fleet
 from launcher.servers.interpreter import check_interpreter, python_path, show_package
-from launcher.servers.kernels import folder_of_server
-from launcher.servers.site import GpuTurns, MoreSites, Site, Sites, elsewhere, vacated
+from launcher.servers.site import GpuTurns, Site, Sites, elsewhere
 from launcher.servers.supervisor import Attached, Failed, Standing, Started, Supervisor
 from launcher.servers.versions import compare_environments, container_of, shared_settings
 from rl_megatron.config.run import RunConfig
@@ -45,7 +43,6 @@ from rl_megatron.weights.layouts.families import hf_layout
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.25
-_ADVICE = "; `rl-megatron engines RUN add` starts another"
 
 
 class ServedEngines:
@@ -62,7 +59,6 @@ class ServedEngines:
         run_folder: Path,
         shape: ModelShape,
         sites: Sequence[Sites] | None = None,
-        more_sites: MoreSites = vacated,
         *,
         resumes: bool = False,
     ) -> None:
@@ -78,16 +74,9 @@ class ServedEngines:
         self._kind, self._shapes = FORMATS[self._section.quantization], hf_layout(shape).local_shapes(0)
         stored(self._shapes, DType(config.learner.dtype), self._kind)  # first refuses models without such a format
         self._sites = dict(enumerate(sites or [[Site()] for _ in range(self._section.count)]))
-        self._more_sites, self._turns = more_sites, GpuTurns()
+        self._turns = GpuTurns()
         self._resumes = resumes
-        self._fleet: Fleet | None = None
         self.refit: Callable[[str], Awaitable[None]] | None = None  # set before anything is served
-
-    @property
-    def fleet(self) -> Fleet:
-        """The servers that run."""
-        assert self._fleet is not None
-        return self._fleet
 
     @contextlib.asynccontextmanager
     async def running(self, mirror: Path) -> AsyncIterator[ServedEngine]:
@@ -146,9 +135,8 @@ class ServedEngines:
             if self.refit is not None:
                 await self.refit(url)
 
-        supervisor = Supervisor(engine=engine, section=self._section, restart=restart, refit=refit, advice=_ADVICE)
-        self._fleet = Fleet(supervisor=supervisor, start=start, sites=self._sites, more_sites=self._more_sites)
-        async with self._fleet.watched(standing):
+        supervisor = Supervisor(engine=engine, section=self._section, restart=restart, refit=refit)
+        async with supervisor.watched(standing):
             yield
 
     def _attached(self) -> list[Server]:
@@ -270,7 +258,7 @@ class ServedEngines:
         stack.push_async_callback(started.end)
         try:
             for node, site in enumerate(sites):
-                command = self._adapter.command(self._options(sites, node, port, packages, number))
+                command = self._adapter.command(self._options(sites, node, port, packages))
                 own = {"PYTHONPATH": python_path(packages), engine_token.VARIABLE: token}
                 name = f"{self._log_name}_{number}" + (f"_node_{node}" if node else "")
                 order = Order(
@@ -295,7 +283,7 @@ class ServedEngines:
             raise
         return started
 
-    def _options(self, sites: Sites, node: int, port: int, packages: Path, number: int) -> StartOptions:
+    def _options(self, sites: Sites, node: int, port: int, packages: Path) -> StartOptions:
         config, section = self._config, self._section
         return StartOptions(
             python=self._python,
@@ -322,7 +310,6 @@ class ServedEngines:
             routes=config.asks_for_routes is not None,
             batch_invariant=section.batch_invariant,
             adapters=self._places,
-            profile_folder=folder_of_server(self._run_folder, number) if config.profile.engines else None,
             draft_tokens=section.draft_tokens,
             extra=self._extra,
         )

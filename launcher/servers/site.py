@@ -8,11 +8,9 @@ import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from launcher.processes.guards import Guard, Order, start_guard
 from launcher.processes.ports import any_port, held_ports
-from rl_megatron.errors import ConfigError
 
 StartAt = Callable[[int, Order], Awaitable[Guard]]  # starts a server, given its number, at a site elsewhere
 
@@ -72,23 +70,3 @@ class GpuTurns:
             for gpu in sorted({(site.node, gpu) for site in sites for gpu in site.gpus}):  # one order, no deadlock
                 await stack.enter_async_context(self._gpus[gpu])
             yield
-
-
-class MoreSites(Protocol):
-    """Chooses where one more server of a running job starts."""
-
-    async def __call__(self, node: str | None, living: Sequence[Sites], vacant: Sequence[Sites]) -> Sites:
-        """One of ``vacant``, which servers have left, or a new one beside those ``living``; on ``node`` if given.
-
-        Raises ConfigError that says why there is none, and what to do.
-        """
-        ...
-
-
-async def vacated(node: str | None, living: Sequence[Sites], vacant: Sequence[Sites]) -> Sites:
-    """A site that a server has left, and no other. Raises ConfigError."""
-    for sites in vacant:
-        if node is None or node in {site.node for site in sites}:
-            return sites
-    where = f" on {node}" if node else ""
-    raise ConfigError(f"no server has left a place{where}; drop one first (rl-megatron engines RUN drop)")

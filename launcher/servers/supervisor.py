@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -136,30 +136,44 @@ class Supervisor:
     section: ServerSection
     restart: Callable[[Replica], Awaitable[Standing]]
     refit: Callable[[str], Awaitable[None]]
-    advice: str = ""
-    """What a user can do once a replica is given up."""
-    standing: dict[Replica, Standing] = field(default_factory=dict)
-    """The server of each replica that is supervised."""
 
-    async def keep(self, replica: Replica, standing: Standing) -> None:
-        """Supervise one replica until it is given up, or dies as it leaves."""
+    @contextlib.asynccontextmanager
+    async def watched(self, standing: Sequence[Standing]) -> AsyncIterator[None]:
+        """Supervises the replicas while the context is open; ``standing`` are their servers."""
+        keeping = []
+        for replica, one in zip(self.engine.replicas.all, standing, strict=True):
+            if isinstance(one, Failed):
+                replica.apply(Event.DIED, one.why)
+            keeping.append(asyncio.create_task(self._keep(replica, one)))
+            keeping[-1].add_done_callback(self._report)
+        try:
+            yield
+        finally:
+            for task in keeping:
+                task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
+
+    def _report(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.engine.replicas.fail(error)
+
+    async def _keep(self, replica: Replica, standing: Standing) -> None:
+        """Supervises one replica until it is given up."""
         replica.supervised, loop = True, asyncio.get_running_loop()
         while True:
-            self.standing[replica], began = standing, loop.time()
+            began = loop.time()
             if replica.health is not Health.DEAD:  # as one that Failed is
                 why = await self._until_dead(replica, standing)
                 if loop.time() - began >= restarts.CALM_SECONDS:
                     replica.forgive()
                 replica.apply(Event.DIED, why)
             await replica.end(standing.end())
-            if replica.health is Health.GONE:
-                return
             again = await self._again(replica)
             if again is None:
                 replica.apply(Event.GIVEN_UP)
                 self._say_what_is_left(replica)
                 return
-            self.standing[replica] = standing = again  # before the await: a drop meanwhile has to end it
+            standing = again
             await replica.server.close()
             replica.server = standing.server
             replica.apply(Event.ANSWERED)
@@ -168,7 +182,7 @@ class Supervisor:
         left = self.engine.replicas.left()
         if len(left) >= self.section.least_replicas:
             names = ", ".join(str(one.number) for one in left)
-            logger.warning("%s is given up; the run goes on with %s%s", replica.title, names, self.advice)
+            logger.warning("%s is given up; the run goes on with %s", replica.title, names)
 
     async def _again(self, replica: Replica) -> Standing | None:
         """Restart the server; None after ``rollout.server.restarts`` attempts since it last ran for an hour.
@@ -222,21 +236,21 @@ class Supervisor:
                 return str(error)
             server = replica.server
             status = await server.health(seconds=self._period)
-            if not (status or server.writing or await _Meter(self.engine.adapter, server).moves(self._period)):
+            if not (status or await _Meter(self.engine.adapter, server).moves(self._period)):
                 await asyncio.sleep(_GRACE_SECONDS)  # if it ended, its exit status and log say more
                 return f"{error}; and it did not answer a health check within {self._period:g} s"
             replica.trust()
 
     async def _hangs(self, replica: Replica) -> str:
-        """Wait until several health checks in a row fail while it makes no tokens and writes no kernels; while it is
-        paused for new weights any answer will do."""
+        """Wait until several health checks in a row fail while it makes no tokens; while it is paused for new weights
+        any answer will do."""
         loop, missed, meter = asyncio.get_running_loop(), 0, _Meter(self.engine.adapter, replica.server)
         while missed < _CHECKS:
             began = loop.time()
             status, moves = await asyncio.gather(replica.server.health(seconds=self._period), meter.moves(self._period))
             paused = self.engine.weights.updating or replica.health is not Health.HEALTHY
-            well = replica.server.writing or (status is not None and (status < 300 or paused))
-            if well and moves is None and not (paused or replica.server.writing):
+            well = status is not None and (status < 300 or paused)
+            if well and moves is None and not paused:
                 well = await self._all_answer(replica)
             missed = 0 if well or moves else missed + 1
             await asyncio.sleep(max(0.0, began + self._period - loop.time()))
@@ -298,7 +312,7 @@ class _Meter:
 
         A server that does not answer in ``seconds`` makes none. Raises OutOfFiles, of which it is not the cause.
         """
-        if self._server.paused or self._server.writing or not self._server.in_flight:
+        if self._server.paused or not self._server.in_flight:
             self._before = None
             return None
         try:

@@ -51,12 +51,11 @@ class RankModels:
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
         """``store``: see ``world.join``."""
-        import torch
 
         from launcher.worker.memory import remember
         from rl_megatron.data.held import HeldRows
         from rl_megatron.learner import world
-        from rl_megatron.observability import activity, speed
+        from rl_megatron.observability import speed
         from rl_megatron.weights.bytes.parked import Parked
         from rl_megatron.weights.layouts.families import hf_layout, read_shape
         from rl_megatron.weights.layouts.learner import job_shape, learner_layout, role_shape
@@ -88,8 +87,6 @@ class RankModels:
         self._saving: dict[str, ShardSave] = {}  # those in hand, by role
         self._shares_gpus = setup.role == LEARNER  # with servers; separate roles have nodes of their own
         self._kernels = Recording()
-        if config.profile.nvtx:
-            activity.mark_with(torch.cuda.nvtx)
         self._hf = hf_layout(self._shape)
         self._layout = learner_layout(config, self._shape)
 

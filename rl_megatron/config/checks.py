@@ -40,7 +40,6 @@ def problems_of(config: RunConfig) -> list[str]:
         *_server_problems(config.rollout),
         *_quantization_problems(config),
         *_route_problems(config),
-        *_profile_problems(config),
         *_role_problems(config),
         *problems_of_separate(config),
         *_colocation_problems(config),
@@ -299,18 +298,6 @@ def _quantization_problems(c: RunConfig) -> list[str]:
             "ones, whose format it cannot see; set rollout.server.quantization=none"
         )
     return out
-
-
-def _profile_problems(c: RunConfig) -> list[str]:
-    if not c.profile.engines:
-        return []
-    if c.rollout.embedded:
-        return [
-            f"profile.engines=true with rollout.engine={c.rollout.engine}: it samples in ranks, which profile.ranks "
-            "names, or in servers that record nothing; leave the key out"
-        ]
-    given = c.rollout.server.addresses
-    return [f"profile.engines=true, but servers of rollout.server.addresses={given} run already"] if given else []
 
 
 def _route_problems(c: RunConfig) -> list[str]:

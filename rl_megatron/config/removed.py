@@ -41,12 +41,15 @@ REMOVED: Mapping[str, Removed] = {
     "learner.first_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
     "learner.last_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
     "learner.recompute_layers": Removed("it is called learner.recompute.uniform, 1 for true and null for false"),
+    "profile.engines": Removed("the engines' own profilers record their kernels, see rollout.server.options"),
+    "profile.nvtx": Removed("profile.steps records kernels, and rl-megatron report RUN --trace FILE shows them"),
     "rollout.server.transport": _renamed("weights.transport"),
     "rollout.server.meeting_host": _renamed("weights.meeting_host"),
     "rollout.server.weights_dir": _renamed("weights.folder"),
     "train.stream_micro_batches": Removed(
         "gradients are computed once the batch is whole; train.max_staleness overlaps them"
     ),
+    "slurm.engines.no_kill": Removed("a job that loses a node is requeued, and resumes from its last checkpoint"),
 }
 """By dotted key, sorted; ``*`` is the name of an entry of a mapping, and a section stands for all keys in it."""
 
@@ -66,6 +69,8 @@ COMMANDS: Mapping[str, str] = {
     "attach": "rl-megatron status RUN prints the line to type, `tail -F ...`",
     "cancel": "rl-megatron status RUN prints the line to type, `scancel ...`",
     "logs": "rl-megatron status RUN prints the line to type, `tail -F ...`",
+    "engines": "resume the run with another rollout.server.replicas",
+    "profile": "set profile.steps, and resume the run",
 }
 """By name: what to do in place of a command that is no longer there."""
 

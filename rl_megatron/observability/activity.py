@@ -3,34 +3,11 @@ span for each call, and for each of its parts, which lasts to the next."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.ranks import CALLS
 
-
-class Ranges(Protocol):
-    """Marks nested ranges of time for a profiler, as ``torch.cuda.nvtx`` does."""
-
-    def range_push(self, name: str, /) -> object:
-        """Begin a range inside of those that have begun."""
-        ...
-
-    def range_pop(self) -> object:
-        """End the range that began last."""
-        ...
-
-
 _call, _part, _beats = "starting", "", 0
 _spans: list[tuple[str, int, spans.SpanDetails]] = []  # that have begun: the call, then its part
-
-_ranges: Ranges | None = None
-
-
-def mark_with(ranges: Ranges) -> None:
-    """Have ``ranges`` begin and end with each call and part from now on."""
-    global _ranges
-    _ranges = ranges
 
 
 def begin(call: str, number: int) -> None:
@@ -38,7 +15,7 @@ def begin(call: str, number: int) -> None:
     global _call, _part, _beats
     rest()
     _call, _part, _beats = f"{call}, call {number}", "", _beats + 1
-    _begin(call, spans.now(), {"call": number})
+    _spans.append((call, spans.now(), {"call": number}))
 
 
 def part(name: str, of: str = "") -> None:
@@ -47,7 +24,7 @@ def part(name: str, of: str = "") -> None:
     before, _part, _beats = _part, ", ".join(filter(None, (of, name))), _beats + 1
     if _spans and _part != before:
         at = _end(1)
-        _begin(name, at, {"of": of} if of else {})
+        _spans.append((name, at, {"of": of} if of else {}))
 
 
 def rest() -> None:
@@ -62,18 +39,10 @@ def now() -> tuple[str, int]:
     return ", ".join(filter(None, (_call, _part))), _beats
 
 
-def _begin(name: str, at: int, said: spans.SpanDetails) -> None:
-    _spans.append((name, at, said))
-    if _ranges is not None:
-        _ranges.range_push(name)
-
-
 def _end(depth: int) -> int:
     """Keep the spans that have begun from ``depth`` on, as ended now."""
     at = spans.now()
     while len(_spans) > depth:
         name, began, said = _spans.pop()
         spans.keep(CALLS, name, began, at, said or None)
-        if _ranges is not None:
-            _ranges.range_pop()
     return at

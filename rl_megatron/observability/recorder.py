@@ -115,10 +115,6 @@ class Recorder:
                 yield SampleTurn(read=self._decode(chain.token_ids[place : turn.start].tolist()), said=turn.text)
                 place = turn.stop
 
-    async def flush_timeline(self) -> None:
-        """Have readers of the timeline see all that was done up to now."""
-        await asyncio.wrap_future(self._timeline.flush())
-
     def truncate_after(self, step: int, *, warm_start_step: int | None = None) -> None:
         """Prepare a resume from ``step``: remove what was recorded later, as MetricsWriter does."""
         self._metrics.truncate_after(step, warm_start_step=warm_start_step)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.jobs import Cluster
 
-NODES = 28
+NODES = 25
 MISSING = [name for name in ("slurmctld", "slurmd", "munged", "ip", "unshare") if shutil.which(name) is None]
 FOLDER = pytest.StashKey[Path]()
 

@@ -103,15 +103,6 @@ class Cluster:
         first.kill()
         eventually(lambda: not alive(first), f"the end of {node}")  # which is behind that of all its processes
 
-    def power_on(self, node: str) -> None:
-        """Start it again, and wait until Slurm has it."""
-        command = [SCRIPTS / "power_on.sh", self.folder, node, REPO, self.work]
-        subprocess.run(command, check=True, timeout=LIMIT)
-        end = time.monotonic() + LIMIT
-        while self.call("sinfo", "-h", "-N", "-p", "urgent", "-n", node, "-o", "%t").strip() != "idle":
-            assert time.monotonic() < end, node
-            time.sleep(0.2)
-
     def cable(self, node: str, how: str) -> None:
         """Pull (``down``) or plug (``up``) its network."""
         tag = (self.folder / "run" / "tag").read_text().strip()

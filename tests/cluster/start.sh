@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # A real Slurm of N nodes on this machine: start.sh FOLDER N SHARED...   (root; Debian's slurm-wlm and munge)
 # Nodes 1 to 4 are the partition batch, each two after them a partition of their own (pair5 is node5 and node6), so that
-# what happens to one job's nodes happens to no other; of the last ten, one stands by for pair13 in the partition spare,
-# three are the partition trio, three the partition study, and three the partition elastic.
+# what happens to one job's nodes happens to no other; of the last seven, one stands by for pair13 in the partition spare,
+# three are the partition trio, and three the partition study.
 # Jobs in urgent preempt all others.
 # A node is a network, host name, boot id, process table, /tmp and /dev/shm of its own; SHARED are the folders that all
 # nodes see.
 # Names of interfaces, subnet and port come from the folder's hash: two clusters do not meet. Nothing under /etc changes.
 set -euo pipefail
-folder=$1 count=$2 rest=$(($2 - 3))
+folder=$1 count=$2
 shift 2
 hash=$(printf %s "$folder" | cksum | cut -d' ' -f1)
 tag=rl$((hash % 10000)) net=10.$((100 + hash % 100)).$((hash / 100 % 250))
@@ -67,11 +67,10 @@ cat >>"$SLURM_CONF" <<CONF
 PartitionName=DEFAULT MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20 PreemptMode=REQUEUE OverSubscribe=NO
 PartitionName=batch Nodes=node[1-4] Default=YES
 CONF
-for i in $(seq 5 2 "$((rest - 7))"); do echo "PartitionName=pair$i Nodes=node$i,node$((i + 1))" >>"$SLURM_CONF"; done
-echo "PartitionName=spare Nodes=node13,node14,node$((rest - 6))" >>"$SLURM_CONF"
-echo "PartitionName=trio Nodes=node[$((rest - 5))-$((rest - 3))]" >>"$SLURM_CONF"
-echo "PartitionName=study Nodes=node[$((rest - 2))-$rest]" >>"$SLURM_CONF"
-echo "PartitionName=elastic Nodes=node[$((count - 2))-$count]" >>"$SLURM_CONF"
+for i in $(seq 5 2 "$((count - 7))"); do echo "PartitionName=pair$i Nodes=node$i,node$((i + 1))" >>"$SLURM_CONF"; done
+echo "PartitionName=spare Nodes=node13,node14,node$((count - 6))" >>"$SLURM_CONF"
+echo "PartitionName=trio Nodes=node[$((count - 5))-$((count - 3))]" >>"$SLURM_CONF"
+echo "PartitionName=study Nodes=node[$((count - 2))-$count]" >>"$SLURM_CONF"
 echo "PartitionName=urgent Nodes=ALL PriorityTier=10" >>"$SLURM_CONF"
 
 ip link add "$tag" type bridge

@@ -19,7 +19,7 @@ from tests.cluster.jobs import LIMIT, TINY, Cluster, read_record
 
 CELLS = int(os.environ.get("STUDY_CELLS", "4"))
 NODES = 8 if CELLS > 4 else 3
-PLACES = ("partition=urgent", f"exclude=node[{NODES + 1}-28]") if CELLS > 4 else ("partition=study",)
+PLACES = ("partition=urgent", f"exclude=node[{NODES + 1}-25]") if CELLS > 4 else ("partition=study",)
 LOST, FAILS = 2, 1  # the tasks of the first array whose node is lost, and which fails
 REWARD = f'''
 import os, time

@@ -15,6 +15,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.observability.timeline.kernels import folder_of, read_kernels
 from rl_megatron.training.measures import Measured
 from rl_megatron.training.scores.requests import measured
 from rl_megatron.training.update import Update
@@ -59,8 +60,10 @@ def learnt(folder: Path, model: Path, samples: Samples, *keys: str) -> tuple[Mea
 
     async def run() -> tuple[Measured, Measured, list[float]]:
         async with LocalLauncher(model, folder).start(config) as roles:
-            assert len(roles.profiled) == (3 if keys else 1)
-            return await step(roles)
+            async with roles.record_kernels([0], folder_of(folder, 1)):
+                found = await step(roles)
+            assert len({event.process for event in read_kernels(folder)}) == (3 if keys else 1)
+            return found
 
     return asyncio.run(run())
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from launcher.servers.engines import SERVERS
-from launcher.servers.fleet import Fleet
 from launcher.servers.pool import ServedEngines
 from launcher.servers.site import Sites
 from rl_megatron.config.io import load_config
@@ -212,10 +211,9 @@ class ServedBench:
         runner: asyncio.Runner,
         probes: Probes,
         tolerance: float,
-        fleet: Fleet,
     ) -> None:
         self.name, self.engine, self.sync, self.path, self._runner = name, engine, sync, path, runner
-        self.fleet, self.vocab_size = fleet, engine._vocab_size
+        self.vocab_size = engine._vocab_size
         self.renormalises_top_p = engine.adapter.renormalises_top_p
         self._probes, self._tolerance = probes, tolerance
         self.weights = self.weights_of(engine)
@@ -339,9 +337,7 @@ def served(
             running = runner.run(stack.enter_async_context(servers.running(path)))
             Mirror.make(path, shapes, held, model / "config.json", kind)
             mirror = Mirror(path, shapes, held, kind)
-            bench = ServedBench(
-                engine, running, FolderSync(mirror=mirror), path, runner, probes, tolerance, servers.fleet
-            )
+            bench = ServedBench(engine, running, FolderSync(mirror=mirror), path, runner, probes, tolerance)
             servers.refit = lambda url: bench.refit(url)
             yield bench
         except Exception as error:

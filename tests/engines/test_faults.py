@@ -18,7 +18,6 @@ import torch
 
 from launcher.servers.engines import SERVERS
 from rl_megatron.errors import ConfigError, EngineError, RLMegatronError, SyncError
-from rl_megatron.observability.timeline.kernels import read_kernels
 from rl_megatron.rollout.servers.replicas import Health, Replica
 from rl_megatron.rollout.servers.sglang import adapter as sglang
 from rl_megatron.types import Completion
@@ -177,7 +176,7 @@ def test_the_main_job_runs_and_leaves_nothing_behind(tmp_path: Path, name: str, 
     """
     needs(name)
     ways = (f"rollout.server.replicas={replicas}", f"weights.transport={transport}")
-    placed = ("rollout.server.colocated=true", "profile.steps=2", "profile.engines=true", *ways)
+    placed = ("rollout.server.colocated=true", *ways)
     run = start(name, tmp_path, "train.steps=3", "eval.every=2", f"weights.folder={tmp_path}", *placed)
     try:
         output, _ = run.communicate(timeout=LIMIT)
@@ -188,13 +187,6 @@ def test_the_main_job_runs_and_leaves_nothing_behind(tmp_path: Path, name: str, 
     steps = [row for row in rows if "mismatch/logprob_abs_max" in row]
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert all(row["mismatch/logprob_abs_max"] < 1e-4 and row["staleness/max"] == 0 for row in steps)
-    recorded = [*read_kernels(tmp_path / "runs/it")]
-    for replica in range(replicas):  # what it computed while that step went on
-        its = [event for event in recorded if event.process.startswith(f"server {replica},")]
-        assert any(event.name.startswith("aten::") for event in its)
-        ranks = [event for event in recorded if event.process.startswith("rank 0")]
-        assert min(e.begin for e in its) < max(e.end for e in ranks)
-        assert max(e.end for e in its) < max(e.end for e in ranks) + 60_000_000
     assert not list(tmp_path.glob("rl_megatron-*"))
     log = (tmp_path / "runs/it/log.txt").read_text()
     assert "on CPUs servers do not release their memory" in log

@@ -133,35 +133,17 @@ def check(server: ServedBench, model: Path, answered: Answered, version: int, re
         assert c.spans == ((0, version),)
 
 
-def one_leaves_and_another_joins(server: ServedBench, models: tuple[Path, Path]) -> None:
-    """In its place, with pushes before, between and after: every replica samples by what is served then."""
-
-    def versions() -> list[tuple[int, int | None]]:
-        return [(row["number"], row["version"]) for row in server.fleet.rows()]
-
-    server.run(server.fleet.drop(0))
-    server.push(models[0], 2)
-    assert versions() == [(1, 2)]
-    server.run(server.fleet.add(1))
-    assert versions() == [(1, 2), (2, 2)]
-    check(server, models[0], while_sampling(server, lambda: None), 2, restarts=0)
-    server.push(models[1], 3)
-    assert versions() == [(1, 3), (2, 3)]
-    check(server, models[1], while_sampling(server, lambda: None), 3, restarts=0)
-
-
 @pytest.mark.parametrize("name", sorted(SERVERS))
 def test_servers_that_die_come_back_with_what_is_served(models: tuple[Path, Path], tmp_path: Path, name: str) -> None:
     """In the middle of sampling, of a push over running requests, where it stands still, of a way straight into it or
-    of a push along it, and all of them; others leave and join. 150 seconds each."""
+    of a push along it, and all of them. 150 seconds for vLLM, 90 for SGLang."""
     needs(name)
     keys = {"replicas": 2, "restarts": 5, "backoff_seconds": 0.1, "health_seconds": 18.0 if name == "vllm" else 60.0}
     with served(name, models[0], tmp_path, **keys) as server:
         server.push(models[1], 1)
         answered = while_sampling(server, lambda: os.killpg(process_of(server, 0).pid, signal.SIGKILL))
         check(server, models[1], answered, 1, restarts=1)
-        if name != "vllm":  # each half is the same code for both, and a minute
-            one_leaves_and_another_joins(server, models)
+        if name != "vllm":  # the rest is the same code for both, and a minute
             return
         server.sync.after = lambda: os.killpg(process_of(server, 1).pid, signal.SIGSTOP)
         check_spans(pushed_while_sampling(server, models[0], 2), models)

@@ -260,11 +260,6 @@ def test_a_run_starts_with_its_least_servers() -> None:
     )
 
 
-def test_a_job_without_nodes_for_servers_has_none_to_lose() -> None:
-    said = problem("rollout=vllm", "run.launcher=slurm", "slurm.engines.no_kill=true") or ""
-    assert said.startswith("slurm.engines.no_kill=true is for a job with nodes for servers alone, but nodes=0")
-
-
 def test_servers_of_the_in_process_engine_on_nodes_of_their_own_load_a_file() -> None:
     keys = ["rollout=local", "rollout.server.replicas=2", "run.launcher=slurm", "slurm.engines.nodes=2"]
     assert load_config("tiny_cpu", keys).transport.name == "file"

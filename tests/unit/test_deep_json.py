@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.control.address import address_of
 from rl_megatron.errors import EngineError, RewardError, RLMegatronError
 from rl_megatron.models.json_files import tensor_names
 from rl_megatron.observability.files import read_jsonl
@@ -27,7 +26,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": lambda run: read_jsonl(run / "metrics.jsonl"),
     "trace.json": lambda run: list(read_trace(run)),
     "profile/step_000001/ranks.json": lambda run: list(kernels.read_kernels(run)),
-    "control.json": address_of,
     "points.json": lambda run: read_points(run / "points.json"),
     "model.safetensors": tensor_names,
 }

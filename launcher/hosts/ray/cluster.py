@@ -19,11 +19,9 @@ from typing import Any, ParamSpec, TypeVar
 
 from typing_extensions import override
 
-from launcher.control.listener import Control
-from launcher.hosts.ray.guests import Guests
 from launcher.hosts.ray.head import Wait, await_health, join_cluster, start_here, take_sigterm_back
 from launcher.hosts.ray.node import COMPLETE, Bundle, NodeCall, engine_node_command, node_command, shares, totals
-from launcher.hosts.ray.server_actors import ActorGuard, make_free_actor, make_server_actor
+from launcher.hosts.ray.server_actors import ActorGuard, make_server_actor
 from launcher.hosts.sites import cpus_of_engine_node, visible_gpus
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.steps import ended, running_step
@@ -44,7 +42,7 @@ from rl_megatron.placement.seats import Seat, describe_seats, seats_here, seats_
 import ray  # after head, which sets what it reads
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +52,6 @@ T = TypeVar("T")
 _SHUTDOWN_SECONDS = 60.0
 _ANSWER_SECONDS = 60.0  # of a call to the running cluster
 _DEATHS = (ConnectionError, RuntimeError, RayError)  # by which Ray says that a process of its own is not there
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayNode:
-    """A node of the cluster, as Ray knows it."""
-
-    id: str
-    address: str
 
 
 class RayCluster:
@@ -88,7 +78,6 @@ class RayCluster:
         self.shares = shares(self.placements, self.seats, alone=bool(allocation and allocation.engine_nodes))
         self._config = config
         self._own: OwnThread | None = None
-        self._call: NodeCall | None = None
         self._places: Sequence[PlacementGroupSchedulingStrategy] = ()  # of servers
 
     @property
@@ -99,12 +88,6 @@ class RayCluster:
         """
         assert self._own is not None
         return self._own
-
-    @property
-    def call(self) -> NodeCall:
-        """The message to the nodes of a running job's cluster."""
-        assert self._call is not None
-        return self._call
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -148,7 +131,6 @@ class RayCluster:
             resources=on_learner,
             seconds=self._config.learner.timeout_seconds,
         )
-        self._call = call
         calls = [(self._node_command(allocation, self.placements[0]), call)]
         for other in self.placements[1:]:
             there = replace(call, head=None, resources=totals(self.shares.ranks[other.role]))
@@ -156,8 +138,7 @@ class RayCluster:
         if allocation.engine_nodes and engines:
             there = replace(call, head=None, resources=totals(engines))
             cpus = cpus_of_engine_node(self._config, allocation, self.seats)
-            no_kill = self._config.slurm.engines.no_kill
-            calls.append((engine_node_command(allocation, cpus, python=sys.executable, no_kill=no_kill), there))
+            calls.append((engine_node_command(allocation, cpus, python=sys.executable), there))
         steps = [
             await stack.enter_async_context(running_step(command, told.line(), allocation.folder))
             for command, told in calls
@@ -224,19 +205,6 @@ class RayCluster:
             async with asyncio.timeout(_SHUTDOWN_SECONDS):
                 await self.own(ray.shutdown)
 
-    async def nodes(self) -> dict[str, RayNode]:
-        """The nodes that the cluster has now. Ray's name is that of a node that the run did not start."""
-
-        def alive() -> dict[str, RayNode]:
-            found = {}
-            for node in ray.nodes():  # type: ignore[no-untyped-call]
-                names = {label.partition(" on ")[2] for label in node["Resources"] if " on " in label}
-                for name in (names or {node["NodeName"]}) if node["Alive"] else ():
-                    found[name] = RayNode(id=node["NodeID"], address=node["NodeManagerAddress"])
-            return found
-
-        return await self.ask(alive)
-
     async def ask(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Make a call to the running cluster. Raises EngineError where Ray does not answer."""
         try:
@@ -265,23 +233,10 @@ class RayCluster:
     async def start_guard(self, number: int, order: Order) -> Guard:
         """Start a server's guard at seat ``number``. Raises EngineError after ``rollout.server.start_seconds``, and at
         once where its node is gone."""
-        seat = self.seats[number]
-        await self._find(seat.node)
-        return await self._started(await self.ask(make_server_actor, self._places[number]), seat.node, order)
-
-    async def start_on(self, node: str, order: Order) -> Guard:
-        """Start a guard on a node of the cluster, beside what is planned there. Raises EngineError as `start_guard`."""
-        there = await self._find(node)
-        where = NodeAffinitySchedulingStrategy(there.id, soft=False)
-        return await self._started(await self.ask(make_free_actor, where), node, order)
-
-    async def _find(self, node: str) -> RayNode:
-        nodes = await self.nodes()
+        node, nodes = self.seats[number].node, await self.ask(_living)
         if node not in nodes:
             raise EngineError(f"Ray has no node {node} now; it has {', '.join(sorted(nodes))}")
-        return nodes[node]
-
-    async def _started(self, actor: Any, node: str, order: Order) -> Guard:
+        actor = await self.ask(make_server_actor, self._places[number])
         limit = self._config.rollout.server.start_seconds
         try:
             async with asyncio.timeout(limit):
@@ -309,18 +264,18 @@ class InCluster(Launcher):
 
     cluster: RayCluster
     inner: Launcher
-    control: Control
 
     @override
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
-        guests = Guests(self.cluster, config)
-        async with (
-            self.cluster.running(),
-            self.inner.start(config, tell) as roles,
-            guests.welcome(self.control),
-        ):
+        async with self.cluster.running(), self.inner.start(config, tell) as roles:
             yield roles
+
+
+def _living() -> set[str]:
+    """The nodes that the cluster has now."""
+    labels = (label for node in ray.nodes() if node["Alive"] for label in node["Resources"])  # type: ignore[no-untyped-call]
+    return {label.partition(" on ")[2] for label in labels if " on " in label}
 
 
 def group_of(role: str, node: str, bundles: Sequence[Bundle]) -> Any:

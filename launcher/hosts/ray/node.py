@@ -128,13 +128,11 @@ def node_command(
     ]
 
 
-def engine_node_command(allocation: Allocation, cpus: int | None, *, python: str, no_kill: bool) -> list[str]:
-    """The srun command that starts Ray on the nodes of engine servers alone, with ``cpus`` cores each (`cores_option`).
-
-    ``no_kill``: the others go on without one that fails.
-    """
+def engine_node_command(allocation: Allocation, cpus: int | None, *, python: str) -> list[str]:
+    """The srun command that starts Ray on the nodes of engine servers alone, with ``cpus`` cores each
+    (`cores_option`)."""
     output = f"--output={allocation.folder}/ray-engines-%t.txt"
-    step = ("--ntasks-per-node=1", *(("--no-kill",) if no_kill else ("--kill-on-bad-exit=1",)), output)
+    step = ("--ntasks-per-node=1", "--kill-on-bad-exit=1", output)
     return [*allocation.server_command(allocation.engine_nodes, cpus), *step, *_program(python)]
 
 

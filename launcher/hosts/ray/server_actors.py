@@ -18,7 +18,7 @@ from launcher.processes.guards import Guard
 # isort: split
 import ray  # after head, which sets what it reads
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from launcher.hosts.ray.actors import ServerActor
 
@@ -59,9 +59,3 @@ def make_server_actor(here: PlacementGroupSchedulingStrategy) -> Any:
     bundle = here.placement_group.bundle_specs[here.placement_group_bundle_index]
     actor: Any = ray.remote(ServerActor)
     return actor.options(num_cpus=1, num_gpus=bundle.get("GPU", 0), scheduling_strategy=here).remote()
-
-
-def make_free_actor(where: NodeAffinitySchedulingStrategy) -> Any:
-    """The actor class, bound to a node, of which Ray counts nothing: its server joined later."""
-    actor: Any = ray.remote(ServerActor)
-    return actor.options(num_cpus=0, scheduling_strategy=where).remote()

@@ -78,27 +78,8 @@ class Allocation:
 
     def blame(self, nodes: Sequence[str]) -> None:
         """Tell the job's script on which node a rank died, or did not come up. Of several it names none: to leave one
-        out does not help.
-
-        Where Slurm has taken a node of these ranks from the job, that is it: ranks on all nodes die of its loss.
-        """
-        ranks = {one for role, nodes in self.by_role.items() if role not in {"engines", "services"} for one in nodes}
-        lost = sorted(ranks - self.nodes_left()) if self.engine_nodes else []
-        failed = lost[:1] or nodes
-        (self.folder / "failed_node").write_text(f"{failed[0]}\n" if len(failed) == 1 else "")
-
-    def nodes_left(self) -> set[str]:
-        """The nodes that the job has now: a job with engine nodes goes on without a node that fails.
-
-        All of them where Slurm does not answer.
-        """
-        try:
-            listed = call_slurm(["squeue", "--noheader", f"--job={self.id}", "--states=all", "--format=%N"])
-            left = {node for line in listed.split() for node in _expanded(line)}
-        except ConfigError as error:
-            logger.warning("Slurm does not say which nodes the job has: %s", error)
-            left = set()
-        return left or {node for nodes in self.by_role.values() for node in nodes}
+        out does not help."""
+        (self.folder / "failed_node").write_text(f"{nodes[0]}\n" if len(nodes) == 1 else "")
 
     def name_slow(self, nodes: Sequence[str]) -> None:
         """Tell the job's script which nodes are slow, the slowest first; it may leave them out at the next restart."""

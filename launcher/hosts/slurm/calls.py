@@ -23,7 +23,7 @@ _VARIABLES = {
 """The variables of sbatch, without SBATCH_, that replace an option, where they are not just its name."""
 
 
-def outside_jobs() -> dict[str, str]:
+def _outside_jobs() -> dict[str, str]:
     """This process's variables without those of a job that it is in, which commands of Slurm would take for options."""
     kept = {
         name: value
@@ -43,7 +43,7 @@ def call_slurm(command: Sequence[str], script: Path | None = None) -> str:
     """
     command = command if script is None else [*command, str(script)]
     stated = set() if script is None else _stated(script.read_text(encoding="utf-8"))
-    kept = {name: value for name, value in outside_jobs().items() if name not in stated}
+    kept = {name: value for name, value in _outside_jobs().items() if name not in stated}
     kept.pop("SBATCH_WAIT", None)  # until the job ends
     kept["SLURM_BITSTR_LEN"] = "0"  # else lists of an array's tasks are cut at 64 characters
     seconds, shown = SENT_SECONDS if command[0] == "sbatch" else ANSWER_SECONDS, shlex.join(command)

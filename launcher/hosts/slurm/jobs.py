@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.control.address import Address
-from launcher.hosts.slurm.calls import ANSWER_SECONDS, call_slurm
+from launcher.hosts.slurm.calls import call_slurm
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.files import from_the_end, text_at_end
 from rl_megatron.observability.log import last_line
@@ -78,15 +77,6 @@ def _sent_by_hand(run: Path) -> tuple[str, Status] | None:
         if its and not (status := status_of(job, run)).over:
             return job, status
     return None
-
-
-def srun_beside(run: Path, address: Address) -> list[str]:
-    """The srun command, for `outside_jobs`, that runs another on the controller's node, beside the steps of the run's
-    job, and says so if Slurm has not started it in `ANSWER_SECONDS`. Raises ConfigError without a job."""
-    if address.job is None:
-        raise ConfigError(f"{run}: its controller is on {address.node}; run this command there")
-    where = ("--overlap", "--nodes=1", "--ntasks=1", "--mem=0", f"--nodelist={address.node}")
-    return ["srun", f"--jobid={address.job}", *where, f"--immediate={ANSWER_SECONDS:g}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

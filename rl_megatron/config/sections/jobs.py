@@ -35,7 +35,7 @@ _WRITTEN = (
     *("train.steps", "train.learning_rate", "train.lr_warmup_steps", "train.lr_decay", "train.on_nonfinite"),
     *("eval.every", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.async_save"),
     *("log.progress", "log.tensorboard", "log.wandb", "log.wandb_project"),
-    *("profile.steps", "profile.ranks", "profile.nvtx", "profile.memory"),
+    *("profile.steps", "profile.ranks", "profile.memory"),
 )
 _UNREAD = ("data.curriculum", "data.demonstration_field", "slurm.engines")
 JOBS: Mapping[JobName, JobKind] = {

@@ -29,16 +29,11 @@ class LogSection(Section):
 
 
 class ProfileSection(Section):
-    """Kernels and operators of chosen steps, by torch's profiler (docs/running.md). ``rl-megatron profile RUN``
-    records those of a running run's next ones."""
+    """Kernels and operators of chosen steps, by torch's profiler (docs/running.md)."""
 
     steps: Annotated[tuple[Positive, ...], LISTED] = ()
     """Steps to profile, as a list or text as 3,4."""
     ranks: Annotated[tuple[NonNegative, ...], LISTED, Field(min_length=1)] = (0,)
     """Ranks of each role to profile."""
-    engines: bool = False
-    """Start engine servers of this run so that they can record, and have all of them do so beside the ranks."""
-    nvtx: bool = False
-    """Mark every call of a rank and its parts as an NVTX range, for Nsight Systems; on GPUs."""
     memory: bool = False
     """Record where a rank's GPU memory was allocated, and write that as a snapshot where it runs out."""

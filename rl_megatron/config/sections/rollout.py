@@ -125,7 +125,7 @@ class ServerSection(Section):
     has run for an hour they count from 0 again."""
     least_replicas: Positive = 1
     """Fewest servers with which the run goes on: fewer that serve or are restarted end it. One that is given up, after
-    ``restarts``, or dropped (``rl-megatron engines``) is none."""
+    ``restarts``, does not count."""
     retries: NonNegative = 3
     """Most retries of a request that gets no connection, no answer, status 5xx or an end that nobody asked for, as of a
     server that shuts down; on another replica if there is one."""

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from rl_megatron.config.sections.reward import REWARD
 from rl_megatron.config.sections.teachers import TEACHER
@@ -71,33 +70,20 @@ class RoleNodesSection(Section):
     @property
     def shaped(self) -> bool:
         """Whether the job requests these nodes with other options than the learner's."""
-        of_any = {"nodes", "container", "no_kill"}
+        of_any = {"nodes", "container"}
         return self.model_dump(exclude=of_any) != type(self)().model_dump(exclude=of_any)
 
 
 class EngineNodesSection(RoleNodesSection):
-    """Nodes for engine servers alone. All keys but ``nodes``, ``container`` and ``no_kill`` require
-    ``slurm.heterogeneous``."""
+    """Nodes for engine servers alone. All keys but ``nodes`` and ``container`` require ``slurm.heterogeneous``."""
 
     nodes: NonNegative = 0
     """Number of the servers' nodes, in addition to ``slurm.nodes``; 0: servers share the learner's nodes."""
     cpus_per_server: Positive | None = None
     """CPU cores of each server; null: ``slurm.cpus_per_task``."""
-    no_kill: bool = False
-    """Whether the job goes on without a node that fails (sbatch --no-kill), with the servers that are left. For one of
-    the learner's nodes it is requeued still, by its script or, where that was on it, by nodes of servers."""
     container: Word | None = None
     """Image of the container that servers run in, on whatever nodes; null: no container. ``rollout.python`` is an
     interpreter inside the image; ``slurm.container_runtime`` and ``slurm.container_mounts`` hold for it too."""
-
-    @model_validator(mode="after")
-    def _has_nodes_to_lose(self) -> EngineNodesSection:
-        if self.no_kill and not self.nodes:
-            raise PydanticCustomError(
-                "no_nodes",
-                "no_kill=true is for a job with nodes for servers alone, but nodes=0; set nodes, or leave no_kill out",
-            )
-        return self
 
 
 class CriticNodesSection(RoleNodesSection):

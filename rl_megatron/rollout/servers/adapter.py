@@ -65,7 +65,6 @@ class StartOptions:
     batch_invariant: bool  # whether a token's log-prob must not depend on its batch
     adapters: AdapterPlaces | None = None  # for versions of adapters beside its model, if it is to hold some
     draft_tokens: int = 0  # that its draft layer proposes at each step; 0: it has none
-    profile_folder: Path | None = None  # where it writes what its profiler records, if it is to
     extra: tuple[str, ...]
 
     @property
@@ -237,17 +236,6 @@ class Running(Protocol):
 
     async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
         """Allocate released memory again: for weights before they are loaded, for the cache afterwards."""
-        ...
-
-    async def begin_profile(self, server: Server) -> None:
-        """Have it record by torch's profiler from now on, if it was started with a ``profile_folder``.
-
-        Raises EngineError if it cannot, as any engine whose file does not have this.
-        """
-        raise EngineError("its engine's file has no begin_profile")
-
-    async def end_profile(self, server: Server) -> None:
-        """Have it write what it recorded into its ``profile_folder``: gzip files of torch's profiler, one a process."""
         ...
 
 

@@ -110,7 +110,7 @@ class Attempts:
         self.aborted: dict[str, FailedAttempt] = {}
         """Who answered a request with an aborted completion last."""
         self.interrupts = 0
-        """How often running requests were interrupted, handed over or moved."""
+        """How often running requests were interrupted or moved."""
         self.adapters_of: Callable[[Completion | None], LoadedAdapters] | None = None
         """The adapters that sample a request, from its completion so far; None: servers hold none."""
 
@@ -306,11 +306,6 @@ class Attempts:
         self.interrupts += 1
         await self._end([attempt for attempt in self._running if attempt.request.id in self.so_far])
 
-    async def hand_over(self, server: Server) -> None:
-        """Abort the requests of ``server``, which gets no more: they go on elsewhere. Returns when each is over."""
-        self.interrupts += 1
-        await self._end([attempt for attempt in self._running if attempt.server is server])
-
     async def _level(self) -> None:
         """Some seconds later, abort what should move: it goes on at a less busy replica, from its tokens.
 
@@ -330,11 +325,6 @@ class Attempts:
             logger.info("%d completions move to less busy servers", len(moved))
             self.interrupts += 1
             await self._end(moved)
-
-    async def ended(self, server: Server) -> None:
-        """Wait until ``server``, which gets no more requests, has answered all."""
-        while running := [attempt for attempt in self._running if attempt.server is server]:
-            await asyncio.gather(*(attempt.over.wait() for attempt in running))
 
     async def _end_in_time(self, attempt: _Attempt, clock: TimeLimit) -> None:
         """Abort what still runs when its time is over."""

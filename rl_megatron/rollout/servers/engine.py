@@ -21,7 +21,7 @@ from rl_megatron.rollout.servers.answers import as_it_should_end
 from rl_megatron.rollout.servers.attempts import Attempts, FailedAttempt, TimeLimit
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.loras import Loras
-from rl_megatron.rollout.servers.replicas import Event, Health, Replica, ReplicaDied, ReplicaSet
+from rl_megatron.rollout.servers.replicas import Replica, ReplicaSet
 from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.types import Completion, GenerationRequest
 
@@ -98,18 +98,6 @@ class ServedEngine:
         Servers abort them, and each is sent again with its tokens, which servers still have in their caches.
         """
         await self._attempts.interrupt()
-
-    async def part_with(self, replica: Replica, *, drain: bool) -> None:
-        """Have a replica get no more requests or weights, and wait until it has no request any more, or has died.
-
-        With ``drain`` it ends them itself; else they are aborted and go on elsewhere from their tokens.
-        """
-        replica.apply(Event.DROPPED)
-        if replica.health is not Health.LEAVING:
-            return  # it was dead
-        server = replica.server
-        with contextlib.suppress(ReplicaDied):
-            await replica.while_alive(self._attempts.ended(server) if drain else self._attempts.hand_over(server))
 
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
         """Completions sampled by served versions alone, but for what was ``begun``. Raises EngineError; PoisonPrompt if

@@ -77,7 +77,6 @@ class Server:
         self.answers = answers  # a folder that its nodes see as this one does; None: that of the weights is one
         self.in_flight = 0  # completions that are asked for
         self.paused = False  # whether its sampling is paused
-        self.writing = False  # whether it writes the kernels that it recorded, and answers nothing meanwhile
         self.released = False  # whether its memory is released: of weights and cache, or of its cache alone
         self.priorities = False  # whether it takes requests by their priority
         self.draft_tokens = 0  # that a draft layer proposes at each of its steps

@@ -3,9 +3,8 @@
     HEALTHY -> DEAD -> RESTARTING -> STALE -> HEALTHY
 
 Only a healthy replica serves. A stale one answers, but it is not verified that it holds the served weights: its server
-was restarted, answers again, or has just joined. A leaving one ends the requests that it has. The supervisor
-(launcher/servers/supervisor.py) changes states, and the fleet (launcher/servers/fleet.py) lets replicas join and leave;
-the engine waits for them.
+was restarted, or answers again. The supervisor (launcher/servers/supervisor.py) changes states; the engine waits for
+them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from enum import Enum
-from itertools import count
 from typing import Any, TypeVar
 
 from rl_megatron.errors import EngineError
@@ -33,7 +31,6 @@ class Health(Enum):
     HEALTHY = "healthy"
     DEAD = "dead"
     RESTARTING = "restarting"
-    LEAVING = "leaving"
     GONE = "gone"  # dead, and will not be restarted
 
 
@@ -45,7 +42,6 @@ class Event(Enum):
     RESTARTED = "is started again"
     ANSWERED = "answers"
     GIVEN_UP = "is given up"
-    DROPPED = "is dropped"
 
 
 TRANSITIONS: Mapping[tuple[Health, Event], Health] = {
@@ -57,12 +53,6 @@ TRANSITIONS: Mapping[tuple[Health, Event], Health] = {
     (Health.DEAD, Event.GIVEN_UP): Health.GONE,
     (Health.RESTARTING, Event.ANSWERED): Health.STALE,
     (Health.RESTARTING, Event.DIED): Health.DEAD,
-    (Health.STALE, Event.DROPPED): Health.LEAVING,
-    (Health.HEALTHY, Event.DROPPED): Health.LEAVING,
-    (Health.DEAD, Event.DROPPED): Health.GONE,
-    (Health.RESTARTING, Event.DROPPED): Health.GONE,
-    (Health.GONE, Event.DROPPED): Health.GONE,
-    (Health.LEAVING, Event.DIED): Health.GONE,
 }
 PRESENT = frozenset({Health.STALE, Health.HEALTHY})
 
@@ -148,7 +138,7 @@ class Replica:
 
 
 class ReplicaSet:
-    """All replicas of an engine, which may join and leave; waits for some of them.
+    """All replicas of an engine; waits for some of them.
 
     The engine fails once fewer than ``least`` are not gone.
     """
@@ -157,26 +147,7 @@ class ReplicaSet:
         self._name, self.least = name, least
         self._failure: BaseException | None = None
         self._turn = asyncio.Event()
-        self._numbers = count()
-        self.all: tuple[Replica, ...] = ()
-        for server in servers:
-            self.add(server)
-
-    def next_number(self) -> int:
-        """A number that no replica has had."""
-        return next(self._numbers)
-
-    def add(self, server: Server, number: int | None = None) -> Replica:
-        """A stale replica, of a number of its own."""
-        replica = Replica(self.next_number() if number is None else number, server, self.wake)
-        self.all = (*self.all, replica)
-        self.wake()
-        return replica
-
-    def remove(self, replica: Replica) -> None:
-        """Forget a replica that left."""
-        self.all = tuple(one for one in self.all if one is not replica)
-        self.wake()
+        self.all = tuple(Replica(number, server, self.wake) for number, server in enumerate(servers))
 
     def wake(self) -> None:
         """Have all waiters look again."""
@@ -197,8 +168,8 @@ class ReplicaSet:
         return [r for r in self.all if r.health is Health.HEALTHY]
 
     def left(self) -> list[Replica]:
-        """The replicas that serve, or may serve again without being asked for."""
-        return [r for r in self.all if r.health not in (Health.GONE, Health.LEAVING)]
+        """The replicas that serve, or may serve again."""
+        return [r for r in self.all if r.health is not Health.GONE]
 
     async def some(self, wanted: Callable[[], list[Replica]]) -> list[Replica]:
         """Wait until ``wanted`` returns replicas. Raises EngineError, with each one's reason, if too few are left.
@@ -235,11 +206,11 @@ class ReplicaSet:
             await self.change()
 
     async def all_at_rest(self) -> None:
-        """Wait until no server is being restarted, or leaves, and none that died is still ending.
+        """Wait until no server is being restarted, and none that died is still ending.
 
         Raises EngineError where that takes one longer than a minute and a half, and the error of a failed supervisor.
         """
-        while any(r.ending is not None or r.health in (Health.RESTARTING, Health.LEAVING) for r in self.all):
+        while any(r.ending is not None or r.health is Health.RESTARTING for r in self.all):
             if self._failure is not None:
                 raise self._failure
             ending = [r for r in self.all if r.ending is not None]

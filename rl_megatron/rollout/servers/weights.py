@@ -54,11 +54,6 @@ class ReplicaWeights:
         """The version that is served; None during a push, and before the first."""
         return self._version
 
-    async def settled(self) -> None:
-        """Wait until no push is under way."""
-        while not self._settled.is_set():
-            await self._settled.wait()
-
     async def room(self) -> None:
         """Wait until a server can start: with ``rollout.server.colocated``, until the next push has given those that
         answer their memory, or begins if none does. One that starts takes what is allocated meanwhile for its own.
@@ -228,7 +223,7 @@ class ReplicaWeights:
 
         No request may run. Does nothing if the memory is released; concurrent callers wait for the same release; a
         server that was restarted since releases its own. One that is being restarted is waited for, and none is from
-        now on (`room`); one that leaves or died is waited for too, until its processes have ended.
+        now on (`room`); one that died is waited for too, until its processes have ended.
         """
         self._released, self._version = True, None
         self._turn.clear()

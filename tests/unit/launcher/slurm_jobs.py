@@ -42,7 +42,6 @@ CASES = {
         "rollout.server.tp=4",
         "slurm.nodes=2",
         "slurm.engines.nodes=2",
-        "slurm.engines.no_kill=true",
         "learner.dp=4",
     ),
     "heterogeneous": (
@@ -60,7 +59,6 @@ CASES = {
         "slurm.engines.nodes=4",
         "slurm.engines.gpus_per_node=4",
         "slurm.engines.cpus_per_server=24",
-        "slurm.engines.no_kill=true",
         "slurm.engines.memory_per_node=200G",
         "slurm.engines.partition=small",
     ),

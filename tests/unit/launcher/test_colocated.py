@@ -348,17 +348,3 @@ async def test_the_learner_waits_for_the_processes_of_a_server_that_died(
         may_end.set()
         await releasing
         assert [fake.asked.count("/release") for fake in fakes] == [0, 1, 0]
-
-
-async def test_the_learner_waits_for_one_that_is_dropped_while_it_ends(fakes: list[Fake]) -> None:
-    async with bed(fakes[:2], [], colocated=True) as it:
-        await it.push(4)
-        ending, may_end = killed(it.places[0])
-        await ending.wait()
-        dropping = asyncio.create_task(it.fleet.drop(0))
-        await it.reach(0, Health.GONE)
-        releasing = asyncio.create_task(it.engine.weights.release())
-        await answers(it)
-        assert fakes[1].asked.count("/release") == 0
-        may_end.set()
-        await asyncio.gather(dropping, releasing)

@@ -7,7 +7,7 @@ import contextlib
 import re
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,16 +18,17 @@ import pytest
 from launcher.processes.guards import GuardProcess, Order, start_guard
 from launcher.servers.launcher import ServedLauncher
 from launcher.servers.pool import ServedEngines
-from launcher.servers.site import Site, Sites
+from launcher.servers.site import Site
 from launcher.servers.supervisor import Failed
 from launcher.servers.supervisor import Started as Server
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig, TinyModelSection
-from rl_megatron.errors import EngineError, RLMegatronError
+from rl_megatron.errors import EngineError
 from rl_megatron.interfaces import Launcher, Roles
 from rl_megatron.models.tiny import make_tiny_model, tiny_shape
 from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
 from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.http import Server as HttpServer
 from rl_megatron.weights.layouts.families import read_shape
 
 PORT = "import sys, time; port = int(sys.argv[sys.argv.index('--port') + 1])\n"
@@ -168,32 +169,27 @@ def _listens(port: int) -> bool:
         "its second node does not start",
     ],
 )
-async def test_nothing_is_left_of_a_server_that_joins_and_does_not_come_up(
+async def test_nothing_is_left_of_a_server_that_is_restarted_and_does_not_come_up(
     tmp_path: Path, code: str, nodes: int, seconds: float, why: str
 ) -> None:
     model = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0)
-    keys = ("rollout=local", "rollout.server.replicas=1", f"rollout.server.start_seconds={seconds}")
-    config, started = load_config("tiny_cpu", (*keys, "train.max_staleness=1")), Started(code)
+    keys = ("rollout=local", "rollout.server.replicas=1", "train.max_staleness=1", "rollout.server.restarts=1")
+    config, started = load_config("tiny_cpu", (*keys, f"rollout.server.start_seconds={seconds}")), Started(code)
     sites = [Site(start=start) for start in (started.start, started.fails)[:nodes]]
-
-    async def more(node: str | None, living: Sequence[Sites], vacant: Sequence[Sites]) -> Sites:
-        return vacant[0] if vacant else sites
 
     async with asyncio.timeout(300.0):
         adapter, section = EmbeddedAdapter(read_shape(model)), config.rollout.server
-        servers = ServedEngines(config, adapter, model, tmp_path, read_shape(model), None, more)
-        servers._sites.clear()
-        engine = ServedEngine(adapter, [], section, max_length=8, vocab_size=10)
-        async with contextlib.AsyncExitStack() as running, servers._kept(running, tmp_path, engine, []):
-            with pytest.raises((RLMegatronError, OSError), match=why):
-                await servers.fleet.add(1)
+        servers = ServedEngines(config, adapter, model, tmp_path, read_shape(model), [sites])
+        died = Failed(server=HttpServer("http://127.0.0.1:1", token=None, timeout_seconds=1.0), why="it died")
+        engine = ServedEngine(adapter, [died.server], section, max_length=8, vocab_size=10)
+        async with contextlib.AsyncExitStack() as running, servers._kept(running, tmp_path, engine, [died]):
+            with pytest.raises(EngineError, match=why):
+                await engine.weights.served_somewhere()
             (guard,) = started.guards
             assert guard.process.returncode is not None
             for port in started.ports:
                 with socket.socket() as free:
                     free.bind(("127.0.0.1", port + 1))  # of its block, and nobody connected to it
-            assert servers.fleet.rows() == []
-            assert servers.fleet._vacant == [sites]
         await engine.close()
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from launcher.hosts.slurm.script import job_script
 from launcher.runs.name import claim
-from tests.e2e.processes import eventually
 from tests.unit.launcher.slurm_jobs import config_of
 
 JOB = Path(__file__).resolve().parents[3] / "slurm" / "job.sh"
@@ -376,24 +375,3 @@ def test_as_many_slow_nodes_are_left_out_as_the_cluster_can_spare(tmp_path: Path
     _, said, asked = attempt(tmp_path, 2, "000003", 3, NEED="6")
     assert "too few nodes" in said
     assert asked == ["requeue 7"]
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-def test_where_slurm_goes_on_without_the_scripts_node_two_nodes_of_servers_bring_the_job_back(
-    tmp_path: Path, parts: int
-) -> None:
-    """Only once Slurm says that the job has other nodes than that one."""
-    run, given = tmp_path / "run", {"NO_KILL": "3", "ENDS": "yes"}
-    if parts == 2:
-        given |= {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NODELIST_HET_GROUP_1": "node[2-4]"}
-    given["LEFT"] = "\n".join(["node1 node[2-4]", "", "node[2-4]", "node[1-4]", *["node[2-4] node10"] * 2])
-    run.mkdir()
-    (run / "refusals").write_text(f"{BUSY}\n")
-    assert attempt(tmp_path, 0, **given)[0] == 0
-    eventually(lambda: (run / "asked").read_text().count("requeue 7\n") == 2, "what the nodes ask")
-    assert len((run / "queue").read_text().splitlines()) == 6
-    options = (run / "srun").read_text().split()
-    assert {"--overlap", "--no-kill", "--nodelist=node2,node3", "--nodes=2", "--ntasks=2"} <= set(options)
-    assert ("--het-group=1" in options) is (parts == 2)
-    lost = "job 7: failed: node node1 was lost, and with it the controller; comes back"
-    assert (run / "jobs" / "7.txt").read_text().count(lost) == 1

@@ -172,8 +172,7 @@ def test_a_step_with_engine_nodes_beside_it_keeps_to_the_learners(tmp_path: Path
     assert "--het-group" not in " ".join(cut.server_command(["b1"], 24))
     assert "--nodelist=a2" in cut.server_command(["a2"], 1)
     two = replace(het, engine_nodes=("b1", "b2"))
-    assert "--no-kill --output" in " ".join(engine_node_command(two, 48, python="p", no_kill=True))
-    ray = " ".join(engine_node_command(two, 48, python="p", no_kill=False))
+    ray = " ".join(engine_node_command(two, 48, python="p"))
     assert "--het-group=1 --overlap --nodes=2 --ntasks=2 --nodelist=b1,b2 --cpus-per-task=48 --mem=0 " in ray
     assert ray.endswith(f"--output={tmp_path}/ray-engines-%t.txt p -P -m launcher.hosts.ray.node")
 

@@ -49,7 +49,7 @@ async def test_a_server_that_it_cannot_refit_is_not_dead() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
             try:
                 with pytest.raises(OutOfFiles, match=r"open files.*ulimit -Hn"):
-                    await asyncio.wait_for(it.fleet._supervisor._cannot_serve(replica), LIMIT)
+                    await asyncio.wait_for(it.supervisor._cannot_serve(replica), LIMIT)
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             await before.close()

@@ -6,16 +6,14 @@ import asyncio
 import contextlib
 import errno
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launcher.servers.fleet import Fleet
 from launcher.servers.pool import ServedEngines
-from launcher.servers.site import Site, Sites, vacated
 from launcher.servers.supervisor import Standing, Supervisor
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
@@ -24,7 +22,7 @@ from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.rollout.servers.adapter import Description, ForeignWeights
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import NoAnswer, Server
-from rl_megatron.rollout.servers.replicas import Health
+from rl_megatron.rollout.servers.replicas import Health, Replica
 from rl_megatron.weights.layouts.families import read_shape
 from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, Fake, Words, push, running
 
@@ -53,7 +51,7 @@ class Bed:
     """An engine of fakes, looked after; ``spare`` ones take the places of the dead."""
 
     engine: ServedEngine
-    fleet: Fleet
+    supervisor: Supervisor
     places: list[Place]
     spare: list[Fake]
     version: int = 0
@@ -70,8 +68,8 @@ class Bed:
 
 
 @contextlib.asynccontextmanager
-async def bed(fakes: list[Fake], spare: list[Fake], *, room: int = 9, **changes: Any) -> AsyncIterator[Bed]:
-    """``room``: how many servers there can be at once; changes are those of the section."""
+async def bed(fakes: list[Fake], spare: list[Fake], **changes: Any) -> AsyncIterator[Bed]:
+    """Changes are those of the section."""
     section = SECTION.model_copy(update={"restarts": 2, **changes})
 
     def place(fake: Fake) -> Place:
@@ -80,7 +78,7 @@ async def bed(fakes: list[Fake], spare: list[Fake], *, room: int = 9, **changes:
     places = [place(fake) for fake in fakes]
     engine = ServedEngine(Words(), [p.server for p in places], section, max_length=8, vocab_size=10)
 
-    async def start(number: int) -> Standing:
+    async def restart(replica: Replica) -> Standing:
         await it.may_start.wait()
         if it.faults:
             raise it.faults.pop()
@@ -94,16 +92,10 @@ async def bed(fakes: list[Fake], spare: list[Fake], *, room: int = 9, **changes:
             await engine.weights.load(Path("weights"), it.version, only=url)
             await engine.weights.commit(it.version, only=url)
 
-    async def more(node: str | None, living: Sequence[Sites], vacant: Sequence[Sites]) -> Sites:
-        await asyncio.sleep(0)  # as one that asks a scheduler
-        return await vacated(node, living, vacant) if vacant or node or len(living) >= room else [Site()]
-
-    supervisor = Supervisor(engine=engine, section=section, restart=lambda r: start(r.number), refit=refit)
-    sites: dict[int, Sites] = {number: [Site(node=f"node{number}")] for number in range(len(places))}
-    fleet = Fleet(supervisor=supervisor, start=start, sites=sites, more_sites=more)
-    it = Bed(engine=engine, fleet=fleet, places=[*places], spare=spare)
+    supervisor = Supervisor(engine=engine, section=section, restart=restart, refit=refit)
+    it = Bed(engine=engine, supervisor=supervisor, places=[*places], spare=spare)
     it.may_start.set()
-    async with fleet.watched(places):
+    async with supervisor.watched(places):
         yield it
     await engine.close()
 
@@ -214,6 +206,20 @@ async def test_without_restarts_the_run_ends_with_the_end_of_the_log(fakes: list
         it.places[0].why.set_result("killed; its log ends with: out of memory")
         await it.reach(0, Health.GONE)
         with pytest.raises(EngineError, match="no Words server is left:\nkilled; its log ends with: out of memory"):
+            await it.engine.generate(REQUEST)
+
+
+@pytest.mark.parametrize("least", [1, 2])
+async def test_a_run_continues_with_the_servers_that_are_left_down_to_its_least(fakes: list[Fake], least: int) -> None:
+    async with bed(fakes[:2], [], restarts=1, least_replicas=least) as it:
+        await it.push(4)
+        it.places[0].why.set_result("killed; its log ends with: the node lost power")
+        await it.reach(0, Health.GONE)
+        if least == 1:
+            assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
+            return
+        said = "1 Words server is left, fewer than rollout.server.least_replicas=2:\nno more ports"
+        with pytest.raises(EngineError, match=said):
             await it.engine.generate(REQUEST)
 
 

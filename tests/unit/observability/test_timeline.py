@@ -148,24 +148,3 @@ def test_a_rank_without_times_is_kept_by_its_answers() -> None:
     rank.asked("step")
     rank.answered(RankTimed(arrived=1, answered=2, spans=[], lost=9))
     assert [name for _, name, *_ in spans.taken()[0]] == ["prepare", "step", "9 spans were lost"]
-
-
-def test_ranges_begin_and_end_with_calls_and_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Marks(list[str]):
-        def range_push(self, name: str) -> None:
-            self.append(name)
-
-        def range_pop(self) -> None:
-            self.append("end")
-
-    marks = Marks()
-    monkeypatch.setattr(activity, "_ranges", None)  # undone at the end
-    activity.mark_with(marks)
-    activity.begin("backward", 1)
-    activity.part("forward", "1 of 2")
-    activity.part("forward", "2 of 2")
-    activity.part("its backward", "2 of 2")
-    activity.rest()
-    assert marks == ["backward", "forward", "end", "forward", "end", "its backward", "end", "end"]
-    activity.rest()
-    assert len(marks) == 8

@@ -22,10 +22,6 @@ NEXT = {
     (Health.DEAD, Event.GIVEN_UP): Health.GONE,
     (Health.RESTARTING, Event.ANSWERED): Health.STALE,
     (Health.RESTARTING, Event.DIED): Health.DEAD,
-    (Health.HEALTHY, Event.DROPPED): Health.LEAVING,
-    (Health.STALE, Event.DROPPED): Health.LEAVING,
-    (Health.LEAVING, Event.DIED): Health.GONE,  # no new server is started for it
-    **{(health, Event.DROPPED): Health.GONE for health in (Health.DEAD, Health.RESTARTING, Health.GONE)},
 }
 
 

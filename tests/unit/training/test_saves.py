@@ -128,7 +128,6 @@ def test_rules_by_which_nothing_would_be_kept_are_refused(keys: tuple[str, ...],
         ({"steps": [3, 101]}, r"profile\.steps has 101, but train\.steps=100; leave out later ones"),
         ({"ranks": [0, 2]}, r"profile\.ranks has 2, but learner\.tp, cp, dp and pp make 2 ranks, from 0 on"),
         ({"ranks": []}, r"profile\.ranks\s+Value should have at least 1 item"),
-        ({"nvtx": True}, r"profile\.nvtx=true with learner\.device=cpu: it is for GPUs"),
         ({"memory": True}, r"profile\.memory=true with learner\.device=cpu: it is for GPUs"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Literal
 from typing_extensions import override
 
 from rl_megatron.config.sections.rollout import RunningRequests
-from rl_megatron.errors import ConfigError, EngineError, SyncError
+from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, EngineGauges, StartOptions
 from rl_megatron.rollout.servers.decoding import as_form
@@ -94,14 +94,6 @@ class EmbeddedAdapter(Adapter):
     @override
     async def resume(self, server: Server) -> None:
         await server.post("/resume")
-
-    @override
-    async def begin_profile(self, server: Server) -> None:
-        raise EngineError("the embedded engine's servers record no kernels; leave profile.engines out")
-
-    @override
-    async def end_profile(self, server: Server) -> None:
-        """Nothing was recorded."""
 
     @override
     async def load(

@@ -111,7 +111,6 @@ class SGLangAdapter(Adapter):
             ),
             environment={
                 "HF_HUB_OFFLINE": "1",
-                **({"SGLANG_TORCH_PROFILER_DIR": str(options.profile_folder)} if options.profile_folder else {}),
                 # Kernels for CPUs name the memory that a server's ranks share by them.
                 "MASTER_ADDR": options.head,
                 "MASTER_PORT": str(options.port),
@@ -271,14 +270,6 @@ class SGLangAdapter(Adapter):
     @override
     async def resume(self, server: Server) -> None:
         await server.post("/continue_generation", {})
-
-    @override
-    async def begin_profile(self, server: Server) -> None:
-        await server.told("/start_profile", None)  # its answers are texts
-
-    @override
-    async def end_profile(self, server: Server) -> None:
-        await server.told("/stop_profile", None)
 
     @override
     async def load(

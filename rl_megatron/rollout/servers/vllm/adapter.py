@@ -39,7 +39,6 @@ from rl_megatron.rollout.servers.vllm.options import (
     VARIABLES,
     attention_given,
     options_of_ranks,
-    profiler,
     quantises,
 )
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
@@ -109,7 +108,6 @@ class VLLMAdapter(Adapter):
                 *(("--enable-return-routed-experts",) if options.routes else ()),
                 *loras.started_with(options.adapters),
                 *drafts.started_with(options.draft_tokens),
-                *(("--profiler-config", profiler(options.profile_folder)) if options.profile_folder else ()),
                 *options.extra,
             ),
             environment={
@@ -263,14 +261,6 @@ class VLLMAdapter(Adapter):
     @override
     async def resume(self, server: Server) -> None:
         await server.post("/resume")
-
-    @override
-    async def begin_profile(self, server: Server) -> None:
-        await server.post("/start_profile")
-
-    @override
-    async def end_profile(self, server: Server) -> None:
-        await server.post("/stop_profile")
 
     @override
     async def load(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from rl_megatron.rollout.servers.adapter import MOVES_EXPERTS, StartOptions, value_given, values_given
 
@@ -77,11 +76,6 @@ def _backend_of(attention: str) -> str | None:
     except ValueError:
         return None  # which vLLM refuses
     return str(config["backend"]) if isinstance(config, dict) and config.get("backend") else None
-
-
-def profiler(folder: Path) -> str:
-    """Operators and kernels without their frames, which take most of a file."""
-    return json.dumps({"profiler": "torch", "torch_profiler_dir": str(folder), "torch_profiler_with_stack": False})
 
 
 def options_of_ranks(options: StartOptions) -> tuple[str, ...]:
