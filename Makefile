@@ -13,7 +13,7 @@
 # make test-learns                             calculator, sft_tiny, dpo_tiny, reward_tiny, distill_tiny, three seeds of each: do they learn?
 # make proof                                   do the commands of docs/proof.md print what it shows? some minutes
 # make test-images                             the learner's steps of an image, in a new environment: minutes, and the index
-# make mutants [ARGS="--sample 40 --seed 1"]   are 400 faults put into the arithmetic seen by a test? up to an hour
+# make mutants [ARGS="--sample 40 --seed 1"] [CHANGED=1]   are 1,060 faults put into sixteen rooms seen by a test? hours
 # make lint                                    linters alone (what pre-commit runs)
 # make docs                                    the documents as a site, build/site; a broken link is an error (lint does it)
 # make clean                                   remove the environment and caches; runs/ stays
@@ -112,7 +112,7 @@ try-newest-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.ins
 	$(BIN)/python -m tests.engines.newest $(ARGS)
 
 mutants: .venv/.mutants-installed
-	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.mutants.run $(ARGS)
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.mutants.$(if $(PLANTED),planted,run) $(if $(CHANGED),--changed $(CHANGED)) $(ARGS)
 
 lint: $(ENVIRONMENT)
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ import ast
 import difflib
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +24,11 @@ SAME = ("_Eq_Is", "_NotEq_IsNot")  # for names and small integers, which CPython
 
 @dataclass(frozen=True)
 class Mutant:
-    """One file's text with one place changed. ``path`` is relative to the repository."""
+    """One file's text with one place changed. ``path`` is relative to the repository; ``place`` tells the change from
+    all others of the file, by the operator and the line's text."""
 
     path: str
+    place: str
     source: str
     mutated: str
 
@@ -78,18 +80,37 @@ def places(source: str, operators: dict[str, Operator]) -> Iterator[tuple[str, s
             seen[place] += 1
 
 
-def drawn(repository: Path, paths: list[str], seed: int) -> Iterator[Mutant]:
-    """Every mutant of ``paths`` once, in the seed's order; none that differs in annotations alone."""
-    sources = {path: (repository / path).read_text(encoding="utf-8") for path in paths}
+def operators() -> dict[str, Operator]:
+    """Cosmic-ray's operators without arguments, by name."""
     kinds = {name: get_operator(name) for name in operator_names()}
-    plain = {name: kind() for name, kind in kinds.items() if not kind.arguments() and not name.endswith(SAME)}
-    found = []
-    for path, source in sources.items():
-        for place, name, number in places(source, plain):
-            lot = hashlib.sha256(f"{seed} {Path(path).name} {place}".encode()).digest()
-            found.append((lot, path, name, number))
+    return {name: kind() for name, kind in kinds.items() if not kind.arguments() and not name.endswith(SAME)}
+
+
+def mutants_at(repository: Path, chosen: Iterable[tuple[str, str]]) -> Iterator[Mutant]:
+    """The mutants of the chosen (path, place) that there still are, in their order; none that differs in annotations
+    alone."""
+    plain, chosen = operators(), list(chosen)
+    there = {path for path, _ in chosen if (repository / path).exists()}
+    sources = {path: (repository / path).read_text("utf-8") for path in there}
+    numbers = {
+        (path, place): (name, number)
+        for path, source in sources.items()
+        for place, name, number in places(source, plain)
+    }
     before = {path: behaviour(source) for path, source in sources.items()}
-    for _, path, name, number in sorted(found):
-        mutated = mutate_code(sources[path], plain[name], number)
-        if mutated is not None and behaviour(mutated) not in ("", before[path]):
-            yield Mutant(path, sources[path], mutated)
+    for path, place in chosen:
+        if (path, place) in numbers:
+            name, number = numbers[path, place]
+            mutated = mutate_code(sources[path], plain[name], number)
+            if mutated is not None and behaviour(mutated) not in ("", before[path]):
+                yield Mutant(path, place, sources[path], mutated)
+
+
+def drawn(repository: Path, paths: list[str], seed: int) -> Iterator[Mutant]:
+    """Every mutant of ``paths`` once, in the seed's order."""
+    found = []
+    for path in paths:
+        for place, _, _ in places((repository / path).read_text("utf-8"), operators()):
+            lot = hashlib.sha256(f"{seed} {Path(path).name} {place}".encode()).digest()
+            found.append((lot, path, place))
+    yield from mutants_at(repository, [(path, place) for _, path, place in sorted(found)])

@@ -1,7 +1,8 @@
-"""``make mutants``: does a test fail for each of 400 faults that cosmic-ray puts into the arithmetic?
+"""``make mutants``: does a test fail for each fault that cosmic-ray puts into the rooms of rooms.py?
 
 Each mutant is tried in a copy of the tree by a fork of this process, which has torch imported and nothing of ours.
-One that no test kills and that equivalents.yaml does not name ends the command with 1 and is printed as a diff.
+One that no test kills and that equivalents.yaml does not name ends the command with 1 and is printed as a diff. One
+that killed.jsonl records is tried with the test that killed it before, and then with the others.
 """
 
 from __future__ import annotations
@@ -11,21 +12,27 @@ import compileall
 import importlib.util
 import itertools
 import os
+import resource
 import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from tests.mutants.draw import Mutant, drawn
+from tests.flaky import AGAIN
+from tests.mutants.draw import Mutant, drawn, mutants_at
 from tests.mutants.equivalents import Equivalents, named_equivalents
+from tests.mutants.killed import FILE, Killed, changed_tests, file_of, killed_mutants, write_killed
+from tests.mutants.rooms import REPO, ROOMS, Room, files_of
 
-REPO = Path(__file__).parents[2]
-FIRST_LIMIT = 1800.0  # seconds that the tests may take without a mutant: a minute where nothing else runs
+FIRST_LIMIT = 1800.0  # seconds that a room's tests may take without a mutant: a minute where nothing else runs
+NOT_FOUND = (4, 5)  # pytest's exit status for a test that there is no more
 
 PRELOADED = [
     "torch",
@@ -38,32 +45,6 @@ PRELOADED = [
     "transformers",
     "safetensors",
 ]
-LOSSES = ["tests/unit/algorithms", *(f"tests/property/test_losses{n}.py" for n in ("", "_corrections", "_terms"))]
-LOSSES += ["tests/property/test_losses_metrics.py"]
-ADVANTAGES = ["tests/property/test_advantages.py", "tests/property/test_advantages_returns.py"]
-CREDIT = ["tests/unit/training/test_credit.py", *ADVANTAGES]
-PACKING = ["tests/property/test_packing_properties.py", "tests/property/test_packed_micro_batch.py"]
-UPDATE = ["tests/unit/training"]
-KEYS = ["tests/unit/test_every_key_acts.py"]
-
-# The tests that can see a fault of a file, those that are likely to before the others, which are tried where they do
-# not. The longest prefix of the file's path decides. A test that is missing here can only make more mutants live.
-TESTS = {
-    "rl_megatron/algorithms/": (LOSSES, UPDATE),
-    "rl_megatron/algorithms/advantages.py": (CREDIT, [*LOSSES[:1], *UPDATE]),
-    "rl_megatron/algorithms/returns.py": (CREDIT, [*LOSSES[:1], *UPDATE]),
-    "rl_megatron/algorithms/segments.py": (ADVANTAGES, [*LOSSES[:1], *UPDATE]),
-    "rl_megatron/algorithms/shaping.py": (["tests/unit/algorithms/test_shaping.py"], [*LOSSES[:1], *UPDATE]),
-    "rl_megatron/training/": (UPDATE, [*LOSSES[:1], *KEYS]),
-    "rl_megatron/training/credit/": (CREDIT, [*LOSSES[:1], *UPDATE, *KEYS]),
-    "rl_megatron/data/bins.py": (PACKING, ["tests/unit/data/test_samples.py", *UPDATE]),
-    "rl_megatron/data/packing.py": (PACKING, ["tests/unit/data/test_samples.py", *UPDATE]),
-}
-
-
-def tests_of(path: str) -> tuple[list[str], list[str]]:
-    """The tests to run first for a file, and those to run after them."""
-    return TESTS[max((prefix for prefix in TESTS if path.startswith(prefix)), key=len)]
 
 
 def copy_tree(folder: Path) -> Path:
@@ -79,10 +60,11 @@ def copy_tree(folder: Path) -> Path:
     return folder
 
 
-def run_tests(tree: Path, tests: list[str]) -> None:
+def run_tests(tree: Path, tests: Sequence[str]) -> None:
     """In a fork: pytest in ``tree``; the exit status is pytest's, its words are in ``tree``/output."""
     os.setsid()
     os.chdir(tree)
+    os.environ |= {"PYTHONPATH": str(tree), AGAIN: "1"}  # for processes that tests start; and no test runs again
     output = os.open("output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -105,7 +87,7 @@ def run_tests(tree: Path, tests: list[str]) -> None:
         os._exit(status)
 
 
-def outcome(tree: Path, tests: list[str], limit: float) -> int | None:
+def outcome(tree: Path, tests: Sequence[str], limit: float) -> int | None:
     """pytest's exit status; None if it took longer than ``limit`` seconds."""
     child = os.fork()
     if child == 0:
@@ -121,82 +103,184 @@ def outcome(tree: Path, tests: list[str], limit: float) -> int | None:
     return None
 
 
-def seconds_without_a_mutant(tree: Path) -> float:
-    """How long all tests take. Raises RuntimeError if one fails, or if they take longer than FIRST_LIMIT."""
-    start = time.monotonic()
-    status = outcome(tree, sorted({test for both in TESTS.values() for tests in both for test in tests}), FIRST_LIMIT)
-    if status != 0:
-        said = f"took longer than {FIRST_LIMIT:.0f} s" if status is None else f"ended with {status}"
-        raise RuntimeError(f"{(tree / 'output').read_text(errors='replace')}\nwithout a mutant the tests {said}")
-    return time.monotonic() - start
-
-
-def killer(tree: Path, mutant: Mutant, limit: float) -> str | None:
-    """The test that fails with the mutant in ``tree``, which is restored afterwards; None if all pass."""
-    status: int | None = 0
-    file = tree / mutant.path
-    file.write_text(mutant.mutated, encoding="utf-8")
-    Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
-    for tests in tests_of(mutant.path):
-        status = outcome(tree, tests, limit)
-        if status != 0:
-            break
-    file.write_text(mutant.source, encoding="utf-8")
-    if status is None:
-        return f"the limit of {limit:.0f} s"
-    if status == 0:
-        return None
+def seconds_without_a_mutant(tree: Path, room: Room) -> float:
+    """How long the room's tests take. Raises RuntimeError if they fail twice, or take longer than FIRST_LIMIT."""
+    for _ in range(2):
+        start = time.monotonic()
+        status = outcome(tree, (*room.first, *room.after), FIRST_LIMIT)
+        if status == 0:
+            return time.monotonic() - start
+    said = f"took longer than {FIRST_LIMIT:.0f} s" if status is None else f"ended with {status}"
     output = (tree / "output").read_text(errors="replace")
+    raise RuntimeError(f"{output}\nwithout a mutant the tests of {room.name} {said}")
+
+
+def failed_test(tree: Path, status: int | None) -> str:
+    """The first test that pytest's output in ``tree`` says failed; else how pytest ended."""
+    output = (tree / "output").read_text(errors="replace")
+    if status is None:
+        return "the limit of time"
     if status > 2:  # neither a failed test nor a file that cannot be collected, or the wrong tree: nothing was tried
         raise RuntimeError(f"pytest ended with {status}:\n{output}")
     failed = (n.split(" ", 1)[1].split(" - ")[0] for n in output.splitlines() if n.startswith(("FAILED ", "ERROR ")))
     return next(failed, f"the end of its process ({status})")
 
 
-def main() -> int:
-    """Tries the mutants two at a time; 1 where one is alive and not named as equivalent."""
-    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
-    parser.add_argument("--sample", type=int, default=400, help="mutants to draw")
-    parser.add_argument("--seed", type=int, default=0, help="which ones")
-    parser.add_argument("--after", type=int, default=0, help="leave out the first ones, which an ended command tried")
-    parser.add_argument("--jobs", type=int, default=2, help="mutants tried at once")
-    options = parser.parse_args()
-    if not 0 <= options.after < options.sample:
-        parser.error(f"--after {options.after}: --sample {options.sample} leaves none; give 0 to {options.sample - 1}")
-    for name in PRELOADED:
-        importlib.import_module(name)
-    paths = [f"rl_megatron/training/{n}.py" for n in ("update", "measures", "schedule", "selection")]
-    paths += [f"rl_megatron/data/{n}.py" for n in ("bins", "packing")]
-    folders = ("rl_megatron/training/credit", "rl_megatron/algorithms")
-    paths += sorted(str(p.relative_to(REPO)) for folder in folders for p in (REPO / folder).glob("*.py"))
-    equivalents = named_equivalents()
-    mutants = list(itertools.islice(drawn(REPO, paths, options.seed), options.after, options.sample))
-    with tempfile.TemporaryDirectory() as folder:
-        trees = [copy_tree(Path(folder).resolve() / str(n)) for n in range(options.jobs)]
-        limit = 2 * max(seconds_without_a_mutant(tree) for tree in trees)  # more is an endless loop
-        return report(mutants, trees, equivalents, limit)
+def named(test: str) -> bool:
+    """Whether a record can name it: how else a process ended is no test."""
+    return test.startswith("tests/")
 
 
-def report(mutants: list[Mutant], trees: list[Path], equivalents: Equivalents, limit: float) -> int:
-    """Print each result as it comes, and the totals."""
-    free, start, equal, survivors = list(trees), time.monotonic(), 0, 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A mutant, the test that is recorded to kill it, and its room, whose tests may take ``limit`` seconds.
 
-    def tried(mutant: Mutant) -> str | None:
+    ``confirm``: a test kills it only if it also fails when it runs alone, so that a record names no flaky one.
+    """
+
+    mutant: Mutant
+    last: str
+    room: Room
+    limit: float
+    confirm: bool
+
+    def killer(self, tree: Path) -> str | None:
+        """The test that fails with the mutant in ``tree``, which is restored afterwards; None if all pass."""
+        file = tree / self.mutant.path
+        file.write_text(self.mutant.mutated, encoding="utf-8")
+        Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
+        try:
+            for tests in ((self.last,) if self.last else (), self.room.first, self.room.after):
+                status = outcome(tree, tests, self.limit) if tests else 0
+                if status == 0 or (tests == (self.last,) and status in NOT_FOUND):
+                    continue
+                test = failed_test(tree, status)
+                alone = self.confirm and named(test) and tests != (self.last,)
+                if not alone or outcome(tree, (test,), self.limit) != 0:
+                    return test
+            return None
+        finally:
+            file.write_text(self.mutant.source, encoding="utf-8")
+
+
+@dataclass(kw_only=True)
+class Report:
+    """Prints each result as it comes, and counts."""
+
+    total: int
+    equivalents: Equivalents
+    results: Killed = field(default_factory=dict)
+    tried: int = 0
+    equal: int = 0
+    alive: int = 0
+
+    def add(self, trial: Trial, by: str | None, left: float) -> None:
+        """Adds one result; ``left`` are the seconds that the rest of its room takes."""
+        mutant = trial.mutant
+        why = self.equivalents.get((mutant.path, *mutant.lines())) if by is None else None
+        self.tried, self.equal, self.alive = self.tried + 1, self.equal + bool(why), self.alive + (not by and not why)
+        if by is not None:
+            self.results[mutant.path, mutant.place] = by
+        again = ", which was recorded as killed" if trial.last else ""
+        said = f"killed by {by}" if by else f"equivalent: {why}" if why else f"ALIVE{again}\n{mutant.diff()}"
+        print(
+            f"{self.tried} of {self.total}, {self.alive} alive, {left / 60:.0f} min left of {trial.room.name}: "
+            f"{mutant.path} {said}",
+            flush=True,
+        )
+
+
+def run_trials(trials: Sequence[Trial], trees: Sequence[Path], report: Report) -> None:
+    """Tries the mutants, as many at once as there are trees."""
+    free, start = list(trees), time.monotonic()
+
+    def tried(trial: Trial) -> str | None:
         tree = free.pop()
         try:
-            return killer(tree, mutant, limit)
+            return trial.killer(tree)
         finally:
             free.append(tree)
 
     with ThreadPoolExecutor(len(trees)) as pool:
-        for n, (mutant, by) in enumerate(zip(mutants, pool.map(tried, mutants), strict=True), 1):
-            why = equivalents.get((mutant.path, *mutant.lines())) if by is None else None
-            equal, survivors = equal + (why is not None), survivors + (by is None and why is None)
-            left = (time.monotonic() - start) / n * (len(mutants) - n) / 60
-            said = f"killed by {by}" if by else f"equivalent: {why}" if why else f"ALIVE\n{mutant.diff()}"
-            print(f"{n} of {len(mutants)}, {survivors} alive, {left:.0f} min left: {mutant.path} {said}", flush=True)
-    print(f"{len(mutants)} mutants: {len(mutants) - equal - survivors} killed, {equal} equivalent, {survivors} alive")
-    return int(survivors > 0)
+        for n, (trial, by) in enumerate(zip(trials, pool.map(tried, trials), strict=True), 1):
+            report.add(trial, by, (time.monotonic() - start) / n * (len(trials) - n))
+
+
+def cpu_seconds() -> float:
+    """What the tests that have ended have had of all cores."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def chosen_mutants(room: Room, killed: Killed, options: argparse.Namespace) -> list[Mutant]:
+    """The room's mutants to try: drawn ones, and with the whole draw those that are recorded besides."""
+    paths = files_of(room)
+    recorded = [one for one in killed if one[0] in paths]
+    if options.changed:
+        files = changed_tests(options.changed)
+        return list(mutants_at(REPO, [one for one in recorded if file_of(killed[one]) in files]))
+    mutants = list(itertools.islice(drawn(REPO, paths, options.seed), options.after, options.sample or room.mutants))
+    if options.sample or options.after:
+        return mutants
+    known = {(mutant.path, mutant.place) for mutant in mutants}
+    return mutants + list(mutants_at(REPO, [one for one in recorded if one not in known]))
+
+
+def options_of_command() -> argparse.Namespace:
+    """The command line's options."""
+    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
+    rooms, of_sample = [room.name for room in ROOMS], "mutants to draw in each room, and no recorded ones besides"
+    parser.add_argument("--room", action="append", choices=rooms, help="only this one; repeatable")
+    parser.add_argument("--sample", type=int, default=0, help=of_sample)
+    parser.add_argument("--seed", type=int, default=0, help="which ones")
+    parser.add_argument("--after", type=int, default=0, help="leave out each room's first ones")
+    parser.add_argument("--changed", default="", metavar="REVISION", help="only recorded ones of tests changed since")
+    parser.add_argument("--record", action="store_true", help=f"write what is killed, and by which test, to {FILE}")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants tried at once")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Tries the mutants room by room; 1 where one is alive and not named as equivalent."""
+    options = options_of_command()
+    for name in PRELOADED:
+        importlib.import_module(name)
+    killed, equivalents = killed_mutants(), named_equivalents()
+    rooms = [room for room in ROOMS if not options.room or room.name in options.room]
+    chosen = [(room, chosen_mutants(room, killed, options)) for room in rooms]
+    gone = {*killed} - {(mutant.path, mutant.place) for mutant in mutants_at(REPO, killed)}
+    for path, place in sorted(gone):
+        print(f"gone: {path} {place}")
+    report = Report(total=sum(len(mutants) for _, mutants in chosen), equivalents=equivalents)
+    with tempfile.TemporaryDirectory() as folder:
+        trees = [copy_tree(Path(folder).resolve() / str(n)) for n in range(options.jobs)]
+        for room, mutants in ((room, mutants) for room, mutants in chosen if mutants):
+            seconds, start, cpu = seconds_without_a_mutant(trees[0], room), time.monotonic(), cpu_seconds()
+            limit = 4 * seconds + 60  # more is an endless loop
+            last = {one: test for one, test in killed.items() if named(test)}
+            run_trials(
+                [
+                    Trial(
+                        mutant=mutant,
+                        last=last.get((mutant.path, mutant.place), ""),
+                        room=room,
+                        limit=limit,
+                        confirm=options.record,
+                    )
+                    for mutant in mutants
+                ],
+                trees,
+                report,
+            )
+            each, work = (time.monotonic() - start) / len(mutants), (cpu_seconds() - cpu) / len(mutants)
+            print(f"{room.name}: {seconds:.0f} s without a mutant; each {each:.0f} s, {work:.0f} of a core", flush=True)
+            if options.record:
+                write_killed({one: test for one, test in (killed | report.results).items() if one not in gone})
+    print(
+        f"{report.total} mutants: {report.total - report.equal - report.alive} killed, {report.equal} equivalent, "
+        f"{report.alive} alive; {len(gone)} recorded ones are gone"
+    )
+    return int(report.alive > 0)
 
 
 if __name__ == "__main__":

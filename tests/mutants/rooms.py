@@ -1,0 +1,272 @@
+"""The rooms that `make mutants` draws faults from: how many of each, and the tests that can see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """``paths`` are files, and folders of which the files count, but not those of their folders. ``mutants`` are drawn.
+
+    ``first`` are the tests that are likely to see a fault; ``after`` are tried where these do not. A test that is
+    missing here can only make more mutants live.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    mutants: int
+    first: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+def _under(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{folder}/{name}" for name in names)
+
+
+_ALGORITHMS = "tests/unit/algorithms"
+_UPDATE = "tests/unit/training"
+_ADVANTAGES = _under("tests/property", "test_advantages.py", "test_advantages_returns.py")
+_LOSSES = _under(
+    "tests/property",
+    "test_losses.py",
+    "test_losses_corrections.py",
+    "test_losses_terms.py",
+    "test_losses_metrics.py",
+)
+
+ROOMS = (
+    Room(
+        name="credit",
+        paths=(
+            "rl_megatron/training/credit",
+            *_under("rl_megatron/algorithms", "advantages.py", "returns.py", "segments.py", "shaping.py"),
+        ),
+        mutants=106,
+        first=("tests/unit/training/test_credit.py", "tests/unit/algorithms/test_shaping.py", *_ADVANTAGES),
+        after=(_ALGORITHMS, _UPDATE, "tests/unit/test_every_key_acts.py"),
+    ),
+    Room(
+        name="losses",
+        paths=_under(
+            "rl_megatron/algorithms",
+            "aggregation.py",
+            "auxiliary.py",
+            "corrections.py",
+            "kl.py",
+            "losses.py",
+            "mismatch.py",
+            "objectives.py",
+            "own.py",
+            "quantiles.py",
+            "ratios.py",
+        ),
+        mutants=204,
+        first=(_ALGORITHMS, *_LOSSES),
+        after=(_UPDATE,),
+    ),
+    Room(
+        name="update",
+        paths=_under("rl_megatron/training", "update.py", "measures.py", "schedule.py", "selection.py"),
+        mutants=56,
+        first=(_UPDATE,),
+        after=(_ALGORITHMS, "tests/unit/test_every_key_acts.py"),
+    ),
+    Room(
+        name="packing",
+        paths=_under("rl_megatron/data", "bins.py", "packing.py"),
+        mutants=34,
+        first=_under("tests/property", "test_packing_properties.py", "test_packed_micro_batch.py"),
+        after=("tests/unit/data/test_samples.py", _UPDATE),
+    ),
+    Room(
+        name="data",
+        paths=_under("rl_megatron/data", "samples.py", "trajectories.py", "sent.py", "held.py", "shares.py"),
+        mutants=60,
+        first=(
+            "tests/unit/data/test_samples.py",
+            *_under("tests/property", "test_held_properties.py", "test_samples_properties.py"),
+        ),
+        after=(
+            *_under("tests/unit/data", "test_routes.py", "test_context_of_rows.py", "test_demonstrations.py"),
+            *_under("tests/unit/data", "test_tracked.py", "test_written_rows.py"),
+            "tests/unit/launcher/test_learner_group.py",
+            _UPDATE,
+        ),
+    ),
+    Room(
+        name="learner",
+        paths=_under("rl_megatron/learner", "packed.py", "logprobs.py"),
+        mutants=60,
+        first=(
+            "tests/unit/learner/test_logprobs.py",
+            *_under("tests/property", "test_packed_micro_batch.py", "test_packing_properties.py"),
+        ),
+        after=("tests/unit/learner",),
+    ),
+    Room(
+        name="layouts",
+        paths=(
+            "rl_megatron/weights/boxes.py",
+            *_under("rl_megatron/weights", "layouts", "layouts/tables", "plans"),
+        ),
+        mutants=60,
+        first=(
+            *_under("tests/unit/weights", "test_layout.py", "test_families.py", "test_deepseek_table.py"),
+            *_under("tests/property", "test_boxes.py", "test_plan.py"),
+        ),
+        after=(
+            "tests/property/test_plan_deepseek.py",
+            *_under("tests/unit/weights", "test_plan_scale.py", "test_drafts.py", "test_convert.py"),
+            *_under("tests/unit/weights", "test_recorded.py", "test_direct.py", "test_cost.py"),
+        ),
+    ),
+    Room(
+        name="transports",
+        paths=_under("rl_megatron/weights/transports", "ends.py", "buckets.py", "carried.py"),
+        mutants=60,
+        first=("tests/unit/weights/test_commit.py", "tests/distributed/test_carried.py"),
+        after=(
+            "tests/property/test_plan.py",
+            *_under("tests/distributed", "test_sync_faults.py", "test_engine_ends.py"),
+        ),
+    ),
+    Room(
+        name="checks",
+        paths=("rl_megatron/weights/checks",),
+        mutants=60,
+        first=_under(
+            "tests/unit/weights",
+            "test_checksums.py",
+            "test_equal_servers.py",
+            "test_recorded.py",
+            "test_served_weights.py",
+        ),
+        after=(
+            *_under("tests/unit/rollout", "test_window.py", "test_decoded_answers.py", "test_running_requests.py"),
+            *_under("tests/unit/weights", "test_mirror.py", "test_served_formats.py", "test_direct.py"),
+            "tests/unit/launcher/test_versions.py",
+        ),
+    ),
+    Room(
+        name="formats",
+        paths=_under("rl_megatron/weights/formats", "quantise.py", "scaled.py"),
+        mutants=60,
+        first=_under("tests/unit/weights", "test_quantise.py", "test_served_formats.py", "test_quantised_sources.py"),
+        after=(
+            "tests/unit/launcher/test_quantised_servers.py",
+            *_under("tests/unit/weights", "test_convert.py", "test_families.py"),
+        ),
+    ),
+    Room(
+        name="config",
+        paths=(
+            "rl_megatron/config/reads",
+            *_under("rl_megatron/config", "beside.py", "checks.py", "environments.py", "evaluating.py"),
+            *_under("rl_megatron/config", "io.py", "keeping.py", "modes.py", "resume.py"),
+        ),
+        mutants=60,
+        first=_under(
+            "tests/unit",
+            "test_config_checks.py",
+            "test_config_io.py",
+            "test_unread_keys.py",
+            "test_bad_configuration.py",
+            "test_teachers_configuration.py",
+            "test_removed.py",
+        ),
+        after=(
+            *_under("tests/unit", "test_every_choice.py", "test_every_key_acts.py", "test_documented_commands.py"),
+            "tests/unit/launcher/test_resuming.py",
+        ),
+    ),
+    Room(
+        name="stream",
+        paths=_under("rl_megatron/rollout", "stream.py", "sampler.py"),
+        mutants=60,
+        first=_under("tests/unit/rollout", "test_stream.py", "test_stream_steps.py", "test_rollout_sampler.py"),
+        after=(
+            *_under("tests/unit/rollout", "test_work_under_way.py", "test_interruption.py"),
+            *_under("tests/unit/rollout", "test_asynchronous_metrics.py", "test_left_out_tokens.py"),
+            *_under("tests/unit", "training/test_stream_saved.py", "data/test_broken_data.py", "data/test_mixture.py"),
+        ),
+    ),
+    Room(
+        name="requests",
+        paths=_under("rl_megatron/rollout/servers", "attempts.py", "places.py", "answers.py"),
+        mutants=60,
+        first=_under(
+            "tests/unit/rollout",
+            "test_answers_in_parts.py",
+            "test_bad_answers.py",
+            "test_moved.py",
+            "test_requests_that_go_on.py",
+            "test_cancelled.py",
+        ),
+        after=_under(
+            "tests/unit/rollout",
+            "test_bad_prompts.py",
+            "test_running_requests.py",
+            "test_decoded_answers.py",
+            "test_requests_at_once.py",
+            "test_replica_health.py",
+            "test_time_limit.py",
+            "test_engine_routes.py",
+        ),
+    ),
+    Room(
+        name="controller",
+        paths=("launcher/controller",),
+        mutants=30,
+        first=_under(
+            "tests/unit/launcher",
+            "test_learner_group.py",
+            "test_weight_group.py",
+            "test_rank_streams.py",
+            "test_arrivals.py",
+            "test_workers.py",
+        ),
+        after=(
+            *_under("tests/unit/launcher", "test_colocated.py", "test_lock.py"),
+            *_under("tests/unit/training", "test_checkpoints.py", "test_scoring.py"),
+        ),
+    ),
+    Room(
+        name="runs",
+        paths=("launcher/runs",),
+        mutants=30,
+        first=_under("tests/unit/launcher", "test_lock.py", "test_starts.py", "test_stop.py", "test_resuming.py"),
+        after=("tests/unit/launcher/test_job_script.py", "tests/unit/test_bad_configuration.py"),
+    ),
+    Room(
+        name="placement",
+        paths=("rl_megatron/placement",),
+        mutants=60,
+        first=_under(
+            "tests/unit/launcher", "test_placement.py", "test_seats.py", "test_shared_gpus.py", "test_node.py"
+        ),
+        after=(
+            *_under("tests/unit/launcher", "test_job_steps.py", "test_reward_models.py", "test_ray_node.py"),
+            "tests/unit/test_teachers_configuration.py",
+        ),
+    ),
+)
+
+
+def files_of(room: Room, repository: Path = REPO) -> list[str]:
+    """The room's files, sorted. Raises FileNotFoundError for a path or a test that the table lists and that is not
+    there."""
+    files = []
+    for path in (*room.paths, *room.first, *room.after):
+        if not (repository / path).exists():
+            raise FileNotFoundError(
+                f"{path} of room {room.name} does not exist; name in tests/mutants/rooms.py what it has become, or "
+                "leave it out"
+            )
+    for path in room.paths:
+        at = repository / path
+        files += sorted(at.glob("*.py")) if at.is_dir() else [at]
+    return [str(file.relative_to(repository)) for file in files if file.name != "__init__.py"]
