@@ -1,5 +1,6 @@
 # make train [ARGS="algorithm=cispo seed=1"]   the default run, or one changed by key=value
-# make test                                    linters, then every test
+# make test                                    quick linters, tests without processes, one run: minutes
+# make test-all                                all linters, every test but those of engines and the cluster, one recipe
 # make test-engines                            the tests that want vLLM and SGLang, which it installs under .engines/
 # make test-dry-run [ARGS="-k 30b"]            the recipes of large models at their real size, without their memory
 # make test-environments [PYTHON312=PATH]      the tests that want environments of other packages, which it installs under .environments/
@@ -26,13 +27,14 @@ TORCH := torch==2.13.0
 FILES_312 := tests/unit/learner tests/unit/options tests/unit/scaling $(addprefix tests/distributed/test_, \
 	learner_parity.py resume_layouts.py families.py kept.py routers.py routing_replay.py overlap.py dispatchers.py \
 	float32_head.py parked.py conversion.py dry_run.py te_names.py pretended_gpu.py)
+TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder
 PAGES := LICENSE Makefile pyproject.toml constraints.txt bench conf docs launcher rl_megatron slurm tools
 ARGS ?=
 FILES ?=
 HALF ?=
 GPU_PYTHON ?=
 
-.PHONY: train test test-dry-run test-engines try-newest-engines test-environments test-312 test-cluster test-series test-pretended-gpu test-gpu \
+.PHONY: train test test-all test-dry-run test-engines try-newest-engines test-environments test-312 test-cluster test-series test-pretended-gpu test-gpu \
 	test-kills test-learns test-images proof mutants lint docs clean
 .DELETE_ON_ERROR:
 unexport PYTHONDONTWRITEBYTECODE # each process of pytest would rewrite the assertions of all test files at each start
@@ -40,8 +42,15 @@ unexport PYTHONDONTWRITEBYTECODE # each process of pytest would rewrite the asse
 train: $(ENVIRONMENT)
 	$(BIN)/rl-megatron train $(ARGS)
 
-test: lint .venv/te/.installed
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+test: $(ENVIRONMENT) .venv/te/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -p tests.quick $(TOGETHER) -m "not slow" tests/e2e/test_resume.py tests/unit tests/property
+
+test-all: lint .venv/te/.installed
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q $(TOGETHER)
+	$(BIN)/pytest -q tests/recipes -k '30b and not 80gb and not disaggregated'
 
 test-dry-run: $(ENVIRONMENT)
 	$(BIN)/pytest -q tests/recipes $(ARGS)

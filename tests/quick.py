@@ -1,0 +1,52 @@
+"""The plugin of ``make test``: property tests try 20 examples, and a unit test that starts a process fails.
+
+Starting processes is a quarter of the time of all tests. What starts one is in tests/processes, or in a folder of runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+MAX_EXAMPLES = 20
+WITHOUT_PROCESSES = ("tests/unit/", "tests/property/")
+EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
+
+_process = os.getpid()
+_starts: list[str] = []
+
+
+def _watch(event: str, arguments: tuple[object, ...]) -> None:
+    if event in EVENTS and os.getpid() == _process:
+        _starts.append(f"{event} {arguments[0] if arguments else ''}")
+
+
+sys.addaudithook(_watch)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Limits the examples of each property test."""
+    for item in items:
+        test = getattr(item, "function", None)
+        given = getattr(test, "_hypothesis_internal_use_settings", None)
+        if given is not None and given.max_examples > MAX_EXAMPLES:
+            test._hypothesis_internal_use_settings = settings(given, max_examples=MAX_EXAMPLES)  # type: ignore[union-attr]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """Forgets what was started before the test."""
+    _starts.clear()
+    yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Fails a unit test that has started a process."""
+    yield
+    if _starts and item.nodeid.startswith(WITHOUT_PROCESSES):
+        pytest.fail(f"a unit test started a process ({_starts[0]}); move it to tests/processes", pytrace=False)
