@@ -27,10 +27,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.results import parse, write
-from rl_megatron.evaluation.bounds import share_interval
-from rl_megatron.evaluation.chances import chance_interval
-from rl_megatron.evaluation.figures import all_at, majority, pass_at
-from rl_megatron.evaluation.rates import beta_quantiles, rate_interval
+from rl_megatron.evaluation.figures import (
+    all_at,
+    beta_quantiles,
+    chance_interval,
+    majority,
+    pass_at,
+    rate_interval,
+    share_interval,
+)
 from rl_megatron.observability.intervals import Interval
 
 PROBLEMS, SAMPLES = (8, 15, 30, 100, 400), (4, 16)

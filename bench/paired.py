@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from bench.intervals import SAMPLES, Population, populations, rules_of, value_of
 from bench.results import parse, write
-from rl_megatron.evaluation.bounds import difference_interval
+from rl_megatron.evaluation.figures import difference_interval
 from rl_megatron.evaluation.results import draws_of
 
 SECOND: dict[str, Callable[[np.random.Generator, Population, NDArray[np.float64]], NDArray[np.float64]]] = {

@@ -56,8 +56,7 @@ from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.rollout.batch import RolloutBatch
-from rl_megatron.rollout.ledger import Ledger
+from rl_megatron.rollout.batch import Ledger, RolloutBatch
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.rollout.servers.embedded import wire
 from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
@@ -79,8 +78,7 @@ from rl_megatron.types import (
     StepResult,
     Want,
 )
-from rl_megatron.weights.checks.packed import packed_report
-from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.reports import Report, packed_report
 
 TRAIN = PROMPTS * GROUP * MEAN * TRAIN_TOKEN
 BARS = {"over_floor": 1.10, "speed_up": 1.8, "equal": 1.0, "simulator": 0.05}

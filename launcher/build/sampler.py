@@ -13,11 +13,10 @@ from rl_megatron.config.sections.data import data_sources, name_of
 from rl_megatron.data.demonstrations import Demonstrations
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
-from rl_megatron.rollout.by_source import SamplerBySource
 from rl_megatron.rollout.conversation.templates import tokens_of_text
 from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.policy_sampler import PolicySampler
-from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.rollout.sampler import RolloutSampler, SamplerBySource
 from rl_megatron.services import Services
 
 logger = logging.getLogger(__name__)

@@ -15,20 +15,30 @@ from rl_megatron.algorithms.own import check_own_pair_loss
 from rl_megatron.config.sections.data import weights_of
 from rl_megatron.config.sections.jobs import JobName
 from rl_megatron.data.packing import Packer, packer_of
-from rl_megatron.data.pairs import answer_pairs, scored_pairs
 from rl_megatron.data.problems.conversations import refuse_bad_answers
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.data.samples import check_ends, check_tokens, supervised_rows
+from rl_megatron.data.samples import answer_pairs, check_ends, check_tokens, scored_pairs, supervised_rows
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.rollout.conversation.pairs import paired_answers, paired_texts
 from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.scaling.flops import seconds_at_peak, training_flops
-from rl_megatron.training.jobs.pairs import Preferences, Reference, Scoring
-from rl_megatron.training.jobs.supervised import FineTuning, HeldOutLoss, SupervisedSteps
 from rl_megatron.training.jobs.warm_start import answers
-from rl_megatron.training.jobs.written import JobObjective, SamplesOf, Unit, UnitsOf, WrittenJob, held_out_parts
+from rl_megatron.training.jobs.written import (
+    FineTuning,
+    HeldOutLoss,
+    JobObjective,
+    Preferences,
+    Reference,
+    SamplesOf,
+    Scoring,
+    SupervisedSteps,
+    Unit,
+    UnitsOf,
+    WrittenJob,
+    held_out_parts,
+)
 from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.types import Prompt, Samples
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from launcher.processes.imports import uncollected
+from launcher.processes.environment import uncollected
 from launcher.runs.name import choose, refuse_copied
 from rl_megatron.config.io import load_config
 

@@ -28,8 +28,7 @@ from launcher.processes import limits
 from launcher.processes.last_words import end_of
 from launcher.processes.own_thread import OwnThread
 from launcher.wire import channel
-from launcher.wire.greetings import Hello
-from launcher.wire.setup import Setup
+from launcher.wire.greetings import Hello, Setup
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, WorkerDied
 from rl_megatron.interfaces import Roles

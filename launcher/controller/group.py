@@ -16,7 +16,7 @@ from launcher.controller.rank_process import RankProcess
 from launcher.controller.watchdog import Watchdog
 from launcher.processes import stacks
 from launcher.wire import messages
-from launcher.wire.setup import Setup
+from launcher.wire.greetings import Setup
 from rl_megatron.errors import WorkerDied
 from rl_megatron.interfaces import unheard
 from rl_megatron.placement.names import called

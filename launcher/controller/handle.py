@@ -11,8 +11,8 @@ from launcher.controller.rank_process import RankProcess
 from launcher.controller.rank_stream import RankStream
 from launcher.processes import limits
 from launcher.wire import messages
+from launcher.wire.greetings import Setup
 from launcher.wire.messages import STACKS
-from launcher.wire.setup import Setup
 from rl_megatron.errors import SyncError, WorkerDied
 from rl_megatron.observability.speed import Spent
 from rl_megatron.observability.timeline.kernels import RankKernels, Recorded

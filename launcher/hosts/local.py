@@ -19,7 +19,7 @@ from launcher.hosts.forks import Nursery, fork_all
 from launcher.hosts.threads import threads_per_worker
 from launcher.processes.environment import inherited
 from launcher.processes.scratch import scratch
-from launcher.wire.setup import Setup
+from launcher.wire.greetings import Setup
 from launcher.worker.forking import modules_of
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Launcher, Roles, unheard

@@ -15,7 +15,7 @@ from launcher.hosts.slurm.allocation import Allocation
 from launcher.servers.site import HERE, Site, Sites, StartAt
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.placement.nodes import service_nodes
+from rl_megatron.placement.ranks import service_nodes
 from rl_megatron.placement.seats import Seat, seats_alone, seats_here, seats_of
 
 

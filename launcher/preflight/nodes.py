@@ -13,8 +13,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import SlurmSection, minutes_of
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.nodes import made_up_nodes
-from rl_megatron.placement.ranks import placement_of
+from rl_megatron.placement.ranks import made_up_nodes, placement_of
 from rl_megatron.placement.seats import seats_of
 
 _READ_BY_BASH = re.compile(r"\$[A-Za-z_{(]|(^|:)~")

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from launcher.preflight.subject import Found, Subject, fact, note, problem
 from rl_megatron.config.run import RunConfig
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.nodes import made_up_nodes
-from rl_megatron.placement.ranks import placement_of
+from rl_megatron.placement.ranks import made_up_nodes, placement_of
 from rl_megatron.scaling.estimates import estimate
 
 

@@ -16,8 +16,8 @@ from launcher.build.trained import TrainedModel, hugging_face, of_folder, shown_
 from launcher.preflight import engine
 from launcher.preflight.job_memory import raise_unread_files
 from launcher.preflight.subject import Subject
+from launcher.processes.parent import until_signalled
 from launcher.processes.scratch import scratch
-from launcher.processes.signals import until_signalled
 from launcher.runs.lock import lock
 from rl_megatron.durable import append_private
 from rl_megatron.errors import ConfigError

@@ -27,8 +27,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import remove_folder, write_atomically
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER, called
-from rl_megatron.placement.nodes import made_up_nodes, service_nodes
-from rl_megatron.placement.ranks import Placement, placement_of
+from rl_megatron.placement.ranks import Placement, made_up_nodes, placement_of, service_nodes
 from rl_megatron.placement.seats import Seat, describe_seats, seats_of
 from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.memory import Footprint, check_memory

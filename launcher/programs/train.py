@@ -41,7 +41,7 @@ from rl_megatron.scaling.estimates import estimate
 from rl_megatron.services import Services
 from rl_megatron.training.checkpoints import Checkpoint
 from rl_megatron.training.loop import Loop
-from rl_megatron.training.schedule import steps_of
+from rl_megatron.training.optimizer_steps import steps_of
 from rl_megatron.training.tasks import unless_stopped
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launcher.processes.signals import until_signalled
+from launcher.processes.parent import until_signalled
 from launcher.watch.app import WatchApplication
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.report import CostCounter

@@ -1,4 +1,7 @@
-"""The first messages between the controller and a rank."""
+"""The first messages between the controller and a rank.
+
+The setup that the controller sends a rank after its imports.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
+from rl_megatron.config.run import RunConfig
 from rl_megatron.placement.names import LEARNER
 
 
@@ -81,3 +86,22 @@ class Hello:
 def this_node() -> str:
     """This node's name: Slurm's in a Slurm job."""
     return os.environ.get("SLURMD_NODENAME", socket.gethostname())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The setup of a worker. Folders are absolute and the same on every node."""
+
+    config: RunConfig
+    model_folder: Path
+    run_folder: Path
+    rendezvous: str  # a torch.distributed init method
+    role: str = LEARNER
+    first_device: int = 0  # on each node its first rank's; neighbouring ranks take one each
+    ranks_per_node: int | None = None  # None: all are on one
+    code: Path = field(default_factory=Path.cwd)  # the folder of the user's own modules
+    stacks: Path | None = None  # the folder for stacks if this start hangs
+
+    def gpu_of(self, rank: int) -> int:
+        """The number of the rank's GPU among those of its node."""
+        return self.first_device + (rank if self.ranks_per_node is None else rank % self.ranks_per_node)

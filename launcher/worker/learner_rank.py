@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.processes.scratch import removed
-from launcher.wire.setup import Setup
+from launcher.wire.greetings import Setup
 from launcher.worker.models import RankModels
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY
@@ -111,10 +111,9 @@ class Worker(RankModels):
         """
         from launcher.runs.folder import versions_folder
         from rl_megatron.types import ParallelDims
-        from rl_megatron.weights.checks.sources import add_up, sources_of
+        from rl_megatron.weights.checks.reports import add_up, sources_of
         from rl_megatron.weights.formats.served import FORMATS
-        from rl_megatron.weights.plans.copies import plan_into_copies
-        from rl_megatron.weights.plans.plan import plan
+        from rl_megatron.weights.plans.plan import plan, plan_into_copies
         from rl_megatron.weights.servers.mirror import claim_folder
         from rl_megatron.weights.transports.commit import Staging
         from rl_megatron.weights.transports.connect import Ends, make_transport
@@ -225,8 +224,7 @@ class Worker(RankModels):
 
     def sums(self) -> Report:
         """Checksums of this rank's boxes of the weights in the mirror."""
-        from rl_megatron.weights.checks.reports import Report
-        from rl_megatron.weights.checks.sources import sent_checksums
+        from rl_megatron.weights.checks.reports import Report, sent_checksums
         from rl_megatron.weights.servers.mirror import Mirror
 
         if self._sealed:
@@ -252,7 +250,7 @@ class Worker(RankModels):
 
         Returns a SyncError if these do not join. Raises as `Sender`.
         """
-        from rl_megatron.weights.checks.sources import sources_of
+        from rl_megatron.weights.checks.reports import sources_of
         from rl_megatron.weights.formats.at_sender import at_sender
         from rl_megatron.weights.formats.served import FORMATS
         from rl_megatron.weights.layouts.recorded import recorded_layout

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from launcher.wire.setup import Setup
+from launcher.wire.greetings import Setup
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.shape import ModelShape

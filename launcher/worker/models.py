@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from launcher.wire.setup import Setup
+from launcher.wire.greetings import Setup
 from launcher.worker.recording import Recording
 from rl_megatron import digests
 from rl_megatron.config.beside import frozen_folders, reference_follows, separate
@@ -259,7 +259,7 @@ class RankModels:
     def score(self, passes: Sequence[Pass], share: Share | None) -> list[tuple[dict[Want, list[Tensor]] | None, float]]:
         """What each of the passes says of each micro-batch, None except on the rank that reports for its DP rank; and
         the seconds that it took."""
-        from rl_megatron.data.gathered import as_seen
+        from rl_megatron.data.samples import as_seen
 
         replaying = [one.role for one in passes if one.replays] or [passes[0].role]
         micro_batches = self._taken(replaying[0], share)

@@ -17,8 +17,8 @@ from pathlib import Path
 from launcher.processes.environment import variables
 from launcher.wire.greetings import Call, Muster, this_node
 from launcher.worker.forking import HELD_BACK, Program, hindrance, import_all, modules_of, start
-from rl_megatron.placement.cores import shares_of_cores
 from rl_megatron.placement.names import called, file_stem
+from rl_megatron.placement.ranks import shares_of_cores
 
 _PEERS_SECONDS = 2.0  # the controller is notified of a rank's end before that of ranks that end because of it
 

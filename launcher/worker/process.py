@@ -19,12 +19,11 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
 from launcher.processes import stacks
-from launcher.processes.environment import of_one_order
-from launcher.processes.imports import uncollected
+from launcher.processes.environment import of_one_order, uncollected
 from launcher.processes.parent import die_with
 from launcher.wire import messages
+from launcher.wire.greetings import Setup
 from launcher.wire.messages import STACKS
-from launcher.wire.setup import Setup
 from launcher.worker.forking import quieten
 from launcher.worker.learner_rank import Worker
 from launcher.worker.models import RankModels

@@ -20,8 +20,14 @@ from torch import Tensor
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.bins import fill_bins
-from rl_megatron.data.gathered import MicroBatches, computed_lengths
-from rl_megatron.data.samples import members_of, split_minibatches, tokens_of, whole_parts
+from rl_megatron.data.samples import (
+    MicroBatches,
+    computed_lengths,
+    members_of,
+    split_minibatches,
+    tokens_of,
+    whole_parts,
+)
 from rl_megatron.errors import DataError
 from rl_megatron.options.padding import PaddingSection, most_padded, padded_tokens, sequence_multiple, token_multiple
 from rl_megatron.types import Batch, ParallelDims, Samples

@@ -3,29 +3,45 @@
 Tokens are shifted here and nowhere else: a sequence of L tokens becomes L - 1 (input, target) positions.
 The whole batch takes a few array operations; nothing here makes a tensor per sequence.
 Letters: S sequences, N positions of all of them, L tokens of one.
+
+Gathers a batch's micro-batches from its samples, in this process, and what may be known of them without that.
+
+Turns written pairs of answers into rows: to learn from one against the other, or to score the whole of each.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from heapq import nlargest
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from rl_megatron.chat_templates import begun_once
+from rl_megatron.errors import DataError
+from rl_megatron.types import Prompt, Samples
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from heapq import nlargest
+from typing import TYPE_CHECKING, Any
+
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from rl_megatron.columns import LogProbs, TokenIds
 from rl_megatron.config.sections.teachers import ANOTHER
 from rl_megatron.data.routes import joined_routes
-from rl_megatron.errors import DataError
-from rl_megatron.types import Chain, Prompt, RolloutGroup, Samples, Trajectory
+from rl_megatron.types import Batch, Chain, RolloutGroup, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 logger = logging.getLogger(__name__)
 
@@ -325,3 +341,124 @@ def _join(ids: Sequence[str], rows: Sequence[TokenIds], turns: Sequence[Sequence
         old_logprobs=torch.from_numpy(logprobs.copy()),
         cu_seqlens=torch.from_numpy(cu_seqlens),
     )
+
+
+class MicroBatches(Sequence[Sequence[Samples]]):
+    """Micro-batches [D][M], each gathered from the samples when it is read; the rest is as in `Batch`."""
+
+    def __init__(
+        self, samples: Samples, sequences: Sequence[Sequence[Tensor]], spare: int, *, last_tokens: bool = False
+    ) -> None:
+        self._rows = [_Row(samples, row, spare, last_tokens) for row in sequences]
+
+    @override
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @override
+    def __getitem__(self, d: Any) -> Any:
+        return self._rows[d]
+
+
+def without_routes(batch: Batch) -> Batch:
+    """The batch without routes, for models that have routers of their own."""
+    return batch if batch.samples.routes is None else seen_by(batch, replays=False, last_tokens=batch.last_tokens)
+
+
+def seen_by(batch: Batch, *, replays: bool, last_tokens: bool) -> Batch:
+    """The batch as a pass takes it; the arguments are those of `interfaces.Pass`."""
+    samples = batch.samples if replays else replace(batch.samples, routes=None)
+    rows = MicroBatches(samples, batch.sequences, batch.spare, last_tokens=last_tokens)
+    return replace(batch, samples=samples, micro_batches=rows, last_tokens=last_tokens)
+
+
+def as_seen(micro_batch: Samples, *, replays: bool, last_tokens: bool) -> Samples:
+    """`seen_by` for one micro-batch; one with positions to pad with stays as it is."""
+    seen = micro_batch if replays else replace(micro_batch, routes=None)
+    padded = int(seen.cu_seqlens[-1]) < len(seen.input_ids)
+    return with_last_tokens(seen)[0] if last_tokens and not padded else seen
+
+
+def computed_lengths(batch: Batch) -> list[list[NDArray[np.int64]]]:
+    """Positions of every sequence of each micro-batch [D][M] that ranks compute, those without sequences included."""
+    lengths = batch.samples.cu_seqlens.diff().numpy() + batch.last_tokens
+    return [[lengths[ids.numpy()] if len(ids) else np.ones(1, np.int64) for ids in row] for row in batch.sequences]
+
+
+class _Row(Sequence[Samples]):
+    """The micro-batches [M] of one data-parallel rank."""
+
+    def __init__(self, samples: Samples, sequences: Sequence[Tensor], spare: int, last_tokens: bool) -> None:
+        self._samples, self._sequences, self._spare, self._last_tokens = samples, sequences, spare, last_tokens
+
+    @override
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @override
+    def __getitem__(self, m: Any) -> Any:
+        if isinstance(m, slice):
+            return _Row(self._samples, self._sequences[m], self._spare, self._last_tokens)
+        ids = self._sequences[m]
+        found = select(self._samples, ids) if len(ids) else _placeholder(self._samples, self._spare)
+        return as_seen(found, replays=True, last_tokens=self._last_tokens)
+
+
+def _placeholder(samples: Samples, spare: int) -> Samples:
+    """A sequence of one position with nothing masked in, for a rank without work to join the collectives.
+
+    After it are up to ``spare`` - 1 positions that no sequence has, so that padding is not one token many times, which
+    would all go to the same experts.
+    """
+    columns = {name: torch.zeros_like(column[:spare]) for name, column in samples.columns.items()}
+    kept = {n: c[:spare].clone() for n, c in samples.columns.items() if n in ("input_ids", "targets", "routes")}
+    return Samples(**(columns | kept), cu_seqlens=torch.tensor([0, 1]))
+
+
+Pair = tuple[WrittenRow, WrittenRow]
+"""The rows of the better and of the worse answer."""
+
+
+def answer_pairs(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, ends: EndTokens) -> list[Pair]:
+    """Each prompt with either answer, of which the tokens and the one of ``ends`` after them are learnt. Raises as
+    `supervised_rows`."""
+    better, worse = (
+        supervised_rows(prompts, [(text,) for text in texts], tokenizer, ends)
+        for texts in ([one.answer for one in prompts], [one.rejected[0] for one in prompts])
+    )
+    return list(zip(better, worse, strict=True))
+
+
+def scored_pairs(
+    prompts: Sequence[Prompt],
+    texts: Sequence[tuple[str, str]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    add_special_tokens: bool,
+) -> list[Pair]:
+    """The whole ``texts`` of each prompt's pair, to be scored at their last tokens, with the prompt's margin."""
+    flat = [text for pair in texts for text in pair]
+    encoded = iter(tokenizer(flat, add_special_tokens=add_special_tokens)["input_ids"] if flat else [])
+    made = []
+    for prompt in prompts:
+        better, worse = (scored_row(prompt.id, begun_once(next(encoded), tokenizer.bos_token_id)) for _ in range(2))
+        made.append((replace(better, margin=prompt.margin), worse))
+    return made
+
+
+def scored_row(name: str, ids: Sequence[int]) -> WrittenRow:
+    """The text of the tokens ``ids``, masked in at the last one.
+
+    A position has its token as input and the next as target, so one more token puts the last among the inputs.
+    """
+    if not ids:
+        raise DataError(f"prompt {name!r}: a text of its pair has no token to score")
+    return WrittenRow(id=name, token_ids=np.array([*ids, ids[-1]], np.int32), turns=((len(ids), len(ids) + 1),))
+
+
+def with_margins(rows: Sequence[WrittenRow]) -> Samples:
+    """`written_samples` whose ``returns``, where a row is scored, are its margin."""
+    samples = written_samples(rows)
+    returns = torch.zeros(len(samples.targets))
+    returns[samples.mask] = torch.tensor([row.margin for row in rows])
+    return replace(samples, returns=returns)

@@ -14,8 +14,7 @@ from rl_megatron.data.problems.mixture import digest_of_prompts
 from rl_megatron.digests import digest_of
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import DataError
-from rl_megatron.evaluation.bounds import difference_interval
-from rl_megatron.evaluation.figures import pass_at
+from rl_megatron.evaluation.figures import difference_interval, pass_at
 from rl_megatron.evaluation.rules import drawing_keys, judged_otherwise, judging_keys, unlike_keys
 from rl_megatron.evaluation.sets import MeasuredSet, ProblemSet
 from rl_megatron.observability.intervals import Interval

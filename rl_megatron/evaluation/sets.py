@@ -9,10 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
-from rl_megatron.evaluation.bounds import share_interval
-from rl_megatron.evaluation.chances import chance_interval
-from rl_megatron.evaluation.figures import all_at, majority, pass_at
-from rl_megatron.evaluation.rates import rate_interval
+from rl_megatron.evaluation.figures import all_at, chance_interval, majority, pass_at, rate_interval, share_interval
 from rl_megatron.observability.intervals import Interval
 from rl_megatron.rollout.batch import Answered
 from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler, Tell

@@ -28,8 +28,7 @@ from rl_megatron.digests import Digest
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.learner.checkpoint import loading, saving
 from rl_megatron.learner.checkpoint.companions import Companions
-from rl_megatron.learner.checkpoint.planned import Kept
-from rl_megatron.learner.checkpoint.saving import ShardSave
+from rl_megatron.learner.checkpoint.saving import Kept, ShardSave
 from rl_megatron.learner.cpu.heap import Heap
 from rl_megatron.learner.draft.training import Drafting
 from rl_megatron.learner.forward import run_loss

@@ -9,7 +9,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.http.urls import is_loopback
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.nodes import made_up_nodes
+from rl_megatron.placement.ranks import made_up_nodes
 from rl_megatron.placement.seats import seats_of
 
 

@@ -2,14 +2,19 @@
 
 Ranks fill a node before the next. In megatron-core's order (``tp-cp-ep-dp-pp``, tp fastest) tensor-parallel ranks are
 then neighbours in one node, pipeline stages far apart, and expert-parallel groups span as many nodes as they must.
+
+Shares a node's CPUs among its ranks.
+
+Assigns nodes to the roles of a run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 
-from rl_megatron.config.beside import in_words_of, separate
+from rl_megatron.config.beside import in_words_of, nodes_of_role, separate
 from rl_megatron.config.resume import cost_keys
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
@@ -160,3 +165,49 @@ def _groups(sizes: Mapping[str, int], kind: str) -> Iterable[list[int]]:
     for first in range(world):
         if first // stride % sizes[kind] == 0:
             yield [first + i * stride for i in range(sizes[kind])]
+
+
+def shares_of_cores(cpus: Mapping[int, tuple[int, int]], ranks: int) -> list[list[int]]:
+    """Each rank's CPUs, given each CPU's package and core. Nothing for every rank if there are fewer cores than ranks.
+
+    Shares are equal to one core. They are neighbours in the order of packages, as GPUs are in the order of ranks, and
+    both threads of a core belong to one rank.
+    """
+    cores: dict[tuple[int, int], list[int]] = {}
+    for cpu, where in cpus.items():
+        cores.setdefault(where, []).append(cpu)
+    ordered = [sorted(cores[where]) for where in sorted(cores)]
+    if len(ordered) < ranks:
+        return [[] for _ in range(ranks)]
+    cuts = [len(ordered) * i // ranks for i in range(ranks + 1)]
+    return [[cpu for core in ordered[a:b] for cpu in core] for a, b in pairwise(cuts)]
+
+
+def beside(config: RunConfig) -> dict[str, int]:
+    """The number of nodes of each role that has nodes of its own besides the learner's, in the order of the job."""
+    slurm, counts = config.slurm, {role: nodes_of_role(config, role) for role in separate(config)}
+    counts |= {"services": slurm.services.nodes} if slurm.services.nodes else {}
+    return counts | ({"engines": slurm.engines.nodes} if slurm.engines.nodes else {})
+
+
+def cut(nodes: Sequence[str], others: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """The nodes of each role, cut from a list of like nodes: first the learner's, which are all that others leave."""
+    first = max(1, len(nodes) - sum(others.values()))
+    found = {LEARNER: tuple(nodes[:first])}
+    for role, count in others.items():
+        found[role] = tuple(nodes[first : first + count])
+        first += count
+    return found
+
+
+def made_up_nodes(config: RunConfig) -> dict[str, tuple[str, ...]]:
+    """Invented names for the nodes of a job that does not exist yet, by role."""
+    others = beside(config)
+    return cut([f"node {i}" for i in range(config.slurm.nodes + sum(others.values()))], others)
+
+
+def service_nodes(config: RunConfig, nodes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """The node of each replica of each service, by its name: the services' nodes in turn, else the first."""
+    own = nodes.get("services") or nodes[LEARNER][:1]
+    numbers = iter(range(sum(one.replicas for one in config.services.values())))
+    return {name: [own[next(numbers) % len(own)] for _ in range(one.replicas)] for name, one in config.services.items()}

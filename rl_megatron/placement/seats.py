@@ -9,8 +9,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.nodes import made_up_nodes
-from rl_megatron.placement.ranks import ranks_by_role
+from rl_megatron.placement.ranks import made_up_nodes, ranks_by_role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

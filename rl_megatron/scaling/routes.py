@@ -10,7 +10,7 @@ from rl_megatron.config.sections.weights import NODE_MEMORY, TRANSPORT_KINDS, Tr
 from rl_megatron.http.urls import is_loopback
 from rl_megatron.placement.files import hosts_of, weights_folder, writers_of_files
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.nodes import made_up_nodes
+from rl_megatron.placement.ranks import made_up_nodes
 from rl_megatron.placement.seats import seats_of
 
 _OTHERS = {"memory": "the node's memory", "nothing": "nothing, as learner and engine are one process"}

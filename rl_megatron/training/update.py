@@ -24,9 +24,8 @@ from rl_megatron.algorithms.objectives import ClipLimits
 from rl_megatron.algorithms.own import check_own_advantages, check_own_objective, check_own_pair_loss
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.demonstrations import with_demonstrations
-from rl_megatron.data.gathered import computed_lengths, without_routes
 from rl_megatron.data.packing import unpack, with_own_columns
-from rl_megatron.data.samples import to_samples
+from rl_megatron.data.samples import computed_lengths, to_samples, without_routes
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
@@ -47,8 +46,7 @@ from rl_megatron.training.measures import (
     policy_row,
     token_versions,
 )
-from rl_megatron.training.optimizer_steps import OptimizerSteps, TooFar
-from rl_megatron.training.schedule import critic_learning_rate, learning_rate
+from rl_megatron.training.optimizer_steps import OptimizerSteps, TooFar, critic_learning_rate, learning_rate
 from rl_megatron.training.scores.flips import engine_flips, update_flips
 from rl_megatron.training.scores.requests import Packers, measured
 from rl_megatron.training.selection import Selection, TokenChoice, selection_of, token_choice

@@ -28,7 +28,7 @@ def config_of(root: Path) -> RunConfig:
 
 
 def rank_main(rank: int, root: Path) -> None:
-    from launcher.wire.setup import Setup
+    from launcher.wire.greetings import Setup
     from launcher.worker.learner_rank import Worker
     from rl_megatron.weights.checkpoints import made_up
 

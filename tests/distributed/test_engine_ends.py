@@ -28,9 +28,7 @@ from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, volume, whole_box
 from rl_megatron.weights.checks.compare import compare
 from rl_megatron.weights.checks.places import Held, record
-from rl_megatron.weights.checks.reports import Beside, Report, checksums_of
-from rl_megatron.weights.checks.sources import sources_of
-from rl_megatron.weights.checks.whole import sealed_by
+from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, sealed_by, sources_of
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes, EngineLayout, recorded_layout, shared
 from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE

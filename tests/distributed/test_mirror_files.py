@@ -19,13 +19,11 @@ from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import volume, whole_box
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.places import Held, record
-from rl_megatron.weights.checks.reports import Beside, Report, checksums_of
-from rl_megatron.weights.checks.whole import sealed_by
+from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, sealed_by
 from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import MEGATRON_QWEN3_MOE
-from rl_megatron.weights.plans.copies import plan_into_copies
-from rl_megatron.weights.plans.plan import Plan
+from rl_megatron.weights.plans.plan import Plan, plan_into_copies
 from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.servers.mirror import Mirror
 from rl_megatron.weights.transports.engine_ends import Receiver
@@ -165,7 +163,7 @@ def pushes(rank: int, root: Path, rendezvous: Rendezvous) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(root / "model" / "model.safetensors").items()}
     if rank == 0:
         from launcher.runs.folder import mirror_path
-        from launcher.wire.setup import Setup
+        from launcher.wire.greetings import Setup
         from launcher.worker.learner_rank import Worker
 
         keys = ("rollout=vllm", "learner.dtype=bfloat16", "learner.ep=1", "learner.threads=1", f"weights.folder={root}")

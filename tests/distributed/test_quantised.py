@@ -20,9 +20,7 @@ from rl_megatron.weights.boxes import Box, Shape, whole_box
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checks.compare import compare
 from rl_megatron.weights.checks.places import Held, record
-from rl_megatron.weights.checks.reports import Beside
-from rl_megatron.weights.checks.sources import sources_of
-from rl_megatron.weights.checks.whole import largest_change, sealed_by
+from rl_megatron.weights.checks.reports import Beside, largest_change, sealed_by, sources_of
 from rl_megatron.weights.formats.at_sender import at_sender
 from rl_megatron.weights.formats.scaled import ScaledLayout, with_scales
 from rl_megatron.weights.formats.served import FORMATS, Format, stored

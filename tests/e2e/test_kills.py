@@ -15,7 +15,7 @@ from tests.kills.run import points
 from tests.kills.series import SIZE, STALENESS, Series
 from tests.perfetto import check_trace
 
-STREAM, LEDGER = "rl_megatron.rollout.stream:Stream", "rl_megatron.rollout.ledger:Ledger"
+STREAM, LEDGER = "rl_megatron.rollout.stream:Stream", "rl_megatron.rollout.batch:Ledger"
 SAVES, PUSHES = "rl_megatron.training.checkpoints", "rl_megatron.rollout.servers.embedded.adapter:EmbeddedAdapter"
 MIXED = 5  # completions of the last start that the run is awaited to continue over a push
 POINTS = (

@@ -14,7 +14,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.checks.checksums import checksum
-from rl_megatron.weights.checks.whole import sealed_by
+from rl_megatron.weights.checks.reports import sealed_by
 from rl_megatron.weights.servers.mirror import read, shapes
 
 

@@ -12,8 +12,7 @@ import torch
 
 from rl_megatron.errors import SyncError
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.checks.reports import Report
-from rl_megatron.weights.checks.sources import sources_of
+from rl_megatron.weights.checks.reports import Report, sources_of
 from rl_megatron.weights.formats.at_sender import at_sender
 from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout, read_shape

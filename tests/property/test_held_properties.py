@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_megatron.data.gathered import as_seen, seen_by
 from rl_megatron.data.held import HeldRows
 from rl_megatron.data.packing import Packer
-from rl_megatron.data.samples import select, to_samples
+from rl_megatron.data.samples import as_seen, seen_by, select, to_samples
 from rl_megatron.data.sent import Sent
 from rl_megatron.data.shares import Share
 from rl_megatron.data.trajectories import single_turns

@@ -23,10 +23,8 @@ from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
-from rl_megatron.weights.plans.json_form import from_json, to_json
-from rl_megatron.weights.plans.plan import Plan, plan
+from rl_megatron.weights.plans.plan import Plan, Turns, from_json, plan, to_json
 from rl_megatron.weights.plans.transfers import Transfer
-from rl_megatron.weights.plans.turns import Turns
 from rl_megatron.weights.transports.buckets import BucketPart, cut_into_buckets
 from tests.property.shards import (
     SMALL,

@@ -31,8 +31,7 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Stopwatch
 from rl_megatron.rewards.registry import resolve_reward
-from rl_megatron.rollout.batch import Answered, Drawn
-from rl_megatron.rollout.ledger import Ledger, LedgerState
+from rl_megatron.rollout.batch import Answered, Drawn, Ledger, LedgerState
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of

@@ -13,8 +13,7 @@ from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.placement.nodes import beside
-from rl_megatron.placement.ranks import ranks_by_role
+from rl_megatron.placement.ranks import beside, ranks_by_role
 
 URL = "http://127.0.0.1:9"
 KEY = "algorithm.kl.teachers"

@@ -17,7 +17,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.nodes import beside, cut
+from rl_megatron.placement.ranks import beside, cut
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,14 @@
 """Loads model and optimizer shards with megatron's dist_checkpointing, written in this layout or another.
 
 Every rank calls both functions.
+
+Finds why megatron could not write or read a checkpoint: it hides the cause in exceptions of its own.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +23,39 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.learner.adam.groups import add_missing, own_settings
-from rl_megatron.learner.checkpoint.faults import told
 from rl_megatron.learner.checkpoint.state import COMMON, inner, is_adapter, is_left_out, key_of, sharded_state, weights
 from rl_megatron.learner.lora.adapters import adapters_of
 from rl_megatron.learner.muon.shared import LayerWise
 from rl_megatron.learner.optimizer import copy_to_host, inner_optimizers
 from rl_megatron.weights.bytes.bits import all_numbers
+
+_PROBE_BYTES = 4 << 20
+
+
+def why_not_written(folder: Path, error: BaseException) -> str | None:
+    """The file system's error behind a failed save. torch's zip writer hides it, so a small file is written to see."""
+    for one in _causes(error):
+        if isinstance(one, OSError) and one.strerror:
+            return one.strerror
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(_PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as said:
+        return said.strerror
+    return None
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The exception of every rank that megatron reported here."""
+    return [one for one, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+
+
+def told(error: BaseException) -> str:
+    """The first line of the first cause's message; torch appends stacks to it."""
+    return (str(next(iter(_causes(error)), "another rank failed")).strip().splitlines() or [type(error).__name__])[0]
+
 
 READS_WITHOUT_COMMON = hasattr(serialization, "_legacy_common_state_exists")
 """Whether the megatron-core here is a newer one, which reads both forms."""

@@ -27,8 +27,12 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.decoder_config import DecoderConfig, LatentDecoderConfig
 from rl_megatron.learner.model.delta.net import delta_net_spec
 from rl_megatron.learner.model.dispatchers import forget_routes
-from rl_megatron.learner.model.indexer import HeldIndexer
-from rl_megatron.learner.model.latent import QueriesAsProjected, latent_attention_spec, megatron_latent_keywords
+from rl_megatron.learner.model.latent import (
+    HeldIndexer,
+    QueriesAsProjected,
+    latent_attention_spec,
+    megatron_latent_keywords,
+)
 from rl_megatron.learner.model.layers import RMSNorm, own_layer_spec, specialise, torch_layer_spec
 from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.rotary import inverse_frequencies

@@ -4,6 +4,8 @@ Upstream: megatron-core ``transformer/multi_latent_attention.py``, whose rotary 
 optionally queries, are projected up from low-rank latents; all heads share one key for the rotary part. With TP every
 rank computes the latents of its share of the sequence with whole down projections, and its share of the heads for the
 whole sequence.
+
+The indexer of sparse attention (`shape.Indexer`), held as it was read. Names are megatron-core's (``dsa.py``).
 """
 
 from __future__ import annotations
@@ -24,12 +26,40 @@ from torch import Tensor
 
 from rl_megatron.learner.model.attention import PackedAttention
 from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
-from rl_megatron.learner.model.indexer import HeldIndexer
 from rl_megatron.learner.model.kernels.fused import linear, rms_norm, rotate
 from rl_megatron.learner.model.layers import NormColumnLinear
 from rl_megatron.learner.packed import PackedAttentionParams
 from rl_megatron.models.rotary import as_halves, inverse_frequencies, softmax_scale
 from rl_megatron.models.shape import LatentAttention, ModelShape
+
+
+class _Tensors(torch.nn.Module):
+    """Buffers by name."""
+
+    def __init__(self, config: TransformerConfig, **sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, size in sizes.items():
+            self.register_buffer(name, torch.empty(size, dtype=config.params_dtype, device=device_of(config)))
+
+
+class HeldIndexer(torch.nn.Module):
+    """Projections of queries, of keys, and of a weight for each head, and the keys' norm. Nothing computes with it."""
+
+    def __init__(self, config: TransformerConfig, shape: ModelShape) -> None:
+        super().__init__()
+        assert shape.indexer is not None
+        assert shape.latent is not None
+        assert shape.latent.query_rank is not None
+        heads, size = shape.indexer.heads, shape.indexer.head_dim
+        self.linear_wq_b = _Tensors(config, weight=(heads * size, shape.latent.query_rank))
+        self.linear_wk = _Tensors(config, weight=(size, shape.hidden_size))
+        self.k_norm = _Tensors(config, weight=(size,), bias=(size,))
+        self.linear_weights_proj = _Tensors(config, weight=(heads, shape.hidden_size))
+
+    def keep_float32(self) -> None:
+        """Restore float32 where published models have it."""
+        self.k_norm.float()
+        self.linear_weights_proj.float()
 
 
 class WholeLinear(torch.nn.Module):

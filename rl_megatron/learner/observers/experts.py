@@ -1,11 +1,15 @@
-"""Measures how evenly routers balance the load over experts, and how sure they are."""
+"""Measures how evenly routers balance the load over experts, and how sure they are.
+
+The protocol of an observer: it watches a rank's model and returns metrics.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,10 +18,25 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from typing_extensions import override
 
-from rl_megatron.learner.observers.observer import Observer
 from rl_megatron.learner.packed import PackedAttentionParams, own_tokens
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Metric
+
+
+class Observer(Protocol):
+    """Watches one model of a rank. Every rank makes one and calls its methods at the same points."""
+
+    def __init__(self, models: Sequence[GPTModel], shape: ModelShape, device: torch.device) -> None:
+        """``models`` are this rank's pipeline chunks; the observer may hook them."""
+        ...
+
+    def unseen(self) -> AbstractContextManager[None]:
+        """Ignores the passes within, which are not part of a step: they score, or search for a bad micro-batch."""
+        ...
+
+    def read(self) -> Mapping[str, Metric[float]]:
+        """Metrics since the last call, over all ranks. Names from an installed package begin with ``observer/``."""
+        ...
 
 
 class ExpertLoadMeter(Observer):

@@ -11,8 +11,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from rl_megatron.errors import ConfigError, RLMegatronError
-from rl_megatron.learner.observers.experts import ExpertLoadMeter
-from rl_megatron.learner.observers.observer import Observer
+from rl_megatron.learner.observers.experts import ExpertLoadMeter, Observer
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Metric
 

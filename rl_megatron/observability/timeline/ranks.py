@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_megatron.observability.timeline import spans
-from rl_megatron.observability.timeline.clock import Clock
 from rl_megatron.observability.timeline.kernels import RankKernels, Recorded
-from rl_megatron.observability.timeline.spans import Lane
+from rl_megatron.observability.timeline.spans import Clock, Lane
 
 CALLS = Lane("", "calls")  # in a rank's process, which the controller names
 _MOST = 4096  # spans of an answer; the oldest go first

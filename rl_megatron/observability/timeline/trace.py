@@ -24,9 +24,8 @@ from rl_megatron.durable import naming, write_atomically
 from rl_megatron.errors import DataError
 from rl_megatron.json_text import parse
 from rl_megatron.observability.timeline import spans
-from rl_megatron.observability.timeline.clock import Clock
 from rl_megatron.observability.timeline.kernels import read_kernels
-from rl_megatron.observability.timeline.spans import KeptSpan, Lane, SpanDetails
+from rl_megatron.observability.timeline.spans import Clock, KeptSpan, Lane, SpanDetails
 
 FILES = ("trace_before.json", "trace.json")
 MOST_BYTES = 32 << 20  # of each of the two

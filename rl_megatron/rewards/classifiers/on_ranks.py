@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_megatron.config.sections.reward import RANKS, RankedModelSection, RewardModelSection, RewardSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.rewards.classifiers.texts import classifier_texts
+from rl_megatron.rewards.classifiers.in_process import classifier_texts
 from rl_megatron.services import Services
 from rl_megatron.types import Completion, Prompt, Scored
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_megatron.data.pairs import Pair
+from rl_megatron.data.samples import Pair
 from rl_megatron.errors import DataError
 from rl_megatron.rollout.conversation.forms import SIDES, behind_common, written_sides
 from rl_megatron.rollout.conversation.written import WrittenConversations

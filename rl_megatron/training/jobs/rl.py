@@ -13,8 +13,7 @@ from typing_extensions import override
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import DataError
-from rl_megatron.rollout.batch import UNTAUGHT, GroupSource, Reason, RolloutBatch
-from rl_megatron.rollout.ledger import Ledger
+from rl_megatron.rollout.batch import UNTAUGHT, GroupSource, Ledger, Reason, RolloutBatch
 from rl_megatron.rollout.stream import Stream
 from rl_megatron.training.credit.shaping import groups_to_train_on
 from rl_megatron.training.group_job import GroupJob

@@ -29,8 +29,7 @@ from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.rewards.threads import in_daemon_thread
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.evaluation import Evaluation
-from rl_megatron.training.jobs.supervised import SupervisedSteps
-from rl_megatron.training.jobs.written import TOKENS_KEPT
+from rl_megatron.training.jobs.written import TOKENS_KEPT, SupervisedSteps
 from rl_megatron.training.tasks import uncut
 from rl_megatron.types import Prompt
 

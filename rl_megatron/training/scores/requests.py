@@ -20,9 +20,8 @@ from torch import Tensor
 
 from rl_megatron.config.beside import longest_read
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.gathered import seen_by
 from rl_megatron.data.packing import Packer, packer_of, unpack
-from rl_megatron.data.samples import with_last_tokens
+from rl_megatron.data.samples import seen_by, with_last_tokens
 from rl_megatron.interfaces import Pass, PassScores, Roles, Together
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.seeds import seed_of

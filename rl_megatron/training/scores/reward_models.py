@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rl_megatron.data.packing import Packer, unpack
-from rl_megatron.data.pairs import scored_row
-from rl_megatron.data.samples import check_tokens, written_samples
+from rl_megatron.data.samples import check_tokens, scored_row, written_samples
 from rl_megatron.interfaces import Scorer
 from rl_megatron.rewards.scoring import turn_of
 from rl_megatron.types import Samples

@@ -17,7 +17,7 @@ from rl_megatron.weights.adapters.files import PREFIX, peft_config
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
-from rl_megatron.weights.plans.copies import plan_into_copies
+from rl_megatron.weights.plans.plan import plan_into_copies
 from rl_megatron.weights.servers.beside import ADAPTERS, adapters_folder
 from rl_megatron.weights.transports.commit import Staging
 from rl_megatron.weights.transports.connect import Ends, make_transport

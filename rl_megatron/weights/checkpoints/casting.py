@@ -14,9 +14,8 @@ from rl_megatron.weights.boxes import Box, Shape
 from rl_megatron.weights.bytes.bits import as_dtype, to_bits, to_tensor
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.checkpoints.streaming import Copy, OnBytes, Sliceable, Streamed
-from rl_megatron.weights.formats.block_scales import BLOCK, SCALES, is_quantised
 from rl_megatron.weights.formats.quantise import block_scales, quantise, read_quantised
-from rl_megatron.weights.formats.schemes import Quantised
+from rl_megatron.weights.formats.schemes import BLOCK, SCALES, Quantised, is_quantised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,6 @@ from rl_megatron.weights.checkpoints.streaming import (
 )
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 from rl_megatron.weights.checkpoints.writing import Share, write_files
-from rl_megatron.weights.formats.block_scales import quantization_config
 from rl_megatron.weights.formats.hf_folder import (
     INDEX,
     config_text,
@@ -45,6 +44,7 @@ from rl_megatron.weights.formats.hf_folder import (
     is_draft,
     weight_files,
 )
+from rl_megatron.weights.formats.schemes import quantization_config
 from rl_megatron.weights.layouts.families import family_of, hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout, keeping_dtype
 from rl_megatron.weights.layouts.tables.drafts import has_draft_rows

@@ -1,14 +1,22 @@
-"""Compares the reports of an engine server's ranks with the learner's checksums of whole tensors."""
+"""Compares the reports of an engine server's ranks with the learner's checksums of whole tensors.
+
+Reads reports of engine ranks, as `packed_report` writes them.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
 
-from rl_megatron.weights.boxes import Shape
-from rl_megatron.weights.checks.reports import Report, kind_of
-from rl_megatron.weights.checks.whole import added_up
+import msgspec
+import numpy as np
+
+from rl_megatron.weights.boxes import Box, Shape
+from rl_megatron.weights.checks.reports import PlacedBox, Report, ReportColumn, added_up, digest_of_boxes, kind_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,3 +72,77 @@ def count_verified(
     found = compare(sealed, shapes, reports, frozenset())
     found = compare(sealed, shapes, reports, found.private(reports))
     return len(shapes) - len(found.unseen), sorted(found.differing)
+
+
+_PLACES: dict[ReportColumn, Any] = {"rows": tuple[tuple[str, str, Box], ...], "read": tuple[tuple[str, Box], ...]}
+_UNNAMED = msgspec.Raw()
+
+
+class _Packed(msgspec.Struct, frozen=True):
+    digest: str
+    sums: bytes
+    places: msgspec.Raw = _UNNAMED
+
+
+class _Said(msgspec.Struct, frozen=True):
+    rows: _Packed
+    read: _Packed
+    seconds: float
+    window: int
+
+
+class _Shared(list[Any]):
+    """A list that may be referred to weakly."""
+
+
+class ReportReader:
+    """Knows the boxes that ranks have named.
+
+    Equal columns, as of ranks of servers of equal layouts, are one object for as long as it is in use.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[str, tuple[PlacedBox, ...]] = {}  # by digest
+        self._columns: WeakValueDictionary[tuple[str, bytes], _Shared] = WeakValueDictionary()  # and that of their sums
+
+    @property
+    def known(self) -> list[str]:
+        """Digests of the boxes that no rank needs to name again."""
+        return sorted(self._places)
+
+    def read(self, text: bytes) -> Report:
+        """The report in the JSON ``text``. Raises ValueError that names the first part that is not of this form,
+        where a column has not one checksum for each of its boxes, and where these are unknown."""
+        try:
+            said = msgspec.json.decode(text, type=_Said)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{error}; the server needs the trainer's version of rl_megatron") from error
+        rows, read = self._column("rows", said.rows), self._column("read", said.read)
+        return Report(rows=rows, read=read, seconds=said.seconds, window=said.window)
+
+    def _column(self, column: ReportColumn, said: _Packed) -> _Shared:
+        key = said.digest, hashlib.blake2b(said.sums, digest_size=32).digest()
+        if (found := self._columns.get(key)) is None:
+            places = self._known(column, said)
+            if len(said.sums) != 8 * len(places):
+                raise ValueError(
+                    f"{column}: {len(said.sums)} bytes of checksums for {len(places)} boxes, not 8 for each"
+                )
+            sums = np.frombuffer(said.sums, "<u8").tolist()
+            found = self._columns[key] = _Shared((*place, sum_) for place, sum_ in zip(places, sums, strict=True))
+        return found
+
+    def _known(self, column: ReportColumn, said: _Packed) -> tuple[PlacedBox, ...]:
+        if said.digest not in self._places:
+            if said.places is _UNNAMED:
+                raise ValueError(
+                    f"{column}: it names no boxes, and those of digest {said.digest:.80} are not known here"
+                )
+            try:
+                places = msgspec.json.decode(said.places, type=_PLACES[column])
+            except ValueError as error:
+                raise ValueError(f"{column}: {error}") from error
+            if (digest := digest_of_boxes(column, places)) != said.digest:
+                raise ValueError(f"{column}: its boxes have digest {digest}, but it says {said.digest:.80}")
+            self._places = {**self._places, digest: places}  # another thread may list them
+        return self._places[said.digest]

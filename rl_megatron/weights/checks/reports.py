@@ -4,23 +4,41 @@ A worker reports a checksum of every box that its loader filled (`checksums_of`)
 ranks (`compare`). Some kernels convert a parameter to a private layout after the load, where no box is what was loaded.
 A server's first load tells such parameters apart from corrupted ones: a private one differs in all layers and experts,
 and the probe verifies it. From then on the list is fixed.
+
+Packs a rank's report for its way to the controller: checksums as columns, and what they are of by its digest.
+
+A rank has the same boxes at every push, so it names them to a controller that does not know their digest alone. Engines
+import this module: it needs numpy and torch alone.
+
+Computes checksums of the learner's boxes, as engines receive them.
+
+Adds up the checksums of boxes, which ranks report, to checksums of whole tensors.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
 from types import MappingProxyType
+from typing import Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rl_megatron.weights.boxes import Box, Shape, whole_box
-from rl_megatron.weights.checks.checksums import aligned, box_checksums, checksum, narrowed
+from rl_megatron.errors import CorruptionError
+from rl_megatron.weights.boxes import Box, Shape, volume, whole_box
+from rl_megatron.weights.checks.checksums import add, aligned, box_checksums, checksum, narrowed
 from rl_megatron.weights.checks.places import Held
+from rl_megatron.weights.layouts.layout import Layout
 
 BoxSum = tuple[str, str, Box, int]
 """Parameter, Hugging Face tensor, its box, and the checksum of the parameter's memory there."""
@@ -158,3 +176,147 @@ def fits(one: Held, tensor: Tensor) -> bool:
 def whole_words(one: Held, itemsize: int) -> bool:
     """Whether the box's columns are whole words, `narrowed`, so that checksums of its tensor's boxes add up."""
     return len(one.whole) < 2 or aligned(one.whole, one.box[1], min(itemsize, one.dtype.itemsize))
+
+
+REPORT_FORM = "2"
+"""A trainer takes what servers report in this form alone."""
+
+ReportColumn = Literal["rows", "read"]
+PlacedBox = tuple[str, str, Box] | tuple[str, Box]
+"""A row of a `Report` without its checksum."""
+
+
+def packed_report(report: Report, known: Collection[str]) -> dict[str, object]:
+    """The report as JSON. It names the boxes of a column unless their `digest_of_boxes` is ``known``; ``sums`` are
+    of 64 bits, little-endian, in base64."""
+    return {
+        "rows": _packed("rows", report.rows, known),
+        "read": _packed("read", report.read, known),
+        "seconds": report.seconds,
+        "window": report.window,
+    }
+
+
+@lru_cache(maxsize=16)  # of two columns of two models, before and after kinds are private
+def digest_of_boxes(column: ReportColumn, places: tuple[PlacedBox, ...]) -> str:
+    """256 bits that name the places of a column, as hexadecimal digits."""
+    return hashlib.blake2b(json.dumps([column, places]).encode(), digest_size=32).hexdigest()
+
+
+def _packed(column: ReportColumn, rows: Sequence[BoxSum] | Sequence[Read], known: Collection[str]) -> dict[str, object]:
+    ordered = sorted(rows)  # boxes may arrive in another order at each push
+    places = cast(tuple[PlacedBox, ...], tuple(row[:-1] for row in ordered))
+    digest, sums = digest_of_boxes(column, places), np.array([row[-1] for row in ordered], "<u8")
+    named = {} if digest in known else {"places": places}
+    return {"digest": digest, "sums": base64.b64encode(sums.tobytes()).decode(), **named}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """``place`` of a learner's ``param`` is ``box`` of Hugging Face tensor ``hf``, whose shape is ``whole``."""
+
+    param: str
+    place: Box
+    hf: str
+    box: Box
+    whole: Shape
+
+
+def sources_of(layout: Layout, hf: Layout) -> list[list[Source]]:
+    """The boxes that each learner rank checksums: those of which it is the first holder."""
+    shapes: Mapping[str, Shape] = hf.local_shapes(0)
+    out: list[list[Source]] = [[] for _ in range(layout.dims.world_size)]
+    for spec in layout.rows():
+        for chunk, slices in enumerate(layout.chunks(spec)):
+            for layer, stages in layout.layer_stages(spec).items():
+                for expert in range(layout.shape.num_experts if "{expert}" in spec.name else 1):
+                    ep = layout.expert_rank(spec, expert)
+                    rank = min(r for stage in stages for r in layout.ranks(spec, chunk, stage, ep))
+                    for one in slices:
+                        name, param = (n.format(layer=layer, expert=expert) for n in (one.hf, one.param))
+                        whole = shapes[name]
+                        out[rank].append(Source(param=param, place=one.box, hf=name, box=one.hf_box, whole=whole))
+    return out
+
+
+def sent_checksums(
+    sources: Sequence[Source], tensors: Mapping[str, Tensor], sent: Callable[[Source, Tensor], Tensor]
+) -> Report:
+    """Checksums of what engines receive of the learner's boxes: ``sent`` makes it of a box's values."""
+    started = time.perf_counter()
+    added: list[Source] = []
+
+    def boxes() -> Iterator[tuple[Tensor, Shape, tuple[int, ...]]]:
+        for one in sources:
+            box = sent(one, tensors[one.param].detach()[tuple(slice(low, high) for low, high in one.place)])
+            if add_up([one], box.dtype.itemsize):
+                added.append(one)
+                yield box, one.whole, tuple(low for low, _ in one.box)
+
+    sums = box_checksums(boxes())
+    rows = [(one.param, one.hf, one.box, found) for one, found in zip(added, sums, strict=True)]
+    return Report(rows=rows, seconds=time.perf_counter() - started)
+
+
+def add_up(sources: Sequence[Source], itemsize: int) -> bool:
+    """Whether all boxes are made of whole words, so that their checksums add up to those of the tensors."""
+    return all(len(one.whole) < 2 or aligned(one.whole, one.box[1], itemsize) for one in sources)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSums:
+    """Sums over the boxes of each tensor, a box that several ranks hold once: of checksums, and of elements.
+
+    ``torn`` are tensors of which two ranks hold other bytes in one box.
+    """
+
+    checksums: Mapping[str, int]
+    elements: Mapping[str, int]
+    torn: Collection[str]
+
+    def whole(self, name: str, shape: Shape) -> bool:
+        """Whether the boxes, which do not overlap, fill the tensor."""
+        return self.elements.get(name, 0) == prod(shape)
+
+    def equals(self, name: str, sealed: int) -> bool:
+        """Whether all ranks that hold a box of the tensor agree, and its checksum is the sealed one."""
+        return name not in self.torn and add(self.checksums.get(name, 0)) == sealed
+
+
+def sealed_by(reports: Sequence[Report], shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """Checksums of whole tensors, from the reports of the learner's ranks on their boxes.
+
+    Raises CorruptionError that names a tensor of which two ranks hold different bytes.
+    """
+    added = added_up(row[1:] for report in reports for row in report.rows)
+    if added.torn:
+        raise CorruptionError(
+            f"{min(added.torn)}: learner ranks hold different bytes of it, though they must hold the same"
+        )
+    return {name: add(sum_) for name, sum_ in added.checksums.items() if added.whole(name, shapes[name])}
+
+
+def largest_change(changes: Iterable[Mapping[str, tuple[float, float]]]) -> tuple[float, str] | None:
+    """The largest relative error of a quantised tensor, in Frobenius norms, and its name; None if none is quantised.
+
+    ``changes`` are squared norms of boxes and of what quantising changed in them (`Report.changes`).
+    """
+    sums: dict[str, tuple[float, float]] = {}
+    for one in changes:
+        for name, (squares, errors) in one.items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = before[0] + squares, before[1] + errors
+    found = (((errors / squares) ** 0.5 if squares else 0.0, name) for name, (squares, errors) in sums.items())
+    return max(found, default=None)
+
+
+def added_up(rows: Iterable[Read]) -> TensorSums:
+    """Add up the checksums of boxes, by tensor."""
+    boxes: dict[tuple[str, Box], int] = {}
+    torn = {hf for hf, box, sum_ in rows if boxes.setdefault((hf, box), sum_) != sum_}
+    checksums, elements = dict[str, int](), dict[str, int]()
+    volumes = {box: volume(box) for _, box in boxes}  # of the few that differ
+    for (hf, box), sum_ in boxes.items():
+        checksums[hf] = checksums.get(hf, 0) + sum_
+        elements[hf] = elements.get(hf, 0) + volumes[box]
+    return TensorSums(checksums=checksums, elements=elements, torn=torn)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from rl_megatron.weights.boxes import Box, whole_box
 from rl_megatron.weights.bytes.dtypes import DType
-from rl_megatron.weights.formats.block_scales import BLOCK
-from rl_megatron.weights.formats.schemes import Quantised
+from rl_megatron.weights.formats.schemes import BLOCK, Quantised
 
 _E2M1 = torch.tensor([sign * x for sign in (1, -1) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
 _FP8 = torch.float8_e4m3fn

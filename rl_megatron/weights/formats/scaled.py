@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.boxes import Box, Shape
-from rl_megatron.weights.formats.block_scales import BLOCK, SCALES, is_quantised
+from rl_megatron.weights.formats.schemes import BLOCK, SCALES, is_quantised
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Slice, coordinates
 
 

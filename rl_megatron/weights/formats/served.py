@@ -20,7 +20,6 @@ from torch import Tensor
 from rl_megatron.errors import SyncError
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.dtypes import DType
-from rl_megatron.weights.formats.block_scales import SCALES, is_quantised, quantization_config
 from rl_megatron.weights.formats.quantise import (
     LARGEST_FP8,
     LARGEST_INT8,
@@ -33,6 +32,7 @@ from rl_megatron.weights.formats.quantise import (
     to_int8,
 )
 from rl_megatron.weights.formats.scaled import BLOCKS, Blocks
+from rl_megatron.weights.formats.schemes import SCALES, is_quantised, quantization_config
 
 _BAND = 2**24  # elements that are widened at once
 

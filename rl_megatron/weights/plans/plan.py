@@ -2,18 +2,25 @@
 
 A plan is symbolic. One `Stretch` stands for all layers and experts of a table's row that have the same holders and the
 same destinations; a process expands only what it sends and receives itself.
+
+Plans moves into whole copies of a model, each of which the processes of a node write together. No torch.
+
+Converts a plan to and from JSON, for processes that receive it: lists of a Plan's fields, in their order.
+
+The order in which each process receives a plan's layers: one after the other, so that it need not hold them all.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from rl_megatron.errors import WeightError
-from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.layout import Layout, Slice
 from rl_megatron.weights.plans.groups import stretches_between
 from rl_megatron.weights.plans.transfers import Stretch, Transfer
 
@@ -144,3 +151,110 @@ def _level(loads: Sequence[int], size: int, count: int) -> list[int]:
     for i in sorted(order, key=lambda i: (loads[i] + shares[i] * size, i))[:rest]:
         shares[i] += 1
     return shares
+
+
+def plan_into_copies(src: Layout, dst: Layout, writers: Sequence[Sequence[int]]) -> Plan:
+    """The plan into a copy of ``dst``, a layout of one rank, for each group of ``writers``, which are ranks of ``src``.
+
+    A box's rows are shared out over the writers of a group that hold it and so copy them, or, if none does, over all
+    of the group: then they come from the holder with the fewest elements to send. So a group receives what no writer of
+    it holds, once. A rank is in one group at most. Raises WeightError as `plan` does.
+    """
+    drafts: list[Stretch] = []
+    for stretch in stretches_between(src, dst, {0: 0}):
+        drafts += _shared_out(stretch, writers, turn=len(drafts))
+    return dealt(drafts, src.dims.world_size)
+
+
+def _shared_out(stretch: Stretch, writers: Sequence[Sequence[int]], turn: int) -> Iterator[Stretch]:
+    """The stretch cut along dim 0, each part into one writer of every group; small ones go to writers in turn."""
+    held = [[rank for rank in group if rank in stretch.holders] for group in writers]
+    (start, stop), *rest = stretch.box
+    most = max(len(mine or group) for mine, group in zip(held, writers, strict=True))
+    parts = max(1, min(most, stop - start, stretch.size // SMALLEST_CUT))
+    edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
+    for i, (low, high) in enumerate(pairwise(edges), start=turn):
+        yield replace(
+            stretch,
+            box=((low, high), *rest),
+            local=tuple(sorted(mine[i % len(mine)] for mine in held if mine)),
+            remote=tuple(sorted(group[i % len(group)] for mine, group in zip(held, writers, strict=True) if not mine)),
+        )
+
+
+def to_json(moves: Plan) -> list[Any]:
+    """The plan as lists that `from_json` reads."""
+    return [
+        [b.box, _row(b.wanted), b.layers, b.experts, b.holders, [_row(h) for h in b.held], b.local, b.remote, b.bounds]
+        for b in moves.stretches
+    ]
+
+
+def from_json(said: Any) -> Plan:
+    """The plan in JSON. Raises WeightError if it is not a plan."""
+    try:
+        return Plan(stretches=tuple(_stretch(*row) for row in said))
+    except (TypeError, ValueError) as error:
+        raise WeightError(f"rank 0 sent something that is not a plan of weights: {error}") from error
+
+
+def _row(one: Slice) -> list[Any]:
+    return [one.hf, one.hf_box, one.param, one.shape, one.box]
+
+
+def _stretch(
+    box: Any, wanted: Any, layers: Any, experts: Any, holders: Any, held: Any, local: Any, remote: Any, bounds: Any
+) -> Stretch:
+    return Stretch(
+        box=_box(box),
+        wanted=_slice(*wanted),
+        layers=_numbers(layers),
+        experts=_numbers(experts),
+        holders=_numbers(holders),
+        held=tuple(_slice(*one) for one in held),
+        local=_numbers(local),
+        remote=_numbers(remote),
+        bounds=_numbers(bounds),
+    )
+
+
+def _slice(hf: Any, hf_box: Any, param: Any, shape: Any, box: Any) -> Slice:
+    return Slice(hf=str(hf), hf_box=_box(hf_box), param=str(param), shape=_numbers(shape), box=_box(box))
+
+
+def _box(said: Any) -> tuple[tuple[int, int], ...]:
+    return tuple((int(low), int(high)) for low, high in said)
+
+
+def _numbers(said: Any) -> tuple[int, ...]:
+    return tuple(int(number) for number in said)
+
+
+class Turns:
+    """The turn in which each process receives each layer; what belongs to no layer comes in turn 0.
+
+    Of processes that receive the same layers each begins with another, so that all pipeline stages, and all replicas
+    that have their share of the layers to send, begin at once. Equal on every process.
+    """
+
+    def __init__(self, moves: Plan) -> None:
+        layers: defaultdict[int, set[int]] = defaultdict(set)
+        for some, processes in {(one.layers, one.remote) for one in moves.stretches if one.in_layers}:
+            for process in processes:
+                layers[process].update(some)
+        alike: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+        for process in sorted(layers):
+            alike[tuple(sorted(layers[process]))].append(process)
+        self._places: dict[int, dict[int, int]] = {}  # by process: the place of a layer among its layers
+        self._starts: dict[int, int] = {}
+        for order, same in alike.items():
+            places = {layer: i for i, layer in enumerate(order)}
+            for i, process in enumerate(same):
+                self._places[process], self._starts[process] = places, len(order) * i // len(same)
+
+    def of(self, moved: Transfer) -> int:
+        """The turn of a transfer between processes."""
+        if moved.layer is None:
+            return 0
+        places = self._places[moved.dst_rank]
+        return 1 + (places[moved.layer] - self._starts[moved.dst_rank]) % len(places)

@@ -16,8 +16,7 @@ from typing_extensions import override
 
 from rl_megatron.errors import ReplicasLost, SyncError
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report, seconds_waited
-from rl_megatron.weights.checks.whole import largest_change
+from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report, largest_change, seconds_waited
 from rl_megatron.weights.layouts.recorded import Boxes, shared
 from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.servers.delivery import Deliver, Delivered, Delivery, with_error

@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.boxes import Shape
-from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report, seconds_waited
-from rl_megatron.weights.checks.whole import sealed_by
+from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report, sealed_by, seconds_waited
 from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.servers.delivery import Deliver, Delivered, Delivery, with_error
 

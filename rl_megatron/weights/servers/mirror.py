@@ -29,8 +29,7 @@ from rl_megatron.weights.boxes import Shape, whole_box
 from rl_megatron.weights.bytes.bits import dtype_of
 from rl_megatron.weights.bytes.mapped import MappedFile, header_bytes, read_header
 from rl_megatron.weights.checks.checksums import checksum
-from rl_megatron.weights.checks.reports import Report
-from rl_megatron.weights.checks.whole import largest_change
+from rl_megatron.weights.checks.reports import Report, largest_change
 from rl_megatron.weights.formats.hf_folder import config_text
 from rl_megatron.weights.formats.served import Format, Stored, stored
 from rl_megatron.weights.layouts.tables.drafts import holds_draft

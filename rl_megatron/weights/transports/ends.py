@@ -27,9 +27,8 @@ from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.hashing import PIECE_BYTES, bytes_of, digest, tensor_digests
 from rl_megatron.weights.checks.reports import kind_of
 from rl_megatron.weights.formats.at_sender import Quantiser
-from rl_megatron.weights.plans.plan import Plan
+from rl_megatron.weights.plans.plan import Plan, Turns
 from rl_megatron.weights.plans.transfers import Transfer
-from rl_megatron.weights.plans.turns import Turns
 from rl_megatron.weights.transports.buckets import Bucket, BucketPart, cut_into_buckets
 from rl_megatron.weights.transports.words import Peers
 

@@ -18,13 +18,11 @@ from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.boxes import volume
 from rl_megatron.weights.checks.checksums import narrowed
 from rl_megatron.weights.checks.places import Held
-from rl_megatron.weights.checks.reports import Report
-from rl_megatron.weights.checks.sources import Source, sent_checksums
+from rl_megatron.weights.checks.reports import Report, Source, sent_checksums
 from rl_megatron.weights.formats.at_sender import Quantiser
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.plans.carriers import Place, carried_plan, carriers_of
-from rl_megatron.weights.plans.json_form import from_json, to_json
-from rl_megatron.weights.plans.plan import Plan, plan
+from rl_megatron.weights.plans.plan import Plan, from_json, plan, to_json
 from rl_megatron.weights.transports import carried
 from rl_megatron.weights.transports.buckets import Bucket
 from rl_megatron.weights.transports.commit import Transport

@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_megatron.algorithms.kl import divergence
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
-from rl_megatron.learner.chosen import logits_of, top_tokens
+from rl_megatron.learner.heads import logits_of, top_tokens
 from tests.property.test_losses_metrics import batch
 from tests.rows import policy_loss
 

@@ -15,8 +15,7 @@ from pydantic import TypeAdapter
 from rl_megatron.columns import ColumnWriter
 from rl_megatron.data.problems.files import read_records
 from rl_megatron.errors import DataError
-from rl_megatron.rollout.batch import Drawn, Waiting
-from rl_megatron.rollout.ledger import LedgerState
+from rl_megatron.rollout.batch import Drawn, LedgerState, Waiting
 from rl_megatron.rollout.stream import StreamState
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.types import Prompt

@@ -12,9 +12,8 @@ import pytest
 
 from rl_megatron.config.sections.data import FileRunData
 from rl_megatron.config.sections.teachers import TeacherSection
-from rl_megatron.data.pairs import Pair
 from rl_megatron.data.problems.prompts import load_prompts
-from rl_megatron.data.samples import WrittenRow
+from rl_megatron.data.samples import Pair, WrittenRow
 from rl_megatron.environments.protocol import Observed
 from rl_megatron.errors import DataError
 from rl_megatron.models.tiny import byte_tokenizer

@@ -12,14 +12,14 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from rl_megatron.config.sections.data import FileRunData
-from rl_megatron.data.pairs import answer_pairs, scored_pairs, with_margins
 from rl_megatron.data.problems.mixture import OLDER_DIGESTS, DigestOf, digest_of_prompts
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts, wrong
 from rl_megatron.data.problems.rendering import Problem
+from rl_megatron.data.samples import answer_pairs, scored_pairs, with_margins
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.rewards.classifiers.texts import ClassifierTexts
+from rl_megatron.rewards.classifiers.in_process import ClassifierTexts
 from rl_megatron.rollout.conversation.forms import check_answers, check_texts
 from rl_megatron.rollout.conversation.pairs import paired_answers, paired_texts
 from rl_megatron.rollout.conversation.written import WrittenConversations

@@ -13,8 +13,7 @@ from rl_megatron.data.routes import decode_routes, encode_routes
 from rl_megatron.data.samples import select, to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
-from rl_megatron.rollout.batch import Answered, Drawn, Waiting
-from rl_megatron.rollout.ledger import LedgerState
+from rl_megatron.rollout.batch import Answered, Drawn, LedgerState, Waiting
 from rl_megatron.rollout.stream import StreamState
 from rl_megatron.types import Prompt, RolloutGroup, Routes
 from tests.completions import completion

@@ -15,7 +15,6 @@ import pytest
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import FileRunData, MixtureData
-from rl_megatron.data.pairs import answer_pairs
 from rl_megatron.data.problems import parquet, pool
 from rl_megatron.data.problems.file_rows import file_rows
 from rl_megatron.data.problems.leaks import digests_of, hashes_of, spaced
@@ -23,7 +22,7 @@ from rl_megatron.data.problems.parquet import ParquetRows
 from rl_megatron.data.problems.pool import Pool
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
-from rl_megatron.data.samples import supervised_rows
+from rl_megatron.data.samples import answer_pairs, supervised_rows
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.conversation.forms import check_answers

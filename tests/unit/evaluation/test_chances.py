@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from bench.intervals import nearest
-from rl_megatron.evaluation.bounds import share_interval
-from rl_megatron.evaluation.chances import chance_interval
-from rl_megatron.evaluation.figures import all_at, majority, pass_at
+from rl_megatron.evaluation.figures import all_at, chance_interval, majority, pass_at, share_interval
 from rl_megatron.observability.intervals import Interval, beta_quantile
 
 SETS = 2000

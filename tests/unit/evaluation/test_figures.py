@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rl_megatron.evaluation.bounds import difference_interval, share_interval
-from rl_megatron.evaluation.figures import all_at, majority, pass_at
+from rl_megatron.evaluation.figures import all_at, difference_interval, majority, pass_at, share_interval
 from rl_megatron.evaluation.results import draws_of
 
 SETS = 2000

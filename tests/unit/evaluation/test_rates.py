@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rl_megatron.evaluation.bounds import share_interval
-from rl_megatron.evaluation.chances import chance_interval
-from rl_megatron.evaluation.rates import FEW, beta_quantiles, rate_interval
+from rl_megatron.evaluation.figures import FEW, beta_quantiles, chance_interval, rate_interval, share_interval
 
 SETS = 2000
 

@@ -21,9 +21,7 @@ from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.problems.prompts import load_held_out, load_prompts
 from rl_megatron.errors import ConfigError
-from rl_megatron.evaluation.bounds import share_interval
-from rl_megatron.evaluation.chances import chance_interval
-from rl_megatron.evaluation.rates import rate_interval
+from rl_megatron.evaluation.figures import chance_interval, rate_interval, share_interval
 from rl_megatron.evaluation.sets import ProblemSet, measure, row_of
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.limits import limits_of

@@ -26,7 +26,7 @@ from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.rollout.servers.adapter import Command, StartOptions
 from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
 from rl_megatron.weights.checks.checksums import checksum
-from rl_megatron.weights.checks.whole import sealed_by
+from rl_megatron.weights.checks.reports import sealed_by
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.servers.leftovers import in_use
 from tests.family_models import save_model

@@ -24,7 +24,7 @@ from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, DataError
-from rl_megatron.evaluation.bounds import difference_interval, share_interval
+from rl_megatron.evaluation.figures import difference_interval, share_interval
 from rl_megatron.evaluation.results import WHOLE, paired_figures, read_results
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
 from tests.savings import Shards

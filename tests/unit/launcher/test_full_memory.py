@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.wire.setup import Setup
+from launcher.wire.greetings import Setup
 from launcher.worker.memory import remember, telling_of_memory
 from launcher.worker.process import _machines
 from rl_megatron.config.io import load_config

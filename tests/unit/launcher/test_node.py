@@ -19,7 +19,7 @@ import pytest
 from launcher.wire import channel, messages
 from launcher.wire.greetings import Call, Hello, Muster
 from launcher.worker import forking
-from rl_megatron.placement.cores import shares_of_cores
+from rl_megatron.placement.ranks import shares_of_cores
 
 TOKEN = b"t" * channel.TOKEN_BYTES
 NODE = """

@@ -13,7 +13,7 @@ import pytest
 
 from launcher.processes.environment import of_one_order
 from launcher.wire import messages
-from launcher.wire.setup import Setup
+from launcher.wire.greetings import Setup
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import make_tiny_model

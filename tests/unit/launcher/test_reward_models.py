@@ -18,8 +18,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.placement.nodes import beside
-from rl_megatron.placement.ranks import ranks_by_role
+from rl_megatron.placement.ranks import beside, ranks_by_role
 from rl_megatron.rewards.classifiers.on_ranks import scored_here
 from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.rewards.scoring import score

@@ -22,8 +22,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.nodes import made_up_nodes
-from rl_megatron.placement.ranks import placement_of
+from rl_megatron.placement.ranks import made_up_nodes, placement_of
 from rl_megatron.placement.seats import seats_of
 from tests.unit.launcher.test_memory import RECIPES
 

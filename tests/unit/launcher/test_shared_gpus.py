@@ -8,12 +8,11 @@ import pytest
 
 from launcher.preflight import job_memory
 from launcher.preflight.subject import Subject
-from launcher.wire.setup import Setup
+from launcher.wire.greetings import Setup
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.nodes import made_up_nodes
-from rl_megatron.placement.ranks import placement_of
+from rl_megatron.placement.ranks import made_up_nodes, placement_of
 from rl_megatron.placement.seats import beside_ranks, seats_of
 from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.memory import check_memory, footprints, fullest

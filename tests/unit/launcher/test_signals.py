@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from launcher.processes.signals import until_signalled
+from launcher.processes.parent import until_signalled
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.config.sections.reward import RewardModelSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.rewards.classifiers.texts import classifier_texts
+from rl_megatron.rewards.classifiers.in_process import classifier_texts
 from rl_megatron.weights.formats.hf_folder import copy_companions
 
 TEMPLATE = (

@@ -19,7 +19,7 @@ from launcher.controller.handle import WorkerHandle
 from launcher.controller.rank_process import Ending
 from launcher.processes import limits
 from launcher.wire import messages
-from launcher.wire.setup import Setup
+from launcher.wire.greetings import Setup
 from launcher.worker.models import RankModels
 from launcher.worker.process import say_alive, telling
 from rl_megatron.errors import CheckpointError, RLMegatronError, SyncError, WorkerDied

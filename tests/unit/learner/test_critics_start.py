@@ -12,7 +12,7 @@ import torch
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from launcher.preflight.model_files import check
 from launcher.preflight.subject import Subject
-from launcher.wire.setup import Setup
+from launcher.wire.greetings import Setup
 from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection

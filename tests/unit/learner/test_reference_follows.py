@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
-from launcher.wire.setup import Setup
+from launcher.wire.greetings import Setup
 from launcher.worker.models import RankModels
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.io import load_config

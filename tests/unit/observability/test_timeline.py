@@ -9,8 +9,8 @@ import pytest
 
 from rl_megatron.observability import activity
 from rl_megatron.observability.timeline import ranks, spans
-from rl_megatron.observability.timeline.clock import DRIFT, Clock
 from rl_megatron.observability.timeline.ranks import RankTimed
+from rl_megatron.observability.timeline.spans import DRIFT, Clock
 
 MS = 1_000_000  # nanoseconds
 

@@ -21,8 +21,7 @@ from bench.streaming import GROUP, MEAN, MOST, PROMPTS, SERVERS, SLOTS, TOKEN_SE
 from rl_megatron.config.sections.rollout import RolloutSection, RunningRequests, ServerSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.trajectories import single_turns
-from rl_megatron.rollout.batch import Answered, Drawn
-from rl_megatron.rollout.ledger import Ledger
+from rl_megatron.rollout.batch import Answered, Drawn, Ledger
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.rollout.stream import Stream

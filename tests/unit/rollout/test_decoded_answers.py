@@ -25,9 +25,8 @@ from rl_megatron.rollout.servers.http import Server
 from rl_megatron.rollout.servers.sglang import answer as sglang
 from rl_megatron.rollout.servers.vllm import answer as vllm
 from rl_megatron.rollout.servers.vllm.adapter import _NEEDED
-from rl_megatron.weights.checks.packed import REPORT_FORM, packed_report
-from rl_megatron.weights.checks.reports import Report
-from rl_megatron.weights.checks.unpacked import ReportReader
+from rl_megatron.weights.checks.compare import ReportReader
+from rl_megatron.weights.checks.reports import REPORT_FORM, Report, packed_report
 
 Columns = Callable[[bytes], tuple[Any, Any]]
 READ: dict[str, Callable[[bytes], list[SampledColumns]]] = {"vllm": vllm.read_sampled, "sglang": sglang.read_sampled}

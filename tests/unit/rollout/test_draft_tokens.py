@@ -26,8 +26,7 @@ from rl_megatron.rollout.servers.sglang import drafts as sglang_drafts
 from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
 from rl_megatron.rollout.servers.vllm import drafts
 from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
-from rl_megatron.weights.checks.packed import packed_report
-from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.reports import Report, packed_report
 from tests.unit.rollout.test_engine_routes import ASKED, OPTIONS
 from tests.unit.rollout.test_engine_servers import Fake, Words, engine_of, push, running
 from tests.unit.rollout.test_running_requests import Asked

@@ -30,8 +30,8 @@ from rl_megatron.rollout.servers.engine_token import VARIABLE, authorization
 from rl_megatron.rollout.servers.gauges import GaugesInTurn
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest
+from rl_megatron.weights.checks.compare import ReportReader
 from rl_megatron.weights.checks.reports import Report
-from rl_megatron.weights.checks.unpacked import ReportReader
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.servers.mirror import Mirror
 from tests.unit.rollout.test_local_engine import request

@@ -20,8 +20,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest, Span
-from rl_megatron.weights.checks.packed import packed_report
-from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.reports import Report, packed_report
 from tests.unit.rollout.endpoint.serving import ASK, Saying, episode
 from tests.unit.rollout.test_engine_routes import ASKED
 from tests.unit.rollout.test_engine_servers import REQUEST, Fake, engine_of, push, running

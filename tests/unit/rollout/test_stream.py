@@ -19,8 +19,7 @@ import pytest
 
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import CheckpointError
-from rl_megatron.rollout.batch import Answered, Drawn, Waiting
-from rl_megatron.rollout.ledger import Ledger, LedgerState, lines_of
+from rl_megatron.rollout.batch import Answered, Drawn, Ledger, LedgerState, Waiting, lines_of
 from rl_megatron.rollout.stream import Stream, StreamState
 from rl_megatron.types import Chain, RolloutGroup, Span, Trajectory, Turn
 from tests.streams import PROMPTS, Source, stream_over

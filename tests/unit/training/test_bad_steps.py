@@ -26,9 +26,8 @@ from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.jobs.rl import Reinforcement
-from rl_megatron.training.jobs.supervised import FineTuning, SupervisedSteps
 from rl_megatron.training.jobs.warm_start import WarmStart
-from rl_megatron.training.jobs.written import Unit, WrittenJob
+from rl_megatron.training.jobs.written import FineTuning, SupervisedSteps, Unit, WrittenJob
 from rl_megatron.training.measures import Made
 from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.types import (

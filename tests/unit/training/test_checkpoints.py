@@ -28,7 +28,7 @@ from rl_megatron.digests import Digest
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
 from rl_megatron.observability.metrics.table import deterministic
-from rl_megatron.rollout.ledger import Ledger
+from rl_megatron.rollout.batch import Ledger
 from rl_megatron.training import checkpoints
 from rl_megatron.training.checkpoints import CheckpointStore, Saved, TrainerState
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of

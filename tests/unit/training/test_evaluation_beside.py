@@ -23,8 +23,8 @@ from rl_megatron.observability.metrics.writer import MetricsWriter
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.rollout.beside_training import LAST, BesideTraining
-from rl_megatron.rollout.by_source import SamplerBySource
 from rl_megatron.rollout.policy_sampler import PolicySampler
+from rl_megatron.rollout.sampler import SamplerBySource
 from rl_megatron.training.beside import EvaluationBeside
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.types import Completion, GenerationRequest, Prompt, Span

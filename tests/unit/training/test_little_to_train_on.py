@@ -21,9 +21,8 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
-from rl_megatron.rollout.batch import Answered, Drawn, Reason
-from rl_megatron.rollout.by_source import SamplerBySource
-from rl_megatron.rollout.ledger import Ledger
+from rl_megatron.rollout.batch import Answered, Drawn, Ledger, Reason
+from rl_megatron.rollout.sampler import SamplerBySource
 from rl_megatron.training.checkpoints import CheckpointStore
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of

@@ -22,9 +22,16 @@ from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.observability import progress
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.jobs import written
-from rl_megatron.training.jobs.supervised import FineTuning, HeldOutLoss, SupervisedSteps
 from rl_megatron.training.jobs.warm_start import answers
-from rl_megatron.training.jobs.written import Unit, UnitsOf, WrittenJob, held_out_parts
+from rl_megatron.training.jobs.written import (
+    FineTuning,
+    HeldOutLoss,
+    SupervisedSteps,
+    Unit,
+    UnitsOf,
+    WrittenJob,
+    held_out_parts,
+)
 from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.types import ParallelDims, Prompt
 from tests.unit.training.test_bad_steps import MADE, Kept

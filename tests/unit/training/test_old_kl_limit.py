@@ -13,7 +13,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
-from rl_megatron.training.schedule import learning_rate
+from rl_megatron.training.optimizer_steps import learning_rate
 from rl_megatron.training.update import Update
 from tests.toy_roles import VOCABULARY, Toy, table
 from tests.unit.training.plain_update import PlainUpdate

@@ -16,7 +16,7 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.scaling.memory import footprints
-from rl_megatron.training.jobs.pairs import Preferences
+from rl_megatron.training.jobs.written import Preferences
 from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.types import ParallelDims
 from tests.rows import pair_loss

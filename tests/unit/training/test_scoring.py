@@ -20,8 +20,8 @@ from launcher.wire import messages
 from rl_megatron.config.beside import frozen_folders
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.gathered import as_seen
 from rl_megatron.data.held import HeldRows
+from rl_megatron.data.samples import as_seen
 from rl_megatron.interfaces import Pass, Roles
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.measures import Measured

@@ -19,8 +19,8 @@ from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.observability import progress
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.jobs import warm_start as warm_starts
-from rl_megatron.training.jobs.supervised import SupervisedSteps
 from rl_megatron.training.jobs.warm_start import Targets, WarmStart, answers
+from rl_megatron.training.jobs.written import SupervisedSteps
 from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.types import ParallelDims, Prompt
 from tests.unit.training.test_bad_steps import MADE, Kept

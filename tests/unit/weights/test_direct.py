@@ -24,7 +24,7 @@ from rl_megatron.errors import ConfigError, ReplicasLost, SyncError, WeightError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
 from rl_megatron.weights.layouts.recorded import Boxes
-from rl_megatron.weights.plans.json_form import from_json
+from rl_megatron.weights.plans.plan import from_json
 from rl_megatron.weights.servers.direct import DirectDelivery
 from rl_megatron.weights.servers.file import FileDelivery
 from rl_megatron.weights.servers.mirror import Mirror

@@ -13,8 +13,7 @@ import pytest
 from rl_megatron.errors import CorruptionError
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.checks.compare import Comparison, compare
-from rl_megatron.weights.checks.reports import Report
-from rl_megatron.weights.checks.whole import sealed_by
+from rl_megatron.weights.checks.reports import Report, sealed_by
 from rl_megatron.weights.servers import trust
 from rl_megatron.weights.servers.probe import Probe
 from rl_megatron.weights.servers.trust import Trust

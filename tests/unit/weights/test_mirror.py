@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from rl_megatron.errors import SyncError
 from rl_megatron.weights.checks.checksums import checksum
-from rl_megatron.weights.checks.whole import sealed_by
+from rl_megatron.weights.checks.reports import sealed_by
 from rl_megatron.weights.servers.mirror import Mirror, read, seal, seal_of
 
 SHAPES = {"a.weight": (3, 4), "b.bias": (5,)}

@@ -25,8 +25,8 @@ from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.verify import verify
-from rl_megatron.weights.formats.block_scales import BLOCK, is_quantised
 from rl_megatron.weights.formats.quantise import dequantise, quantise
+from rl_megatron.weights.formats.schemes import BLOCK, is_quantised
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE

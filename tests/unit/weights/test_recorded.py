@@ -12,11 +12,9 @@ from torch import Tensor
 
 from rl_megatron.errors import WeightError
 from rl_megatron.weights.checks.checksums import checksum
-from rl_megatron.weights.checks.compare import compare
-from rl_megatron.weights.checks.packed import packed_report
+from rl_megatron.weights.checks.compare import ReportReader, compare
 from rl_megatron.weights.checks.places import record
-from rl_megatron.weights.checks.reports import Report, checksums_of, kind_of
-from rl_megatron.weights.checks.unpacked import ReportReader
+from rl_megatron.weights.checks.reports import Report, checksums_of, kind_of, packed_report
 
 HIDDEN, WIDTH, EXPERTS, TP = 8, 12, 3, 2
 SHAPES = {

@@ -19,12 +19,12 @@ from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checks.checksums import checksum
-from rl_megatron.weights.checks.whole import sealed_by
+from rl_megatron.weights.checks.reports import sealed_by
 from rl_megatron.weights.formats import served as served_formats
 from rl_megatron.weights.formats.at_sender import at_sender
-from rl_megatron.weights.formats.block_scales import is_quantised
 from rl_megatron.weights.formats.quantise import dequantise, divide
 from rl_megatron.weights.formats.scaled import BLOCKS, with_scales
+from rl_megatron.weights.formats.schemes import is_quantised
 from rl_megatron.weights.formats.served import FORMATS, stored
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 from rl_megatron.weights.servers.mirror import Mirror, dtypes, read, seal, shapes

@@ -20,8 +20,7 @@ from rl_megatron.errors import CorruptionError, ReplicasLost, SyncError
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Scores, Want, WeightUpdate
 from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.checks.places import Held
-from rl_megatron.weights.checks.reports import NO_KINDS, Beside, BoxSum, Kinds, Report, not_private
-from rl_megatron.weights.checks.whole import sealed_by
+from rl_megatron.weights.checks.reports import NO_KINDS, Beside, BoxSum, Kinds, Report, not_private, sealed_by
 from rl_megatron.weights.servers.delivery import Delivered
 from rl_megatron.weights.servers.direct import DirectDelivery
 from rl_megatron.weights.servers.file import FileDelivery

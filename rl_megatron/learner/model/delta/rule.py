@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_megatron.learner.model.delta.chunks import Chunks
 from rl_megatron.learner.model.kernels.fused import from_slots, into_slots
-from rl_megatron.models.delta_rule import by_chunks
+from rl_megatron.models.delta import by_chunks
 
 
 def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:

@@ -18,8 +18,8 @@ from rl_megatron.rollout.servers.embedded import wire
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.boxes import Box
+from rl_megatron.weights.checks.compare import ReportReader
 from rl_megatron.weights.checks.reports import Report
-from rl_megatron.weights.checks.unpacked import ReportReader
 from rl_megatron.weights.layouts.recorded import Boxes
 
 

@@ -36,8 +36,7 @@ from rl_megatron.rollout.servers.engine_token import EngineToken
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.checks.checksums import checksum
-from rl_megatron.weights.checks.packed import packed_report
-from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.reports import Report, packed_report
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.servers import mirror
 

@@ -47,8 +47,8 @@ from rl_megatron.rollout.servers.sglang.options import (
 )
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 from rl_megatron.weights.boxes import Box
+from rl_megatron.weights.checks.compare import ReportReader
 from rl_megatron.weights.checks.reports import Report, of_one_rank
-from rl_megatron.weights.checks.unpacked import ReportReader
 from rl_megatron.weights.layouts.recorded import Boxes
 
 T = TypeVar("T")

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import RLMegatronError, WeightError
-from rl_megatron.weights.checks.packed import packed_report
 from rl_megatron.weights.checks.places import Held, record
-from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, not_private
+from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, not_private, packed_report
 from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.transports.engine_ends import Receiver, one_thread
 from rl_megatron.weights.transports.joined import Rendezvous

@@ -43,9 +43,8 @@ from rl_megatron.rollout.servers.vllm.options import (
 )
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 from rl_megatron.weights.boxes import Box
-from rl_megatron.weights.checks.packed import REPORT_FORM
-from rl_megatron.weights.checks.reports import Report
-from rl_megatron.weights.checks.unpacked import ReportReader
+from rl_megatron.weights.checks.compare import ReportReader
+from rl_megatron.weights.checks.reports import REPORT_FORM, Report
 from rl_megatron.weights.layouts.recorded import Boxes
 
 T = TypeVar("T")

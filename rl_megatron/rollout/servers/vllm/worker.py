@@ -34,9 +34,16 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 from rl_megatron.errors import WeightError
 from rl_megatron.rollout.servers.vllm.rejection import repair
 from rl_megatron.rollout.servers.vllm.window import Window
-from rl_megatron.weights.checks.packed import REPORT_FORM, packed_report
 from rl_megatron.weights.checks.places import Held, record
-from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, not_private, of_one_rank
+from rl_megatron.weights.checks.reports import (
+    REPORT_FORM,
+    Beside,
+    Report,
+    checksums_of,
+    not_private,
+    of_one_rank,
+    packed_report,
+)
 from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.transports.engine_ends import Receiver
 from rl_megatron.weights.transports.joined import Rendezvous
