@@ -97,7 +97,7 @@ def show(engines: Sequence[Path] = ()) -> None:
     console.print(f"machine: {platform.platform()}, Python {platform.python_version()}, {cores} cores")
     console.print(limits.describe_open_files())
     console.print(_learner())
-    console.print(_sandboxes())
+    console.print(_sandbox())
     try:
         import torch
     except (ImportError, OSError) as error:  # a library of it that is not there is an OSError
@@ -115,17 +115,16 @@ def show(engines: Sequence[Path] = ()) -> None:
     console.print(f"CUDA {torch.version.cuda}: {', '.join(names)}; learner.device=cuda over NCCL")
 
 
-def _sandboxes() -> str:
-    """Which kinds of sandboxes work here, by a trial of each that needs no server of the user's."""
-    from rl_megatron.sandbox.docker import why_no_docker
-    from rl_megatron.sandbox.subprocess import why_unfenced
+def _sandbox() -> str:
+    """Says whether this machine can fence programs, by a trial."""
+    from rl_megatron.sandbox.subprocess import find_bubblewrap, why_unfenced
 
     why = asyncio.run(why_unfenced())
     fences = why or (
-        "fences a program's files, network, processes and system calls by namespaces and seccomp; limits its time, "
-        "memory, processes, output and files"
+        f"{find_bubblewrap()} fences a program's files, network, processes and system calls; its time, memory, "
+        "processes, output and files are limited"
     )
-    return f"sandbox.type=subprocess: {fences}\nsandbox.type=docker: {asyncio.run(why_no_docker())}"
+    return f"sandbox.type=subprocess: {fences}"
 
 
 def _learner() -> str:

@@ -73,7 +73,7 @@ def _sandbox(subject: Subject) -> Iterator[Found]:
         kind = note if section.allow_unfenced else problem
         yield kind(why)
     else:
-        yield fact("the sandbox fences programs by namespaces")
+        yield fact("the sandbox fences programs by bubblewrap")
 
 
 def _environment(subject: Subject, key: str, section: EnvironmentSection) -> Iterator[Found]:

@@ -50,6 +50,11 @@ REMOVED: Mapping[str, Removed] = {
         "gradients are computed once the batch is whole; train.max_staleness overlaps them"
     ),
     "slurm.engines.no_kill": Removed("a job that loses a node is requeued, and resumes from its last checkpoint"),
+    "sandbox.cpu_seconds": Removed("a program may take sandbox.seconds of processor time", fixed=(10.0,)),
+    "sandbox.files_mb": Removed("a program's files may take 64 MiB", fixed=(64,)),
+    "sandbox.image": Removed("set sandbox.type=remote, whose server runs the container"),
+    "sandbox.output_kb": Removed("a program may print 64 KiB", fixed=(64,)),
+    "sandbox.processes": Removed("a program may have 16 processes", fixed=(16,)),
 }
 """By dotted key, sorted; ``*`` is the name of an entry of a mapping, and a section stands for all keys in it."""
 
@@ -61,6 +66,7 @@ VALUES: Mapping[tuple[str, str], str] = {
     ("environment.function", "openenv"): f"openenv_episodes:OpenEnv {_EXAMPLE}",
     ("environment.function", "reasoning_gym"): f"reasoning_gym_problems:ReasoningGym {_EXAMPLE}",
     ("learner.optimizer.moments_dtype", "float8"): "'bfloat16', which takes 4 bytes a parameter, or 'float32'",
+    ("sandbox.type", "docker"): "'subprocess' or 'remote'; a server at sandbox.url may run the container",
     ("weights.transport", "disk"): "'file', the new name of 'disk'",
 }
 """By key and removed value: the rest of the sentence "must be ..."."""

@@ -16,7 +16,7 @@ from rl_megatron.section import Section
 
 _DRAWN = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
 _JUDGES: Mapping[str, type[Section]] = {"reward": RewardSection, "environment": EnvironmentSection}
-_OF_PROGRAMS = ("type", "image", "seconds", "cpu_seconds", "memory_mb", "processes", "output_kb", "files_mb")
+_OF_PROGRAMS = ("type", "seconds", "memory_mb")
 
 
 def judged_otherwise(*two: tuple[Mapping[str, Any], Mapping[str, Any]]) -> list[str]:

@@ -1,14 +1,12 @@
-"""Runs one program behind the fences of Linux's namespaces, watches its limits, and ends all that it started.
+"""Runs one program behind the fences of bubblewrap, watches its limits, and ends all that it started.
 
 ``python -m rl_megatron.sandbox.keeper`` reads the order, a line of JSON, from standard input, which stays open: when it
 closes, however the asking process ended, the program is killed. One line of JSON on standard output says how the
 program ended.
 
-The keeper stays outside. Its child makes the namespaces (user, mount, process, network, IPC and host name), and that
-one's child is process 1 of them: it builds a read-only root in memory, starts the program as a user without rights, and
-collects what ends. When process 1 is killed the kernel kills every process of its namespace, also those that left their
-session or their parent. Without fences (``fenced`` false) the keeper finds the program's processes below itself, which
-adopts those that left their parents.
+The keeper stays outside. bubblewrap's first process in the namespaces collects what ends; when it is killed the kernel
+kills every process of its namespace, also those that left their session or their parent. Without fences (``fence`` is
+empty) the keeper finds the program's processes below itself, which adopts those that left their parents.
 """
 
 from __future__ import annotations
@@ -21,26 +19,29 @@ import resource
 import secrets
 import select
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rl_megatron.sandbox import kernel, room
 
-_START_SECONDS = 30.0  # until process 1 has built its root
+_START_SECONDS = 30.0  # until bubblewrap has made the namespaces
 _LOOK_SECONDS = 0.02
+_MOST_ENTRIES = 4096  # files and folders of a program
 
 
 def main() -> int:
     """Run the order of standard input, and write how it ended."""
     order = json.loads(_line_of(0))
     kernel.prctl(kernel.SUBREAPER, 1)
-    folder = tempfile.mkdtemp(prefix="sandbox-") if not order["fenced"] else ""
+    folder = tempfile.mkdtemp(prefix="sandbox-") if not order["fence"] else ""
     try:
         told = _run(order, folder)
-    except (kernel.FenceRefused, OSError) as error:
+    except (kernel.FenceRefused, OSError, subprocess.SubprocessError) as error:
         told = {"refused": str(error)}
     finally:
         _end_all()
@@ -79,45 +80,97 @@ def clear_away(folder: str) -> str:
 
 
 def _run(order: dict[str, Any], folder: str) -> dict[str, Any]:
-    said, tell = os.pipe()
-    outputs, inputs = zip(os.pipe(), os.pipe(), strict=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    maker = os.fork() if not order["fenced"] else room.start_fenced(order, tell, inputs)
-    if maker == 0:
-        room.in_child(lambda: room.start_first(order, folder, tell, inputs), tell)
-    for one in (tell, *inputs):
-        os.close(one)
-    return _Watch(order, maker, said, outputs).until_the_end()
+    said, tell = os.pipe()
+    hold, release = os.pipe()
+    files = {name: base64.b64decode(content) for name, content in order["files"].items()}
+    if order["fence"]:
+        if os.geteuid() == 0:
+            room.enter_users()
+        given = {name: _readable(content) for name, content in files.items()}
+        passed = (tell, hold, rules := _readable(kernel.call_filter()), *given.values())
+        command = room.fenced_command(order, given, rules, tell, hold)
+    else:
+        passed, command = (), order["argv"]
+        for name, content in files.items():
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+    def begin() -> None:
+        """In the process that becomes bubblewrap, or the program."""
+        with contextlib.suppress(OSError):
+            kernel.write_file("/proc/self/oom_score_adj", "1000")
+        if not order["fence"]:
+            kernel.prctl(kernel.PDEATHSIG, signal.SIGKILL)
+            room.set_limits(0, order)
+            kernel.forbid_calls()
+
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=_readable(base64.b64decode(order["stdin"])),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=passed,
+            cwd=folder or "/",
+            env=room.program_variables(order, folder),
+            preexec_fn=begin,
+            start_new_session=True,
+        )
+    except OSError as error:
+        if order["fence"]:
+            raise
+        why = base64.b64encode(f"{command[0]}: {error.strerror}\n".encode()).decode()
+        return {"ended": "done", "exit": 127, "stdout": "", "stderr": why, "seconds": 0.0}
+    os.close(tell)
+    return _Watch(order, process, said, release).until_the_end()
+
+
+def _readable(content: bytes) -> int:
+    """A descriptor of a file in memory that can only be read."""
+    one = os.memfd_create("given")
+    while content:
+        content = content[os.write(one, content) :]
+    readable = os.open(f"/proc/self/fd/{one}", os.O_RDONLY)
+    os.close(one)
+    return readable
 
 
 class _Watch:
     """What the keeper does while the program runs."""
 
-    def __init__(self, order: dict[str, Any], maker: int, said: int, outputs: tuple[int, ...]) -> None:
-        self._order, self._maker, self._said, self._outputs = order, maker, said, outputs
-        self._texts = {one: bytearray() for one in outputs}
+    def __init__(self, order: dict[str, Any], process: subprocess.Popen[bytes], said: int, release: int) -> None:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._order, self._process, self._said, self._release = order, process, said, release
+        self._outputs = (process.stdout.fileno(), process.stderr.fileno())
+        self._texts = {one: bytearray() for one in self._outputs}
         self._lines = b""
         self._news: dict[str, Any] = {}
+        self._status: int | None = None
 
     def until_the_end(self) -> dict[str, Any]:
         """Returns once the program has ended by itself, or has reached a limit; its processes may still run."""
-        began = time.monotonic()
+        began = looked = time.monotonic()
         end = began + _START_SECONDS
-        open_ends = {0, self._said, *self._outputs}
-        ended, started, looked = "", False, began
+        open_ends = {0, self._said, *self._outputs, os.pidfd_open(self._process.pid)}
+        ended, started = "", False
         while not ended:
             ready, _, _ = select.select(list(open_ends), [], [], _LOOK_SECONDS)
             for one in ready:
-                if not self._read(one):
+                if one in (0, self._said, *self._outputs) and not self._read(one):
                     open_ends.discard(one)
+            self._reap()
             now = time.monotonic()
-            if "refused" in self._news:
-                raise kernel.FenceRefused(self._news["refused"])
-            if "started" in self._news and not started:
+            if not started and (not self._order["fence"] or "child-pid" in self._news):
                 started, began, end = True, now, now + self._order["seconds"]
+                if self._order["fence"]:
+                    room.set_limits(self._news["child-pid"], self._order)
+                    os.write(self._release, b"y")
             if 0 not in open_ends:
                 ended = "killed"
-            elif self._said not in open_ends or "status" in self._news:
+            elif self._status is not None:
                 ended = "done"
             elif now >= end:
                 ended = "time" if started else "start"
@@ -130,17 +183,27 @@ class _Watch:
             raise kernel.FenceRefused(f"the program did not start within {_START_SECONDS:g} s")
         if ended == "done":
             _end_all()  # so that the pipes close
-            self._drain(open_ends - {0, self._said})
+            self._drain({*self._outputs, self._said} & open_ends)
         return self._told(ended, seconds)
 
     def _told(self, ended: str, seconds: float) -> dict[str, Any]:
-        status, most = self._news.get("status"), self._order["output_bytes"]
+        status, most = self._status, self._order["output_bytes"]
+        texts = [bytes(self._texts[one][:most]) for one in self._outputs]
+        if ended == "done" and self._order["fence"]:
+            status = self._news.get("exit-code")
+            if status is None and texts[1].startswith(b"bwrap: execvp "):
+                status = 127  # there is no such program
+            elif status is None:
+                said = texts[1].decode(errors="replace").strip()
+                raise kernel.FenceRefused(f"{said or 'bwrap'} (status {self._status})")
+            elif 128 < status <= 128 + signal.NSIG:
+                status = 128 - status
         if ended == "done" and sum(map(len, self._texts.values())) > most:
             ended = "output"
         elif ended == "done" and (status is None or status < 0):
-            late = self._news.get("cpu", 0.0) >= self._order["cpu_seconds"] - 0.1
+            used = resource.getrusage(resource.RUSAGE_CHILDREN)
+            late = used.ru_utime + used.ru_stime >= self._order["cpu_seconds"] - 0.1
             ended = "time" if status in (-signal.SIGKILL, -signal.SIGXCPU) and late else "killed"
-        texts = [bytes(self._texts[one][:most]) for one in self._outputs]
         out, err = (base64.b64encode(text).decode() for text in (texts[0], texts[1][: most - len(texts[0])]))
         exit_status = status if ended == "done" else None
         return {"ended": ended, "exit": exit_status, "stdout": out, "stderr": err, "seconds": seconds}
@@ -156,6 +219,13 @@ class _Watch:
                 self._news.update(json.loads(line))
         return bool(got)
 
+    def _reap(self) -> None:
+        """Collect what has ended."""
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                if found[0] == self._process.pid:
+                    self._status = os.waitstatus_to_exitcode(found[1])
+
     def _drain(self, open_ends: set[int]) -> None:
         most = self._order["output_bytes"]
         while open_ends and sum(map(len, self._texts.values())) <= most:
@@ -166,13 +236,15 @@ class _Watch:
 
     def _over(self) -> str:
         """The limit of all the program's processes together that is reached; empty if none is."""
-        first = self._news.get("pid", self._maker)
-        pids = list(_below(first))
+        first = self._news.get("child-pid")
+        pids = list(_below(os.getpid() if first is None else first))
         if len(pids) > self._order["processes"]:
             return "processes"
-        if sum(map(_resident_bytes, pids)) > self._order["memory_bytes"]:
+        if sum(map(_resident_bytes, pids)) > self._order["memory_bytes"] or _entries(first) > _MOST_ENTRIES:
             return "memory"
-        return "time" if sum(map(_cpu_seconds, [first, *pids])) > self._order["cpu_seconds"] else ""
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used = ended.ru_utime + ended.ru_stime + sum(map(_cpu_seconds, pids if first is None else [first, *pids]))
+        return "time" if used > self._order["cpu_seconds"] else ""
 
 
 def _end_all() -> None:
@@ -208,6 +280,14 @@ def _below(pid: int) -> Iterator[int]:
 def _resident_bytes(pid: int) -> int:
     with contextlib.suppress(OSError):
         return int(kernel.read_file(f"/proc/{pid}/statm").split()[1]) * resource.getpagesize()
+    return 0
+
+
+def _entries(first: int | None) -> int:
+    """How many files and folders a fenced program has, each of which takes memory of the kernel."""
+    with contextlib.suppress(OSError):
+        box = os.statvfs(f"/proc/{first}/root{room.BOX}")
+        return box.f_files - box.f_ffree
     return 0
 
 

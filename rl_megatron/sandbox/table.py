@@ -12,14 +12,12 @@ from pathlib import PurePosixPath
 
 from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.errors import SandboxError
-from rl_megatron.sandbox.docker import DockerExecutor
 from rl_megatron.sandbox.protocol import PYTHON, Executor, Limits, Ran, SandboxProgram
 from rl_megatron.sandbox.remote import RemoteExecutor
 from rl_megatron.sandbox.subprocess import SubprocessExecutor
 
 EXECUTORS: Mapping[str, Callable[[SandboxSection], Executor]] = {
     "subprocess": SubprocessExecutor,
-    "docker": DockerExecutor,
     "remote": RemoteExecutor,
 }
 

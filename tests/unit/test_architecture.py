@@ -42,7 +42,6 @@ COLLECTIVE = (
 )
 IN_ENGINES = (  # which read the environment of an engine's process, or of another program's
     "rl_megatron/environments/adapters/verifiers.py",  # which passes it on to that interpreter
-    "rl_megatron/sandbox/docker.py",  # which passes it on to Docker's client
     "rl_megatron/environments/adapters/verifiers_worker.py",  # another interpreter, whose clients read keys there
     "rl_megatron/rollout/servers/engine_token.py",
     "rl_megatron/rollout/servers/sglang/server.py",

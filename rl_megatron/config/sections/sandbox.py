@@ -16,28 +16,18 @@ class SandboxSection(Section):
     """Where code that a model wrote runs, for reward.function=tests and environments that ask for it
     (docs/sandbox.md)."""
 
-    type: Literal["subprocess", "docker", "remote"] = "subprocess"
-    """subprocess: a process of this machine in namespaces of its own; docker: a container of this machine's daemon;
-    remote: a server of yours at ``url``."""
+    type: Literal["subprocess", "remote"] = "subprocess"
+    """subprocess: a process of this machine that bubblewrap fences; remote: a server of yours at ``url``."""
     seconds: PositiveFloat = 10.0
-    """Time limit of a program; then it is killed with all that it started."""
-    cpu_seconds: PositiveFloat = 10.0
-    """Limit of the processor time of a program's processes."""
+    """Time limit of a program, and limit of the processor time of its processes; then it is killed with all that it
+    started."""
     memory_mb: Positive = 1024
     """Limit of a program's memory, in MiB: of all its processes, and of what each may ask for."""
-    processes: Positive = 16
-    """Most processes and threads of a program."""
-    output_kb: Positive = 64
-    """Most KiB that a program may print, beyond what its test expects; one that prints more is killed."""
-    files_mb: Positive = 64
-    """Most MiB of a program's files, which are in memory."""
     concurrency: Positive = 4
     """Most programs at once."""
     allow_unfenced: bool = False
-    """type=subprocess: whether programs run as your own user, with your files and your network, where the kernel allows
-    no namespaces; else that is refused."""
-    image: str | None = None
-    """type=docker: the image, which this machine has; it has sh, cp, and python3 for Python."""
+    """type=subprocess: whether programs run as your own user, with your files and your network, where there is no
+    bubblewrap, or the kernel allows no namespaces; else that is refused."""
     url: str | None = None
     """type=remote: where programs are posted to; https, or this machine."""
     token_file: Path | None = None
@@ -51,7 +41,7 @@ class SandboxSection(Section):
 
     @model_validator(mode="after")
     def _of_its_type(self) -> Self:
-        for key, kind in (("allow_unfenced", "subprocess"), ("image", "docker"), ("url", "remote")):
+        for key, kind in (("allow_unfenced", "subprocess"), ("url", "remote")):
             given = getattr(self, key)
             if given and self.type != kind:
                 raise ValueError(f"sandbox.{key}={given} with sandbox.type={self.type}: only {kind} reads it")

@@ -31,7 +31,6 @@ def test_a_package_that_the_learner_cannot_import_is_named(
     assert "learner: cannot be imported: AssertionError: half of it is missing" in said
     assert str(package / "__init__.py") in said
     assert "sandbox.type=subprocess: " in said
-    assert "sandbox.type=docker: " in said
 
 
 def test_a_torch_that_cannot_be_imported_is_told_under_the_table(tmp_path: Path) -> None:
