@@ -19,7 +19,7 @@ from rl_megatron.rollout.servers.http import AttemptFailed, Refused, Server
 from rl_megatron.rollout.servers.places import Places, surplus
 from rl_megatron.rollout.servers.replicas import Replica, ReplicaDied, ReplicaSet
 from rl_megatron.rollout.servers.slot_use import SlotUse
-from rl_megatron.rollout.servers.suspects import Flight, Suspects, is_loss
+from rl_megatron.rollout.servers.suspects import ServerLoss, Suspects, is_loss
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ _CLOSE_SECONDS = 10.0
 _AGAIN_SECONDS = 0.5  # a server ignores an abort that overtakes its request
 _MOVE_SECONDS = 5.0  # after a request ended, until others may move: some seconds' tokens are the price of a move
 _PASSES = 8  # of the event loop, in which a request is sent, when no other is
-_CALM = 20  # waits before the first retry, until a prompt that may end servers is tried alone
 
 
 @dataclass(slots=True)
@@ -79,7 +78,7 @@ class FailedAttempt:
 
     replica: Replica
     server: Server
-    flight: Flight | None
+    loss: ServerLoss | None
 
 
 class Attempts:
@@ -104,7 +103,7 @@ class Attempts:
         self._turn = asyncio.Lock()
         self._levelling: asyncio.Task[None] | None = None
         self.slot_use = None if slots is None else SlotUse(slots)
-        self.suspects = Suspects(replicas.wake, calm=_CALM * section.backoff_seconds)
+        self.suspects = Suspects(replicas.wake)
         self.so_far: dict[str, Completion | None] = {}
         """What requests have sampled, as far as servers have told; of those whose ids are keys."""
         self.aborted: dict[str, FailedAttempt] = {}
@@ -126,7 +125,7 @@ class Attempts:
         """Completions by a replica that `Places` chooses, or by ``only``. Raises EngineError; PoisonPrompt, where there
         is no ``only``, by the rules of `suspects`.
 
-        Neither deaths of replicas count as attempts nor what failed beside a prompt that proves to be poison.
+        Neither deaths of replicas count as attempts nor what failed beside a prompt that is dropped.
         What is ``begun`` of the completion at ``place`` in its group is a part of the answer. Servers abort what
         runs longer than ``clock`` allows. A replica that ``failed`` is asked only if there is no other.
         """
@@ -136,19 +135,23 @@ class Attempts:
         asked = request if begun is None else rest_of(request, begun, place)
         while True:
             replica = only or await self._place(request, failed, refusals)
-            server, flight = replica.server, None
+            server, loss = replica.server, None
             try:
-                with self._in_flight(request, replica, is_probe=only is not None) as flight:
+                if only is not None:
+                    return await self._attempt(replica, asked, begun, clock)
+                with self.suspects.sent(request, server) as loss:
                     return await self._attempt(replica, asked, begun, clock)
             except ReplicaDied as error:
                 if only is not None:
                     raise
+                self._count_loss(request, loss, error)
                 failed = replica
                 logger.warning("request %r is sent again: %s", request.id, error)
                 await self.turn()
             except (AttemptFailed, ForeignWeights) as error:
+                self._count_loss(request, loss, error)
                 failed = replica
-                failures.append(FailedAttempt(replica, server, flight))
+                failures.append(FailedAttempt(replica, server, loss))
                 await self._wait(request, error, failures)
             except Refused as error:
                 if only is not None or not self._another(request, replica, error, refusals):
@@ -195,9 +198,9 @@ class Attempts:
         return self._unexplained(failures) > self._section.retries
 
     def _unexplained(self, failures: Sequence[FailedAttempt]) -> int:
-        """How many are neither of a server that died since nor of one that a poison prompt was lost at."""
-        live = [one for one in failures if one.server not in one.replica.ended]
-        return sum(not self.suspects.explain(one.flight) for one in live)
+        """How many are neither of a server that died since nor beside a prompt that was dropped."""
+        explained = self.suspects.explained
+        return sum(one.server not in one.replica.ended and one.loss not in explained for one in failures)
 
     async def _place(
         self, request: GenerationRequest, failed: Replica | None, refusals: Mapping[int, Refused]
@@ -209,22 +212,10 @@ class Attempts:
 
         return self._places.choose(request, await self._replicas.some(places), failed)
 
-    @contextlib.contextmanager
-    def _in_flight(self, request: GenerationRequest, replica: Replica, *, is_probe: bool) -> Iterator[Flight | None]:
-        """Raises PoisonPrompt where a server was lost under the request, and its prompt alone can be the cause."""
-        if is_probe:
-            yield None
-            return
-        server = replica.server
-        with self.suspects.sent(request, server) as flight:
-            try:
-                yield flight
-            except AttemptFailed as error:
-                left = len(self._replicas.left())
-                if not is_loss(error) or not self.suspects.lost(flight, replica, server, replicas=left):
-                    raise
-                lost = self.suspects.told(flight)
-                raise PoisonPrompt(f"request {request.id!r}: servers were lost under it: {lost}; {error}") from error
+    def _count_loss(self, request: GenerationRequest, loss: ServerLoss | None, error: Exception) -> None:
+        """Raises PoisonPrompt if the prompt is to be dropped. It must be called before any other request is sent."""
+        if loss is not None and is_loss(error) and (lost := self.suspects.lost(request, loss)):
+            raise PoisonPrompt(f"request {request.id!r}: servers were lost under it: {lost}; {error}") from error
 
     def _another(
         self, request: GenerationRequest, replica: Replica, error: Refused, refusals: dict[int, Refused]
@@ -310,11 +301,11 @@ class Attempts:
         """Some seconds later, abort what should move: it goes on at a less busy replica, from its tokens.
 
         Only requests of one completion of a ``group`` move, those sent last first: for them the least is computed
-        again. None moves while a push has servers paused, or a prompt stands trial, which keeps a replica for itself.
+        again. None moves while a push has servers paused.
         """
         await asyncio.sleep(_MOVE_SECONDS)
         healthy = self._replicas.healthy()
-        if self.suspects.tries or any(replica.server.paused for replica in healthy):
+        if any(replica.server.paused for replica in healthy):
             return
         moved: list[_Attempt] = []
         for replica, count in zip(healthy, surplus([one.server.in_flight for one in healthy]), strict=True):

@@ -84,9 +84,9 @@ class ServedEngine:
         return Loras(self.adapter, self.weights, self._attempts, run=run, count=count)
 
     def tries(self, replica: Replica) -> int:
-        """The replica's restarts that count, but one for each of its servers that died under poison."""
-        explained = (replica.ended - replica.forgiven_ended) & self._attempts.suspects.explained()
-        return max(0, replica.restarts - replica.forgiven - len(explained))
+        """The replica's restarts that count, but one for each of its servers that died under a dropped prompt."""
+        explained = {server for server, _ in self._attempts.suspects.explained}
+        return max(0, replica.restarts - replica.forgiven - len((replica.ended - replica.forgiven_ended) & explained))
 
     def so_far(self, request_id: str) -> Completion | None:
         """What a running request of one completion has sampled, as far as servers have told."""

@@ -1,104 +1,49 @@
-"""Finds the prompt that ends engines, among hundreds that were only in flight beside it.
+"""Drops a prompt under which three servers were lost.
 
-Engines die of many causes, and each death fails all requests in flight. So one death drops nothing:
-
-1. A prompt under which a server was lost (it died, the connection broke, or it answered with an error) is asked again
-   as any other, by a replica that was not lost under it, if there is one.
-2. A prompt under which two servers were lost, or one that lives on twice, stands *trial*: all its requests go to one
-   replica, where at most 15 others stand trial.
-3. A prompt under which that is lost too stands trial *alone*, one prompt at a time in the run, some seconds after the
-   last loss: its replica takes nothing else meanwhile. Where few stand trial, each does so at once.
-4. A prompt under which a server is lost while nothing else is in flight there is poison, if servers of two replicas
-   were lost under it (of one, where the run has no other). These losses count for no other prompt.
-
-So a poison prompt ends the servers that had its first requests, and at most three more. Another prompt is dropped only
-if a server ends of another cause just while that prompt stands trial alone. Were all trials alone, two servers that die
-with 200 prompts each would keep these waiting for hours.
+A server is lost if it dies, if its connection breaks, or if it answers a request with an error. That may fail all
+requests in flight there, so a prompt under which two were lost is a *suspect*: a server has one suspect at a time, with
+all of its requests. The third loss drops the prompt, and counts for no other prompt that was in flight beside it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 from rl_megatron.rollout.servers.http import AttemptFailed, Broken, Busy, Server, Unreachable
 from rl_megatron.rollout.servers.replicas import Replica
 from rl_megatron.types import GenerationRequest
 
-_LOSSES = 2  # under a prompt, before it stands trial
-_TOGETHER = 16  # prompts that stand trial beside each other on a replica
-_FEW = 4  # prompts of which each stands trial alone at once
+_LOSSES = 3
+
+ServerLoss = tuple[Server, int]
+"""A server, and how many losses of it came before."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Flight:
-    """A request that is at a server."""
-
-    prompt: str
-    trial: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Loss:
-    """A server died, or answered with an error: it may do so again for what it is sent afterwards."""
-
-    server: Server
-    replica: int
-    beside: frozenset[Flight]  # what was in flight there
-
-
-@dataclass(slots=True)
-class _Record:
-    lost: set[_Loss] = field(default_factory=set)  # under the prompt
-    alone: bool = False  # whether it stands the next trial alone
-    poison: bool = False
-
-    @property
-    def stands_trial(self) -> bool:
-        return len(self.lost) >= _LOSSES
-
-
-def prompt_of(request: GenerationRequest) -> str:
-    """The name that all requests of one prompt share."""
-    return request.group or request.id
-
-
-def is_loss(error: AttemptFailed) -> bool:
-    """Whether the request may be why it failed: it was at a server that takes requests."""
-    return not isinstance(error, Busy) and (isinstance(error, Broken) or not isinstance(error, Unreachable))
+def is_loss(error: Exception) -> bool:
+    """True if the request may be why it failed: it was at a server that takes requests."""
+    if not isinstance(error, AttemptFailed) or isinstance(error, Busy):
+        return False
+    return isinstance(error, Broken) or not isinstance(error, Unreachable)
 
 
 class Suspects:
-    """Follows the requests of a run, and prompts under which servers were lost. Its rules are those above.
+    """Counts lost servers by prompt. ``changed`` is called when a request may go where it could not."""
 
-    ``changed`` is called whenever a request may go where it could not. ``calm``: seconds since any server was lost
-    until a prompt stands trial alone, so that servers that end one after the other of one cause are no two trials.
-    """
-
-    def __init__(self, changed: Callable[[], None], *, calm: float) -> None:
-        self._changed, self._calm = changed, calm
-        self._last = -math.inf  # the time at which a server was lost
-        self._records: dict[str, _Record] = {}
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
         self._requests = Counter[str]()  # that are not answered, by prompt
-        self._flights: dict[Server, set[Flight]] = {}
-        self._losses: dict[Server, _Loss] = {}  # the last of each server
-        self._explained: set[_Loss] = set()  # those under poison
-        self._kept: tuple[str, Server] | None = None  # a prompt that stands trial alone, and where
-        self._timer: asyncio.TimerHandle | None = None  # until no server was lost for long enough
-
-    @property
-    def tries(self) -> bool:
-        """Whether any prompt stands trial."""
-        return any(record.stands_trial for record in self._records.values())
+        self._under: dict[str, set[ServerLoss]] = {}  # by prompt
+        self._counts = Counter[Server]()  # losses
+        self._here: dict[Server, list[str]] = {}  # the suspect at a server, once for each of its requests
+        self.explained = set[ServerLoss]()
+        """The losses under prompts that were dropped."""
 
     @contextlib.contextmanager
     def following(self, request: GenerationRequest) -> Iterator[None]:
-        """Remember what is lost under the request's prompt until the last request of it is answered."""
-        prompt = prompt_of(request)
+        """Remembers losses under the request's prompt until the last request of the prompt is answered."""
+        prompt = _prompt_of(request)
         self._requests[prompt] += 1
         try:
             yield
@@ -106,118 +51,53 @@ class Suspects:
             self._requests[prompt] -= 1
             if not self._requests[prompt]:
                 del self._requests[prompt]
-                record = self._records.pop(prompt, None)
-                self._leave(prompt)
-                if record is not None and record.stands_trial:
-                    self._changed()  # now they may be few
+                self._under.pop(prompt, None)
 
     def places(self, request: GenerationRequest, healthy: Sequence[Replica]) -> list[Replica]:
-        """Those of the replicas to which the request may go now."""
-        prompt = prompt_of(request)
-        record = self._records.get(prompt, _Record())
-        lost = {loss.replica for loss in record.lost}
-        if record.stands_trial and (record.alone or self._are_few()):
-            record.alone = True
-            return self._alone(prompt, [one for one in healthy if one.number not in lost] or list(healthy))
-        kept = None if self._kept is None else self._kept[1]
-        open_to_all = [one for one in healthy if one.server is not kept]
-        fresh = [one for one in open_to_all if one.number not in lost] or open_to_all
-        if not record.stands_trial:
-            return fresh
-        servers = [one.server for one in open_to_all]
-        trials = {one: {flight.prompt for flight in self._flights.get(one, ()) if flight.trial} for one in servers}
-        if here := [one for one in open_to_all if prompt in trials[one.server]]:
-            return here
-        return [one for one in fresh if len(trials[one.server]) < _TOGETHER]
+        """Returns the replicas to which the request may go now."""
+        prompt = _prompt_of(request)
+        if not self._is_suspect(prompt):
+            return list(healthy)
+        if any(prompt in here for here in self._here.values()):
+            return [one for one in healthy if prompt in self._here.get(one.server, ())]
+        return [one for one in healthy if one.server not in self._here]
 
-    def _are_few(self) -> bool:
-        return sum(record.stands_trial for record in self._records.values()) <= _FEW
-
-    def _alone(self, prompt: str, places: Sequence[Replica]) -> list[Replica]:
-        """The replica that is kept for the prompt, once nothing else is in flight there."""
-        loop = asyncio.get_running_loop()
-        if (wait := self._last + self._calm - loop.time()) > 0:
-            self._timer = self._timer or loop.call_later(wait, self._calmed)
-            return []
-        if self._kept is None and places:
-            self._kept = prompt, min(places, key=lambda one: one.server.in_flight).server
-        if self._kept is None or self._kept[0] != prompt:
-            return []
-        found = [one for one in places if one.server is self._kept[1]]
-        if not found:  # it is gone
-            self._kept = None
-            return self._alone(prompt, places) if places else []
-        others = {flight.prompt for flight in self._flights.get(found[0].server, ())} - {prompt}
-        return [] if others else found
-
-    def _calmed(self) -> None:
-        self._timer = None
-        self._changed()
-
-    def _leave(self, prompt: str) -> None:
-        if self._kept is not None and self._kept[0] == prompt:
-            self._kept = None
-            self._changed()
+    def _is_suspect(self, prompt: str) -> bool:
+        return len(self._under.get(prompt, ())) >= _LOSSES - 1
 
     @contextlib.contextmanager
-    def sent(self, request: GenerationRequest, server: Server) -> Iterator[Flight]:
-        """The request is at the server."""
-        prompt = prompt_of(request)
-        record = self._records.get(prompt)
-        flight = Flight(prompt, record is not None and record.stands_trial)
-        self._flights.setdefault(server, set()).add(flight)
+    def sent(self, request: GenerationRequest, server: Server) -> Iterator[ServerLoss]:
+        """Counts the request at the server. Yields the loss that its failure would be."""
+        prompt, loss = _prompt_of(request), (server, self._counts[server])
+        if not self._is_suspect(prompt):
+            yield loss
+            return
+        self._here.setdefault(server, []).append(prompt)
         try:
-            yield flight
+            yield loss
         finally:
-            self._flights[server].discard(flight)
-            if not self._flights[server]:
-                del self._flights[server]
-            if flight.trial or (self._kept is not None and self._kept[1] is server):
-                self._changed()  # all that wait look again
+            self._here[server].remove(prompt)
+            if not self._here[server]:
+                del self._here[server]
+                self._changed()
 
-    def lost(self, flight: Flight, replica: Replica, server: Server, *, replicas: int) -> bool:
-        """Note that ``server`` was lost under a request; ``replicas`` are left to the run.
-
-        Returns whether the request's prompt is poison. It must be called before any other request is sent.
-        """
-        record = self._records.setdefault(flight.prompt, _Record())
-        self._leave(flight.prompt)
-        self._last = asyncio.get_running_loop().time()
-        loss = self._losses.get(server)
-        if loss is None or flight not in loss.beside:  # it was sent after an answer that was an error
-            loss = self._losses[server] = _Loss(server, replica.number, frozenset(self._flights[server]))
-        if record.poison or loss in self._explained:
-            return record.poison
-        record.lost.add(loss)
-        if not flight.trial:
-            return False
-        record.alone = True
-        lost_at = {one.replica for one in record.lost}
-        if len({one.prompt for one in loss.beside}) > 1 or len(lost_at) < min(2, replicas):
-            return False
-        record.poison = True
-        self._explain(record)
-        return True
-
-    def explained(self) -> set[Server]:
-        """The servers that were lost under poison."""
-        return {loss.server for loss in self._explained}
-
-    def explain(self, flight: Flight | None) -> bool:
-        """Whether a request failed beside one whose prompt was found to be poison by it."""
-        return flight is not None and any(flight in loss.beside for loss in self._explained)
-
-    def told(self, flight: Flight) -> str:
-        """The servers that were lost under the prompt, in words."""
-        numbers = Counter(loss.replica for loss in self._records[flight.prompt].lost)
-        return ", ".join(f"replica {number} {count} times" for number, count in sorted(numbers.items()))
-
-    def _explain(self, poison: _Record) -> None:
-        self._explained |= poison.lost
-        for prompt, record in self._records.items():
-            if record is not poison:
-                record.lost -= poison.lost
-                record.alone = record.alone and record.stands_trial
-                if not record.alone:
-                    self._leave(prompt)
+    def lost(self, request: GenerationRequest, loss: ServerLoss) -> str:
+        """Counts a loss under the request's prompt. Returns the lost servers if the prompt is to be dropped, or ""."""
+        server, before = loss
+        self._counts[server] = max(self._counts[server], before + 1)
+        under = self._under.setdefault(_prompt_of(request), set())
+        if loss not in self.explained:
+            under.add(loss)
+        if len(under) < _LOSSES:
+            return ""
+        self.explained |= under
+        for other in self._under.values():
+            if other is not under:
+                other.difference_update(under)
         self._changed()
+        return ", ".join(sorted(server.url for server, _ in under))
+
+
+def _prompt_of(request: GenerationRequest) -> str:
+    """The name that all requests of one prompt share."""
+    return request.group or request.id

@@ -98,7 +98,7 @@ def test_each_is_found_and_all_others_are_answered(worlds: Sequence[World]) -> N
 def test_each_is_asked_a_few_times(worlds: Sequence[World]) -> None:
     tries = sorted(world.failures[name] / world.members for world in worlds for name in world.bad)
     assert len(tries) > 100
-    assert tries[-1] < 12
+    assert tries[-1] < 20
 
 
 def test_what_was_dropped_is_asked_once_in_a_run_of_three_epochs_that_is_resumed() -> None:

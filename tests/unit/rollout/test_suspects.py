@@ -6,12 +6,10 @@ import asyncio
 import json
 import logging
 import random
-import re
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -22,7 +20,6 @@ from rl_megatron.rollout.batch import Answered
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import AttemptFailed, Broken, Server, Unreachable
 from rl_megatron.rollout.servers.replicas import Event, Replica
-from rl_megatron.rollout.servers.suspects import Suspects
 from rl_megatron.types import Completion, GenerationRequest, Prompt
 from tests.completions import completion
 from tests.streams import PROMPTS, Source, stream_over
@@ -50,7 +47,6 @@ class World:
     deaths: int = 0  # that no prompt caused
     kills: Counter[str] = field(default_factory=Counter)
     under: dict[str, set[int]] = field(default_factory=dict)  # replicas that died under each prompt
-    struck_alone: set[str] = field(default_factory=set)  # prompts that were alone at a server that died for no prompt
     dropped: set[str] = field(default_factory=set)
     answered: Counter[str] = field(default_factory=Counter)
 
@@ -113,8 +109,6 @@ class World:
                 await asyncio.sleep(self.random.random())
                 seat: Any = replica.server
                 self.deaths += 1
-                if len(+seat.running) == 1:
-                    self.struck_alone |= set(+seat.running)
                 self.kill(seat)
 
     def kill(self, seat: Any) -> None:
@@ -177,24 +171,23 @@ def worlds() -> list[World]:
 
 
 def test_only_poison_is_dropped_whatever_else_ends_servers(worlds: list[World]) -> None:
-    """Else a prompt whose server ended for no prompt just while it stood trial alone, as one world in a hundred has."""
-    wrong = 0
+    """And a prompt in flight at its third server that dies of something else, as one in some hundred is here."""
     for world in worlds:
-        assert world.poison <= world.dropped <= world.poison | world.struck_alone, world.seed
+        assert world.poison <= world.dropped, world.seed
         assert set(world.answered) == set(world.groups) - world.dropped, world.seed
-        wrong += len(world.dropped - world.poison)
+    wrong = sum(len(world.dropped - world.poison) for world in worlds)
+    assert wrong < 0.01 * sum(len(world.groups) for world in worlds)
     innocent = [under for world in worlds for name, under in world.under.items() if name not in world.poison]
-    assert wrong <= 1
     assert sum(len(replicas) > 1 for replicas in innocent) > 150  # a second death on another replica shows nothing
     assert sum(world.deaths for world in worlds) > 50
 
 
 def test_a_prompt_ends_few_servers(worlds: list[World]) -> None:
-    """Mostly the first, a second, and one in a trial; more where several of its requests are at several servers."""
+    """Mostly three; more where several of its requests are at several servers."""
     kills = sorted(world.kills[name] for world in worlds for name in world.poison)
     assert len(kills) > 40
     assert kills[len(kills) // 2] == 3
-    assert kills[-1] <= 6
+    assert kills[-1] <= 12
 
 
 def test_restarts_after_deaths_by_poison_do_not_count(worlds: list[World]) -> None:
@@ -265,7 +258,7 @@ async def test_what_fails_on_two_servers_while_these_answer_others_is_dropped() 
         finally:
             await engine.close()
     assert isinstance(bad, PoisonPrompt)
-    assert re.search(r"replica 0 \d times, replica 1 \d times", str(bad))
+    assert all(fake.url in str(bad) for fake in fakes)
     assert good[0].spans == other[0].spans == ((0, 4),)
 
 
@@ -289,39 +282,6 @@ async def test_servers_that_answer_errors_and_live_on_show_one_bad_prompt_after_
     assert isinstance(bad, PoisonPrompt)
     assert isinstance(worse, PoisonPrompt)
     assert good[0].spans == ((0, 4),)
-
-
-def test_what_cannot_end_a_wait_for_a_trial_wakes_nobody() -> None:
-    """Hundreds wait after two deaths, and thousands are answered meanwhile."""
-
-    async def count() -> list[int]:
-        woken, counts = [0], list[int]()
-
-        def wake() -> None:
-            woken[0] += 1
-
-        suspects = Suspects(wake, calm=10.0)
-        replicas = [Replica(number, cast(Server, Seat(number)), wake) for number in range(2)]
-        bad = [replace(REQUEST, id=f"bad {number}") for number in range(3)]
-        for replica in replicas:
-            with ExitStack() as sent:
-                flights = [sent.enter_context(suspects.sent(one, replica.server)) for one in bad]
-                for flight in flights:
-                    assert not suspects.lost(flight, replica, replica.server, replicas=2)
-        for number in range(20):
-            assert not any(suspects.places(one, replicas) for one in bad)
-            with suspects.sent(replace(REQUEST, id=f"{number}"), replicas[0].server):
-                pass
-        counts.append(woken[0])
-        await asyncio.sleep(11)
-        counts.append(woken[0])
-        with suspects.sent(REQUEST, replicas[0].server):
-            assert suspects.places(bad[0], replicas[:1]) == []  # what is there must end first
-        counts.append(woken[0])
-        assert suspects.places(bad[0], replicas[:1]) == replicas[:1]
-        return counts
-
-    assert run_at_once(count()) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("size", "allowed"), [(1, 1), (8, 1), (20, 4)])
