@@ -21,7 +21,6 @@ from rl_megatron.user_code import import_from
 
 _COMMANDS = {
     "train": "train:train",
-    "rehearse": "rehearse:rehearse",
     "submit": "submit:submit",
     "status": "job:status",
     "watch": "watch:watch",

@@ -49,20 +49,11 @@ def doctor(
         list[Path] | None,
         typer.Option(help="an engine's interpreter, to compare its torch and NCCL with the learner's; may be repeated"),
     ] = None,
-    gpu: Annotated[
-        bool,
-        typer.Option("--gpu", help="test this node's GPUs: a learner's step beside the CPU's, its memory, the links"),
-    ] = False,
 ) -> None:
     """Say what this machine and this installation can run; or find the cause of a mismatch."""
     if context.invoked_subcommand is not None:
         return
     show(python or ())
-    if gpu:
-        from launcher.programs.gpu import examine
-
-        if not examine():
-            raise typer.Exit(1)
 
 
 @app.command()

@@ -18,7 +18,7 @@ def report(
     ] = None,
 ) -> None:
     """Write a self-contained page about one run, or one that compares several, into the folder of the first."""
-    from launcher.rehearsal.spent import costs_of_run
+    from launcher.programs.spent import costs_of_run
     from rl_megatron.errors import ConfigError
     from rl_megatron.observability.report import write_report
     from rl_megatron.observability.timeline.trace import write_trace

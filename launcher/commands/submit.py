@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from launcher.commands.rehearse import HideHosts
 from launcher.hosts.slurm.jobs import job_commands
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
@@ -19,31 +18,31 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="write and check the script, but do not submit it")
     ] = False,
-    rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="submit a rehearsal on the run's own nodes instead")
+    smoke: Annotated[
+        bool,
+        typer.Option(
+            "--smoke", help="submit two steps of the run instead, kill them, wait for the resume; status 1 if it fails"
+        ),
     ] = False,
-    hide_hosts: HideHosts = False,
 ) -> None:
     """Train on a Slurm cluster: check the configuration, write the job's script to runs/<name>/ and submit it."""
     from launcher.programs import submit as program
+    from launcher.programs.smoke import SUFFIX, smoke_of
+    from launcher.programs.smoke import smoke as watch
 
-    if hide_hosts and not rehearse:
-        raise ConfigError("--hide-hosts goes with --rehearse: a run writes no file that is meant for others")
+    if smoke and dry_run:
+        raise ConfigError("--smoke submits a job and waits for it, but --dry-run submits none; leave one out")
     loaded, stem = load_config(config, overrides or []), Path(config).stem
-    if rehearse:
-        from launcher.rehearsal.settings import SUFFIX, rehearsal_of
-
-        loaded, stem = rehearsal_of(program.for_slurm(loaded)), f"{stem}{SUFFIX}"
-    options = ("--hide-hosts",) if hide_hosts else ()
-    with program.prepare(loaded, stem, command=("rehearse", *options) if rehearse else ("train",)) as job:
+    if smoke:
+        loaded, stem = smoke_of(program.for_slurm(loaded)), f"{stem}{SUFFIX}"
+    with program.prepare(loaded, stem) as job:
         print(job.checked.describe(), job.findings.describe(), sep="\n", flush=True)
-        if rehearse:
-            from launcher.rehearsal.settings import announced
-
-            print(*announced(loaded), sep="\n", flush=True)
         program.verify_script(job, cluster=not dry_run)
         if dry_run:
             print(f"nothing was sent; this sends it: sbatch {job.script}")
             return
         sent = program.send(job)
-        print(f"job {sent}: {job.folder}", *job_commands(job.folder, sent, array=bool(loaded.slurm.array)), sep="\n")
+        commands = job_commands(job.folder, sent, array=bool(loaded.slurm.array))
+        print(f"job {sent}: {job.folder}", *commands, sep="\n", flush=True)
+    if smoke and not watch(loaded, job.folder, sent):
+        raise typer.Exit(1)

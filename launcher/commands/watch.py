@@ -14,7 +14,7 @@ def watch(
     port: Annotated[int, typer.Option(min=0, max=65535, help="on 127.0.0.1; 0: a free one")] = 0,
 ) -> None:
     """Show the report of runs in a browser of this machine, as they train, and search their samples; until Ctrl-C."""
-    from launcher.rehearsal.spent import costs_of_run
+    from launcher.programs.spent import costs_of_run
     from launcher.watch.serving import watch_runs
 
     asyncio.run(watch_runs(runs, port, costs_of_run))

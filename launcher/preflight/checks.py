@@ -70,8 +70,8 @@ class Preflight:
         return "\n".join(lines)
 
 
-def preflight(config: RunConfig, *, for_job: bool = False, once: bool = False) -> Preflight:
-    """Run all checks. ``for_job``: the run will be a job, on other machines; ``once``: one that never comes back."""
-    began, subject = time.monotonic(), Subject(config, for_job, once)
+def preflight(config: RunConfig, *, for_job: bool = False) -> Preflight:
+    """Run all checks. ``for_job``: the run will be a job, on other machines."""
+    began, subject = time.monotonic(), Subject(config, for_job)
     found = dict.fromkeys(one for name, check in CHECKS.items() for one in found_by(name, check(subject)))
     return Preflight(found=tuple(found), seconds=time.monotonic() - began)

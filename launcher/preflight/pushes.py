@@ -27,8 +27,7 @@ def check(subject: Subject) -> Iterator[Found]:
     placement_of(config, made_up_nodes(config)[LEARNER])
     found = estimate(config, subject.shape)
     yield from map(fact, found.lines())
-    if not subject.once:
-        yield from map(note, found.warnings())
+    yield from map(note, found.warnings())
 
 
 def _unseen_gpus(config: RunConfig) -> Iterator[Found]:

@@ -22,14 +22,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Subject:
-    """A configuration to run here or, with ``for_job``, in a job that is submitted from here.
-
-    ``once``: the job is for a few steps and never comes back, as a rehearsal's.
-    """
+    """A configuration to run here or, with ``for_job``, in a job that is submitted from here."""
 
     config: RunConfig
     for_job: bool
-    once: bool = False
 
     @cached_property
     def shape(self) -> ModelShape:

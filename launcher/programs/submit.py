@@ -17,7 +17,6 @@ from launcher.build.model import starting_shape
 from launcher.hosts.slurm.calls import call_slurm, parse_script
 from launcher.hosts.slurm.script import code_folder, job_script, show_code
 from launcher.preflight.checks import Preflight, preflight
-from launcher.rehearsal.settings import run_of
 from launcher.runs.lock import lock
 from launcher.runs.name import choose
 from rl_megatron.config.beside import separate
@@ -114,26 +113,25 @@ def unsent(folder: Path) -> bool:
     return jobs.is_dir() and not any(jobs.iterdir()) and {p.name for p in folder.iterdir()} <= _PREPARED
 
 
-def _advice(folder: Path, *, goes_on: bool) -> str:
+def _advice(folder: Path) -> str:
     script = folder / "job.sbatch"
     if unsent(folder):
         return f"sbatch {script} sends the job that a dry run of other keys left there, or "
-    return f"sbatch {script} continues it once it has ended, or " if goes_on and script.is_file() else ""
+    return f"sbatch {script} continues it once it has ended, or " if script.is_file() else ""
 
 
 @contextlib.contextmanager
-def prepare(config: RunConfig, config_name: str, *, command: Sequence[str] = ("train",)) -> Iterator[Prepared]:
+def prepare(config: RunConfig, config_name: str) -> Iterator[Prepared]:
     """A new run's folder (`choose`), or that of a dry run of the same job, with config.yaml, job.sbatch and
     placement.txt, which no other submit takes while the context is open. Raises ConfigError before it writes any."""
     config = for_slurm(config)
-    rehearses = "rehearse" in command
-    findings = preflight(run_of(config) if rehearses else config, for_job=True, once=rehearses)
+    findings = preflight(config, for_job=True)
     findings.raise_problems()
     found = checked(config)
     held = set[Path]()
 
     def free(path: Path) -> bool:
-        return not path.exists() or (unsent(path) and _holds(path, _files(config, path.name, command)))
+        return not path.exists() or (unsent(path) and _holds(path, _files(config, path.name)))
 
     while True:
         named = choose(
@@ -141,10 +139,10 @@ def prepare(config: RunConfig, config_name: str, *, command: Sequence[str] = ("t
             config_name,
             resume=False,
             taken=lambda path: path in held or not free(path),
-            advice=lambda path: _advice(path, goes_on="train" in command),  # no rehearsal does
+            advice=_advice,
         )
         held.add(own := named.run.dir / str(named.run.name))
-        folder, files = Path.cwd() / own, _files(config, own.name, command)
+        folder, files = Path.cwd() / own, _files(config, own.name)
         created = not folder.exists()
         (folder / "jobs").mkdir(parents=True, exist_ok=True)
         with (folder / _LOCK).open("ab") as file:
@@ -158,11 +156,11 @@ def prepare(config: RunConfig, config_name: str, *, command: Sequence[str] = ("t
                 return
 
 
-def _files(config: RunConfig, name: str, command: Sequence[str]) -> dict[str, bytes]:
+def _files(config: RunConfig, name: str) -> dict[str, bytes]:
     """What a run of this name runs, and the job's script."""
     named = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     package = code_folder(Path.cwd() / named.run.dir / name)
-    script = job_script(named, folder=Path.cwd(), python=sys.executable, package=package, command=command)
+    script = job_script(named, folder=Path.cwd(), python=sys.executable, package=package)
     return {"config.yaml": resolved(named), "job.sbatch": script.encode()}
 
 

@@ -21,7 +21,7 @@ from launcher.build.model import starting_shape
 from launcher.build.roles import Parts, allocation_of, started
 from launcher.hosts.sites import service_sites
 from launcher.processes.loop_watch import LoopWatch
-from launcher.rehearsal.spent import RunCosts, planned_metrics, recorded
+from launcher.programs.spent import RunCosts, planned_metrics, recorded
 from launcher.runs.name import claim
 from launcher.runs.resume import find, has_trained
 from launcher.runs.starts import record_start

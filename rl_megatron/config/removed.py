@@ -77,6 +77,7 @@ COMMANDS: Mapping[str, str] = {
     "logs": "rl-megatron status RUN prints the line to type, `tail -F ...`",
     "engines": "resume the run with another rollout.server.replicas",
     "profile": "set profile.steps, and resume the run",
+    "rehearse": "rl-megatron submit --smoke tries two steps, a kill and a resume on a run's own nodes",
 }
 """By name: what to do in place of a command that is no longer there."""
 

@@ -96,7 +96,7 @@ class ModelSection(Section):
     """Public model whose sizes ``path`` must have, because the configuration is made for it, as in qwen3-30b-a3b; null:
     any."""
     random_weights: bool = False
-    """Whether the run starts from random weights in the sizes of ``path``, whose weights are not read: a rehearsal."""
+    """Whether the run starts from random weights in the sizes of ``path``, whose weights are not read: for a trial."""
     template_variables: Mapping[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], TemplateVariable] = Field(
         default_factory=dict
     )

@@ -63,8 +63,7 @@ def _gpus_seen(learner: LearnerSection, rank: int) -> int:
     if not (count := torch.cuda.device_count()):
         raise ConfigError(
             f"learner.device={learner.device}, but rank {rank} on {socket.gethostname()} sees no GPU; "
-            "`rl-megatron doctor --gpu` on that node says why, and what CUDA_VISIBLE_DEVICES is; or set "
-            "learner.device=cpu"
+            "look at `nvidia-smi` and CUDA_VISIBLE_DEVICES on that node; or set learner.device=cpu"
         )
     return count
 

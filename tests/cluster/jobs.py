@@ -108,19 +108,6 @@ class Cluster:
         tag = (self.folder / "run" / "tag").read_text().strip()
         subprocess.run(["ip", "link", "set", f"{tag}-{node.removeprefix('node')}", how], check=True)
 
-    @contextlib.contextmanager
-    def throttle(self, node: str, rate: str) -> Iterator[None]:
-        """Let no more than ``rate`` into it, as tc writes it."""
-        tag = (self.folder / "run" / "tag").read_text().strip()
-        queue = ("dev", f"{tag}-{node.removeprefix('node')}", "root")
-        subprocess.run(
-            ["tc", "qdisc", "add", *queue, "tbf", "rate", rate, "burst", "64kb", "latency", "1s"], check=True
-        )
-        try:
-            yield
-        finally:
-            subprocess.run(["tc", "qdisc", "del", *queue], check=True)
-
     def call(self, *command: str, check: bool = True) -> str:
         """Run a command as a user of the cluster; return its output."""
         environment = self.environment()
@@ -148,14 +135,7 @@ class Cluster:
     def submit(self, name: str, *keys: str, hold: str = "") -> Job:
         """Submit a run with these keys. It waits in the step after each of ``hold`` until the test lets it go on."""
         held = [f"slurm.environment.HOLD={hold}"] if hold else []
-        return self._submit(name, *held, *keys)
-
-    def rehearse(self, name: str, *keys: str) -> Job:
-        """Submit a rehearsal of a run with these keys."""
-        return self._submit(f"{name}-rehearsal", *keys, "--rehearse")
-
-    def _submit(self, name: str, *given: str) -> Job:
-        return self.submit_config("tiny_cpu", name, *TINY, *given)
+        return self.submit_config("tiny_cpu", name, *TINY, *held, *keys)
 
     def submit_config(self, config: str, name: str, *keys: str) -> Job:
         """Submit a run of this configuration with these keys alone."""

@@ -121,6 +121,7 @@ def node_command(
         f"--nodes={count}",
         f"--ntasks={count}",
         "--ntasks-per-node=1",
+        f"--job-name={placement.role}",
         *cores_option(slurm.cores(placement.ranks_per_node)),
         "--kill-on-bad-exit=1",
         f"--output={folder}/{stem}-%t.txt",

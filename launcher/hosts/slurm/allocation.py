@@ -135,29 +135,6 @@ class Allocation:
             return [f"--het-group={list(by_role).index(role)}"]
         return [f"--nodelist={','.join(by_role[role])}"] if len(by_role) > 1 else []
 
-    def everywhere(self, command: Sequence[str], cpus: Mapping[str, int | None]) -> list[list[str]]:
-        """For each role an srun command that runs ``command`` once on each of its nodes, beside other steps, with so
-        many ``cpus`` there (`cores_option`) and all their memory and GPUs."""
-        every = [
-            (role, nodes, f"--het-group={i}" if self.heterogeneous else f"--nodelist={','.join(nodes)}")
-            for i, (role, nodes) in enumerate(self.by_role.items())
-        ]
-        how = ("--overlap", "--ntasks-per-node=1")
-        return [
-            [
-                *(*_OWN, "srun", where, f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"),
-                *(*how, *cores_option(cpus[role]), "--mem=0", *command),
-            ]
-            for role, nodes, where in every
-        ]
-
-    def on(self, node: str, command: Sequence[str]) -> list[str]:
-        """The srun command that runs ``command`` on one of the job's nodes, beside other steps."""
-        role = next(role for role, nodes in self.by_role.items() if node in nodes)
-        group = [f"--het-group={list(self.by_role).index(role)}"] if self.heterogeneous else []
-        where = (*group, "--overlap", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--mem=0")
-        return [*_OWN, "srun", *where, *command]
-
     def separate_command(self, command: Sequence[str], role: str) -> list[str]:
         """An srun command for a role with its own nodes, with all their memory and GPUs."""
         return [*_OWN, command[0], *self._on(role), "--mem=0", *command[1:]]

@@ -26,12 +26,10 @@ def job_script(
     folder: Path,
     python: str,
     package: Path,
-    command: Sequence[str] = ("train",),
     cells: Sequence[str] = (),
     budgeted: bool = False,
 ) -> str:
     """The job's script. It runs in ``folder``, where relative paths start; ``package`` is the folder of this code.
-    ``command`` of this program is train, which may come back, or rehearse with its options, which does not.
 
     ``cells``: the config's run folder is a study's, and task i of ``slurm.array`` trains the cell of that name in it.
     ``budgeted``: a job's time is all that its run may have, so the job ends well once that is up.
@@ -65,7 +63,6 @@ def job_script(
         folder=folder,
         python=config.slurm.python or python,
         package=package,
-        command=command,
         cells=cells,
         budgeted=budgeted,
     )
@@ -86,13 +83,6 @@ def show_code(run: Path) -> None:
         if (link := folder / name).resolve() != _HERE / name:  # an earlier job may read by it now
             link.unlink(missing_ok=True)
             link.symlink_to(_HERE / name)
-
-
-def cores_of(config: RunConfig, role: str, nodes: int) -> int | None:
-    """The CPU cores that a heterogeneous job asks for on each of the ``nodes`` of a role; None: no number of them."""
-    component = _component(config, role, nodes)
-    each = component["cpus_per_task"]
-    return None if each is None else int(component["tasks_per_node"]) * int(each)
 
 
 def _component(config: RunConfig, role: str, nodes: int) -> dict[str, Any]:

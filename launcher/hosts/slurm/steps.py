@@ -28,6 +28,7 @@ def step_command(slurm: SlurmSection, placement: Placement, *, python: str, wher
         f"--nodes={nodes}",
         f"--ntasks={nodes}",
         "--ntasks-per-node=1",
+        f"--job-name={placement.role}",  # as `squeue --steps` shows it
         *cores_option(slurm.cores(placement.ranks_per_node)),
         "--kill-on-bad-exit=1",  # a rank that dies before it connects ends the step
         "--label",  # output, which goes to step.txt, with the number of the node

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from launcher.preflight.checks import preflight
-from launcher.rehearsal.settings import run_of
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig
@@ -140,7 +139,7 @@ def test_prompts_have_their_source_and_its_name_in_their_ids(yaml: Path) -> None
     assert [p.source for p in held_out] == ["math", *["sums"] * 4]
 
 
-def test_a_mixture_is_saved_checked_rehearsed_and_its_weights_may_change(yaml: Path, tmp_path: Path) -> None:
+def test_a_mixture_is_saved_checked_and_its_weights_may_change(yaml: Path, tmp_path: Path) -> None:
     config = loaded(yaml, "data.sources.sums.weight=0.5")
     save_resolved(config, tmp_path / "config.yaml")
     assert load_config(str(tmp_path / "config.yaml"), []) == config
@@ -151,8 +150,6 @@ def test_a_mixture_is_saved_checked_rehearsed_and_its_weights_may_change(yaml: P
     found.raise_problems()
     assert "reward 'final_number' gives 1 for the answer itself" in found.describe()
     assert "reward 'exact_match' gives 1 for the answer itself" in found.describe()
-    rehearsed = run_of(config).data
-    assert (rehearsed.sources["math"].max_eval, rehearsed.sources["sums"].num_eval) == (8, 8)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from rich.console import Console
 
 from launcher.hosts.slurm.script import job_script
 from launcher.programs.experiment import run_cells
-from launcher.rehearsal.rehearsed import NotReached, RehearsedRun
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.experiments.cells import cells_of
 from rl_megatron.experiments.study import read_study
@@ -60,15 +59,6 @@ def test_a_cell_does(project: Path) -> None:
     assert found.reason == f"status 1: {SAID}"
 
 
-def test_a_rehearsed_run_does(project: Path) -> None:
-    folder = project / "runs" / "run"
-    (folder / "rehearsal").mkdir(parents=True)
-    save_resolved(load_config("tiny_cpu", ["run.name=run", KEY]), folder / "config.yaml")
-    run = RehearsedRun(file=folder / "config.yaml", folder=folder, allocation=None)
-    with pytest.raises(NotReached, match=re.escape(SAID)):
-        run.start(LIMIT)
-
-
 def test_no_program_of_ours_starts_with_the_current_folder_before_ours() -> None:
     files = [path for room in ("launcher", "rl_megatron", "tools") for path in sorted((REPO / room).rglob("*.py"))]
     lists = [
@@ -80,7 +70,7 @@ def test_no_program_of_ours_starts_with_the_current_folder_before_ours() -> None
     ]
     words = [[node.value if isinstance(node, ast.Constant) else None for node in nodes] for nodes in lists]
     starts = [line for line in words if "-m" in line]
-    assert len(starts) > 10
+    assert len(starts) > 5  # so that the search finds them
     assert [line for line in starts if line[max(line.index("-m") - 1, 0)] != "-P"] == []
     scripts = "".join((REPO / "slurm" / name).read_text() for name in ("job.sh", "train.sbatch.j2"))
-    assert re.findall(r"(\S+) -m launcher", scripts) == ["-P", "-P"]
+    assert re.findall(r"(\S+) -m launcher", scripts) == ["-P"]

@@ -14,9 +14,7 @@ from launcher.hosts.sites import sites_of
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.steps import running_step, step_command
 from launcher.programs import submit
-from launcher.rehearsal.survey import commands
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.placement.ranks import placement_of
 from tests.unit.launcher.slurm_jobs import CASES, config_of
 
 
@@ -44,7 +42,8 @@ def test_the_step_has_a_task_a_node_in_its_container(keys: tuple[str, ...], expe
     command = step_command(config.slurm, submit.checked(config).placement, python="/bin/python")
     cores = "--cpus-per-task=6 " if config.slurm.cpus_per_task else ""  # of both ranks
     assert " ".join(command) == (
-        f"srun --nodes=1 --ntasks=1 --ntasks-per-node=1 {cores}--kill-on-bad-exit=1 --label {expected}"
+        f"srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --job-name=learner {cores}--kill-on-bad-exit=1 --label "
+        f"{expected}"
     )
 
 
@@ -95,8 +94,8 @@ def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path, heterogeneo
     command = allocation.separate_command(step_command(config.slurm, critic, python="p"), "critic")
     assert " ".join(command) == (
         "env --unset=SLURM_GPUS_PER_NODE --unset=SLURM_NTASKS_PER_NODE --unset=SLURM_CPUS_PER_TASK "
-        f"srun {where} --mem=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --label "
-        "p -P -m launcher.worker.node"
+        f"srun {where} --mem=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --job-name=critic "
+        "--kill-on-bad-exit=1 --label p -P -m launcher.worker.node"
     )
     assert allocation.learner_options() == ["--het-group=0" if heterogeneous else "--nodelist=a1,a2"]
     server = " ".join(allocation.server_command(["e1"], 1))
@@ -175,23 +174,6 @@ def test_a_step_with_engine_nodes_beside_it_keeps_to_the_learners(tmp_path: Path
     ray = " ".join(engine_node_command(two, 48, python="p"))
     assert "--het-group=1 --overlap --nodes=2 --ntasks=2 --nodelist=b1,b2 --cpus-per-task=48 --mem=0 " in ray
     assert ray.endswith(f"--output={tmp_path}/ray-engines-%t.txt p -P -m launcher.hosts.ray.node")
-
-
-@pytest.mark.parametrize("case", ["ray_and_engine_nodes", "heterogeneous"])
-def test_a_survey_asks_for_the_cores_that_the_job_has_on_each_roles_nodes(tmp_path: Path, case: str) -> None:
-    """Of a heterogeneous job each component's tasks by its cores a task, as its script asked for them."""
-    config = config_of(*CASES[case], "slurm.cpus_per_task=12")
-    heterogeneous = config.slurm.heterogeneous
-    script = submit.job_script(config, folder=tmp_path, python="p", package=tmp_path)
-    tasks, cores = (
-        [int(line.partition("=")[2]) for line in script.splitlines() if line.startswith(f"#SBATCH --{option}=")]
-        for option in ("ntasks-per-node", "cpus-per-task")
-    )
-    common = {"id": "7", "restart": 0, "here": "a1", "nodes": ("a1", "a2"), "engine_nodes": ("b1", "b2", "b3", "b4")}
-    allocation = Allocation(heterogeneous=heterogeneous, folder=tmp_path, **common)  # type: ignore[arg-type]
-    found = commands(config, placement_of(config, ("a1", "a2")), allocation)
-    asked = [int(word.partition("=")[2]) for line in found for word in line if word.startswith("--cpus-per-task=")]
-    assert asked == [each * of for each, of in zip(tasks, cores, strict=True)] * (1 if heterogeneous else 2)
 
 
 async def test_a_step_that_does_not_end_is_killed_and_told_with_what_may_be_left(

@@ -12,10 +12,9 @@ import pytest
 
 from launcher.hosts.ray.node import engine_node_command, node_command
 from launcher.hosts.sites import cpus_of_engine_node, service_sites, sites_of
+from launcher.hosts.slurm import script
 from launcher.hosts.slurm.allocation import Allocation
-from launcher.hosts.slurm.script import cores_of
 from launcher.processes.guards import Guard, Order, start_guard
-from launcher.rehearsal.survey import commands
 from launcher.runs.folder import mirror_path
 from launcher.servers.site import Site, elsewhere
 from rl_megatron.config.io import load_config
@@ -199,7 +198,9 @@ def test_a_server_of_a_recipe_has_twelve_cores_for_each_of_its_gpus(recipe: str,
     )
     seats = seats_of(config, job.nodes, engines)
     assert cpus_of_engine_node(config, job, seats) == 12 * sum(len(s.gpus) for s in seats if s.node == seats[0].node)
-    assert not apart or cores_of(config, "engines", len(engines)) == cpus_of_engine_node(config, job, seats)
+    if apart:
+        asked = script._component(config, "engines", len(engines))
+        assert asked["tasks_per_node"] * asked["cpus_per_task"] == cpus_of_engine_node(config, job, seats)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -215,7 +216,7 @@ def test_without_a_number_of_cores_no_step_is_confined_to_some(
     (((server,),), ((judges,),)) = sites_of(config, job), service_sites(config, job).values()
     seats = seats_of(config, job.nodes, job.engine_nodes)
     steps = [
-        *(server.before, judges.before, *commands(config, placement, job)),
+        *(server.before, judges.before),
         node_command(config.slurm, placement, run, python="p"),
         engine_node_command(job, cpus_of_engine_node(config, job, seats), python="p"),
     ]

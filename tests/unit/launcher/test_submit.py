@@ -40,13 +40,6 @@ def test_scripts_are_the_golden_ones_and_bash_reads_them(case: str) -> None:
     subprocess.run(["bash", "-n", path], check=True)
 
 
-def test_a_rehearsals_job_is_one_that_slurm_never_requeues() -> None:
-    config = config_of(*CASES["heterogeneous"])
-    for command, option in ((("train",), "--requeue"), (("rehearse",), "--no-requeue")):
-        made = submit.job_script(config, folder=Path("/w"), python="python", package=Path("/c"), command=command)
-        assert [line.split()[1] for line in made.splitlines() if line.endswith("requeue")] == [option] * 2
-
-
 def test_steps_get_the_jobs_variables_however_it_was_submitted(tmp_path: Path) -> None:
     """SBATCH_EXPORT=NONE in the user's shell, say, is for the job: srun would take it for steps too."""
     config = config_of("slurm.environment.NCCL_DEBUG=INFO", "slurm.setup=env; exit")
@@ -245,10 +238,8 @@ def test_two_submits_at_once_have_a_run_each(
     assert status_of("submit", "tiny_cpu", "run.name=tiny_cpu-2") == 1
     assert "tiny_cpu-2 exists; sbatch runs/tiny_cpu-2/job.sbatch continues it once it" in capsys.readouterr().err
     (tmp_path / "runs/local").mkdir()
-    (tmp_path / "runs/tiny_cpu-2").rename(tmp_path / "runs/x-rehearsal")
-    for name, *options in (["local"], ["x-rehearsal", "--rehearse"]):
-        assert status_of("submit", "tiny_cpu", f"run.name={name}", *options) == 1
-        assert capsys.readouterr().err.endswith(f"runs/{name} exists; take another name\n")
+    assert status_of("submit", "tiny_cpu", "run.name=local") == 1
+    assert capsys.readouterr().err.endswith("runs/local exists; take another name\n")
 
 
 def test_no_run_of_an_array_is_in_the_folder_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,6 @@ def test_a_rank_that_sees_no_gpu_says_where(tmp_path: Path, monkeypatch: pytest.
     from rl_megatron.learner import world
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    where = rf"rank 3 on {re.escape(socket.gethostname())} sees no GPU; `rl-megatron doctor --gpu` .*CUDA_VISIBLE_DEV"
+    where = rf"rank 3 on {re.escape(socket.gethostname())} sees no GPU; look at .*CUDA_VISIBLE_DEV"
     with pytest.raises(ConfigError, match=where):
         world.join(LearnerSection(device="cuda", dp=4), rank=3, rendezvous=f"file://{tmp_path}/x", seed=1)
