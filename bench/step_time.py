@@ -12,9 +12,10 @@ GPU) is left out.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,14 @@ from typing import Any
 import numpy as np
 
 from bench.results import parse, write
+from bench.scale_points import Points, ordered_pairs, predict_rates
+from rl_megatron.evaluation.figures import share_interval
 from rl_megatron.scaling.constants import PRIOR, Constants
-from rl_megatron.scaling.published.points import Prediction, interval, ordered_pairs, predictions, read_points
 
 POINTS = Path(__file__).with_name("published_runs.json")
 FREE = ("gemm", "gemm_fp8", "attention", "links", "imbalance", "fixed")
 SHARES = {"gemm": 0.92, "gemm_fp8": 0.92, "attention": 0.9, "links": 0.9}  # most that they can be
 WIDTH, NOISE, HUBER = 0.35, 0.15, 0.1
-Points = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -40,20 +41,15 @@ class Fit:
     errors: np.ndarray
 
 
-def throughput(points: Points, constants: Constants) -> list[Prediction]:
-    """Predicted and measured rates."""
-    return list(predictions(points, constants, kinds=("throughput",)))
-
-
 def usable(points: Points) -> list[Mapping[str, Any]]:
     """Points with a rate to compare."""
-    names = {point.name for point in throughput(points, PRIOR)}
+    names = {point.name for point in predict_rates(points, PRIOR)}
     return [point for point in points if point["id"] in names]
 
 
 def logs(points: Points, constants: Constants) -> np.ndarray:
     """Log of predicted over measured rates."""
-    return np.array([math.log(p.predicted / p.measured) for p in throughput(points, constants)])
+    return np.array([math.log(p.predicted / p.measured) for p in predict_rates(points, constants)])
 
 
 def moved(x: np.ndarray) -> Constants:
@@ -121,17 +117,17 @@ def described(errors: np.ndarray) -> dict[str, float]:
 def main() -> None:
     """Fit, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--points", type=Path, default=POINTS, help="a file of points, as published_runs.json")
     args = parse(parser)
-    points = usable(read_points(args.points))
+    points = usable(json.loads(POINTS.read_text(encoding="utf-8")))
     found = fit(points)
     rows: list[dict[str, object]] = []
     for name, errors, bar in (("given", found.errors, 0.12), ("left out", left_out(points), 0.15)):
         row = {"points": name, "count": len(points), **described(errors), "bar": bar}
         rows.append(row)
         print(" ".join(f"{key} {value:.3f}" if isinstance(value, float) else f"{value}" for key, value in row.items()))
-    right, total = ordered_pairs(throughput(points, found.constants))
-    low, high = interval(right, total)
+    right, total = ordered_pairs([*predict_rates(points, found.constants)])
+    of_pairs = share_interval([float(n < right) for n in range(total)])
+    low, high = of_pairs.low, of_pairs.high
     print(f"order: {right} of {total} pairs right, 95 % interval {low:.2f} to {high:.2f}; bar 0.80")
     rows.append({"right": right, "pairs": total, "low": low, "high": high, "bar": 0.8})
     for name, value in asdict(found.constants).items():

@@ -1,11 +1,11 @@
-"""``rl-megatron scale``: searches layouts of a run on given GPUs; compares predictions with published runs."""
+"""``rl-megatron scale``: searches layouts of a run on given GPUs."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -14,29 +14,17 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.programs.scale import Asked, asked_of, configuration_file
-from rl_megatron.errors import ConfigError
 from rl_megatron.scaling.constants import RANGE
-from rl_megatron.scaling.evaluations import evaluation_cost
 from rl_megatron.scaling.hardware import GB, GPUS
 from rl_megatron.scaling.planner.explained import explain_term
 from rl_megatron.scaling.planner.fitting import PlannedRun
 from rl_megatron.scaling.planner.layouts import described
 from rl_megatron.scaling.planner.search import SearchResult, search
-from rl_megatron.scaling.published.points import Prediction, predictions, read_points, summary
-from rl_megatron.scaling.published.rl import rl_predictions
 
 _SHOWN = 8  # rejected layouts
-_KINDS = (("throughput", "tokens/s a GPU"), ("memory", "GB on the fullest GPU"), ("rl", "seconds of a whole step"))
-
-_READ: Mapping[str, frozenset[str]] = {
-    "points": frozenset({"points"}),
-    "arguments": frozenset({"arguments", "explain", "as_json", "write"}),
-}
-"""The parameters that each of the command's ways reads, by the one that chooses it."""
 
 
 def scale(
-    context: typer.Context,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
@@ -45,10 +33,6 @@ def scale(
             f"{', '.join(GPUS)} or a YAML file, then if wanted goal=tokens, memory or step, "
             "mean_tokens=N of a completion, and keys of the run as rollout.group_size=16",
         ),
-    ] = None,
-    points: Annotated[
-        Path | None,
-        typer.Option(help="a JSON file of published runs: print what is predicted and was measured (docs/scaling.md)"),
     ] = None,
     explain: Annotated[
         str | None, typer.Option(metavar="TERM", help="say what a term of memory or time is made of, as all-to-all")
@@ -60,17 +44,8 @@ def scale(
     ] = None,
 ) -> None:
     """Plan a run: search layouts of learner and servers on given GPUs, with memory and seconds by term."""
-    _refuse_unread(context)
-    if points is not None:
-        show_points(points)
-    else:
-        _searched(arguments or [], explain=explain, as_json=as_json, write=write)
-
-
-def _searched(arguments: Sequence[str], *, explain: str | None, as_json: bool, write: Path | None) -> None:
-    """Search, and print the best layout."""
     started = time.perf_counter()
-    asked = asked_of(arguments)
+    asked = asked_of(arguments or [])
     with Console(stderr=True).status("planning the memory of layouts, the fastest first"):
         found = search(asked.wanted)
     text = configuration_file(asked, found.plans[0])
@@ -89,21 +64,6 @@ def _searched(arguments: Sequence[str], *, explain: str | None, as_json: bool, w
         console.print(
             f"written: {write}; rl-megatron submit {shlex.quote(str(write))}{name} --dry-run checks it", soft_wrap=True
         )
-
-
-def _refuse_unread(context: typer.Context) -> None:
-    """Raises ConfigError for what is given and not read by the first of the command's ways that is given."""
-    given = {
-        one.name or "": f"MODEL {' '.join(context.params[one.name])}" if one.name == "arguments" else one.opts[-1]
-        for one in context.command.params
-        if (source := context.get_parameter_source(one.name or "")) is not None
-        and source.name == "COMMANDLINE"
-        and context.params.get(one.name or "")
-    }
-    way = next((each for each in _READ if each in given), "arguments")
-    for name, shown in given.items():
-        if name not in _READ[way]:
-            raise ConfigError(f"{shown} does nothing with {given.get(way, 'MODEL')}; leave one of them out")
 
 
 def show(console: Console, asked: Asked, found: SearchResult, seconds: float) -> None:
@@ -154,7 +114,6 @@ def _rates(asked: Asked, best: PlannedRun) -> list[str]:
             f"train.max_staleness={step.staleness}: the longest completion takes {step.sampled.longest:,.0f} s; "
             f"{step.least} is the least at which no step waits for it"
         )
-    lines += [line.strip() for line in evaluation_cost(best.config, asked.wanted.shape, asked.wanted.gpu).lines()]
     if (dispatcher := best.keys.get("learner.dispatcher")) in ("deepep", "hybridep"):
         lines.append(f"learner.dispatcher={dispatcher} needs its package, and has not been run here")
     return lines
@@ -175,11 +134,6 @@ def _said(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _evaluations(asked: Asked, plan: PlannedRun) -> dict[str, object]:
-    cost = evaluation_cost(plan.config, asked.wanted.shape, asked.wanted.gpu)
-    return {"seconds_a_step": cost.seconds_a_step, "completions": cost.completions, "unknown": list(cost.unknown)}
-
-
 def as_tree(asked: Asked, found: SearchResult) -> dict[str, object]:
     """Plans and rejected layouts as plain values: seconds, and bytes of the fullest GPU, by term."""
     return {
@@ -197,33 +151,8 @@ def as_tree(asked: Asked, found: SearchResult) -> dict[str, object]:
                 "training": dict(plan.step.training),
                 "bytes": dict(plan.footprint.terms),
                 "stage": plan.footprint.stage,
-                "evaluations": _evaluations(asked, plan),
             }
             for plan in found.plans
         ],
         "rejected": [{"keys": dict(one.keys), "reason": one.reason} for one in found.rejected],
     }
-
-
-def show_points(path: Path) -> None:
-    """Print each point's prediction, and how far they are off in all beside the bars that they are held to."""
-    console, refused = Console(markup=False), list[str]()
-    points = read_points(path)
-    found = [*predictions(points, refused=refused), *rl_predictions(points, refused)]
-    for kind, unit in _KINDS:
-        rows = [point for point in found if point.kind == kind]
-        if rows:
-            console.print(_points(rows, f"{kind}: {unit}"))
-    for line in (*summary(found), *(f"not predicted: {line}" for line in refused)):
-        console.print(line, soft_wrap=True)
-
-
-def _points(rows: Sequence[Prediction], title: str) -> Table:
-    table = Table("", "predicted", "measured", "error", title=title)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for point in sorted(rows, key=lambda point: (point.group, point.release)):
-        both = (point.predicted, point.measured)
-        numbers = (f"{value:,.1f}" if value < 100 else f"{value:,.0f}" for value in both)
-        table.add_row(point.name, *numbers, f"{point.error:+.1%}")
-    return table

@@ -53,6 +53,4 @@ FITTED = replace(PRIOR, gemm=0.648, gemm_fp8=0.842, attention=0.589, links=0.659
 """Constants fitted to bench/published_runs.json by bench/step_time.py, which free six of them."""
 RANGE = (0.75, 1.3)
 """Times the predicted rate of training between which a measured one is expected (docs/scaling.md)."""
-LEFT_OUT = 0.112
-"""Mean error of rates of models and GPUs that a fit had not seen (bench/step_time.py)."""
 MEMORY = 0.8  # share of a GPU's memory rate that kernels reach; not fitted: ``passes`` would take it back

@@ -11,7 +11,6 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import made_up_nodes, ranks_by_role
 from rl_megatron.scaling.constants import RANGE
-from rl_megatron.scaling.evaluations import Evaluations, evaluation_cost
 from rl_megatron.scaling.flops import training_flops
 from rl_megatron.scaling.hardware import GB, gpu_named
 from rl_megatron.scaling.pushes import Push, push_cost
@@ -20,7 +19,7 @@ from rl_megatron.scaling.rollouts import lengths_of
 from rl_megatron.scaling.saves import Save, save_cost
 
 TOO_MUCH = 0.1
-"""The share of a step above which a push or its share of a checkpoint is worth a warning."""
+"""The share of a step above which a push is worth a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,6 @@ class Predicted:
     gpus: int
     mean: float
     peak_seconds: float
-    evaluations: Evaluations
 
     @property
     def mfu(self) -> float:
@@ -65,7 +63,6 @@ class Predicted:
                 "  rollout.server.concurrency holds the servers back: raise it; "
                 f"{step.sampled.requests:,} requests, each of a group, fill their places"
             )
-        yield from self.evaluations.lines()
         if step.server.drafts:
             yield (
                 f"  a server's step with rollout.server.draft_tokens={step.server.drafts} gives "
@@ -140,9 +137,8 @@ class Estimate:
         yield self.save.describe_disk()
         if self.step is not None:
             seconds = self.push.seconds if self.pushes else 0.0
-            push, saves = self.step.share(seconds), self.step.share(self.save.seconds_a_step)
             yield from self.step.lines()
-            yield f"  of it: a push {push}, checkpoints {saves}"
+            yield f"  of it: a push {self.step.share(seconds)}"
         yield "all speeds are assumed, none is measured (slurm.speeds)"
 
     def warnings(self) -> Iterator[str]:
@@ -155,24 +151,18 @@ class Estimate:
             )
         if self.step is None:
             return
-        if (ends := self.step.seconds + self.save.seconds) > self.signal_seconds:
+        if self.step.seconds > self.signal_seconds:
             yield (
-                f"a step and a checkpoint take {ends:,.0f} s at assumed speeds, more than slurm.signal_seconds="
-                f"{self.signal_seconds} leaves them: a job whose time is up loses the step; set it longer"
+                f"a step takes {self.step.seconds:,.0f} s, more than slurm.signal_seconds={self.signal_seconds} leaves "
+                "it and its checkpoint: a job whose time is up loses the step; set it longer"
             )
-        if not self.step.stated:
+        if not self.step.stated or not self.pushes or self.push.route.shared:
             return
-        pushed = 0.0 if self.push.route.shared or not self.pushes else self.push.seconds
-        costs = {
-            "a push of weights takes": (pushed, "choose a faster weights.transport (docs/weights.md)"),
-            "checkpoints take": (self.save.seconds_a_step, "raise checkpoint.every"),
-        }
-        for what, (seconds, change) in costs.items():
-            if (share := seconds / self.step.seconds) > TOO_MUCH:
-                yield (
-                    f"{what} {seconds:,.1f} s of a step's {self.step.seconds:,.0f}, {share:.0%}, at assumed speeds "
-                    f"(slurm.speeds); {change}"
-                )
+        if (share := self.push.seconds / self.step.seconds) > TOO_MUCH:
+            yield (
+                f"a push of weights takes {self.push.seconds:,.1f} s of a step's {self.step.seconds:,.0f}, {share:.0%},"
+                " at assumed speeds (slurm.speeds); choose a faster weights.transport (docs/weights.md)"
+            )
 
 
 def estimate(config: RunConfig, shape: ModelShape) -> Estimate:
@@ -238,7 +228,6 @@ def predicted(config: RunConfig, shape: ModelShape, push: Push) -> Predicted:
         gpus=sum(gpus_by_role(config).values()),
         mean=mean,
         peak_seconds=flops / (config.learner.dims.world_size * gpu.peak.bfloat16 * 1e12),
-        evaluations=evaluation_cost(config, shape, gpu),
     )
 
 

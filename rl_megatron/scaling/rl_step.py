@@ -28,7 +28,6 @@ from rl_megatron.scaling.constants import FITTED
 from rl_megatron.scaling.hardware import GB, GPUS, Gpu
 from rl_megatron.scaling.memory import server_weights, weights_on_gpu, weights_served
 from rl_megatron.scaling.rollouts import Sampled, ServerShape, draft_layer, sampled, tokens_accepted
-from rl_megatron.scaling.saves import save_wait
 from rl_megatron.scaling.time import PCIE, LearnerWork, step_terms
 from rl_megatron.weights.layouts.learner import role_shape
 
@@ -248,8 +247,6 @@ def rl_step(
     parts["push"] = (_push_seconds(config, shape, gpu) if push is None else push) + _PAUSE
     if section.colocated and config.learner.offload.while_sampling == "optimizer":
         parts["turns"] = 2 * _moved_to_host(config, shape) / (PCIE * GB)
-    if waited := save_wait(config, shape):
-        parts["checkpoints"] = waited
     sample = partial(rollout_seconds, config, shape, server, gpu, lengths, replicas=section.count, prompt=prompt)
     sample = partial(sample, sharing=servers_on_a_gpu(config))
     engines = sample(concurrency=section.concurrency)

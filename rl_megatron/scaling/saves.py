@@ -1,4 +1,4 @@
-"""Computes the bytes of a checkpoint and the seconds to write it at stated speeds. No torch."""
+"""Computes the bytes of a checkpoint, and of the host's memory that writing it takes. No torch."""
 
 from __future__ import annotations
 
@@ -21,25 +21,18 @@ _MOMENT = 4  # of which Muon's matrices have one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """A checkpoint: bytes in all and by the busiest node, seconds at ``speed``, steps from one to the next."""
+    """A checkpoint: bytes in all and by the busiest node, and steps from one to the next."""
 
     total: int
     by_node: int
-    seconds: float
-    speed: str
     every: int  # steps; 0: only after the last
-    held: float  # seconds for which training waits
     most: int  # checkpoints that are on the disk at once
     best: int  # of these, checkpoint.keep_best: as many more for each other way in which a resume measures accuracy
 
     def describe(self) -> str:
         """A line to show."""
         when = f"every {self.every} steps" if self.every else "after the last step"
-        waits = f", of which training waits {self.held:,.1f} s" if self.held < self.seconds else ""
-        return (
-            f"a checkpoint, {when}: {self.total / GB:,.1f} GB, up to {self.by_node / GB:,.1f} GB by one node: "
-            f"{self.seconds:,.1f} s at {self.speed}{waits}"
-        )
+        return f"a checkpoint, {when}: {self.total / GB:,.1f} GB, up to {self.by_node / GB:,.1f} GB by one node"
 
     def describe_disk(self) -> str:
         """A line to show of the disk that the run needs."""
@@ -48,11 +41,6 @@ class Save:
             f"  up to {self.most} checkpoints at once: {self.most * self.total / GB:,.1f} GB of disk (checkpoint.keep*)"
             + (more if self.best else "")
         )
-
-    @property
-    def seconds_a_step(self) -> float:
-        """Seconds for which training waits, shared out over the steps from one checkpoint to the next."""
-        return self.held / self.every if self.every else 0.0
 
 
 def bytes_by_rank(config: RunConfig, shape: ModelShape, role: str = LEARNER) -> dict[int, int]:
@@ -105,37 +93,14 @@ def copied_by_rank(config: RunConfig, shape: ModelShape, role: str = LEARNER) ->
     return dict(out)
 
 
-def save_wait(config: RunConfig, shape: ModelShape) -> float:
-    """Seconds a step for which training waits for checkpoints. Raises as `save_cost`."""
-    waits = config.checkpoint.every and not config.checkpoint.async_save
-    return save_cost(config, shape).seconds_a_step if waits else 0.0
-
-
 def save_cost(config: RunConfig, shape: ModelShape) -> Save:
-    """A checkpoint of a run, with its critic's. In a job it goes to a shared file system, else to this machine's disk.
-
-    Raises ConfigError if the layout does not divide the model's sizes.
-    """
-    speeds, local = config.slurm.speeds, config.run.launcher == "local"
+    """A checkpoint of a run, with its critic's. Raises ConfigError if the layout does not divide the model's sizes."""
     saved = (LEARNER, "critic") if config.algorithm.needs_critic else (LEARNER,)
-    by_rank = {role: bytes_by_rank(config.of_role(role), shape, role) for role in saved}
-    by_node = {role: _by_node(config, role, found) for role, found in by_rank.items()}
-    total = sum(found.total() for found in by_node.values())
-    busiest = {role: max(found.values()) for role, found in by_node.items()}
-    seconds = sum(  # one learner saves after the other
-        max(busiest[role] / speeds.storage_node, by_node[role].total() / speeds.storage) / GB for role in saved
-    )
-    speed = f"{speeds.storage_node:g} GB/s a node, {speeds.storage:g} in all"
-    if local:
-        seconds, speed = total / (speeds.memory * GB), f"{speeds.memory:g} GB/s"
-    apart = "critic" in separate(config)
-    copying = sum(max(found.values()) for found in by_rank.values()) / (speeds.memory * GB)  # into the node's memory
+    by_node = [_by_node(config, role, bytes_by_rank(config.of_role(role), shape, role)) for role in saved]
+    busiest = [max(found.values()) for found in by_node]
     return Save(
-        total=total,
-        by_node=max(busiest.values()) if apart else sum(busiest.values()),
-        seconds=seconds,
-        held=min(copying, seconds) if config.checkpoint.async_save else seconds,
-        speed=speed,
+        total=sum(found.total() for found in by_node),
+        by_node=max(busiest) if "critic" in separate(config) else sum(busiest),
         every=config.checkpoint.every,
         most=_most_at_once(config),
         best=config.checkpoint.keep_best,

@@ -17,7 +17,6 @@ from rl_megatron.observability.timeline import kernels
 from rl_megatron.observability.timeline.trace import read_trace
 from rl_megatron.rewards.tests import _tests
 from rl_megatron.rollout.servers.http import Server
-from rl_megatron.scaling.published.points import read_points
 from rl_megatron.types import Prompt
 from tests.unit.launcher.commands import status_of
 
@@ -26,7 +25,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": lambda run: read_jsonl(run / "metrics.jsonl"),
     "trace.json": lambda run: list(read_trace(run)),
     "profile/step_000001/ranks.json": lambda run: list(kernels.read_kernels(run)),
-    "points.json": lambda run: read_points(run / "points.json"),
     "model.safetensors": tensor_names,
 }
 

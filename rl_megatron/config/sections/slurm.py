@@ -24,7 +24,7 @@ SignalSeconds = Annotated[int, Field(ge=1, le=65_535), NUMBER]  # of sbatch --si
 
 class SpeedsSection(Section):
     """Speeds of the cluster, in GB/s (1e9 bytes) each way, by which ``plan`` and ``submit`` estimate pushes and
-    checkpoints, and what steps are predicted by. The defaults are assumed, not measured. No run is faster by them."""
+    predict steps. The defaults are assumed, not measured. No run is faster by them."""
 
     gpu: str | None = None
     """Kind of the GPUs, by which ``plan`` and ``submit`` predict a step's seconds by phase, as h100, or a YAML file as
@@ -48,8 +48,8 @@ class SpeedsSection(Section):
     tflops: PositiveFloat = 989.0
     """Peak of a GPU in bfloat16, 1e12 FLOP/s, for the floor of a step's seconds; 989 is an H100's or H200's."""
     step_seconds: PositiveFloat | None = None
-    """Seconds of a step, as in ``seconds/step`` of a run's metrics: ``plan`` and ``submit`` compare pushes and
-    checkpoints with it, and warn above a tenth; null: they compare with the floor, and do not warn."""
+    """Seconds of a step, as in ``seconds/step`` of a run's metrics: ``plan`` and ``submit`` compare a push with
+    it, and warn above a tenth; null: they compare with the floor, and do not warn."""
 
 
 class RoleNodesSection(Section):

@@ -46,8 +46,6 @@ SECONDS: Mapping[str, str] = {
     "critic": "training of the critic, counted as the policy's, and one forward pass for its values",
     "push": "weights over the slowest link of the busiest rank, and a pause of the servers",
     "turns": "the optimizer's state to the host's memory and back, while servers sample on the same GPUs",
-    "checkpoints": "a checkpoint's seconds over the steps from one to the next (checkpoint.every), where training "
-    "waits until it is written (checkpoint.async_save=false)",
     "rollout": "prompts, then a token after the other for all rows that are left: each reads the weights that some row "
     "uses and the rows' cache; the longest completions end nearly alone",
     "reward models": "what the slowest reward model on ranks takes for the batch beyond the rollout's seconds; less "

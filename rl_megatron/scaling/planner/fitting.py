@@ -19,7 +19,6 @@ from rl_megatron.scaling.memory import RESERVED, Footprint, advice, fullest
 from rl_megatron.scaling.parameters import rank_parameters
 from rl_megatron.scaling.planner.layouts import CHANGES_TOGETHER, Timed, Wanted, learner_seconds, with_keys
 from rl_megatron.scaling.rl_step import RlStep, rl_step
-from rl_megatron.scaling.saves import save_wait
 
 LayoutKeys = Mapping[str, object]
 _OF_HOST = 0.8  # of a node's memory that the learner may take; processes, files in /dev/shm and caches have the rest
@@ -37,8 +36,8 @@ class PlannedRun:
 
     @property
     def learner(self) -> float:
-        """Seconds of training and log-probs in a step, and of checkpoints that training waits for."""
-        return sum(self.step.parts.get(part, 0.0) for part in ("training", "log-probs", "checkpoints"))
+        """Seconds of training and log-probs in a step."""
+        return sum(self.step.parts.get(part, 0.0) for part in ("training", "log-probs"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +99,7 @@ class PlacedLayouts:
         for seconds, keys in self.timed:
             if seconds >= limit:
                 return
-            if self._is_too_large(keys) or seconds + self._waited(keys) >= limit:
+            if self._is_too_large(keys):
                 continue
             found = self._fastest_of(keys, limit)
             if isinstance(found, PlannedRun):
@@ -146,22 +145,12 @@ class PlacedLayouts:
         each = BYTES[learner.dtype] + BYTES[learner.gradient_dtype]
         return each * sum(rank_parameters(wanted.shape, learner.dims)) + RESERVED * wanted.gpu.memory * GB
 
-    def _waited(self, keys: LayoutKeys) -> float:
-        """Seconds a step that training waits for the layout's checkpoints, which no saving changes; 0 of one that is
-        refused, as `_planned` says."""
-        if self.wanted.base.checkpoint.async_save:
-            return 0.0
-        try:
-            return save_wait(with_keys(self.wanted.base, {**self.keys, **keys}), self.wanted.shape)
-        except ConfigError:
-            return 0.0
-
     def _trials(self, keys: LayoutKeys) -> list[_Trial]:
         """The layout with each of the savings, in their order."""
-        out, base, waited = list[_Trial](), with_keys(self.wanted.base, self.keys), self._waited(keys)
+        out, base = list[_Trial](), with_keys(self.wanted.base, self.keys)
         for saved in self.savings:
             config = with_keys(base, {**keys, **saved})
-            seconds = learner_seconds(self.wanted, config) + waited
+            seconds = learner_seconds(self.wanted, config)
             out.append(_Trial(seconds=seconds, saved=saved, config=config, keys={**self.keys, **keys, **saved}))
         return out
 
@@ -197,8 +186,7 @@ class PlacedLayouts:
         if not trial.config.checkpoint.async_save or name in self.wanted.given:
             return None
         config = with_keys(trial.config, {name: False})
-        seconds = trial.seconds + save_wait(config, self.wanted.shape)
-        return replace(trial, seconds=seconds, config=config, keys={**trial.keys, name: False})
+        return replace(trial, config=config, keys={**trial.keys, name: False})
 
     def _planned(self, trial: _Trial, least: float | None = None) -> PlannedRun | Rejected:
         """The plan of a layout with savings, or why there is none: an option refuses it, a degree does not divide, it

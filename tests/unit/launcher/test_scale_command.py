@@ -67,35 +67,9 @@ def test_the_best_layout_comes_with_terms_and_the_others_with_reasons(said: Said
 
 
 def test_json_has_every_term_and_they_add_up(said: Said) -> None:
-    tree = json.loads(said(*ASKED, "data.max_eval=64", "--json"))
-    assert all(plan["evaluations"]["seconds_a_step"] > 0 for plan in tree["plans"])
+    tree = json.loads(said(*ASKED, "--json"))
     best = tree["plans"][0]
     assert sum(best["training"].values()) == pytest.approx(best["parts"]["training"])
     assert sum(best["bytes"].values()) <= 80e9
     assert best["seconds"] == min(plan["seconds"] for plan in tree["plans"])
     assert all(one["reason"] for one in tree["rejected"])
-
-
-def test_points_are_compared_alone(said: Said) -> None:
-    text = said("--points", str(REPO / "bench" / "published_runs.json"))
-    assert "throughput, 60 points: mean error 9.2% (bar 12 %)" in text
-    assert "memory of mixtures of experts, 10 points: worst error 2.8% (bar 8 %)" in text
-    assert "golden-8x22b-h100" in text
-    refused = said("kimi-k2", "--points", str(REPO / "bench" / "published_runs.json"), status=1)
-    assert "MODEL kimi-k2 does nothing with --points" in refused
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        ("--points", "published.json", "--explain", "all-to-all"),
-        ("--points", "published.json", "--json"),
-    ],
-)
-def test_options_that_another_way_reads_are_refused(given: tuple[str, ...], said: Said) -> None:
-    (option,) = [word for word in given[1:] if word.startswith("--")]
-    assert f"{option} does nothing with " in said(*given, status=1)
-
-
-def test_a_set_of_evaluations_is_limited_as_the_advice_says(said: Said) -> None:
-    assert "evaluations take" in said(*ASKED, "eval.sets.own.limit=16")

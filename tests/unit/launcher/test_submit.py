@@ -187,7 +187,7 @@ def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
     assert "122.1 GB read from a file in /fast, on a shared file system; one receives up to 61.1 GB: 12.21 s at" in (
         done.stdout
     )
-    assert "a checkpoint, every 20 steps: 428.0 GB, up to 428.0 GB by one node: 85.6 s at 5 GB/s a node" in done.stdout
+    assert "a checkpoint, every 20 steps: 428.0 GB, up to 428.0 GB by one node" in done.stdout
     assert (
         "not checked: whether vllm takes what servers are given: torch cannot be imported here; whether prompts fit"
         in (done.stdout)
