@@ -25,11 +25,9 @@ _SAMPLED = {name for name, *_ in (*SAMPLING, *ENVIRONMENTS)}
 
 
 def never_recorded(study: Study, config: RunConfig) -> list[str]:
-    """A line for each metric, and the measure of compute, of which a run of ``config`` can have no value.
-
-    ``collapse.metric`` counts where the file names it.
-    """
-    found = [f"{key}={metric}: {why}" for key, metric in _asked(study).items() for why in _why_never(metric, config)]
+    """Returns a line for the metric, and for the measure of compute, if a run of ``config`` can have no value of it."""
+    metric = study.evaluation.metric
+    found = [f"evaluation.metric={metric}: {why}" for why in _why_never(metric, config)]
     if study.evaluation.compute == "tokens" and not config.kind.samples:
         found.append(
             f"evaluation.compute=tokens: job={config.job} samples no tokens; take steps, device_seconds or flops"
@@ -38,19 +36,13 @@ def never_recorded(study: Study, config: RunConfig) -> list[str]:
 
 
 def recorded_by_none(study: Study, configs: Sequence[RunConfig]) -> list[str]:
-    """A line for each metric of a critic or of experts that the study asks for, and that a run of none of ``configs``
-    records: an arm without them may be beside one that has them."""
-    found = []
-    for key, metric in _asked(study).items():
-        lacking = {_lacking(metric, config) for config in configs}
-        if lacking and None not in lacking:
-            found.append(f"{key}={metric}: no cell records it: {'; '.join(sorted(filter(None, lacking)))}")
-    return found
-
-
-def _asked(study: Study) -> dict[str, str]:
-    watched = {"collapse.metric": study.collapse.metric} if "metric" in study.collapse.model_fields_set else {}
-    return {"evaluation.metric": study.evaluation.metric, **watched}
+    """Returns a line if the study's metric is a critic's or of experts, and a run of none of ``configs`` records it: an
+    arm without them may be beside one that has them."""
+    metric = study.evaluation.metric
+    lacking = {_lacking(metric, config) for config in configs}
+    if not lacking or None in lacking:
+        return []
+    return [f"evaluation.metric={metric}: no cell records it: {'; '.join(sorted(filter(None, lacking)))}"]
 
 
 def _lacking(metric: str, config: RunConfig) -> str | None:

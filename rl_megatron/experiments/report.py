@@ -8,7 +8,6 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,6 @@ from rl_megatron.experiments.results import (
 from rl_megatron.experiments.sigmoid import NAMES
 from rl_megatron.experiments.states import CellStanding, CellState, drift_of, find_states
 from rl_megatron.experiments.study import Study
-from rl_megatron.experiments.survival import Survival
 from rl_megatron.observability.arms import Arm, group_runs
 from rl_megatron.observability.charts import DOTTED, Chart, Point, Series, line_chart, number_text
 from rl_megatron.observability.history import load_runs
@@ -48,7 +46,7 @@ _UNITS = {
     "flops": "FLOPs of training",
 }
 _POINTS = 60  # of a fitted curve
-_FIGURE = re.compile(r"(curves|survival|fit(-.*)?)\.svg")  # the names of `_drawn`
+_FIGURE = re.compile(r"(curves|survival|fit(-.*)?)\.svg")  # names of `_drawn`, and one of older versions
 
 
 def write_study_report(
@@ -107,7 +105,7 @@ def figure_files(names: Sequence[str]) -> list[str]:
 def _drawn(
     study: Study, results: StudyResults, runs: Sequence[CellRun], arms: Sequence[Arm], style: Mapping[str, int]
 ) -> dict[str, Chart]:
-    """Charts by their files' names: the metric, each fit, and survival where a run has collapsed."""
+    """Returns charts by their files' names: the metric, and each fit."""
     metric = study.evaluation.metric
     curves = arms_chart(Curve("Results", metric, metric=metric, limits=study.evaluation.limits), arms)
     charts = {"curves": curves} if curves else {}
@@ -115,9 +113,6 @@ def _drawn(
         if each.fit is not None:
             counted = [run for run in runs if run.standing.cell.arm == arm and run.counted]
             charts[f"fit {arm}"] = _fit_chart(study, arm, each, counted, style[arm])
-    if results.collapsed():
-        lines = [Series(label=arm, style=style[arm], points=_stairs(rows)) for arm, rows in results.survival.items()]
-        charts["survival"] = line_chart("Runs that have not collapsed", "share, by RL step", lines, (0.0, 1.0))
     return charts
 
 
@@ -147,15 +142,6 @@ def _fit_chart(study: Study, arm: str, each: ArmFit, runs: Sequence[CellRun], st
     return line_chart(f"{arm}: {study.evaluation.metric} by {unit}", "", lines, study.evaluation.limits)
 
 
-def _stairs(rows: Sequence[Survival]) -> list[Point]:
-    points: list[Point] = []
-    for row in rows:
-        if points:
-            points.append(replace(points[-1], x=row.step, label=f"step {row.step:.0f}"))
-        points.append(Point(x=row.step, y=row.share, label=f"step {row.step:.0f}", low=row.low, high=row.high))
-    return points
-
-
 def _panels(
     study: Study,
     found: Sequence[CellStanding],
@@ -180,22 +166,7 @@ def _panels(
         columns = ["Difference", "Pairs" if study.paired else "Runs", "Value", "95 % interval", "Excludes 0"]
         panels.append(Panel(title="Differences", notes=notes, columns=columns, rows=rows))
     panels.append(_fits_panel(study, results, [chart for name, chart in drawn.items() if name.startswith("fit ")]))
-    panels.append(_survival_panel(study, results, len(runs), drawn))
     return panels
-
-
-def _survival_panel(study: Study, results: StudyResults, num_runs: int, drawn: Mapping[str, Chart]) -> Panel:
-    rule = study.collapse
-    watched = f"{rule.metric} below {rule.below:g} of its greatest value so far, once that is {rule.least:g} or more"
-    if not results.survival:
-        notes = [f"Not known: no run has recorded {rule.metric} (collapse.metric)."]
-    elif results.collapsed():
-        notes = [f"Kaplan-Meier; a collapse is {watched}. Runs that have not collapsed count up to their last step."]
-    else:
-        notes = [f"No run has collapsed: {watched}."]
-    if results.survival and results.unwatched:
-        notes.append(f"Without a value of {rule.metric}, so not among these: {results.unwatched} of {num_runs} runs.")
-    return Panel(title="Survival", notes=notes, charts=[drawn["survival"]] if "survival" in drawn else [])
 
 
 def _results_panel(
@@ -257,17 +228,13 @@ def _fits_panel(study: Study, results: StudyResults, charts: Sequence[Chart]) ->
                 f"{number_text(i.value)}" + (" (bound)" if name in each.fit.at_bound else f" ({_ends(i)})")
                 for name, i in each.fit.intervals().items()
             ]
-        errors = each.forecast.errors if each.forecast else {}
-        told = [_error(errors.get(name)) for name in ("sigmoid", "power law", "last value")]
-        rows.append([arm, *cells, *told])
+        rows.append([arm, *cells])
     notes = [
         f"R(C) = R0 + (A - R0) / (1 + (Cmid / C)^B) (ScaleRL), C in {_UNITS[study.evaluation.compute]}; 95 % intervals "
         "are studentised over seeds. A fit that the data cannot carry is refused.",
-        "The last three columns: mean absolute error on the last third of compute, foretold from the rest.",
         *refused,
     ]
-    columns = ["Arm", *NAMES, "Error: sigmoid", "Error: power law", "Error: last value"]
-    return Panel(title="Fits", notes=notes, columns=columns, rows=rows, charts=charts)
+    return Panel(title="Fits", notes=notes, columns=["Arm", *NAMES], rows=rows, charts=charts)
 
 
 def _mean(values: Sequence[float | None]) -> str:
@@ -288,10 +255,6 @@ def _verdict(interval: Interval | None) -> str:
     if interval is None or interval.low is None or interval.all_equal:
         return "-"
     return "yes" if interval.excludes_zero else "no"
-
-
-def _error(value: float | None) -> str:
-    return "-" if value is None else number_text(value)
 
 
 def _results_csv(results: StudyResults, found: Sequence[CellStanding], runs: Sequence[CellRun]) -> str:

@@ -1,8 +1,7 @@
-"""What a study has found so far, from its runs' rows: results of arms, differences, fits, forecasts and survival."""
+"""What a study has found so far, from its runs' rows: results of arms, differences and fits."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,11 +10,9 @@ import numpy as np
 
 from rl_megatron.errors import DataError
 from rl_megatron.experiments.cells import Cell
-from rl_megatron.experiments.forecast import Forecast, forecast
 from rl_megatron.experiments.sigmoid import SeedCurve, SigmoidFit, fit_sigmoid, why_not
 from rl_megatron.experiments.states import CellStanding, CellState
 from rl_megatron.experiments.study import Study
-from rl_megatron.experiments.survival import Lifetime, Survival, kaplan_meier, lifetime
 from rl_megatron.observability.files import JsonRow, number
 from rl_megatron.observability.history import Run
 from rl_megatron.observability.intervals import Interval, contrast, mean_interval
@@ -44,11 +41,10 @@ class CellRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmFit:
-    """An arm's fit, or why there is none; and how well fits foretell its last third of compute."""
+    """An arm's fit, or why there is none."""
 
     refused: str | None
     fit: SigmoidFit | None
-    forecast: Forecast | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +55,6 @@ class StudyResults:
     means: Mapping[str, Interval]
     differences: Mapping[str, Interval | None]
     fits: Mapping[str, ArmFit]
-    survival: Mapping[str, Sequence[Survival]]  # of arms with a run that recorded ``collapse.metric``
-    unwatched: int  # runs that did not, and are in no curve
-
-    def collapsed(self) -> bool:
-        """Whether any run has."""
-        return any(row.share < 1 for rows in self.survival.values() for row in rows)
 
     def document(self, study: Study, found: Sequence[CellStanding]) -> dict[str, Any]:
         """The results as JSON values, with what has become of every cell."""
@@ -88,7 +78,6 @@ class StudyResults:
             "paired": study.paired,
             "differences": {name: found and _interval_document(found) for name, found in self.differences.items()},
             "fits": {arm: _fit_document(each) for arm, each in self.fits.items()},
-            "survival": {arm: [asdict(row) for row in rows] for arm, rows in self.survival.items()},
         }
 
 
@@ -140,11 +129,9 @@ def _uncounted(cell: Cell, row: JsonRow) -> bool:
 
 
 def results_of(study: Study, arms: Sequence[str], runs: Sequence[CellRun]) -> StudyResults:
-    """Compare and fit what has ended; a run that has not is only in the survival curves, where it is censored."""
+    """Compares and fits the runs that have ended."""
     of = {arm: [each for each in runs if each.standing.cell.arm == arm] for arm in arms}
     lasts = {arm: {e.standing.cell.seed: _last(study, e) for e in of[arm] if e.counted} for arm in arms}
-    lifetimes = {arm: [_lifetime(study, each.run.rl) for each in of[arm]] for arm in arms}
-    known = {arm: [each for each in lifetimes[arm] if each is not None] for arm in arms}
     results = {arm: {s: last for s, last in by_seed.items() if last is not None} for arm, by_seed in lasts.items()}
     return StudyResults(
         results=results,
@@ -153,8 +140,6 @@ def results_of(study: Study, arms: Sequence[str], runs: Sequence[CellRun]) -> St
             name: contrast(results, weights, paired=study.paired) for name, weights in _contrasts(study, arms)
         },
         fits={arm: _fit(study, [each for each in of[arm] if each.counted]) for arm in arms},
-        survival={arm: kaplan_meier(found) for arm, found in known.items() if found},
-        unwatched=sum(len(lifetimes[arm]) - len(known[arm]) for arm in arms),
     )
 
 
@@ -194,18 +179,7 @@ def _last(study: Study, each: CellRun) -> float | None:
 def _fit(study: Study, runs: Sequence[CellRun]) -> ArmFit:
     curves, limits = curves_for_fit(study, runs), study.evaluation.limits
     refused = why_not(curves, limits) if runs else "none of its runs has ended"
-    return ArmFit(
-        refused=refused,
-        fit=None if refused else fit_sigmoid(curves, limits),
-        forecast=forecast(curves, limits) if curves else None,
-    )
-
-
-def _lifetime(study: Study, rows: Sequence[JsonRow]) -> Lifetime | None:
-    rule = study.collapse
-    values = ((number(row, "step") or 0.0, number(row, rule.metric)) for row in rows if rule.metric in row)
-    points = [(step, -math.inf if value is None else value) for step, value in values]
-    return lifetime(points, below=rule.below, least=rule.least)
+    return ArmFit(refused=refused, fit=None if refused else fit_sigmoid(curves, limits))
 
 
 def _interval_document(interval: Interval) -> dict[str, Any]:
@@ -220,5 +194,4 @@ def _fit_document(each: ArmFit) -> dict[str, Any]:
         "parameters": None if fit is None else {name: asdict(found) for name, found in fit.intervals().items()},
         "at_bound": [] if fit is None else list(fit.at_bound),
         "rms_error": None if fit is None else fit.error,
-        "forecast": each.forecast and asdict(each.forecast),
     }

@@ -15,7 +15,7 @@ from rl_megatron.config import yaml_text
 from rl_megatron.config.errors import near_miss
 from rl_megatron.errors import ConfigError, shorten
 from rl_megatron.observability.metrics.table import documented
-from rl_megatron.section import Finite, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from rl_megatron.section import Finite, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 Level = str | list[str] | dict[str, str | list[str]]
 """One place on an axis: an override, several, or ``{label: override or several}``."""
@@ -50,17 +50,6 @@ class Outcome(Section):
         return (0.0, 1.0) if self.metric == "eval/accuracy" else None
 
 
-class Collapse(Section):
-    """When a run counts as collapsed: the metric falls below a share of its greatest value so far, or is not finite."""
-
-    metric: str = "eval/accuracy"
-    """Metric that is watched."""
-    below: Fraction = 0.5
-    """Share of its greatest value so far."""
-    least: NonNegativeFloat = 0.1
-    """A run can collapse only from a value of at least this."""
-
-
 class Study(Section):
     """A study: every combination of its axes is an arm, and an arm has a cell, which is a run, for each seed."""
 
@@ -82,7 +71,6 @@ class Study(Section):
     """Further differences: by name, the weight of each arm in a sum over arms, as 1 and -1."""
     budget: Budget = Budget()
     evaluation: Outcome = Outcome()
-    collapse: Collapse = Collapse()
     folder: Path | None = None
     """Folder of the cells' run folders; null: runs/<name of the study's file>."""
 
@@ -186,9 +174,8 @@ def _problems(study: Study) -> list[str]:
         found += [f"{place}: {each}: {why}" for each in given if (why := _RESERVED.get(each.partition("=")[0]))]
     if len(set(study.seeds)) < len(study.seeds):
         found.append(f"seeds={list(study.seeds)}: a seed is given twice; its runs would be one run")
-    for place, metric in (("evaluation.metric", study.evaluation.metric), ("collapse.metric", study.collapse.metric)):
-        if documented(metric) is None:
-            found.append(f"{place}={metric}: no such metric; docs/metrics.md lists them")
+    if documented(metric := study.evaluation.metric) is None:
+        found.append(f"evaluation.metric={metric}: no such metric; docs/metrics.md lists them")
     return found
 
 

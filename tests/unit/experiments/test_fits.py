@@ -1,4 +1,4 @@
-"""Fits, intervals and survival: against scipy's stored answers, tables, textbooks, and studies of known truth."""
+"""Fits and intervals: against scipy's stored answers, tables, textbooks, and studies of known truth."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl_megatron.experiments.forecast import forecast, power_law
 from rl_megatron.experiments.sigmoid import NAMES, SeedCurve, SigmoidFit, fit_sigmoid, why_not
-from rl_megatron.experiments.survival import Lifetime, kaplan_meier, lifetime
 from rl_megatron.observability.intervals import contrast, mean_interval, t_quantile
 
 SCIPY = json.loads(Path(__file__).with_name("scipy_fits.json").read_text())
@@ -155,34 +153,9 @@ def test_a_fit_is_not_refused_where_they_can() -> None:
 
 @pytest.mark.parametrize("reached", [np.zeros(40), np.ones(40), (COMPUTE > 30.0).astype(float)], ids="01s")
 def test_seeds_that_never_leave_a_limit_are_refused_with_a_reason(reached: np.ndarray) -> None:
-    """Of zeros all four parameters are at bounds; a step that only the last third has is zeros to the forecast."""
+    """All four parameters of zeros are at bounds."""
     curves = [SeedCurve(compute=COMPUTE, reached=reached)] * 3
     assert why_not(curves, RATE) is not None
-    found = forecast(curves, RATE)
-    assert found is not None
-    assert found.errors["sigmoid"] is None
-    assert found.reason is not None
-
-
-def test_the_forecast_is_of_what_was_not_seen() -> None:
-    """Exact where the law is the truth; the others' errors are by hand from their formulas."""
-    curve = SeedCurve(compute=COMPUTE, reached=sigmoid(COMPUTE, *TRUTH))
-    found = forecast([curve], RATE)
-    assert found is not None
-    held = COMPUTE[COMPUTE > 40 * 2 / 3]
-    assert (found.held_out, found.reason) == (len(held), None)
-    errors = found.errors
-    assert errors["sigmoid"] == pytest.approx(0.0, abs=1e-6)
-    last = sigmoid(np.array([26.0]), *TRUTH)[0]
-    assert errors["last value"] == pytest.approx(float(np.mean(np.abs(sigmoid(held, *TRUTH) - last))))
-    power = SeedCurve(compute=COMPUTE, reached=0.9 - 0.6 * COMPUTE**-0.5)
-    law = power_law([power], RATE)
-    assert law is not None
-    np.testing.assert_allclose(law(COMPUTE * 10), 0.9 - 0.6 * (COMPUTE * 10) ** -0.5, atol=2e-3)
-    changed = SeedCurve(compute=COMPUTE, reached=np.where(COMPUTE > 26.7, 0.0, curve.reached))
-    unseen = forecast([changed], RATE)
-    assert unseen is not None
-    assert unseen.errors["sigmoid"] == pytest.approx(float(np.mean(sigmoid(held, *TRUTH))), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -230,30 +203,3 @@ def test_a_difference_without_an_interval_is_that_of_all_arms_whichever_has_one_
     assert found is not None
     assert found.value == pytest.approx(0.8 - 0.7 - 0.625 + 0.5)
     assert (found.low, found.high, found.count) == (None, None, 7)
-
-
-def test_survival_is_that_of_the_textbook() -> None:
-    """Remission of leukaemia under 6-MP (Freireich et al. 1963), in weeks; + is censored. Shares and Greenwood's errors
-    as in Kalbfleisch and Prentice, and Collett: 0.857 (0.076), 0.807 (0.087), 0.753 (0.096), 0.690 (0.107) ..."""
-    text = "6 6 6 6+ 7 9+ 10 10+ 11+ 13 16 17+ 19+ 20+ 22 23 25+ 32+ 32+ 34+ 35+"
-    patients = [Lifetime(steps=float(t.rstrip("+")), collapsed=not t.endswith("+")) for t in text.split()]
-    rows = kaplan_meier(patients)
-    assert [row.step for row in rows] == [0, 6, 7, 10, 13, 16, 22, 23, 35]
-    assert [row.at_risk for row in rows] == [21, 21, 17, 15, 12, 11, 7, 6, 1]
-    shares = [1.0, 0.857, 0.807, 0.753, 0.690, 0.627, 0.538, 0.448, 0.448]
-    assert [row.share for row in rows] == pytest.approx(shares, abs=6e-4)
-    errors = [0.076, 0.087, 0.096, 0.107, 0.114, 0.128, 0.135]
-    for row, error in zip(rows[1:8], errors, strict=True):
-        width = np.exp(1.96 * error / (row.share * abs(np.log(row.share))))  # of log(-log)
-        assert (row.low, row.high) == pytest.approx((row.share**width, row.share ** (1 / width)), abs=2e-3)
-
-
-def test_a_collapse_is_the_first_fall_below_its_share_of_the_best() -> None:
-    points = [(0.0, 0.05), (1.0, 0.01), (2.0, 0.6), (3.0, 0.35), (4.0, 0.29), (5.0, 0.7)]
-    assert lifetime(points, below=0.5, least=0.1) == Lifetime(steps=4.0, collapsed=True)
-    assert lifetime(points, below=0.4, least=0.1) == Lifetime(steps=5.0, collapsed=False)
-    assert lifetime(points, below=0.5, least=0.0) == Lifetime(steps=1.0, collapsed=True)
-    assert lifetime([], below=0.5, least=0.1) is None
-    everyone = [Lifetime(steps=2.0, collapsed=True)] * 3
-    assert [(row.step, row.share) for row in kaplan_meier(everyone)] == [(0, 1), (2, 0)]
-    assert kaplan_meier(everyone)[-1].high is None, "three runs do not show that every run collapses"

@@ -21,7 +21,6 @@ from tests.unit.launcher.commands import status_of
 ALGORITHMS = ["algorithm=grpo", "algorithm=gspo"]
 RATES = ["train.learning_rate=1e-3", {"fast": ["train.learning_rate=3e-3", "train.lr_warmup_steps=5"]}]
 
-HELD_OUT_LOSS = {"evaluation": {"metric": "eval/loss"}}
 SUMS = {"overrides": [f"eval.sets.sums.{key}" for key in ("samples=4", "temperature=1", "pass_at=2")]}
 
 
@@ -145,12 +144,12 @@ def test_a_base_is_beside_the_study(tmp_path: Path) -> None:
         ({"base": "dpo_tiny", "evaluation": {"metric": "eval/perplexity"}}, r"job=dpo never .*/loss and eval/pref"),
         ({"evaluation": {"metric": "eval/loss"}}, r"job=rl never records it; of held-out data .* eval/accuracy$"),
         (
-            {"base": "dpo_tiny", **HELD_OUT_LOSS, "collapse": {"metric": "reward/mean"}},
-            r"base seed=0 and 2 more: collapse\.metric=reward/mean: job=dpo never records it",
+            {"base": "dpo_tiny", "evaluation": {"metric": "reward/mean"}},
+            r"base seed=0 and 2 more: evaluation\.metric=reward/mean: job=dpo never records it",
         ),
         ({"base": "sft_tiny", "evaluation": {"metric": "staleness/share/v0"}}, r"share/v0: job=sft never records it"),
         (
-            {"base": "sft_tiny", "evaluation": {**HELD_OUT_LOSS["evaluation"], "compute": "tokens"}},
+            {"base": "sft_tiny", "evaluation": {"metric": "eval/loss", "compute": "tokens"}},
             r"evaluation\.compute=tokens: job=sft samples no tokens; take steps, device_seconds or flops$",
         ),
         ({"evaluation": {"metric": "eval/typo/pass_at_8"}}, r"pass_at_8: eval\.sets has no typo; it has none$"),
@@ -159,7 +158,7 @@ def test_a_base_is_beside_the_study(tmp_path: Path) -> None:
             {**SUMS, "evaluation": {"metric": "eval/sums/mean_at_8"}},
             r"eval\.sets\.sums gives mean_at_4, maj_at_4, pass_at_2, all_at_2; take one of these, or set its samples",
         ),
-        ({**SUMS, "collapse": {"metric": "eval/sums/all_at_4/low"}}, r"collapse\.metric=.*low: eval\.sets\.sums gives"),
+        ({**SUMS, "evaluation": {"metric": "eval/sums/all_at_4/low"}}, r"all_at_4/low: eval\.sets\.sums gives"),
         ({"evaluation": {"metric": "source/sums/reward"}}, r"reward: data\.sources has no sums; it has none$"),
         ({"base": "sft_tiny", "evaluation": {"metric": "source/a/epoch"}}, r"epoch: data\.sources has no a; it has"),
         ({"axes": {"a": ALGORITHMS}, "reference": "ppo"}, r"reference: 'ppo' is no arm; arms: grpo, gspo"),
@@ -188,7 +187,6 @@ def test_every_figure_that_a_set_records_can_be_compared(tmp_path: Path, figure:
     ],
 )
 def test_what_a_job_records_can_be_compared(tmp_path: Path, base: str, metric: str) -> None:
-    """Without a word on collapse.metric, although jobs on written text have no eval/accuracy."""
     assert cells_of(study_of(tmp_path, base=base, evaluation={"metric": metric}))
 
 
