@@ -71,7 +71,7 @@ test-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 		$(addprefix tests/engines/test_, models.py restarts.py faults.py nodes.py) tests/engines
 
-test-environments: .venv/.reasoning-gym-installed $(patsubst %,.environments/%/.installed,verifiers verifiers-0.1 openenv skypilot lm-eval \
+test-environments: .venv/.reasoning-gym-installed $(patsubst %,.environments/%/.installed,verifiers verifiers-0.1 openenv skypilot \
 		$(if $(shell $(PYTHON312) --version 2>/dev/null),nemo-gym))
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs tests/unit/environments tests/environments
 
@@ -81,7 +81,6 @@ OF_openenv := openenv-core==0.3.0
 OF_skypilot := skypilot==0.14.1
 OF_reasoning-gym := "reasoning-gym==0.1.25; python_version < '3.12'" # its pycosat has no wheel for 3.12
 OF_nemo-gym := nemo-gym==0.4.0
-OF_lm-eval := 'lm-eval[api]==0.4.13' transformers -c constraints.txt
 
 .environments/%/.installed: Makefile
 	.environments/$*/bin/python -m pip -V >/dev/null 2>&1 || \

@@ -23,7 +23,6 @@ _COMMANDS = {
     "train": "train:train",
     "submit": "submit:submit",
     "status": "job:status",
-    "watch": "watch:watch",
     "report": "report:report",
     "convert": "convert:convert",
     "verify": "verify:verify",
@@ -31,7 +30,6 @@ _COMMANDS = {
     "plan": "plan:plan",
     "scale": "scale:scale",
     "eval": "evaluate:evaluate",
-    "serve": "serve:serve_to_tools",
     "doctor": "doctor:app",
     "experiment": "experiment:app",
 }

@@ -76,17 +76,6 @@ def check_sockets(
     return counts
 
 
-def check_server(process: psutil.Process, secured: Iterable[tuple[str, str]] = _EVERYTHING) -> int:
-    """Count the sockets of a process, whatever its command line: each is on loopback, speaks HTTP, and asks for a token
-    for the methods and paths that are ``secured``."""
-    found = list(_listening([process]))
-    for pid, _, host, port in found:
-        where = f"pid {pid} listens at {host}, port {port}"
-        assert ip_address(host).is_loopback, where
-        _ask_without_token(f"http://{host}:{port}", where, secured)
-    return len(found)
-
-
 def check_secrets(processes: Iterable[psutil.Process], *folders: Path, secrets: Iterable[str] = ()) -> set[str]:
     """The tokens in processes' environments, none of which is on a command line or in a file below ``folders``."""
     found, lines = {*secrets}, list[str]()
@@ -161,9 +150,9 @@ def _address(text: str) -> str:
     return str(getattr(found, "ipv4_mapped", None) or found)
 
 
-def _ask_without_token(url: str, who: str, secured: Iterable[tuple[str, str]] = _EVERYTHING) -> None:
+def _ask_without_token(url: str, who: str) -> None:
     plain = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    for method, path in secured:
+    for method, path in _EVERYTHING:
         asking = urllib.request.Request(url + path, method=method, headers={"Authorization": "Bearer wrong"})
         try:
             status = plain.open(asking, timeout=120.0).status

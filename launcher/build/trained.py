@@ -1,4 +1,4 @@
-"""Finds a trained model to evaluate or serve: a Hugging Face folder, a run, or a checkpoint of one."""
+"""Finds a trained model to evaluate: a Hugging Face folder, a run, or a checkpoint of one."""
 
 from __future__ import annotations
 

@@ -1,16 +1,10 @@
-"""Ties a process to its parent by the kernel's prctl (Linux).
-
-Programs that serve until a signal ends them.
-"""
+"""Ties a process to its parent by the kernel's prctl (Linux)."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import AsyncIterator
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -30,15 +24,3 @@ def die_with(parent: int) -> None:
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parents end."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-@contextlib.asynccontextmanager
-async def until_signalled() -> AsyncIterator[None]:
-    """Enter at once; leave only after SIGINT or SIGTERM, also one that came while the body ran."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    with contextlib.ExitStack() as stack:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, ended.set)
-            stack.callback(loop.remove_signal_handler, number)
-        yield
-        await ended.wait()

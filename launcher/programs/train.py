@@ -7,7 +7,8 @@ import contextlib
 import json
 import logging
 import shlex
-from collections.abc import Mapping
+import time
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,9 @@ from rl_megatron.training.tasks import unless_stopped
 
 logger = logging.getLogger(__name__)
 
+_REPORT_SECONDS = 60.0  # between two reports of a run that goes on
+_REPORT_SHARE = 30  # times as long as a report took passes until the next
+
 
 async def train(config: RunConfig, reward: RewardFunction, services: Services, *, resume: bool) -> Path:
     """Run to the end, or to a signal and then save a checkpoint. Returns the run's folder. Raises RLMegatronError."""
@@ -82,7 +86,8 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
             goes_on = f"rl-megatron train --config {shlex.quote(str(folder / 'config.yaml'))} --resume goes on"
             finished: bool | None = None  # not begun
             try:
-                finished = await _served(parts, progress, stop, start, loop_watch)
+                async with report_written_again(config, folder):
+                    finished = await _served(parts, progress, stop, start, loop_watch)
             except Stopped as early:
                 progress.note(f"{early}; nothing is lost, and {goes_on}")
             except (RLMegatronError, OSError) as error:
@@ -119,19 +124,56 @@ async def _report(config: RunConfig, folder: Path, progress: Progress, stop: Sto
         costs.is_over = True
 
 
-class _SaidCosts(RunCosts):
+@contextlib.asynccontextmanager
+async def report_written_again(
+    config: RunConfig, folder: Path, seconds: float = _REPORT_SECONDS
+) -> AsyncIterator[None]:
+    """Write the report anew while the context is open, at most once in so many seconds; no fault in it ends a run."""
+    writing = asyncio.create_task(_write_reports(config, folder, seconds), name="report")
+    try:
+        yield
+    finally:
+        writing.cancel()
+        await asyncio.wait([writing])
+
+
+async def _write_reports(config: RunConfig, folder: Path, seconds: float) -> None:
+    """In a thread, which has ended when this has: a late one would replace the run's last report."""
+    pause = seconds
+    while True:
+        await asyncio.sleep(pause)
+        costs, began, out = _EndingCosts(config), time.monotonic(), folder / "report.html"
+        thread = asyncio.to_thread(write_report, [folder], out, logger.debug, costs=costs, again=pause)
+        writing = asyncio.ensure_future(thread)
+        try:
+            await asyncio.wait([writing])
+        finally:
+            costs.is_over = True
+            await asyncio.wait([writing])
+            if error := writing.exception():  # as before the first row
+                logger.debug("the report is not written now: %s", error)
+        pause = max(seconds, _REPORT_SHARE * (time.monotonic() - began))
+
+
+class _EndingCosts(RunCosts):
+    """RunCosts that end the report's thread, for which Python would wait, once nobody waits for the report."""
+
+    is_over = False
+
+    @override
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Raises Stopped."""
+        if self.is_over:
+            raise Stopped("nobody waits for the report")
+        super().add(row)
+
+
+class _SaidCosts(_EndingCosts):
     """RunCosts that are said, too."""
 
     def __init__(self, config: RunConfig, progress: Progress) -> None:
         super().__init__(config)
-        self._progress, self.is_over = progress, False
-
-    @override
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Raises Stopped, which ends a thread that Python would wait for, once nobody waits for the report."""
-        if self.is_over:
-            raise Stopped("nobody waits for the report")
-        super().add(row)
+        self._progress = progress
 
     @override
     def lines(self) -> list[str]:

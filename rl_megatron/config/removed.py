@@ -78,6 +78,8 @@ COMMANDS: Mapping[str, str] = {
     "engines": "resume the run with another rollout.server.replicas",
     "profile": "set profile.steps, and resume the run",
     "rehearse": "rl-megatron submit --smoke tries two steps, a kill and a resume on a run's own nodes",
+    "serve": "serve the exported folder by an engine, `vllm serve runs/NAME/hf_step_N` (docs/evaluation.md)",
+    "watch": "open runs/NAME/report.html, which is written anew each minute while the run trains",
 }
 """By name: what to do in place of a command that is no longer there."""
 

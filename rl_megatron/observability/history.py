@@ -233,7 +233,7 @@ def _labels(folders: Sequence[Path]) -> list[str]:
     return ["/".join(p[-depth:]) for p in parts]
 
 
-@lru_cache(64)  # it takes a tenth of a second, and a page that is watched asks for it again and again
+@lru_cache(64)  # it takes a tenth of a second, and the page of a run that goes on asks for it again and again
 def _config(path: Path, changed: int) -> Mapping[str, str]:
     """``changed``: when the file was."""
     try:

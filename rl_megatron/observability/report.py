@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +15,12 @@ from typing import Protocol
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import Markup
 from numpy.typing import NDArray
 
 from rl_megatron.durable import write_atomically
+from rl_megatron.errors import DataError
 from rl_megatron.observability.arms import LEAST_FOR_INTERVAL, Arm, differing, group_runs, over_seeds
 from rl_megatron.observability.charts import (
     DOTTED,
@@ -37,7 +41,7 @@ from rl_megatron.observability.intervals import mean_interval
 from rl_megatron.observability.metrics.curve import Curve
 from rl_megatron.observability.metrics.table import METRICS, PHASE_SECONDS, documented
 from rl_megatron.observability.plan_card import make_plan_card
-from rl_megatron.observability.samples import SampleRow
+from rl_megatron.observability.samples import SampleRow, latest_samples
 
 _CURVES = [metric.curve for metric in METRICS.values() if metric.curve]
 _SECTIONS = ("Evaluation", "Policy", "Optimization", "Health", "Speed")
@@ -46,6 +50,8 @@ SAMPLES_PER_STEP = 4
 _LAST_ROWS = 4  # of which the report says how much was idle
 _MOST_SOURCES = 24  # of a mixture that have charts, six each
 _MOST_TEXT = 20_000  # characters of a sample's prompt, or of what is said or read in a turn
+_MOST_TURNS = 10 * _MOST_TEXT  # characters of what is said in all turns of a sample, and of what is read in them
+_MOST_SEARCHED = 5_000_000  # bytes of the page that have samples to search
 _FIGURES = (
     *(("after", "After RL"), ("before", "Accuracy before"), ("warm", "After warm start"), ("loss", "Held-out loss")),
     *(("ordered", "Pairs in order"), ("reward", "Final reward"), ("steps", "Steps"), ("time", "Time")),
@@ -91,16 +97,25 @@ def write_report(
     left_out: Callable[[str], None] | None = None,
     *,
     costs: CostCounter | None = None,
+    again: float | None = None,
 ) -> Path:
     """Write the page to ``out`` atomically and return it. The run may still be running. ``costs`` are of one run, and
-    get its rows as they are read, once.
+    get its rows as they are read, once. ``again``: the run goes on, and in so many seconds its page is written anew;
+    an open page then loads itself.
 
     Raises DataError that names a missing or invalid folder, file or line. Those of a plan, which is beside a run's
     figures, go to ``left_out`` if it is given, and the page lacks it.
     """
     runs = load_runs(run_folders, left_out) if costs is None else load_runs(run_folders, left_out, costs.add)
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs compared"
-    return write_page(group_runs(runs), out, title=title, spent=costs.lines() if costs else ())
+    return write_page(
+        group_runs(runs),
+        out,
+        title=title,
+        spent=costs.lines() if costs else (),
+        searched=_searched(run_folders[0], runs[0], left_out) if len(runs) == 1 else None,
+        again=again,
+    )
 
 
 def write_page(
@@ -110,8 +125,11 @@ def write_page(
     title: str,
     panels: Sequence[Panel] = (),
     spent: Sequence[str] = (),
+    searched: Markup | None = None,
+    again: float | None = None,
 ) -> Path:
-    """Write the page about these arms, in their colours: ``panels``, the curves and a run's cost."""
+    """Write the page about these arms, in their colours: ``panels``, the curves and a run's cost. ``searched`` has the
+    samples of a run that the page's script searches, as JSON."""
     runs = [run for arm in arms for run in arm.runs]
     differences = {} if len(runs) == 1 else differing(runs)
     at_once, sections = _sections(arms)
@@ -131,6 +149,9 @@ def write_page(
         headlines=[*_charts([c for c in _CURVES if c.section == "Headlines"], arms), *at_once],
         sections=sections,
         samples=[(arm.runs[0].label, arm.style, _samples(arm.runs[0])) for arm in arms if arm.runs[0].samples],
+        searched=searched,
+        again=again,
+        now=time.time(),
         size=FRAME,
         styles=styles(len(arms)),
         config=list(runs[0].config.items()) if len(runs) == 1 else [],
@@ -145,12 +166,13 @@ def write_page(
 
 @functools.cache
 def template() -> Template:
-    """The page's, compiled once: of a run that is watched it is written again and again."""
+    """The page's, compiled once: that of a run that goes on is written again and again."""
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["by_its_ends"] = _by_its_ends
+    environment.filters["utc"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
     return environment.get_template("report.html.j2")
 
 
@@ -391,9 +413,41 @@ def _of_prompts(rows: Sequence[SampleRow]) -> list[SampleRow]:
     return [row for _, row in sorted(zip(turns, rows, strict=True), key=lambda pair: pair[0])]
 
 
-def _by_its_ends(text: str) -> str:
+def _searched(folder: Path, run: Run, left_out: Callable[[str], None] | None) -> Markup | None:
+    """The run's latest samples, as many as fit; None if it has none. A prompt is there once, for all its samples."""
+    prompts, texts, rows = dict[str, int](), list[Markup](), list[Markup]()
+    left = _MOST_SEARCHED
+    try:
+        for sample in latest_samples(folder / "samples.jsonl"):
+            place = prompts.setdefault(sample.prompt, len(prompts))
+            new = [htmlsafe_json_dumps(_by_its_ends(sample.prompt))] if place == len(texts) else []
+            row = htmlsafe_json_dumps(_row_to_search(sample, place))
+            left -= sum(map(len, (row, *new))) + 2  # all of it is ASCII
+            if left < 0:
+                break
+            texts += new
+            rows.append(row)
+    except DataError as error:
+        if left_out is None:
+            raise
+        left_out(str(error))
+    if not rows:
+        return None
+    lists = [Markup(",").join(each) for each in (texts, rows)]
+    return Markup('{"success":%s,"prompts":[%s],"rows":[%s]}') % (htmlsafe_json_dumps(run.success_reward), *lists)
+
+
+def _row_to_search(sample: SampleRow, prompt: int) -> list[object]:
+    """In the order in which page.js.j2 reads it; turns are what was read and what was said."""
+    most = min(_MOST_TEXT, _MOST_TURNS // max(1, len(sample.turns)))
+    turns = [[_by_its_ends(turn.read, most), _by_its_ends(turn.said, most)] for turn in sample.turns]
+    turns = turns or [["", _by_its_ends(sample.completion)]]
+    return [sample.step, prompt, _by_its_ends(sample.answer), sample.reward, len(sample.completion), turns]
+
+
+def _by_its_ends(text: str, most: int = _MOST_TEXT) -> str:
     """The text, or of a long one its beginning and its end."""
-    if (left_out := len(text) - _MOST_TEXT) <= 0:
+    if (left_out := len(text) - most) <= 0:
         return text
-    half = _MOST_TEXT // 2
-    return f"{text[:half]}\n… {left_out:,} characters left out, which samples.jsonl has …\n{text[-half:]}"
+    half = most // 2
+    return f"{text[:half]}\n… {left_out:,} characters left out, which samples.jsonl has …\n{text[len(text) - half :]}"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as dataclass_fields
 from itertools import groupby, islice
@@ -49,37 +48,6 @@ def _message_text(message: Mapping[str, Any]) -> str:
     return f"{message['role']}: {said}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleSearch:
-    """Which samples are looked for; None: all. Lengths are characters of the completion."""
-
-    text: str | None = None  # in prompt, completion, answer or what was read between turns, whatever its case
-    least_reward: float | None = None
-    most_reward: float | None = None
-    least_length: int | None = None
-    most_length: int | None = None
-    step: int | None = None
-    group: str | None = None  # `prompt_digest` the prompt, with ``step``
-
-    def finds(self, row: SampleRow) -> bool:
-        """Whether the row is one of them."""
-        texts = (row.prompt, row.completion, row.answer, *(turn.read for turn in row.turns))
-        return (
-            (self.text is None or any(self.text.casefold() in text.casefold() for text in texts))
-            and (self.least_reward is None or row.reward >= self.least_reward)
-            and (self.most_reward is None or row.reward <= self.most_reward)
-            and (self.least_length is None or len(row.completion) >= self.least_length)
-            and (self.most_length is None or len(row.completion) <= self.most_length)
-            and (self.step is None or row.step == self.step)
-            and (self.group is None or prompt_digest(row.prompt) == self.group)
-        )
-
-
-def prompt_digest(prompt: str) -> str:
-    """A short name of the completions of a step to one prompt, which may be too long for an address."""
-    return hashlib.sha256(prompt.encode(errors="surrogatepass")).hexdigest()[:16]
-
-
 class SamplesWriter:
     """Appends to ``folder``/samples.jsonl. Controller process only."""
 
@@ -118,16 +86,13 @@ def samples_between(path: Path) -> list[SampleRow]:
     return [_sample(path, row) for rows in found.values() for row in rows]
 
 
-def search_samples(path: Path, search: SampleSearch, *, skip: int, limit: int) -> tuple[list[SampleRow], bool]:
-    """At most ``limit`` samples after the first ``skip``, the latest first, and whether there are more.
+def latest_samples(path: Path) -> Iterator[SampleRow]:
+    """The rows, the last one first; a file that is not there has none. Reads no more of the file than is asked for.
 
-    Reads no more of the file than that. Raises DataError as `read_samples`; a file that is not there has none.
+    Raises DataError as `read_samples`.
     """
-    if not path.exists():
-        return [], False
-    found = (sample for row in from_the_end(path) if search.finds(sample := _sample(path, row)))
-    rows = list(islice(found, skip, skip + limit + 1))
-    return rows[:limit], len(rows) > limit
+    if path.exists():
+        yield from (_sample(path, row) for row in from_the_end(path))
 
 
 def _written(row: SampleRow) -> dict[str, object]:

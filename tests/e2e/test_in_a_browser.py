@@ -1,24 +1,25 @@
-"""``rl-megatron watch`` in a real browser, at a desk's and a phone's width: what a user sees and does there."""
+"""A run's report in a real browser, at a desk's and a phone's width: what a user sees and does there."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rl_megatron.observability.report import write_report
 from rl_megatron.observability.samples import SampleRow, SamplesWriter, SampleTurn
 from tests.chromium import PROGRAM, Browser
-from tests.unit.launcher.test_watch import TOKEN, Client, served
 from tests.unit.observability.report_pages import EVIL, a_run
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no chromium here: apt-get install chromium")
 WIDTHS = [pytest.param(1440, 900, id="desk"), pytest.param(390, 844, id="phone")]
 TURNS = (SampleTurn(read="", said="first"), SampleTurn(read=f"tool {EVIL}", said="second"))
-DRAWN = "document.getElementById('bar')?.textContent.startsWith('as of')"
 CARDS = "[...document.querySelectorAll('#found article')].map((card) => card.querySelector('pre').textContent)"
+STEPS = "[...document.querySelectorAll('.tile')].find((e) => e.textContent.includes('Steps'))?.textContent ?? ''"
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +30,13 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Browser]:
-    """The browser, whose page has met no fault and asked loopback alone."""
+    """The browser, whose page has met no fault and asked for nothing but itself."""
+    browser.show("about:blank", 1440, 900)
     browser.faults.clear()
     browser.requests.clear()
     yield browser
     assert browser.faults == []
-    assert [url for url in browser.requests if not url.startswith(("http://127.0.0.1:", "about:"))] == []
+    assert [url for url in browser.requests if not url.endswith((".html", "about:blank"))] == []
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +55,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(run: Path) -> Iterator[Client]:
-    with served([run]) as found:
-        yield found
+def report(run: Path) -> Path:
+    return write_report([run], run / "report.html")
 
 
-def opened(page: Browser, client: Client, width: int, height: int) -> None:
-    page.show("about:blank", width, height)
-    page.show(f"http://127.0.0.1:{client.port}/#{TOKEN}", width, height)
-    page.until(f"{DRAWN} && document.querySelector('#found article')")
+def opened(page: Browser, report: Path, width: int, height: int) -> None:
+    page.show(report.as_uri(), width, height)
+    page.until("document.querySelector('#found article')")
 
 
 def fits(page: Browser) -> bool:
@@ -71,55 +71,59 @@ def fits(page: Browser) -> bool:
 
 def found(page: Browser, **fields: object) -> list[str]:
     """The texts of the samples that the form finds."""
+    form, clear = "form = document.getElementById('search')", "[...form.elements].forEach((e) => { e.value = ''; });"
     set_ = "".join(f"form.elements[{json.dumps(name)}].value = {json.dumps(str(v))};" for name, v in fields.items())
-    page.value(f"form = document.getElementById('search'), form.reset(), {{}}; {set_} form.requestSubmit()")
-    return settled(page)
-
-
-def settled(page: Browser) -> list[str]:
-    """The texts of the samples once the last question is answered."""
-    page.until("performance.getEntriesByType('resource').filter((e) => e.name.includes('/samples')).length >= asked")
+    page.value(f"{{ const {form}; {clear} {set_} form.dispatchEvent(new Event('input')); }}")
     texts: list[str] = page.value(CARDS)
     return texts
 
 
 @pytest.mark.parametrize(("width", "height"), WIDTHS)
 def test_the_first_screen_has_accuracy_reward_and_where_the_time_goes(
-    page: Browser, client: Client, width: int, height: int
+    page: Browser, report: Path, width: int, height: int
 ) -> None:
-    opened(page, client, width, height)
+    opened(page, report, width, height)
     assert fits(page)
-    assert page.value("location.hash") == ""  # the token is not in what a user copies
-    names = "[...document.querySelectorAll('#report figure svg')].map((e) => e.getAttribute('aria-label'))"
+    names = "[...document.querySelectorAll('figure svg')].map((e) => e.getAttribute('aria-label'))"
     assert [name.split(".")[0].split(",")[0] for name in page.value(names)[:3]] == [
-        *("Held-out accuracy", "Reward", "Where the time goes")
+        *("Reward", "Held-out accuracy", "Where the time goes")
     ]
     last = 2 if width > 600 else 0  # of the charts, in the window
-    bottom = f"document.querySelectorAll('#report figure svg')[{last}].getBoundingClientRect().bottom"
+    bottom = f"document.querySelectorAll('figure svg')[{last}].getBoundingClientRect().bottom"
     assert page.value(bottom) <= height
-    assert page.value("document.getElementById('report').textContent.includes('one cost 3 hours')")
 
 
 @pytest.mark.parametrize(("width", "height"), WIDTHS)
-def test_samples_are_searched_read_by_turns_and_by_group(
-    page: Browser, client: Client, width: int, height: int
-) -> None:
-    opened(page, client, width, height)
-    assert [text.split()[-1] for text in found(page, text="no such")] == []
+def test_samples_are_searched_read_by_turns_and_by_group(page: Browser, report: Path, width: int, height: int) -> None:
+    opened(page, report, width, height)
+    assert found(page, text="no such") == []
     below = found(page, least_reward=-10, most_reward=-1)
-    assert below == [f"twofirsttool {EVIL}second", below[1]]
-    assert below[1].startswith("asked ")
-    assert "low " in below[1]
-    assert len(found(page, least_reward=5)) == 1
-    assert page.value("document.querySelectorAll('#found article .turn').length") == 0
+    assert below == [f"twofirsttool {EVIL}second", f"asked {EVIL}low {EVIL}"]
+    assert found(page, least_reward=5) == [f"asked {EVIL}high {EVIL}"]
+    assert page.value("document.querySelectorAll('#found .turn').length") == 0
     assert found(page, text="TOOL", step=39) == below[:1]
     assert page.value("[...document.querySelectorAll('#found .turn')].map((e) => e.textContent.slice(0, 6))") == [
         *("first", "tool <", "second")
     ]
+    assert len(found(page, least_length=11, most_length=11)) == 1
     assert len(found(page, text="high")) == 1
     page.value("document.querySelector('#found button').click()")
-    assert len(settled(page)) == 3
+    assert [text.replace(EVIL, "") for text in page.value(CARDS)] == ["asked high ", "asked lower ", "asked low "]
     assert fits(page)
+    page.value("document.querySelector('#found button').click()")
+    assert len(page.value(CARDS)) == 1  # the search before
+
+
+def test_right_and_wrong_are_told_apart_by_color_and_by_the_form(page: Browser, report: Path) -> None:
+    opened(page, report, 1440, 900)
+    colors = set[str]()
+    for result in ("right", "wrong"):
+        assert len(found(page, result=result, text="said-")) == 20
+        edges = "[...document.querySelectorAll('#found article')].map((e) => getComputedStyle(e).borderLeftColor)"
+        (color,) = set(page.value(edges))
+        colors.add(color)
+    assert len(colors) == 2
+    assert len(found(page)) == 44
 
 
 def trained(run: Path, step: int) -> None:
@@ -131,47 +135,55 @@ def trained(run: Path, step: int) -> None:
         file.write(json.dumps({"phase": "rl", "step": step, "reward/mean": 4.0, "seconds/step": 2.0}) + "\n")
 
 
-def test_the_page_is_that_of_now_and_another_address_gives_another_token(
+def test_the_page_of_a_run_that_goes_on_loads_itself_and_keeps_its_place(
     page: Browser, run: Path, tmp_path: Path
 ) -> None:
     own = shutil.copytree(run, tmp_path / "growing")
-    with served([own]) as client:
-        opened(page, client, 1440, 900)
-        steps = "[...document.querySelectorAll('.tile')].find((e) => e.textContent.includes('Steps')).textContent"
-        assert "40 of" in page.value(steps)
-        trained(own, step=41)
-        page.until(f"({steps}).includes('41 of')")
-        page.until(f"{CARDS}[0] === 'asked of step 41'")
-        page.value("document.getElementById('reading').scrollIntoView()")
-        trained(own, step=42)
-        page.until(f"({steps}).includes('42 of')")
-        assert settled(page)[0] == "asked of step 41"  # it is being read
-        page.value("sessionStorage.setItem('token', 'of a run that has ended')")
-        page.show(f"http://127.0.0.1:{client.port}/#another", 1440, 900)
-        page.until("document.getElementById('bar')?.textContent.startsWith('open the whole address')")
-        page.show(f"http://127.0.0.1:{client.port}/#{TOKEN}", 1440, 900)
-        page.until(DRAWN)
-        page.show("about:blank", 1440, 900)  # which asks no server that has ended
-        page.faults[:] = [fault for fault in page.faults if "status of 401" not in fault]
+    report = write_report([own], own / "report.html", again=0.5)
+    opened(page, report, 1440, 900)
+    assert "the run goes on" in page.value("document.querySelector('header').textContent")
+    trained(own, step=41)
+    assert len(found(page, text="said-")) == 40
+    page.value("document.getElementById('search').scrollIntoView()")
+    assert page.value("scrollY") > 100
+    write_report([own], report, again=0.5)
+    page.until(f"({STEPS}).includes('41 of') && document.querySelector('#found article')")
+    assert len(page.value(CARDS)) == 40
+    assert page.value("document.getElementById('search').elements.text.value") == "said-"
+    page.until("Math.abs(document.getElementById('search').getBoundingClientRect().top) < 20")
+    write_report([own], report)
+    page.until("document.body && !document.body.dataset.again && document.querySelector('#found article')")
+    page.requests.clear()
+    time.sleep(1.0)
+    assert len(page.value(CARDS)) == 40
+    assert page.requests == [], "the run has ended, and its page still loads itself"
+
+
+def test_the_page_of_a_run_that_was_killed_says_so_and_rests(page: Browser, run: Path, tmp_path: Path) -> None:
+    report = write_report([run], tmp_path / "report.html", again=0.05)
+    opened(page, report, 1440, 900)
+    page.until("document.getElementById('now')?.textContent.endsWith('the run has ended since, or stands still')")
+    page.requests.clear()
+    time.sleep(0.5)
+    assert page.value("1") == 1
+    assert page.requests == []
 
 
 @pytest.mark.parametrize(("width", "height"), WIDTHS)
-def test_twenty_runs_of_a_thousand_steps_are_drawn_and_fit(
-    page: Browser, many: Client, width: int, height: int
-) -> None:
-    opened(page, many, width, height)
+def test_twenty_runs_of_a_thousand_steps_are_drawn_and_fit(page: Browser, many: Path, width: int, height: int) -> None:
+    page.show(many.as_uri(), width, height)
+    page.until("document.querySelector('.legend')")
     assert fits(page)
-    assert page.value("document.querySelectorAll('#report .legend input').length") == 20
-    assert page.value("document.querySelectorAll('#search option').length") == 20
+    assert page.value("document.querySelectorAll('.legend input').length") == 20
+    assert page.value("document.getElementById('search')") is None
 
 
 @pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("many")
     runs = [a_run(folder / "run-0", steps=1000)]
     runs += [shutil.copytree(runs[0], folder / f"run-{number}") for number in range(1, 20)]
     for number, run in enumerate(runs):
         config = run / "config.yaml"
         config.write_text(config.read_text().replace("lr: 0.001", f"lr: 0.00{number + 1:02}"))
-    with served(runs) as found:
-        yield found
+    return write_report(runs, folder / "comparison.html")

@@ -57,7 +57,7 @@ SHELL = {
     "git",
     "sbatch",
     "lm_eval",
-    "lighteval",
+    "vllm",
 }  # the shell's and others': not ours to parse
 A_COMMAND = r"(\$ )?(rl-megatron|python[\d.]*|pip|make|export|cd|source|git|srun|sbatch|bash|[\w./-]*bin/\S+) "
 

@@ -1,4 +1,4 @@
-"""HTTP servers on loopback, in the event loop: the endpoint of a run's conversations, and any other application."""
+"""The endpoint of a run's conversations: an HTTP server on loopback, in the event loop."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import logging
 import resource
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import uvicorn
 from typing_extensions import override
@@ -27,33 +26,45 @@ _BACKLOG = 1024
 _HEAD_SECONDS = 30.0  # from a connection's beginning, or a head's, until that head is there
 
 
-class HttpServer:
-    """Serves an application on 127.0.0.1, in the event loop in which it is started."""
+class Endpoint:
+    """Serves conversations under a key each on 127.0.0.1, from the first one on until its event loop ends, or `stop`.
 
-    def __init__(self, app: Callable[..., Any]) -> None:
-        self._app = app
+    Its methods are called in that event loop.
+    """
+
+    def __init__(self) -> None:
+        self._keys = Keys()
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._base_url = ""
 
-    def listen(self, port: int = 0) -> str:
-        """Listen at ``port``, 0 for a free one, if it does not yet. Returns the base URL.
+    def open(self, conversation: Served) -> tuple[str, str]:
+        """``(base_url, api_key)``, at which the conversation is until `close`."""
+        if self._serving is None or self._serving.done():
+            self._listen()
+        return self._base_url, self._keys.open(conversation)
 
-        The kernel keeps clients until they are served. Raises OSError for a port that is taken.
-        """
-        if self._serving is not None and not self._serving.done():
-            return self._base_url
+    def requests(self, api_key: str) -> RequestCounts:
+        """What clients asked for so far in the key's conversation, which is open."""
+        return self._keys.requests(api_key)
+
+    def close(self, api_key: str) -> None:
+        """End a key's conversation. What is being sampled for it is given up."""
+        self._keys.close(api_key)
+
+    def _listen(self) -> None:
+        """The kernel keeps clients until they are served."""
         # With the protocol named, asyncio sets TCP_NODELAY; without it an answer's second packet waits 40 ms.
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
-            listening.bind(("127.0.0.1", port))
+            listening.bind(("127.0.0.1", 0))
             listening.listen(_BACKLOG)
         except OSError:
             listening.close()
             raise
         self._base_url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
         config = uvicorn.Config(
-            self._app,
+            Application(self._keys),
             lifespan="off",
             ws="none",
             http=_Protocol,
@@ -67,40 +78,12 @@ class HttpServer:
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(_serve(self._server, listening), name="endpoint")
-        return self._base_url
 
     async def stop(self) -> None:
         """Stop listening; requests under way have 2 seconds."""
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await self._serving
-
-
-class Endpoint:
-    """Serves conversations under a key each, from the first one on until its event loop ends, or `stop`.
-
-    Its methods are called in that event loop.
-    """
-
-    def __init__(self) -> None:
-        self._keys = Keys()
-        self._server = HttpServer(Application(self._keys))
-
-    def open(self, conversation: Served) -> tuple[str, str]:
-        """``(base_url, api_key)``, at which the conversation is until `close`."""
-        return self._server.listen(), self._keys.open(conversation)
-
-    def requests(self, api_key: str) -> RequestCounts:
-        """What clients asked for so far in the key's conversation, which is open."""
-        return self._keys.requests(api_key)
-
-    def close(self, api_key: str) -> None:
-        """End a key's conversation. What is being sampled for it is given up."""
-        self._keys.close(api_key)
-
-    async def stop(self) -> None:
-        """Stop listening; requests under way have 2 seconds."""
-        await self._server.stop()
 
 
 async def _serve(server: uvicorn.Server, listening: socket.socket) -> None:

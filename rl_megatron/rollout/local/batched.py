@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from rl_megatron.interfaces import RolloutEngine
-from rl_megatron.rollout.endpoint.open_shapes import ScoredToken
 from rl_megatron.types import Completion, GenerationRequest
 
 if TYPE_CHECKING:
@@ -80,9 +79,3 @@ class InThisProcess(Batched):
     async def batch(self, replica: int, requests: list[GenerationRequest]) -> list[list[Completion]]:
         async with self._turn:
             return await asyncio.to_thread(self._engine.generate, requests)
-
-    async def score(self, token_ids: Sequence[int]) -> list[ScoredToken]:
-        """Of each token after the first. Raises EngineError."""
-        async with self._turn:
-            own, best, most = await asyncio.to_thread(self._engine.score, token_ids)
-        return [ScoredToken(*each) for each in zip(own.tolist(), best.tolist(), most.tolist(), strict=True)]

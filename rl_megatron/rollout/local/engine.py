@@ -10,15 +10,13 @@ from torch import Tensor
 
 from rl_megatron.errors import EngineError
 from rl_megatron.models.kv_cache import KVCache
-from rl_megatron.models.reference import ReferenceModel, WholeSequences
+from rl_megatron.models.reference import ReferenceModel
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability import activity
 from rl_megatron.rollout.local.decoding import Decoding, continuations_of
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.layouts.families import family_of, hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
-
-_SCORED_ROWS = 1024  # whose logits are in memory at once
 
 
 class LocalEngine:
@@ -79,27 +77,6 @@ class LocalEngine:
                 activity.part("decoding")
         completions = iter(decoding.completions(every, version))
         return [[next(completions) for _ in range(request.num_completions)] for request in requests]
-
-    @torch.inference_mode()
-    def score(self, token_ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs [L - 1] float32 at temperature 1 of each of L tokens after the first, and the most likely tokens
-        [L - 1] at their places with theirs. Raises EngineError for a text that is too long, or has foreign tokens."""
-        length, vocabulary = len(token_ids), self.model.shape.vocab_size
-        if not (1 <= length <= self.max_length and min(token_ids) >= 0 and max(token_ids) < vocabulary):
-            raise EngineError(
-                f"a text of {length} tokens: give 1 to {self.max_length} token ids in [0, {vocabulary}) to score"
-            )
-        text = torch.tensor(token_ids, device=self.model.device)
-        whole = WholeSequences([length], shape=self.model.shape, device=self.model.device)
-        hidden = self.model.hidden(text, whole.positions, whole)[:-1]
-        parts = []
-        for rows, targets in zip(hidden.split(_SCORED_ROWS), text[1:].split(_SCORED_ROWS), strict=True):
-            logprobs = self.model.project(rows).log_softmax(-1)
-            parts.append((logprobs.gather(1, targets[:, None])[:, 0], logprobs.argmax(-1), logprobs.amax(-1)))
-        if not parts:
-            return torch.empty(0), torch.empty(0, dtype=torch.int64), torch.empty(0)
-        own, best, most = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
-        return own, best, most
 
     def _cache(self, requests: Sequence[GenerationRequest]) -> KVCache:
         """A cache of their own, just large enough. A kept one would give products the shapes and idle rows of earlier

@@ -17,7 +17,6 @@ from launcher.build.trained import trained_model
 from launcher.preflight import job_memory
 from launcher.preflight.subject import Found, Subject
 from launcher.programs.evaluate import measure_model
-from launcher.programs.serve import serve_model
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import ConfigError
@@ -251,9 +250,8 @@ def test_a_login_node_says_nothing_of_where_servers_of_a_job_are() -> None:
     assert not [one.text for one in found if one.kind == "problem"]
 
 
-@pytest.mark.parametrize("served", [False, True])
-def test_eval_and_serve_refuse_a_file_of_weights_that_servers_cannot_read_or_that_cannot_fit(
-    served: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_eval_refuses_a_file_of_weights_that_servers_cannot_read_or_that_cannot_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_config("tiny_cpu", [f"model.cache_dir={tmp_path / 'models'}"])
@@ -262,7 +260,7 @@ def test_eval_and_serve_refuse_a_file_of_weights_that_servers_cannot_read_or_tha
     def refused(*more: str) -> str:
         target = trained_model(starting_folder(config), None, [*keys, *more])
         with pytest.raises(ConfigError) as raised:
-            asyncio.run(serve_model(target, 0, None) if served else measure_model(target, None))
+            asyncio.run(measure_model(target, None))
         return str(raised.value)
 
     assert "addresses at 192.0.2.1 do not see; give a folder that all see" in refused(

@@ -70,8 +70,9 @@ def learner(hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rank
 
 def scored(engine: LocalEngine, prompt: TokenIds, completion: Completion) -> Completion:
     """The completion with the engine's log-probs of its tokens."""
-    own, _, _ = engine.score([*prompt.tolist(), *completion.token_ids.tolist()])
-    return replace(completion, logprobs=own[len(prompt) - 1 :].numpy())
+    text = torch.tensor([[*prompt.tolist(), *completion.token_ids.tolist()]])
+    own = engine.model.logits(text)[0, :-1].log_softmax(-1).gather(1, text[0, 1:, None])[:, 0]
+    return replace(completion, logprobs=own[len(prompt) - 1 :].detach().numpy())
 
 
 def played(name: str, engine: LocalEngine, thinking: Any) -> tuple[Chain, ...]:
