@@ -1,5 +1,5 @@
 # One attempt of a run: train from the last checkpoint, then see whether the run comes back. Read by bash, in the job.
-# Before it stand PYTHON, RUN (the run's folder), TRAIN (what `train` is given), REQUEUES, RESTARTS, SLOW, EXCLUDE,
+# Before it stand PYTHON, RUN (the run's folder), TRAIN (what `train` is given), REQUEUES, RESTARTS, EXCLUDE,
 # BUDGETED: not empty where the job's time is all that the run may have, so that it ends well once that is up;
 # ARRAY_RUN: of a task of slurm.array, the array's folder, of which RUN is one; else empty;
 # and ASKED, not empty once SIGUSR1 has come, by a trap that is set first: its default would end the job for good.
@@ -72,11 +72,6 @@ trap '' USR1
 could_run() { # with these options, as far as Slurm says here
     sbatch --test-only "$@" "$0" >/dev/null 2>&1
 }
-list_slow() { # at most $SLOW that the run named slow: this attempt's, the slowest first, then those of attempts before
-    local list=$RUN/jobs/slow_nodes
-    cat "$attempt/slow_nodes" "$list" 2>/dev/null | awk '!seen[$0]++' | head -n "${SLOW:-0}" >"$list.new"
-    mv "$list.new" "$list"
-}
 requeue() { # $1 is what SIGTERM does while Slurm is asked to; between two tries scancel ends the job
     local why last=
     echo "$((SECONDS / 60))" >"$attempt/minutes"
@@ -91,13 +86,10 @@ requeue() { # $1 is what SIGTERM does while Slurm is asked to; between two tries
         sleep 15
     done
 }
-come_back() { # $1 is why, $2 how many of the slow nodes at least; requeue without as many as the job can do without
-    local failed without few= count least fit middle
-    list_slow
-    failed=$(tac "$RUN/jobs/failed_nodes" 2>/dev/null | awk '!seen[$0]++') # the last one to fail first
-    without=$(cat - "$RUN/jobs/slow_nodes" <<<"$failed" | awk 'NF && !seen[$0]++')
-    least=$(($2 ? $(grep -c . <<<"$failed") + $2 : 0)) # after a save Slurm still has the job's list
-    count=$(grep -c . <<<"$without") fit=$((least ? least - 1 : 0))
+come_back() { # $1 is why; requeue without as many of the nodes that failed as the job can do without
+    local without few= count fit=0 middle
+    without=$(tac "$RUN/jobs/failed_nodes" 2>/dev/null | awk 'NF && !seen[$0]++') # the last one to fail first
+    count=$(grep -c . <<<"$without")
     if ((count > fit)) && ! could_run --exclude="$(first "$count")" && could_run; then # it would wait for ever
         while ((count > fit + 1)); do # the job can do without the first $fit, and not without the first $count
             middle=$(((fit + count) / 2))
@@ -106,15 +98,9 @@ come_back() { # $1 is why, $2 how many of the slow nodes at least; requeue witho
         few="; without $(first "$count" '') there are too few nodes"
         count=$fit
     fi
-    if ((count < least)); then
-        say "$1$few; comes back"
-        requeue -
-    else
-        say "$1$few; comes back$( ((count)) && echo " without $(first "$count" '')")"
-        requeue '' # until the list of nodes is changed, which a job that runs does not allow
-        scontrol update JobId="$job" ExcNodeList="$(first "$count")" ||
-            say "the nodes that it leaves out were not changed"
-    fi
+    say "$1$few; comes back$( ((count)) && echo " without $(first "$count" '')")"
+    requeue '' # until the list of nodes is changed, which a job that runs does not allow
+    scontrol update JobId="$job" ExcNodeList="$(first "$count")" || say "the nodes that it leaves out were not changed"
     exec sleep 600 # Slurm ends this script
 }
 first() { # $1 of the nodes of $without, and those of $2 or of EXCLUDE, by commas
@@ -137,7 +123,9 @@ if [ -e "$attempt/requeue" ] && [ "$restart" -lt "$REQUEUES" ]; then
         fi
         echo "$job" >"$RUN/jobs/stalled"
     fi
-    come_back saved 1
+    say "saved; comes back"
+    requeue - # Slurm still has the list of nodes that the job leaves out
+    exec sleep 600
 fi
 if preempted; then
     say "preempted; comes back"
@@ -152,7 +140,7 @@ if [ -s "$attempt/failed_node" ] || { [ -e "$attempt/failed_node" ] && [ -n "$be
     cat "$attempt/failed_node" >>"$RUN/jobs/failed_nodes"
     newest >"$attempt/newest"
     if [ "$(failures)" -le "$RESTARTS" ]; then
-        come_back "failed: $reason" 0
+        come_back "failed: $reason"
     fi
 fi
 if [ "$status" -eq 0 ] && [ -e "$attempt/requeue" ] && [ -z "${BUDGETED:-}" ]; then

@@ -51,11 +51,9 @@ def train(
     print(f"rl-megatron: run {folder}", flush=True)  # the imports below take seconds
     try:
         with uncollected():
-            from launcher.processes.loop_watch import TimedLoop
             from launcher.programs import train as program
 
-        with asyncio.Runner(loop_factory=TimedLoop) as runner:
-            runner.run(program.train(named, reward, services, resume=resume))
+        asyncio.run(program.train(named, reward, services, resume=resume))
     except KeyboardInterrupt:
         goes_on = "--resume continues from the last checkpoint, or starts over if there is none"
         said = goes_on if folder.is_dir() else "the run had not begun, so start it again"

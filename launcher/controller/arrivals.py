@@ -23,7 +23,6 @@ from launcher.controller.failure import Failure
 from launcher.controller.group import serving
 from launcher.controller.rank_process import Ending, RankProcess
 from launcher.controller.roles import roles_of
-from launcher.controller.speeds import Speeds
 from launcher.processes import limits
 from launcher.processes.last_words import end_of
 from launcher.processes.own_thread import OwnThread
@@ -108,7 +107,6 @@ class Awaited:
     folder: Path  # of the ranks' output files
     files: str  # the names of these files, for messages
     blame: Callable[[Sequence[str]], None]  # called in a thread, with the nodes whose ranks did not connect, or died
-    name_slow: Callable[[Sequence[str]], None]  # called with the nodes that are slow, the slowest first
     separate: Sequence[Placement] = ()  # of other roles with their own ranks
 
     @property
@@ -159,7 +157,7 @@ async def learner(
         taken.update(dict.fromkeys(placement.nodes, placement.ranks_per_node))
     try:
         async with serving(teams, failure, on_signal, tell) as groups:
-            yield roles_of(groups, config, Speeds(groups, config, run_folder, awaited.name_slow))
+            yield roles_of(groups, config)
     except WorkerDied:
         if failure.rank is not None:
             await asyncio.to_thread(awaited.blame, [awaited.where()[failure.role, failure.rank]])

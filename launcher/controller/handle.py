@@ -14,13 +14,13 @@ from launcher.wire import messages
 from launcher.wire.greetings import Setup
 from launcher.wire.messages import STACKS
 from rl_megatron.errors import SyncError, WorkerDied
-from rl_megatron.observability.speed import Spent
 from rl_megatron.observability.timeline.kernels import RankKernels, Recorded
 from rl_megatron.observability.timeline.ranks import RankTimed, RankTimes
 from rl_megatron.placement.names import called
 
 STOP_SECONDS = 30.0
 _ALONE = ("generate", "export")  # calls that take long and have no collective
+_PASSES = ("score", "backward")
 
 
 class WorkerHandle:
@@ -33,7 +33,7 @@ class WorkerHandle:
         self.ready = False  # whether it serves calls
         self.quiet = self.still = 0  # seconds since its last message, since its last progress
         self.doing, self.beats = "its start", 0
-        self.spent: list[Spent] = []  # what its answers said that it spent; `speeds` empties it
+        self.pass_seconds, self.peak = 0.0, 0  # of passes since `SlowestRank` read them; bytes that it held at most
         self._times = RankTimes(f"{called(self.role, self.rank)} ({process.node})")
         self._calls: list[str] = []  # the calls of _waiting
         self._closing = self._raised = False
@@ -96,10 +96,8 @@ class WorkerHandle:
             self._raised = True
             self._failure.report(WorkerDied(f"{self.who}: its message cannot be read: {error!r}"), at_once=True)
 
-    def _answer(self, status: str, value: Any, spent: Spent | None, timed: RankTimed | None = None) -> None:
+    def _answer(self, status: str, value: Any, timed: RankTimed | None = None) -> None:
         self.quiet = 0
-        if spent is not None:
-            self.spent.append(spent)
         if status == "alive":
             self.doing, beats = value
             self.still = self.still if beats == self.beats else 0
@@ -109,8 +107,11 @@ class WorkerHandle:
             self._on_signal(value)
         elif status == "ok":
             self.ready, self.still = True, 0
-            self._calls.pop(0)
+            call = self._calls.pop(0)
             self._times.answered(timed)
+            if timed is not None:
+                self.peak = timed.peak
+                self.pass_seconds += timed.seconds_of(call) if call in _PASSES else 0.0
             answer = self._waiting.pop(0)
             if not answer.done():
                 answer.set_result(value)

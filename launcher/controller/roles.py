@@ -10,7 +10,7 @@ from launcher.controller.group import WorkerGroup
 from launcher.controller.kernels import record_kernels
 from launcher.controller.learner import LearnerGroup, LearnerGroups
 from launcher.controller.plane import Plane
-from launcher.controller.speeds import Speeds
+from launcher.controller.slowest import SlowestRank
 from launcher.controller.weights import WeightGroup
 from rl_megatron.config.beside import frozen_folders, reward_model_roles
 from rl_megatron.config.run import RunConfig
@@ -18,7 +18,7 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.placement.names import LEARNER
 
 
-def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig, speeds: Speeds) -> Roles:
+def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Roles:
     """The trainer's view of ready ranks: roles without their own ranks are on the learner's."""
     group = groups[LEARNER]
     trained = {"policy": True, "critic": config.algorithm.needs_critic}
@@ -39,9 +39,11 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig, speeds: Speed
         for name, plane in planes.items()
     ]
 
+    slowest = SlowestRank(group.workers)
+
     def rank_metrics() -> dict[str, float]:
         rows = [plane.row() for plane in planes.values()]
-        return speeds.row() | {name: sum(row[name] for row in rows) for name in rows[0]}
+        return slowest.row() | {name: sum(row[name] for row in rows) for name in rows[0]}
 
     return Roles(
         learners=learners,

@@ -14,7 +14,6 @@ from typing_extensions import override
 from launcher.controller.failure import Failure
 from launcher.controller.group import serving
 from launcher.controller.roles import roles_of
-from launcher.controller.speeds import Speeds
 from launcher.hosts.forks import Nursery, fork_all
 from launcher.hosts.threads import threads_per_worker
 from launcher.processes.environment import inherited
@@ -57,4 +56,4 @@ class LocalLauncher(Launcher):
                 processes = await fork_all(forks, config, everyone)
                 teams = [(setup, [p for p in processes if p.role == setup.role]) for setup in setups]
                 async with serving(teams, failure, tell=tell) as groups:
-                    yield roles_of(groups, config, Speeds(groups, config, self._run_folder))
+                    yield roles_of(groups, config)

@@ -7,6 +7,7 @@ learner's ranks hold all roles that do not have their own ranks.
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -55,7 +56,6 @@ class RankModels:
         from launcher.worker.memory import remember
         from rl_megatron.data.held import HeldRows
         from rl_megatron.learner import world
-        from rl_megatron.observability import speed
         from rl_megatron.weights.bytes.parked import Parked
         from rl_megatron.weights.layouts.families import hf_layout, read_shape
         from rl_megatron.weights.layouts.learner import job_shape, learner_layout, role_shape
@@ -77,8 +77,6 @@ class RankModels:
             remember()
         self._relay, self._rows = world.Relay(config.learner, rank), HeldRows()
         self._learners = self._make_learners(config, setup.role)
-        if config.run.slow_factor is not None and config.learner.dims.world_size > 1:
-            speed.begin(self._device)
         self._scorers: dict[str, MegatronScorer] = {**self._learners, **self._make_frozen(config, setup.role)}
         self._reference: dict[str, Tensor] = {}  # weights that replace the policy's when it scores as the reference
         self._average: MovingAverage | None = None  # of the policy, whose tensors are the reference's, if that follows
@@ -96,6 +94,15 @@ class RankModels:
         import torch
 
         return None if self._device.type == "cpu" else torch.cuda.get_device_name(self._device)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes held since the start: of a GPU by torch's allocator, or of a CPU's resident memory."""
+        import torch
+
+        if self._device.type == "cpu":
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return int(torch.cuda.max_memory_reserved(self._device))
 
     def _make_learners(self, config: RunConfig, role: str) -> dict[str, MegatronLearner]:
         from rl_megatron.learner.megatron import make_critic, make_policy

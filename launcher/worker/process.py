@@ -29,7 +29,6 @@ from launcher.worker.learner_rank import Worker
 from launcher.worker.models import RankModels
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.observability import activity
-from rl_megatron.observability.speed import Spent
 from rl_megatron.observability.timeline import ranks, spans
 from rl_megatron.observability.timeline.ranks import RankTimed
 from rl_megatron.placement.names import LEARNER, called, file_stem
@@ -121,8 +120,6 @@ def _hear(connection: Connection, calls: Calls) -> None:
 
 
 def _serve(connection: Connection, worker: RankModels, calls: Calls) -> None:
-    from rl_megatron.observability import speed
-
     counts = Counter[str]()
     while (call := calls.get()) is not None:
         arrived, message = call
@@ -133,16 +130,14 @@ def _serve(connection: Connection, worker: RankModels, calls: Calls) -> None:
             raise RLMegatronError(f"worker has no call {name!r}; it has {', '.join(worker.CALLS)}")
         answer = getattr(worker, name)(*arguments)
         activity.rest()
-        say(connection, "ok", answer, speed.taken(), ranks.timed(arrived))
+        say(connection, "ok", answer, ranks.timed(arrived, worker.peak))
         if name == "close":
             return
 
 
-def say(
-    connection: Connection, status: str, value: object, spent: Spent | None = None, timed: RankTimed | None = None
-) -> None:
-    """Send one message to the controller, from any thread; ``spent`` and ``timed`` go with an answer."""
-    message = messages.pack((status, value, spent, timed))
+def say(connection: Connection, status: str, value: object, timed: RankTimed | None = None) -> None:
+    """Send one message to the controller, from any thread; ``timed`` goes with an answer."""
+    message = messages.pack((status, value, timed))
     with _SENDING:
         messages.send(connection, message)
 

@@ -324,16 +324,6 @@ def _role_problems(c: RunConfig) -> list[str]:
         out.append("slurm.engines requests nodes unlike the learner's; set slurm.heterogeneous=true, or only its nodes")
     if c.slurm.heterogeneous and c.slurm.array:
         out.append(f"slurm.array={c.slurm.array}: Slurm has no arrays of heterogeneous jobs; leave one of them out")
-    if c.slurm.exclude_slow and c.run.slow_factor is None:
-        out.append(
-            f"slurm.exclude_slow={c.slurm.exclude_slow}, but run.slow_factor=null names no slow node; set "
-            "run.slow_factor=1.5, or slurm.exclude_slow=0"
-        )
-    if c.slurm.exclude_slow and not (c.slurm.requeues or c.slurm.restarts):
-        out.append(
-            f"slurm.exclude_slow={c.slurm.exclude_slow} leaves nodes out at a restart, but slurm.requeues=0 and "
-            "slurm.restarts=0; raise one of them, or set slurm.exclude_slow=0"
-        )
     if engines.container and not c.rollout.python:
         out.append(
             f"slurm.engines.container={engines.container}, but rollout.python is not given; set it to the interpreter "

@@ -46,6 +46,9 @@ REMOVED: Mapping[str, Removed] = {
     "rollout.server.transport": _renamed("weights.transport"),
     "rollout.server.meeting_host": _renamed("weights.meeting_host"),
     "rollout.server.weights_dir": _renamed("weights.folder"),
+    "run.slow_factor": Removed("ranks/slowest is the slowest rank, and log.txt names its node", fixed=(1.5,)),
+    "run.slow_steps": Removed("each row has ranks/slowest", fixed=(20,)),
+    "slurm.exclude_slow": Removed("name nodes in slurm.exclude"),
     "train.stream_micro_batches": Removed(
         "gradients are computed once the batch is whole; train.max_staleness overlaps them"
     ),

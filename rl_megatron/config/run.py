@@ -35,7 +35,7 @@ from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.config.sections.services import ServiceSection
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.config.sections.weights import TransportKind, WeightsSection
-from rl_megatron.section import NUMBER, EntryName, NonNegative, Positive, PositiveFloat, Section
+from rl_megatron.section import EntryName, NonNegative, Positive, PositiveFloat, Section
 
 
 class RunSection(Section):
@@ -54,11 +54,6 @@ class RunSection(Section):
     watchdog_disk_seconds: PositiveFloat = 3600.0
     """Time limit without progress while a learner process reads or writes a model or a checkpoint, or a thread of the
     controller waits for one of its files."""
-    slow_factor: Annotated[float, Field(gt=1, allow_inf_nan=False), NUMBER] | None = 1.5
-    """How many times as long as the median rank of its role a rank takes for a fixed computation, in most of
-    ``slow_steps`` steps, to be named slow with its node (docs/running.md). null: speeds are not measured."""
-    slow_steps: Positive = 20
-    """Steps after which the ranks' speeds are compared."""
 
 
 class TinyModelSection(Section):

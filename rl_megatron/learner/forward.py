@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rl_megatron.learner.heads import Head
 from rl_megatron.learner.packed import PackedMicroBatch
-from rl_megatron.observability import activity, speed
+from rl_megatron.observability import activity
 from rl_megatron.types import Loss, LossInputs, LossOutput, Metric, Want
 
 LossClosure = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
@@ -103,7 +103,6 @@ def _schedule(
 
     def forward_step(iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, LossClosure]:
         micro_batch = next(iterator)
-        speed.probe()
         activity.part("forward", places[id(micro_batch)])
         half = {"fp32_output": False} if chunks[0].config.bf16 else {}  # else all logits are copied to float32
         with around(model, micro_batch):
@@ -117,16 +116,15 @@ def _schedule(
         return _viewless(output), partial(behind, micro_batch)
 
     iterators = [iter(micro_batches) for _ in chunks]
-    with speed.timed():
-        results = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators if len(chunks) > 1 else iterators[0],
-            model=list(chunks) if len(chunks) > 1 else chunks[0],
-            num_microbatches=len(micro_batches),
-            seq_length=len(micro_batches[0].input_ids),
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+    results = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(micro_batches),
+        seq_length=len(micro_batches[0].input_ids),
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
     return list(results)
 
 

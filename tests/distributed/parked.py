@@ -38,7 +38,6 @@ KEYS = (
     *("algorithm=ppo", "algorithm.kl.coefficient=0.05", "algorithm.kl.placement=token_reward"),
     *("algorithm.kl.estimator=k1", "weights.delta=false", "weights.transport=file", "slurm.gpus_per_node=2"),
     "algorithm.kl.follow_rate=0.5",  # so that the reference is saved and loaded, and is 4 bytes a parameter
-    "run.slow_factor=null",  # whose probe holds memory of its own, and takes long on a CPU
 )
 
 

@@ -14,7 +14,6 @@ from rl_megatron.errors import ConfigError
 ROWS = ("data=gsm8k", "data.train=a.jsonl", "data.eval=b.jsonl")
 SET = "eval.sets.hard.temperature"
 UNREAD = [  # the key, what makes it one that nothing reads, and what reads it
-    ("run.slow_steps=5", ("run.slow_factor=null",), ()),
     ("model.tiny.num_layers=3", ("model.path=models/mine",), ()),
     ("model.cache_dir=cache", ("model.path=models/mine",), ()),
     ("warm_start.batch_size=8", ("warm_start.steps=0",), ("warm_start.steps=3",)),

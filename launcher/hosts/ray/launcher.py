@@ -81,7 +81,6 @@ class RayLauncher(Launcher):
                 folder=folder,
                 files=f"{', '.join(file_stem(role, '*') for role in cluster.shares.ranks)}.txt",
                 blame=allocation.blame if allocation else lambda _: None,
-                name_slow=allocation.name_slow if allocation else lambda _: None,
             )
             try:
                 async with learner(

@@ -14,7 +14,6 @@ from launcher.hosts.slurm.calls import call_slurm
 from launcher.wire.greetings import this_node
 from rl_megatron.config.beside import separate
 from rl_megatron.config.run import RunConfig
-from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import beside, cut
@@ -80,10 +79,6 @@ class Allocation:
         """Tell the job's script on which node a rank died, or did not come up. Of several it names none: to leave one
         out does not help."""
         (self.folder / "failed_node").write_text(f"{nodes[0]}\n" if len(nodes) == 1 else "")
-
-    def name_slow(self, nodes: Sequence[str]) -> None:
-        """Tell the job's script which nodes are slow, the slowest first; it may leave them out at the next restart."""
-        write_atomically(self.folder / "slow_nodes", "".join(f"{node}\n" for node in nodes).encode())
 
     def address(self) -> str:
         """This node's address for the other nodes; loopback if there are none. Raises ConfigError as `address_of`."""

@@ -1,8 +1,8 @@
 """Starts ranks on the nodes of a Slurm allocation: one srun step per role, one task per node, whose ranks connect back.
 
 This file learns about the job from its environment alone. It leaves messages for the job's script in the folder of this
-attempt: ``requeue``, to be requeued and resume from the checkpoint, ``failed_node``, the node where a rank died, empty
-where ranks of several did not come up, and ``slow_nodes``, those that are slow.
+attempt: ``requeue``, to be requeued and resume from the checkpoint, and ``failed_node``, the node where a rank died,
+empty where ranks of several did not come up.
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ class SlurmLauncher(Launcher):
                 folder=allocation.folder,
                 files=f"step.txt and {', '.join(file_stem(p.role, '*') for p in (placement, *separate))}.txt",
                 blame=allocation.blame,
-                name_slow=allocation.name_slow,
             )
             yield await stack.enter_async_context(
                 learner(

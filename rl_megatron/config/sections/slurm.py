@@ -163,9 +163,6 @@ class SlurmSection(Section):
     restarts: NonNegative = 3
     """Most restarts of a job, without the failed node, after a rank died, from one checkpoint: with each newer one they
     count from 0 again. Other errors end the run."""
-    exclude_slow: NonNegative = 0
-    """Most nodes that the job leaves out from a restart on because the run named them slow (run.slow_factor); 0: slow
-    nodes are only named."""
     modules: Modules | None = None
     """Environment modules to load, separated by spaces. The job ends where that fails."""
     setup: Line | None = None

@@ -46,16 +46,11 @@ COSTS: MetricTuples = (
      "slowest rank", Curve("Speed", "Seconds of weight digests")),
     ("seconds/pause", "s", "part of seconds/weights: the push paused sampling, on the server that it paused longest",
      Curve("Speed", "Seconds for which a push paused sampling")),
-    ("seconds/passes_median", "s", "forward and backward passes of the median learner rank, its waits included",
-     Curve("Speed", "Passes, median and slowest rank", peak="seconds/passes_max")),
-    ("seconds/passes_max", "s", "the same on the learner rank that took longest"),
     ("memory/peak", "bytes", "the most that a learner rank has held since its start: of its GPU as torch's allocator "
      "has it, of a CPU's resident memory; with two ranks or more",
      Curve("Speed", "Most memory that a rank has held", first=True)),
-    ("ranks/slowest", "rank", "the learner rank that took longest for a fixed computation; with two ranks or more",
-     Curve("Speed", "Slowest rank")),
-    ("ranks/slowness", "s/s", "its seconds for that over those of the median rank (run.slow_factor)",
-     Curve("Speed", "A fixed computation, slowest rank over median")),
+    ("ranks/slowest", "rank", "the learner rank whose passes took longest, its waits included; log.txt names its node; "
+     "with two ranks or more", Curve("Speed", "Slowest rank")),
     ("seconds/eval", "s", "held-out evaluation; only in rows that evaluated"),
     ("checkpoint/stage_seconds", "s", "training waited for the copy of the state (checkpoint.async_save)",
      Curve("Speed", "Seconds for which a step waited for a save's copy")),
@@ -66,7 +61,7 @@ COSTS: MetricTuples = (
     ("seconds/checkpoint", "s", "training waited for checkpoints; only in rows after one was begun or written"),
     ("seconds/step", "s", "since the previous row: the step, its evaluation, the wait for checkpoints",
      Curve("Speed", "Seconds a step", compared=True)),
-    ("loop/longest_ms", "ms", "the longest since the last row that the controller served nothing; log.txt says why",
+    ("loop/longest_ms", "ms", "the longest since the last row that the controller served nothing",
      Curve("Speed", "Longest that the controller served nothing, ms")),
     ("devices/<name>", "devices", "the role of this name held: GPUs, or on CPUs the cores that its ranks compute "
      "with; what learner and engines share is the learner's"),

@@ -18,19 +18,25 @@ _MOST = 4096  # spans of an answer; the oldest go first
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimed:
     """What a rank did up to an answer, in nanoseconds of its own clock: when the call was there as a whole, when its
-    answer was ready, and spans (thread, name, begin, end, what else is said), of which ``lost`` are missing."""
+    answer was ready, and spans (thread, name, begin, end, what else is said), of which ``lost`` are missing; and the
+    most bytes that it has held since its start."""
 
     arrived: int
     answered: int
     spans: Sequence[tuple[str, str, int, int, Mapping[str, str | int | float] | None]]
     lost: int
+    peak: int = 0
+
+    def seconds_of(self, call: str) -> float:
+        """Returns the seconds of the call that was answered, without its wait behind others."""
+        return sum(end - begin for thread, name, begin, end, _ in self.spans if (thread, name) == ("calls", call)) / 1e9
 
 
-def timed(arrived: int) -> RankTimed:
+def timed(arrived: int, peak: int = 0) -> RankTimed:
     """What this rank did since its last answer; to be sent at once. ``arrived``: when the call was here as a whole."""
     kept, lost = spans.taken()
     sent = [(lane.thread, name, begin, end, said) for lane, name, begin, end, said in kept[-_MOST:]]
-    return RankTimed(arrived=arrived, answered=spans.now(), spans=sent, lost=lost + len(kept) - len(sent))
+    return RankTimed(arrived=arrived, answered=spans.now(), spans=sent, lost=lost + len(kept) - len(sent), peak=peak)
 
 
 class RankTimes:

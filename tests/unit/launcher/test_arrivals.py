@@ -102,7 +102,6 @@ def arrived(folder: Path, absent: Collection[int], blamed: list[Sequence[str]]) 
                 folder=folder,
                 files="rank-*.txt",
                 blame=blamed.append,
-                name_slow=lambda _: None,
             )
             try:
                 return await arrivals(listener, awaited)
@@ -147,7 +146,6 @@ async def test_strangers_that_say_nothing_hold_up_no_rank(tmp_path: Path) -> Non
             folder=tmp_path,
             files="rank-*.txt",
             blame=blamed.append,
-            name_slow=lambda _: None,
         )
         waiting = asyncio.create_task(arrivals(listener, awaited))
         for stranger in strangers[: -1 - _STRANGERS]:

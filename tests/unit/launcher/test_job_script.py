@@ -17,7 +17,6 @@ JOB = Path(__file__).resolve().parents[3] / "slurm" / "job.sh"
 RUN = """#!/usr/bin/env bash
 [ -n "$FAILED$ENDS" ] || touch "$ATTEMPT/requeue"
 [ -z "$FAILED" ] || echo "${FAILED#several}" | awk NF >"$ATTEMPT/failed_node"
-[ -z "$NAMED" ] || printf '%s\\n' $NAMED >"$ATTEMPT/slow_nodes"
 [ -z "$STEP" ] || mkdir -p "$RUN/checkpoints/step_$STEP"
 """
 SBATCH = """#!/usr/bin/env bash
@@ -56,10 +55,10 @@ sed -n "${at}p" <<<"$LEFT"
 
 
 def attempt(
-    folder: Path, restart: int, step: str = "", slow: int = 0, python: str = "python", script: str = "", **given: str
+    folder: Path, restart: int, step: str = "", python: str = "python", script: str = "", **given: str
 ) -> tuple[int, str, list[str]]:
     """The script's status, its words and what it asked of Slurm's controller, after a run that asks to come back, with
-    a checkpoint of ``step``, or whose rank died on the node FAILED (or on several); it named the nodes NAMED slow."""
+    a checkpoint of ``step``, or whose rank died on the node FAILED (or on several)."""
     commands, run = folder / "commands", folder / "run"
     commands.mkdir(exist_ok=True)
     run.mkdir(exist_ok=True)
@@ -69,12 +68,12 @@ def attempt(
     for name, text in programs.items():
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
-    before = f"RUN={run} PYTHON={commands}/{python} TRAIN=() REQUEUES=9 RESTARTS=3 SLOW={slow} EXCLUDE=node9\n"
+    before = f"RUN={run} PYTHON={commands}/{python} TRAIN=() REQUEUES=9 RESTARTS=3 EXCLUDE=node9\n"
     slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restart), "SLURM_JOB_NODELIST": "node[1-4]"}
     slurm["SLURMD_NODENAME"] = "node1"
     slurm["RUN"] = str(run)
     own = {"PATH": f"{commands}:{os.environ['PATH']}", "STEP": step, "ATTEMPT": f"{run}/jobs/7-{restart}"}
-    environment = os.environ | slurm | own | {"FAILED": "", "ENDS": "", "NAMED": "", "NEED": "1"} | given
+    environment = os.environ | slurm | own | {"FAILED": "", "ENDS": "", "NEED": "1"} | given
     script = script or before + JOB.read_text()
     done = subprocess.run(["bash"], input=script, capture_output=True, text=True, env=environment, timeout=600)
     asked = [line for line in (run / "asked").read_text().splitlines() if not line.startswith("show")]
@@ -272,22 +271,6 @@ def test_a_budgets_time_does_not_begin_again_when_the_job_comes_back(tmp_path: P
     assert attempt(tmp_path, 4, **(preempted | {"BUDGETED": ""}))[2] == ["requeue 7"]
 
 
-def test_slow_nodes_are_left_out_at_a_restart_up_to_the_number_asked_for(tmp_path: Path) -> None:
-    def comes_back(restart: int, slow: int, **given: str) -> list[str]:
-        status, said, asked = attempt(tmp_path, restart, f"{restart:06d}", slow, **given)
-        assert status == 0
-        assert "; comes back" in said, said
-        return asked
-
-    assert comes_back(0, 0, NAMED="node3") == ["requeue 7"]  # only named
-    assert comes_back(1, 2) == ["requeue 7"]
-    assert comes_back(2, 2, NAMED="node3 node1") == excluding("node1", "node3")
-    assert comes_back(3, 2, NAMED="node4") == excluding("node3", "node4")  # slow now, and the slowest of those before
-    assert comes_back(4, 2, FAILED="node5") == excluding("node3", "node4", "node5")
-    assert comes_back(5, 2, NAMED="node2 node6") == excluding("node2", "node5", "node6")
-    assert comes_back(6, 0) == ["requeue 7"]  # Slurm keeps a job's list
-
-
 def test_failures_of_the_run_in_an_earlier_job_do_not_count_but_their_nodes_are_left_out(tmp_path: Path) -> None:
     jobs = tmp_path / "run" / "jobs"
     (jobs / "6-0").mkdir(parents=True)
@@ -348,9 +331,7 @@ def test_the_nodes_that_failed_last_are_left_out_where_not_all_can_be(tmp_path: 
     lists = [("node1",), ("node1", "node2"), ("node2", "node3"), ("node1", "node3")]
     assert [asked for _, _, asked in done] == [excluding(*nodes) for nodes in lists]
     assert "; without node1,node2,node3 there are too few nodes; comes back without node2,node3\n" in done[2][1]
-    _, said, asked = attempt(tmp_path, 4, "000005", 1, NAMED="node6", NEED="4")
-    assert (asked, "saved; without" in said) == (["requeue 7"], True)  # no slow node in place of one that failed
-    _, said, asked = attempt(tmp_path, 5, "000006", FAILED="node4", NEED="6")
+    _, _, asked = attempt(tmp_path, 4, "000005", FAILED="node4", NEED="6")
     assert asked == ["requeue 7", "update JobId=7 ExcNodeList=node9"]  # none is spare now
 
 
@@ -364,14 +345,3 @@ def test_of_many_nodes_that_failed_a_few_questions_find_how_many_can_be_left_out
     assert (status, asked) == (0, excluding(*kept)), said
     assert f"without {','.join([*kept, 'node2'])} there are too few nodes" in said
     assert len((tmp_path / "run" / "tried").read_text().splitlines()) <= 10
-
-
-def test_as_many_slow_nodes_are_left_out_as_the_cluster_can_spare(tmp_path: Path) -> None:
-    _, said, asked = attempt(tmp_path, 0, "000001", 3, NAMED="node4 node2 node1", NEED="4")
-    assert "saved; without node1,node2,node4 there are too few nodes; comes back without node2,node4" in said
-    assert asked == excluding("node2", "node4")  # the slowest two
-    _, said, asked = attempt(tmp_path, 1, "000002", 3, FAILED="node6", NEED="4")
-    assert "comes back without node4,node6" in said
-    _, said, asked = attempt(tmp_path, 2, "000003", 3, NEED="6")
-    assert "too few nodes" in said
-    assert asked == ["requeue 7"]

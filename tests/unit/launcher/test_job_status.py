@@ -126,7 +126,7 @@ def test_a_job_that_prints_elsewhere_is_known_by_what_its_script_notes(
 ) -> None:
     """As that of slurm/train.sbatch. Another job of its number, which prints to another file, is not taken for it."""
     written, run = tmp_path / "rl_megatron-7.txt", tmp_path / "runs" / "rl_megatron-7"
-    given = f"RUN={run} PYTHON=/nowhere/python TRAIN=() REQUEUES=0 RESTARTS=0 SLOW=0 EXCLUDE=''\n"
+    given = f"RUN={run} PYTHON=/nowhere/python TRAIN=() REQUEUES=0 RESTARTS=0 EXCLUDE=''\n"
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     stand_in(tmp_path / "sacct", NO_ACCOUNTS)
     stand_in(tmp_path / "scontrol", f"echo JobId=7 JobState=RUNNING NodeList=n1 StdOut={written}")

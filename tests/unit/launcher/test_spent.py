@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from launcher.build.roles import Parts
-from launcher.processes.loop_watch import TimedLoop
 from launcher.programs import train
 from launcher.programs.spent import RunCosts, costs_of_run, devices, planned_metrics, recorded
 from launcher.runs.stop import Stop
@@ -243,8 +242,7 @@ def test_a_run_whose_job_ends_soon_makes_no_report(
     config = load_config("tiny_cpu", ["run.launcher=slurm", "run.name=r", f"run.dir={tmp_path}"])
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGINT)}
     try:
-        with asyncio.Runner(loop_factory=TimedLoop) as runner:
-            runner.run(train.train(config, lambda *_: 0.0, Services(), resume=False))
+        asyncio.run(train.train(config, lambda *_: 0.0, Services(), resume=False))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -102,9 +102,6 @@ def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_command
         (("slurm.engines.nodes=1",), "slurm.engines.nodes=1, but rollout.engine=local samples in the learner's"),
         (("rollout=vllm", "slurm.heterogeneous=true"), "slurm.heterogeneous=true, but slurm.engines.nodes=0"),
         (("rollout=vllm", "slurm.engines.nodes=1", "slurm.engines.partition=x"), "set slurm.heterogeneous=true"),
-        (("slurm.exclude_slow=1", "run.slow_factor=null"), "slurm.exclude_slow=1, but run.slow_factor=null"),
-        (("slurm.exclude_slow=1", "slurm.requeues=0", "slurm.restarts=0"), "slurm.requeues=0 and slurm.restarts=0"),
-        (("run.slow_factor=1",), "run.slow_factor=1: must be greater than 1"),
         (
             ("rollout=vllm", "slurm.engines.nodes=1", "rollout.server.addresses=http://a:1"),
             "rollout.server.addresses are running servers",

@@ -53,8 +53,6 @@ def test_names_units_and_meanings_are_well_formed() -> None:
         "seconds/step",
         "seconds/verify",
         "seconds/pause",
-        "seconds/passes_median",
-        "seconds/passes_max",
     }
 
 

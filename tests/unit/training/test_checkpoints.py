@@ -19,7 +19,7 @@ import xxhash
 from launcher.controller.group import WorkerGroup
 from launcher.controller.learner import LearnerGroup
 from launcher.controller.plane import Plane
-from launcher.processes.loop_watch import LoopWatch, TimedLoop
+from launcher.processes.loop_watch import LoopWatch
 from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import fixed
@@ -114,8 +114,7 @@ def test_a_save_of_any_size_leaves_the_event_loop_free(tmp_path: Path, monkeypat
         finally:
             watch.stop()
 
-    with asyncio.Runner(loop_factory=TimedLoop) as runner:
-        written = runner.run(save())
+    written = asyncio.run(save())
     assert not ended
     assert checkpoints.read(written.folder).files["learner/__0_0.distcp"].bytes == written.num_bytes == 8 * 2**30
 
