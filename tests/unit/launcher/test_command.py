@@ -108,7 +108,7 @@ def test_a_command_imports_no_other_and_reads_no_configuration_for_a_job_s_state
 import sys, typer
 from launcher.__main__ import app
 commands = typer.main.get_command(app).commands
-assert len(list(commands)) == 20
+assert {"train", "submit", "status"} <= set(commands)
 print(*(name for name in sys.modules if name.startswith("launcher.commands.")))
 assert commands["status"].name == "status"
 print(*(name for name in sys.modules if name.startswith("launcher.commands.")), "pydantic" in sys.modules)

@@ -325,7 +325,7 @@ async def test_no_call_waits_for_ray_without_a_limit(
     cluster = cluster_of(tmp_path, "learner.timeout_seconds=0.02")
     try:
         with pytest.raises(EngineError, match=r"Ray's head on 127.0.0.1 has not answered in 0.01 s: .*; ray-\*"):
-            await cluster.nodes()
+            await cluster.ask(ray.nodes)
         with pytest.raises(WorkerDied, match=r"has not answered in learner\.timeout_seconds=0\.02"):
             await cluster.place(list)
         await cluster.end(None)
