@@ -14,7 +14,7 @@
 # make test-learns                             calculator, sft_tiny, dpo_tiny, reward_tiny, distill_tiny, three seeds of each: do they learn?
 # make proof                                   do the commands of docs/proof.md print what it shows? some minutes
 # make test-images                             the learner's steps of an image, in a new environment: minutes, and the index
-# make mutants [ARGS="--sample 40 --seed 1"] [CHANGED=1]   are 1,060 faults put into sixteen rooms seen by a test? hours
+# make mutants [ARGS="--sample 40 --seed 1"] [CHANGED=1|PLANTED=1]   are 1,060 faults put into sixteen rooms seen by a test? hours
 # make lint                                    linters alone (what pre-commit runs)
 # make docs                                    the documents as a site, build/site; a broken link is an error (lint does it)
 # make clean                                   remove the environment and caches; runs/ stays

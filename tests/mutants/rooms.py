@@ -179,7 +179,7 @@ ROOMS = (
             "test_removed.py",
         ),
         after=(
-            *_under("tests/unit", "test_every_choice.py", "test_every_key_acts.py", "test_documented_commands.py"),
+            *_under("tests/unit", "test_every_choice.py", "test_every_key_acts.py"),
             "tests/unit/launcher/test_resuming.py",
         ),
     ),

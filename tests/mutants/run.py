@@ -1,6 +1,6 @@
 """``make mutants``: does a test fail for each fault that cosmic-ray puts into the rooms of rooms.py?
 
-Each mutant is tried in a copy of the tree by a fork of this process, which has torch imported and nothing of ours.
+Each mutant is tried in a copy of the tree by a fork of this process (trees.py).
 One that no test kills and that equivalents.yaml does not name ends the command with 1 and is printed as a diff. One
 that killed.jsonl records is tried with the test that killed it before, and then with the others.
 """
@@ -8,13 +8,8 @@ that killed.jsonl records is tried with the test that killed it before, and then
 from __future__ import annotations
 
 import argparse
-import compileall
-import importlib.util
 import itertools
-import os
 import resource
-import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -23,84 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
-
-from tests.flaky import AGAIN
 from tests.mutants.draw import Mutant, drawn, mutants_at
 from tests.mutants.equivalents import Equivalents, named_equivalents
 from tests.mutants.killed import FILE, Killed, changed_tests, file_of, killed_mutants, write_killed
 from tests.mutants.rooms import REPO, ROOMS, Room, files_of
+from tests.mutants.trees import copy_tree, failed_test, outcome, preload, write_source
 
 FIRST_LIMIT = 1800.0  # seconds that a room's tests may take without a mutant: a minute where nothing else runs
 NOT_FOUND = (4, 5)  # pytest's exit status for a test that there is no more
-
-PRELOADED = [
-    "torch",
-    "numpy",
-    "hypothesis",
-    "pydantic",
-    "yaml",
-    "rich.console",
-    "httpx2",
-    "transformers",
-    "safetensors",
-]
-
-
-def copy_tree(folder: Path) -> Path:
-    """A copy of what the tests read, compiled, so that a fork compiles only the file that it changes."""
-    unread = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info")
-
-    def ignored(of: str, names: list[str]) -> set[str]:
-        return unread(of, names) | ({"runs", "build"} if Path(of) == REPO else set())
-
-    shutil.copytree(REPO, folder, ignore=ignored)
-    compileall.compile_dir(folder / "rl_megatron", quiet=1)
-    compileall.compile_dir(folder / "launcher", quiet=1)
-    return folder
-
-
-def run_tests(tree: Path, tests: Sequence[str]) -> None:
-    """In a fork: pytest in ``tree``; the exit status is pytest's, its words are in ``tree``/output."""
-    os.setsid()
-    os.chdir(tree)
-    os.environ |= {"PYTHONPATH": str(tree), AGAIN: "1"}  # for processes that tests start; and no test runs again
-    output = os.open("output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    for name in [n for n in sys.modules if n.split(".")[0] in ("tests", "rl_megatron", "launcher", "tools")]:
-        del sys.modules[name]
-    sys.path[:] = [str(tree), *(p for p in sys.path if Path(p or ".").resolve() != REPO)]
-    sys.dont_write_bytecode = True  # a fork's .pyc would be the next one's: same size, same second
-    status = 70
-    try:
-        status = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", *tests]))
-        import rl_megatron
-
-        if not (rl_megatron.__file__ or "").startswith(str(tree)):
-            status = 71  # the tests saw another tree than the changed one
-    except BaseException as error:  # noqa: BLE001  a mutant may raise anything while it is imported
-        print(repr(error))
-        status = 1
-    finally:
-        sys.stdout.flush()
-        os._exit(status)
-
-
-def outcome(tree: Path, tests: Sequence[str], limit: float) -> int | None:
-    """pytest's exit status; None if it took longer than ``limit`` seconds."""
-    child = os.fork()
-    if child == 0:
-        run_tests(tree, tests)
-    end = time.monotonic() + limit
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
 
 
 def seconds_without_a_mutant(tree: Path, room: Room) -> float:
@@ -113,17 +38,6 @@ def seconds_without_a_mutant(tree: Path, room: Room) -> float:
     said = f"took longer than {FIRST_LIMIT:.0f} s" if status is None else f"ended with {status}"
     output = (tree / "output").read_text(errors="replace")
     raise RuntimeError(f"{output}\nwithout a mutant the tests of {room.name} {said}")
-
-
-def failed_test(tree: Path, status: int | None) -> str:
-    """The first test that pytest's output in ``tree`` says failed; else how pytest ended."""
-    output = (tree / "output").read_text(errors="replace")
-    if status is None:
-        return "the limit of time"
-    if status > 2:  # neither a failed test nor a file that cannot be collected, or the wrong tree: nothing was tried
-        raise RuntimeError(f"pytest ended with {status}:\n{output}")
-    failed = (n.split(" ", 1)[1].split(" - ")[0] for n in output.splitlines() if n.startswith(("FAILED ", "ERROR ")))
-    return next(failed, f"the end of its process ({status})")
 
 
 def named(test: str) -> bool:
@@ -147,8 +61,7 @@ class Trial:
     def killer(self, tree: Path) -> str | None:
         """The test that fails with the mutant in ``tree``, which is restored afterwards; None if all pass."""
         file = tree / self.mutant.path
-        file.write_text(self.mutant.mutated, encoding="utf-8")
-        Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
+        write_source(file, self.mutant.mutated)
         try:
             for tests in ((self.last,) if self.last else (), self.room.first, self.room.after):
                 status = outcome(tree, tests, self.limit) if tests else 0
@@ -160,7 +73,7 @@ class Trial:
                     return test
             return None
         finally:
-            file.write_text(self.mutant.source, encoding="utf-8")
+            write_source(file, self.mutant.source)
 
 
 @dataclass(kw_only=True)
@@ -243,8 +156,7 @@ def options_of_command() -> argparse.Namespace:
 def main() -> int:
     """Tries the mutants room by room; 1 where one is alive and not named as equivalent."""
     options = options_of_command()
-    for name in PRELOADED:
-        importlib.import_module(name)
+    preload()
     killed, equivalents = killed_mutants(), named_equivalents()
     rooms = [room for room in ROOMS if not options.room or room.name in options.room]
     chosen = [(room, chosen_mutants(room, killed, options)) for room in rooms]

@@ -154,6 +154,21 @@ def test_a_query_sees_keys_up_to_its_own_and_as_many_as_a_window_has(lengths: li
             assert not seen[torch.arange(part.key_length) > last[..., None]].any()
 
 
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8), cp=st.sampled_from([1, 2, 3]))
+def test_keys_that_ranks_gather_are_in_the_order_of_their_sequences(lengths: list[int], cp: int) -> None:
+    samples = make_samples(lengths)
+    shares = [pack_micro_batch(samples, tp=1, cp=cp, cp_rank=rank, device=CPU) for rank in range(cp)]
+    sources = torch.cat([share.source for share in shares])  # as an all-gather lays them out
+    lasts = torch.repeat_interleave(samples.cu_seqlens[1:], torch.tensor(lengths)) - 1  # of each position's sequence
+    for share in shares:
+        keys, sizes = share.attention.keys, [part.count * part.key_length for part in share.attention.classes]
+        for part, slots in zip(share.attention.classes, sources[keys.row if keys else ...].split(sizes), strict=True):
+            found = slots.view(part.count, -1)
+            found = found[found[:, 0] >= 0]  # no sequence of padding
+            wanted = torch.minimum(found[:, :1] + torch.arange(part.key_length), lasts[found[:, :1]])
+            assert torch.equal(found, wanted.where(found >= 0, -1))
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
