@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -80,37 +81,45 @@ def places(source: str, operators: dict[str, Operator]) -> Iterator[tuple[str, s
             seen[place] += 1
 
 
+@functools.cache
 def operators() -> dict[str, Operator]:
     """Cosmic-ray's operators without arguments, by name."""
     kinds = {name: get_operator(name) for name in operator_names()}
     return {name: kind() for name, kind in kinds.items() if not kind.arguments() and not name.endswith(SAME)}
 
 
+@functools.cache
+def places_of(file: Path) -> dict[str, tuple[str, int]]:
+    """The operator and its number by place; empty where the file does not exist."""
+    source = file.read_text("utf-8") if file.exists() else ""
+    return {place: (name, number) for place, name, number in places(source, operators())}
+
+
 def mutants_at(repository: Path, chosen: Iterable[tuple[str, str]]) -> Iterator[Mutant]:
-    """The mutants of the chosen (path, place) that there still are, in their order; none that differs in annotations
-    alone."""
-    plain, chosen = operators(), list(chosen)
-    there = {path for path, _ in chosen if (repository / path).exists()}
-    sources = {path: (repository / path).read_text("utf-8") for path in there}
-    numbers = {
-        (path, place): (name, number)
-        for path, source in sources.items()
-        for place, name, number in places(source, plain)
-    }
-    before = {path: behaviour(source) for path, source in sources.items()}
+    """The mutants of the chosen (path, place), in their order; none that differs in annotations alone."""
+    before: dict[str, str] = {}
     for path, place in chosen:
-        if (path, place) in numbers:
-            name, number = numbers[path, place]
-            mutated = mutate_code(sources[path], plain[name], number)
-            if mutated is not None and behaviour(mutated) not in ("", before[path]):
-                yield Mutant(path, place, sources[path], mutated)
+        source = (repository / path).read_text("utf-8")
+        name, number = places_of(repository / path)[place]
+        mutated = mutate_code(source, operators()[name], number)
+        before[path] = before.get(path) or behaviour(source)
+        if mutated is not None and behaviour(mutated) not in ("", before[path]):
+            yield Mutant(path, place, source, mutated)
 
 
 def drawn(repository: Path, paths: list[str], seed: int) -> Iterator[Mutant]:
     """Every mutant of ``paths`` once, in the seed's order."""
     found = []
     for path in paths:
-        for place, _, _ in places((repository / path).read_text("utf-8"), operators()):
+        for place in places_of(repository / path):
             lot = hashlib.sha256(f"{seed} {Path(path).name} {place}".encode()).digest()
             found.append((lot, path, place))
     yield from mutants_at(repository, [(path, place) for _, path, place in sorted(found)])
+
+
+def found_again(repository: Path, paths: list[str], path: str, place: str) -> str | None:
+    """The file of a recorded mutant: ``path``, or the only one of ``paths`` that has its place; None: it is gone."""
+    if place in places_of(repository / path):
+        return path
+    others = [other for other in paths if place in places_of(repository / other)]
+    return others[0] if len(others) == 1 else None

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.mutants.draw import Mutant, drawn, mutants_at
+from tests.mutants.draw import Mutant, drawn, found_again, mutants_at
 from tests.mutants.equivalents import Equivalents, named_equivalents
 from tests.mutants.killed import FILE, Killed, changed_tests, file_of, killed_mutants, write_killed
 from tests.mutants.rooms import REPO, ROOMS, Room, files_of
@@ -157,12 +157,15 @@ def main() -> int:
     """Tries the mutants room by room; 1 where one is alive and not named as equivalent."""
     options = options_of_command()
     preload()
-    killed, equivalents = killed_mutants(), named_equivalents()
+    recorded, equivalents = killed_mutants(), named_equivalents()
+    files = sorted({file for room in ROOMS for file in files_of(room)})
+    now = {one: found_again(REPO, files, *one) for one in recorded}
+    killed = {(path, one[1]): recorded[one] for one, path in now.items() if path is not None}
+    gone = [one for one, path in now.items() if path is None]
+    for path, place in gone:
+        print(f"gone: {path} {place}")
     rooms = [room for room in ROOMS if not options.room or room.name in options.room]
     chosen = [(room, chosen_mutants(room, killed, options)) for room in rooms]
-    gone = {*killed} - {(mutant.path, mutant.place) for mutant in mutants_at(REPO, killed)}
-    for path, place in sorted(gone):
-        print(f"gone: {path} {place}")
     report = Report(total=sum(len(mutants) for _, mutants in chosen), equivalents=equivalents)
     with tempfile.TemporaryDirectory() as folder:
         trees = [copy_tree(Path(folder).resolve() / str(n)) for n in range(options.jobs)]
@@ -187,7 +190,7 @@ def main() -> int:
             each, work = (time.monotonic() - start) / len(mutants), (cpu_seconds() - cpu) / len(mutants)
             print(f"{room.name}: {seconds:.0f} s without a mutant; each {each:.0f} s, {work:.0f} of a core", flush=True)
             if options.record:
-                write_killed({one: test for one, test in (killed | report.results).items() if one not in gone})
+                write_killed(killed | report.results)
     print(
         f"{report.total} mutants: {report.total - report.equal - report.alive} killed, {report.equal} equivalent, "
         f"{report.alive} alive; {len(gone)} recorded ones are gone"
