@@ -18,7 +18,7 @@ from rl_megatron.scaling.rl_step import RlStep, rl_step, unlike_run
 from rl_megatron.scaling.rollouts import lengths_of
 from rl_megatron.scaling.saves import Save, save_cost
 
-TOO_MUCH = 0.1
+_TOO_MUCH = 0.1
 """The share of a step above which a push is worth a warning."""
 
 
@@ -158,7 +158,7 @@ class Estimate:
             )
         if not self.step.stated or not self.pushes or self.push.route.shared:
             return
-        if (share := self.push.seconds / self.step.seconds) > TOO_MUCH:
+        if (share := self.push.seconds / self.step.seconds) > _TOO_MUCH:
             yield (
                 f"a push of weights takes {self.push.seconds:,.1f} s of a step's {self.step.seconds:,.0f}, {share:.0%},"
                 " at assumed speeds (slurm.speeds); choose a faster weights.transport (docs/weights.md)"
