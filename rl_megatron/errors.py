@@ -40,10 +40,6 @@ class SandboxError(RLMegatronError):
     """A program of a model that could not be run, or that this machine cannot fence; says why."""
 
 
-class ServiceError(RLMegatronError):
-    """A service of the run that is not there, did not start, or ended too often; names it and its last lines."""
-
-
 class EngineError(RLMegatronError):
     """A generation request that an engine cannot serve; names the request id."""
 

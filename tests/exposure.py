@@ -19,7 +19,6 @@ from pathlib import Path
 import psutil
 
 NAMED = {
-    r"tests/judge\.py|tests\.e2e\.served_teacher": "A service of the run",
     r"launcher train|rl-megatron train|pytest": "The controller",
     r"-u -c import sys;exec\(eval\(sys\.stdin\.readline": "The controller",  # a test's own, in a worker of pytest-xdist
     r"launcher\.worker\.(nursery|process|node|remote)\b|ray::RankActor": "A learner rank",
@@ -29,7 +28,7 @@ NAMED = {
 }
 """Who may listen without a token of ours, as docs/security.md calls them, by patterns of command lines."""
 _SERVER = "An engine server"
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY|SERVICE_KEY")
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY")
 _TOKEN = re.compile(r"\b(?:[0-9a-f]{48}|[0-9a-f]{64})\b")  # as this package makes them
 _PATHS = (
     *("/", "/health", "/metrics", "/openapi.json", "/server_info", "/v1/models", "/freeze_gc", "/collective_rpc"),

@@ -22,7 +22,6 @@ from rl_megatron.rollout.environments.source import EnvironmentSampler
 from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.rollout.parsers.table import PARSERS, WRITTEN
 from rl_megatron.seeds import text_seed
-from rl_megatron.services import Services
 from rl_megatron.training.jobs.warm_start import Targets
 from rl_megatron.types import Prompt
 
@@ -32,12 +31,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def made_environment(
-    config: RunConfig, services: Services | None = None, key: str = "environment"
-) -> EnvironmentMaker | Agent | None:
+def made_environment(config: RunConfig, key: str = "environment") -> EnvironmentMaker | Agent | None:
     """The environment or agent of the section ``key``, if it names one. Raises as `resolve_environment`."""
     section = config.environments.get(key)
-    return None if section is None else resolve_environment(section, config.sandbox, services, key=key)
+    return None if section is None else resolve_environment(section, config.sandbox, key=key)
 
 
 def environment_sampler(

@@ -83,11 +83,11 @@ def _sampling(
 ) -> tuple[WarmStart, GroupJob]:
     """The warm start, and the job on groups of completions."""
     config, size, cost = parts.config, shape.vocab_size, attention_cost(shape)
-    made = made_environment(config, parts.services)
-    sampler = sampler_of(config, made, roles.engine, parts.reward, data, vocab_size=size, services=parts.services)
+    made = made_environment(config)
+    sampler = sampler_of(config, made, roles.engine, parts.reward, data, vocab_size=size)
     evaluation = Evaluation(
         sampler=sampler,
-        own=samplers_of_sets(config, roles.engine, data, vocab_size=size, services=parts.services),
+        own=samplers_of_sets(config, roles.engine, data, vocab_size=size),
         sets=data.sets,
         section=config.eval,
         last_step=config.train.steps,

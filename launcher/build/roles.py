@@ -29,8 +29,8 @@ from rl_megatron.interfaces import Launcher, RewardFunction, Roles, unheard
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.progress import Progress
 from rl_megatron.placement.ranks import ranks_by_role
+from rl_megatron.rewards.classifiers.on_ranks import RewardModels
 from rl_megatron.rollout.teachers import Teacher
-from rl_megatron.services import Services
 from rl_megatron.training.scores.reward_models import RankedScores
 from rl_megatron.training.tasks import unless_stopped
 from rl_megatron.weights.layouts.families import read_shape
@@ -49,7 +49,7 @@ class Parts:
     allocation: Allocation | None  # None: the run uses no Slurm allocation
     claimed: Callable[[], None] = lambda: None  # raises CheckpointError where the folder is another than at the start
     hold: Callable[[], None] = lambda: None  # takes the run's lock again if it was removed; raises CheckpointError
-    services: Services = field(default_factory=Services)  # which the run starts
+    reward_models: RewardModels = field(default_factory=RewardModels)  # which ranks load
     resumes: bool = False  # its servers have served this run before
 
 
@@ -85,7 +85,7 @@ async def _start(
     roles = await starting
     if served := await _served_teachers(parts, shape, progress):
         roles = replace(roles, frozen={**roles.frozen, **served})
-    await load_reward_models(config, shape, roles, parts.services, progress.note)
+    await load_reward_models(config, shape, roles, parts.reward_models, progress.note)
     return roles, data, shape
 
 
@@ -98,7 +98,7 @@ def attention_cost(shape: ModelShape) -> float:
 
 
 async def load_reward_models(
-    config: RunConfig, shape: ModelShape, roles: Roles, services: Services, tell: Callable[[str], None] = unheard
+    config: RunConfig, shape: ModelShape, roles: Roles, models: RewardModels, tell: Callable[[str], None] = unheard
 ) -> None:
     """Have ranks load the reward models, before any job asks for a reward. The policy has ``shape``."""
     for role, name in reward_model_roles(config).items():
@@ -106,7 +106,7 @@ async def load_reward_models(
         model, sizes = roles.reward_models[role], role_shape(config, shape, role)
         await model.start_from(config.reward_models[name].path)
         packer = packer_of(config.learner_of(role), attention_cost=attention_cost(sizes))
-        services.holds(name, RankedScores(model=model, packer=packer, vocab_size=sizes.vocab_size))
+        models.loaded[name] = RankedScores(model=model, packer=packer, vocab_size=sizes.vocab_size)
 
 
 async def _served_teachers(parts: Parts, shape: ModelShape, progress: Progress) -> dict[str, Teacher]:
@@ -120,7 +120,6 @@ async def _served_teachers(parts: Parts, shape: ModelShape, progress: Progress) 
             name=name,
             section=one,
             adapter=adapter_of(one.engine, shape),
-            services=parts.services,
             top=kl.top_k,
             vocab_size=shape.vocab_size,
         )

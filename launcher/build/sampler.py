@@ -17,7 +17,6 @@ from rl_megatron.rollout.conversation.templates import tokens_of_text
 from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.policy_sampler import PolicySampler
 from rl_megatron.rollout.sampler import RolloutSampler, SamplerBySource
-from rl_megatron.services import Services
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,6 @@ def sampler_of(
     data: Data,
     *,
     vocab_size: int,
-    services: Services | None = None,
 ) -> PolicySampler:
     """The sampler over ``engine`` of a model of ``vocab_size`` tokens; of ``made`` where there is one, which
     gives rewards itself, and for prompts of sources with an environment of their own in that."""
@@ -40,7 +38,7 @@ def sampler_of(
     else:
         usual = _single_turns(config, engine, reward, data, vocab_size)
     keys = {name: f"data.sources.{name}.environment" for name in config.source_names}
-    own = _led(config, keys, engine, data, vocab_size, services)
+    own = _led(config, keys, engine, data, vocab_size)
     if not own:
         return usual
     return SamplerBySource(
@@ -102,11 +100,11 @@ def _interruption(config: RunConfig, data: Data, decode: Callable[[Sequence[int]
 
 
 def samplers_of_sets(
-    config: RunConfig, engine: RolloutEngine, data: Data, *, vocab_size: int, services: Services | None
+    config: RunConfig, engine: RolloutEngine, data: Data, *, vocab_size: int
 ) -> dict[str, PolicySampler]:
     """The samplers of the sets that have an environment of their own, by the set's name."""
     keys = {name: f"eval.sets.{name}.environment" for name in config.eval.sets}
-    return _led(config, keys, engine, data, vocab_size, services)
+    return _led(config, keys, engine, data, vocab_size)
 
 
 def _led(
@@ -115,11 +113,10 @@ def _led(
     engine: RolloutEngine,
     data: Data,
     vocab_size: int,
-    services: Services | None,
 ) -> dict[str, PolicySampler]:
     """The samplers in the environments of these sections that name one, by the names of ``keys``."""
     out: dict[str, PolicySampler] = {}
     for name, key in keys.items():
-        if (made := made_environment(config, services, key)) is not None:
+        if (made := made_environment(config, key)) is not None:
             out[name] = environment_sampler(config, made, engine, data, vocab_size=vocab_size, key=key)
     return out

@@ -27,8 +27,8 @@ def train(
     Ctrl-C (or SIGTERM) finishes the current step, saves and exits with status 0; a second Ctrl-C exits at once, 130.
     """
     from launcher.preflight.checks import preflight
+    from rl_megatron.rewards.classifiers.on_ranks import RewardModels
     from rl_megatron.rewards.registry import resolve_rewards
-    from rl_megatron.services import Services
 
     loaded = load_config(config, overrides or [])
     if resume:
@@ -44,8 +44,8 @@ def train(
             find(named, folder)
         print(findings.describe())
         return
-    services = Services(named.services, named.reward_models)
-    reward = resolve_rewards(named.reward, named.own_rewards, named.sandbox, services)
+    models = RewardModels(named.reward_models)
+    reward = resolve_rewards(named.reward, named.own_rewards, named.sandbox, models)
     for line in findings.notes():
         print(line, flush=True)
     print(f"rl-megatron: run {folder}", flush=True)  # the imports below take seconds
@@ -53,7 +53,7 @@ def train(
         with uncollected():
             from launcher.programs import train as program
 
-        asyncio.run(program.train(named, reward, services, resume=resume))
+        asyncio.run(program.train(named, reward, models, resume=resume))
     except KeyboardInterrupt:
         goes_on = "--resume continues from the last checkpoint, or starts over if there is none"
         said = goes_on if folder.is_dir() else "the run had not begun, so start it again"

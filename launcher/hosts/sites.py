@@ -15,7 +15,6 @@ from launcher.hosts.slurm.allocation import Allocation
 from launcher.servers.site import HERE, Site, Sites, StartAt
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.placement.ranks import service_nodes
 from rl_megatron.placement.seats import Seat, seats_alone, seats_here, seats_of
 
 
@@ -48,30 +47,6 @@ def sites_alone(config: RunConfig) -> list[Sites]:
     """The sites of servers on this machine, where no learner is. Raises ConfigError if they do not fit."""
     found = seats_alone(config, _count_here(config))
     return [[Site(number=seat.server, count=len(found), gpus=seat.gpus)] for seat in found]
-
-
-def service_sites(config: RunConfig, allocation: Allocation | None) -> dict[str, list[Site]]:
-    """A site for each replica of each service: the services' nodes in turn, or beside this process.
-
-    Raises EngineError if a node has no address.
-    """
-    nodes = () if allocation is None else allocation.service_nodes
-    count = sum(one.replicas for one in config.services.values())
-    numbers = iter(range(count))
-    if not nodes:
-        here = {name: range(one.replicas) for name, one in config.services.items()}
-        return {name: [Site(number=next(numbers), count=count) for _ in of_name] for name, of_name in here.items()}
-    assert allocation is not None
-    slurm, each = config.slurm, -(-count // len(nodes))
-    cpus = slurm.cpus_per_task if allocation.heterogeneous else _share(config, each)
-
-    def at(node: str) -> Site:
-        host = _host(Seat(node=node, gpus=()), allocation, alone=False)
-        before = tuple(allocation.server_command([node], cpus, "services"))
-        return Site(host=host, before=before, number=next(numbers), count=count, node=node)
-
-    placed = service_nodes(config, allocation.by_role)
-    return {name: [at(node) for node in of_name] for name, of_name in placed.items()}
 
 
 def _by_srun(site: Site, seat: Seat, config: RunConfig, allocation: Allocation, each: int) -> Site:

@@ -45,7 +45,6 @@ def beside_nodes(config: RunConfig) -> Iterator[Found]:
         except ConfigError as error:
             yield problem(str(error))
     yield from _idle(config)
-    yield from _services(slurm)
 
 
 def _controller(slurm: SlurmSection) -> Iterator[Found]:
@@ -99,15 +98,4 @@ def _idle(config: RunConfig) -> Iterator[Found]:
         yield note(
             f"servers sample on {used} of the {there} GPUs {whose}, and the others are idle meanwhile; "
             f"rollout.server.replicas={fit} uses {fit * server.ranks}"
-        )
-
-
-def _services(slurm: SlurmSection) -> Iterator[Found]:
-    """Yields a note on GPUs of services' own nodes that nobody asked for."""
-    each, own = slurm.gpus_of("services"), slurm.services
-    if own.nodes and each and own.gpus_per_node is None:
-        how = "set slurm.services.gpus_per_node=0" + ("" if slurm.heterogeneous else " with slurm.heterogeneous=true")
-        yield note(
-            f"slurm.services.nodes={own.nodes}: each asks for {each} GPUs, as the learner's nodes; for services that "
-            f"use none {how}"
         )

@@ -17,7 +17,6 @@ from rl_megatron.config.sections.data import data_sources, name_of
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.eval import RunData
 from rl_megatron.config.sections.reward import RANKS, RewardSection, reward_key
-from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.data.problems.prompts import first_problem
 from rl_megatron.environments.demonstrations import demonstrated
 from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_environment
@@ -98,9 +97,6 @@ def _demonstrated(subject: Subject, section: EnvironmentSection, made: Environme
     prompt = _prompt(subject)
     if prompt is None:  # the check of the data reports it
         return
-    if "services" in made.options:
-        yield unchecked(f"the demonstrations of environment {section.function!r}, which may ask the run's services")
-        return
 
     def work() -> str:
         try:
@@ -126,7 +122,7 @@ def _of(subject: Subject, section: RewardSection, source: str) -> Iterator[Found
         if not (Path(name.removeprefix("hf:")).expanduser() / "config.json").is_file():
             yield problem(f"reward {name!r}: it has no config.json; give the folder of a sequence classifier")
     models = local + [name for name in names if name.startswith(RANKS)]
-    servers = [name for name in names if name.startswith(("http://", "https://", SERVICE))]
+    servers = [name for name in names if name.startswith(("http://", "https://"))]
     own = [name for name in names if ":" in name and name not in (*models, *servers)]
     absent = own if subject.other_python is not None else []
     if models:

@@ -1,4 +1,4 @@
-"""Waits for a server to come up, and starts it again if it ended or did not: of a run's engines and its services."""
+"""Waits for a server to come up, and starts it again if it ended or did not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from rl_megatron.errors import ConfigError, EngineError, ServiceError
+from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.rollout.servers.http import OutOfFiles, Server, out_of_files
 
 logger = logging.getLogger(__name__)
@@ -21,8 +21,8 @@ _MOST_SECONDS = 60.0
 _LOOK_SECONDS = 0.1
 
 
-async def until_serving(server: Server, path: str, ends: Coroutine[Any, Any, str], seconds: float) -> str | None:
-    """Ask ``server`` for ``path`` until its answer is 200; if it ends first, return what ``ends`` says.
+async def until_serving(server: Server, ends: Coroutine[Any, Any, str], seconds: float) -> str | None:
+    """Ask ``server`` for its health until it is well; if it ends first, return what ``ends`` says.
 
     A request without an answer is made again: a server that has just begun to listen may never answer those before.
     Raises TimeoutError after ``seconds``, of which the text is what the last answer was, as "status 503".
@@ -31,7 +31,7 @@ async def until_serving(server: Server, path: str, ends: Coroutine[Any, Any, str
     try:
         async with asyncio.timeout(seconds):
             while not ended.done():
-                status = await server.status(path, seconds=ANSWER_SECONDS)
+                status = await server.status("/health", seconds=ANSWER_SECONDS)
                 if status == 200:
                     return None
                 heard = "nothing" if status is None else f"status {status}"
@@ -52,33 +52,29 @@ async def brought_up(
     made: Callable[[], int],
     again: Callable[[], Awaitable[None]],
     failed: Callable[[Exception], None],
-    ended: Exception | None = None,
+    ended: Exception,
 ) -> T:
-    """What ``start`` returns once it does not fail. While fewer than ``most`` restarts are ``made``, it is called again
+    """What ``start`` returns once it does not fail. While fewer than ``most`` restarts are ``made``, it is called
     after the seconds of `wait_before` from ``first_wait``; the log says each wait for the server called ``name``.
 
-    ``ended``: how a server ended that has served, whose first start is a restart. ``failed`` gets each failure of a
-    start, and ``again`` is awaited before each restart, which it counts. Raises the last failure, and OutOfFiles at
-    once, of which the server is not the cause.
+    ``ended`` says how the server ended. ``failed`` gets each failure of a start, and ``again`` is awaited before each
+    restart, which it counts. Raises the last failure, and OutOfFiles immediately: the server is not its cause.
     """
-    while True:
-        if ended is None:
-            try:
-                return await start()
-            except OutOfFiles:
-                raise
-            except (ConfigError, EngineError, ServiceError, OSError) as error:
-                if isinstance(error, OSError) and (none_left := out_of_files(f"start of {name}", error)):
-                    raise none_left from error
-                failed(error)
-                ended = error
-        if (count := made()) >= most:
-            raise ended
+    while (count := made()) < most:
         wait = wait_before(count, first_wait)
         logger.warning("%s: restart %d of %d in %g s", name, count + 1, most, wait)
         await asyncio.sleep(wait)
         await again()
-        ended = None
+        try:
+            return await start()
+        except OutOfFiles:
+            raise
+        except (ConfigError, EngineError, OSError) as error:
+            if isinstance(error, OSError) and (none_left := out_of_files(f"start of {name}", error)):
+                raise none_left from error
+            failed(error)
+            ended = error
+    raise ended
 
 
 def wait_before(restart: int, first: float) -> float:

@@ -20,13 +20,11 @@ from launcher.build.data import Data, load_data
 from launcher.build.environment import made_environment
 from launcher.build.sampler import sampler_of, samplers_of_sets
 from launcher.build.trained import TrainedModel, hugging_face, of_folder, shown_variables
-from launcher.hosts.sites import service_sites
 from launcher.preflight import devices, engine, problems_of_data, reward
 from launcher.preflight.job_memory import raise_unread_files
 from launcher.preflight.subject import Subject, found_by
 from launcher.processes.scratch import scratch
 from launcher.runs.lock import lock
-from launcher.servers.services import RunningServices, unless_given_up
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.digests import digest_of
@@ -48,7 +46,6 @@ from rl_megatron.observability.intervals import Interval
 from rl_megatron.observability.log import run_log
 from rl_megatron.rewards.classifiers.on_ranks import scored_here
 from rl_megatron.rewards.registry import resolve_rewards
-from rl_megatron.services import Services
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
@@ -65,7 +62,7 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
         config = of_folder(target.config, folder)
         shape = job_shape(config, read_shape(folder, config.learner.model))
         raise_unread_files(config, shape)
-        data, services = load_data(config, folder), Services(config.services)
+        data = load_data(config, folder)
         sets = ", ".join(f"{one.name or WHOLE} ({len(one.prompts)} x {one.section.samples})" for one in data.sets)
         said = f"{target.source}: {sets}, by {config.rollout.engine}{shown_variables(config)}"
         print(said, flush=True)
@@ -77,13 +74,9 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
             sets={},
         )
         begun = replace(begun, sets=_kept(path, begun, data.sets))
-        if config.services:
-            print(f"starting services: {', '.join(config.services)}", flush=True)
-        running = RunningServices(config, target.out, service_sites(config, None), services).running()
-        async with running as watching, engine_alone(config, folder, shape, target.out) as sampling:
-            file = unfinished(path)
-            measuring = _measured(config, sampling, data, services, vocab_size=shape.vocab_size, begun=begun, file=file)
-            results = await unless_given_up(measuring, watching)
+        file = unfinished(path)
+        async with engine_alone(config, folder, shape, target.out) as sampling:
+            results = await _measured(config, sampling, data, vocab_size=shape.vocab_size, begun=begun, file=file)
         results.write(path, private=target.config.private)
         file.unlink(missing_ok=True)
     _show(results)
@@ -107,7 +100,6 @@ async def _measured(
     config: RunConfig,
     engine: RolloutEngine,
     data: Data,
-    services: Services,
     *,
     vocab_size: int,
     begun: Results,
@@ -115,10 +107,10 @@ async def _measured(
 ) -> Results:
     """``begun`` with all sets; it is written into ``file`` after each that is measured."""
     rewards = {name: scored_here(one, config.reward_models) for name, one in config.own_rewards.items()}
-    judge = resolve_rewards(scored_here(config.reward, config.reward_models), rewards, config.sandbox, services)
-    made = made_environment(config, services)
-    sampler = sampler_of(config, made, engine, judge, data, vocab_size=vocab_size, services=services)
-    own = samplers_of_sets(config, engine, data, vocab_size=vocab_size, services=services)
+    judge = resolve_rewards(scored_here(config.reward, config.reward_models), rewards, config.sandbox)
+    made = made_environment(config)
+    sampler = sampler_of(config, made, engine, judge, data, vocab_size=vocab_size)
+    own = samplers_of_sets(config, engine, data, vocab_size=vocab_size)
     sets = dict(begun.sets)
     try:
         with _display() as bar:

@@ -35,9 +35,9 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
+from rl_megatron.rewards.classifiers.on_ranks import RewardModels
 from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.services import Services
 from rl_megatron.training.checkpoints import files_of, latest
 from rl_megatron.types import Prompt
 from rl_megatron.weights.checkpoints.kind import is_megatron
@@ -86,13 +86,13 @@ async def diagnose(target: Target, *, num_prompts: int, num_completions: int) ->
         )
     preflight(config).raise_problems()
     folder.mkdir(parents=True, exist_ok=True)
-    services = Services(config.services, config.reward_models)
+    models = RewardModels(config.reward_models)
     parts = Parts(
         config=config,
         folder=folder,
-        reward=resolve_rewards(config.reward, config.own_rewards, config.sandbox, services),
+        reward=resolve_rewards(config.reward, config.own_rewards, config.sandbox, models),
         allocation=allocation_of(config, folder),
-        services=services,
+        reward_models=models,
     )
     progress = Progress(1, "plain", "doctor mismatch", run_folder=folder)
     with run_log(folder, role="doctor"), progress, stop_signals(progress) as stop:

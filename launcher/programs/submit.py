@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import remove_folder, write_atomically
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER, called
-from rl_megatron.placement.ranks import Placement, made_up_nodes, placement_of, service_nodes
+from rl_megatron.placement.ranks import Placement, made_up_nodes, placement_of
 from rl_megatron.placement.seats import Seat, describe_seats, seats_of
 from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.memory import Footprint, check_memory
@@ -44,13 +44,11 @@ class Checked:
     seats: tuple[Seat, ...]
     roles: str  # the models that the learner's ranks hold beside the policy
     footprint: Footprint | None
-    services: Mapping[str, Sequence[str]]  # the node of each replica
 
     def describe(self) -> str:
         """Lines to show."""
         others = (other.describe() for other in self.separate)
         lines = list(filter(None, (self.placement.describe(), self.roles, *others, describe_seats(self.seats))))
-        lines += [f"service {name}: {', '.join(nodes)}" for name, nodes in self.services.items()]
         if self.footprint is not None:
             held, most = self.footprint.total / GB, self.footprint.largest
             rank = called(self.footprint.role, self.footprint.rank)
@@ -82,7 +80,6 @@ def checked(config: RunConfig) -> Checked:
         footprint=fullest,
         seats=seats,
         roles=_roles(config),
-        services=service_nodes(config, nodes),
     )
 
 

@@ -20,14 +20,12 @@ from launcher.build.data import Data
 from launcher.build.jobs import loops_of
 from launcher.build.model import starting_shape
 from launcher.build.roles import Parts, allocation_of, started
-from launcher.hosts.sites import service_sites
 from launcher.processes.loop_watch import LoopWatch
 from launcher.programs.spent import RunCosts, planned_metrics, recorded
 from launcher.runs.name import claim
 from launcher.runs.resume import find, has_trained
 from launcher.runs.starts import record_start
 from launcher.runs.stop import Stop, stop_signals
-from launcher.servers.services import RunningServices, unless_given_up
 from launcher.servers.versions import container_of
 from rl_megatron.config.io import save_resolved
 from rl_megatron.config.run import RunConfig
@@ -38,8 +36,8 @@ from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.report import write_report
+from rl_megatron.rewards.classifiers.on_ranks import RewardModels
 from rl_megatron.scaling.estimates import estimate
-from rl_megatron.services import Services
 from rl_megatron.training.checkpoints import Checkpoint
 from rl_megatron.training.loop import Loop
 from rl_megatron.training.optimizer_steps import steps_of
@@ -51,7 +49,7 @@ _REPORT_SECONDS = 60.0  # between two reports of a run that goes on
 _REPORT_SHARE = 30  # times as long as a report took passes until the next
 
 
-async def train(config: RunConfig, reward: RewardFunction, services: Services, *, resume: bool) -> Path:
+async def train(config: RunConfig, reward: RewardFunction, models: RewardModels, *, resume: bool) -> Path:
     """Run to the end, or to a signal and then save a checkpoint. Returns the run's folder. Raises RLMegatronError."""
     assert config.run.name is not None
     folder = config.run.dir / config.run.name
@@ -63,7 +61,7 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
             claimed=claimed,
             hold=claimed.hold,
             reward=reward,
-            services=services,
+            reward_models=models,
             allocation=allocation_of(config, folder),
             resumes=start is not None or has_trained(folder),
         )
@@ -87,7 +85,7 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
             finished: bool | None = None  # not begun
             try:
                 async with report_written_again(config, folder):
-                    finished = await _served(parts, progress, stop, start, loop_watch)
+                    finished = await _train(parts, progress, stop, start, loop_watch)
             except Stopped as early:
                 progress.note(f"{early}; nothing is lost, and {goes_on}")
             except (RLMegatronError, OSError) as error:
@@ -196,20 +194,6 @@ def _plan(config: RunConfig, folder: Path) -> None:
         write_atomically(folder / "plan.json", json.dumps(found).encode())
     except Exception as error:
         logger.warning("the report has no plan beside memory and MFU: %s", error, exc_info=True)
-
-
-async def _served(
-    parts: Parts, progress: Progress, stop: Stop, start: Checkpoint | None, loop_watch: LoopWatch
-) -> bool:
-    """Train beside the run's services. Raises ServiceError once one of them is given up."""
-    if not parts.config.services:
-        return await _train(parts, progress, stop, start, loop_watch)
-    sites = await asyncio.to_thread(service_sites, parts.config, parts.allocation)
-    progress.note(f"starting services: {', '.join(parts.config.services)}")
-    async with contextlib.AsyncExitStack() as stack:
-        services = RunningServices(parts.config, parts.folder, sites, parts.services, resumes=parts.resumes)
-        watching = await unless_stopped(stop, stack.enter_async_context(services.running()))
-        return await unless_given_up(_train(parts, progress, stop, start, loop_watch), watching)
 
 
 async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint | None, loop_watch: LoopWatch) -> bool:

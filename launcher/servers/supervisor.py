@@ -58,7 +58,7 @@ class Started(Standing):
     async def ready(self, seconds: float) -> None:
         """Wait until it answers. Raises EngineError with the end of its log if it ends, or does not in ``seconds``."""
         try:
-            how = await restarts.until_serving(self.server, "/health", self.ended(), seconds)
+            how = await restarts.until_serving(self.server, self.ended(), seconds)
         except TimeoutError as error:
             tail = await asyncio.to_thread(end_of, self.logs[0], lines=_TAIL)
             raise EngineError(

@@ -1,5 +1,4 @@
-"""Rules of what runs beside the learner's ranks: services, who asks one and where it is; teachers, who may be services;
-reward models; and roles with ranks of their own."""
+"""Rules of what runs beside the learner's ranks: teachers, reward models, and roles with ranks of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from rl_megatron.config.sections.learner import RoleLayoutSection
 from rl_megatron.config.sections.reward import RANKS, REWARD, reward_key
-from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.config.sections.teachers import ANOTHER_FIELD, TEACHER, TeacherSection, teacher_role
 from rl_megatron.options.table import problems as option_problems
 
@@ -76,35 +74,6 @@ def frozen_folders(c: RunConfig) -> dict[str, tuple[Path | None, str]]:
         role: (c.reward_models[name].path, f"reward_models.{name}.path") for role, name in reward_model_roles(c).items()
     }
     return ({"reference": (c.reference, c.reference_key)} if c.needs_reference else {}) | of_teachers | of_rewards
-
-
-def problems_of_services(c: RunConfig) -> Iterator[str]:
-    """A line for each rule that the configuration breaks."""
-    rewards = [name for one in (c.reward, *c.own_rewards.values()) for name in one.functions.values()]
-    askers = dict.fromkeys(rewards, "reward.function")
-    teachers = c.algorithm.kl.teachers.items()
-    askers |= {one.server: f"algorithm.kl.teachers.{name}.server" for name, one in teachers if one.server is not None}
-    of_services = {name.removeprefix(SERVICE): key for name, key in askers.items() if name.startswith(SERVICE)}
-    asked = {name.partition("/")[0]: key for name, key in of_services.items()}
-    for name in sorted(asked.keys() - set(c.services)):
-        known = ", ".join(c.services) or "none"
-        yield f"{asked[name]}={SERVICE}{name}: services has {known}; give services.{name}.command, or another name"
-    nodes, replicas = c.slurm.services.nodes, sum(one.replicas for one in c.services.values())
-    if nodes > replicas:
-        yield (
-            f"slurm.services.nodes={nodes}, but services have {replicas} replicas in all, so some nodes would be idle; "
-            "lower it"
-        )
-    if c.slurm.services.shaped and not c.slurm.heterogeneous:
-        yield "slurm.services requests nodes unlike the learner's; set slurm.heterogeneous=true, or only its nodes"
-    if not c.services:
-        return
-    if not c.environments and (unasked := sorted(set(c.services) - asked.keys())):
-        yield (
-            f"services.{unasked[0]}: nothing asks it; set reward.function={SERVICE}{unasked[0]}/path, or an "
-            f"environment.function that takes services, or algorithm.kl.teachers.<name>.server={SERVICE}{unasked[0]}, "
-            "or leave it out"
-        )
 
 
 def problems_of_reward_models(c: RunConfig) -> Iterator[str]:

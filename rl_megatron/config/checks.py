@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from rl_megatron.config.beside import (
     problems_of_reward_models,
     problems_of_separate,
-    problems_of_services,
     problems_of_teachers,
     separate,
 )
@@ -46,7 +45,6 @@ def problems_of(config: RunConfig) -> list[str]:
         *problems_of_modes(config),
         *problems_of_rewards(config),
         *problems_of_environments(config),
-        *problems_of_services(config),
         *problems_of_teachers(config),
         *problems_of_reward_models(config),
         *problems_of_keeping(config),
@@ -318,7 +316,7 @@ def _role_problems(c: RunConfig) -> list[str]:
         out.append(f"{given}, but rollout.engine={c.rollout.engine} samples in the learner's processes; set it to 0")
     if engines.nodes and c.rollout.server.addresses:
         out.append(f"{given}, but rollout.server.addresses are running servers; leave one of them out")
-    if c.slurm.heterogeneous and not (engines.nodes or c.slurm.services.nodes or separate(c)):
+    if c.slurm.heterogeneous and not (engines.nodes or separate(c)):
         out.append(f"slurm.heterogeneous=true, but {given}; set the number of the engines' nodes")
     if engines.shaped and not c.slurm.heterogeneous:
         out.append("slurm.engines requests nodes unlike the learner's; set slurm.heterogeneous=true, or only its nodes")

@@ -33,6 +33,8 @@ def _renamed(name: str) -> Removed:
     return Removed(f"it is called {name}", name=name)
 
 
+_STARTED = "start the server in slurm.setup or in a job of its own, and give its URL (docs/rewards.md)"
+
 REMOVED: Mapping[str, Removed] = {
     "algorithm.second_moment_limit": Removed("it is called algorithm.tokens.limit, with tokens.choose=second_moment"),
     "algorithm.preference_beta": _renamed("algorithm.preference.beta"),
@@ -58,6 +60,8 @@ REMOVED: Mapping[str, Removed] = {
     "sandbox.image": Removed("set sandbox.type=remote, whose server runs the container"),
     "sandbox.output_kb": Removed("a program may print 64 KiB", fixed=(64,)),
     "sandbox.processes": Removed("a program may have 16 processes", fixed=(16,)),
+    "services": Removed(_STARTED),
+    "slurm.services": Removed(_STARTED),
 }
 """By dotted key, sorted; ``*`` is the name of an entry of a mapping, and a section stands for all keys in it."""
 

@@ -37,7 +37,6 @@ FREE: Mapping[str, bool] = {
     "environment.step_seconds": True,
     "environment.close_seconds": True,
     "sandbox": True,
-    "services": True,
     "reward_models": False,
     "algorithm": False,
     **{

@@ -32,7 +32,6 @@ from rl_megatron.config.sections.log import LogSection, ProfileSection
 from rl_megatron.config.sections.reward import RankedModelSection, RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.sandbox import SandboxSection
-from rl_megatron.config.sections.services import ServiceSection
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.config.sections.weights import TransportKind, WeightsSection
 from rl_megatron.section import EntryName, NonNegative, Positive, PositiveFloat, Section
@@ -152,7 +151,6 @@ class RunConfig(Section):
     reward: RewardSection = RewardSection()
     environment: EnvironmentSection = EnvironmentSection()
     sandbox: SandboxSection = SandboxSection()
-    services: Mapping[EntryName, ServiceSection] = Field(default_factory=dict)
     reward_models: Mapping[EntryName, RankedModelSection] = Field(default_factory=dict)
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()

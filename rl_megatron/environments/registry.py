@@ -17,7 +17,6 @@ from rl_megatron.environments.guess import Guess
 from rl_megatron.environments.protocol import Environment, EnvironmentStep, Model
 from rl_megatron.errors import ConfigError
 from rl_megatron.sandbox.table import Sandbox
-from rl_megatron.services import Services
 from rl_megatron.types import Prompt
 from rl_megatron.user_code import load_named
 
@@ -63,14 +62,13 @@ class Agent:
 def resolve_environment(
     section: EnvironmentSection,
     sandbox: SandboxSection | None = None,
-    services: Services | None = None,
     *,
     key: str = "environment",
 ) -> EnvironmentMaker | Agent:
     """What ``environment.function`` names; an async function is an agent, anything else makes environments.
 
-    One that takes an argument ``sandbox`` gets a `rl_megatron.sandbox.table.Sandbox`, one that takes ``services`` the
-    run's `rl_megatron.services.Services`; all trajectories share them. ``key`` names the section in messages.
+    One that takes an argument ``sandbox`` gets a `rl_megatron.sandbox.table.Sandbox`, which all trajectories share.
+    ``key`` names the section in messages.
 
     Raises ConfigError that names an unknown function and the nearest known one, what importing it raised, or options
     that it does not take.
@@ -89,8 +87,6 @@ def resolve_environment(
     taken = inspect.signature(function).parameters.keys() - options.keys()
     if "sandbox" in taken:
         options["sandbox"] = Sandbox(sandbox or SandboxSection())
-    if "services" in taken:
-        options["services"] = services or Services()
     _check(f"{key}.function={name!r:.200}", function, options, [f"{key}.options.{one}" for one in section.options])
     if name in ENVIRONMENTS and inspect.isclass(function):
         _try(f"{key}.function={name!r}", function, options)

@@ -11,7 +11,6 @@ from rl_megatron.config.resume import flat, is_free
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.reward import RANKS, RewardSection
 from rl_megatron.config.sections.sandbox import SandboxSection
-from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.section import Section
 
 _DRAWN = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
@@ -53,8 +52,8 @@ def _judging(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str,
 
 
 def _named(config: Mapping[str, Any], judges: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of other sections that ``judges`` go by, by key: those of the models and services that they name, and
-    the sandbox's for tests and environments."""
+    """The values of other sections that ``judges`` go by, by key: those of the models that they name, and the
+    sandbox's for tests and environments."""
     found = dict[str, Any]()
     for key, value in judges.items():
         *_, above, last = key.split(".")
@@ -62,9 +61,6 @@ def _named(config: Mapping[str, Any], judges: Mapping[str, Any]) -> dict[str, An
         if name.startswith(RANKS):
             model = name.removeprefix(RANKS)
             found[f"reward_models.{model}.path"] = config.get("reward_models", {}).get(model, {}).get("path")
-        elif name.startswith(SERVICE):
-            service = name.removeprefix(SERVICE).partition("/")[0]
-            found[f"services.{service}.command"] = config.get("services", {}).get(service, {}).get("command")
         elif last == "function" and (name == "tests" or (above == "environment" and value is not None)):
             limits = _whole(SandboxSection, config.get("sandbox") or {})
             found |= {f"sandbox.{limit}": limits.get(limit) for limit in _OF_PROGRAMS}

@@ -224,7 +224,7 @@ def _plan(path: Path, left_out: Callable[[str], None] | None) -> dict[str, float
         return {}
 
 
-_UNSHOWN = "slurm.environment."  # a job's variables may hold services' keys, and reports are shared
+_UNSHOWN = "slurm.environment."  # a job's variables may hold keys, and reports are shared
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:

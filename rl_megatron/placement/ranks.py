@@ -186,7 +186,6 @@ def shares_of_cores(cpus: Mapping[int, tuple[int, int]], ranks: int) -> list[lis
 def beside(config: RunConfig) -> dict[str, int]:
     """The number of nodes of each role that has nodes of its own besides the learner's, in the order of the job."""
     slurm, counts = config.slurm, {role: nodes_of_role(config, role) for role in separate(config)}
-    counts |= {"services": slurm.services.nodes} if slurm.services.nodes else {}
     return counts | ({"engines": slurm.engines.nodes} if slurm.engines.nodes else {})
 
 
@@ -204,10 +203,3 @@ def made_up_nodes(config: RunConfig) -> dict[str, tuple[str, ...]]:
     """Invented names for the nodes of a job that does not exist yet, by role."""
     others = beside(config)
     return cut([f"node {i}" for i in range(config.slurm.nodes + sum(others.values()))], others)
-
-
-def service_nodes(config: RunConfig, nodes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """The node of each replica of each service, by its name: the services' nodes in turn, else the first."""
-    own = nodes.get("services") or nodes[LEARNER][:1]
-    numbers = iter(range(sum(one.replicas for one in config.services.values())))
-    return {name: [own[next(numbers) % len(own)] for _ in range(one.replicas)] for name, one in config.services.items()}

@@ -8,31 +8,26 @@ import math
 from collections.abc import Sequence
 
 from rl_megatron.config.sections.reward import HttpSection
-from rl_megatron.config.sections.services import SERVICE
-from rl_megatron.errors import ConfigError, RewardError, ServiceError
+from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.http.client import TryAgain, beginning_of, check_status, post_json, retried
 from rl_megatron.http.urls import split_url
 from rl_megatron.rewards.scoring import turn_of
-from rl_megatron.services import Services
 from rl_megatron.types import Completion, Prompt, Scored
 
 MAX_ANSWER_BYTES = 1 << 20
 
 
 class HttpReward:
-    """POSTs the completions of a prompt to ``url``, or to the replica of a service of the run whose turn it is.
-
-    At most ``concurrency`` requests are in flight.
+    """POSTs the completions of a prompt to ``url``; at most ``concurrency`` requests are in flight.
 
     It retries, after a wait that doubles, without a connection, without an answer in time, and on status 408, 429 and
     5xx. Any other status but 200 and an answer of another form is an error at once. It follows no redirects and uses
     no proxies. Raises ConfigError for a URL that it cannot use.
     """
 
-    def __init__(self, url: str, section: HttpSection, *, key: str, services: Services) -> None:
-        self._url, self._section, self._services = url, section, services
-        if not url.startswith(SERVICE):
-            _check(url, key)
+    def __init__(self, url: str, section: HttpSection, *, key: str) -> None:
+        self._url, self._section = url, section
+        _check(url, key)
         self._slots = asyncio.Semaphore(section.concurrency)
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
@@ -42,17 +37,15 @@ class HttpReward:
         try:
             answer = await retried(lambda: self._attempt(body), retries=retries, wait=wait, about=about)
             return _rewards(answer, len(completions))
-        except (TryAgain, ServiceError, ValueError, OverflowError) as error:  # OverflowError: an integer over any float
+        except (TryAgain, ValueError, OverflowError) as error:  # OverflowError: an integer over any float
             raise RewardError(f"{about}: {error}") from error
 
     async def _attempt(self, body: bytes) -> bytes:
-        """The answer of the server, once a service that is being restarted serves. Raises ServiceError too."""
         seconds = self._section.timeout_seconds
         async with turn_of(self._slots):
-            address = await self._services.located(self._url)
-            headers, limit = {"Accept": "application/json", **address.headers}, f"reward.http.timeout_seconds={seconds}"
+            headers, limit = {"Accept": "application/json"}, f"reward.http.timeout_seconds={seconds}"
             status, answer = await post_json(
-                address.url, body, headers, most=MAX_ANSWER_BYTES, seconds=seconds, limit=limit
+                self._url, body, headers, most=MAX_ANSWER_BYTES, seconds=seconds, limit=limit
             )
         check_status(status, answer)
         return answer

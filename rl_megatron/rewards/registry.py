@@ -9,12 +9,11 @@ from pathlib import Path
 
 from rl_megatron.config.sections.reward import RANKS, RewardSection, reward_key
 from rl_megatron.config.sections.sandbox import SandboxSection
-from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.by_source import BySource
 from rl_megatron.rewards.classifiers.in_process import ClassifierReward
-from rl_megatron.rewards.classifiers.on_ranks import RankedReward
+from rl_megatron.rewards.classifiers.on_ranks import RankedReward, RewardModels
 from rl_megatron.rewards.exact_match import exact_match
 from rl_megatron.rewards.final_number import final_number
 from rl_megatron.rewards.format import format_reward
@@ -25,7 +24,6 @@ from rl_megatron.rewards.own import Async, Plain
 from rl_megatron.rewards.tests import PassedTests
 from rl_megatron.rewards.weighted_sum import WeightedSum
 from rl_megatron.sandbox.table import Sandbox
-from rl_megatron.services import Services
 from rl_megatron.user_code import load_named
 
 REWARDS: dict[str, RewardFunction] = {
@@ -43,12 +41,12 @@ def resolve_rewards(
     reward: RewardSection,
     of_sources: Mapping[str, RewardSection],
     sandbox: SandboxSection | None = None,
-    services: Services | None = None,
+    models: RewardModels | None = None,
 ) -> RewardFunction:
     """The run's reward, and those ``of_sources`` and sets that have their own. Raises as `resolve_reward`."""
     shared = Sandbox(sandbox or SandboxSection())
-    own = {name: resolve_reward(one, reward_key(name), shared, services) for name, one in of_sources.items()}
-    run = resolve_reward(reward, "reward", shared, services)
+    own = {name: resolve_reward(one, reward_key(name), shared, models) for name, one in of_sources.items()}
+    run = resolve_reward(reward, "reward", shared, models)
     return BySource(run, own) if own else run
 
 
@@ -56,7 +54,7 @@ def resolve_reward(
     reward: RewardSection | str,
     key: str = "reward",
     sandbox: Sandbox | None = None,
-    services: Services | None = None,
+    models: RewardModels | None = None,
 ) -> RewardFunction:
     """The reward function of a section, or of a ``reward.function`` with default options.
 
@@ -67,23 +65,23 @@ def resolve_reward(
     Raises ConfigError that names the unknown function, after the section's ``key``, and the nearest known one.
     """
     section = RewardSection(function=reward) if isinstance(reward, str) else reward
-    sandbox, services = sandbox or Sandbox(SandboxSection()), services or Services()
+    sandbox, models = sandbox or Sandbox(SandboxSection()), models or RewardModels()
     if not section.parts:
-        return _function(section.function, section, f"{key}.function", sandbox, services)
+        return _function(section.function, section, f"{key}.function", sandbox, models)
     functions = {
-        name: _function(function, section, f"{key}.parts.{name}.function", sandbox, services)
+        name: _function(function, section, f"{key}.parts.{name}.function", sandbox, models)
         for name, function in section.functions.items()
     }
     return WeightedSum(functions, section.parts)
 
 
-def _function(name: str, section: RewardSection, key: str, sandbox: Sandbox, services: Services) -> RewardFunction:
+def _function(name: str, section: RewardSection, key: str, sandbox: Sandbox, models: RewardModels) -> RewardFunction:
     if name == "tests":
         return PassedTests(section.tests, sandbox)
-    if name.startswith(("http://", "https://", SERVICE)):
-        return HttpReward(name, section.http, key=key, services=services)
+    if name.startswith(("http://", "https://")):
+        return HttpReward(name, section.http, key=key)
     if name.startswith(RANKS):
-        return RankedReward(name.removeprefix(RANKS), section.model, services, key=key)
+        return RankedReward(name.removeprefix(RANKS), section.model, models, key=key)
     if name.startswith("hf:"):
         return ClassifierReward(Path(name.removeprefix("hf:")).expanduser(), section.model, key=key)
     if ":" in name:
@@ -96,8 +94,7 @@ def _function(name: str, section: RewardSection, key: str, sandbox: Sandbox, ser
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
             f"{key}={name!r:.200} is unknown; {hint}allowed: {', '.join(known)}, your own package.module:function, "
-            "an http:// or https:// URL, service:<name>/<path>, hf:<folder of a sequence classifier>, or "
-            "ranks:<name of reward_models>"
+            "an http:// or https:// URL, hf:<folder of a sequence classifier>, or ranks:<name of reward_models>"
         )
     return REWARDS[name]
 

@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.config.sections.teachers import TeacherSection
-from rl_megatron.errors import EngineError, ServiceError
+from rl_megatron.errors import EngineError
 from rl_megatron.http.client import TryAgain, retried
 from rl_megatron.http.token_file import TokenFile
 from rl_megatron.interfaces import FrozenModel
 from rl_megatron.rollout.servers.adapter import Sampling
 from rl_megatron.rollout.servers.decoding import Judged
 from rl_megatron.rollout.servers.http import Server, Unauthorized
-from rl_megatron.services import Services
 from rl_megatron.types import Batch, Samples, Scores, Want
 
 _TRIED = (1, 2, 3)  # a text of tokens that every vocabulary has
@@ -31,7 +29,7 @@ _TRIED = (1, 2, 3)  # a text of tokens that every vocabulary has
 
 @dataclass(slots=True, kw_only=True)
 class Teacher(FrozenModel):
-    """At a server, or at the replicas of a service of the run, which take turns.
+    """At a server.
 
     It names ``top`` tokens at a place; all of ``vocab_size``, the policy's, where it has no more. Each attempt has a
     connection of its own. Raises ConfigError for a ``token_file`` without a token.
@@ -40,7 +38,6 @@ class Teacher(FrozenModel):
     name: str
     section: TeacherSection
     adapter: Sampling
-    services: Services
     top: int
     vocab_size: int
     _slots: asyncio.Semaphore = field(init=False)
@@ -56,13 +53,14 @@ class Teacher(FrozenModel):
         given, retries = f"algorithm.kl.teachers.{self.name}", self.section.retries
         try:
             return await retried(lambda: self._attempt(text, top), retries=retries, wait=1.0, about=given)
-        except (TryAgain, EngineError, ServiceError) as error:
+        except (TryAgain, EngineError) as error:
             raise EngineError(f"{given}: {error}") from error
 
     async def _attempt(self, text: Sequence[int], top: int) -> Judged:
-        limit = self.section.timeout_seconds
+        url, limit = self.section.server, self.section.timeout_seconds
+        assert url is not None, "a teacher that ranks hold is none of these"
         async with self._slots:
-            server = await self._server()
+            server = Server(url, token=self._token, timeout_seconds=limit)
             try:
                 async with asyncio.timeout(limit):
                     return await self.adapter.judge(server, text, top)
@@ -71,18 +69,9 @@ class Teacher(FrozenModel):
             except Unauthorized as error:
                 if not server.token:
                     raise
-                raise TryAgain(str(error)) from error  # the service may have been started again since, with another
+                raise TryAgain(str(error)) from error  # its file may hold another by then
             finally:
                 await server.close()
-
-    async def _server(self) -> Server:
-        """That whose turn it is, once one serves that is being restarted. Raises ServiceError if none is."""
-        given, limit = self.section.server, self.section.timeout_seconds
-        assert given is not None, "a teacher that ranks hold is none of these"
-        if given.startswith(SERVICE):
-            address = await self.services.serving(given.removeprefix(SERVICE))
-            return Server(address.url, token=address.key, timeout_seconds=limit)
-        return Server(given, token=self._token, timeout_seconds=limit)
 
     async def try_out(self) -> None:
         """Ask it for a short text. Raises EngineError if it does not answer as it should."""

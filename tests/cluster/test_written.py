@@ -1,15 +1,18 @@
 """Jobs on written text, distillations, and a run that a reward model judges, on two nodes of a real Slurm, with Ray and
-without: as on one machine, to the bit. Two teachers, or one and a service, and the reward model are on nodes of their
-own."""
+without: as on one machine, to the bit. Two teachers, or one of them, and the reward model are on nodes of their own; a
+server that slurm.setup starts has the other.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.jobs import Cluster, read_record
+from tests.e2e.served_teacher import serving
 
 STEPS = 6
 KEYS = (
@@ -24,6 +27,7 @@ TAUGHT = (
     *(f"{TEACHERS}.late.path=runs/local-sft/{LAST}", f"{TEACHERS}.late.weight=3"),
     *(f"{TEACHERS}.other.path=runs/local-dpo/{LAST}", "roles.layouts.teacher_other.pp=1"),
 )
+PORT = 18999  # of the served teacher; each node has a network of its own
 OWN = {
     "sft": ("sft.batch_size=16",),
     "dpo": ("dpo.batch_size=16",),
@@ -31,9 +35,8 @@ OWN = {
     "distill": (*SAMPLED, f"algorithm.kl.reference=runs/local-sft/{LAST}"),
     "teachers": (*TAUGHT, "roles.layouts.teacher_late.tp=1"),
     "served": (
-        *(*TAUGHT, f"{TEACHERS}.late.server=service:late"),
+        *(*TAUGHT, f"{TEACHERS}.late.server=http://127.0.0.1:{PORT}"),
         f"{TEACHERS}.late.engine=tests.e2e.served_teacher:Transformers",
-        f"services.late.command={sys.executable} -m tests.e2e.served_teacher runs/local-sft/{LAST}",
     ),
     "judged": (
         *(*SAMPLED, "reward.function=ranks:judge", f"reward_models.judge.path=runs/local-reward/{LAST}"),
@@ -47,10 +50,11 @@ CONFIGS = {
 }
 BEFORE = {"distill": ("sft",), "teachers": ("sft", "dpo"), "served": ("sft", "dpo"), "judged": ("reward",)}
 """The recipes whose models a recipe needs."""
-ON_SLURM = {"served": ("slurm.services.nodes=1",)}
+SERVES = f"{sys.executable} -m tests.e2e.served_teacher runs/local-sft/{LAST} {PORT} >runs/teacher.txt 2>&1 &"
+ON_SLURM = {"served": (f"slurm.setup={SERVES}",)}
 OTHERS = {
     "teachers": tuple(f"teacher_{name}: 1 ranks on 1 nodes" for name in ("late", "other")),
-    "served": ("teacher_other: 1 ranks on 1 nodes", "service late: node 3"),
+    "served": ("teacher_other: 1 ranks on 1 nodes",),
     "judged": ("reward_judge: 1 ranks on 1 nodes",),
 }
 """What placement.txt says of those beside the learner."""
@@ -63,7 +67,9 @@ def local(cluster: Cluster, recipe: str) -> Path:
     with cluster.alone(f"local {recipe}"):
         run = cluster.work / "runs" / f"local-{recipe}"
         if not run.exists():
-            cluster.program("train", "--config", CONFIGS[recipe], *KEYS, *OWN[recipe], f"run.name={run.name}")
+            teacher = cluster.work / "runs" / "local-sft" / LAST
+            with serving(teacher, port=PORT) if recipe == "served" else contextlib.nullcontext():
+                cluster.program("train", "--config", CONFIGS[recipe], *KEYS, *OWN[recipe], f"run.name={run.name}")
         return run
 
 

@@ -21,8 +21,8 @@ from launcher.hosts.local import LocalLauncher
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.rewards.classifiers.on_ranks import RewardModels
 from rl_megatron.rewards.registry import resolve_rewards
-from rl_megatron.services import Services
 from rl_megatron.types import Prompt, Scored
 from rl_megatron.weights.layouts.families import read_shape
 from tests.completions import completion
@@ -68,11 +68,11 @@ def config_of(policy: Path, folders: dict[str, Path], *layouts: str) -> RunConfi
 
 async def scored(config: RunConfig, policy: Path, folder: Path) -> list[list[Scored]]:
     """What the run's reward says of all groups, which ask at once."""
-    services = Services(config.services, config.reward_models)
-    reward = resolve_rewards(config.reward, config.own_rewards, config.sandbox, services)
+    models = RewardModels(config.reward_models)
+    reward = resolve_rewards(config.reward, config.own_rewards, config.sandbox, models)
     async with LocalLauncher(policy, folder).start(config) as roles:
         assert set(roles.models) == {"policy", "reward_experts", "reward_dense"}
-        await load_reward_models(config, read_shape(policy), roles, services)
+        await load_reward_models(config, read_shape(policy), roles, models)
         asked = (reward(PROMPT, [completion((1,))] * len(texts), texts) for texts in GROUPS)
         return list(await asyncio.gather(*asked))
 

@@ -1,13 +1,16 @@
-"""A server of transformers' log-probs, a service of a run: ``python -m tests.e2e.served_teacher FOLDER``; and the
-engine that a run names to ask it. It stands in for vLLM or SGLang, which tests/engines has."""
+"""A server of transformers' log-probs: ``python -m tests.e2e.served_teacher FOLDER PORT [KEY_FILE]``; and the engine
+that a run names to ask it. It stands in for vLLM or SGLang, which tests/engines has."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,12 +34,27 @@ class Transformers:
         )
 
 
+@contextlib.contextmanager
+def serving(folder: Path, *key: Path, port: int = 0) -> Iterator[str]:
+    """The server of a folder's model while the context is open: its URL. Port 0: any that is free."""
+    words = (sys.executable, "-m", "tests.e2e.served_teacher", str(folder), str(port), *map(str, key))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
+
+
 def main() -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    model: Any = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+    folder, port, *keys = sys.argv[1:]
+    key = Path(keys[0]).read_text() if keys else ""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -44,7 +62,7 @@ def main() -> None:
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.headers["Authorization"] != f"Bearer {os.environ['SERVICE_KEY']}":
+            if key and self.headers["Authorization"] != f"Bearer {key}":
                 self.answer(401, b"who are you?")
                 return
             with torch.no_grad():
@@ -63,8 +81,9 @@ def main() -> None:
         def log_message(self, *arguments: object) -> None:
             """Say nothing of requests."""
 
-    address = os.environ["SERVICE_HOST"], int(os.environ["SERVICE_PORT"])
-    ThreadingHTTPServer(address, Handler).serve_forever()
+    server = ThreadingHTTPServer(("127.0.0.1", int(port)), Handler)
+    print(server.server_port, flush=True)
+    server.serve_forever()
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ bit to one that was not."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model
 from tests.e2e.processes import Place, Run
+from tests.e2e.served_teacher import serving
 from tests.e2e.trl_values import STEPS, assert_as_trl, stored
 from tests.exposure import check_secrets, check_sockets, family
 from tests.unit.observability.report_pages import Page
@@ -42,9 +43,9 @@ GIVEN = (
 )
 OF_RANKS = ("roles.reference=separate", "roles.layouts.reference.tp=2", "algorithm.kl.reference={teacher}")
 OF_SERVER = (
-    *("algorithm.kl.teachers.wide.server=service:wide", "algorithm.kl.teachers.wide.path={teacher}"),
+    *("algorithm.kl.teachers.wide.server={url}", "algorithm.kl.teachers.wide.path={teacher}"),
     "algorithm.kl.teachers.wide.engine=tests.e2e.served_teacher:Transformers",
-    f"services.wide.command={sys.executable} -m tests.e2e.served_teacher {{teacher}}",
+    "algorithm.kl.teachers.wide.token_file={key}",
 )
 WHOLE = (
     *(*GIVEN, *OF_RANKS, "algorithm=gkd", "algorithm.kl.top_k=300", "algorithm.kl.beta=0.5", "train.minibatches=1"),
@@ -81,19 +82,20 @@ def trained(
     """Rows of a student's run with a teacher of other sizes, what it sampled in the first step, and both models."""
     student, teacher = models_of(place)
     begin_to_keep(place)
-    judged = (key.format(teacher=teacher) for key in of)
+    (key := place.folder / "teacher.key").write_text("key-of-the-teacher")
+    key.chmod(0o600)
     (hold := place.folder / "hold").touch()
-    run = place.fork(
-        f"{name}-{len(of)}-{len(keys)}", *GIVEN, f"algorithm={name}", *keys, f"model.path={student}", *judged
-    )
-    run.until((place.folder / "holding").exists, "what is sampled")
-    processes = family(run.process.pid)
-    listening = check_sockets(processes)
-    assert set(listening) <= {"A learner rank", "A service of the run"}
-    assert listening["A service of the run"] == (OF_SERVER[0] in of)
-    check_secrets(processes, run.folder)
-    hold.unlink()
-    run.finish()
+    with serving(teacher, key) if OF_SERVER[0] in of else contextlib.nullcontext("") as url:
+        judged = (one.format(teacher=teacher, url=url, key=key) for one in of)
+        run = place.fork(
+            f"{name}-{len(of)}-{len(keys)}", *GIVEN, f"algorithm={name}", *keys, f"model.path={student}", *judged
+        )
+        run.until((place.folder / "holding").exists, "what is sampled")
+        processes = family(run.process.pid)
+        assert set(check_sockets(processes)) <= {"A learner rank"}
+        check_secrets(processes, run.folder, secrets=[key.read_text()])
+        hold.unlink()
+        run.finish()
     sampled = kept(place)
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (student, teacher)]
     assert len(sampled) >= 16
@@ -213,7 +215,7 @@ def test_a_policy_that_reads_the_answer_teaches_itself(place: Place) -> None:
 
 
 def test_teachers_of_all_places_read_prompts_of_their_own(place: Place) -> None:
-    """The policy itself, a wider model on ranks of its own under tensor parallelism, and the same behind a service."""
+    """The policy itself, a wider model on ranks of its own under tensor parallelism, and the same behind a server."""
     forms = {
         "me": "{answer} {prompt}=",
         "near": "{prompt} is {answer}, {prompt}=",

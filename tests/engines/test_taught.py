@@ -1,18 +1,25 @@
-"""A run starts vLLM or SGLang as its teacher, by the commands of docs/distillation.md: its divergence and gradient are
-those of the same teacher on ranks."""
+"""vLLM or SGLang as a run's teacher, by the commands of docs/distillation.md: its divergence and gradient are those of
+the same teacher on ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from launcher.processes.ports import free_port
 from launcher.servers.engines import SERVERS
+from launcher.servers.interpreter import show_package
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.observability.files import read_jsonl
@@ -53,7 +60,7 @@ def on_ranks(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
 
 
 def record(folder: Path, *keys: str) -> list[dict[str, float]]:
-    """A run's steps; a failure shows its service's log."""
+    """A run's steps."""
     ended = subprocess.run(
         [sys.executable, "-m", "launcher", "train", *KEYS, "run.name=taught", *keys],
         cwd=folder,
@@ -63,24 +70,53 @@ def record(folder: Path, *keys: str) -> list[dict[str, float]]:
         timeout=LIMIT,
     )
     run = folder / "runs" / "taught"
-    said = "\n".join(log.read_text()[-3000:] for log in run.glob("service_*.log"))
-    assert ended.returncode == 0, f"{ended.stdout[-3000:]}{ended.stderr[-3000:]}{said}"
+    assert ended.returncode == 0, f"{ended.stdout[-3000:]}{ended.stderr[-3000:]}"
     return [row for row in read_jsonl(run / "metrics.jsonl") if row["phase"] == "rl" and row["step"]]
 
 
-def command(engine: str, teacher: Path) -> str:
-    """The page's, with the interpreter, the folder and the options of this machine."""
+def command(engine: str, teacher: Path, port: int) -> str:
+    """The page's, with the interpreter, the folder, the address and the options of this machine."""
     if engine == "vllm":
-        block = next(one for one in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if "--max-logprobs" in one)
-        given = yaml.safe_load(block)["services"]["big"]["command"]
+        (given,) = re.findall(r"`(VLLM_API_KEY=[^`]*)`", PAGE)
         # Builds for CPUs have no program of that name.
         given = given.replace("/opt/vllm/bin/vllm serve", f"{interpreter(engine)} -m {MODULES[engine]}")
         given = given.replace("--tensor-parallel-size 8", "--tensor-parallel-size 1")
     else:
-        (given,) = re.findall(r"`(sh -c '[^`]*sglang[^`]*')`", PAGE)
+        (given,) = re.findall(r"`(RL_MEGATRON_ENGINE_TOKEN=[^`]*)`", PAGE)
         given = given.replace("/opt/sglang/bin/python", str(interpreter(engine)))
     assert MODULES[engine] in given
-    return str(given).replace("/models/TEACHER", str(teacher)).rstrip("'") + f" {ON_CPUS[engine]}'"
+    given = given.replace("--host 10.0.0.7 --port 8100", f"--host 127.0.0.1 --port {port}")
+    return f"{given.replace('/models/TEACHER', str(teacher))} {ON_CPUS[engine]}"
+
+
+@contextlib.contextmanager
+def serving(engine: str, teacher: Path, folder: Path) -> Iterator[str]:
+    """The URL of the engine's server while the context is open; its output is in ``folder``, with its key."""
+    (folder / "teacher.key").write_text("key-of-the-teacher")
+    (folder / "teacher.key").chmod(0o600)
+    packages, asked = folder / "packages", {"Authorization": "Bearer key-of-the-teacher"}
+    packages.mkdir()
+    show_package(packages)
+    port, variables = free_port("127.0.0.1"), {**os.environ, **SETTING, "PYTHONPATH": str(packages)}
+    url, end = f"http://127.0.0.1:{port}", time.monotonic() + LIMIT
+    with (folder / "teacher.txt").open("w") as output:
+        words = ("sh", "-c", f"exec env {command(engine, teacher, port)}")
+        process = subprocess.Popen(
+            words, cwd=folder, env=variables, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            health = urllib.request.Request(f"{url}/health", headers=asked)
+            while True:
+                with contextlib.suppress(OSError), urllib.request.urlopen(health):
+                    break
+                said = (folder / "teacher.txt").read_text()[-3000:]
+                assert process.poll() is None, said
+                assert time.monotonic() < end, said
+                time.sleep(0.2)
+            yield url
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @pytest.mark.parametrize("engine", sorted(SERVERS))
@@ -88,13 +124,14 @@ def test_the_pages_command_teaches(
     engine: str, teacher: Path, on_ranks: list[dict[str, float]], tmp_path: Path
 ) -> None:
     needs(engine)
-    config = {
-        "defaults": ["tiny_cpu", {"algorithm": "gkd"}],
-        "algorithm": {"kl": {"teachers": {"big": {"server": "service:big", "engine": engine, "path": str(teacher)}}}},
-        "services": {"big": {"command": command(engine, teacher), "start_seconds": LIMIT}},
-    }
-    (tmp_path / "taught.yaml").write_text(yaml.safe_dump(config))
-    served = record(tmp_path, "--config", "taught.yaml")
+    with serving(engine, teacher, tmp_path) as url:
+        big = {"server": url, "token_file": "teacher.key", "engine": engine, "path": str(teacher)}
+        config = {
+            "defaults": ["tiny_cpu", {"algorithm": "gkd"}],
+            "algorithm": {"kl": {"teachers": {"big": big}}},
+        }
+        (tmp_path / "taught.yaml").write_text(yaml.safe_dump(config))
+        served = record(tmp_path, "--config", "taught.yaml")
     assert [row["step"] for row in served] == [row["step"] for row in on_ranks] == [1, 2]
     for mine, theirs in zip(served, on_ranks, strict=True):
         for name in ("loss/kl", "kl/reference", "grad_norm"):

@@ -68,7 +68,7 @@ def test_an_empty_list_is_refused_in_words() -> None:
     assert outcome("tiny_cpu", ["profile.ranks=[]"]).endswith("profile.ranks='[]': must be at least 1 of them")
 
 
-@pytest.mark.parametrize("key", ["roles.layouts", "reward.parts", "services", "eval.sets", "slurm.environment"])
+@pytest.mark.parametrize("key", ["roles.layouts", "reward.parts", "eval.sets", "slurm.environment"])
 def test_a_mapping_on_the_command_line_is_refused_with_what_to_write(key: str) -> None:
     (said,) = outcome("tiny_cpu", [f"{key}={{critic: {{tp: 2}}}}"]).splitlines()
     assert f"a section of names, not one value; set {key}.<name>=<value>, or {key}.<name>.<key>=<value>" in said

@@ -128,12 +128,11 @@ def test_ranks_hold_no_reference_beside_them() -> None:
             [*sources("sums", "more"), *teacher("a", Path("tests"), "sources=[sums]")],
             "none judges the prompts of data.sources.more",
         ),
-        ([f"{KEY}.a.server=ftp://x:1", f"{KEY}.a.engine=vllm", f"{KEY}.a.path=tests"], "service:<name> or http://host"),
-        ([f"{KEY}.a.server=http://me:pw@x:1", f"{KEY}.a.engine=vllm", f"{KEY}.a.path=tests"], "without user or path"),
         (
-            [*teacher("a"), f"{KEY}.a.server=service:b", "services.b.command=x", f"{KEY}.a.token_file=t"],
-            "service:b has a key of its own",
+            [f"{KEY}.a.server=ftp://x:1", f"{KEY}.a.engine=vllm", f"{KEY}.a.path=tests"],
+            "must be http://host:port, without user or path",
         ),
+        ([f"{KEY}.a.server=http://me:pw@x:1", f"{KEY}.a.engine=vllm", f"{KEY}.a.path=tests"], "without user or path"),
     ],
 )
 def test_what_does_not_fit_is_refused(keys: list[str], said: str) -> None:

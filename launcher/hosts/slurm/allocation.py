@@ -39,7 +39,6 @@ class Allocation:
     engine_nodes: tuple[str, ...]  # only for engine servers
     heterogeneous: bool  # whether each role with nodes has a component
     folder: Path  # this attempt's, in the run's folder
-    service_nodes: tuple[str, ...] = ()  # only for services
     separate: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # nodes only for critic and reference
 
     @classmethod
@@ -65,7 +64,6 @@ class Allocation:
             here=this_node(),
             nodes=found[LEARNER],
             engine_nodes=found.get("engines", ()),
-            service_nodes=found.get("services", ()),
             heterogeneous=heterogeneous,
             folder=folder,
             separate={role: found[role] for role in separate(config)},
@@ -117,8 +115,8 @@ class Allocation:
     @property
     def by_role(self) -> dict[str, tuple[str, ...]]:
         """Nodes by role, in the order of a heterogeneous job's components."""
-        others = {"services": self.service_nodes, "engines": self.engine_nodes}
-        return {LEARNER: self.nodes, **self.separate, **{role: nodes for role, nodes in others.items() if nodes}}
+        engines = {"engines": self.engine_nodes} if self.engine_nodes else {}
+        return {LEARNER: self.nodes, **self.separate, **engines}
 
     def learner_options(self) -> list[str]:
         """Options of srun that keep a step on the learner's nodes, if the job has others."""
@@ -134,15 +132,15 @@ class Allocation:
         """An srun command for a role with its own nodes, with all their memory and GPUs."""
         return [*_OWN, command[0], *self._on(role), "--mem=0", *command[1:]]
 
-    def server_command(self, nodes: Sequence[str], cpus: int | None, role: str = "engines") -> list[str]:
+    def server_command(self, nodes: Sequence[str], cpus: int | None) -> list[str]:
         """The srun command that runs a command on each node with all its memory and GPUs, beside other steps.
 
-        Nodes are those of ``role``, or else the learner's, whose component is srun's own.
+        Nodes are those of servers alone, or else the learner's, whose component is srun's own.
         """
         return [
             *_OWN,
             "srun",
-            *(self._on(role) if self.heterogeneous and nodes[0] in self.by_role.get(role, ()) else []),
+            *(self._on("engines") if self.heterogeneous and nodes[0] in self.engine_nodes else []),
             *("--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", f"--nodelist={','.join(nodes)}"),
             *(*cores_option(cpus), "--mem=0"),
         ]

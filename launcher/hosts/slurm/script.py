@@ -90,8 +90,6 @@ def _component(config: RunConfig, role: str, nodes: int) -> dict[str, Any]:
     slurm = config.slurm
     section, engines = slurm.alone(role), role == "engines"
     tasks = config.rollout.server.count if engines else config.learner_of(role).dims.world_size
-    if role == "services":
-        tasks = sum(one.replicas for one in config.services.values())
     asked = {
         key: getattr(section, key) or getattr(slurm, key) for key in ("memory_per_node", "partition", "constraint")
     }

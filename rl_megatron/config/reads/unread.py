@@ -11,7 +11,6 @@ from rl_megatron.config.reads.leaves import does_nothing, set_leaves
 from rl_megatron.config.sections.data import ArithmeticData, FileKeys, MixtureData, data_sources
 from rl_megatron.config.sections.eval import RunData
 from rl_megatron.config.sections.reward import RANKS, reward_key
-from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.config.sections.weights import TRANSPORT_KINDS
 from rl_megatron.section import Section
 
@@ -163,7 +162,7 @@ def _reward_options(reward: RewardSection) -> dict[str, bool]:
         "format": "format" in names,
         "length": "length" in names,
         "tests": "tests" in names,
-        "http": any(name.startswith(("http://", "https://", SERVICE)) for name in names),
+        "http": any(name.startswith(("http://", "https://")) for name in names),
         "model": any(name.startswith(("hf:", RANKS)) for name in names),
         **{
             f"model.{key}": any(name.startswith("hf:") for name in names)

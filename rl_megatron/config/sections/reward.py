@@ -133,8 +133,8 @@ class RewardSection(Section):
     """Scores completions (docs/rewards.md) by one ``function``, or by the weighted sum of ``parts``."""
 
     function: str = _DEFAULT
-    """exact_match, final_number, math_verify, format, length, tests, an http(s) URL, service:<name>/<path>,
-    hf:<folder>, ranks:<name> of reward_models, or module:function."""
+    """exact_match, final_number, math_verify, format, length, tests, an http(s) URL, hf:<folder>, ranks:<name> of
+    reward_models, or module:function."""
     parts: Mapping[EntryName, RewardPart] = Field(default_factory=dict)
     steps: bool = False
     """Whether ``function``, of your own, may return rewards of a completion's steps with their ends, which
@@ -157,9 +157,8 @@ class RewardSection(Section):
             if "://" in url and (secret := secret_in(url)):
                 raise ValueError(
                     f"reward.function: the address has {secret}, and the configuration is in a file that others may "
-                    "read, and in logs; leave it out, and have the run start the server (service:<name>/<path>, "
-                    "docs/services.md), whose requests carry a key that is in no file, or name a function of yours "
-                    "(module:function), which reads its secret from a file of mode 0600"
+                    "read, and in logs; leave it out, and name a function of yours (module:function), which reads its "
+                    "secret from a file of mode 0600"
                 )
         return self
 

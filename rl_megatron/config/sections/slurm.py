@@ -96,13 +96,6 @@ class ReferenceNodesSection(RoleNodesSection):
     ``slurm.heterogeneous``."""
 
 
-class ServiceNodesSection(RoleNodesSection):
-    """Nodes for services alone (docs/services.md). All keys but ``nodes`` require ``slurm.heterogeneous``."""
-
-    nodes: NonNegative = 0
-    """Number of the services' nodes, in addition to ``slurm.nodes``; 0: services run beside the controller."""
-
-
 _LIKE_THE_LEARNERS = RoleNodesSection()
 
 
@@ -123,12 +116,11 @@ class SlurmSection(Section):
     them."""
     speeds: SpeedsSection = SpeedsSection()
     engines: EngineNodesSection = EngineNodesSection()
-    services: ServiceNodesSection = ServiceNodesSection()
     critic: CriticNodesSection = CriticNodesSection()
     reference: ReferenceNodesSection = ReferenceNodesSection()
     heterogeneous: bool = False
     """Whether each role with nodes of its own is a component of a heterogeneous job; if not, all nodes are alike, and
-    the learner, the critic, the reference, teachers, reward models, the services and the engine servers take theirs in
+    the learner, the critic, the reference, teachers, reward models and the engine servers take theirs in
     this order."""
     cpus_per_task: Positive | None = None
     """CPU cores of each rank. null: the job asks for no number of them, and what runs on a node shares those that the

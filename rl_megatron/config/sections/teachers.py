@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from string import Formatter
 from typing import Annotated, Literal, Self
@@ -10,14 +9,13 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.http.urls import is_plain_address
 from rl_megatron.section import LISTED, NonNegative, OwnCode, Positive, PositiveFloat, Section
 
 
 def _of_server(text: str) -> str:
-    if not re.fullmatch(re.escape(SERVICE) + r"[a-z][a-z0-9_]*", text) and not is_plain_address(text):
-        raise PydanticCustomError("server", "Input should be service:<name> or http://host:port, without user or path")
+    if not is_plain_address(text):
+        raise PydanticCustomError("server", "Input should be http://host:port, without user or path")
     return text
 
 
@@ -54,8 +52,8 @@ class TeacherSection(Section):
     engine; or the policy itself, which reads another prompt."""
 
     server: Annotated[str, AfterValidator(_of_server)] | None = None
-    """service:<name> of ``services``, or http(s)://host:port of a server that runs already; null: ranks of the run's
-    own hold it, in the learner's layout or that of ``roles.layouts.teacher_<name>``."""
+    """http(s)://host:port of a server that runs already; null: ranks of the run's own hold it, in the learner's layout
+    or that of ``roles.layouts.teacher_<name>``."""
     engine: Literal["vllm", "sglang"] | OwnCode | None = None
     """What the server is: vllm, sglang, or ``package.module:Class``, an engine of your own; null without a server."""
     path: Path | None = None
@@ -73,8 +71,7 @@ class TeacherSection(Section):
     sources: Annotated[tuple[str, ...], LISTED] = ()
     """The sources of ``data.sources`` whose prompts it judges; none: all."""
     token_file: Path | None = None
-    """File with the bearer token of a server that runs already, read for each attempt, as it may rotate; a service has
-    a key of its own."""
+    """File with the bearer token of the server, read for each attempt, as it may rotate."""
     concurrency: Positive = 64
     """Most sequences in flight."""
     timeout_seconds: PositiveFloat = 600.0
@@ -111,8 +108,6 @@ class TeacherSection(Section):
             return self
         if self.engine is None:
             raise ValueError(f"server={self.server} without engine; give engine=vllm or sglang, which serves there")
-        if self.token_file is not None and self.server.startswith(SERVICE):
-            raise ValueError(f"token_file={self.token_file}: {self.server} has a key of its own; leave token_file out")
         return self
 
     @model_validator(mode="after")

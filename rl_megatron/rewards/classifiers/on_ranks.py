@@ -7,45 +7,66 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rl_megatron.config.sections.reward import RANKS, RankedModelSection, RewardModelSection, RewardSection
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards.classifiers.in_process import classifier_texts
-from rl_megatron.services import Services
 from rl_megatron.types import Completion, Prompt, Scored
 
 logger = logging.getLogger(__name__)
+
+
+class TextScores(Protocol):
+    """A reward model's scores of texts."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a text."""
+
+    async def __call__(self, texts: Sequence[Sequence[int]], /) -> Sequence[float]:
+        """Of each text, given its tokens."""
+
+
+class RewardModels:
+    """The reward models on ranks of one run, by their names; rewards ask them once ranks have loaded them."""
+
+    def __init__(self, sections: Mapping[str, RankedModelSection] | None = None) -> None:
+        self.folders: Mapping[str, Path] = {name: one.path for name, one in (sections or {}).items()}
+        """The folders of the models that ranks will hold."""
+        self.loaded: dict[str, TextScores] = {}
+        """Those that ranks have loaded."""
 
 
 class RankedReward:
     """Scores prompt and completion as one text, a group at a time, so that rewards do not depend on other groups.
 
     A text that no micro-batch of the ranks holds is cut at its beginning, and the log says so once.
-    Raises ConfigError for a name that is not among the reward models of ``services``, and for a folder without a
-    classifier of one label or without its tokenizer.
+    Raises ConfigError for a name that is not among ``models``, and for a folder without a classifier of one label or
+    without its tokenizer.
     """
 
-    def __init__(self, name: str, section: RewardModelSection, services: Services, *, key: str) -> None:
+    def __init__(self, name: str, section: RewardModelSection, models: RewardModels, *, key: str) -> None:
         where = f"{key}={RANKS}{name:.80}"
-        if name not in services.reward_models:
-            known = ", ".join(services.reward_models) or "none"
+        if name not in models.folders:
+            known = ", ".join(models.folders) or "none"
             raise ConfigError(f"{where}: reward_models has {known}; give one of these, or reward_models.<name>.path")
-        folder = services.reward_models[name]
+        folder = models.folders[name]
         config = _config(folder, f"{where}: reward_models.{name}.path={folder}")
         if config.num_labels != 1:
             raise ConfigError(
                 f"{where}: the classifier in {folder} has {config.num_labels} labels, and ranks score by one alone; "
                 "give one with one label, or hf:<path> with reward.model.label"
             )
-        self._name, self._services = name, services
+        self._name, self._loaded = name, models.loaded
         self._texts = classifier_texts(folder, section, config, where)
         self._pad: int | None = config.pad_token_id
         self._told = False  # that texts are cut
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
-        """Raises ServiceError before the ranks have started."""
-        model = self._services.scores(self._name)
+        """Raises RewardError before ranks have loaded the model."""
+        if (model := self._loaded.get(self._name)) is None:
+            raise RewardError(f"no ranks have loaded the reward model {self._name!r:.80} yet")
         rows = await asyncio.to_thread(self._rows, prompt.text, texts, model.max_tokens)
         return [Scored(total=score) for score in await model([self._read(row) for row in rows])]
 

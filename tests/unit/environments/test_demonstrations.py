@@ -73,13 +73,6 @@ class Shouts(Talks):
         return (f"?{task.question}", ":12", f"!{task.answer}")
 
 
-class WithServices(Raising):
-    """Nothing serves before the run."""
-
-    def __init__(self, services: Any) -> None:
-        """It takes the run's."""
-
-
 def unmade() -> Talks:
     raise KeyError("no list of prices")
 
@@ -135,9 +128,3 @@ def test_right_texts_are_learned_as_they_are_and_nothing_is_said_of_them() -> No
     assert made is not None
     assert demonstrations(made, config)([TASK], 1) == [("?3*4", ":12", "!12")]
     assert preflight(config, for_job=False).texts("problem") == []
-
-
-def test_nothing_is_demonstrated_before_the_run_where_it_may_ask_services() -> None:
-    found = preflight(configured(WithServices), for_job=False)
-    assert found.texts("problem") == []
-    assert any("which may ask the run's services" in text for text in found.texts("unchecked"))

@@ -114,22 +114,13 @@ def test_samples_that_were_judged_otherwise_are_not_compared(tmp_path: Path, key
 
 
 RANKS = ("reward.function=ranks:judge", "reward_models.judge.path=a")
-SERVICE = ("reward.function=service:judge/score", "services.judge.command=serve a")
 TESTS = ("reward.parts.tests=1",)
-AGENT = (
-    "environment.function=games:Played",
-    "environment.template=plain",
-    "environment.options.url=service:judge",
-    "services.judge.command=serve a",
-)
 
 
 @pytest.mark.parametrize(
     ("keys", "other", "said"),
     [
         (RANKS, "reward_models.judge.path=b", r"reward_models.judge.path \(a and b\)"),
-        (SERVICE, "services.judge.command=serve b", r"services.judge.command \(serve a and serve b\)"),
-        (AGENT, "services.judge.command=serve b", r"services.judge.command \(serve a and serve b\)"),
         (TESTS, "sandbox.seconds=30", r"sandbox.seconds \(10.0 and 30.0\)"),
         (TESTS, "reward.parts.tests=2", r"reward.parts.tests.weight \(1.0 and 2.0\)"),
     ],
@@ -151,7 +142,6 @@ def test_of_judges_that_differ_their_own_sections_are_not_told(tmp_path: Path) -
     ("keys", "free"),
     [
         (TESTS, "sandbox.concurrency=9"),
-        (SERVICE, "services.judge.replicas=3"),
         ((*TESTS, "eval.sets.one.reward.function=length"), "sandbox.seconds=30"),
         ((*RANKS, "eval.sets.one.reward.function=length"), "reward_models.judge.path=b"),
     ],

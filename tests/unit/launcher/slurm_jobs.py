@@ -74,17 +74,6 @@ CASES = {
         *("slurm.reference.memory_per_node=200G", "slurm.critic.constraint=h100"),
         *("rollout=vllm", "slurm.engines.nodes=1"),
     ),
-    "services_and_servers_of_evaluations": (
-        *(*BIG, "slurm.nodes=1", "learner.dp=2", "slurm.cpus_per_task=12", "slurm.heterogeneous=true"),
-        *("reward.function=service:judge/score", "services.judge.command=judge", "services.judge.replicas=3"),
-        *(
-            "slurm.services.nodes=2",
-            "slurm.services.partition=plain",
-            "slurm.services.gpus_per_node=0",
-            "slurm.services.memory_per_node=64G",
-        ),
-        *("rollout=vllm", "rollout.server.replicas=2", "rollout.server.tp=4", "slurm.engines.nodes=2"),
-    ),
 }
 
 

@@ -6,12 +6,10 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -25,12 +23,11 @@ from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.evaluation.figures import difference_interval, share_interval
-from rl_megatron.evaluation.results import WHOLE, paired_figures, read_results
+from rl_megatron.evaluation.results import paired_figures, read_results
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
 from tests.savings import Shards
 from tests.unit.launcher.commands import status_of
 
-JUDGE = Path(__file__).resolve().parents[2] / "judge.py"
 REWARD = """
 def odd(prompt, completions, texts):
     return [float(len(text) % 2) for text in texts]
@@ -284,32 +281,6 @@ async def test_of_two_at_once_with_one_name_the_second_is_refused(folder: Path, 
     assert str(second).startswith("eval/a.json: an evaluation that still runs will write it; wait for its end, or give")
     assert isinstance(second, ConfigError)
     assert sorted((here / "eval").glob("*.json")) == [here / "eval" / "a.json", here / "eval" / "b.json"]
-
-
-def test_it_starts_services_for_as_long_as_it_measures(
-    folder: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Judged by a server that says whether a text's length is odd, and by a function that does."""
-    monkeypatch.setenv("JUDGE_STARTS", str(here / "starts"))
-    judge = (f"services.judge.command={sys.executable} {JUDGE}", "reward.function=service:judge/score")
-    keys = ("data.num_eval=9", "rollout.max_new_tokens=9", "eval.temperature=1.0")
-    for name, judged in (("served", judge), ("here", ("reward.function=even_rewards:odd",))):
-        status, text = said(capsys, str(folder), "--name", name, *keys, *judged)
-        assert (status, "starting services: judge" in text) == (0, name == "served"), text
-    found = [read_results(here / "eval" / f"{name}.json").sets[WHOLE].measured for name in ("served", "here")]
-    assert found[0].right == found[1].right
-    assert 0 < sum(found[0].right) < 9
-    (started,) = (here / "starts").read_text().splitlines()
-    assert not psutil.pid_exists(int(started.split()[0]))
-    assert "judge listens at" in (here / "eval" / "service_judge_0.log").read_text()
-
-
-def test_a_service_that_does_not_start_is_named(folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = f"services.judge.command={sys.executable} none.py"
-    status, text = said(capsys, str(folder), command, "reward.function=service:judge/score")
-    assert status == 1
-    assert "service judge, replica 0 (here) ended with status 2" in " ".join(text.split())
-    assert not list((here / "eval").glob("*.json"))
 
 
 def asked(folder: Path) -> tuple[int, Counter[int]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launcher.processes import restarts
-from rl_megatron.errors import ServiceError
+from rl_megatron.errors import EngineError
 from rl_megatron.rollout.servers.http import OutOfFiles, Server
 from rl_megatron.rollout.servers.replicas import Health
 from tests.unit.launcher.test_supervisor import LIMIT, REQUEST, bed, running
@@ -71,7 +71,7 @@ async def test_a_server_that_comes_up_is_asked_again_where_it_does_not_answer(
         host, port = listening.sockets[0].getsockname()
         server = Server(f"http://{host}:{port}", token=None, timeout_seconds=60.0)
         try:
-            answered: object = await restarts.until_serving(server, "/health", ends(), seconds)
+            answered: object = await restarts.until_serving(server, ends(), seconds)
         except TimeoutError as error:
             answered = error
         finally:
@@ -83,24 +83,21 @@ def test_waits_double_to_a_minute() -> None:
     assert [restarts.wait_before(number, 0.5) for number in (0, 1, 6, 7, 5000)] == [0.5, 1.0, 32.0, 60.0, 60.0]
 
 
-FAULT, FULL = ServiceError("answered nothing"), OSError(errno.EMFILE, "Too many open files")
+FAULT, FULL = EngineError("answered nothing"), OSError(errno.EMFILE, "Too many open files")
 
 
 @pytest.mark.parametrize(
-    ("faults", "ended", "waits", "raised"),
+    ("faults", "waits", "raised"),
     [
-        ([], None, [], None),
-        ([FAULT], None, [0.5], None),
-        ([], FAULT, [0.5], None),
-        ([FAULT] * 4, None, [0.5, 1.0, 2.0], ServiceError),
-        ([FAULT] * 3, FAULT, [0.5, 1.0, 2.0], ServiceError),
-        ([FAULT, FULL], None, [0.5], OutOfFiles),
+        ([], [0.5], None),
+        ([FAULT], [0.5, 1.0], None),
+        ([FAULT] * 3, [0.5, 1.0, 2.0], EngineError),
+        ([FAULT, FULL], [0.5, 1.0], OutOfFiles),
     ],
-    ids=["it starts", "again", "it has ended", "in vain", "it has ended in vain", "no file is left"],
+    ids=["it starts", "again", "in vain", "no file is left"],
 )
 def test_a_server_is_started_again_as_often_as_it_may_be(
     faults: list[Exception],
-    ended: Exception | None,
     waits: list[float],
     raised: type[Exception] | None,
     monkeypatch: pytest.MonkeyPatch,
@@ -121,7 +118,7 @@ def test_a_server_is_started_again_as_often_as_it_may_be(
 
     def brought_up() -> str:
         limits: Any = {"name": "judge", "most": 3, "first_wait": 0.5, "made": lambda: made}
-        return asyncio.run(restarts.brought_up(start, again=again, failed=seen.append, ended=ended, **limits))
+        return asyncio.run(restarts.brought_up(start, again=again, failed=seen.append, ended=FAULT, **limits))
 
     monkeypatch.setattr("launcher.processes.restarts.asyncio.sleep", sleep)
     if raised is None:

@@ -19,10 +19,9 @@ from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.placement.ranks import beside, ranks_by_role
-from rl_megatron.rewards.classifiers.on_ranks import scored_here
+from rl_megatron.rewards.classifiers.on_ranks import RewardModels, scored_here
 from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.rewards.scoring import score
-from rl_megatron.services import Services
 from rl_megatron.types import Prompt
 from tests.completions import completion
 
@@ -61,7 +60,7 @@ def problems(path: Path, *keys: str) -> list[str]:
 
 def resolved(path: Path, *keys: str) -> None:
     config = loaded(*JUDGE, f"reward_models.judge.path={path}", *keys)
-    resolve_rewards(config.reward, {}, None, Services(config.services, config.reward_models))
+    resolve_rewards(config.reward, {}, None, RewardModels(config.reward_models))
 
 
 @pytest.mark.parametrize(
@@ -119,9 +118,9 @@ def test_a_text_longer_than_a_micro_batch_is_cut_and_the_log_says_so_once(
 ) -> None:
     """By what a chat template adds, here, or by a tokenizer unlike the policy's."""
     config = loaded(*JUDGE, f"reward_models.judge.path={judge}", f"reward.model.chat_template={chat}")
-    services = Services(config.services, config.reward_models)
-    services.holds("judge", Lengths())
-    reward = resolve_rewards(config.reward, {}, None, services)
+    models = RewardModels(config.reward_models)
+    models.loaded["judge"] = Lengths()
+    reward = resolve_rewards(config.reward, {}, None, models)
     prompt, texts = Prompt(id="p", text="12+34=", token_ids=(1, 2), answer="46"), ["46", "a longer answer: 46"]
     scored = [asyncio.run(score(reward, prompt, [completion((1,))] * 2, texts, limit=60.0)) for _ in range(2)]
     assert [one.total for group in scored for one in group] == [20.0 if chat == "true" else 8.0, 20.0] * 2

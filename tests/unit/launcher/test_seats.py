@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.hosts.ray.node import engine_node_command, node_command
-from launcher.hosts.sites import cpus_of_engine_node, service_sites, sites_of
+from launcher.hosts.sites import cpus_of_engine_node, sites_of
 from launcher.hosts.slurm import script
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.processes.guards import Guard, Order, start_guard
@@ -210,30 +210,16 @@ def test_without_a_number_of_cores_no_step_is_confined_to_some(
     """Where a cluster gives whole nodes, --cpus-per-task=1 leaves a server one core of them: it implies --exact."""
     if apart:
         three_components(monkeypatch)
-    judge = ("reward.function=service:judge/score", "services.judge.command=judge", "slurm.services.nodes=1")
-    config = config_of(f"slurm.heterogeneous={apart}", "slurm.engines.nodes=1", *judge)
+    config = config_of(f"slurm.heterogeneous={apart}", "slurm.engines.nodes=1")
     job, placement = allocation_of(config, run), placement_of(config, ("a1",))
-    (((server,),), ((judges,),)) = sites_of(config, job), service_sites(config, job).values()
+    ((server,),) = sites_of(config, job)
     seats = seats_of(config, job.nodes, job.engine_nodes)
     steps = [
-        *(server.before, judges.before),
+        server.before,
         node_command(config.slurm, placement, run, python="p"),
         engine_node_command(job, cpus_of_engine_node(config, job, seats), python="p"),
     ]
     assert [word for step in steps for word in step if word.startswith("--cpus-per-task")] == []
-
-
-def test_services_are_a_component_before_that_of_servers(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    three_components(monkeypatch)
-    judge = ("reward.function=service:judge/score", "services.judge.command=judge", "services.judge.replicas=2")
-    config = config_of("slurm.heterogeneous=true", "slurm.services.nodes=1", "slurm.engines.nodes=1", *judge)
-    allocation = allocation_of(config, run)
-    (found,) = service_sites(config, allocation).values()
-    placed = [(site.host, site.node, site.number, site.count) for site in found]
-    assert placed == [("10.0.0.2", "a2", number, 2) for number in range(2)]
-    assert all({"--het-group=1", "--nodelist=a2", "--overlap"} <= set(site.before) for site in found)
-    ((server,),) = sites_of(config, allocation)
-    assert {"--het-group=2", "--nodelist=b1"} <= set(server.before)
 
 
 @pytest.mark.parametrize(

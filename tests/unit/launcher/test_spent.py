@@ -20,9 +20,9 @@ from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability.progress import Progress
+from rl_megatron.rewards.classifiers.on_ranks import RewardModels
 from rl_megatron.scaling.estimates import estimate
 from rl_megatron.scaling.memory import fullest
-from rl_megatron.services import Services
 from tests.unit.launcher.commands import status_of
 
 ROWS = [
@@ -242,7 +242,7 @@ def test_a_run_whose_job_ends_soon_makes_no_report(
     config = load_config("tiny_cpu", ["run.launcher=slurm", "run.name=r", f"run.dir={tmp_path}"])
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGINT)}
     try:
-        asyncio.run(train.train(config, lambda *_: 0.0, Services(), resume=False))
+        asyncio.run(train.train(config, lambda *_: 0.0, RewardModels(), resume=False))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

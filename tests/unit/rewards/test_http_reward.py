@@ -16,10 +16,8 @@ import pytest
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.config.sections.services import ServiceSection
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards.registry import resolve_reward
-from rl_megatron.services import ServiceAddress, Services
 from rl_megatron.types import Prompt, Scored
 from tests.completions import completion
 
@@ -198,26 +196,6 @@ def test_no_server_is_named_after_all_attempts() -> None:
             score(f"http://127.0.0.1:{held.getsockname()[1]}", "a", options={"retries": 2})
 
 
-async def test_a_service_that_is_being_restarted_is_waited_for_beside_attempts_and_their_limit(
-    server: Server,
-) -> None:
-    services = Services({"judge": ServiceSection(command="judge")})
-
-    async def asked(limit: float, then: Callable[[], None]) -> list[Scored]:
-        section = RewardSection(function="service:judge/score", http={"retries": 0, "timeout_seconds": limit})
-        services.stopped("judge", 0)
-        asking = asyncio.create_task(resolve_reward(section, services=services)(PROMPT, [DONE], ["four"]))
-        await asyncio.wait([asking], timeout=0.05)
-        then()
-        return list(await asking)
-
-    address = ServiceAddress(url=f"http://127.0.0.1:{server.server_port}", key="new")
-    assert await asked(60.0, lambda: services.serves("judge", 0, address)) == [Scored(total=4.0)]
-    with pytest.raises(RewardError, match="'train:7': service judge: no replica of it serves now; it was given up"):
-        await asked(0.01, lambda: services.given_up("judge", 0))
-    assert len(server.asked) == 1
-
-
 async def test_no_more_requests_are_in_flight_than_allowed(server: Server) -> None:
     together, most, full = 0, 0, threading.Barrier(3)
 
@@ -268,7 +246,7 @@ def test_a_secret_in_an_address_is_refused_before_a_file_has_it(key: str, url: s
     with pytest.raises(ConfigError) as error:
         load_config("tiny_cpu", [f"{key}={url}"])
     assert str(error.value).startswith(f"reward.function: the address has {named}, and the configuration is in a file")
-    assert "service:<name>/<path>" in str(error.value)
+    assert "name a function of yours (module:function)" in str(error.value)
     with pytest.raises(ValueError, match="the address has") as direct:
         resolve_reward(url)
     assert "hunter2" not in f"{error.value}{direct.value}"

@@ -24,7 +24,6 @@ from rl_megatron.rewards.threads import MOST_COMPUTING, in_daemon_thread, on_loo
 from rl_megatron.rewards.weighted_sum import WeightedSum
 from rl_megatron.sandbox.subprocess import why_unfenced
 from rl_megatron.sandbox.table import Sandbox
-from rl_megatron.services import Services
 from rl_megatron.training.scores.reward_models import RankedScores
 from rl_megatron.types import Batch, Completion, ParallelDims, Prompt, Scored, Scores, Want
 from tests.completions import completion
@@ -160,7 +159,7 @@ async def _requests() -> None:
         await asyncio.sleep(0)
         return 200, b'{"rewards": [1]}'
 
-    reward = HttpReward("http://127.0.0.1:1/", HttpSection(concurrency=1), key="reward", services=Services())
+    reward = HttpReward("http://127.0.0.1:1/", HttpSection(concurrency=1), key="reward")
     await reward._slots.acquire()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rl_megatron.rewards.http.post_json", answer)

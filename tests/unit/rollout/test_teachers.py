@@ -13,7 +13,6 @@ import psutil
 import pytest
 import torch
 
-from rl_megatron.config.sections.services import ServiceSection
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.packing import Packer, unpack
 from rl_megatron.data.samples import to_samples
@@ -21,7 +20,6 @@ from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.rollout.servers.decoding import Judged
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.rollout.teachers import Teacher
-from rl_megatron.services import ServiceAddress, Services
 from rl_megatron.types import Batch, ParallelDims, Prompt, RolloutGroup, Samples, Want
 from tests.turns import trajectory
 from tests.unit.rollout.test_engine_servers import Fake, Words, running
@@ -58,11 +56,9 @@ def answers(fake: Fake, scale: float, *, first: int = 0) -> list[list[int]]:
     return texts
 
 
-def teacher(fake: Fake | None = None, services: Services | None = None, top: int = TOP, **keys: Any) -> Teacher:
-    given = {"server": fake.url if fake else "service:t", "engine": "vllm", "path": "t", **keys}
-    section = TeacherSection.model_validate(given)
-    services = services or Services()
-    return Teacher(name="t", section=section, adapter=Told(), services=services, top=top, vocab_size=VOCABULARY)
+def teacher(fake: Fake, top: int = TOP, **keys: Any) -> Teacher:
+    section = TeacherSection.model_validate({"server": fake.url, "engine": "vllm", "path": "t", **keys})
+    return Teacher(name="t", section=section, adapter=Told(), top=top, vocab_size=VOCABULARY)
 
 
 def groups() -> list[RolloutGroup]:
@@ -115,23 +111,17 @@ def test_all_tokens_are_named_where_the_vocabulary_has_no_more() -> None:
         assert scored(teacher(fake, top=64), frozenset({"top"}))["top"].shape[2] == VOCABULARY
 
 
-def test_a_failed_attempt_is_made_again_and_a_service_is_asked_where_it_is_then(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    services = _service()
+def test_a_failed_attempt_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = list[float]()
 
     async def sleep(seconds: float) -> None:
         waits.append(seconds)
-        services.stopped("t", 0)
-        services.serves("t", 0, ServiceAddress(url=second.url, key="two"))
+        answers(fake, 1.0)
 
-    with running(2) as (first, second):
+    with running(1) as (fake,):
         monkeypatch.setattr(asyncio, "sleep", sleep)
-        first.answer = lambda path, body, number: (500, {})
-        answers(second, 1.0)
-        services.serves("t", 0, ServiceAddress(url=first.url, key="one"))
-        said = asyncio.run(teacher(services=services).judge([1, 2, 3], 0))
+        fake.answer = lambda path, body, number: (500, {})
+        said = asyncio.run(teacher(fake).judge([1, 2, 3], 0))
     np.testing.assert_allclose(said.logprobs, told([1, 2, 3], 1.0), rtol=1e-6)
     assert waits == [1.0]
 
@@ -184,21 +174,6 @@ def test_a_token_that_is_not_there_is_refused_and_one_that_stays_wrong_ends(tmp_
         assert len(fake.asked) == 2
 
 
-async def test_a_service_that_is_being_restarted_is_waited_for() -> None:
-    services = _service()
-    with running(1) as (fake,):
-        answers(fake, 1.0)
-        services.stopped("t", 0)
-        asking = asyncio.create_task(teacher(services=services, retries=0, timeout_seconds=60.0).judge([1, 2, 3], 0))
-        await asyncio.sleep(0)
-        services.serves("t", 0, ServiceAddress(url=fake.url, key="new"))
-        np.testing.assert_allclose((await asking).logprobs, told([1, 2, 3], 1.0), rtol=1e-6)
-
-
-def _service() -> Services:
-    return Services({"t": ServiceSection(command="serve")})
-
-
 def test_what_goes_on_failing_or_is_refused_ends_with_the_teachers_key() -> None:
     with running(1) as (fake,):
         fake.answer = lambda path, body, number: (500, {"why": "tired"})
@@ -208,8 +183,6 @@ def test_what_goes_on_failing_or_is_refused_ends_with_the_teachers_key() -> None
         with pytest.raises(EngineError, match=r"algorithm\.kl\.teachers\.t: .*too long"):
             asyncio.run(teacher(fake).judge([1, 2], 0))
         assert len(fake.asked) == 2
-    with pytest.raises(EngineError, match=r"algorithm\.kl\.teachers\.t: .*no replica of it serves now; it was given"):
-        asyncio.run(teacher(services=_service(), retries=0).judge([1, 2], 0))
 
 
 def test_a_token_that_the_policy_lacks_and_scores_that_no_server_tells_are_refused() -> None:

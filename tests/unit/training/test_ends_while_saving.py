@@ -13,9 +13,8 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from launcher.servers.services import unless_given_up
 from rl_megatron.digests import Written
-from rl_megatron.errors import CheckpointError, DataError, ServiceError, WorkerDied
+from rl_megatron.errors import CheckpointError, DataError, WorkerDied
 from rl_megatron.training import checkpoints
 from rl_megatron.training.checkpoints import CheckpointStore
 from rl_megatron.training.loop import Loop, Pace
@@ -70,20 +69,17 @@ def test_a_fault_outside_of_the_ranks_leaves_the_checkpoint_in_hand(tmp_path: Pa
     assert checkpoints.read(tmp_path / "step_000001").state.step == 1
 
 
-async def test_a_service_that_is_given_up_leaves_the_checkpoint_in_hand(
+async def test_a_run_that_is_cancelled_leaves_the_checkpoint_in_hand(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun = asyncio.Event()  # step 2
-
-    async def watch() -> None:
-        await begun.wait()
-        raise ServiceError("services.judge.restarts=3 are used up")
-
-    job = Failing({}, until={2: begun.set}, shards=Writing())
-    with caplog.at_level(logging.INFO), pytest.raises(ServiceError, match="are used up"):
-        await unless_given_up(loop_of(job, tmp_path).run(), asyncio.create_task(watch()))
+    running = asyncio.create_task(loop_of(Failing({}, until={2: begun.set}, shards=Writing()), tmp_path).run())
+    await begun.wait()
+    running.cancel("another task failed")
+    with caplog.at_level(logging.INFO), pytest.raises(asyncio.CancelledError):
+        await running
     assert checkpoints.latest(tmp_path) == tmp_path / "step_000001"
-    assert "services.judge.restarts=3 are used up); its checkpoint in hand is finished first" in caplog.text
+    assert "another task failed); its checkpoint in hand is finished first" in caplog.text
 
 
 def test_a_second_ctrl_c_waits_for_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
