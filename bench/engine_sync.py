@@ -22,7 +22,7 @@ import torch
 
 from bench.results import parse, write
 from launcher.hosts.local import LocalLauncher
-from launcher.servers.launcher import ServedLauncher
+from launcher.servers.pool import ServedLauncher
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model

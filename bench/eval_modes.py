@@ -42,8 +42,7 @@ from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
 from rl_megatron.evaluation.sets import ProblemSet
 from rl_megatron.observability.intervals import mean_interval
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.training.beside import EvaluationBeside
-from rl_megatron.training.evaluation import Evaluation
+from rl_megatron.training.evaluation import Evaluation, EvaluationBeside
 from rl_megatron.types import Prompt
 
 EVERY, PROBLEMS = 10, 2 * PROMPTS * GROUP

@@ -3,6 +3,8 @@
 Engines answer in read-only numpy columns; training reads tensors. Letters: P prompts, G group size, S sequences,
 N tokens of a ragged batch (all sequences concatenated), D data-parallel ranks, M micro-batches. Log-probs are nats,
 float32, of the sampling distribution. A *position* is one (input, target) pair: L tokens have L - 1 positions.
+
+Limits of sampling, which leave tokens out.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from rl_megatron.json_text import ForeignText
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 FinishReason = Literal["stop", "length", "abort"]
 StopReason = Literal["done", "length", "turns", "tokens", "seconds", "bad_call", "environment_error", "abandoned"]
@@ -385,3 +388,28 @@ class WeightUpdate:
     seconds: float
     verify_seconds: float = 0.0  # the part of ``seconds`` that digests took
     quantization_error: float | None = None  # the largest relative one of a quantised tensor, by Frobenius norms
+
+
+class Limited(Protocol):
+    """What has limits of sampling: SamplingParams, and sections of a configuration."""
+
+    @property
+    def top_p(self) -> float:
+        """As in SamplingParams; 1: no limit."""
+        ...
+
+    @property
+    def top_k(self) -> int:
+        """As there; 0: no limit."""
+        ...
+
+    @property
+    def min_p(self) -> float:
+        """As there; 0: no limit."""
+        ...
+
+
+def limits_of(params: Limited) -> dict[str, float]:
+    """The limits that leave tokens out, by name."""
+    limits = {"top_p": (params.top_p, 1.0), "top_k": (params.top_k, 0), "min_p": (params.min_p, 0.0)}
+    return {name: value for name, (value, unlimited) in limits.items() if value != unlimited}

@@ -12,7 +12,7 @@ from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.interfaces import RolloutEngine
-from rl_megatron.rewards.own import Plain
+from rl_megatron.rewards.threads import Plain
 from rl_megatron.rollout.batch import Answered, Drawn, Ledger
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.rollout.stream import Stream

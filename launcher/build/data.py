@@ -1,16 +1,29 @@
-"""Loads the tokenizer and both splits of the data."""
+"""Loads the tokenizer and both splits of the data.
+
+Reads a model's tokenizer, and sets variables of its chat template, for a run.
+"""
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.build.tokenizer import read_tokenizer
+from rl_megatron.chat_templates import setting
+from rl_megatron.config.run import TemplateVariable
+from rl_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
 from rl_megatron.config.beside import with_own_prompt
 from rl_megatron.config.environments import begun_by_messages
 from rl_megatron.config.run import RunConfig
@@ -20,7 +33,7 @@ from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.problems.pool import Pool
 from rl_megatron.data.problems.prompts import load_held_out, load_prompts
 from rl_megatron.data.samples import EndTokens, end_of_answers
-from rl_megatron.errors import ConfigError, DataError
+from rl_megatron.errors import DataError
 from rl_megatron.evaluation.sets import ProblemSet
 from rl_megatron.models.families.fields import GenerationFields
 from rl_megatron.models.json_files import read_json
@@ -31,6 +44,47 @@ from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_SAVED = (
+    "code of a model's folder is never run: save its tokenizer as tokenizer.json, and leave auto_map out of "
+    "tokenizer_config.json (docs/weights.md, Kimi-K2's tokenizer)"
+)
+
+
+def read_tokenizer(folder: Path, variables: Mapping[str, TemplateVariable]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder, whose chat template has the ``variables`` wherever it is applied.
+
+    Raises ConfigError if transformers cannot read it without code of the folder, or the template does not read a
+    variable.
+    """
+    from transformers import AutoTokenizer
+
+    if (folder / "tiktoken.model").is_file() and not (folder / "tokenizer.json").is_file():
+        # transformers would split texts by another model's pattern
+        raise ConfigError(f"{folder}: tiktoken.model does not say how texts are split, code beside it does; {_SAVED}")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # its Rust part raises bare ones for torn files
+        said = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        advice = f"; {_SAVED}" if "trust_remote_code" in str(error) else ""
+        raise ConfigError(f"{folder}: transformers cannot read its tokenizer: {said[0][:500]}{advice}") from error
+    if not variables:
+        return tokenizer
+    template = tokenizer.chat_template
+    if not isinstance(template, str):
+        has = f"several chat templates ({', '.join(sorted(template))})" if template else "no chat template"
+        advice = "give it one, as chat_template.jinja, or leave it out" if template else "leave it out"
+        raise ConfigError(f"model.template_variables: the tokenizer of {folder} has {has}; {advice}")
+    for name, value in variables.items():
+        if not re.search(rf"\b{name}\b", template):
+            raise ConfigError(
+                f"model.template_variables.{name}={json.dumps(value)}: the chat template of {folder} does not read "
+                f"{name}; leave it out, or write it as the template does"
+            )
+    tokenizer.chat_template = setting(variables, template)
+    return tokenizer
+
 
 logger = logging.getLogger(__name__)
 

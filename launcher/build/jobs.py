@@ -25,9 +25,8 @@ from rl_megatron.observability.timeline.kernels import folder_of
 from rl_megatron.rollout.batch import Ledger
 from rl_megatron.scaling.flops import seconds_at_peak, training_flops
 from rl_megatron.scaling.routes import route_of
-from rl_megatron.training.beside import EvaluationBeside
 from rl_megatron.training.checkpoints import CheckpointStore
-from rl_megatron.training.evaluation import Evaluation
+from rl_megatron.training.evaluation import Evaluation, EvaluationBeside
 from rl_megatron.training.group_job import GroupJob
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.jobs.warm_start import WarmStart, answers

@@ -18,7 +18,7 @@ from launcher.hosts.slurm.launcher import SlurmLauncher
 from launcher.processes.own_thread import OwnThread
 from launcher.runs.stop import Stop
 from launcher.servers.engines import adapter_of
-from launcher.servers.launcher import ServedLauncher
+from launcher.servers.pool import ServedLauncher
 from launcher.servers.site import HERE
 from rl_megatron.config.beside import reward_model_roles
 from rl_megatron.config.run import RunConfig

@@ -12,8 +12,7 @@ from typing import Any
 from launcher.build.model import starting_folder
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.checkpoint import CHECKPOINT
-from rl_megatron.config.sections.jobs import DpoSection, SftSection
+from rl_megatron.config.sections.jobs import CHECKPOINT, DpoSection, SftSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.training import checkpoints
 from rl_megatron.weights.adapters.merging import merge_adapters

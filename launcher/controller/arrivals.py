@@ -24,7 +24,7 @@ from launcher.controller.group import serving
 from launcher.controller.rank_process import Ending, RankProcess
 from launcher.controller.roles import roles_of
 from launcher.processes import limits
-from launcher.processes.last_words import end_of
+from launcher.processes.guards import end_of
 from launcher.processes.own_thread import OwnThread
 from launcher.wire import channel
 from launcher.wire.greetings import Hello, Setup

@@ -18,8 +18,8 @@ from rl_megatron.config.beside import (
     taught_by_policy,
 )
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.checkpoint import CHECKPOINT
 from rl_megatron.config.sections.data import FileKeys, data_sources
+from rl_megatron.config.sections.jobs import CHECKPOINT
 from rl_megatron.config.sections.teachers import teacher_role
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.json_text import parse

@@ -17,8 +17,7 @@ from launcher.hosts.slurm.calls import call_slurm
 from launcher.hosts.slurm.jobs import Status, status_of
 from rl_megatron.config.errors import explain_errors
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.jobs import WarmStartSection
-from rl_megatron.config.sections.log import LogSection
+from rl_megatron.config.sections.jobs import LogSection, WarmStartSection
 from rl_megatron.durable import remove_folder
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.observability.files import read_jsonl, text_at_end

@@ -14,8 +14,7 @@ from typing import Protocol
 from typing_extensions import override
 
 from launcher.processes import restarts
-from launcher.processes.guards import Guard
-from launcher.processes.last_words import end_of
+from launcher.processes.guards import Guard, end_of
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.rollout.servers.adapter import ForeignWeights, Sampling

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from rl_megatron.data.shares import Share
     from rl_megatron.learner.checkpoint.companions import Companions
     from rl_megatron.learner.checkpoint.saving import ShardSave
-    from rl_megatron.learner.scorer import MegatronScorer
-    from rl_megatron.learner.trained import MegatronLearner
+    from rl_megatron.learner.trained import MegatronLearner, MegatronScorer
     from rl_megatron.weights.bytes.moving_average import MovingAverage
     from rl_megatron.weights.layouts.layout import Layout
 

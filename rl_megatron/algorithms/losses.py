@@ -16,8 +16,7 @@ from rl_megatron.algorithms.auxiliary import PreferenceLoss, ValueLoss
 from rl_megatron.algorithms.corrections import correction_weights, with_proximal
 from rl_megatron.algorithms.kl import ESTIMATORS, k3, kl_term
 from rl_megatron.algorithms.objectives import demonstrated_losses, objective_of
-from rl_megatron.algorithms.quantiles import histogram
-from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, RATIO_LEVELS, masked, required
+from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, RATIO_LEVELS, histogram, masked, required
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.types import Loss, LossInputs, LossOutput, Metric
 

@@ -13,22 +13,23 @@ from pydantic import Field, model_validator
 
 from rl_megatron.config.checks import problems_of
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.config.sections.checkpoint import CheckpointSection
 from rl_megatron.config.sections.data import ArithmeticRunData, FileRunData, HubRunData, MixtureData, environments_of
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.eval import EvalSection
 from rl_megatron.config.sections.jobs import (
     JOBS,
+    CheckpointSection,
     DpoSection,
     JobKind,
     JobName,
+    LogSection,
+    ProfileSection,
     RewardTrainingSection,
     SftSection,
     WarmStartSection,
     WrittenSection,
 )
 from rl_megatron.config.sections.learner import LearnerSection, RolesSection
-from rl_megatron.config.sections.log import LogSection, ProfileSection
 from rl_megatron.config.sections.reward import RankedModelSection, RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.sandbox import SandboxSection

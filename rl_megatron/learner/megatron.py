@@ -21,8 +21,11 @@ from rl_megatron.learner.lora.adapters import add_adapters  # noqa: E402
 from rl_megatron.learner.model.build import build_chunks, make_config  # noqa: E402
 from rl_megatron.learner.model.hidden import stop_before_output_layer  # noqa: E402
 from rl_megatron.learner.model.value import BesideOutput, ScoreLayer, ValueLayer, put_layer  # noqa: E402
-from rl_megatron.learner.scorer import MegatronScorer, modules  # noqa: E402
-from rl_megatron.learner.trained import MegatronLearner  # noqa: E402
+from rl_megatron.learner.trained import (  # noqa: E402
+    MegatronLearner,
+    MegatronScorer,
+    modules,
+)
 from rl_megatron.weights.layouts.families import megatron_layout  # noqa: E402
 
 

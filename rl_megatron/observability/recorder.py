@@ -17,11 +17,11 @@ from rl_megatron.observability.metrics.writer import MetricsWriter
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.samples import SampleRow, SamplesWriter, SampleTurn, prompt_text
 from rl_megatron.observability.timeline import spans
-from rl_megatron.observability.timeline.recording import Timeline
+from rl_megatron.observability.timeline.trace import Timeline
 from rl_megatron.types import RolloutGroup, Trajectory
 
 if TYPE_CHECKING:
-    from rl_megatron.config.sections.log import LogSection
+    from rl_megatron.config.sections.jobs import LogSection
 
 logger = logging.getLogger(__name__)
 

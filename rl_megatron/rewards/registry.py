@@ -20,8 +20,8 @@ from rl_megatron.rewards.format import format_reward
 from rl_megatron.rewards.http import HttpReward
 from rl_megatron.rewards.length import length_reward
 from rl_megatron.rewards.math_verify import math_verify
-from rl_megatron.rewards.own import Async, Plain
 from rl_megatron.rewards.tests import PassedTests
+from rl_megatron.rewards.threads import Async, Plain
 from rl_megatron.rewards.weighted_sum import WeightedSum
 from rl_megatron.sandbox.table import Sandbox
 from rl_megatron.user_code import load_named

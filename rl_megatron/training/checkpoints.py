@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 
 from rl_megatron.columns import ColumnReader, ColumnWriter
-from rl_megatron.config.sections.checkpoint import CHECKPOINT
+from rl_megatron.config.sections.jobs import CHECKPOINT
 from rl_megatron.data.problems.mixture import MixtureState
 from rl_megatron.data.problems.prompt_table import TableState
 from rl_megatron.digests import KIND, Digest, digest_of, digests, misfits

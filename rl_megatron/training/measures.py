@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_megatron.algorithms.losses import MEANS_OF_RATIOS
 from rl_megatron.algorithms.mismatch import expert_metrics, gap_metrics, mismatch_metrics
-from rl_megatron.algorithms.quantiles import ratio_quantiles
+from rl_megatron.algorithms.ratios import ratio_quantiles
 from rl_megatron.config.run import RunConfig
 from rl_megatron.observability.recorder import Row
 from rl_megatron.types import Counts, Metric, Over, RolloutGroup, Samples, StepResult, Want

@@ -12,7 +12,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from tests.forks import FORKS
 
 if TYPE_CHECKING:
-    from rl_megatron.learner.scorer import MegatronScorer
+    from rl_megatron.learner.trained import MegatronScorer
 
 LIMIT = 1200.0  # seconds; an idle machine needs at most 40, one with a load of 30 more than 500
 

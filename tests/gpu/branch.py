@@ -23,7 +23,7 @@ from tests.rows import policy_loss
 from tests.small_models import TINY_MOE
 
 if TYPE_CHECKING:
-    from rl_megatron.learner.scorer import MegatronScorer
+    from rl_megatron.learner.trained import MegatronScorer
 
 SHAPE = replace(TINY_MOE, expert_width=48, max_positions=256)
 STEPS, RATE = 5, 1e-3

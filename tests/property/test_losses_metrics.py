@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rl_megatron.algorithms.auxiliary import PreferenceLoss, ValueLoss
 from rl_megatron.algorithms.losses import PolicyLoss
-from rl_megatron.algorithms.quantiles import histogram, ratio_quantiles
+from rl_megatron.algorithms.ratios import histogram, ratio_quantiles
 from rl_megatron.observability.recorder import Row
 from rl_megatron.training.measures import Made, policy_row
 from rl_megatron.types import Counts, Loss, LossInputs, Metric, StepResult

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.log import LogSection
+from rl_megatron.config.sections.jobs import LogSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import Roles

@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from rl_megatron.config.sections.data import ArithmeticData, FileData, FileKeys, HubData, OneSource
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.limits import limits_of
 from rl_megatron.section import (
     LISTED,
     EntryName,
@@ -22,6 +21,7 @@ from rl_megatron.section import (
     PositiveFraction,
     Section,
 )
+from rl_megatron.types import limits_of
 
 _OF_WRITTEN_TEXT = ("messages_field", "tools_field", "context_field", "rejected_field", "margin_field")
 """What only jobs on written text read of a file."""

@@ -1,16 +1,22 @@
-"""The jobs of a run, what each reads of the configuration, and the sections of those that train on what is written."""
+"""The jobs of a run, what each reads of the configuration, and the sections of those that train on what is written.
+
+The ``checkpoint`` section: when a run saves itself, and what it keeps.
+
+The ``log`` and ``profile`` sections: what a run shows, and what it records beside metrics.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from rl_megatron.config.sections.preference import PreferenceSection
-from rl_megatron.section import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from rl_megatron.section import LISTED, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 JobName = Literal["rl", "sft", "dpo", "reward_model"]
 
@@ -135,3 +141,60 @@ class RewardTrainingSection(PairsSection):
     centring: NonNegativeFloat = 0.0
     """Weight in the loss of the mean over pairs of the squared sum of both scores, which keeps them around 0
     (arXiv:2312.09244); 0.01 is common."""
+
+
+CHECKPOINT = re.compile(r"(warm_start|step)_(\d{6,})")
+"""The names of checkpoints in a run's ``checkpoints`` folder, whose other files are the user's."""
+
+
+class CheckpointSection(Section):
+    """Checkpoints of everything that a resume needs. ``every=0``: only after a warm start and after the last step."""
+
+    every: NonNegative = 25
+    """Steps between checkpoints."""
+    keep: Positive = 2
+    """Number of newest checkpoints to keep."""
+    keep_every: Positive | None = None
+    """Steps between checkpoints that are kept besides, for good: a multiple of ``every``. null: none is."""
+    keep_best: NonNegative = 0
+    """Number of checkpoints to keep besides whose ``eval/accuracy`` is the highest, of equal ones the later; ``every``
+    is then a multiple of eval.every. After a resume that measures it otherwise, as on another set, so many of each way
+    of measuring are kept."""
+    async_save: bool = True
+    """Whether training goes on while a checkpoint is written: it waits until the state is copied in the host's memory,
+    which a rank keeps for the next one. A kill leaves the checkpoint before; a stop, the run's end and the next
+    checkpoint wait for the one in hand. false: training waits until it is written, and no copy is held."""
+    in_flight: Literal["tokens", "prompts"] = "tokens"
+    """What a checkpoint holds of completions that servers are sampling, with train.max_staleness above 0. tokens:
+    servers are interrupted and go on, and a resume continues each completion from its tokens; prompts: servers are left
+    alone, and a resume samples these completions again from their prompts."""
+
+
+class LogSection(Section):
+    """What a run shows, and what it records besides metrics.jsonl."""
+
+    progress: Literal["auto", "live", "plain"] = "auto"
+    """Show progress as a live panel, as plain lines, or as whichever suits the terminal (auto)."""
+    samples_per_step: NonNegative = 4
+    """Number of groups per step of which completions are written to samples.jsonl."""
+    samples_per_group: Positive = 4
+    """How many completions of each of them, to read beside one another; a group has ``rollout.group_size``."""
+    tensorboard: bool = True
+    """Whether to write TensorBoard files. Where the disk refuses them, a warning says so and the run goes on without,
+    until a resume."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Send metrics to Weights & Biases (online), or store them to send later (offline). Where
+    that fails, or takes no row for half a minute, a warning says so and the run goes on without, until a resume."""
+    wandb_project: str = "rl_megatron"
+    """Project at Weights & Biases."""
+
+
+class ProfileSection(Section):
+    """Kernels and operators of chosen steps, by torch's profiler (docs/running.md)."""
+
+    steps: Annotated[tuple[Positive, ...], LISTED] = ()
+    """Steps to profile, as a list or text as 3,4."""
+    ranks: Annotated[tuple[NonNegative, ...], LISTED, Field(min_length=1)] = (0,)
+    """Ranks of each role to profile."""
+    memory: bool = False
+    """Record where a rank's GPU memory was allocated, and write that as a snapshot where it runs out."""

@@ -6,15 +6,19 @@ full, or that an earlier start wrote, is renamed to trace_before.json; the one t
 
 Perfetto shows processes by their sort index (before v53 by their number of spans), and threads by their number, where
 that of their process would be its main thread's. Arrows go from a generation to each of its requests by servers.
+
+Writes a run's timeline while it runs, from a thread, so that the event loop does not wait for it.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import logging
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -281,3 +285,56 @@ def _rank(process: str) -> int:
     word, number = process.split(" ")[0], re.search(r"\d+", process)
     place = _FIRST.index(word) if word in _FIRST else len(_FIRST)
     return place * 1_000_000 + (int(number[0]) if number else 0)
+
+
+logger = logging.getLogger(__name__)
+
+
+class Timeline:
+    """A run's timeline, in ``folder``. Controller process only. Where it cannot write, it warns and ends no run."""
+
+    def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
+        self._file, self._failed = TraceFile(folder, most_bytes), False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="timeline")
+        self._writing: Future[None] | None = None
+
+    def step(self, row: Mapping[str, object], times: tuple[int, int] | None) -> None:
+        """Keep the step of a row of metrics as a span, if its ``times`` are known, and begin to write what there is."""
+        if times is not None:
+            warm = row.get("phase") == "warm_start"
+            name = f"warm start step {row.get('warm_start/step')}" if warm else f"step {row.get('step')}"
+            spans.keep(spans.STEPS, name, *times)
+        if self._writing is None or self._writing.done():  # else the next step writes these, too
+            self._writing = self._thread.submit(self._write, *spans.taken())
+
+    def flush(self) -> Future[None]:
+        """Write all that there is now; the future is done once readers see it."""
+        self._writing = self._thread.submit(self._write, *spans.taken())
+        return self._writing
+
+    def close(self) -> None:
+        """Write what is left, and end the file."""
+        if self._writing is not None:
+            self._writing.result()
+        self._thread.shutdown()
+        self._write(*spans.taken())
+        try:
+            self._file.close()
+        except Exception as error:  # noqa: BLE001  `_warn` logs it
+            self._warn(error)
+
+    def _write(self, kept: Sequence[KeptSpan], lost: int) -> None:
+        if self._failed or not kept:
+            return
+        if lost:
+            logger.warning("the timeline lacks %d spans: memory holds %d between two writes", lost, spans.MOST)
+        try:
+            self._file.append(kept)
+        except Exception as error:  # noqa: BLE001  `_warn` logs it
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        """Nothing is written any more. A fault of our own has its traceback."""
+        self._failed, ours = True, not isinstance(error, OSError)
+        what = f"{type(error).__name__}: {error}" if ours else str(error)
+        logger.warning("the timeline ends here: %s", what, exc_info=ours)

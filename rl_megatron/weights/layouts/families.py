@@ -19,13 +19,9 @@ from rl_megatron.weights.layouts.tables.deepseek_v3 import DEEPSEEK_V2, DEEPSEEK
 from rl_megatron.weights.layouts.tables.glm4_moe import GLM4_MOE
 from rl_megatron.weights.layouts.tables.gpt_oss import GPT_OSS
 from rl_megatron.weights.layouts.tables.hy_v3 import HY_V3
-from rl_megatron.weights.layouts.tables.llama import LLAMA, MISTRAL
 from rl_megatron.weights.layouts.tables.minimax_m2 import MINIMAX_M2
-from rl_megatron.weights.layouts.tables.mixtral import MIXTRAL
-from rl_megatron.weights.layouts.tables.olmoe import OLMOE
-from rl_megatron.weights.layouts.tables.qwen2 import QWEN2
-from rl_megatron.weights.layouts.tables.qwen3 import QWEN3
-from rl_megatron.weights.layouts.tables.qwen3_moe import QWEN3_MOE
+from rl_megatron.weights.layouts.tables.qwen3 import LLAMA, MISTRAL, QWEN2, QWEN3
+from rl_megatron.weights.layouts.tables.qwen3_moe import MIXTRAL, OLMOE, QWEN3_MOE
 from rl_megatron.weights.layouts.tables.qwen3_next import QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_NEXT
 
 _ALL = (

@@ -24,13 +24,12 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.evaluation.figures import chance_interval, rate_interval, share_interval
 from rl_megatron.evaluation.sets import ProblemSet, measure, row_of
 from rl_megatron.interfaces import RolloutEngine
-from rl_megatron.limits import limits_of
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.observability.metrics.table import documented
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.training.evaluation import Evaluation
-from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, Span
+from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, Span, limits_of
 from tests import scripted_engine
 
 ANSWERS = {  # by problem: the texts of its four samples
@@ -155,7 +154,7 @@ def test_a_reward_that_reads_no_answer_has_no_majority_and_failed_ones_count_as_
     async def strict(prompt: Prompt, completions: object, texts: Sequence[str]) -> list[float]:
         return [1.0 if text == "7" else float("nan") if text == "9" else 0.0 for text in texts]
 
-    from rl_megatron.rewards.own import Async
+    from rl_megatron.rewards.threads import Async
 
     ours = RolloutSampler(
         engine=Written(),

@@ -18,8 +18,7 @@ from launcher.controller.learner import LearnerGroup
 from launcher.controller.plane import Plane
 from launcher.hosts.sites import sites_of
 from launcher.servers.colocated import colocated
-from launcher.servers.launcher import ServedLauncher
-from launcher.servers.pool import ServedEngines
+from launcher.servers.pool import ServedEngines, ServedLauncher
 from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig

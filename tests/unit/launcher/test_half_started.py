@@ -16,8 +16,7 @@ from typing import Any, cast
 import pytest
 
 from launcher.processes.guards import GuardProcess, Order, start_guard
-from launcher.servers.launcher import ServedLauncher
-from launcher.servers.pool import ServedEngines
+from launcher.servers.pool import ServedEngines, ServedLauncher
 from launcher.servers.site import Site
 from launcher.servers.supervisor import Failed
 from launcher.servers.supervisor import Started as Server

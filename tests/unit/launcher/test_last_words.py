@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.processes.guards import Order, start_guard
-from launcher.processes.last_words import LastWords, end_of
+from launcher.processes.guards import LastWords, Order, end_of, start_guard
 from launcher.servers.supervisor import Started
 from rl_megatron.rollout.servers.http import Server
 

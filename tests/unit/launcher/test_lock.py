@@ -20,7 +20,7 @@ from launcher.processes.loop_watch import LoopWatch
 from launcher.runs.lock import lock
 from launcher.runs.name import claim
 from rl_megatron.config.io import load_config
-from rl_megatron.config.sections.log import LogSection
+from rl_megatron.config.sections.jobs import LogSection
 from rl_megatron.durable import append_private
 from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.observability.files import read_jsonl

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from launcher.servers.degrees import degree_problems
-from launcher.servers.launcher import _tolerance
-from launcher.servers.pool import ServedEngines
+from launcher.servers.pool import ServedEngines, _tolerance
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.errors import ConfigError

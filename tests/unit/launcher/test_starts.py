@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import rl_megatron
-from launcher.runs.starts import record_start
+from launcher.runs.resume import record_start
 from rl_megatron.observability.report import write_report
 from tests.unit.observability.report_pages import Page, a_run
 

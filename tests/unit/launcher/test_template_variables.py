@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from launcher.build.data import load_data
-from launcher.build.tokenizer import read_tokenizer
+from launcher.build.data import load_data, read_tokenizer
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.config.sections.reward import RewardModelSection

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from rl_megatron.config.io import load_config
-from rl_megatron.config.sections.log import LogSection
+from rl_megatron.config.sections.jobs import LogSection
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
 

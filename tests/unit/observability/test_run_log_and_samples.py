@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl_megatron.config.sections.log import LogSection
+from rl_megatron.config.sections.jobs import LogSection
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.durable import in_hand
 from rl_megatron.errors import DataError

@@ -11,9 +11,8 @@ import pytest
 
 from rl_megatron.errors import DataError
 from rl_megatron.observability.timeline import spans
-from rl_megatron.observability.timeline.recording import Timeline
 from rl_megatron.observability.timeline.spans import Clock
-from rl_megatron.observability.timeline.trace import TraceFile, read_trace, write_trace
+from rl_megatron.observability.timeline.trace import Timeline, TraceFile, read_trace, write_trace
 from tests.perfetto import check_trace
 
 MS = 1_000_000

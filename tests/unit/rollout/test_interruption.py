@@ -18,7 +18,7 @@ from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import InterruptSection, RolloutSection
 from rl_megatron.data.samples import to_samples
 from rl_megatron.errors import ConfigError
-from rl_megatron.rewards.own import Plain
+from rl_megatron.rewards.threads import Plain
 from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.policy_sampler import HeldOut

@@ -15,7 +15,7 @@ from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import EngineError, PoisonPrompt, RewardError
 from rl_megatron.evaluation.sets import ProblemSet, measure
-from rl_megatron.rewards.own import Plain
+from rl_megatron.rewards.threads import Plain
 from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.policy_sampler import HeldOut

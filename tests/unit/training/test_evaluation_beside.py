@@ -15,18 +15,16 @@ import pytest
 from launcher.servers.engines import SERVERS
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
-from rl_megatron.config.sections.log import LogSection
+from rl_megatron.config.sections.jobs import LogSection
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.evaluation.sets import ProblemSet
 from rl_megatron.observability.history import load_runs
 from rl_megatron.observability.metrics.writer import MetricsWriter
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
-from rl_megatron.rollout.beside_training import LAST, BesideTraining
-from rl_megatron.rollout.policy_sampler import PolicySampler
+from rl_megatron.rollout.policy_sampler import LAST, BesideTraining, PolicySampler
 from rl_megatron.rollout.sampler import SamplerBySource
-from rl_megatron.training.beside import EvaluationBeside
-from rl_megatron.training.evaluation import Evaluation
+from rl_megatron.training.evaluation import Evaluation, EvaluationBeside
 from rl_megatron.types import Completion, GenerationRequest, Prompt, Span
 from tests.completions import completion
 from tests.scripted_engine import Scripted, sampler

@@ -17,7 +17,7 @@ from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import ends_in_tokens, in_steps, single_turns
 from rl_megatron.errors import ConfigError, RewardError
-from rl_megatron.rewards.own import scored
+from rl_megatron.rewards.threads import scored
 from rl_megatron.training.credit.assign import assign_credit
 from rl_megatron.training.credit.shaping import shape_rewards
 from rl_megatron.training.credit.state import AlgorithmState

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_megatron.algorithms.losses import MEANS_OF_RATIOS
-from rl_megatron.algorithms.quantiles import histogram
+from rl_megatron.algorithms.ratios import histogram
 from rl_megatron.config.run import RunConfig
 from rl_megatron.training.measures import Made, critic_row, policy_row
 from rl_megatron.training.optimizer_steps import critic_learning_rate, learning_rate, steps_of

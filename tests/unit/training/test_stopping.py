@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from rl_megatron.config.sections.log import LogSection
+from rl_megatron.config.sections.jobs import LogSection
 from rl_megatron.digests import Digest
 from rl_megatron.errors import Stopped
 from rl_megatron.interfaces import Learner

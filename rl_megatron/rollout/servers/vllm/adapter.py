@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.limits import limits_of
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import (
     Adapter,
@@ -41,7 +40,7 @@ from rl_megatron.rollout.servers.vllm.options import (
     options_of_ranks,
     quantises,
 )
-from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
+from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, limits_of
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.compare import ReportReader
 from rl_megatron.weights.checks.reports import REPORT_FORM, Report
