@@ -15,12 +15,6 @@ def mirror_path(config: RunConfig, run_folder: Path) -> Path:
     return _mirror(config, run_folder, _name(run_folder))
 
 
-def versions_folder(config: RunConfig, run_folder: Path) -> Path:
-    """The folder of this run's versions, where these move through files to engines in the learner's processes."""
-    given = config.weights.folder
-    return run_folder / "weights" if given is None else given / f"rl_megatron-{_name(run_folder)}"
-
-
 def drawn_mirror_path(config: RunConfig, folder: Path) -> Path:
     """A mirror file of one process alone, beside which others may serve models from the same folder."""
     return _mirror(config, folder, secrets.token_hex(8))

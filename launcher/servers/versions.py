@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_megatron.config.checks import problems_of
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.weights import TRANSPORT_KINDS, TransportKind
+from rl_megatron.config.sections.weights import CARRIED, CUDA_IPC, PROCESS_GROUP
 from rl_megatron.errors import EngineError
 from rl_megatron.json_text import parse
 from rl_megatron.weights.checks import libraries
@@ -42,21 +41,9 @@ def compare_environments(
 def why_no_group(config: RunConfig, environments: Mapping[str, Libraries]) -> str:
     """Why ranks of these environments, by name, cannot be one group of the configured transport; else empty."""
 
-    def found(kind: TransportKind) -> str:
-        fields = kind.compared(config.learner.device)
-        return compare_facts({name: facts(one, fields) for name, one in environments.items()})
-
-    problem = found(config.transport)
-    if not problem:
-        return ""
-    ways = [name for name, kind in TRANSPORT_KINDS.items() if not found(kind) and _allowed(config, name)]
-    or_else = f", or set weights.transport={' or '.join(ways)}" if ways else ""
-    return f"weights.transport={config.transport.name}: {problem}{or_else}"
-
-
-def _allowed(config: RunConfig, transport: str) -> bool:
-    weights = config.weights.model_copy(update={"transport": transport})
-    return not problems_of(config.model_copy(update={"weights": weights}))
+    fields, way = config.transport.compared(config.learner.device), config.weights.transport
+    problem = compare_facts({name: facts(one, fields) for name, one in environments.items()})
+    return problem and f"weights.transport={way} by {config.transport.name}: {problem}, or set weights.transport=file"
 
 
 def describe_environments(learner: Path, engines: Sequence[Path]) -> str:
@@ -71,9 +58,9 @@ def describe_environments(learner: Path, engines: Sequence[Path]) -> str:
             {role: facts(one, kind.alike) for role, one in {**of_learner, name: of}.items()}
         )
         for name, of in of_engines.items()
-        for kind in TRANSPORT_KINDS.values()
+        for kind in (PROCESS_GROUP, CUDA_IPC, CARRIED)
     }
-    refused = [f"weights.transport={kind} between GPUs is refused: {why}" for (_, kind), why in found.items() if why]
+    refused = [f"weights by {kind} between GPUs are refused: {why}" for (_, kind), why in found.items() if why]
     return "\n".join([library_table({**of_learner, **of_engines}), *refused])
 
 

@@ -109,14 +109,12 @@ class Worker(RankModels):
         Readers of a mirror compare it with checksums of the learner's own tensors, so digests on the way are not
         needed. A quantised one, or one cut inside a word, is compared with the checksums of the mirror itself.
         """
-        from launcher.runs.folder import versions_folder
         from rl_megatron.types import ParallelDims
         from rl_megatron.weights.checks.reports import add_up, sources_of
         from rl_megatron.weights.formats.served import FORMATS
         from rl_megatron.weights.plans.plan import plan, plan_into_copies
-        from rl_megatron.weights.servers.mirror import claim_folder
         from rl_megatron.weights.transports.commit import Staging
-        from rl_megatron.weights.transports.connect import Ends, make_transport
+        from rl_megatron.weights.transports.delta import make_transport
 
         held = self._held
         if config.fills_files:
@@ -132,19 +130,10 @@ class Worker(RankModels):
         self._sealed = (
             config.rollout.served and not quantised and all(add_up(one, self._dtype.itemsize) for one in sources)
         )
-        section, folder = config.weights.filling(served=config.fills_files), versions_folder(config, run_folder)
-        if section.transport == "file" and section.folder is not None and self._rank == 0:
-            claim_folder(folder)
-            self._ends.enter_context(removed(folder))
-        ends = Ends(
-            section=section.model_copy(update={"verify": section.verify and not self._sealed}),
-            moves=transfers,
-            src=self._tensors,
-            dst=held,
-            folder=folder,
-            timeout_seconds=config.learner.timeout_seconds,
+        transport = make_transport(
+            transfers, src=self._tensors, dst=held, section=config.weights, verify=not self._sealed
         )
-        self._staging = Staging(make_transport(ends), self._holder)
+        self._staging = Staging(transport, self._holder)
 
     def _connect_adapters(self, config: RunConfig, run_folder: Path) -> AdapterEnds:
         """Plan the moves of adapters from every rank to the first that writes each mirror file."""

@@ -19,7 +19,7 @@ from rl_megatron.config.reads.job import problems_of_job
 from rl_megatron.config.reads.unread import problems_of_unread_keys
 from rl_megatron.config.rewards import problems_of_rewards
 from rl_megatron.config.sections.rollout import RolloutSection
-from rl_megatron.config.sections.weights import NODE_MEMORY, TRANSPORT_KINDS
+from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.options.padding import most_padded, padded_tokens, sequence_multiple
 from rl_megatron.options.table import problems as option_problems
 
@@ -91,69 +91,30 @@ def _critic_problems(c: RunConfig) -> list[str]:
     return [f"of algorithm.critic.optimizer: {line}" for line in option_problems(own) if line not in known]
 
 
-def _transport_problems(c: RunConfig) -> list[str]:
-    """A transport that cannot reach the engine: in another process, on another machine, or another device's memory."""
-    kind, served, out = c.transport, c.rollout.served, []
-    given = f"weights.transport={kind.name}"
-    if not kind.reaches(served=served) and not served:
-        out.append(
-            f"{given} hands weights on to servers, but rollout.engine={c.rollout.engine} samples in the learner's "
-            "processes; set weights.transport=auto"
+def _transport_problems(c: RunConfig) -> Iterator[str]:
+    """A transport that cannot reach the engine, or a folder that not all ranks see."""
+    kind, server, world = c.transport, c.rollout.server, c.learner.dims.world_size
+    if not c.rollout.served:
+        if c.weights.transport == "file":
+            yield (
+                "weights.transport=file is for servers, but "
+                f"rollout.engine={c.rollout.engine} samples in the learner's processes; set weights.transport=auto"
+            )
+        return
+    if (
+        kind.group == "learner"
+        and c.learner.device != "cpu"
+        and server.addresses is None
+        and server.count * server.ranks > world
+    ):
+        yield (
+            f"weights.transport=direct needs a GPU of the learner's {world} for each of the servers' ranks, and they "
+            f"are {server.count * server.ranks}; lower rollout.server.replicas={server.count} or a degree"
         )
-    elif not kind.reaches(served=served):
-        others = " or ".join(other.name for other in TRANSPORT_KINDS.values() if other.reaches(served=served))
-        out.append(
-            f"{given} copies within one process, but rollout.engine={c.rollout.engine} samples in servers, which are "
-            f"processes of their own; set weights.transport={others}, or auto"
-        )
-    elif kind.one_process and c.learner.dims.world_size > 1:
-        out.append(
-            f"{given} copies within one process, but the learner has {c.learner.dims.world_size}; "
-            "set weights.transport=shared_memory or process_group"
-        )
-    if served and kind.group == "learner":
-        out += _carried_problems(c, given)
-    if served and c.slurm.engines.nodes and c.weights.folder and c.weights.folder.is_relative_to(NODE_MEMORY):
-        out.append(
+    if c.slurm.engines.nodes and c.weights.folder and c.weights.folder.is_relative_to(NODE_MEMORY):
+        yield (
             f"weights.folder={c.weights.folder} is in each node's own memory, and the learner's ranks cannot write it "
             f"on slurm.engines.nodes={c.slurm.engines.nodes}; give a folder that all nodes see, or leave it out"
-        )
-    if kind.maps is None:
-        return out
-    away = [f"slurm.nodes={c.slurm.nodes}"] if c.slurm.nodes > 1 else []
-    if served and c.slurm.engines.nodes:
-        away.append(f"slurm.engines.nodes={c.slurm.engines.nodes}")
-    if kind.maps != c.learner.device:
-        out.append(
-            f"{given} moves memory of {kind.maps}, but learner.device={c.learner.device}; set weights.transport=auto"
-        )
-    if away and c.run.launcher != "local":
-        out.append(f"{given} stays on one machine, but {' and '.join(away)}; {_between_machines(c)}")
-    return out
-
-
-def _between_machines(c: RunConfig) -> str:
-    """What to set instead of a transport of one machine."""
-    if not c.rollout.served or c.slurm.engines.nodes:
-        return "set weights.transport=process_group"
-    return (
-        "give servers nodes of their own (slurm.engines.nodes) and set weights.transport=process_group, or set "
-        "weights.transport=carried, or auto, a file in each node's memory"
-    )
-
-
-def _carried_problems(c: RunConfig, given: str) -> Iterator[str]:
-    """Why no learner rank would be beside each of the servers' ranks, or not for it alone."""
-    server, world = c.rollout.server, c.learner.dims.world_size
-    if c.slurm.engines.nodes:
-        yield (
-            f"{given} needs servers on the learner's own nodes, but slurm.engines.nodes={c.slurm.engines.nodes} are "
-            "for servers alone; set weights.transport=process_group"
-        )
-    elif c.learner.device != "cpu" and server.addresses is None and server.count * server.ranks > world:
-        yield (
-            f"{given} needs a GPU of the learner's {world} for each of the servers' ranks, and they are "
-            f"{server.count * server.ranks}; lower rollout.server.replicas={server.count} or a degree"
         )
 
 
@@ -363,11 +324,5 @@ def _colocation_problems(c: RunConfig) -> list[str]:
         out.append(
             f"{turns} on the same nodes, but slurm.engines.nodes={c.slurm.engines.nodes} are for servers alone; leave "
             "one of them out"
-        )
-    if c.transport.direct and c.transport.group == "all":
-        kinds = [kind for kind in TRANSPORT_KINDS.values() if kind.maps == c.learner.device or kind.group == "learner"]
-        out.append(
-            f"{turns}, but weights.transport={c.transport.name} needs an accelerator for each rank; set "
-            f"weights.transport=file or {' or '.join(kind.name for kind in kinds)}"
         )
     return out

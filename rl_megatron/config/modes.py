@@ -48,8 +48,8 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
         )
     if c.learner.deterministic and _one_nccl(c):
         yield (
-            "learner.deterministic=true with weights.transport=process_group into servers: the learner's ranks choose "
-            f"NCCL's algorithm by NCCL_ALGO, {_ONE_GROUP}"
+            f"learner.deterministic=true with weights.transport={c.weights.transport} by process_group into servers: "
+            f"the learner's ranks choose NCCL's algorithm by NCCL_ALGO, {_ONE_GROUP}"
         )
     if c.algorithm.needs_top and c.learner.head_dtype is not None:
         yield (
@@ -95,7 +95,7 @@ def _of_draft_tokens(c: RunConfig) -> Iterator[str]:
         )
     if c.rollout.served and c.transport.direct:
         yield (
-            f"{given} with weights.transport={c.transport.name}: what goes straight into an engine's ranks is the "
+            f"{given} with weights.transport={c.weights.transport}: what goes straight into an engine's ranks is the "
             "model's, not its draft layer's; set weights.transport=file"
         )
     if server.quantization != "none":
@@ -257,7 +257,7 @@ def _of_own_servers(c: RunConfig) -> Iterator[str]:
         f"rollout.server.nodes={server.nodes}": (server.nodes or 1) > 1,
         f"rollout.server.addresses={server.addresses}": server.addresses is not None,
         f"rollout.server.options={server.options}": server.options is not None,
-        f"weights.transport={c.transport.name}": c.transport.direct,
+        f"weights.transport={c.weights.transport}": c.transport.direct,
     }
     for key in (key for key, does in given.items() if does):
         yield (
@@ -268,8 +268,7 @@ def _of_own_servers(c: RunConfig) -> Iterator[str]:
 
 
 _ONE_GROUP = (
-    "and ranks of one group that choose differently wait for each other without end; set weights.transport=file, or "
-    "for servers on the learner's GPUs carried or cuda_ipc"
+    "and ranks of one group that choose differently wait for each other without end; set weights.transport=file"
 )
 
 
@@ -295,8 +294,8 @@ def _of_servers(c: RunConfig) -> Iterator[str]:
         )
     if _one_nccl(c) and (c.rollout.engine != "sglang" or server.ranks > 1):  # SGLang's mode sets none for one rank
         yield (
-            f"{given} with weights.transport=process_group: in this mode {c.rollout.engine} sets NCCL's algorithm and "
-            f"channels in its ranks, {_ONE_GROUP}"
+            f"{given} with weights.transport={c.weights.transport} by process_group: in this mode {c.rollout.engine} "
+            f"sets NCCL's algorithm and channels in its ranks, {_ONE_GROUP}"
         )
 
 

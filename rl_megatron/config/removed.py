@@ -62,6 +62,7 @@ REMOVED: Mapping[str, Removed] = {
     "sandbox.processes": Removed("a program may have 16 processes", fixed=(16,)),
     "services": Removed(_STARTED),
     "slurm.services": Removed(_STARTED),
+    "weights.verify": Removed("receivers compare a digest of every box", fixed=(True,)),
 }
 """By dotted key, sorted; ``*`` is the name of an entry of a mapping, and a section stands for all keys in it."""
 
@@ -75,6 +76,11 @@ VALUES: Mapping[tuple[str, str], str] = {
     ("learner.optimizer.moments_dtype", "float8"): "'bfloat16', which takes 4 bytes a parameter, or 'float32'",
     ("sandbox.type", "docker"): "'subprocess' or 'remote'; a server at sandbox.url may run the container",
     ("weights.transport", "disk"): "'file', the new name of 'disk'",
+    **{
+        ("weights.transport", value): "'direct', which sends weights by process group, CUDA IPC or carriers as it fits"
+        for value in ("process_group", "shared_memory", "cuda_ipc", "carried", "memory")
+    },
+    ("weights.transport", "package.module:name"): "'auto', 'file' or 'direct'; no code of your own moves weights",
 }
 """By key and removed value: the rest of the sentence "must be ..."."""
 
@@ -103,7 +109,9 @@ def removed_key(key: str) -> Removed | None:
 
 def instead_of(key: str, value: object) -> str | None:
     """The rest of the sentence "must be ..." for a removed value of ``key``; None for any other value."""
-    return VALUES.get((key, value)) if isinstance(value, str) else None
+    if not isinstance(value, str):
+        return None
+    return VALUES.get((key, value)) or VALUES.get((key, "package.module:name" if ":" in value else ""))
 
 
 def is_off(value: object) -> bool:

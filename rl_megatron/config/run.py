@@ -34,7 +34,7 @@ from rl_megatron.config.sections.reward import RankedModelSection, RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.config.sections.slurm import SlurmSection
-from rl_megatron.config.sections.weights import TransportKind, WeightsSection
+from rl_megatron.config.sections.weights import CARRIED, CUDA_IPC, FILE, PROCESS_GROUP, TransportKind, WeightsSection
 from rl_megatron.section import EntryName, NonNegative, Positive, PositiveFloat, Section
 
 
@@ -181,9 +181,21 @@ class RunConfig(Section):
 
     @property
     def transport(self) -> TransportKind:
-        """The kind of ``weights.transport``; auto depends on whether servers sample, where, and what they can load."""
-        apart = self.run.launcher != "local" and self.slurm.engines.nodes > 0 and not self.rollout.embedded
-        return self.weights.kind(served=self.rollout.served, apart=apart)
+        """The kind of ``weights.transport``: into servers, or between the learner's ranks for engines in these."""
+        server, weights, way = self.rollout.server, self.weights, self.weights.transport
+        if not self.rollout.served:
+            return PROCESS_GROUP
+        if way == "auto":
+            apart = self.run.launcher != "local" and self.slurm.engines.nodes > 0 and not self.rollout.embedded
+            way = "direct" if apart and not weights.delta and weights.folder is None else "file"
+        if way == "file":
+            return FILE
+        elsewhere = self.slurm.engines.nodes > 0 or server.addresses is not None
+        shared = self.run.launcher != "local" or server.memory_fraction is not None
+        if not server.colocated and (elsewhere or not shared):
+            return PROCESS_GROUP
+        seen = self.slurm.nodes == 1 and server.ranks >= self.learner.dims.world_size  # all ranks' GPUs, by each server
+        return CUDA_IPC if seen and self.learner.device != "cpu" else CARRIED
 
     @property
     def watchdog_seconds(self) -> float:

@@ -72,8 +72,7 @@ def _weights(case: Case) -> Finding:
             cause="weights",
             verdict="guilty",
             evidence=f"{compared}; the engine holds others in {', '.join(w.differing[:_NAMED])}{more}",
-            fix="the engine's loader or a process that writes into its memory changes them; push again, and keep "
-            "weights.verify on",
+            fix="the engine's loader or a process that writes into its memory changes them; push again",
         )
     if case.culprit == "weights":
         expert = suspected_expert(case.outcomes.single, case.outcomes.single_routes)

@@ -129,10 +129,8 @@ class Estimate:
         if self.push.before:
             yield f"{self.push.before / GB:,.1f} GB of frozen weights to each server, once before the first push"
         pushed = "adapters" if self.push.before else "weights"
-        yield f"{what} of {pushed} (weights.transport={route.transport}), through {route.describe()}:"
+        yield f"{what} of {pushed} by {route.transport}, through {route.describe()}:"
         yield from (f"  {hop.describe()}" for hop in self.push.hops)
-        if not self.push.hops:
-            yield "  its bytes and seconds are those of your own code"
         yield self.save.describe()
         yield self.save.describe_disk()
         if self.step is not None:
@@ -146,7 +144,7 @@ class Estimate:
         if self.push.route.shared and self.pushes:
             yield (
                 f"each push of weights goes through {self.push.route.file}: {self.push.seconds:,.1f} s at assumed "
-                "speeds. Give servers nodes of their own (slurm.engines.nodes) and weights.transport=process_group, or "
+                "speeds. Give servers nodes of their own (slurm.engines.nodes) and weights.transport=direct, or "
                 "keep learner and servers on one node (docs/weights.md)"
             )
         if self.step is None:

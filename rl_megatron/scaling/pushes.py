@@ -7,7 +7,7 @@ packing, checksums and the engines' own work are left out, so real pushes take l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from rl_megatron.config.run import RunConfig
@@ -74,13 +74,9 @@ def push_cost(config: RunConfig, shape: ModelShape) -> Push:
     if served and kind.direct:
         return Push(route=route, hops=(_straight(config, shape, route),))
     if served:
-        filled = route.over and config.weights.filling(served=True).kind(served=False).crosses == "links"
-        first = [hop for hop in (_into_files(config, shape, route),) if hop.total] if filled else []
+        first = [hop for hop in (_into_files(config, shape, route),) if hop.total] if route.over else []
         return Push(route=route, hops=(*first, *_through_file(config, served_bytes(config, shape), route)))
-    if kind.crosses == "unknown":
-        return Push(route=route, hops=())
-    held = _into_every_rank(config, shape, route)
-    return Push(route=route, hops=(held if kind.crosses != "file" else _local_file(config, held, route),))
+    return Push(route=route, hops=(_into_every_rank(config, shape, route),))
 
 
 def served_bytes(config: RunConfig, shape: ModelShape) -> int:
@@ -225,16 +221,6 @@ def _through_file(config: RunConfig, size: int, route: Route, *, alone: bool = F
         Hop(where=f"written to {file}", total=total, sent=sent, received=0, seconds=written, speed=speed),
         Hop(where=f"read from {file}", total=size * readers, sent=0, received=size, seconds=read, speed=speed),
     )
-
-
-def _local_file(config: RunConfig, held: Hop, route: Route) -> Hop:
-    """Every rank writes what others lack, and reads what it lacks."""
-    speeds, nodes = config.slurm.speeds, config.slurm.nodes if config.run.launcher != "local" else 1
-    seconds = (held.sent + held.received) / (speeds.memory * GB)
-    if route.shared:
-        seconds = 2 * held.total * max(1 / (nodes * speeds.storage_node), 1 / speeds.storage) / GB
-    speed = _storage_speed(config) if route.shared else f"{speeds.memory:g} GB/s a process"
-    return replace(held, where=f"written to and read from {route.file}", seconds=seconds, speed=speed)
 
 
 def _links(config: RunConfig, elsewhere: Mapping[int, int]) -> Links:

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.weights import NODE_MEMORY, TRANSPORT_KINDS, TransportKind
+from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.http.urls import is_loopback
 from rl_megatron.placement.files import hosts_of, weights_folder, writers_of_files
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import made_up_nodes
 from rl_megatron.placement.seats import seats_of
-
-_OTHERS = {"memory": "the node's memory", "nothing": "nothing, as learner and engine are one process"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,25 +43,20 @@ def route_of(config: RunConfig) -> Route:
     if config.weights.push == "adapters":
         file, shared = _served_file(config)
         alone = config.learner.dims.world_size == 1
-        over = "" if alone else _over(config, TRANSPORT_KINDS["process_group"], learner_apart)
+        over = "" if alone else _over(config, learner_apart)
         return Route(transport="file", over=over, file=file, shared=shared)
     if served and kind.direct:
         nodes = engine_nodes(config)
         together = any(node in range(config.slurm.nodes) for node in nodes)
-        over = _over(config, kind, learner_apart or any(nodes), together)
+        over = _over(config, learner_apart or any(nodes), together)
         last = ", to the learner rank beside each of the servers' ranks" if kind.group == "learner" else ""
         return Route(transport=kind.name, over=over + last)
     if served:
-        filling = config.weights.filling(served=True).kind(served=False)
         file, shared = _served_file(config)
         alone = len(writers_of_files(config)[0]) == config.learner.dims.world_size  # they hold all that they write
-        over = "" if alone else _over(config, filling, learner_apart)
+        over = "" if alone else _over(config, learner_apart)
         return Route(transport=kind.name, over=over, file=file, shared=shared)
-    if kind.crosses == "file":
-        folder = config.weights.folder
-        shared = learner_apart or (folder is None and config.run.launcher != "local")  # a job's run folder is shared
-        return Route(transport=kind.name, over="", file=_file(folder or "the run's folder", shared), shared=shared)
-    return Route(transport=kind.name, over=_over(config, kind, learner_apart))
+    return Route(transport=kind.name, over=_over(config, learner_apart))
 
 
 def engine_nodes(config: RunConfig) -> list[int]:
@@ -82,10 +75,8 @@ def engine_nodes(config: RunConfig) -> list[int]:
     return [order.index(seat.node) for seat in seats for _ in range(each)]
 
 
-def _over(config: RunConfig, kind: TransportKind, apart: bool, together: bool = True) -> str:
-    """What a transport without a file crosses, between processes of several nodes (``apart``), of one, or of both."""
-    if kind.crosses != "links":
-        return _OTHERS.get(kind.crosses, f"what {kind.name} uses")
+def _over(config: RunConfig, apart: bool, together: bool = True) -> str:
+    """What weights cross without a file, between processes of several nodes (``apart``), of one, or of both."""
     inside = "NVLink" if config.learner.device != "cpu" else "a node's loopback"
     return " and ".join([inside] * (together or not apart) + ["the network"] * apart)
 

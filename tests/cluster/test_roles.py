@@ -42,7 +42,7 @@ ENGINES = {
 ON = {
     "slurm": (
         "run.launcher=slurm",
-        "weights.transport=process_group",
+        "weights.transport=direct",
         "rollout.server.tp=2",
         "rollout.server.nodes=2",
         "slurm.engines.nodes=2",
@@ -129,7 +129,7 @@ def test_each_role_of_a_heterogeneous_job_is_on_its_nodes(cluster: Cluster, laun
 @with_engine
 def test_weights_are_handed_on_to_a_server_over_the_learners_nodes(cluster: Cluster) -> None:
     """Each engine rank gets its share from the learner rank on its node, and no byte more; the shared folder none."""
-    own = ("slurm.nodes=2", "slurm.ntasks_per_node=1", "slurm.partition=pair17", "weights.transport=carried")
+    own = ("slurm.nodes=2", "slurm.ntasks_per_node=1", "slurm.partition=pair17", "weights.transport=direct")
     server = ("rollout.server.tp=2", "rollout.server.nodes=2", "slurm.environment.RUN_OF_THE_TEST=carried")
     keys = ("run.launcher=slurm", "train.steps=2", "checkpoint.every=0", "algorithm.kl.coefficient=0")
     job = cluster.submit("carried", *SERVED, *own, *server, *keys, hold="1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psutil
 
-from launcher.runs.folder import versions_folder
+from launcher.runs.folder import mirror_path
 from rl_megatron.config.io import load_config
 from tests.e2e.processes import Place, alive
 from tests.exposure import check_secrets, check_sockets, family, ports_of
@@ -108,10 +108,10 @@ def _files(name: str) -> tuple[str, ...]:
     )
 
 
-def test_a_folder_of_versions_that_another_put_there_is_refused(place: Place) -> None:
+def test_a_folder_of_weights_that_another_put_there_is_refused(place: Place) -> None:
     shared, others = place.folder / "shared", place.folder / "others"
-    keys = (ONE, "weights.transport=file", f"weights.folder={shared}", "warm_start.steps=0", "train.steps=1")
-    name = versions_folder(load_config("tiny_cpu", list(keys)), place.folder / "runs" / "taken").name
+    keys = (ONE, "rollout.server.replicas=1", f"weights.folder={shared}", "warm_start.steps=0", "train.steps=1")
+    name = mirror_path(load_config("tiny_cpu", list(keys)), place.folder / "runs" / "taken").parent.name
     for folder in (shared, others):
         folder.mkdir()
     (shared / name).symlink_to(others)

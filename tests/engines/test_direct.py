@@ -20,7 +20,7 @@ from tests.engines.straight import FolderSender, direct
 from tests.engines.test_restarts import check, process_of, while_sampling
 
 
-@pytest.mark.parametrize("transport", ["process_group", "shared_memory", "carried"])
+@pytest.mark.parametrize("transport", ["process_group", "carried"])
 def test_shards_go_straight_into_engines(
     server: ServedBench, models: tuple[Path, Path], transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -167,7 +167,7 @@ def start(name: str, cwd: Path, *keys: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize(("name", "replicas", "transport"), [("sglang", 1, "file"), ("vllm", 2, "shared_memory")])
+@pytest.mark.parametrize(("name", "replicas", "transport"), [("sglang", 1, "file"), ("vllm", 2, "direct")])
 def test_the_main_job_runs_and_leaves_nothing_behind(tmp_path: Path, name: str, replicas: int, transport: str) -> None:
     """What the learner and the engine make of the same tokens is equal to rounding. 45 seconds.
 

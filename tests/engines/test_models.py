@@ -75,9 +75,7 @@ def check_straight(server: ServedBench, name: str, learners: Learners) -> None:
     needed, whole = [bytes_of(boxes) for boxes in ranks], server.sync.mirror.num_bytes
     assert len(needed) == 2
     assert whole < sum(needed) < 1.1 * whole  # norms and routers alone are on both
-    for version, (layout, transport) in enumerate(
-        product(LAYOUTS, ("process_group", "shared_memory", "carried")), start=11
-    ):
+    for version, (layout, transport) in enumerate(product(LAYOUTS, ("process_group", "carried")), start=11):
         with learners.holding(name, layout) as weights:
             server.sync.folder, first = folder_of(learners.root, name, LAYOUTS[layout].seed), learners.ranks.world_size
             server.weights._delivery = DirectDelivery(

@@ -20,9 +20,8 @@ NEW_TOKENS = 12
 
 
 def engine_main(rank: int, folder: Path, keys: Mapping[str, Any]) -> None:
-    """Push into the embedded engine by both transports, add up checksums, sample greedily, and flip a bit."""
+    """Push into the embedded engine over a group of one, add up checksums, sample greedily, and flip a bit."""
     learner, device = branch.begin(rank, folder, keys)
-    from rl_megatron.config.sections.weights import WeightsSection
     from rl_megatron.learner.megatron import make_policy
     from rl_megatron.rollout.local.engine import LocalEngine
     from rl_megatron.types import GenerationRequest, SamplingParams
@@ -30,7 +29,7 @@ def engine_main(rank: int, folder: Path, keys: Mapping[str, Any]) -> None:
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
     from rl_megatron.weights.plans.plan import plan
     from rl_megatron.weights.transports.commit import Staging
-    from rl_megatron.weights.transports.connect import Ends, make_transport
+    from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 
     shape = branch.SHAPE
     policy = make_policy(shape, learner, device, temperature=0.7)
@@ -39,15 +38,13 @@ def engine_main(rank: int, folder: Path, keys: Mapping[str, Any]) -> None:
     engine = LocalEngine(shape, slots=4, dtype=torch.float32, device=device, max_length=64)
     moves = plan(layout, replace(hf_layout(shape), dims=learner.dims))
     seen: dict[str, Any] = {}
-    for version, transport in enumerate(("memory", "process_group")):
-        for tensor in engine.tensors.values():
-            tensor.zero_()
-        section = WeightsSection(transport=transport)
-        given = {"src": dict(policy.tensors), "dst": engine.tensors, "folder": folder, "timeout_seconds": 60}
-        staging = Staging(make_transport(Ends(section=section, moves=moves, **given)), engine)
-        staging.stage(version)
-        staging.commit(version)
-        seen[transport] = {name: checksum(t, tuple(t.shape)) for name, t in engine.tensors.items()}
+    for tensor in engine.tensors.values():
+        tensor.zero_()
+    transport = ProcessGroupTransport(moves, src=dict(policy.tensors), dst=engine.tensors)
+    staging = Staging(transport, engine)
+    staging.stage(0)
+    staging.commit(0)
+    seen["process_group"] = {name: checksum(t, tuple(t.shape)) for name, t in engine.tensors.items()}
     seen["on the host"] = {name: checksum(t.cpu(), tuple(t.shape)) for name, t in engine.tensors.items()}
     params = SamplingParams(temperature=0.0, top_p=1.0, max_new_tokens=NEW_TOKENS, stop_token_ids=(257,), seed=3)
     requests = [
@@ -61,8 +58,7 @@ def engine_main(rank: int, folder: Path, keys: Mapping[str, Any]) -> None:
     words[-1] = words[-1] ^ 4
     seen["flipped"] = {name: checksum(flipped, tuple(flipped.shape))}
     if device.type != "cpu":  # CPUs verify another way
-        section = WeightsSection(transport="memory")
-        seen["refused"] = _flipped_on_the_way(make_transport(Ends(section=section, moves=moves, **given)))
+        seen["refused"] = _flipped_on_the_way(transport)
     branch.end(folder, seen)
 
 

@@ -114,7 +114,7 @@ def push_main(rank: int, folder: Path, keys: Mapping[str, Any], small: bool) -> 
     from rl_megatron.weights.checks.checksums import box_checksums
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
     from rl_megatron.weights.plans.plan import plan
-    from rl_megatron.weights.transports.memory import MemoryTransport
+    from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 
     shape = shape_of(small)
     model = make_frozen(shape, learner, device, temperature=1.0)
@@ -128,7 +128,7 @@ def push_main(rank: int, folder: Path, keys: Mapping[str, Any], small: bool) -> 
     moves = plan(layout, replace(into, dims=learner.dims))
     seen: dict[str, Any] = {"bytes": size, "tensors": len(dst)}
     for verify in (False, True):
-        transport = MemoryTransport(moves, src=src, dst=dst, verify=verify)
+        transport = ProcessGroupTransport(moves, src=src, dst=dst, verify=verify)
         seen[f"push, verify={str(verify).lower()}"] = timed(lambda made=transport: made.move(1))
     seen["checksums"] = timed(lambda: box_checksums((t, tuple(t.shape), ()) for t in dst.values()))
     tokens = 64 if small else 8192

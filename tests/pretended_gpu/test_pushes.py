@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,7 @@ def transports(rank: int, folder: Path) -> None:
 
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     torch.cuda.set_device(rank)
-    by_files = partial(base.by_files, folder / "versions")
-    for connect in (base.over_gloo, base.changes_only, base.through_gpu_memory, by_files):
+    for connect in (base.over_gloo, base.changes_only, base.through_gpu_memory):
         base.check_push(rank, ParallelDims(ep=2, dp=2), 2, torch.float32, connect, "cuda")
         base.check_push(rank, ParallelDims(pp=2), 1, torch.bfloat16, connect, "cuda")
     with pytest.raises(WeightError, match=r"moves tensors in memory of cpu, rank \d has some on cuda:\d"):
@@ -44,7 +42,6 @@ def engine_main(rank: int, learner: LearnerSection, folder: Path, model: Path, a
     """One rank: fill and train, or load what such a one saved; train on, push into the embedded engine, and sample."""
     import torch
 
-    from rl_megatron.config.sections.weights import WeightsSection
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_frozen, make_policy
     from rl_megatron.rollout.local.engine import LocalEngine
@@ -53,7 +50,7 @@ def engine_main(rank: int, learner: LearnerSection, folder: Path, model: Path, a
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
     from rl_megatron.weights.plans.plan import plan
     from rl_megatron.weights.transports.commit import Staging
-    from rl_megatron.weights.transports.connect import Ends, make_transport
+    from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 
     torch.set_num_threads(1)
     shape = read_shape(model)
@@ -74,18 +71,10 @@ def engine_main(rank: int, learner: LearnerSection, folder: Path, model: Path, a
     seen["reference"] = [x.tolist() for x in scores["logprobs"]]
     layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple)
     engine = LocalEngine(shape, slots=4, dtype=torch.float32, device=device, max_length=64)
-    for version, transport in enumerate(("memory", "process_group")):
-        ends = Ends(
-            section=WeightsSection(transport=transport),
-            moves=plan(layout, replace(hf_layout(shape), dims=learner.dims)),
-            src=dict(policy.tensors),
-            dst=engine.tensors,
-            folder=folder,
-            timeout_seconds=60,
-        )
-        staging = Staging(make_transport(ends), engine)
-        staging.stage(version)
-        staging.commit(version)
+    moves = plan(layout, replace(hf_layout(shape), dims=learner.dims))
+    staging = Staging(ProcessGroupTransport(moves, src=dict(policy.tensors), dst=engine.tensors), engine)
+    staging.stage(0)
+    staging.commit(0)
     seen["checksums"] = {name: checksum(t, tuple(t.shape)) for name, t in engine.tensors.items()}
     params = SamplingParams(temperature=0.7, top_p=1.0, max_new_tokens=8, stop_token_ids=(257,), seed=3)
     request = GenerationRequest(id="a", token_ids=(65, 66, 67), num_completions=4, params=params)
@@ -94,7 +83,7 @@ def engine_main(rank: int, learner: LearnerSection, folder: Path, model: Path, a
     world.leave()
 
 
-def test_process_group_changes_cuda_ipc_and_files_write_gpus(tmp_path: Path) -> None:
+def test_process_group_changes_and_cuda_ipc_write_gpus(tmp_path: Path) -> None:
     run_worlds([World(main=transports, size=2, arguments=(tmp_path,))])
 
 

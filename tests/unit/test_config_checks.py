@@ -208,7 +208,7 @@ def test_noise_and_flips_of_routers_that_nobody_reaches_are_refused(keys: list[s
         "rollout.server.dp=2",
         "rollout.server.options=--x",
         "rollout.server.addresses=http://a:1",
-        "weights.transport=process_group",
+        "weights.transport=direct",
     ],
 )
 def test_servers_of_the_in_process_engine_are_one_process_each(key: str) -> None:

@@ -6,20 +6,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from launcher.preflight.engine import module_of
 from launcher.servers.engines import adapter_of
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
-from rl_megatron.config.sections.weights import WeightsSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import tiny_shape
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import Server
-from rl_megatron.weights.layouts.families import hf_layout
-from rl_megatron.weights.plans.plan import plan
-from rl_megatron.weights.transports.connect import Ends, make_transport
 from tests.documents import blocks
 from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, push, running
 from tests.unit.training.test_update_oracle import assert_as_plain_loops
@@ -35,29 +30,11 @@ class Mine(Words):
     def __init__(self, shape):
         self.shape = shape
 """
-TRANSPORT = """
-from rl_megatron.types import WeightUpdate
-
-class Copies:
-    def __init__(self, ends):
-        self.ends = ends
-
-    def move(self, version):
-        moved = 0
-        for name, tensor in self.ends.dst.items():
-            tensor.copy_(self.ends.src[name])
-            moved += tensor.nbytes
-        return WeightUpdate(version=version, num_bytes=moved, seconds=0.0)
-
-    def close(self):
-        pass
-"""
 
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine_engine.py").write_text(ENGINE)
-    (tmp_path / "mine_transport.py").write_text(TRANSPORT)
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
@@ -87,20 +64,6 @@ async def test_an_engine_that_is_a_server() -> None:
     assert completion.spans == ((0, 3),)
 
 
-@pytest.mark.usefixtures("mine")
-def test_a_transport(tmp_path: Path) -> None:
-    section = WeightsSection.model_validate({"transport": "mine_transport:Copies"})
-    layout = hf_layout(SHAPE)
-    src = {name: torch.randn(shape) for name, shape in layout.local_shapes(0).items()}
-    dst = {name: torch.zeros_like(tensor) for name, tensor in src.items()}
-    moves = plan(layout, layout)
-    transport = make_transport(
-        Ends(section=section, moves=moves, src=src, dst=dst, folder=tmp_path, timeout_seconds=1.0)
-    )
-    assert transport.move(1).num_bytes == sum(tensor.nbytes for tensor in src.values())
-    assert all(torch.equal(dst[name], tensor) for name, tensor in src.items())
-
-
 @pytest.mark.parametrize(
     ("key", "given", "said"),
     [
@@ -109,7 +72,6 @@ def test_a_transport(tmp_path: Path) -> None:
             "vlm",
             r"must be 'local', 'vllm' or 'sglang' .*or package.module:name",
         ),
-        ("weights.transport", "tcp", "must be 'auto', 'process_group', .* or package.module:name of your own code"),
     ],
 )
 def test_what_is_neither_known_nor_of_ones_own_is_refused(key: str, given: str, said: str) -> None:

@@ -11,7 +11,6 @@ from rl_megatron.config.reads.leaves import does_nothing, set_leaves
 from rl_megatron.config.sections.data import ArithmeticData, FileKeys, MixtureData, data_sources
 from rl_megatron.config.sections.eval import RunData
 from rl_megatron.config.sections.reward import RANKS, reward_key
-from rl_megatron.config.sections.weights import TRANSPORT_KINDS
 from rl_megatron.section import Section
 
 if TYPE_CHECKING:
@@ -110,17 +109,12 @@ def _of_train(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _of_weights(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """What the transport does not read: the transports to the same engine that do are the reason."""
-    served, engine = config.rollout.served, f"rollout.engine={config.rollout.engine}"
-    read = {"transport", "push", *config.transport.reads(served=served)}
-    for key in (key for key in type(config.weights).model_fields if key not in read):
-        kinds = (kind for kind in TRANSPORT_KINDS.values() if kind.reaches(served=served))
-        readers = " or ".join(kind.name for kind in kinds if key in kind.reads(served=served))
-        if readers:
-            reason = f"weights.transport={config.transport.name} does not read it, {readers} does"
-        else:
-            reason = f"{engine} samples in the learner's processes, and only servers use it"
-        yield f"weights.{key}", reason
+    if not config.rollout.served:
+        reason = f"rollout.engine={config.rollout.engine} samples in the learner's processes, and only servers use it"
+        yield from ((f"weights.{key}", reason) for key in ("folder", "meeting_host"))
+    elif not config.transport.direct:
+        way = config.weights.transport
+        yield "weights.meeting_host", f"weights.transport={way} is a file here, and weights.transport=direct reads it"
 
 
 def _of_programs(config: RunConfig) -> Iterator[tuple[str, str]]:

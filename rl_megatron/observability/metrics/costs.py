@@ -14,8 +14,8 @@ COSTS: MetricTuples = (
     ("plane/seconds", "s", "the controller made these, beside its event loop",
      Curve("Speed", "Seconds in which these were made")),
     ("weights/bytes", "bytes", "weight bytes that crossed a process boundary to the rollout engine"),
-    ("weights/route", "", "how they got there, as text: weights.transport, or `shared_file` through a file system "
-     "that nodes share"),
+    ("weights/route", "", "how they got there, as text: file, process_group, cuda_ipc, carried; shared_file through "
+     "a file system that nodes share"),
     ("weights/quantization_error", "", "largest relative error of a tensor that was quantised for engine servers, as "
      "Frobenius norms", Curve("Health", "Error of quantised weights")),
     ("engine/healthy", "servers", "engine servers that serve after the step's push; only if servers sample",

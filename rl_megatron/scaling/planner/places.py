@@ -35,7 +35,7 @@ def placements(wanted: Wanted) -> Iterator[tuple[float, dict[str, object]]]:
                 "slurm.nodes": nodes,
                 "rollout.server.colocated": True,
                 "learner.offload.while_sampling": "optimizer",
-                "weights.transport": "cuda_ipc" if nodes == 1 else "carried",
+                "weights.transport": "direct",
             },
         )
         for fraction in _FRACTIONS
@@ -44,7 +44,7 @@ def placements(wanted: Wanted) -> Iterator[tuple[float, dict[str, object]]]:
     if own or "slurm.nodes" in wanted.given:
         counts = {own or nodes - int(str(wanted.given["slurm.nodes"]))}
     for count in sorted(n for n in counts if 0 < n < nodes):
-        apart = {"slurm.nodes": nodes - count, "slurm.engines.nodes": count, "weights.transport": "process_group"}
+        apart = {"slurm.nodes": nodes - count, "slurm.engines.nodes": count, "weights.transport": "direct"}
         places.append((count * each, 0.85, apart))
     for gpus, usual, keys in places:
         fraction = float(str(wanted.given.get("rollout.server.memory_fraction") or usual))

@@ -32,7 +32,7 @@ _SEARCHED: Mapping[str, str] = {
     "learner.ep": f"a divisor of the experts, at most {MOST_EXPERT_RANKS}",
     "learner.pp": f"up to {MOST_STAGES}",
     "rollout.server.dp": f"up to {MOST_SERVER_DP}, where tp * dp divides the experts and fills nodes or a part of one",
-    "weights.transport": "cuda_ipc or carried with servers on the learner's GPUs, process_group with servers apart",
+    "weights.transport": "direct",
 }
 """The values that are tried of keys that a user may give, for messages."""
 

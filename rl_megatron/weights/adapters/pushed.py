@@ -20,7 +20,7 @@ from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, rank
 from rl_megatron.weights.plans.plan import plan_into_copies
 from rl_megatron.weights.servers.beside import ADAPTERS, adapters_folder
 from rl_megatron.weights.transports.commit import Staging
-from rl_megatron.weights.transports.connect import Ends, make_transport
+from rl_megatron.weights.transports.delta import make_transport
 
 
 class AdapterFolders:
@@ -90,12 +90,10 @@ def adapter_ends(
     if any(rank in group for group in writers):
         dtype = getattr(torch, config.learner.dtype)
         folders = AdapterFolders(mirror, dst.local_shapes(0), dtype, peft_config(lora, shape, model))
-    ends = Ends(
-        section=config.weights.model_copy(update={"transport": "process_group", "delta": False}),
-        moves=plan_into_copies(src, dst, writers),
+    transport = make_transport(
+        plan_into_copies(src, dst, writers),
         src=dict(tensors),
         dst={} if folders is None else folders.tensors,
-        folder=mirror.parent / "moves",
-        timeout_seconds=config.learner.timeout_seconds,
+        section=config.weights.model_copy(update={"delta": False}),
     )
-    return AdapterEnds(staging=Staging(make_transport(ends), folders), folders=folders)
+    return AdapterEnds(staging=Staging(transport, folders), folders=folders)

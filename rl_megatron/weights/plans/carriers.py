@@ -35,12 +35,13 @@ def carriers_of(places: Sequence[Place], learners: int) -> list[int]:
         where, ranks = f"engine rank {rank} is on {name}" + (f", GPU {gpu}" if gpu else ""), there[node, gpu]
         if not ranks:
             raise ConfigError(
-                f"weights.transport=carried: {where}, where no learner rank is that could hand weights on; start "
-                "servers on the learner's own nodes and GPUs, or set weights.transport=process_group"
+                f"weights.transport=direct: {where}, where no learner rank is that could hand weights on; start "
+                "servers on the learner's own nodes and GPUs; servers on other GPUs of this machine need "
+                "rollout.server.memory_fraction left out; or set weights.transport=file"
             )
         if gpu and carried[node, gpu]:
             raise ConfigError(
-                f"weights.transport=carried: {where}, as another engine rank is; give each a GPU of its own, or set "
+                f"weights.transport=direct: {where}, as another engine rank is; give each a GPU of its own, or set "
                 "weights.transport=file"
             )
         out.append(ranks[carried[node, gpu] % len(ranks)])

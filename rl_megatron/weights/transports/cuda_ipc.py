@@ -51,8 +51,8 @@ def _number(uuid: str) -> int:
     seen = [uuid_of(number) for number in range(torch.cuda.device_count())]
     if uuid not in seen:
         raise WeightError(
-            f"transport=cuda_ipc maps memory of GPU {uuid}, and this process sees {', '.join(seen) or 'none'} "
+            f"CUDA IPC maps memory of GPU {uuid}, and this process sees {', '.join(seen) or 'none'} "
             "(CUDA_VISIBLE_DEVICES); give both ends the same GPU (rollout.server.colocated=true), or set "
-            "transport=process_group"
+            "weights.transport=file"
         )
     return seen.index(uuid)

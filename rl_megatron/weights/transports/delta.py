@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from rl_megatron.config.sections.weights import WeightsSection
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports.ends import Parcel
@@ -139,3 +140,11 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
 def _typed(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes as elements; copied where they do not lie at one."""
     return (data if data.storage_offset() % dtype.itemsize == 0 else data.clone()).view(dtype)
+
+
+def make_transport(
+    moves: Plan, *, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], section: WeightsSection, verify: bool = True
+) -> ProcessGroupTransport:
+    """The transport between the learner's ranks, into their engines or the servers' files, over the default group."""
+    kind = DeltaTransport if section.delta else ProcessGroupTransport
+    return kind(moves, src=src, dst=dst, bucket_bytes=section.bucket_mb * 2**20, verify=verify)

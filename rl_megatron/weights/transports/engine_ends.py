@@ -30,7 +30,6 @@ from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport
 from rl_megatron.weights.transports.ends import PlanEnds
 from rl_megatron.weights.transports.joined import Member, Rendezvous
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
-from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
 
 _BUCKET_BYTES = 64 * 2**20
 _SLOT_BYTES = 2**20  # of host memory: two stay in the cores' shared cache
@@ -49,13 +48,6 @@ Layouts = tuple[Layout, Layout]
 def _process_group(member: Member, layouts: Layouts | None, **ends: Any) -> _Transport:
     return ProcessGroupTransport(
         _plan(member, layouts), **ends, group=member.group, bucket_bytes=_BUCKET_BYTES, verify=False
-    )
-
-
-def _shared_memory(member: Member, layouts: Layouts | None, **ends: Any) -> _Transport:
-    seconds = member.rendezvous.seconds
-    return SharedMemoryTransport(
-        _plan(member, layouts), **ends, peers=member, slot_bytes=_SLOT_BYTES, timeout_seconds=seconds, verify=False
     )
 
 
@@ -102,11 +94,10 @@ class _Kind:
 
 TRANSPORTS: Mapping[str, _Kind] = {
     "process_group": _Kind(make=_process_group, grouped=lambda rendezvous: rendezvous.size),
-    "shared_memory": _Kind(make=_shared_memory),
     "cuda_ipc": _Kind(make=_cuda_ipc),
     "carried": _Kind(make=_carried, grouped=lambda rendezvous: rendezvous.learners),
 }
-"""Those of `TRANSPORT_KINDS` that are ``direct``."""
+"""By the names of kinds (`rl_megatron.config.sections.weights`) that are ``direct``."""
 
 
 class _End:

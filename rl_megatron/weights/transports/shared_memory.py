@@ -195,7 +195,7 @@ class Rings:
         if self.ends.device.type != self.device_type:
             raise WeightError(
                 f"{self.name} moves tensors in memory of {self.device_type}, rank {rank} has some on "
-                f"{self.ends.device}; use process_group"
+                f"{self.ends.device}; set weights.transport=file"
             )
         with socket.socket(socket.AF_UNIX) as listener:
             listener.settimeout(_TURN_SECONDS)
@@ -209,7 +209,7 @@ class Rings:
             if far:
                 raise WeightError(
                     f"{self.name} needs one machine, but rank {rank} is on another than rank {far[0]}; "
-                    "use process_group"
+                    "set weights.transport=file"
                 )
             return self._links(
                 listener, [(to, bytes.fromhex(places[to][1]), slots[rank, to]) for to in receivers], senders

@@ -134,7 +134,7 @@ def test_a_node_without_memory_for_copies_of_what_is_saved_is_told_so(asked: str
             r"weights.folder=/dev/shm needs 61\.1 GB of a node's memory for the file of weights besides 369\.4 GB for "
             r"learner\.offload, but slurm\.memory_per_node=390G asks for 418\.8 GB; .* set weights.folder to a folder",
         ),
-        ("390G", (WAITS, "weights.transport=cuda_ipc"), None, ""),
+        ("390G", (WAITS, "weights.transport=direct"), None, ""),
         ("390G", (WAITS, "weights.folder=/shared/weights"), None, ""),
         ("840G", (), None, ""),
         (
@@ -160,7 +160,7 @@ def test_the_file_of_weights_in_a_nodes_memory_counts(
     [
         (0.067, ("weights.transport=file",), "needs 61.1 GB for the file of weights, but /dev/shm has 0.1 GB here; "),
         (60, ("weights.transport=file",), "docker run --shm-size=57g; in Kubernetes"),
-        (60, ("weights.transport=cuda_ipc",), "needs 61.1 GB at the run's end, and when a server is restarted for the"),
+        (60, ("weights.transport=direct",), "needs 61.1 GB at the run's end, and when a server is restarted for the"),
         (
             60,
             (FP8, "weights.transport=file"),

@@ -144,7 +144,7 @@ def test_all_ranks_together_hold_the_model_once_for_each_copy(name: str) -> None
         (
             "qwen3_30b_a3b_80gb",
             "rollout.server.colocated=false rollout.server.memory_fraction=0.35 learner.offload.while_sampling=null",
-            "learner.dp=4 learner.ep=16 slurm.nodes=2 rollout.server.replicas=2 weights.transport=carried",
+            "learner.dp=4 learner.ep=16 slurm.nodes=2 rollout.server.replicas=2",
         ),
         (
             "qwen3_30b_a3b_disaggregated",

@@ -107,7 +107,7 @@ def test_a_configuration_shows_memory_and_then_what_pushes_and_checkpoints_cost(
 ) -> None:
     text = said("--config", "deepseek_v3", "slurm.speeds.nic=25")
     _, push, hop, save, *_ = text[text.index("It fits in slurm.gpu_memory_gb=80.\n") :].splitlines()
-    assert push == "a push of weights (weights.transport=process_group), through the network:"
+    assert push == "a push of weights by process_group, through the network:"
     assert hop.endswith("one receives up to 47.0 GB: 1.88 s at 450 GB/s a rank inside a node, 25 between nodes")
     assert save.startswith("a checkpoint, every 20 steps: 9,437.7 GB, up to 347.5 GB by one node")
     through = said("--config", "deepseek_v3", "weights.transport=file")
@@ -178,7 +178,7 @@ def test_options_of_two_layouts_are_keys_of_a_configuration(said: Said, option: 
 
 
 def test_a_recipe_that_does_not_fill_its_nodes_is_refused_or_noted_as_submit_does(said: Said) -> None:
-    text = said("--config", "qwen3_30b_a3b", "slurm.nodes=8", "weights.transport=carried", status=1)
+    text = said("--config", "qwen3_30b_a3b", "slurm.nodes=8", "weights.transport=direct", status=1)
     assert "slurm.nodes=8 * slurm.ntasks_per_node=8 = 64 tasks, but the learner has" in text
     assert "8 ranks; set learner.dp=16" in text
     recipe = ("--config", "qwen3_30b_a3b_disaggregated", "rollout.server.tp=1")

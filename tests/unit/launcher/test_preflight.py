@@ -65,7 +65,7 @@ def test_memory_that_torch_may_move_is_not_mapped(
 ) -> None:
     given = f"slurm.environment.{name}='max_split_size_mb:64,expandable_segments:True'"
     (problem,) = preflight(job(keys, given), for_job=True).texts("problem")
-    said = f"{name}=max_split_size_mb:64,expandable_segments:True: weights.transport=cuda_ipc maps one process's GPU"
+    said = f"{name}=max_split_size_mb:64,expandable_segments:True: weights.transport=direct maps one process's GPU"
     assert problem.startswith(said)
     assert problem.endswith("leave expandable_segments out, or set weights.transport=file")
     for more in (("weights.transport=file", given), (given.replace("True", "False"),)):
@@ -79,7 +79,7 @@ def test_a_sound_job_has_no_problem_and_says_what_nobody_looked_at(keys: tuple[s
     assert found.texts("problem") == found.texts("note") == []
     *costs, graded = found.texts("fact")
     assert graded == "reward 'final_number' gives 1 for the answer itself, 0 for 'a made-up completion'"
-    assert costs[0] == "a push of weights (weights.transport=cuda_ipc), through NVLink:"
+    assert costs[0] == "a push of weights by cuda_ipc, through NVLink:"
     assert costs[-1] == "all speeds are assumed, none is measured (slurm.speeds)"
     assert found.describe().splitlines()[-1] == (
         "not checked: whether prompts fit in rollout.max_prompt_tokens; the GPUs of the job's nodes; "
@@ -140,11 +140,6 @@ def test_the_tiny_model_has_a_chat_template() -> None:
         (None, ("learner.ep=3", "learner.tp=1", "learner.dp=3"), "learner: ep = 3 does not divide 128 experts"),
         (None, ("slurm.gpu_memory_gb=40",), "slurm.gpu_memory_gb=40: rank 0 needs"),
         (None, ("slurm.nodes=8",), "set learner.dp=16"),
-        (
-            None,
-            ("rollout.server.tp=4", "rollout.server.replicas=2"),
-            "learner's 8 GPUs, but a server of rollout.server.tp=4 sees only its own 4; set rollout.server.tp=8",
-        ),
     ],
 )
 def test_what_would_end_the_run_late_is_told_at_once(

@@ -26,7 +26,7 @@ from tests.unit.launcher.test_memory import folder_of, recipe
         (("rollout.server.tp=2", "rollout.server.replicas=6"), [2, 2, 2, 2, 1, 1, 1, 1]),
         (("rollout.server.replicas=3",), [3] * 8),
         (("rollout.server.replicas=4", "slurm.nodes=2", "learner.dp=4"), [2] * 16),
-        (("slurm.engines.nodes=1", "weights.transport=process_group", "rollout.server.tp=4"), [0]),
+        (("slurm.engines.nodes=1", "weights.transport=direct", "rollout.server.tp=4"), [0]),
     ],
 )
 def test_every_server_on_a_gpu_takes_its_part_of_it(keys: tuple[str, ...], servers: list[int]) -> None:

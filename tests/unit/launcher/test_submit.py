@@ -94,7 +94,6 @@ def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_command
             "4 tasks, but the learner has tp*cp*dp*pp = 1*1*2*1 = 2 ranks",
         ),
         (("learner.device=cuda",), "learner.device=cuda, but slurm.gpus_per_node=0"),
-        (("slurm.nodes=2", "run.launcher=slurm", "weights.transport=shared_memory"), "slurm.nodes=2"),
         (("slurm.partition=a b",), "slurm.partition='a b'"),
         (("slurm.time=tomorrow",), "slurm.time='tomorrow'"),
         (("slurm.setup=a\nb",), "slurm.setup="),

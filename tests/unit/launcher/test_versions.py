@@ -85,7 +85,14 @@ def having(torch: str = "2.13.0+cu130", nccl: str | None = "2.29.7", handle: int
 
 
 OTHER = having("2.13.1+cu130", "2.30.7")
-TORCH = "install the same torch in both environments, or set weights.transport="
+TORCH = "install the same torch in both environments, or set weights.transport=file"
+
+TRANSPORTS = {
+    "process_group": ("weights.transport=direct",),
+    "cuda_ipc": ("weights.transport=direct", "rollout.server.memory_fraction=0.1", "rollout.server.tp=2"),
+    "file": ("weights.transport=file",),
+    "auto": (),
+}
 
 
 @pytest.mark.parametrize(
@@ -95,33 +102,33 @@ TORCH = "install the same torch in both environments, or set weights.transport="
             OTHER,
             "process_group",
             (),
-            f"NCCL differs: 2.29.7 (learner) and 2.30.7 (engine); {TORCH}cuda_ipc or carried or file",
+            f"NCCL differs: 2.29.7 (learner) and 2.30.7 (engine); {TORCH}",
         ),
         (
             OTHER,
             "process_group",
             ("run.launcher=slurm", "slurm.engines.nodes=1"),
-            f"NCCL differs: 2.29.7 (learner) and 2.30.7 (engine); {TORCH}file",
+            f"NCCL differs: 2.29.7 (learner) and 2.30.7 (engine); {TORCH}",
         ),
         (
             having("2.14.1+cu130"),
             "process_group",
             (),
-            f"torch differs: 2.13 (learner) and 2.14 (engine); {TORCH}cuda_ipc or carried or file",
+            f"torch differs: 2.13 (learner) and 2.14 (engine); {TORCH}",
         ),
         (
             having(NCCL_CUMEM_ENABLE="0", NCCL_NVLS_ENABLE="2"),
             "process_group",
             (),
             "NCCL_CUMEM_ENABLE differs: -2 (learner) and 0 (engine); set NCCL_CUMEM_ENABLE to the same value in both "
-            "environments, or set weights.transport=cuda_ipc or carried or file",
+            "environments, or set weights.transport=file",
         ),
         (
             having(handle=9),
             "cuda_ipc",
             (),
             "the number of fields of torch's handles of GPU memory differs: 8 (learner) and 9 (engine); install the "
-            "same torch in both environments, or set weights.transport=process_group or file",
+            "same torch in both environments, or set weights.transport=file",
         ),
         (having("2.13.9+cu129", handle=9), "process_group", (), ""),  # torch counts by its release
         (having(nccl=None), "process_group", (), ""),  # unknown; ranks say it when they meet
@@ -130,21 +137,21 @@ TORCH = "install the same torch in both environments, or set weights.transport="
         (OTHER, "auto", (), ""),
         # Over gloo, torch 2.13.0 and 2.14.1 were one group.
         (having("2.14.1", "2.30.7", 9), "process_group", ("learner.device=cpu",), ""),
-        (having("2.14.1", "2.30.7", 9), "shared_memory", ("learner.device=cpu",), ""),
     ],
 )
 def test_ranks_that_cannot_be_one_group_are_refused_by_both_numbers_and_others_are_not(
     engine: Libraries, transport: str, more: tuple[str, ...], said: str
 ) -> None:
-    config = load_config("tiny_cpu", [*GPU, f"weights.transport={transport}", *more])
+    config = load_config("tiny_cpu", [*GPU, *TRANSPORTS[transport], *more])
+    assert transport in (config.transport.name, "auto")
     problem = why_no_group(config, {"learner": having(), "engine": engine})
-    assert problem == (said and f"weights.transport={transport}: {said}")
+    assert problem == (said and f"weights.transport=direct by {transport}: {said}")
 
 
 def test_an_engine_gets_the_settings_of_nccl_that_the_learner_has(tmp_path: Path, nccl: Mapping[int, Path]) -> None:
     """SGLang would set NCCL_CUMEM_ENABLE=0 itself if nothing were given."""
     both = python(tmp_path / "a", "2.13.0", nccl[OLD])
-    config = load_config("tiny_cpu", [*GPU, "weights.transport=process_group"])
+    config = load_config("tiny_cpu", [*GPU, "weights.transport=direct"])
     for given, shown in (({}, r"-  +-2"), ({"NCCL_CUMEM_ENABLE": "0"}, r"0  +0")):
         found = compare_environments(config, {**UNSET, **given}, learner=both, engine=both)
         assert found.problem == ""
@@ -184,7 +191,7 @@ def test_they_are_compared_before_a_run_and_again_before_servers_start(
     engine = python(tmp_path / "engine", "2.14.1+cu130", nccl[NEW])
     monkeypatch.setattr(sys, "executable", str(python(tmp_path / "learner", "2.13.0+cu130", nccl[OLD])))
     monkeypatch.chdir(tmp_path)
-    config = load_config("tiny_cpu", [*GPU, f"rollout.python={engine}", "weights.transport=process_group"])
+    config = load_config("tiny_cpu", [*GPU, f"rollout.python={engine}", "weights.transport=direct"])
     (said,) = (text for text in preflight(config).texts("problem") if "NCCL" in text)
     assert re.search(r"2\.29\.7 \(learner .*2\.30\.7 \(engine .*; torch differs: 2\.13 .* 2\.14 .*; install the", said)
     shape = read_shape(folder := make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0))
@@ -196,7 +203,7 @@ def test_they_are_compared_before_a_run_and_again_before_servers_start(
     status_of("doctor", "--python", str(engine))
     found = capsys.readouterr().out
     assert re.search(r"^torch +2\.13\.0\+cu130 +2\.14\.1\+cu130$", found, re.MULTILINE)
-    assert "weights.transport=process_group between GPUs is refused: NCCL differs: 2.29.7 (" in found
+    assert "weights by process_group between GPUs are refused: NCCL differs: 2.29.7 (" in found
 
 
 @pytest.mark.parametrize(
@@ -211,7 +218,7 @@ def test_they_are_compared_before_a_run_and_again_before_servers_start(
     ],
 )
 def test_what_only_ranks_can_compare_is_said_to_be_unchecked(more: tuple[str, ...], said: str) -> None:
-    for transport, count in (("process_group", 1), ("file", 0)):
+    for transport, count in (("direct", 1), ("file", 0)):
         config = load_config("tiny_cpu", [*GPU, *more, f"weights.transport={transport}"])
         lines = [text for text in preflight(config).texts("unchecked") if text.startswith("torch and NCCL")]
         assert len(lines) == count

@@ -172,7 +172,7 @@ def test_a_push_of_adapters_is_planned_by_their_bytes() -> None:
     assert push_cost(config, MOE).before == served_bytes(config, MOE) > 60 * whole
     lines = list(estimate(config, MOE).lines())
     assert lines[0] == "61.1 GB of frozen weights to each server, once before the first push"
-    assert lines[1].startswith("a push of adapters (weights.transport=file), through ")
+    assert lines[1].startswith("a push of adapters by file, through ")
     assert push_cost(config, MOE).seconds < 0.05 * push_cost(recipe("weights.transport=file"), MOE).seconds
 
 

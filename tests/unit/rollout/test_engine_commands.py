@@ -191,7 +191,7 @@ def test_batch_invariance_is_refused_where_no_server_has_it(keys: tuple[str, ...
         load_config("tiny_cpu", [*keys, "rollout.server.batch_invariant=true"])
 
 
-ON_GPUS = ("learner.device=cuda", "learner.dtype=bfloat16", "weights.transport=process_group")
+ON_GPUS = ("learner.device=cuda", "learner.dtype=bfloat16", "weights.transport=direct")
 INVARIANT, DETERMINISTIC = "rollout.server.batch_invariant=true", "learner.deterministic=true"
 
 

@@ -21,7 +21,7 @@ from rl_megatron.scaling.rollouts import lengths_of
 
 BY_ADDRESS = (
     *("rollout.server.addresses=http://a:1", "rollout.server.memory_fraction=null", "rollout.server.tp=1"),
-    "weights.transport=process_group",
+    "weights.transport=direct",
 )
 CONF = Path(__file__).resolve().parents[3] / "conf"
 SHAPE = NAMED["qwen3-30b-a3b"]
@@ -99,7 +99,7 @@ def test_a_stated_step_stays_the_step_and_the_predicted_one_is_beside_it() -> No
         (BY_ADDRESS, "the GPUs of servers at rollout.server.addresses are not known"),
         (("learner.lora.rank=32",), "they are of training all weights, and learner.lora.rank=32 trains adapters"),
         (("rollout.server.tp=4", "rollout.server.pp=2"), "servers of one stage, and rollout.server.pp=2"),
-        (("rollout=local", "weights.transport=process_group"), "servers that sample, and rollout.engine=local"),
+        (("rollout=local", "weights.transport=direct"), "servers that sample, and rollout.engine=local"),
         (
             ("environment.function=calculator", "reward.function=exact_match", "data.chat_template=false"),
             "they are of single completions, and environment.function=calculator",

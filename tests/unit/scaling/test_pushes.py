@@ -20,7 +20,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import tiny_shape
 from rl_megatron.scaling.estimates import estimate, floor_seconds
 from rl_megatron.scaling.memory import WINDOW_LAYERS, check_memory, server_weights
-from rl_megatron.scaling.pushes import Push, engine_layout, push_cost, served_bytes
+from rl_megatron.scaling.pushes import engine_layout, push_cost, served_bytes
 from rl_megatron.scaling.routes import engine_nodes, route_of
 from rl_megatron.scaling.saves import bytes_by_rank, save_cost
 from rl_megatron.types import ParallelDims
@@ -42,7 +42,7 @@ APART = "slurm.engines.nodes=0"
 WITHOUT_SERVERS = (  # what the in-process engine needs of a recipe with servers
     *(APART, "slurm.heterogeneous=false"),
     *(f"slurm.engines.{key}=null" for key in ("gpus_per_node", "memory_per_node", "cpus_per_server")),
-    *("learner.offload.while_sampling=null", "weights.transport=process_group"),
+    *("learner.offload.while_sampling=null", "weights.transport=auto"),
 )
 BY_ADDRESS = (  # of running servers, whose degrees nobody states
     *("rollout.server.addresses=http://engine1:8000,http://engine2:8000", "slurm.engines.nodes=0"),
@@ -88,14 +88,12 @@ THROUGH_STORAGE = {
         "weights.folder=/fast",
     ),
     "servers elsewhere": ("qwen3_235b_a22b", "weights.transport=auto", *BY_ADDRESS),
-    "engines in a job's ranks": ("tiny_cpu", "weights.transport=file"),
-    "engines in ranks of two nodes": ("tiny_cpu", "weights.transport=file", "weights.folder=/fast", "slurm.nodes=2"),
 }
 
 
 @pytest.mark.parametrize("case", THROUGH_STORAGE)
 def test_a_file_that_several_nodes_read_is_on_a_shared_file_system_and_warned_of(case: str) -> None:
-    config = job(*THROUGH_STORAGE[case]) if "tiny" not in THROUGH_STORAGE[case][0] else tiny(*THROUGH_STORAGE[case][1:])
+    config = job(*THROUGH_STORAGE[case])
     found = estimate(config, named(config) if config.model.name else SHAPE)
     assert (found.push.route.shared, found.push.route.name) == (True, "shared_file")
     (warning,) = found.warnings()
@@ -115,7 +113,7 @@ def engines_bytes(tp: int, replicas: int, each: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("tp", "replicas"), [(1, 1), (2, 1), (2, 3)])
 def test_a_straight_push_moves_what_engine_ranks_hold(tp: int, replicas: int) -> None:
-    keys = ["slurm.engines.nodes=3", "weights.transport=process_group", "slurm.speeds.nic=2"]
+    keys = ["slurm.engines.nodes=3", "weights.transport=direct", "slurm.speeds.nic=2"]
     config = tiny("rollout=vllm", *keys, f"rollout.server.tp={tp}", f"rollout.server.replicas={replicas}")
     (hop,) = push_cost(config, SHAPE).hops
     assert (hop.total, hop.received) == engines_bytes(tp, replicas, 4)
@@ -132,7 +130,7 @@ def test_stages_and_whole_experts_are_in_a_server_once(dp: int, pp: int, replica
     rest = sum(map(prod, tensors.values())) - experts
     degrees = [f"rollout.server.{key}={value}" for key, value in (("dp", dp), ("ep", dp), ("pp", pp))]
     keys = ["slurm.engines.nodes=2", "rollout.server.nodes=2", f"rollout.server.replicas={replicas}", *degrees]
-    config = tiny("rollout=vllm", "weights.transport=process_group", *keys)
+    config = tiny("rollout=vllm", "weights.transport=direct", *keys)
     assert engine_nodes(config) == [1] * (dp * pp // 2) + [2] * (dp * pp // 2) + ([1] * 2 + [2] * 2) * (replicas - 1)
     (hop,) = push_cost(config, SHAPE).hops
     assert hop.total == 4 * replicas * (dp * rest + experts)
@@ -151,7 +149,7 @@ def test_stages_of_servers_have_the_layers_that_vllm_gives_them(pp: int, layers:
 def test_carriers_get_what_they_lack_from_each_other(learner: str, replicas: int) -> None:
     """Closed form: each lacks the experts of the other, for each server on its node, and nothing where it has all."""
     keys = ["slurm.nodes=2", "learner.ep=1", learner, f"rollout.server.replicas={replicas}"]
-    config = tiny("rollout=vllm", "weights.transport=carried", "rollout.server.colocated=true", *keys)
+    config = tiny("rollout=vllm", "weights.transport=direct", "rollout.server.colocated=true", *keys)
     experts = sum(prod(size) for name, size in hf_layout(SHAPE).local_shapes(0).items() if ".experts." in name)
     lacks = 4 * experts // 2 * replicas if learner == "learner.ep=2" else 0
     (hop,) = push_cost(config, SHAPE).hops
@@ -162,8 +160,8 @@ def test_carriers_get_what_they_lack_from_each_other(learner: str, replicas: int
 def test_a_straight_push_of_quantised_weights_moves_their_bytes(kind: str) -> None:
     """Closed form: into a server of one rank goes what its file would hold; half of it from each of two ranks."""
     keys = ("rollout=vllm", "learner.device=cuda", "learner.dtype=bfloat16", "slurm.engines.nodes=1")
-    plain = tiny(*keys, "weights.transport=process_group")
-    config = tiny(*keys, "weights.transport=process_group", f"rollout.server.quantization={kind}")
+    plain = tiny(*keys, "weights.transport=direct")
+    config = tiny(*keys, "weights.transport=direct", f"rollout.server.quantization={kind}")
     (hop,) = push_cost(config, SHAPE).hops
     assert hop.total == hop.received == served_bytes(config, SHAPE) == server_weights(config, SHAPE)
     assert hop.total / 2 <= hop.sent <= 0.6 * hop.total
@@ -171,7 +169,8 @@ def test_a_straight_push_of_quantised_weights_moves_their_bytes(kind: str) -> No
 
 
 def test_a_push_to_the_same_node_is_as_fast_as_that_nodes_memory() -> None:
-    config = tiny("rollout=vllm", "weights.transport=shared_memory", "slurm.speeds.memory=3")
+    keys = ("run.launcher=local", "rollout=vllm", "weights.transport=direct", "slurm.speeds.memory=3")
+    config = load_config("tiny_cpu", keys)
     (hop,) = push_cost(config, SHAPE).hops
     assert hop.seconds == max(hop.sent, hop.received) / 3e9
     assert hop.speed == "3 GB/s a rank inside a node"
@@ -252,14 +251,6 @@ def test_engines_in_the_learners_ranks_get_what_these_lack(keys: Sequence[str]) 
     assert hop.total == pytest.approx(into.total(), rel=0.02)  # the last vocabulary rows are padded
     assert hop.received == pytest.approx(max(into.values()), rel=0.02)
     assert hop.seconds == hop.received / 4e9
-
-
-def test_own_code_is_named_and_not_estimated() -> None:
-    config = tiny("weights.transport=package.module:name")
-    assert push_cost(config, SHAPE) == Push(route=route_of(config), hops=())
-    assert "  its bytes and seconds are those of your own code" in estimate(config, SHAPE).lines()
-    filled = push_cost(tiny("weights.transport=package.module:name", "rollout=vllm"), SHAPE)
-    assert [hop.where.split(" ")[0] for hop in filled.hops] == ["written", "read"]
 
 
 @pytest.mark.parametrize("recipe", ["qwen3_30b_a3b", "qwen3_235b_a22b"])

@@ -31,16 +31,14 @@ from tests.unit.scaling.test_pushes import tiny
             ("rollout=vllm", "slurm.nodes=2", "rollout.server.replicas=2", "weights.folder=/dev/shm/x"),
             "a node's loopback and the network and then through a file in /dev/shm/x on each of 2 nodes",
         ),
-        (("rollout=vllm", "weights.transport=shared_memory"), "the node's memory"),
-        (("rollout=vllm", "weights.transport=process_group", "slurm.engines.nodes=1"), "the network"),
+        (("rollout=vllm", "weights.transport=direct", "run.launcher=local"), "a node's loopback"),
+        (("rollout=vllm", "weights.transport=direct", "slurm.engines.nodes=1"), "the network"),
         (
-            ("rollout=vllm", "weights.transport=carried", "slurm.nodes=2", "rollout.server.replicas=2"),
+            ("rollout=vllm", "weights.transport=direct", "slurm.nodes=2", "rollout.server.replicas=2"),
             "a node's loopback and the network, to the learner rank beside each of the servers' ranks",
         ),
         (("slurm.nodes=2",), "a node's loopback and the network"),
-        (("learner.device=cuda", "slurm.gpus_per_node=2", "weights.transport=cuda_ipc"), "NVLink"),
-        (("weights.transport=memory", "learner.ep=1"), "nothing, as learner and engine are one process"),
-        (("weights.transport=package.module:name",), "what package.module:name uses"),
+        (("learner.device=cuda", "slurm.gpus_per_node=2", "weights.transport=direct"), "NVLink"),
     ],
 )
 def test_the_route_says_what_bytes_cross(keys: Sequence[str], route: str) -> None:
@@ -67,5 +65,5 @@ def test_servers_by_address_elsewhere_find_their_weights_in_the_runs_folder(
 
 
 def test_a_run_on_this_machine_has_its_file_here() -> None:
-    assert not route_of(load_config("tiny_cpu", ["weights.transport=file"])).shared
-    assert route_of(tiny("weights.transport=file", "weights.folder=/dev/shm/x")).shared is False
+    assert not route_of(load_config("tiny_cpu", ["rollout=vllm", "weights.transport=file"])).shared
+    assert not route_of(tiny("rollout=vllm", "weights.folder=/dev/shm/x")).shared

@@ -277,7 +277,7 @@ def test_rejected_layouts_say_why_and_what_would_help() -> None:
             "on 8 GPUs of 80 GB was tried: servers' weights fit in none of its placements; give more GPUs\n",
         ),
         ((*SMALL, "learner.max_tokens_per_micro_batch=8192", "learner.ep=3"), "or these keys leave none: rollout."),
-        ((*SMALL, "weights.transport=file"), "weights.transport is tried as cuda_ipc or carried with servers on"),
+        ((*SMALL, "weights.transport=file"), "weights.transport is tried as direct"),
         ((*SMALL, "rollout.server.tp=3"), "leave one out; rollout.server.tp is tried as 1, 2, 4, 8"),
         ((*SMALL, "rollout.server.pp=2"), "scale plans servers of one stage"),
         (

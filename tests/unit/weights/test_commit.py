@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+import torch.distributed as dist
 
-from rl_megatron.errors import CorruptionError, SyncError, WeightError
+from rl_megatron.errors import CorruptionError, SyncError
 from rl_megatron.types import ParallelDims, WeightUpdate
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.plan import plan
 from rl_megatron.weights.transports.commit import Staging
-from rl_megatron.weights.transports.memory import MemoryTransport
-from tests.distributed.test_transport import hf_tensors, megatron_tensors, push_plan
+from rl_megatron.weights.transports.process_group import ProcessGroupTransport
+from tests.distributed.test_transport import hf_tensors, megatron_tensors
 from tests.small_models import SMALL_MOE
 
 
@@ -28,10 +30,17 @@ class Engine:
         self.version = version
 
 
+@pytest.fixture(autouse=True)
+def _group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def one_process() -> tuple[Staging, Engine]:
     moves = plan(Layout(table=MEGATRON_QWEN3_MOE, shape=SMALL_MOE), Layout(table=HF_QWEN3_MOE, shape=SMALL_MOE))
     src = megatron_tensors(hf_tensors(0), ParallelDims(), 0)
-    transport, engine = MemoryTransport(moves, src=src, dst=hf_tensors(1)), Engine()
+    transport, engine = ProcessGroupTransport(moves, src=src, dst=hf_tensors(1)), Engine()
     return Staging(transport, engine), engine
 
 
@@ -80,8 +89,3 @@ def test_a_failed_version_takes_the_staged_one_with_it_and_serves_nothing() -> N
     staging.stage(9)
     staging.commit(9)
     assert engine.version == 9
-
-
-def test_memory_refuses_a_plan_of_several_processes() -> None:
-    with pytest.raises(WeightError, match=r"between this one \(0\) and 1; use weights.transport=shared_memory"):
-        MemoryTransport(push_plan(ParallelDims(ep=2, dp=2), 2), src={}, dst={})
