@@ -82,7 +82,7 @@ def stream_over(
 
 
 def sampled_from(
-    engine: RolloutEngine, *, staleness: int, last_step: int, path: Path | None = None, keep_tokens: bool = False
+    engine: RolloutEngine, *, staleness: int, last_step: int, path: Path | None = None
 ) -> tuple[RolloutSampler, Stream]:
     """Two prompts of `OF_TOKENS` a step, three completions of each, and a reward that is the length of their text."""
     section = RolloutSection(engine="vllm", prompts_per_step=2, group_size=3, max_new_tokens=20)
@@ -104,6 +104,5 @@ def sampled_from(
         last_step=last_step,
         teaches=lambda groups: [True] * len(groups),
         ledger=Ledger(path),
-        keep_tokens=keep_tokens,
     )
     return sampler, stream

@@ -49,7 +49,6 @@ def loops_of(
     store = CheckpointStore(
         parts.folder / "checkpoints",
         keep=saves.keep,
-        keep_every=saves.keep_every,
         keep_best=saves.keep_best,
         config=fixed(config),
         measured_by=measured_by(config.model_dump(mode="json"), data.sets[0]),

@@ -131,21 +131,6 @@ def _in_itself(key: str, section: EnvironmentSection) -> Iterator[str]:
             f"{key}.tool_parser={section.tool_parser} with template=plain: plain texts show neither tools nor "
             f"calls; set {key}.template=chat, or leave it out"
         )
-    if section.on_bad_call != "observe" and section.tool_parser is None:
-        yield (
-            f"{key}.on_bad_call={section.on_bad_call}: without {key}.tool_parser no call is read; set "
-            "that, or leave this out"
-        )
-    if section.spare and section.on_error != "drop":
-        yield (
-            f"{key}.spare={section.spare} with on_error={section.on_error}: only a trajectory that would be dropped is "
-            f"replaced; set {key}.on_error=drop, or leave spare out"
-        )
-    if section.spare and key.startswith("eval."):
-        yield (
-            f"{key}.spare={section.spare}: an evaluation counts a sample that failed as wrong, and replaces none; "
-            "leave it out"
-        )
     if section.min_turn_tokens > section.max_tokens:
         yield (
             f"{key}.min_turn_tokens={section.min_turn_tokens} is more than {key}.max_tokens="

@@ -10,17 +10,11 @@ if TYPE_CHECKING:
 
 
 def problems_of_evaluating(c: RunConfig) -> Iterator[str]:
-    """A line for each step of a set that never comes, and for each reason why nothing goes on beside evaluations."""
+    """A line for each reason why nothing goes on beside evaluations."""
     if c.eval.mode != "blocking":
         yield from _beside(c)
     elif c.eval.at_once is not None:
         yield f"eval.at_once={c.eval.at_once} is for eval.mode=beside, but this is blocking; set that, or leave it out"
-    for name, one in c.eval.sets.items():
-        if late := [step for step in one.at_steps if step > c.train.steps]:
-            yield (
-                f"eval.sets.{name}.at_steps={late[0]} is after the last step, train.steps={c.train.steps}; leave it "
-                "out, or raise train.steps"
-            )
 
 
 def _beside(c: RunConfig) -> Iterator[str]:
@@ -40,6 +34,6 @@ def _beside(c: RunConfig) -> Iterator[str]:
             f"eval.at_once={c.eval.at_once} with {key}.function={one.function}: a turn that waits for "
             "its place would use up its trajectory's environment.seconds; leave it out"
         )
-    own = any(one.every or one.at_steps for one in c.eval.sets.values())
+    own = any(one.every for one in c.eval.sets.values())
     if not c.eval.every and not own:
         yield f"{given} with eval.every=0: nothing is evaluated between the first and the last step; set eval.every"

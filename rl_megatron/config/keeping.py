@@ -18,27 +18,19 @@ def problems_of_keeping(c: RunConfig) -> Iterator[str]:
 def _checkpoint_problems(c: RunConfig) -> Iterator[str]:
     """A line for each rule by which no checkpoint, or none but the last, would be kept."""
     saves, every = c.checkpoint, c.checkpoint.every
-    given = {
-        f"checkpoint.keep_every={saves.keep_every}": saves.keep_every is not None,
-        f"checkpoint.keep_best={saves.keep_best}": bool(saves.keep_best),
-    }
-    for key in (key for key, there in given.items() if there and not every):
-        yield f"{key} with checkpoint.every=0: only the last step's checkpoint is written; set checkpoint.every"
-    if not every:
+    given = f"checkpoint.keep_best={saves.keep_best}"
+    if not saves.keep_best:
         return
-    if saves.keep_every is not None and saves.keep_every % every:
+    if not every:
+        yield f"{given} with checkpoint.every=0: only the last step's checkpoint is written; set checkpoint.every"
+    elif c.eval.mode != "blocking":
         yield (
-            f"checkpoint.keep_every={saves.keep_every} is no multiple of checkpoint.every={every}: no checkpoint is "
-            f"written at step {saves.keep_every}; set {-(-saves.keep_every // every) * every}"
+            f"{given} with eval.mode={c.eval.mode}: a checkpoint is written before its step's evaluation ends; set "
+            "eval.mode=blocking"
         )
-    if saves.keep_best and c.eval.mode != "blocking":
+    elif not c.eval.every or every % c.eval.every:
         yield (
-            f"checkpoint.keep_best={saves.keep_best} with eval.mode={c.eval.mode}: a checkpoint is written before its "
-            "step's evaluation ends; set eval.mode=blocking, or keep_every"
-        )
-    elif saves.keep_best and (not c.eval.every or every % c.eval.every):
-        yield (
-            f"checkpoint.keep_best={saves.keep_best} compares eval/accuracy, which is measured every "
+            f"{given} compares eval/accuracy, which is measured every "
             f"eval.every={c.eval.every} steps, but checkpoints are written every checkpoint.every={every}; make this a "
             "multiple of that"
         )

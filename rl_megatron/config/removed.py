@@ -34,27 +34,38 @@ def _renamed(name: str) -> Removed:
 
 
 _STARTED = "start the server in slurm.setup or in a job of its own, and give its URL (docs/rewards.md)"
+_ON_BAD_CALL = Removed("the model reads why a call cannot be read", fixed=("observe",))
+_SPARE = Removed("a trajectory that fails drops its group, with environment.on_error=drop")
 
 REMOVED: Mapping[str, Removed] = {
-    "algorithm.second_moment_limit": Removed("it is called algorithm.tokens.limit, with tokens.choose=second_moment"),
     "algorithm.preference_beta": _renamed("algorithm.preference.beta"),
     "algorithm.preference_per_token": _renamed("algorithm.preference.per_token"),
+    "algorithm.second_moment_limit": Removed("it is called algorithm.tokens.limit, with tokens.choose=second_moment"),
+    "checkpoint.in_flight": Removed("a checkpoint holds the tokens of completions in flight", fixed=("tokens",)),
+    "checkpoint.keep_every": Removed("use checkpoint.keep and checkpoint.keep_best, or copy the folders to keep"),
+    "data.curriculum.highest": Removed("use retire_above or explore", fixed=(1,)),
+    "data.curriculum.initial": Removed("pass rates are unknown at the start"),
+    "data.curriculum.lowest": Removed("use retire_above or explore"),
+    "data.curriculum.min_left": Removed("it is 0.1", fixed=(0.1,)),
+    "data.curriculum.outside": Removed("use retire_above or explore", fixed=(0.1,)),
+    "data.sources.*.environment.on_bad_call": _ON_BAD_CALL,
+    "data.sources.*.environment.spare": _SPARE,
+    "environment.on_bad_call": _ON_BAD_CALL,
+    "environment.spare": _SPARE,
     "eval.replicas": Removed("no server samples for evaluations alone; set eval.mode=beside"),
+    "eval.sets.*.at_steps": Removed("use eval.sets.<name>.every"),
+    "eval.sets.*.environment.on_bad_call": _ON_BAD_CALL,
+    "eval.sets.*.environment.spare": _SPARE,
     "learner.first_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
     "learner.last_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
     "learner.recompute_layers": Removed("it is called learner.recompute.uniform, 1 for true and null for false"),
     "profile.engines": Removed("the engines' own profilers record their kernels, see rollout.server.options"),
     "profile.nvtx": Removed("profile.steps records kernels, and rl-megatron report RUN --trace FILE shows them"),
-    "rollout.server.transport": _renamed("weights.transport"),
     "rollout.server.meeting_host": _renamed("weights.meeting_host"),
+    "rollout.server.transport": _renamed("weights.transport"),
     "rollout.server.weights_dir": _renamed("weights.folder"),
     "run.slow_factor": Removed("ranks/slowest is the slowest rank, and log.txt names its node", fixed=(1.5,)),
     "run.slow_steps": Removed("each row has ranks/slowest", fixed=(20,)),
-    "slurm.exclude_slow": Removed("name nodes in slurm.exclude"),
-    "train.stream_micro_batches": Removed(
-        "gradients are computed once the batch is whole; train.max_staleness overlaps them"
-    ),
-    "slurm.engines.no_kill": Removed("a job that loses a node is requeued, and resumes from its last checkpoint"),
     "sandbox.cpu_seconds": Removed("a program may take sandbox.seconds of processor time", fixed=(10.0,)),
     "sandbox.files_mb": Removed("a program's files may take 64 MiB", fixed=(64,)),
     "sandbox.image": Removed("set sandbox.type=remote, whose server runs the container"),
@@ -63,6 +74,11 @@ REMOVED: Mapping[str, Removed] = {
     "services": Removed(_STARTED),
     "slurm.services": Removed(_STARTED),
     "weights.verify": Removed("receivers compare a digest of every box", fixed=(True,)),
+    "slurm.engines.no_kill": Removed("a job that loses a node is requeued, and resumes from its last checkpoint"),
+    "slurm.exclude_slow": Removed("name nodes in slurm.exclude"),
+    "train.stream_micro_batches": Removed(
+        "gradients are computed once the batch is whole; train.max_staleness overlaps them"
+    ),
 }
 """By dotted key, sorted; ``*`` is the name of an entry of a mapping, and a section stands for all keys in it."""
 

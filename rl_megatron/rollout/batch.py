@@ -287,8 +287,7 @@ def lines_of(step: int, places: Sequence[Waiting]) -> list[JsonRow]:
 def _line(step: int, one: Waiting) -> JsonRow:
     """A line of the file; ``spans`` are of each completion or trajectory.
 
-    ``failed`` counts completions whose reward failed, and trajectories whose environment did, those that others
-    replaced (environment.spare) too.
+    ``failed`` counts completions whose reward failed, and trajectories whose environment did.
     """
     assert one.answered is not None
     group, reason = one.answered.group, one.answered.reason

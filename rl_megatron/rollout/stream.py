@@ -121,7 +121,6 @@ class StreamState:
 class Stream:
     """The groups that a run trains on, sampled ahead by the rule above. Controller process only.
 
-    ``keep_tokens``: whether its state has what is sampled of groups that are not finished; else they start over.
     ``teaches`` says of groups whether to train on them; ``rollout.dynamic_sampling`` leaves others out, for the
     reason ``untaught``, and draws the next prompt: in all at most ``rollout.max_refills`` times what a step needs.
     """
@@ -137,11 +136,10 @@ class Stream:
         teaches: Callable[[Sequence[RolloutGroup]], Sequence[bool]],
         untaught: Reason = "equal_rewards",
         ledger: Ledger,
-        keep_tokens: bool = True,
     ) -> None:
         self.version = 0
         self._prompts, self._source, self._section, self._teaches = prompts, source, section, teaches
-        self._ledger, self._keep_tokens, self._untaught = ledger, keep_tokens, untaught
+        self._ledger, self._untaught = ledger, untaught
         self._size, self._most = section.prompts_per_step, max_staleness
         self._apart = section.served  # sampling goes on while the learner trains and weights are pushed
         self._drawn = self._opened = self._calm = self._met = 0  # met: groups that the last push met
@@ -215,8 +213,8 @@ class Stream:
         return row | times | {"staleness/allowed": self._ahead, "in_flight/completions": met}
 
     async def interrupt(self) -> None:
-        """Have ``state`` know every token of the completions that are being sampled, where it shall have them."""
-        if self._keep_tokens and self._tasks:
+        """Have ``state`` know every token of the completions that are being sampled."""
+        if self._tasks:
             await self._source.interrupt()
 
     def state(self) -> StreamState:
@@ -265,7 +263,7 @@ class Stream:
     def _with_tokens(self, place: Waiting) -> Waiting:
         if place.answered is not None:
             return place
-        begun = self._source.so_far(place.drawn) if self._keep_tokens else ()
+        begun = self._source.so_far(place.drawn)
         return replace(place, drawn=replace(place.drawn, begun=begun))
 
     def _sendable(self, most: int) -> list[Waiting]:

@@ -124,5 +124,4 @@ def _most_at_once(config: RunConfig) -> int:
     """Checkpoints on the disk while the last is written: those that the rules keep, and itself."""
     section, steps = config.checkpoint, config.train.steps
     written = bool(config.warm_start.steps) + (-(-steps // section.every) if section.every else bool(steps))
-    for_good = steps // section.keep_every if section.keep_every else 0
-    return min(section.keep + section.keep_best + for_good + 1, written)
+    return min(section.keep + section.keep_best + 1, written)

@@ -91,7 +91,6 @@ class CheckpointStore:
         *,
         keep: int,
         config: Mapping[str, JsonValue],
-        keep_every: int | None = None,
         keep_best: int = 0,
         measured_by: str = "",
         claimed: Callable[[], None] = lambda: None,
@@ -101,7 +100,7 @@ class CheckpointStore:
         raises CheckpointError where the run's folder is another by now; it is called before anything is written."""
         self.claimed = claimed
         self._folder, self._config, self._measured_by = folder, dict(config), measured_by
-        self._keep, self._keep_every, self._keep_best = keep, keep_every, keep_best
+        self._keep, self._keep_best = keep, keep_best
 
     async def save(
         self, state: TrainerState, learners: Mapping[str, Learner], accuracy: float | None = None
@@ -181,8 +180,6 @@ class CheckpointStore:
     def _superseded(self, found: Sequence[Path]) -> list[Path]:
         """Those of ``found``, oldest first, that no rule keeps."""
         kept = set(found[-self._keep :])
-        if self._keep_every is not None:
-            kept |= {path for path in found if (step := _step_of(path)) and step % self._keep_every == 0}
         if self._keep_best:
             scored: dict[str, list[tuple[float, int, Path]]] = {}
             for place, path in enumerate(found):

@@ -3,7 +3,6 @@ each, beside the run."""
 
 from __future__ import annotations
 
-import json
 import urllib.error
 import urllib.request
 
@@ -129,25 +128,6 @@ def test_a_source_of_a_mixture_has_an_environment_of_its_own(place: Place) -> No
     assert after["environment/turns_mean"] >= 1, after
     assert after["mismatch/logprob_abs_max"] < 1e-5, after
     assert after["grad_norm"] > 0, after
-
-
-def test_trajectories_that_fail_are_replaced(place: Place) -> None:
-    """A third of them fail, so that 24 in 25 groups of eight would be dropped."""
-    fails = "seed):\n        if seed % 3 == 0:\n            raise KeyError(seed)\n"
-    text = ENVIRONMENT.replace("seed):\n", fails)
-    (place.folder / "my_env.py").write_text(text)
-    given = ("environment.function=my_env:Odd", "environment.options.question=?", "environment.max_turns=2")
-    spares = ("environment.on_error=drop", "environment.spare=40", "rollout.group_size=8")
-    run = place.fork("spares", *given, *spares, *KEYS, "warm_start.steps=0", "train.steps=1", "eval.every=0").finish()
-    (row,) = [row for row in run.rows() if row["step"]]
-    lines = [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
-    assert {line["state"] for line in lines} == {"trained"}
-    failed = sum(line["failed"] for line in lines)
-    assert row["reward/errors"] == failed > len(lines)
-    replaced = row["environment/spare"] * 8 * len(lines)
-    assert replaced == pytest.approx(round(replaced))
-    assert 0 < replaced <= failed  # a spare may fail too, and is replaced by the next
-    assert row["grad_norm"] > 0, row
 
 
 def test_a_set_in_an_environment_of_its_own_beside_a_run_without_one(place: Place) -> None:

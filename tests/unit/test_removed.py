@@ -20,8 +20,9 @@ def test_a_removed_key_is_answered_with_what_to_do(key: str) -> None:
     row = removed_key(named)
     assert row is not None
     assert row.name is None or not has_gone(row.name)
+    mixture = ["data.type=mixture", "data.sources.one.type=arithmetic"] if key.startswith("data.sources.") else []
     with pytest.raises(ConfigError) as caught:
-        load_config("tiny_cpu", [f"{named}=0.123456"])
+        load_config("tiny_cpu", [*mixture, f"{named}=0.123456"])
     assert row.advice in str(caught.value) or "one value, without keys" in str(caught.value)
 
 

@@ -20,8 +20,6 @@ UNREAD = [  # the key, what makes it one that nothing reads, and what reads it
     ("warm_start.stop_at_accuracy=0.5", ("warm_start.steps=0",), ("warm_start.steps=3",)),
     ("data.on_leak=drop", (), ROWS),
     ("data.on_leak=drop", (), ("eval.sets.own.data.type=files", "eval.sets.own.data.eval=b.jsonl")),
-    ("checkpoint.in_flight=prompts", ("rollout=vllm",), ("rollout=vllm", "train.max_staleness=1")),
-    ("checkpoint.in_flight=prompts", ("train.max_staleness=1",), ("rollout=vllm", "train.max_staleness=1")),
     ("eval.temperature=0.5", (f"{SET}=1",), ("eval.sets.hard.limit=3",)),
     ("log.samples_per_group=2", ("log.samples_per_step=0",), ()),
     ("log.wandb_project=mine", (), ("log.wandb=offline",)),

@@ -129,9 +129,6 @@ def _of_rest(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Keys of data, of what is measured, evaluated, kept and shown beside the steps, and of containers."""
     if isinstance(config.data, ArithmeticData) and not config.eval.data_of_sets:
         yield "data.on_leak", "data.type=arithmetic holds out what it does not train on"
-    if not (config.train.max_staleness and config.rollout.served):
-        why = "train.max_staleness=0" if config.rollout.served else f"rollout.engine={config.rollout.engine}"
-        yield "checkpoint.in_flight", f"with {why} nothing is sampled while a checkpoint is written"
     if config.eval.sets and all(one.temperature is not None for one in config.eval.sets.values()):
         yield "eval.temperature", "every set of eval.sets has a temperature of its own"
     if not config.log.samples_per_step:

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.reward import RewardSection, reward_key
-from rl_megatron.section import NUMBER, EntryName, Fraction, Positive, PositiveFloat, PositiveFraction, Section
+from rl_megatron.section import NUMBER, EntryName, Positive, PositiveFloat, PositiveFraction, Section
 
 TURNS_IN_TEXT = (
     "Texts of several turns, as HH-RLHF's, are conversations for data.messages_field: split them into messages "
@@ -160,12 +160,6 @@ class CurriculumSection(Section):
 
     retire_above: PositiveFraction | None = None
     """Pass rate from which on a prompt is drawn no more; null: none retires."""
-    lowest: Fraction = 0.0
-    """Prompts with a lower pass rate are drawn with the probability ``outside``."""
-    highest: Fraction = 1.0
-    """Prompts with a higher pass rate are drawn with the probability ``outside``."""
-    outside: PositiveFraction = 0.1
-    """Probability, in each epoch, of drawing a prompt below ``lowest`` or above ``highest``."""
     explore: PositiveFraction | None = None
     """Draw a prompt of pass rate p in an epoch with the probability (sqrt(p (1 - p)) + this) / (1/2 + this), so most
     often those that are solved half the time (SPO: 0.05); null: pass rates do not matter so."""
@@ -173,38 +167,19 @@ class CurriculumSection(Section):
     """Times that a prompt must be sampled before its pass rate counts."""
     decay: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), NUMBER] = 0.5
     """Weight of the pass rate before in the new one; 0: only the last time counts."""
-    initial: str | None = None
-    """Field of the data with each prompt's pass rate at the start, from 0 to 1; ``a.b``: field b of the object in field
-    a. null: it is unknown."""
-    min_left: PositiveFraction = 0.1
-    """Share of a source's prompts that stay: where fewer would, retired ones are drawn again, oldest first."""
 
     @property
     def is_on(self) -> bool:
         """Whether pass rates decide anything."""
-        return self.retire_above is not None or self.has_window or self.explore is not None
-
-    @property
-    def has_window(self) -> bool:
-        """Whether prompts outside of some range are drawn less often."""
-        return (self.lowest, self.highest) != (0.0, 1.0)
+        return self.retire_above is not None or self.explore is not None
 
     @model_validator(mode="after")
     def _keys_act(self) -> Self:
-        if self.lowest >= self.highest:
-            raise ValueError(
-                f"data.curriculum.lowest={self.lowest:g} must be below data.curriculum.highest={self.highest:g}"
-            )
-        needs = {
-            "outside": (self.has_window, "lowest or highest"),
-            "min_left": (self.retire_above is not None, "retire_above"),
-            **dict.fromkeys(("min_seen", "decay", "initial"), (self.is_on, "retire_above, lowest, highest or explore")),
-        }
-        for name, (read, needed) in needs.items():
-            if not read and getattr(self, name) != type(self).model_fields[name].default:
+        for name in ("min_seen", "decay"):
+            if not self.is_on and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
-                    f"data.curriculum.{name}={getattr(self, name)} does nothing without {needed}; set one of them, or "
-                    "leave it out"
+                    f"data.curriculum.{name}={getattr(self, name)} does nothing without retire_above or explore; set "
+                    "one of them, or leave it out"
                 )
         return self
 

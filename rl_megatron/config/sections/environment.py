@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rl_megatron.section import MAX_INTEGER, EntryName, Finite, NonNegative, Positive, PositiveFloat, Section
+from rl_megatron.section import MAX_INTEGER, EntryName, Finite, Positive, PositiveFloat, Section
 
 Whole = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 
@@ -29,9 +29,6 @@ class EnvironmentSection(Section):
     tool_parser: Literal["hermes", "llama3_json", "deepseek", "glm", "harmony"] | None = None
     """Format in which the model writes reasoning and calls of tools, which become ``reasoning_content`` and
     ``tool_calls`` of its messages; null: its text is the content, and a client that sends tools is refused."""
-    on_bad_call: Literal["observe", "end"] = "observe"
-    """What follows a call that cannot be read. observe: an environment's model reads why as the next message, without
-    a step, and an agent gets the text; end: the trajectory ends with that turn."""
     concurrency: Positive = 1024
     """Most trajectories under way at once, of training or of an evaluation; others wait for one to end. Each has a
     thread and three open files, and more if it opens some."""
@@ -56,6 +53,3 @@ class EnvironmentSection(Section):
     on_error: Literal["fail", "drop"] | Finite = "fail"
     """What to do if an environment raises, is late or answers what is no answer: end the run (fail), drop the group, or
     give the trajectory a number as its reward."""
-    spare: NonNegative = 0
-    """Most trajectories that begin in a group in place of those that failed or have no turn, with on_error=drop; the
-    group is dropped if there are more. Slow ones with a turn are never replaced."""

@@ -59,16 +59,11 @@ class EvalSetSection(Section):
     """Longest completion, in tokens, stop token included; null: rollout.max_new_tokens."""
     every: NonNegative | None = None
     """Steps between evaluations of this set; 0: only before the first step and after the last. null: eval.every."""
-    at_steps: Annotated[tuple[NonNegative, ...], LISTED] = ()
-    """Steps after which this set is evaluated, and no others, as a list or text as 0,100; 0 is before the first. Empty:
-    as ``every`` says."""
     pass_at: Annotated[tuple[Positive, ...], LISTED] = ()
     """The k of pass@k and all@k to report, each at most ``samples``: a list, or text as 1,8."""
 
     def due(self, step: int, *, every: int, last: bool) -> bool:
         """Whether it is evaluated after ``step``; 0 is before the first. ``every``: eval.every."""
-        if self.at_steps:
-            return step in self.at_steps
         every = every if self.every is None else self.every
         return last or step == 0 or (every > 0 and step % every == 0)
 
@@ -126,14 +121,11 @@ class EvalSection(Section):
     def _problems(self) -> Iterator[str]:
         for number, (name, one) in enumerate(self.sets.items()):
             key = f"eval.sets.{name}"
-            if not number and (one.every is not None or one.at_steps):
-                given = f"every={one.every}" if one.every is not None else f"at_steps={list(one.at_steps)}"
+            if not number and one.every is not None:
                 yield (
-                    f"{key}.{given}: the first set gives eval/accuracy, which eval.every={self.every} times for "
-                    "stop_at_accuracy and keep_best; set eval.every, or put another set first"
+                    f"{key}.every={one.every}: the first set gives eval/accuracy, which eval.every={self.every} times "
+                    "for stop_at_accuracy and keep_best; set eval.every, or put another set first"
                 )
-            elif one.every is not None and one.at_steps:
-                yield f"{key}: every={one.every} and at_steps={list(one.at_steps)} both say when; leave one of them out"
             if most := [k for k in one.pass_at if k > one.samples]:
                 yield f"{key}.pass_at={most[0]} needs as many samples, but samples={one.samples}; raise the second"
             for field in _OF_TRAINING if isinstance(one.data, FileKeys) else ():

@@ -39,7 +39,7 @@ class JobKind:
 _WRITTEN = (
     *("job", "seed", "run", "model", "data", "learner", "slurm"),
     *("train.steps", "train.learning_rate", "train.lr_warmup_steps", "train.lr_decay", "train.on_nonfinite"),
-    *("eval.every", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.async_save"),
+    *("eval.every", "checkpoint.every", "checkpoint.keep", "checkpoint.async_save"),
     *("log.progress", "log.tensorboard", "log.wandb", "log.wandb_project"),
     *("profile.steps", "profile.ranks", "profile.memory"),
 )
@@ -154,8 +154,6 @@ class CheckpointSection(Section):
     """Steps between checkpoints."""
     keep: Positive = 2
     """Number of newest checkpoints to keep."""
-    keep_every: Positive | None = None
-    """Steps between checkpoints that are kept besides, for good: a multiple of ``every``. null: none is."""
     keep_best: NonNegative = 0
     """Number of checkpoints to keep besides whose ``eval/accuracy`` is the highest, of equal ones the later; ``every``
     is then a multiple of eval.every. After a resume that measures it otherwise, as on another set, so many of each way
@@ -164,10 +162,6 @@ class CheckpointSection(Section):
     """Whether training goes on while a checkpoint is written: it waits until the state is copied in the host's memory,
     which a rank keeps for the next one. A kill leaves the checkpoint before; a stop, the run's end and the next
     checkpoint wait for the one in hand. false: training waits until it is written, and no copy is held."""
-    in_flight: Literal["tokens", "prompts"] = "tokens"
-    """What a checkpoint holds of completions that servers are sampling, with train.max_staleness above 0. tokens:
-    servers are interrupted and go on, and a resume continues each completion from its tokens; prompts: servers are left
-    alone, and a resume samples these completions again from their prompts."""
 
 
 class LogSection(Section):

@@ -28,7 +28,6 @@ from rl_megatron.data.problems.records import (
     shortened,
     unread_field,
     values_of,
-    widened,
 )
 from rl_megatron.errors import DataError
 from rl_megatron.json_text import value_at
@@ -175,20 +174,6 @@ class ParquetRows:
         found = [digests_of(self._spaced(batch, texts)) for batch in batches]
         return np.concatenate([np.zeros((0, 2), np.uint64), *found])
 
-    def numbers(self, name: str) -> NDArray[np.float64]:
-        """A column of numbers; NaN where it has none."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        numbers = np.full(len(self), np.nan)
-        for group in self._groups:
-            if not _is_number(self._metadata[group.path].schema.to_arrow_schema(), name):
-                continue
-            for start, batch in self._batches(group, [name]):
-                values = pc.cast(widened(column_at(batch, name)), pa.float64(), safe=False)
-                numbers[start : start + len(batch)] = values.to_numpy(zero_copy_only=False)
-        return numbers
-
     def selected(self, rows: NDArray[np.int64], columns: list[str] | None) -> Iterator[Any]:
         """Record batches of these ascending rows; only row groups that have one are read."""
         import pyarrow as pa
@@ -330,18 +315,6 @@ def _is_list(kind: Any) -> bool:
     import pyarrow as pa
 
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
-
-
-def _is_number(schema: Any, name: str) -> bool:
-    """Whether the field is there, and a column of numbers."""
-    import pyarrow as pa
-
-    try:
-        kind = value_at(kinds_of(schema), name)
-    except KeyError:
-        return False
-    is_one = (pa.types.is_floating, pa.types.is_integer, pa.types.is_decimal)
-    return isinstance(kind, pa.DataType) and any(is_kind(kind) for is_kind in is_one)
 
 
 def _plain(column: Any) -> Any:

@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from rl_megatron.data.problems.file_rows import FileRows
 from rl_megatron.data.problems.mixture import DigestOf, digest_of_prompts
-from rl_megatron.data.problems.records import number_at
 from rl_megatron.data.problems.rendering import RowForm, TooLong, conversation, rendered, tokenized_one, unrendered
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt
@@ -71,10 +70,6 @@ class Pool(Sequence[Prompt]):
     @abstractmethod
     def digest(self, rows: NDArray[np.integer], of: DigestOf = "rows") -> str:
         """A checksum of all prompts of one source, as `digest_of_prompts`."""
-
-    @abstractmethod
-    def numbers(self, field: str) -> NDArray[np.float64]:
-        """A field of the data; NaN where it is no number."""
 
     @overload
     def __getitem__(self, row: int) -> Prompt: ...
@@ -134,10 +129,6 @@ class Listed(Pool):
     @override
     def digest(self, rows: NDArray[np.integer], of: DigestOf = "rows") -> str:
         return digest_of_prompts([self._prompts[row] for row in rows.tolist()], of)
-
-    @override
-    def numbers(self, field: str) -> NDArray[np.float64]:
-        return np.array([number_at(prompt.meta, field) for prompt in self._prompts], float)
 
     @cached_property
     def _by_hash(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
@@ -212,10 +203,6 @@ class RowsOfPrompts(Pool):
     @cached_property
     def _digest(self) -> str:
         return hashlib.blake2b(self._rows.checksum().encode() + self._kept.tobytes(), digest_size=16).hexdigest()
-
-    @override
-    def numbers(self, field: str) -> NDArray[np.float64]:
-        return self._rows.numbers(field)[self._kept]
 
     def _named(self, prompt: Prompt) -> Prompt:
         """Of a source of a mixture."""
@@ -314,10 +301,6 @@ class Joined(Pool):
     def digest(self, rows: NDArray[np.integer], of: DigestOf = "rows") -> str:
         part, start = self._part(int(rows[0]))
         return part.digest(rows - np.uint32(start), of)
-
-    @override
-    def numbers(self, field: str) -> NDArray[np.float64]:
-        return np.concatenate([part.numbers(field) for part in self._parts])
 
     def _part(self, row: int) -> tuple[Pool, int]:
         at = int(np.searchsorted(self._starts, row, "right")) - 1

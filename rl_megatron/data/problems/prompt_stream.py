@@ -131,7 +131,7 @@ class PromptStream:
     def _next(self, name: str) -> Prompt:
         """The next prompt of this source that is not left out or too long, and that the curriculum draws.
 
-        With a table, rows that are too long are left out: they are none of those that ``min_left`` says.
+        With a table, rows that are too long are left out: they are none of those that must be left.
         """
         epochs, table, tried = self._epochs[name], self.table, 0
         while True:

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from rl_megatron.columns import Rates, Retired, Visits
 from rl_megatron.config.sections.data import CurriculumSection
 from rl_megatron.data.problems.pool import Pool
-from rl_megatron.errors import CheckpointError, DataError
+from rl_megatron.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 _PRIOR = 0.5, 1.0  # a value, and of how many completions: Beta(1/2, 1/2)
+_MIN_LEFT = 0.1  # of a source's prompts: where fewer would be drawn, retired ones are drawn again
 _MOST_SPREAD = 0.5  # of a reward of 0 or 1, at a pass rate of a half
 
 
@@ -50,8 +51,7 @@ class PromptTable:
         seed: int,
         track_decay: float | None = None,
     ) -> None:
-        """``track_decay``: of the values (`track`); None: these are not tracked. Raises DataError that names a prompt
-        without the field ``data.curriculum.initial``."""
+        """``track_decay``: of the values (`track`); None: these are not tracked."""
         self._section, self._seed, self._track_decay = section, seed, track_decay
         self._sources, self._prompts = sources, prompts
         self.visits = np.zeros(len(prompts), np.int32)
@@ -61,16 +61,12 @@ class PromptTable:
         self._again = Counter[str]()  # retired prompts of each source that were drawn again, by this process
         value, count = _PRIOR
         self.values, self.counts = np.full(len(prompts), value), np.full(len(prompts), count)
-        if section.initial is not None:
-            self.rates = _initial(prompts, section.initial)
 
     def draws(self, row: int, epoch: int) -> bool:
         """Whether this epoch draws the prompt; counts one that it does not."""
         s, rate = self._section, self.rates[row]
         drawn = self.retired[row] < 0
-        known = self.visits[row] >= s.min_seen or (s.initial is not None and not self.visits[row])
-        if drawn and known and not s.lowest <= rate <= s.highest:
-            drawn = np.random.default_rng([self._seed, epoch, row, 1]).random() < s.outside
+        known = self.visits[row] >= s.min_seen
         if drawn and known and s.explore is not None and not np.isnan(rate):
             share = (np.sqrt(rate * (1 - rate)) + s.explore) / (_MOST_SPREAD + s.explore)
             drawn = np.random.default_rng([self._seed, epoch, row, 2]).random() < share
@@ -111,7 +107,7 @@ class PromptTable:
         return float(self.values[self._prompts.row_of(name)])
 
     def keep_enough(self, left_out: Set[int]) -> None:
-        """Where less than ``min_left`` of a source is drawn, draw its retired prompts again, those first that retired
+        """Where less than a tenth of a source is drawn, draw its retired prompts again, those first that retired
         first; each must be seen ``min_seen`` times before it can retire again. A warning says so whenever twice as many
         were: of a policy that solves nearly all it happens at each step."""
         gone = np.zeros(len(self.retired), np.bool_)
@@ -119,7 +115,7 @@ class PromptTable:
         for name, rows in self._sources.items():
             retired = rows[(self.retired[rows] >= 0) & ~gone[rows]]
             drawn = int((~gone[rows]).sum()) - len(retired)
-            missing = min(len(retired), int(np.ceil(self._section.min_left * len(rows))) - drawn)
+            missing = min(len(retired), int(np.ceil(_MIN_LEFT * len(rows))) - drawn)
             if missing <= 0:
                 continue
             back = retired[np.argsort(self.retired[retired], kind="stable")][:missing]
@@ -129,9 +125,8 @@ class PromptTable:
             if self._again[name].bit_length() > before.bit_length():
                 of = f" of source {name!r}" if name else ""
                 logger.warning(
-                    "%d of %d prompts%s are left (data.curriculum.min_left=%g): %d that had retired are drawn again, "
-                    "%d so far",
-                    *(drawn, len(rows), of, self._section.min_left, len(back), self._again[name]),
+                    "%d of %d prompts%s are left: %d that had retired are drawn again, %d so far",
+                    *(drawn, len(rows), of, len(back), self._again[name]),
                 )
 
     def row(self) -> dict[str, float]:
@@ -159,16 +154,3 @@ class PromptTable:
         self.skipped = state.skipped
         if state.values is not None and state.counts is not None:
             self.values, self.counts = state.values.copy(), state.counts.copy()
-
-
-def _initial(prompts: Pool, name: str) -> NDArray[np.float64]:
-    """The pass rates that the data gives."""
-    rates = prompts.numbers(name)
-    bad = np.flatnonzero(~((rates >= 0) & (rates <= 1)))
-    if len(bad):
-        given = "no number" if np.isnan(rates[bad[0]]) else f"{rates[bad[0]]:g}"
-        raise DataError(
-            f"prompt {prompts.name_of(int(bad[0]))!r}: data.curriculum.initial={name!r} must be a field with its pass "
-            f"rate, from 0 to 1, but it is {given}"
-        )
-    return rates

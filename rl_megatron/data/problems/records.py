@@ -167,15 +167,6 @@ def as_json(value: object) -> object:
     return str(value)
 
 
-def number_at(row: Mapping[str, Any], name: str) -> float:
-    """The number that `value_at` finds; NaN where it is none, or not there."""
-    try:
-        value = value_at(row, name)
-    except KeyError:
-        return math.nan
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-
-
 def kinds_of(fields: Iterable[Any]) -> dict[str, Any]:
     """Arrow's type of each column of a schema; of a struct, those of its fields."""
     import pyarrow as pa

@@ -31,11 +31,9 @@ ENVIRONMENTS: MetricTuples = (
      Curve("Policy", "Calls of tools", hide_constant=True)),
     ("environment/bad_calls", "turns", "turns of a trajectory with a call that cannot be read, mean",
      Curve("Policy", "Calls that cannot be read")),
-    ("environment/spare", "", "share of trajectories that are in place of one that failed or had no turn (spare)",
-     Curve("Policy", "In place of trajectories that failed", hide_constant=True)),
     ("environment/stop/<name>", "", "share of trajectories that ended so: `done` (by themselves), `length` (a cut "
-     "turn), `turns`, `tokens` or `seconds` (its limits), `bad_call` (environment.on_bad_call=end, or a turn that "
-     "the template refuses), `environment_error` (with the reward of environment.on_error), or `abandoned`",
+     "turn), `turns`, `tokens` or `seconds` (its limits), `bad_call` (a turn that the template "
+     "refuses), `environment_error` (with the reward of environment.on_error), or `abandoned`",
      Curve("Policy", "Trajectories that ended: <name>")),
     ("environment/own/<name>", "", "mean over trajectories of a metric that the environment's steps gave, added up",
      Curve("Policy", "Of the environment: <name>")),

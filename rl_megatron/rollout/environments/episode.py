@@ -164,8 +164,6 @@ class Episode(Served):
     def _keep(self, turn: Turn | None, read: Parsed) -> Reply:
         assert turn is not None  # no completion is empty
         bad_call = read.problem if turn.finish_reason == "stop" else None  # else it was cut
-        if bad_call is not None and self._setting.section.on_bad_call == "end":
-            self.stop = "bad_call"
         self.turns.append(turn)
         self.replies.append(
             Reply(text=turn.text, message=read.message, finish_reason=turn.finish_reason, bad_call=bad_call)

@@ -12,7 +12,7 @@ from rl_megatron.data.trajectories import known_beginnings, tokens_behind_prompt
 from rl_megatron.rollout.endpoint.keys import RequestCounts
 from rl_megatron.types import Trajectory
 
-SECONDS, CALLS, BAD_CALLS, SPARE, GONE_ON = "seconds", "tool_calls", "bad_calls", "spare", "gone_on"
+SECONDS, CALLS, BAD_CALLS, GONE_ON = "seconds", "tool_calls", "bad_calls", "gone_on"
 """In a trajectory's metrics: its seconds, its calls of tools, its turns with one that cannot be read, whether it is in
 place of one that failed, and its turns that go on from an earlier one's row."""
 BRANCHES, OWN, ENDPOINT = "branches/", "own/", "endpoint/"
@@ -50,7 +50,6 @@ def environment_row(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "environment/seconds_p99": float(np.quantile(seconds, 0.99, method="higher")),
         "environment/tool_calls": sum(one.metrics[CALLS] for one in led) / len(led),
         "environment/bad_calls": sum(one.metrics[BAD_CALLS] for one in led) / len(led),
-        "environment/spare": sum(one.metrics.get(SPARE, 0.0) for one in led) / len(led),
         **{f"environment/stop/{stop}": count / len(led) for stop, count in Counter(one.stop for one in led).items()},
         **{f"environment/{name}": sum(one.metrics.get(name, 0.0) for one in led) / len(led) for name in named},
         **{name: sum(one[name] for one in served) / len(served) for name in asked},

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain
-from operator import itemgetter
+from dataclasses import dataclass, field
 
 from typing_extensions import override
 
@@ -31,7 +28,6 @@ from rl_megatron.rollout.environments.figures import (
     GONE_ON,
     OWN,
     SECONDS,
-    SPARE,
     of_requests,
 )
 from rl_megatron.rollout.environments.playing import EnvironmentFault, Playing, TrajectoryEnd
@@ -43,8 +39,6 @@ from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, Prompt, RolloutGroup, SamplingParams, Scored, Trajectory
 
 logger = logging.getLogger(__name__)
-
-_REPLACED: frozenset[Reason | None] = frozenset({"environment_error", "nothing_sampled"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +57,6 @@ class Played:
         if self.reason == "environment_error" or (self.trajectory is not None and self.problem):
             return Scored(total=math.nan, error=self.problem, late=self.late)
         return None if self.trajectory is None else Scored(total=self.trajectory.reward)
-
-    def as_spare(self) -> Played:
-        """It, marked as one in place of another that failed."""
-        one = self.trajectory
-        return self if one is None else replace(self, trajectory=replace(one, metrics={**one.metrics, SPARE: 1.0}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,22 +80,17 @@ class EnvironmentSampler(PolicySampler):
 
     @override
     async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
-        """``group_size`` trajectories of each prompt; up to ``environment.spare`` more begin as others of it fail, or
-        end without a turn.
+        """``group_size`` trajectories of each prompt, in the order of their numbers.
 
-        These have the numbers after ``group_size``, and seeds by them; a group is in the order of numbers, whatever
-        failed first. Raises EnvironmentFailed that names task and turn if an environment fails and
+        Raises EnvironmentFailed that names task and turn if an environment fails and
         ``environment.on_error`` is ``fail``.
         """
         count, section = self.rollout.group_size, self.rollout
-        members = list[tuple[TrajectoryPlace, Iterator[TrajectoryPlace]]]()
-        for one in drawn:
-            spares = map(partial(self._place, one.prompt, one.name()), range(count, count + self.section.spare))
-            members += [(self._place(one.prompt, one.name(), i), spares) for i in range(count)]
+        members = [self._place(one.prompt, one.name(), i) for one in drawn for i in range(count)]
         params = self.params(temperature=section.temperature, top_p=section.top_p, router_noise=section.router_noise)
         played = await self._play(members, params)
         parts = (played[first : first + count] for first in range(0, len(played), count))
-        return [_answered(one.prompt, part, count) for one, part in zip(drawn, parts, strict=True)]
+        return [_answered(one.prompt, part) for one, part in zip(drawn, parts, strict=True)]
 
     @override
     async def interrupt(self) -> None:
@@ -122,10 +106,10 @@ class EnvironmentSampler(PolicySampler):
         """As `PolicySampler.held_out`, of trajectories."""
         places, prompts, samples = self.askable(asked), asked.prompts, asked.samples
         numbered = [(prompts[place], place * samples + i) for place in places for i in range(samples)]
-        members = [(self._place(prompt, asked.purpose, number), iter(())) for prompt, number in numbered]
+        members = [self._place(prompt, asked.purpose, number) for prompt, number in numbered]
         played = await self._play(members, asked.params, ahead=True, exact_logprobs=False, tell=asked.tell)
         parts = [played[first : first + samples] for first in range(0, len(played), samples)]
-        answered = [_answered(prompts[place], part, samples) for place, part in zip(places, parts, strict=True)]
+        answered = [_answered(prompts[place], part) for place, part in zip(places, parts, strict=True)]
         return self.among_poison(asked, places, answered)
 
     @override
@@ -136,13 +120,13 @@ class EnvironmentSampler(PolicySampler):
 
     async def _play(
         self,
-        members: Sequence[tuple[TrajectoryPlace, Iterator[TrajectoryPlace]]],
+        members: Sequence[TrajectoryPlace],
         params: SamplingParams,
         *,
         ahead: bool = False,
         exact_logprobs: bool = True,
         tell: Tell | None = None,
-    ) -> list[list[tuple[int, Played]]]:
+    ) -> list[Played]:
         setting = PlaySetting(
             engine=self.engine,
             section=self.section,
@@ -155,7 +139,7 @@ class EnvironmentSampler(PolicySampler):
             parser=self.parser,
         )
         async with together() as tasks:
-            running = [tasks.create_task(self._with_spares(setting, *member)) for member in members]
+            running = [tasks.create_task(self._one(setting, member)) for member in members]
             if tell is not None:
                 for task in running:
                     task.add_done_callback(lambda _: tell(1))
@@ -164,16 +148,6 @@ class EnvironmentSampler(PolicySampler):
     def _place(self, task: Prompt, name: str, number: int) -> TrajectoryPlace:
         seed = text_seed(f"{self.seed}\n{name}\n{task.id}\n{number}")
         return TrajectoryPlace(task=task, name=name, number=number, seed=seed)
-
-    async def _with_spares(
-        self, setting: PlaySetting, place: TrajectoryPlace, spares: Iterator[TrajectoryPlace]
-    ) -> list[tuple[int, Played]]:
-        """A trajectory; if it fails, or has no turn, the next of its group's ``spares``, and so on. All that began, by
-        number."""
-        begun = [(place.number, await self._one(setting, place))]
-        while begun[-1][1].reason in _REPLACED and (spare := next(spares, None)) is not None:
-            begun.append((spare.number, (await self._one(setting, spare)).as_spare()))
-        return begun
 
     async def _one(self, setting: PlaySetting, place: TrajectoryPlace) -> Played:
         with ExitStack() as asking:
@@ -299,13 +273,12 @@ async def _until_closed(closing: asyncio.Future[None]) -> None:
         raise
 
 
-def _answered(prompt: Prompt, members: Sequence[Sequence[tuple[int, Played]]], count: int) -> Answered:
-    """The group of these, where ``count`` did not fail; in the order of their numbers."""
-    played = [one for _, one in sorted(chain(*members), key=itemgetter(0))]
+def _answered(prompt: Prompt, played: Sequence[Played]) -> Answered:
+    """The group of these, if none failed."""
     scored = tuple(one.scored for one in played if one.scored is not None)
     kept = tuple(one.trajectory for one in played if one.trajectory is not None)
     tokens = sum(one.left_out_tokens for one in played)
-    if len(kept) < count:
+    if len(kept) < len(played):
         reason, problem = reason_of((one.reason, one.problem) for one in played)
         tokens += sum(one.num_sampled for one in kept)
         return Answered(group=None, reason=reason, problem=problem, scored=scored, left_out_tokens=tokens)

@@ -33,7 +33,6 @@ def stream_of(config: RunConfig, prompts: PromptStream, source: GroupSource, led
         teaches=partial(groups_to_train_on, section=config.algorithm, max_new_tokens=limit),
         untaught="zero_advantages" if config.algorithm.own_decides else "equal_rewards",
         ledger=ledger,
-        keep_tokens=config.checkpoint.in_flight == "tokens",
     )
 
 

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from rl_megatron.columns import ColumnReader, ColumnWriter
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import CurriculumSection
+from rl_megatron.data.problems import prompt_table
 from rl_megatron.data.problems.pool import Listed, Upcoming
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
@@ -45,7 +46,7 @@ def update(one: PromptStream, seen: Sequence[tuple[str, float]], step: int = 1) 
 
 
 def test_rates_and_what_retires_are_those_of_a_reference_of_ten_lines() -> None:
-    draw, ours = random.Random(0), stream(40, retire_above=0.75, min_seen=3, decay=0.25, min_left=0.01)
+    draw, ours = random.Random(0), stream(40, retire_above=0.75, min_seen=3, decay=0.25)
     steps = [[(str(draw.randrange(40)), draw.randrange(5) / 4) for _ in range(16)] for _ in range(12)]
     seen: dict[str, list[float]] = {}
     rates: dict[str, float] = {}
@@ -71,7 +72,7 @@ def test_rates_and_what_retires_are_those_of_a_reference_of_ten_lines() -> None:
 
 
 def test_draws_that_are_skipped_are_counted_from_none() -> None:
-    table = stream(3, retire_above=0.9, min_left=0.01).table
+    table = stream(3, retire_above=0.9).table
     assert table is not None
     assert table.row() == {"curriculum/retired": 0, "curriculum/skipped": 0}
     table.update([("1", 1.0)], 1, set())
@@ -79,37 +80,17 @@ def test_draws_that_are_skipped_are_counted_from_none() -> None:
     assert table.row() == {"curriculum/retired": 1, "curriculum/skipped": 2, "curriculum/mean_pass_rate": 1.0}
 
 
-def test_what_is_outside_of_the_window_is_drawn_that_often() -> None:
-    ours = stream(10, lowest=0.2, highest=0.8, outside=0.25)
-    update(ours, [("0", 0.1), ("1", 0.9), ("2", 0.2), ("3", 0.8), ("4", 1.0)])
-    taken = [prompt.id for prompt in ours.take(7000)]
-    counts = {name: taken.count(name) for name in map(str, range(10))}
-    epochs = counts["9"]  # unknown, so always drawn
-    assert all(abs(counts[name] - epochs) <= 1 for name in "235678")
-    for name in "014":  # four standard deviations of a binomial
-        assert abs(counts[name] - 0.25 * epochs) < 4 * (epochs * 0.25 * 0.75) ** 0.5
-
-
-def test_rates_to_begin_with_are_read_from_the_data() -> None:
-    easy, hard = prompts(3, "easy/", rate=1), prompts(3, "hard/", rate=0.5)
-    keys = {"highest": 0.9, "outside": 1e-9, "initial": "rate", "min_seen": 2, "decay": 0.5}
-    ours = PromptStream([*easy, *hard], seed=0, curriculum=CurriculumSection(**keys))
-    assert {prompt.id[0] for prompt in ours.take(30)} == {"h"}
-    update(ours, [("hard/1", 1.0)])
-    assert ours.table is not None
-    assert ours.table.rates.tolist() == [1, 1, 1, 0.5, 0.75, 0.5]
-    with pytest.raises(DataError, match=r"prompt 'x0': data\.curriculum\.initial='rate' must be a field .* is 1\.5"):
-        PromptStream(prompts(1, "x", rate=1.5), seed=0, curriculum=CurriculumSection(**keys))
-
-
-def test_those_that_retired_first_return_where_few_are_left(caplog: pytest.LogCaptureFixture) -> None:
-    ours = stream(10, retire_above=0.9, min_left=0.3)
+def test_those_that_retired_first_return_where_few_are_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(prompt_table, "_MIN_LEFT", 0.3)
+    ours = stream(10, retire_above=0.9)
     for step, names in enumerate(("48", "1", "0235"), 1):
         update(ours, [(name, 1.0) for name in names], step)
     assert {prompt.id for prompt in ours.take(30)} == {"6", "7", "9"}
     with caplog.at_level(logging.WARNING):
         ours.leave_out(prompts(10)[6])
-    assert "2 of 10 prompts are left (data.curriculum.min_left=0.3): 1 that had retired are drawn again" in caplog.text
+    assert "2 of 10 prompts are left: 1 that had retired are drawn again" in caplog.text
     assert {prompt.id for prompt in ours.take(30)} == {"4", "7", "9"}
     update(ours, [("7", 1.0), ("9", 1.0)], 4)
     assert {prompt.id for prompt in ours.take(30)} == {"4", "8", "1"}
@@ -147,7 +128,7 @@ def test_prompts_that_are_too_long_are_none_of_those_that_are_left(cut: int) -> 
 
     def begun() -> tuple[SomeTooLong, PromptStream]:
         pool = SomeTooLong(50, 5)
-        return pool, PromptStream(pool, seed=0, curriculum=CurriculumSection(retire_above=0.9, min_left=0.1))
+        return pool, PromptStream(pool, seed=0, curriculum=CurriculumSection(retire_above=0.9))
 
     def played(one: PromptStream, steps: Sequence[int]) -> list[str]:
         drawn = []
@@ -186,7 +167,7 @@ def test_a_resume_draws_the_same(tmp_path: Path) -> None:
             drawn += names
         return drawn
 
-    keys = {"retire_above": 0.75, "lowest": 0.3, "outside": 0.5, "min_seen": 2}
+    keys = {"retire_above": 0.75, "explore": 0.3, "min_seen": 2}
     whole, first, second = (stream(**keys) for _ in range(3))
     order = played(whole, range(1, 21))
     assert played(first, range(1, 9)) == order[:40]
@@ -243,12 +224,8 @@ async def step(ours: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["min_seen=3"], "data.curriculum.min_seen=3 does nothing without retire_above, lowest, highest or explore"),
-        (["retire_above=0.9", "outside=0.5"], "data.curriculum.outside=0.5 does nothing without lowest or highest"),
-        (["lowest=0.1", "min_left=0.5"], "data.curriculum.min_left=0.5 does nothing without retire_above"),
-        (["lowest=0.8", "highest=0.2"], "data.curriculum.lowest=0.8 must be below data.curriculum.highest=0.2"),
+        (["min_seen=3"], "data.curriculum.min_seen=3 does nothing without retire_above or explore"),
         (["retire_above=0"], "data.curriculum.retire_above=0: must be greater than 0"),
-        (["lowest=0.1", "outside=0"], "data.curriculum.outside=0: must be greater than 0"),
     ],
 )
 def test_what_a_curriculum_refuses(overrides: list[str], said: str) -> None:

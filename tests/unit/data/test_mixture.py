@@ -183,7 +183,10 @@ def test_a_mixture_is_saved_checked_and_its_weights_may_change(yaml: Path, tmp_p
             ],
             "every source of data.sources and every set of eval.sets with data of its own has a reward",
         ),
-        (["data.sources.sums.environment.spare=1"], "data.sources.sums.environment without a function: name one, or"),
+        (
+            ["data.sources.sums.environment.max_turns=1"],
+            "data.sources.sums.environment without a function: name one, or",
+        ),
         ([*LED, "warm_start.steps=2"], "data.sources.sums.environment.function=calculator with warm_start.steps=2: a"),
         ([*LED, "data.sources.sums.reward.function=length"], "data.sources.sums.reward with data.sources.sums.env"),
         ([*LED, "algorithm.overlong_buffer=2", "algorithm.overlong_factor=1"], "have other greatest lengths, and the"),

@@ -97,7 +97,7 @@ def test_prompts_draws_and_verdicts_are_those_of_jsonl_and_of_sets(leak: str, tm
 @pytest.mark.parametrize("taken", [0, 1, 6, 37, 60])
 def test_a_resume_draws_what_an_uninterrupted_run_draws(taken: int, tmp_path: Path) -> None:
     path, held_out = written(tmp_path / "t.parquet", made(40)), written(tmp_path / "e.jsonl", made(1, 5, 10**6))
-    curriculum = CurriculumSection(retire_above=0.9, initial="level")
+    curriculum = CurriculumSection(retire_above=0.9)
     whole = PromptStream(loaded(path, held_out), seed=3, curriculum=curriculum).take(taken + 50)
     first = PromptStream(loaded(path, held_out), seed=3, curriculum=curriculum)
     first.take(taken)
@@ -232,7 +232,7 @@ def test_after_reading_ahead_neither_draws_nor_states_read_files(
     assert before.state() == state
 
 
-@pytest.mark.parametrize("curriculum", [None, CurriculumSection(highest=0.5, outside=0.1, initial="level")])
+@pytest.mark.parametrize("curriculum", [None, CurriculumSection(retire_above=0.9)])
 def test_no_draw_reads_files_in_its_own_thread(
     curriculum: CurriculumSection | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,13 +358,12 @@ def test_a_row_group_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         loaded(path, held_out)
 
 
-def test_numbers_of_32_bits_are_answers_and_pass_rates_as_they_were_written(tmp_path: Path) -> None:
+def test_numbers_of_32_bits_are_answers_as_they_were_written(tmp_path: Path) -> None:
     held_out = written(tmp_path / "e.jsonl", made(1, 5, 10**6))
     columns = {"question": ["a", "b"], "answer": pa.array([0.1, 1e-5], pa.float32())}
-    pq.write_table(pa.table({**columns, "rate": pa.array([0.9, None], pa.float32())}), tmp_path / "t.parquet")
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
     train = loaded(tmp_path / "t.parquet", held_out)
     assert [one.answer for one in train] == ["0.1", "0.00001"]
-    assert repr(train.numbers("rate").tolist()) == "[0.9, nan]"
 
 
 def test_columns_that_are_missing_or_no_text_are_told(tmp_path: Path) -> None:

@@ -135,8 +135,6 @@ def test_fields_of_an_object_are_read_as_those_of_the_row(form: str, kind: str, 
     flat, deep = pool_of("flat", rows, FORMS[form]), pool_of("deep", inside, fields)
     assert [(one.text, one.answer, one.rejected) for one in deep] == [(o.text, o.answer, o.rejected) for o in flat]
     assert [one.margin for one in deep] == [one.margin for one in flat] == [float(one["m"]) for one in rows]
-    assert deep.numbers("of.level").tolist() == flat.numbers("level").tolist()
-    assert np.isnan([*deep.numbers("of"), *deep.numbers("of.none")]).all()
     with pytest.raises(DataError, match=r"no field 'of.goood'; .* did you mean 'of.good'"):
         pool_of("bad", inside, fields | {"margin_field": "of.goood"})
 

@@ -128,11 +128,6 @@ def test_the_preflight_finds_it_and_names_its_key(model: Path) -> None:
         (["eval.sets.other.environment.max_turns=3"], "eval.sets.other.environment without a function: name one"),
         (["eval.sets.odd.reward.function=length"], "eval.sets.odd.reward with eval.sets.odd.environment: the env"),
         (["eval.sets.odd.environment.min_turn_tokens=99"], "eval.sets.odd.environment.min_turn_tokens=99 is more than"),
-        (["eval.sets.odd.environment.spare=1"], "eval.sets.odd.environment.spare=1 with on_error=fail: only a traj"),
-        (
-            ["eval.sets.odd.environment.spare=1", "eval.sets.odd.environment.on_error=drop"],
-            "eval.sets.odd.environment.spare=1: an evaluation counts a sample that failed as wrong",
-        ),
         (["eval.sets.odd.environment.thinking=keep"], "eval.sets.odd.environment.thinking=keep with template=plain"),
         (
             ["eval.sets.odd.data.type=files", "eval.sets.odd.data.eval=x", "eval.sets.odd.data.chat_template=true"],

@@ -18,7 +18,6 @@ from rl_megatron.environments.protocol import EnvironmentStep, Observed, Reply
 from rl_megatron.environments.registry import EnvironmentMaker
 from rl_megatron.errors import EnvironmentFailed, PoisonPrompt
 from rl_megatron.rollout.batch import Answered, RolloutBatch
-from rl_megatron.rollout.environments.figures import environment_row
 from rl_megatron.types import Completion, GenerationRequest, Prompt
 from tests.completions import drawn
 from tests.scripted_engine import Scripted, sampler, trajectories
@@ -223,34 +222,6 @@ def numbered(ours: Any, fail: set[int], last: int | None = None) -> type[Talks]:
     return Numbered
 
 
-def with_spares(fail: set[int], last: int | None = None, **section: Any) -> tuple[Answered, int]:
-    """The answer for a group of three, and how many trajectories began."""
-    engine = Scripted(lambda text: "a")
-    ours = sampler(engine, on_error="drop", **section)
-    (one,) = played(replace(ours, made=EnvironmentMaker(numbered(ours, fail, last))))
-    return one, len(engine.asked)
-
-
-@pytest.mark.parametrize("last", [0, 2, None])
-@pytest.mark.parametrize(
-    ("fail", "kept"), [(set[int](), [0, 1, 2]), ({0, 2}, [1, 3, 4]), ({0, 2, 3}, [1, 4, 5]), ({0, 2, 3, 4}, [1, 5, 6])]
-)
-def test_those_that_fail_are_replaced_whichever_fails_first(fail: set[int], kept: list[int], last: int | None) -> None:
-    one, began = with_spares(fail, last if fail else None, spare=4)
-    assert one.group is not None
-    assert list(one.rewards) == kept
-    assert began == 3 + len(fail)
-    assert RolloutBatch.of([one]).reward_errors == len(fail)
-    replaced = environment_row(one.group.trajectories)["environment/spare"]
-    assert replaced == pytest.approx(sum(number >= 3 for number in kept) / 3)
-
-
-def test_a_group_is_dropped_where_more_fail_than_there_are_spares() -> None:
-    one, began = with_spares({0, 2, 3}, spare=2)
-    assert (one.group, one.reason, began) == (None, "environment_error", 5)
-    assert "trajectory 0 of step 1" in one.problem
-
-
 @pytest.mark.parametrize("fail", [set[int](), {0}])
 def test_a_prompt_that_is_poison_is_known_as_that_whatever_else_fails(fail: set[int]) -> None:
     class OfTheLast(Scripted):
@@ -264,8 +235,8 @@ def test_a_prompt_that_is_poison_is_known_as_that_whatever_else_fails(fail: set[
     assert (one.reason, one.problem) == ("poison", "servers ended under it")
 
 
-def test_one_that_a_limit_ends_is_not_replaced() -> None:
+def test_one_that_a_limit_ends_is_trained_on() -> None:
     engine = Scripted(lambda text: "a")
-    (one,) = played(sampler(engine, EnvironmentMaker(Talks), on_error="drop", spare=4, max_turns=1))
+    (one,) = played(sampler(engine, EnvironmentMaker(Talks), on_error="drop", max_turns=1))
     assert [trajectory.stop for trajectory in trajectories([one])] == ["turns"] * 3
     assert len(engine.asked) == 3

@@ -146,12 +146,6 @@ def test_a_turn_that_the_template_cannot_show_ends_the_trajectory_and_is_no_faul
     assert (one.stop, one.reward, len(one.turns)) == ("bad_call", 0.0 if name else 1.0, 1)
 
 
-def test_a_bad_call_may_end_the_trajectory() -> None:
-    _, found = played(EnvironmentMaker(Adds), BAD, on_bad_call="end")
-    (one,) = trajectories(found)
-    assert (one.stop, len(one.turns)) == ("bad_call", 1)
-
-
 def test_an_agents_client_gets_the_calls_or_is_refused_tools_without_a_parser() -> None:
     name = f"{__name__}:leaves_to_the_client"
     _, found = played(None, CALLS, function=name)
@@ -164,7 +158,6 @@ def test_an_agents_client_gets_the_calls_or_is_refused_tools_without_a_parser() 
     ("keys", "said"),
     [
         (["environment.tool_parser=hermes"], "plain texts show neither tools nor calls"),
-        (["environment.on_bad_call=end"], "without environment.tool_parser no call is read"),
     ],
 )
 def test_keys_that_nothing_would_read_are_refused(keys: list[str], said: str) -> None:

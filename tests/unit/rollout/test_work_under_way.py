@@ -56,13 +56,13 @@ class Tokens:
         return self.told.get(request_id)
 
 
-def stream_over(engine: Tokens, *, keep_tokens: bool, staleness: int = 1) -> Stream:
-    return sampled_from(engine, staleness=staleness, last_step=2, keep_tokens=keep_tokens)[1]
+def stream_over(engine: Tokens, *, staleness: int = 1) -> Stream:
+    return sampled_from(engine, staleness=staleness, last_step=2)[1]
 
 
-async def killed(*, keep_tokens: bool) -> tuple[Tokens, StreamState]:
+async def killed() -> tuple[Tokens, StreamState]:
     """A run of which only the first completion of each group has ended, read from a file again."""
-    stream = stream_over(engine := Tokens(VERSIONS["first"], most=4), keep_tokens=keep_tokens)
+    stream = stream_over(engine := Tokens(VERSIONS["first"], most=4))
     stream.admit()
     while len(engine.tokens) < 8:  # of four groups, two completions each
         await asyncio.sleep(0)
@@ -75,7 +75,7 @@ async def killed(*, keep_tokens: bool) -> tuple[Tokens, StreamState]:
 
 async def resumed(state: StreamState, staleness: int = 1) -> tuple[Tokens, list[list[list[tuple[int, int]]]]]:
     """The spans of each completion of the first two steps, all of whose tokens are right."""
-    stream = stream_over(engine := Tokens(VERSIONS["second"], most=99), keep_tokens=True, staleness=staleness)
+    stream = stream_over(engine := Tokens(VERSIONS["second"], most=99), staleness=staleness)
     stream._prompts.take(state.drawn)
     stream.restore(state)
     groups = [*(await stream.take(1)).groups]
@@ -90,7 +90,7 @@ async def resumed(state: StreamState, staleness: int = 1) -> tuple[Tokens, list[
 
 @pytest.mark.parametrize("staleness", [1, 0])
 def test_a_resume_goes_on_from_every_token(staleness: int) -> None:
-    before, state = asyncio.run(killed(keep_tokens=True))
+    before, state = asyncio.run(killed())
     assert before.made == 4 * (2 + 4 + 4)
     assert [(r.id, r.num_completions, r.group) for r in before.heard[:3]] == [
         (f"step 1: {state.places[0].drawn.prompt.id}, completion {i}", 1, f"step 1: {state.places[0].drawn.prompt.id}")
@@ -104,16 +104,8 @@ def test_a_resume_goes_on_from_every_token(staleness: int) -> None:
     assert sum(length_of(r.id) - len(r.begun.token_ids) for r in of_first if r.begun is not None) == 4 * (0 + 1 + 4)
 
 
-def test_with_prompts_alone_servers_are_left_alone_and_completions_start_over() -> None:
-    before, state = asyncio.run(killed(keep_tokens=False))
-    assert before.interrupts == 0
-    assert all(not place.drawn.begun for place in state.places)
-    _, spans = asyncio.run(resumed(state))
-    assert spans == [[[(0, 7)]] * 3] * 4
-
-
 def test_a_completion_that_ended_waits_for_its_group_in_the_checkpoint() -> None:
-    _, state = asyncio.run(killed(keep_tokens=True))
+    _, state = asyncio.run(killed())
     for place in state.places:
         first, *others = place.drawn.begun
         assert first is not None
@@ -123,9 +115,9 @@ def test_a_completion_that_ended_waits_for_its_group_in_the_checkpoint() -> None
 
 @pytest.mark.parametrize("times", [1, 3])
 async def test_what_was_begun_is_kept_over_several_kills(times: int) -> None:
-    _, state = await killed(keep_tokens=True)
+    _, state = await killed()
     for _ in range(times):
-        stream = stream_over(Tokens(3, most=4), keep_tokens=True)
+        stream = stream_over(Tokens(3, most=4))
         stream._prompts.take(state.drawn)
         stream.restore(state)
         stream.admit()  # and is killed before a server has heard of it

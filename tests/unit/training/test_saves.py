@@ -37,13 +37,11 @@ async def write_steps(folder: Path, accuracies: Mapping[int, float | None], **ru
     ("rules", "kept"),
     [
         ({"keep": 2}, (50, 60)),
-        ({"keep": 1, "keep_every": 20}, (20, 40, 60)),  # not 0, which is the warm start's
         ({"keep": 1, "keep_best": 1}, (40, 60)),  # of equal ones the later
         ({"keep": 1, "keep_best": 2}, (20, 40, 60)),
-        ({"keep": 2, "keep_every": 30, "keep_best": 1}, (30, 40, 50, 60)),
     ],
 )
-def test_the_newest_every_mth_and_the_best_are_kept(tmp_path: Path, rules: Any, kept: tuple[int, ...]) -> None:
+def test_the_newest_and_the_best_are_kept(tmp_path: Path, rules: Any, kept: tuple[int, ...]) -> None:
     accuracies = {0: 0.1, 10: 0.2, 20: 0.7, 30: 0.3, 40: 0.7, 50: None, 60: 0.5}
     assert asyncio.run(write_steps(tmp_path, accuracies, **rules)) == [f"step_{step:06d}" for step in kept]
 
@@ -109,14 +107,12 @@ def test_a_checkpoint_whose_accuracy_cannot_be_read_stays_and_ends_no_save(
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        (("keep_every=30",), r"keep_every=30 is no multiple of checkpoint\.every=25: .*at step 30; set 50"),
-        (("keep_every=30", "every=0"), r"keep_every=30 with checkpoint\.every=0: only the last step's"),
         (("keep_best=1", "every=0"), r"keep_best=1 with checkpoint\.every=0: only the last step's"),
         (("keep_best=1",), r"keep_best=1 compares eval/accuracy, .*eval\.every=10 steps, .*checkpoint\.every=25"),
     ],
 )
 def test_rules_by_which_nothing_would_be_kept_are_refused(keys: tuple[str, ...], reason: str) -> None:
-    RunConfig.model_validate({"checkpoint": {"every": 20, "keep_every": 40, "keep_best": 3}})
+    RunConfig.model_validate({"checkpoint": {"every": 20, "keep_best": 3}})
     given = dict(key.split("=") for key in keys)
     with pytest.raises(ValidationError, match=reason):
         RunConfig.model_validate({"checkpoint": {"every": 25, **{key: int(value) for key, value in given.items()}}})

@@ -29,7 +29,7 @@ AS_JSON = TypeAdapter(StreamState)
 @pytest.fixture(scope="module")
 def stream() -> StreamState:
     """Four groups of three completions, of which 2, 4 and 4 tokens were sampled: the numbers 0, 1, 2, 3."""
-    return asyncio.run(killed(keep_tokens=True))[1]
+    return asyncio.run(killed())[1]
 
 
 @pytest.fixture
