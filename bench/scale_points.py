@@ -1,8 +1,4 @@
-"""Published runs beside what the planner predicts of them: memory of a GPU, and tokens a second.
-
-published_runs.json has the points, each with its source. What the learner does not have (float8, moments in bfloat16,
-drafts, other dispatchers) is added to the plan's bytes here, for the sake of the comparison alone.
-"""
+"""Rates of published runs beside those that the planner predicts. published_runs.json has each with its source."""
 
 from __future__ import annotations
 
@@ -10,13 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import LatentAttention, ModelShape
-from rl_megatron.options.device import GPU
 from rl_megatron.scaling.constants import FITTED, Constants
 from rl_megatron.scaling.flops import training_flops
-from rl_megatron.scaling.hardware import GB, GPUS
-from rl_megatron.scaling.memory import footprints
+from rl_megatron.scaling.hardware import GPUS
 from rl_megatron.scaling.time import LearnerWork, step_seconds
 from rl_megatron.types import ParallelDims
 
@@ -32,21 +25,18 @@ _FAMILIES = {
     "llama": "llama",
     "gpt-oss": "gpt_oss",
 }
-_KEPT_IN_FLOAT8 = 1.35 / 2  # of what layers keep: inputs of products in one byte, the others in two
 _REPLAYED = ("b200", "b300", "gb200", "gb300")  # whose recipes record their launches (Megatron-Bridge)
-_TERMS = ("parameters", "gradients", "optimizer", "activations", "logits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A published number beside the prediction: GB of a GPU, or tokens/s of one."""
+    """A published rate beside the prediction, in tokens/s of a GPU."""
 
     name: str
     group: tuple[str, str]  # model and GPU
     release: str
     predicted: float
     measured: float
-    sparse: bool
 
     @property
     def error(self) -> float:
@@ -60,25 +50,13 @@ def predict_rates(points: Points, constants: Constants = FITTED) -> Iterator[Pre
         if point["superseded"] or (measured := _tokens_a_second(point)) is None:
             continue
         tokens = point["global_batch"] * point["sequence_tokens"] / point["gpus"]
-        yield _prediction(point, tokens / step_seconds(work_of(point), constants), measured)
-
-
-def predict_memory(points: Points) -> Iterator[Prediction]:
-    """Yields the points whose peak of memory is known."""
-    for point in points:
-        if point["peak_memory_gb"] and point["shape"].get("vocab"):
-            yield _prediction(point, _gigabytes(point), point["peak_memory_gb"])
-
-
-def _prediction(point: Mapping[str, Any], predicted: float, measured: float) -> Prediction:
-    return Prediction(
-        name=point["id"],
-        group=(str(point["model"]), str(point["gpu"])),
-        release=str(point["released"]),
-        predicted=predicted,
-        measured=measured,
-        sparse=bool(point["shape"]["experts"]),
-    )
+        yield Prediction(
+            name=point["id"],
+            group=(str(point["model"]), str(point["gpu"])),
+            release=str(point["released"]),
+            predicted=tokens / step_seconds(work_of(point), constants),
+            measured=measured,
+        )
 
 
 def ordered_pairs(rates: Sequence[Prediction]) -> tuple[int, int]:
@@ -103,7 +81,7 @@ def work_of(point: Mapping[str, Any]) -> LearnerWork:
     dispatcher, recompute = point["dispatcher"], point["recompute"] or []
     return LearnerWork(
         shape=shape_of_point(point),
-        dims=_dims(point),
+        dims=dims_of_point(point),
         gpu=replace(GPUS[point["gpu"]], domain=point["nvlink_domain"]),
         tokens=point["micro_batch"] * point["sequence_tokens"],
         length=point["sequence_tokens"],
@@ -170,7 +148,8 @@ def shape_of_point(point: Mapping[str, Any]) -> ModelShape:
     )
 
 
-def _dims(point: Mapping[str, Any]) -> ParallelDims:
+def dims_of_point(point: Mapping[str, Any]) -> ParallelDims:
+    """The degrees of a point's learner."""
     keys = ("tp", "pp", "vpp", "ep", "cp", "dp")
     return ParallelDims(etp=point.get("etp") or 1, **{key: point[key] for key in keys})
 
@@ -187,55 +166,3 @@ def _tokens_a_second(point: Mapping[str, Any]) -> float | None:
     flops = training_flops(replace(shape, num_layers=shape.num_layers + drafts), [length])
     flops += drafts * 6 * length * shape.hidden_size * (shape.vocab_size + 2 * shape.hidden_size)
     return float(point["model_tflops_per_gpu"] * 1e12 / (flops / length))
-
-
-def _gigabytes(point: Mapping[str, Any]) -> float:
-    """The plan's bytes on the fullest GPU, or on the last stage's where the point is logged there."""
-    found = footprints(_config(point), shape_of_point(point))
-    totals = [_total(point, f.terms) for f in found]
-    return (totals[-1] if "last rank" in (point.get("notes") or "") else max(totals)) / GB
-
-
-def _total(point: Mapping[str, Any], terms: Mapping[str, float]) -> float:
-    """Bytes of a rank, with what the learner does not have."""
-    held = dict(terms)
-    if "8" in point["precision"]:
-        held["activations"] *= _KEPT_IN_FLOAT8
-    if point["optimizer_moments"] == "bf16":
-        held["optimizer"] *= 8 / 12
-    return sum(held[term] for term in _TERMS)
-
-
-def _config(point: Mapping[str, Any]) -> RunConfig:
-    """The learner's configuration in a point's layout.
-
-    Without recomputing attention's core, which keeps no more than its inputs (FlashAttention), or norms, which are
-    parts of TransformerEngine's linears.
-    """
-    d = _dims(point)
-    recompute = point["recompute"] or []
-    again: dict[str, Any] = {"uniform": 1} if recompute == "full" else dict.fromkeys(recompute, True)
-    again = {name: on for name, on in again.items() if name not in ("core_attn", "layernorm")}
-    tokens = (point["micro_batch"] or 0) * (point["sequence_tokens"] or 0)
-    learner = {
-        **{key: getattr(d, key) for key in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")},
-        "stage_layers": _stage_layers(shape_of_point(point).num_layers, d),
-        "device": GPU,
-        "dtype": "bfloat16",
-        "gradient_dtype": "bfloat16" if point["gradient_dtype"] == "bf16" else "float32",
-        "layers": "auto",
-        "max_tokens_per_micro_batch": max(2, tokens),
-        "recompute": again,
-        "offload": {"optimizer": (point["offload"] or {}).get("optimizer_fraction", 0)},
-    }
-    rollout = {"max_prompt_tokens": 1, "max_new_tokens": 1}  # which must fit into a micro-batch
-    return RunConfig.model_validate({"learner": learner, "rollout": rollout})
-
-
-def _stage_layers(layers: int, d: ParallelDims) -> str | None:
-    """The layers of each chunk; the last ones have fewer, beside the output layer, where the degrees do not divide."""
-    chunks = d.pp * d.vpp
-    if layers % chunks == 0:
-        return None
-    each, rest = divmod(layers, chunks)
-    return "+".join(str(each + (i < rest)) for i in range(chunks))
