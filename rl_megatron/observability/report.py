@@ -16,7 +16,6 @@ from typing import Protocol
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from jinja2.utils import htmlsafe_json_dumps
-from markupsafe import Markup
 from numpy.typing import NDArray
 
 from rl_megatron.durable import write_atomically
@@ -125,11 +124,11 @@ def write_page(
     title: str,
     panels: Sequence[Panel] = (),
     spent: Sequence[str] = (),
-    searched: Markup | None = None,
+    searched: str | None = None,
     again: float | None = None,
 ) -> Path:
     """Write the page about these arms, in their colours: ``panels``, the curves and a run's cost. ``searched`` has the
-    samples of a run that the page's script searches, as JSON."""
+    samples of a run that the page's script searches, as JSON without markup."""
     runs = [run for arm in arms for run in arm.runs]
     differences = {} if len(runs) == 1 else differing(runs)
     at_once, sections = _sections(arms)
@@ -413,15 +412,15 @@ def _of_prompts(rows: Sequence[SampleRow]) -> list[SampleRow]:
     return [row for _, row in sorted(zip(turns, rows, strict=True), key=lambda pair: pair[0])]
 
 
-def _searched(folder: Path, run: Run, left_out: Callable[[str], None] | None) -> Markup | None:
+def _searched(folder: Path, run: Run, left_out: Callable[[str], None] | None) -> str | None:
     """The run's latest samples, as many as fit; None if it has none. A prompt is there once, for all its samples."""
-    prompts, texts, rows = dict[str, int](), list[Markup](), list[Markup]()
+    prompts, texts, rows = dict[str, int](), list[str](), list[str]()
     left = _MOST_SEARCHED
     try:
         for sample in latest_samples(folder / "samples.jsonl"):
             place = prompts.setdefault(sample.prompt, len(prompts))
             new = [htmlsafe_json_dumps(_by_its_ends(sample.prompt))] if place == len(texts) else []
-            row = htmlsafe_json_dumps(_row_to_search(sample, place))
+            row = htmlsafe_json_dumps(_row_to_search(sample, place, right=sample.reward >= run.success_reward))
             left -= sum(map(len, (row, *new))) + 2  # all of it is ASCII
             if left < 0:
                 break
@@ -433,16 +432,15 @@ def _searched(folder: Path, run: Run, left_out: Callable[[str], None] | None) ->
         left_out(str(error))
     if not rows:
         return None
-    lists = [Markup(",").join(each) for each in (texts, rows)]
-    return Markup('{"success":%s,"prompts":[%s],"rows":[%s]}') % (htmlsafe_json_dumps(run.success_reward), *lists)
+    return f'{{"prompts":[{",".join(texts)}],"rows":[{",".join(rows)}]}}'
 
 
-def _row_to_search(sample: SampleRow, prompt: int) -> list[object]:
+def _row_to_search(sample: SampleRow, prompt: int, *, right: bool) -> list[object]:
     """In the order in which page.js.j2 reads it; turns are what was read and what was said."""
     most = min(_MOST_TEXT, _MOST_TURNS // max(1, len(sample.turns)))
     turns = [[_by_its_ends(turn.read, most), _by_its_ends(turn.said, most)] for turn in sample.turns]
     turns = turns or [["", _by_its_ends(sample.completion)]]
-    return [sample.step, prompt, _by_its_ends(sample.answer), sample.reward, len(sample.completion), turns]
+    return [sample.step, prompt, _by_its_ends(sample.answer), sample.reward, right, len(sample.completion), turns]
 
 
 def _by_its_ends(text: str, most: int = _MOST_TEXT) -> str:

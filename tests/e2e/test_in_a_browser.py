@@ -159,6 +159,22 @@ def test_the_page_of_a_run_that_goes_on_loads_itself_and_keeps_its_place(
     assert page.requests == [], "the run has ended, and its page still loads itself"
 
 
+def test_a_group_that_is_read_stays_where_newer_samples_come(page: Browser, run: Path, tmp_path: Path) -> None:
+    own = shutil.copytree(run, tmp_path / "growing")
+    report = write_report([own], own / "report.html", again=0.5)
+    opened(page, report, 1440, 900)
+    assert len(found(page, text="high")) == 1
+    page.value("document.querySelector('#found button').click()")
+    group = page.value(CARDS)
+    trained(own, step=41)
+    write_report([own], report)
+    page.until("document.body && !document.body.dataset.again && document.querySelector('#found article')")
+    assert page.value(CARDS) == group
+    assert len(group) == 3
+    page.value("document.querySelector('#found button').click()")
+    assert len(page.value(CARDS)) == 1
+
+
 def test_the_page_of_a_run_that_was_killed_says_so_and_rests(page: Browser, run: Path, tmp_path: Path) -> None:
     report = write_report([run], tmp_path / "report.html", again=0.05)
     opened(page, report, 1440, 900)

@@ -46,6 +46,8 @@ def test_nothing_is_named_where_nothing_is_wrong(policy: Policy, temperature: fl
     [
         ({"temperature": 0.7}, "temperature 0.7 (the learner: 1)"),
         ({"top_p": 0.8}, "top_p 0.8 (the learner: 1)"),
+        ({"top_k": 5}, "top_k 5 (the learner: 0)"),
+        ({"temperature": 0.6, "top_k": 7}, "temperature 0.6 (the learner: 1), top_k 7 (the learner: 0)"),
         ({"temperature": 1.3, "top_p": 0.9}, "temperature 1.3 (the learner: 1), top_p 0.9 (the learner: 1)"),
     ],
 )

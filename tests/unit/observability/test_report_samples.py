@@ -66,14 +66,14 @@ def test_the_latest_samples_can_be_searched_and_a_prompt_is_there_once(tmp_path:
     turns = (SampleTurn(read="", said="x"), SampleTurn(read=EVIL, said="y"))
     row = SampleRow(step=4, prompt=EVIL, completion="xy", answer="7", reward=0.5, turns=turns)
     SamplesWriter(folder).write([row, row])
+    answers = ((3, True), (2, False), (1, True))
     page = write_report([folder], tmp_path / "r.html")
     assert page.read_text().count("<script") == 2  # its own
     assert searched(page) == {
-        "success": 1.0,
         "prompts": [EVIL, "1+1="],
         "rows": [
-            *([4, 0, "7", 0.5, 2, [["", "x"], [EVIL, "y"]]],) * 2,
-            *([step, 1, "2", float(step % 2), 7, [["", f"said-{step};"]]] for step in (3, 2, 1)),
+            *([4, 0, "7", 0.5, False, 2, [["", "x"], [EVIL, "y"]]],) * 2,
+            *([step, 1, "2", float(right), right, 7, [["", f"said-{step};"]]] for step, right in answers),
         ],
     }
 
@@ -101,7 +101,7 @@ def test_a_sample_of_many_long_turns_is_cut(tmp_path: Path) -> None:
     row = SampleRow(step=7, prompt="", completion="s" * 10_000_000, answer="", reward=0, turns=(turn,) * 100)
     SamplesWriter(folder).write([row])
     first = searched(write_report([folder], tmp_path / "r.html"))["rows"][0]
-    assert (first[0], first[4], len(first[5])) == (7, 10_000_000, 100)
+    assert (first[0], first[5], len(first[6])) == (7, 10_000_000, 100)
     assert len(json.dumps(first)) < 500_000
 
 
