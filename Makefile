@@ -2,18 +2,10 @@
 # make test                                    quick linters, tests without processes, one run: minutes
 # make test-all                                all linters, every test but those of engines and the cluster, one recipe
 # make test-engines                            the tests that want vLLM and SGLang, which it installs under .engines/
-# make test-dry-run [ARGS="-k 30b"]            the recipes of large models at their real size, without their memory
 # make test-environments [PYTHON312=PATH]      the tests that want environments of other packages, which it installs under .environments/
-# make try-newest-engines                      a part of them with the newest vLLM and SGLang, beside the tested ones
 # make test-312 [PYTHON312=PATH]               the learner's tests on Python 3.12, with the newest megatron-core tried
 # make test-cluster                            jobs on a real Slurm of twenty-eight nodes on this machine (root, Debian)
-# make test-series                             24 cells of a study over eight nodes of it, one of which is lost
-# make test-pretended-gpu                      the learner's tests again, on pretended GPUs: three minutes on two cores
 # make test-gpu [HALF=1|2] [GPU_PYTHON=python3]  the kit for one GPU, seven minutes a half; prints a table of figures
-# make test-kills [ARGS="--points 20"]         a run with servers, killed at 100 points: is a prompt lost or trained twice?
-# make test-learns                             calculator, sft_tiny, dpo_tiny, reward_tiny, distill_tiny, three seeds of each: do they learn?
-# make proof                                   do the commands of docs/proof.md print what it shows? some minutes
-# make test-images                             the learner's steps of an image, in a new environment: minutes, and the index
 # make mutants [ARGS="--sample 40 --seed 1"] [CHANGED=1|PLANTED=1]   are 1,060 faults put into sixteen rooms seen by a test? hours
 # make lint                                    linters alone (what pre-commit runs)
 # make docs                                    the documents as a site, build/site; a broken link is an error (lint does it)
@@ -34,8 +26,7 @@ FILES ?=
 HALF ?=
 GPU_PYTHON ?=
 
-.PHONY: train test test-all test-dry-run test-engines try-newest-engines test-environments test-312 test-cluster test-series test-pretended-gpu test-gpu \
-	test-kills test-learns test-images proof mutants lint docs clean
+.PHONY: train test test-all test-engines test-environments test-312 test-cluster test-gpu mutants lint docs clean
 .DELETE_ON_ERROR:
 unexport PYTHONDONTWRITEBYTECODE # each process of pytest would rewrite the assertions of all test files at each start
 
@@ -52,9 +43,6 @@ test-all: lint .venv/te/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q $(TOGETHER)
 	$(BIN)/pytest -q tests/recipes -k '30b and not 80gb and not disaggregated'
 
-test-dry-run: $(ENVIRONMENT)
-	$(BIN)/pytest -q tests/recipes $(ARGS)
-
 test-312: .venv312/.installed .venv312/te/.installed
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= .venv312/bin/pytest -q -rs -n 2 --dist loadfile --no-loadscope-reorder \
 		$(or $(FILES),$(FILES_312)) $(ARGS)
@@ -62,10 +50,6 @@ test-312: .venv312/.installed .venv312/te/.installed
 test-cluster: $(ENVIRONMENT)
 	tests/cluster/install.sh
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs -n 4 --dist worksteal tests/cluster
-
-test-series: $(ENVIRONMENT)
-	tests/cluster/install.sh
-	STUDY_CELLS=24 OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs -s tests/cluster/test_study.py
 
 test-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
@@ -92,32 +76,10 @@ OF_nemo-gym := nemo-gym==0.4.0
 	$(BIN)/pip install -q -c constraints.txt $(OF_reasoning-gym)
 	touch $@
 
-test-pretended-gpu: $(ENVIRONMENT)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/pretended_gpu
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile -p tests.distributed.pretended.plugin \
-		$(addprefix tests/distributed/test_, learner_gradient.py learner_parity.py losses_in_layouts.py families.py \
-		routing_replay.py)
-
 # With GPU_PYTHON in an interpreter's own environment, of which nothing is changed (docs/install.md).
 test-gpu: $(if $(GPU_PYTHON),,$(ENVIRONMENT))
 	OMP_NUM_THREADS=4 $(or $(GPU_PYTHON),$(BIN)/python) -m pytest -q -rs -m gpu --continue-on-collection-errors \
 		$(if $(filter 1,$(HALF)),tests/gpu/first,$(if $(filter 2,$(HALF)),tests/gpu/second,tests/gpu)) $(ARGS)
-
-# An hour at most; what was ended goes on with the same command.
-test-kills: $(ENVIRONMENT)
-	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.kills.run $(ARGS)
-
-test-learns: $(ENVIRONMENT)
-	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.learns.run $(ARGS)
-
-proof: $(ENVIRONMENT)
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.proof.run
-
-test-images: $(ENVIRONMENT)
-	$(BIN)/pytest -q tests/images
-
-try-newest-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.installed
-	$(BIN)/python -m tests.engines.newest $(ARGS)
 
 mutants: .venv/.mutants-installed
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.mutants.$(if $(PLANTED),planted,run) $(if $(CHANGED),--changed $(CHANGED)) $(ARGS)

@@ -1,6 +1,6 @@
 """A study as an array on a real Slurm: a node is lost meanwhile, a cell fails, and all cells end.
 
-Four cells on three nodes; with STUDY_CELLS=24 so many on eight (make test-series: six minutes on two cores).
+Four cells on three nodes; with the environment's STUDY_CELLS=24 it has 24 on eight, six minutes on two cores.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A run with servers and staleness, killed at eight points of its steps, loses no prompt and trains on none twice.
 
-``make test-kills`` does the same at a hundred points that are drawn.
+``python -m tests.kills.run`` does the same at a hundred points that are drawn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The calculator's recipe learns: one seed of `make test-learns`, with a quarter of its steps, on one rank."""
+"""The calculator's recipe learns: one seed of tests/learns/run.py, with a quarter of its steps, on one rank."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ Change = Callable[[dict[str, Tensor]], None]
 
 
 def interpreter(engine: str) -> Path:
-    """Where ``make test-engines`` installs an engine, or ``make try-newest-engines`` its newest release."""
+    """Where ``make test-engines`` installs an engine, or ``python -m tests.engines.newest`` its newest release."""
     return Path(os.environ.get("RL_MEGATRON_ENGINES", REPO / ".engines")) / engine / "bin" / "python"
 
 

@@ -1,4 +1,4 @@
-"""Tries the newest releases of vLLM and SGLang: ``make try-newest-engines``.
+"""Tries the newest releases of vLLM and SGLang: ``python -m tests.engines.newest``.
 
 One that is newer than the tested release gets an environment under .engines/newest/: the packages pinned for the tested
 one, but of the engine the newest, and of the others those versions that it requires. torch stays at its pin, and what

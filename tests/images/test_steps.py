@@ -1,6 +1,6 @@
 """The learner's steps of an image, run in a new environment: what they install is what constraints.txt pins.
 
-Minutes, and the package index: `make test-images` runs it. TransformerEngine, which wants nvcc, and engines for GPUs
+Minutes, and the package index: `pytest tests/images` runs it. TransformerEngine, which wants nvcc, and engines for GPUs
 are not installed: their wheels are there, and ask for nothing that the pins forbid.
 """
 

@@ -1,4 +1,4 @@
-"""``make test-kills``: is any prompt lost, or trained on twice, in a run that is killed at a hundred points?
+"""``python -m tests.kills.run``: is any prompt lost, or trained on twice, in a run that is killed at a hundred points?
 
 One run of the tiny model with two servers and train.max_staleness=2 is killed and continued again and again: at calls
 that a fixed seed draws, and at moments. A command that was ended goes on where it was. It ends with 1 where the run's
@@ -63,7 +63,7 @@ def points(seed: int, count: int) -> list[Point | After]:
 
 def main() -> int:
     """Kills the run at what is left of the points, lets it end, and reads its files."""
-    parser = argparse.ArgumentParser(prog="make test-kills", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.kills.run", description=__doc__)
     parser.add_argument("--points", type=int, default=100, help="how often to kill the run")
     parser.add_argument("--seed", type=int, default=18, help="which points")
     parser.add_argument("--folder", type=Path, default=Path("build/kills"), help="the run; remove it to begin again")

@@ -1,5 +1,5 @@
-"""``make test-learns``: do the recipes calculator, sft_tiny, dpo_tiny, reward_tiny and distill_tiny learn, with each of
-three seeds, within their bars? The teacher of distill_tiny is what sft_tiny trained.
+"""``python -m tests.learns.run``: do the recipes calculator, sft_tiny, dpo_tiny, reward_tiny and distill_tiny learn,
+with each of three seeds, within their bars? The teacher of distill_tiny is what sft_tiny trained.
 
 Each run is ``rl-megatron train --config RECIPE`` in a process of its own, one after the other. The command ends with 1
 where a bar is missed.
@@ -148,7 +148,7 @@ def _trained(
 
 def main() -> int:
     """Trains with each seed and prints what it learned beside the bars."""
-    parser = argparse.ArgumentParser(prog="make test-learns", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.learns.run", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60, help="of reinforcement learning")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""``make proof``: does every command of docs/proof.md still print what the page shows?
+"""``python -m tests.proof.run``: does every command of docs/proof.md still print what the page shows?
 
 Each command runs in a process of its own, one after the other: pytest in the checkout, others in a folder that has its
 documents alone. It ends with 1 where an output is stale, and prints the new output.

@@ -1,6 +1,6 @@
 """The recipes of large models: their first, middle and last stage build and step, and hold what the plan says.
 
-Minutes each. `make test` does not run them, `make test-dry-run` does; CI runs the smallest.
+Minutes each. `make test` does not run them, `pytest tests/recipes` does; CI runs the smallest.
 """
 
 from __future__ import annotations

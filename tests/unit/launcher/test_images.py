@@ -1,6 +1,6 @@
 """The images' recipes: linted, of the versions that are tested, and their steps read by bash. No image is built here.
 
-`make test-images` runs the learner's steps in a new environment.
+`pytest tests/images` runs the learner's steps in a new environment.
 """
 
 from __future__ import annotations
