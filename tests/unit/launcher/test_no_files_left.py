@@ -31,7 +31,7 @@ async def test_it_ends_the_run_with_advice_and_no_server_counts_as_dead() -> Non
                 assert not replica.suspected.is_set()
                 replica.suspect(AttemptFailed("of another cause"))  # its supervisor asks for its health
                 with pytest.raises(OutOfFiles, match=r"/health: .*open files"):
-                    await it.engine.replicas.none_is_healthy()
+                    await it.engine.replicas.some(list)
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             assert replica.health is Health.HEALTHY
