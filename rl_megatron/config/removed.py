@@ -35,6 +35,11 @@ def _renamed(name: str) -> Removed:
 
 _STARTED = "start the server in slurm.setup or in a job of its own, and give its URL (docs/rewards.md)"
 _ON_BAD_CALL = Removed("the model reads why a call cannot be read", fixed=("observe",))
+_CLOSE_SECONDS = Removed("an environment has 10 s to close", fixed=(10.0,))
+_RETRIES = Removed("a request is sent at most 3 times again", fixed=(3,))
+_BACKOFF = Removed("the waits before retries are 0.5, 1 and 2 s", fixed=(0.5,))
+_BATCH_SIZE = Removed("a forward pass has 32 completions", fixed=(32,))
+_DTYPE = Removed("a model in the controller computes in float32", fixed=("float32",))
 _SPARE = Removed("a trajectory that fails drops its group, with environment.on_error=drop")
 
 REMOVED: Mapping[str, Removed] = {
@@ -48,19 +53,35 @@ REMOVED: Mapping[str, Removed] = {
     "data.curriculum.lowest": Removed("use retire_above or explore"),
     "data.curriculum.min_left": Removed("it is 0.1", fixed=(0.1,)),
     "data.curriculum.outside": Removed("use retire_above or explore", fixed=(0.1,)),
+    "data.sources.*.environment.close_seconds": _CLOSE_SECONDS,
     "data.sources.*.environment.on_bad_call": _ON_BAD_CALL,
     "data.sources.*.environment.spare": _SPARE,
+    "data.sources.*.reward.http.backoff_seconds": _BACKOFF,
+    "data.sources.*.reward.http.retries": _RETRIES,
+    "data.sources.*.reward.model.batch_size": _BATCH_SIZE,
+    "data.sources.*.reward.model.dtype": _DTYPE,
+    "environment.close_seconds": _CLOSE_SECONDS,
     "environment.on_bad_call": _ON_BAD_CALL,
     "environment.spare": _SPARE,
     "eval.replicas": Removed("no server samples for evaluations alone; set eval.mode=beside"),
     "eval.sets.*.at_steps": Removed("use eval.sets.<name>.every"),
+    "eval.sets.*.environment.close_seconds": _CLOSE_SECONDS,
     "eval.sets.*.environment.on_bad_call": _ON_BAD_CALL,
     "eval.sets.*.environment.spare": _SPARE,
+    "eval.sets.*.reward.http.backoff_seconds": _BACKOFF,
+    "eval.sets.*.reward.http.retries": _RETRIES,
+    "eval.sets.*.reward.model.batch_size": _BATCH_SIZE,
+    "eval.sets.*.reward.model.dtype": _DTYPE,
     "learner.first_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
     "learner.last_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
     "learner.recompute_layers": Removed("it is called learner.recompute.uniform, 1 for true and null for false"),
     "profile.engines": Removed("the engines' own profilers record their kernels, see rollout.server.options"),
     "profile.nvtx": Removed("profile.steps records kernels, and rl-megatron report RUN --trace FILE shows them"),
+    "reward.http.backoff_seconds": _BACKOFF,
+    "reward.http.retries": _RETRIES,
+    "reward.model.batch_size": _BATCH_SIZE,
+    "reward.model.dtype": _DTYPE,
+    "rollout.max_refills": Removed("a step draws at most 8 batches of prompts", fixed=(8,)),
     "rollout.server.meeting_host": _renamed("weights.meeting_host"),
     "rollout.server.transport": _renamed("weights.transport"),
     "rollout.server.weights_dir": _renamed("weights.folder"),
@@ -72,13 +93,13 @@ REMOVED: Mapping[str, Removed] = {
     "sandbox.output_kb": Removed("a program may print 64 KiB", fixed=(64,)),
     "sandbox.processes": Removed("a program may have 16 processes", fixed=(16,)),
     "services": Removed(_STARTED),
-    "slurm.services": Removed(_STARTED),
-    "weights.verify": Removed("receivers compare a digest of every box", fixed=(True,)),
     "slurm.engines.no_kill": Removed("a job that loses a node is requeued, and resumes from its last checkpoint"),
     "slurm.exclude_slow": Removed("name nodes in slurm.exclude"),
+    "slurm.services": Removed(_STARTED),
     "train.stream_micro_batches": Removed(
         "gradients are computed once the batch is whole; train.max_staleness overlaps them"
     ),
+    "weights.verify": Removed("receivers compare a digest of every box", fixed=(True,)),
 }
 """By dotted key, sorted; ``*`` is the name of an entry of a mapping, and a section stands for all keys in it."""
 

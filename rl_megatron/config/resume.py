@@ -24,10 +24,7 @@ FREE: Mapping[str, bool] = {
     "data.sources.<name>.weight": True,
     "data.sources.<name>.reward.timeout_seconds": True,
     "data.sources.<name>.reward.http": True,
-    **{
-        f"data.sources.<name>.environment.{key}": True
-        for key in ("concurrency", "seconds", "step_seconds", "close_seconds")
-    },
+    **{f"data.sources.<name>.environment.{key}": True for key in ("concurrency", "seconds", "step_seconds")},
     "reward": False,
     "reward.timeout_seconds": True,
     "reward.http": True,
@@ -35,7 +32,6 @@ FREE: Mapping[str, bool] = {
     "environment.concurrency": True,
     "environment.seconds": True,
     "environment.step_seconds": True,
-    "environment.close_seconds": True,
     "sandbox": True,
     "reward_models": False,
     "algorithm": False,

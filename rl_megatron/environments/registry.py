@@ -21,8 +21,6 @@ from rl_megatron.types import Prompt
 from rl_megatron.user_code import load_named
 
 METHODS = ("start", "step", "score", "close")
-OF_METHODS = ("close_seconds", "max_observation_tokens")
-"""Keys of limits of an environment's methods and messages, which a function of one's own has not."""
 ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {
     "calculator": Calculator,
     "guess": Guess,
@@ -106,10 +104,9 @@ def _try(given: str, made: Callable[..., Any], options: Mapping[str, Any]) -> No
 
 def _check_agent(section: EnvironmentSection, key: str) -> None:
     """Raises ConfigError for set keys that a function which leads its trajectory does not read."""
-    usual = EnvironmentSection()
-    if unread := [one for one in OF_METHODS if getattr(section, one) != getattr(usual, one)]:
+    if section.max_observation_tokens != EnvironmentSection().max_observation_tokens:
         raise ConfigError(
-            f"{', '.join(f'{key}.{one}={getattr(section, one)}' for one in unread)}: {key}.function="
+            f"{key}.max_observation_tokens={section.max_observation_tokens}: {key}.function="
             f"{section.function!r:.200} is a function that leads its trajectory, and has neither methods nor messages; "
             f"leave this out ({key}.seconds bounds it)"
         )

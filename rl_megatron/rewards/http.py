@@ -16,6 +16,9 @@ from rl_megatron.types import Completion, Prompt, Scored
 
 MAX_ANSWER_BYTES = 1 << 20
 
+_RETRIES = 3
+_WAIT = 0.5  # seconds, before the first retry
+
 
 class HttpReward:
     """POSTs the completions of a prompt to ``url``; at most ``concurrency`` requests are in flight.
@@ -33,9 +36,8 @@ class HttpReward:
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
         """Raises RewardError that names the URL, the prompt and the answer."""
         body, about = _request(prompt, completions, texts), f"{self._url}, prompt {prompt.id!r}"
-        retries, wait = self._section.retries, self._section.backoff_seconds
         try:
-            answer = await retried(lambda: self._attempt(body), retries=retries, wait=wait, about=about)
+            answer = await retried(lambda: self._attempt(body), retries=_RETRIES, wait=_WAIT, about=about)
             return _rewards(answer, len(completions))
         except (TryAgain, ValueError, OverflowError) as error:  # OverflowError: an integer over any float
             raise RewardError(f"{about}: {error}") from error

@@ -98,6 +98,7 @@ class StreamTimes:
 
 _PATIENCE = 0.02  # the share of a step for which the learner may wait before more is sampled ahead
 _CALM_STEPS = 30  # steps without such a wait before less is
+_MAX_BATCHES = 8  # of prompts, to draw for one step
 _POISON_STEPS = 20  # the steps of whose prompts no more than POISON_SHARE may be poison
 
 
@@ -122,7 +123,7 @@ class Stream:
     """The groups that a run trains on, sampled ahead by the rule above. Controller process only.
 
     ``teaches`` says of groups whether to train on them; ``rollout.dynamic_sampling`` leaves others out, for the
-    reason ``untaught``, and draws the next prompt: in all at most ``rollout.max_refills`` times what a step needs.
+    reason ``untaught``, and draws the next prompt: in all at most 8 times what a step needs.
     """
 
     def __init__(
@@ -411,7 +412,7 @@ class Stream:
     @property
     def _refills(self) -> int:
         """The places that one step may have drawn again."""
-        return (self._section.max_refills - 1) * self._size
+        return (_MAX_BATCHES - 1) * self._size
 
     def _adapt(self) -> None:
         """Let sampling be further ahead after a step that waited, and less far after many that did not."""

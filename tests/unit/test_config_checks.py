@@ -275,25 +275,6 @@ def test_a_limit_of_completions_is_of_whole_groups_at_servers() -> None:
     assert problem("rollout.group_size=8", "rollout.max_in_flight=8", SERVED) is None
 
 
-@pytest.mark.parametrize("engine", ["local", "vllm"])
-def test_servers_record_kernels_where_the_run_starts_them_and_they_can(engine: str) -> None:
-    given: dict[str, object] = {"engine": engine}
-    if engine == "vllm":
-        given["python"] = "python3"
-        RunConfig.model_validate({"profile": {"engines": True}, "rollout": given})
-        given["server"] = {"addresses": "http://127.0.0.1:1"}
-    said = r"profile\.engines=true(, but servers of rollout\.server\.addresses| with rollout\.engine=local)"
-    with pytest.raises(ValueError, match=said):
-        RunConfig.model_validate({"profile": {"engines": True}, "rollout": given})
-
-
-def test_a_wait_before_retries_is_for_retries() -> None:
-    served = ["reward.function=http://a:1/", "reward.http.backoff_seconds=2.0"]
-    assert problem(*served) is None
-    said = problem(*served, "reward.http.retries=0") or ""
-    assert said.startswith("reward.http.backoff_seconds=2.0 does nothing: with reward.http.retries=0 there is no retry")
-
-
 LUFFY = "algorithm=luffy"
 FILES = ["data.type=files", "data.train=a", "data.eval=b", "warm_start.steps=0"]
 

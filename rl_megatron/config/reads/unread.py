@@ -62,8 +62,6 @@ def _of_model(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _of_rollout(config: RunConfig) -> Iterator[tuple[str, str]]:
     rollout = config.rollout
-    if rollout.dynamic_sampling == "off":
-        yield "rollout.max_refills", "rollout.dynamic_sampling=off samples one batch per step"
     if not rollout.served:
         reason = f"rollout.engine={rollout.engine} samples in the learner's processes, and only servers read it"
         yield from (("rollout.python", reason), ("rollout.server", reason))
@@ -85,8 +83,6 @@ def _of_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
         judged = "data.sources and every set of eval.sets with data of its own" if sets else "data.sources"
         yield "reward", f"every source of {judged} has a reward or an environment of its own"
     for above, its in _rewards(config):
-        if not its.http.retries:
-            yield f"{above}.http.backoff_seconds", f"with {above}.http.retries=0 there is no retry to wait for"
         for section, does in _reward_options(its).items():
             if not does:
                 reason = f"no reward reads it that {above}.function={its.function} or {above}.parts name"
@@ -155,8 +151,5 @@ def _reward_options(reward: RewardSection) -> dict[str, bool]:
         "tests": "tests" in names,
         "http": any(name.startswith(("http://", "https://")) for name in names),
         "model": any(name.startswith(("hf:", RANKS)) for name in names),
-        **{
-            f"model.{key}": any(name.startswith("hf:") for name in names)
-            for key in ("label", "batch_size", "device", "dtype")
-        },
+        **{f"model.{key}": any(name.startswith("hf:") for name in names) for key in ("label", "device")},
     }

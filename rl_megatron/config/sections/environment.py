@@ -48,8 +48,6 @@ class EnvironmentSection(Section):
     step_seconds: PositiveFloat = 30.0
     """Time limit of each call of an environment's start, step and score; and how long after ``seconds`` a function that
     leads its trajectory may still return its reward."""
-    close_seconds: PositiveFloat = 10.0
-    """Time limit of an environment's close; then processes that it started and that still run are killed."""
     on_error: Literal["fail", "drop"] | Finite = "fail"
     """What to do if an environment raises, is late or answers what is no answer: end the run (fail), drop the group, or
     give the trajectory a number as its reward."""

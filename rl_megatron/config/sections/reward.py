@@ -73,10 +73,6 @@ class HttpSection(Section):
 
     timeout_seconds: PositiveFloat = 10.0
     """Time limit of one attempt."""
-    retries: NonNegative = 3
-    """Most retries of a request that gets no connection, no answer in time, or status 408, 429 or 5xx."""
-    backoff_seconds: PositiveFloat = 0.5
-    """Wait before the first retry; it doubles each time."""
     concurrency: Positive = 16
     """Most requests in flight."""
 
@@ -93,12 +89,8 @@ class RewardModelSection(Section):
     """Whether prompt and completion are put into the classifier's chat template, as user and assistant."""
     max_tokens: Positive | None = None
     """The classifier reads at most this many tokens, the last ones; null: as many as it has positions for."""
-    batch_size: Positive = 32
-    """Most completions in one forward pass."""
     device: str = "cpu"
     """Device of the model, as torch names it."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the model's parameters."""
 
 
 RANKS = "ranks:"

@@ -308,10 +308,6 @@ class RolloutSection(Section):
     advantages of your own are all 0: keep them (off), drop them and draw another prompt for each, until the batch is
     full (refill), or drop them and train on the rest. They give no gradient, or that of lengths alone, unless there is
     no baseline (REINFORCE-Rej)."""
-    max_refills: Positive = 8
-    """dynamic_sampling=refill, drop: most prompts to draw for one step, as multiples of prompts_per_step; the step then
-    trains on the groups that it has. With train.max_staleness=k it is of k + 1 steps together, of which one may draw
-    what the others then lack."""
     interrupt: InterruptSection = InterruptSection()
     router_noise: NonNegativeFloat = 0.0
     """Standard deviation, in logits, of Gaussian noise on the routers of the in-process engine while it samples the

@@ -23,6 +23,8 @@ from rl_megatron.types import Completion, Prompt, Scored
 if TYPE_CHECKING:
     from torch import Tensor
 
+_BATCH_SIZE = 32  # completions in a forward pass
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierTexts:
@@ -117,12 +119,14 @@ class ClassifierReward:
         """Ends before the next batch once ``given_up``, for which nothing waits any longer."""
         import torch
 
-        size, found = self._section.batch_size, list[Scored]()
+        found = list[Scored]()
         with self._alone, torch.inference_mode():
-            for start in range(0, len(texts), size):
+            for start in range(0, len(texts), _BATCH_SIZE):
                 if given_up.is_set():
                     break
-                found += [Scored(total=float(reward)) for reward in self._forward(prompt, texts[start : start + size])]
+                found += [
+                    Scored(total=float(reward)) for reward in self._forward(prompt, texts[start : start + _BATCH_SIZE])
+                ]
         return found
 
     def _forward(self, prompt: str, texts: Sequence[str]) -> Tensor:
@@ -147,7 +151,7 @@ def _load(folder: Path, section: RewardModelSection, where: str) -> Any:
     try:
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             folder,
-            dtype=getattr(torch, section.dtype),
+            dtype=torch.float32,
             output_loading_info=True,
             local_files_only=True,
             trust_remote_code=False,

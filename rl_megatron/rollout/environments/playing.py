@@ -31,6 +31,7 @@ from rl_megatron.rollout.environments.threads import LoopThread, TooLate, UserCo
 from rl_megatron.types import Prompt, StopReason
 
 T = TypeVar("T")
+_CLOSE_SECONDS = 10.0  # then processes that the environment started are killed
 _MOST_METRICS, _METRIC = 32, re.compile("[a-z][a-z0-9_]{0,60}")
 
 
@@ -95,9 +96,9 @@ class Playing:
                 await self.environment.close()
 
         try:
-            await self.thread.call(close, self.section.close_seconds)
+            await self.thread.call(close, _CLOSE_SECONDS)
         except TooLate:
-            return f"close did not end within environment.close_seconds={self.section.close_seconds:g}"
+            return f"close did not end within {_CLOSE_SECONDS:g} s"
         except UserCodeFailed as error:
             return f"close {error}"
         return None

@@ -49,7 +49,7 @@ async def test_what_would_keep_the_lock_for_hours_is_given_up_in_a_process_of_it
     text: str, limit: float, ended: tuple[str, float]
 ) -> None:
     """(a+)+b tries all 2^39 ways to part 40 letters; its process is gone when the group is there."""
-    keys = {"step_seconds": limit, "close_seconds": 1.0, "on_error": -1.0}
+    keys = {"step_seconds": limit, "on_error": -1.0}
     ours = sampler(Scripted(lambda _: text), function="my_env:Matches", **keys)
     async with asyncio.timeout(30):
         played = trajectories(await ours.groups(drawn([TASK])))
@@ -78,8 +78,8 @@ def test_the_function(name: str) -> None:
         ({"function": "my_env:Gues"}, "'Gues' of my_env is not there; did you mean 'Guess'"),
         ({"function": "my_env:EnvironmentStep"}, "is a class without start, step, score, close; give it"),
         (
-            {"function": "my_env:solve", "close_seconds": 3, "max_observation_tokens": 9},
-            "environment.close_seconds=3.0, environment.max_observation_tokens=9: .* and has neither",
+            {"function": "my_env:solve", "max_observation_tokens": 9},
+            "environment.max_observation_tokens=9: .* and has neither",
         ),
         (
             {"function": "my_env:Guess", "options": {"lots": 3}},

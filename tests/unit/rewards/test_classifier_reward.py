@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.errors import ConfigError
+from rl_megatron.rewards.classifiers import in_process
 from rl_megatron.rewards.classifiers.in_process import ClassifierReward
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rewards.scoring import CallLimit
@@ -58,10 +59,13 @@ def ids_of(text: str, last: int = 12) -> list[int]:
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 32])
-def test_batches_give_what_each_text_alone_gives(tmp_path: Path, batch_size: int) -> None:
+def test_batches_give_what_each_text_alone_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int
+) -> None:
+    monkeypatch.setattr(in_process, "_BATCH_SIZE", batch_size)
     folder = make(tmp_path, num_labels=1, pad_token_id=0)
     wanted = expected(folder, [ids_of(PROMPT.text + text) for text in TEXTS])[:, 0]
-    torch.testing.assert_close(torch.tensor(score(folder, batch_size=batch_size)), wanted)
+    torch.testing.assert_close(torch.tensor(score(folder)), wanted)
     assert len(set(wanted.tolist())) == len(TEXTS)
 
 
@@ -98,7 +102,14 @@ async def test_a_group_that_is_given_up_ends_with_its_batch_and_none_is_computed
 
     wanted = expected(folder, [ids_of(PROMPT.text + text) for text in TEXTS])[:, 0]
     monkeypatch.setattr(LlamaForSequenceClassification, "forward", watched)
-    reward = resolve_reward(RewardSection.model_validate({"function": f"hf:{folder}", "model": {"batch_size": 2}}))
+    monkeypatch.setattr(in_process, "_BATCH_SIZE", 2)
+    reward = resolve_reward(
+        RewardSection.model_validate(
+            {
+                "function": f"hf:{folder}",
+            }
+        )
+    )
     late = asyncio.ensure_future(reward(PROMPT, [DONE] * len(TEXTS), TEXTS))
     await asyncio.to_thread(entered.wait)
     late.cancel()

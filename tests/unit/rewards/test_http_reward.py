@@ -17,6 +17,7 @@ import pytest
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.errors import ConfigError, RewardError
+from rl_megatron.rewards import http
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.types import Prompt, Scored
 from tests.completions import completion
@@ -73,8 +74,13 @@ def server() -> Iterator[Server]:
     thread.join(5)
 
 
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "_WAIT", 0.001)
+
+
 def score(url: str, *texts: str, options: Mapping[str, float] | None = None) -> list[float]:
-    section = RewardSection(function=url, http={"backoff_seconds": 0.001, "timeout_seconds": 60.0, **(options or {})})
+    section = RewardSection(function=url, http={"timeout_seconds": 60.0, **(options or {})})
     return [one.total for one in asyncio.run(resolve_reward(section)(PROMPT, [DONE] * len(texts), texts))]
 
 
@@ -97,18 +103,18 @@ def test_a_null_is_no_reward_of_that_completion_alone(server: Server) -> None:
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
 def test_a_status_that_may_pass_is_tried_again(server: Server, status: int) -> None:
     server.answer = lambda body, number: (status, b"busy") if number < 2 else (200, b'{"rewards": [0.5]}')
-    assert score(server.url, "a", options={"retries": 2}) == [0.5]
+    assert score(server.url, "a") == [0.5]
     assert len(server.asked) == 3
     server.answer = lambda body, number: (status, b"busy")
-    with pytest.raises(RewardError, match=f"'train:7': status {status}: 'busy'; attempts made: 2"):
-        score(server.url, "a", options={"retries": 1})
-    assert len(server.asked) == 5
+    with pytest.raises(RewardError, match=f"'train:7': status {status}: 'busy'; attempts made: 4"):
+        score(server.url, "a")
+    assert len(server.asked) == 7
 
 
 def test_an_answer_that_is_too_long_is_tried_again_on_a_status_that_may_pass(server: Server) -> None:
     answers = (503, b"x" * (1 << 21)), (200, b'{"rewards": [0.5]}')
     server.answer = lambda body, number: answers[number]
-    assert score(server.url, "a", options={"retries": 1}) == [0.5]
+    assert score(server.url, "a") == [0.5]
 
 
 @pytest.mark.parametrize(
@@ -139,8 +145,8 @@ def test_a_bad_answer_is_named_and_not_asked_for_again(
 def test_a_server_that_does_not_answer_in_time_is_left(server: Server) -> None:
     release = threading.Event()
     server.answer = lambda body, number: (release.wait(10), (200, b'{"rewards": [1]}'))[1]
-    with pytest.raises(RewardError, match=r"no answer within reward.http.timeout_seconds=0.05; attempts made: 2"):
-        score(server.url, "a", options={"timeout_seconds": 0.05, "retries": 1})
+    with pytest.raises(RewardError, match=r"no answer within reward.http.timeout_seconds=0.05; attempts made: 4"):
+        score(server.url, "a", options={"timeout_seconds": 0.05})
     release.set()
 
 
@@ -172,9 +178,9 @@ def test_a_server_that_drips_is_left_and_its_connection_closed() -> None:
                 connection.sendall(b" ")
 
     threads = set(threading.enumerate())
-    for url, closed in raw(drip, times=2):
-        with pytest.raises(RewardError, match=r"no answer within reward.http.timeout_seconds=0.2; attempts made: 2"):
-            score(url, "a", options={"timeout_seconds": 0.2, "retries": 1})
+    for url, closed in raw(drip, times=4):
+        with pytest.raises(RewardError, match=r"no answer within reward.http.timeout_seconds=0.2; attempts made: 4"):
+            score(url, "a", options={"timeout_seconds": 0.2})
         assert closed.wait(30)
     assert [t for t in threading.enumerate() if t not in threads and t.name == "reward"] == []
 
@@ -186,14 +192,14 @@ def test_an_answer_cut_by_a_broken_connection_is_asked_for_again() -> None:
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % next(answers))
 
     for url, _ in raw(serve, times=2):
-        assert score(url, "a", options={"retries": 1}) == [1.0]
+        assert score(url, "a") == [1.0]
 
 
 def test_no_server_is_named_after_all_attempts() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # and does not listen
-        with pytest.raises(RewardError, match=r"ConnectError.*attempts made: 3"):
-            score(f"http://127.0.0.1:{held.getsockname()[1]}", "a", options={"retries": 2})
+        with pytest.raises(RewardError, match=r"ConnectError.*attempts made: 4"):
+            score(f"http://127.0.0.1:{held.getsockname()[1]}", "a")
 
 
 async def test_no_more_requests_are_in_flight_than_allowed(server: Server) -> None:

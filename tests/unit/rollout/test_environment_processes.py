@@ -20,6 +20,7 @@ import pytest
 from rl_megatron.environments import marks
 from rl_megatron.environments.protocol import EnvironmentStep, Reply
 from rl_megatron.environments.registry import EnvironmentMaker
+from rl_megatron.rollout.environments import playing as playing_module
 from rl_megatron.rollout.environments import threads
 from rl_megatron.rollout.environments.processes import Adopted
 from rl_megatron.types import Prompt
@@ -27,6 +28,11 @@ from tests.completions import drawn
 from tests.scripted_engine import Scripted, sampler, trajectories
 from tests.unit.rollout.test_environment_source import PROMPTS, Talks
 from tests.unit.rollout.test_environments_that_fail import FOR_EVER, LIMIT, played
+
+
+@pytest.fixture(autouse=True)
+def _short_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(playing_module, "_CLOSE_SECONDS", 0.2)
 
 
 @pytest.mark.parametrize("then", ["ends", "hangs", "is cut off"])
@@ -56,7 +62,7 @@ def test_the_processes_that_it_leaves_are_killed_with_all_below_them(
 
     pids: list[int] = []
     engine = Scripted(lambda text: "a")
-    keys = {"on_error": 0.0, "step_seconds": 30.0 if then == "ends" else 2.0, "close_seconds": 0.2, "group_size": 1}
+    keys = {"on_error": 0.0, "step_seconds": 30.0 if then == "ends" else 2.0, "group_size": 1}
     made = sampler(engine, EnvironmentMaker(Forks), **keys)
     if then == "is cut off":
         asyncio.run(asyncio.wait_for(cut_off(), LIMIT))

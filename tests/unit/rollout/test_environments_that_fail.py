@@ -18,12 +18,18 @@ from rl_megatron.environments.protocol import EnvironmentStep, Observed, Reply
 from rl_megatron.environments.registry import EnvironmentMaker
 from rl_megatron.errors import EnvironmentFailed, PoisonPrompt
 from rl_megatron.rollout.batch import Answered, RolloutBatch
+from rl_megatron.rollout.environments import playing as playing_module
 from rl_megatron.types import Completion, GenerationRequest, Prompt
 from tests.completions import drawn
 from tests.scripted_engine import Scripted, sampler, trajectories
 from tests.unit.rollout.test_environment_source import PROMPTS, Talks
 
 FOR_EVER, LIMIT = 1000.0, 60.0  # seconds; no test is near the second on any machine
+
+
+@pytest.fixture(autouse=True)
+def _short_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(playing_module, "_CLOSE_SECONDS", 0.2)
 
 
 class Hangs(Talks):
@@ -123,7 +129,7 @@ def played(ours: Any) -> list[Answered]:
 )
 def test_each_is_given_up_and_named(made: type[Talks], said: str) -> None:
     late = made in (Hangs, Blocks, Refuses)
-    keys = {"step_seconds": 1.0 if late else LIMIT, "close_seconds": 1.0}
+    keys = {"step_seconds": 1.0 if late else LIMIT}
     scored = played(sampler(Scripted(lambda text: "a"), EnvironmentMaker(made), on_error=-1.0, **keys))
     assert {(one.stop, one.reward, len(one.turns)) for one in trajectories(scored)} == {("environment_error", -1.0, 1)}
     counted = RolloutBatch.of(scored)
@@ -163,9 +169,9 @@ def test_one_that_hangs_in_close_is_named(caplog: pytest.LogCaptureFixture) -> N
         async def close(self) -> None:
             await asyncio.sleep(FOR_EVER)
 
-    found = trajectories(played(sampler(Scripted(lambda text: "a"), EnvironmentMaker(Stays), close_seconds=0.2)))
+    found = trajectories(played(sampler(Scripted(lambda text: "a"), EnvironmentMaker(Stays))))
     assert [one.stop for one in found] == ["turns"] * 3
-    assert "trajectory 0 of step 1, close did not end within environment.close_seconds=0.2" in caplog.text
+    assert "trajectory 0 of step 1, close did not end within 0.2 s" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["cancelled", "cancelled as it closes", "fails"])

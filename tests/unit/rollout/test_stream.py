@@ -19,6 +19,7 @@ import pytest
 
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import CheckpointError
+from rl_megatron.rollout import stream as stream_module
 from rl_megatron.rollout.batch import Answered, Drawn, Ledger, LedgerState, Waiting, lines_of
 from rl_megatron.rollout.stream import Stream, StreamState
 from rl_megatron.types import Chain, RolloutGroup, Span, Trajectory, Turn
@@ -74,7 +75,7 @@ class World:
         await stream.close()
 
     def _new(self) -> tuple[Stream, PromptStream]:
-        options = {"dynamic_sampling": self.mode, "max_refills": self.random.randint(1, 3), "group_size": 4}
+        options = {"dynamic_sampling": self.mode, "group_size": 4}
         options["max_in_flight"] = None if self.limit is None else 4 * self.limit + self.random.randint(0, 3)
         options |= {"size": self.size, "staleness": self.staleness, "served": self.served, "last_step": STEPS}
         stream = stream_over(self.source, prompts=OF_WORLDS, **options)
@@ -114,9 +115,10 @@ class World:
 
 
 @pytest.mark.parametrize("first", range(0, 1500, 300))
-def test_random_worlds_keep_the_bound_and_lose_nothing(first: int) -> None:
+def test_random_worlds_keep_the_bound_and_lose_nothing(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     worlds = [World(seed) for seed in range(first, first + 300)]
     for world in worlds:
+        monkeypatch.setattr(stream_module, "_MAX_BATCHES", world.random.randint(1, 3))
         run_at_once(world.run())
         assert world.limit is None or world.source.most <= world.limit, world.seed
     assert sum(world.source.most == world.limit for world in worlds) > 60

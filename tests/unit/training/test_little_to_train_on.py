@@ -21,6 +21,7 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
+from rl_megatron.rollout import stream as stream_module
 from rl_megatron.rollout.batch import Answered, Drawn, Ledger, Reason
 from rl_megatron.rollout.sampler import SamplerBySource
 from rl_megatron.training.checkpoints import CheckpointStore
@@ -35,6 +36,13 @@ from tests.unit.rollout.test_environment_source import PROMPTS, Talks
 from tests.unit.training.test_engine_logprobs import Learner, groups
 
 WANTED = 4  # groups of a step
+
+
+@pytest.fixture(autouse=True)
+def _few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "_MAX_BATCHES", 2)
+
+
 TEACHES = groups()[0]
 EQUAL = replace(TEACHES, trajectories=tuple(replace(one, reward=1.0) for one in TEACHES.trajectories))
 
@@ -73,8 +81,6 @@ class Steps(Learner):
 
 def job(folder: Path, answers: Sequence[Answered], learner: Any, **sections: dict[str, Any]) -> Reinforcement:
     rollout = {"prompts_per_step": WANTED, **sections.pop("rollout", {})}
-    if rollout.get("dynamic_sampling", "off") != "off":
-        rollout["max_refills"] = 2
     given = {"train": {"minibatches": 1}, "log": {"tensorboard": False}, "rollout": rollout, **sections}
     config = RunConfig.model_validate(given)
     roles = Roles(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
