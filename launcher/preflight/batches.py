@@ -56,7 +56,7 @@ def _without_ratio(config: RunConfig) -> Iterator[Found]:
             f"{given} train.minibatches={train.minibatches} * train.epochs={train.epochs} are optimizer steps on one "
             "batch, and only the first is on such; set both to 1, or algorithm.objective=importance"
         )
-    if train.max_staleness and not a.correction.weights:
+    if train.max_staleness and a.correction.mode == "none":
         yield note(
             f"{given} train.max_staleness={train.max_staleness} has them sampled by older ones; set "
             "algorithm.correction.mode=truncate, or train.max_staleness=0"

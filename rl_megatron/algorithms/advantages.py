@@ -102,7 +102,6 @@ def row_advantages(
         mean=row.advantage_mean if mean is None else mean,
         std=row.advantage_std if std is None else std,
         leave_one_out=row.leave_one_out,
-        eps=row.std_eps,
         unbiased=row.std_unbiased,
         lengths=lengths,
         best_of=row.best_of,

@@ -1,4 +1,4 @@
-"""KL to a reference policy: adds it to rewards or to the loss, and controls its coefficient.
+"""KL to a reference policy: adds it to rewards or to the loss.
 
 Letters: N positions, S sequences, T positions of a micro-batch; d = log q - log p, in nats, of the estimators of
 KL(p‖q) at a token sampled by p. k1, k2, k3: J. Schulman, "Approximating KL divergence" (2020). k3 is unbiased and never
@@ -45,7 +45,7 @@ def absolute(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 ESTIMATORS: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute, "top_k": k1}
-"""At a sampled token. Under ``top_k`` the loss has the divergence itself, and metrics and the controller have k1."""
+"""At a sampled token. Under ``top_k`` the loss has the divergence itself, and metrics have k1."""
 
 
 def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: str) -> Tensor:
@@ -115,9 +115,3 @@ def average_age(steps: int, *, rate: float, every: int) -> float:
     moves, since = divmod(steps, every)
     kept = 1 - rate
     return since + every * kept * (1 - kept**moves) / rate
-
-
-def adaptive_beta(beta: float, kl: float, *, target: float, num_samples: int, horizon: int = 10_000) -> float:
-    """The next coefficient: beta·(1 + clip(kl/target - 1, ±0.2)·min(num_samples/horizon, 1)) (arXiv:1909.08593)."""
-    error = min(max(kl / target - 1, -0.2), 0.2)
-    return beta * (1 + error * min(num_samples / horizon, 1.0))

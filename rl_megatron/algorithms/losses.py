@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_megatron.algorithms.aggregation import AGGREGATIONS, loss_weights
 from rl_megatron.algorithms.auxiliary import PreferenceLoss, ValueLoss
 from rl_megatron.algorithms.corrections import correction_weights, with_proximal
-from rl_megatron.algorithms.kl import ESTIMATORS, k3, kl_term
+from rl_megatron.algorithms.kl import absolute, k3, kl_term
 from rl_megatron.algorithms.objectives import demonstrated_losses, objective_of
 from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, RATIO_LEVELS, histogram, masked, required
 from rl_megatron.config.sections.algorithm import AlgorithmSection
@@ -43,11 +43,11 @@ def loss_of(row: AlgorithmSection, *, kl_coefficient: float, max_new_tokens: int
 class PolicyLoss:
     """The policy-gradient loss of the choices in ``row``.
 
-    The loss adds to the objective, under the same aggregation: ``kl_coefficient`` (the controlled one of this step)
-    times KL(pi‖ref), if the row places it in the loss, without corrections; minus ``entropy_coefficient`` times the
-    entropy; the samples' ``old_kl_weights`` times KL(old‖pi); and their ``nll_weights`` times -log pi. If they have a
-    ``proximal_share``, the old log-probs are interpolated by it. ``max_new_tokens`` is the fixed length for a row
-    without ``max_length``. Demonstrated tokens have `demonstrated_losses` in place of the objective.
+    The loss adds to the objective, under the same aggregation: ``kl_coefficient`` times KL(pi‖ref), if the row places
+    it in the loss, without corrections; minus ``entropy_coefficient`` times the entropy; the samples'
+    ``old_kl_weights`` times |log pi - log pi_old|; and their ``nll_weights`` times -log pi. If they have a
+    ``proximal_share``, the old log-probs are interpolated by it. seq_mean_token_sum_norm divides by
+    ``max_new_tokens``. Demonstrated tokens have `demonstrated_losses` in place of the objective.
 
     Means: ``entropy`` and ``kl/old_policy`` (k3 of KL(old‖current), from tokens the old policy sampled) over tokens;
     ``ratio/mean``, ``ratio/second_moment``, ``ratio/clamped_fraction`` (log-ratio beyond ±``LOG_RATIO_BOUND``),
@@ -83,9 +83,9 @@ class PolicyLoss:
         if row.entropy_coefficient:
             per_token = per_token - row.entropy_coefficient * inputs.entropy
         if inputs.old_kl_weights is not None:
-            old_kl = ESTIMATORS[row.tokens.kl_estimator](inputs.old_logprobs, inputs.logprobs)
+            old_kl = absolute(inputs.old_logprobs, inputs.logprobs)
             per_token = per_token + inputs.old_kl_weights * old_kl
-        weights = loss_weights(row.aggregation, inputs, lengths, row.max_length or self.max_new_tokens)
+        weights = loss_weights(row.aggregation, inputs, lengths, self.max_new_tokens)
         parts = self._extra_terms(inputs, weights)
         sampled = inputs if inputs.demonstrated is None else _sampled_alone(inputs)
         output = self._describe(sampled, lengths, raw, limited, correction)

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from rl_megatron.algorithms.segments import (
     dense,
-    differ,
     discounted_sum,
-    segment_mean,
     segment_range,
     segment_sum,
     sequence_ids,
@@ -104,42 +102,19 @@ def length_adaptive_lambda(mask: Tensor, cu_seqlens: Tensor, *, alpha: float = 0
     return (1 - 1 / (alpha * lengths)).clamp(min=0)
 
 
-def whiten(
-    values: Tensor, mask: Tensor, *, mean: str = "batch", std: str = "batch", group_of: Tensor | None = None
-) -> Tensor:
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Values [N] of the whole global batch less their mean, over the std + 1e-8 of what is left, float32; 0 outside
     ``mask``.
 
-    Each is over the masked-in positions of the ``batch``, or of those of the same ``group_of`` [N] (``group``), or is
-    left out (``none``). The std is over n - 1 and about 0, so that without a mean it is a root mean square. Values that
-    are all equal leave exactly 0 under their mean; a single one is not divided.
+    Both are over the masked-in positions, the std over n - 1. Values that are all equal leave exactly 0; a single one
+    is not divided.
     """
-    kept, ids = values[mask].double(), None
-    if "group" in (mean, std):
-        assert group_of is not None
-        ids = dense(group_of[mask])
-    if mean != "none" and len(kept):
-        kept = _less_mean(kept, ids if mean == "group" else None)
-    if std != "none":
-        kept = kept / _spread(kept, ids if std == "group" else None)
+    kept = values[mask].double()
+    if len(kept):
+        kept = torch.zeros_like(kept) if bool((kept == kept[0]).all()) else kept - kept.mean()
+    if len(kept) > 1:
+        kept = kept / ((kept.square().sum() / (len(kept) - 1)).sqrt() + 1e-8)
     return _scatter(kept, mask)
-
-
-def _less_mean(values: Tensor, ids: Tensor | None) -> Tensor:
-    if ids is None:
-        return torch.zeros_like(values) if bool((values == values[0]).all()) else values - values.mean()
-    return torch.where(differ(values, ids)[ids], values - segment_mean(values, ids)[ids], 0.0)
-
-
-def _spread(values: Tensor, ids: Tensor | None) -> Tensor:
-    """What each of the values [n] is divided by, [n], or [1] for all."""
-    squares = values.square()
-    if ids is None:
-        sums, counts = squares.sum()[None], torch.tensor([len(values)], device=values.device)
-    else:
-        sums, counts = segment_sum(squares, ids), segment_sum(torch.ones_like(values), ids)
-    spread = torch.where(counts > 1, (sums / (counts - 1).clamp(min=1)).sqrt() + 1e-8, 1.0)
-    return spread if ids is None else spread[ids]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -39,31 +36,3 @@ def to_unit_range(values: Tensor, ids: Tensor, rewards: Tensor, ids_of_rewards: 
     """
     low, high = segment_range(rewards, ids_of_rewards)
     return (values - low[ids]) / torch.where(high > low, high - low, 1.0)[ids]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunningMoments:
-    """Mean and variance of all rewards so far, merged batch by batch (Chan et al. 1979). Checkpoints contain it."""
-
-    count: int = 0
-    mean: float = 0.0
-    sum_of_squares: float = 0.0  # of differences from the mean
-
-    def update(self, rewards: Tensor) -> RunningMoments:
-        """The moments with rewards [n] added."""
-        values = rewards.double()
-        if len(values) == 0:
-            return self
-        count, batch_mean = self.count + len(values), float(values.mean())
-        shift = batch_mean - self.mean
-        squares = float((values - batch_mean).square().sum()) + shift**2 * self.count * len(values) / count
-        return RunningMoments(
-            count=count,
-            mean=self.mean + shift * len(values) / count,
-            sum_of_squares=self.sum_of_squares + squares,
-        )
-
-    def whiten(self, rewards: Tensor) -> Tensor:
-        """(reward - mean)/(std + 1e-8), [n] float32, with the unbiased std; mean alone below two rewards."""
-        std = math.sqrt(self.sum_of_squares / (self.count - 1)) if self.count > 1 else 1.0
-        return ((rewards.double() - self.mean) / (std + 1e-8)).float()

@@ -161,8 +161,8 @@ def _group_problems(c: RunConfig) -> list[str]:
     size = r.group_size + (a.demonstration_gamma is not None)
     levels = {f"algorithm.{key}={getattr(a, key)}" for key in ("advantage_mean", "advantage_std", "normalise_rewards")}
     over_group, over_batch = (sorted(k for k in levels if k.endswith(e)) for e in ("=group", ("=batch", "=advantages")))
-    if a.whiten and a.credit == "completion" and a.whiten_mean != "none":
-        (over_batch if a.whiten_mean == "batch" else over_group).append("algorithm.whiten=true")
+    if a.whiten and a.credit == "completion":
+        over_batch.append("algorithm.whiten=true")
     if a.credit == "optimal":
         over_group.append("algorithm.credit=optimal")
     of_turns = a.credit == "turn" and a.turn_baseline != "index"  # which one trajectory may have several of

@@ -35,10 +35,7 @@ FREE: Mapping[str, bool] = {
     "sandbox": True,
     "reward_models": False,
     "algorithm": False,
-    **{
-        f"algorithm.kl.teachers.<name>.{key}": True
-        for key in ("server", "engine", "token_file", "concurrency", "timeout_seconds", "retries")
-    },
+    **{f"algorithm.kl.teachers.<name>.{key}": True for key in ("server", "engine", "token_file", "timeout_seconds")},
     "rollout": False,
     "rollout.python": True,
     "rollout.slots": True,

@@ -24,6 +24,7 @@ from rl_megatron.rollout.servers.decoding import Judged
 from rl_megatron.rollout.servers.http import Server, Unauthorized
 from rl_megatron.types import Batch, Samples, Scores, Want
 
+_CONCURRENCY, _RETRIES = 64, 5  # sequences in flight; after 1, 2, 4, ... seconds
 _TRIED = (1, 2, 3)  # a text of tokens that every vocabulary has
 
 
@@ -46,13 +47,13 @@ class Teacher(FrozenModel):
     def __post_init__(self) -> None:
         file, key = self.section.token_file, f"algorithm.kl.teachers.{self.name}.token_file"
         self._token = None if file is None else TokenFile(file=file, key=key)
-        self._slots = asyncio.Semaphore(self.section.concurrency)
+        self._slots = asyncio.Semaphore(_CONCURRENCY)
 
     async def judge(self, text: Sequence[int], top: int) -> Judged:
         """What it says of the text, with its ``top`` most probable tokens at each place. Raises EngineError."""
-        given, retries = f"algorithm.kl.teachers.{self.name}", self.section.retries
+        given = f"algorithm.kl.teachers.{self.name}"
         try:
-            return await retried(lambda: self._attempt(text, top), retries=retries, wait=1.0, about=given)
+            return await retried(lambda: self._attempt(text, top), retries=_RETRIES, wait=1.0, about=given)
         except (TryAgain, EngineError) as error:
             raise EngineError(f"{given}: {error}") from error
 

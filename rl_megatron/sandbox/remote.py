@@ -18,6 +18,7 @@ from rl_megatron.http.token_file import StatusAndBody, TokenFile
 from rl_megatron.sandbox.protocol import Executor, Limits, ProgramEnd, Ran, SandboxProgram
 
 _SLACK_SECONDS = 30.0  # of an answer, beyond the program's limit
+_RETRIES, _WAIT_SECONDS = 6, 0.5  # the wait before the first retry doubles each time, 31.5 seconds in all
 
 
 class RemoteExecutor(Executor):
@@ -29,7 +30,7 @@ class RemoteExecutor(Executor):
 
     def __init__(self, section: SandboxSection) -> None:
         assert section.url is not None
-        file, self._url, self._section = section.token_file, section.url, section
+        file, self._url = section.token_file, section.url
         self._token = None if file is None else TokenFile(file=file, key="sandbox.token_file", private=True)
 
     @override
@@ -44,10 +45,7 @@ class RemoteExecutor(Executor):
         ).encode()
         try:
             answer = await retried(
-                lambda: self._attempt(body, limits),
-                retries=self._section.retries,
-                wait=self._section.backoff_seconds,
-                about=self._url,
+                lambda: self._attempt(body, limits), retries=_RETRIES, wait=_WAIT_SECONDS, about=self._url
             )
             return _ran(answer, limits)
         except (TryAgain, ValueError) as error:

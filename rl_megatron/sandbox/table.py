@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import heapq
 import itertools
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -23,12 +24,12 @@ EXECUTORS: Mapping[str, Callable[[SandboxSection], Executor]] = {
 
 
 class Sandbox:
-    """Runs code that a model wrote, at most ``sandbox.concurrency`` programs at once; from any event loop."""
+    """Runs code that a model wrote, at most as many programs at once as there are cores; from any event loop."""
 
     def __init__(self, section: SandboxSection) -> None:
         self.limits = Limits.of(section)
         self._executor = EXECUTORS[section.type](section)
-        self._slots = _Slots(section.concurrency)
+        self._slots = _Slots(len(os.sched_getaffinity(0)))
         self._places = itertools.count()
 
     def place(self) -> int:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rl_megatron.algorithms.aggregation import token_weight
 from rl_megatron.algorithms.auxiliary import ValueLoss
-from rl_megatron.algorithms.corrections import batch_scale, proximal_share
+from rl_megatron.algorithms.corrections import proximal_share
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.objectives import ClipLimits
 from rl_megatron.algorithms.own import check_own_advantages, check_own_objective, check_own_pair_loss
@@ -33,7 +33,7 @@ from rl_megatron.seeds import seed_of
 from rl_megatron.training.balanced_clip import BalancedClip
 from rl_megatron.training.credit.assign import assign_credit
 from rl_megatron.training.credit.shaping import Rewards, shape_rewards
-from rl_megatron.training.credit.state import AlgorithmState, controlled
+from rl_megatron.training.credit.state import AlgorithmState, describe_kl
 from rl_megatron.training.measures import (
     LOGPROBS,
     Made,
@@ -78,10 +78,7 @@ class Update:
         check_own_objective(self.config.algorithm, cp=self.config.learner.dims.cp)
         check_own_advantages(self.config.algorithm, self.config.rollout)
         check_own_pair_loss(self.config.algorithm.preference)
-        section = self.config.algorithm
-        self.state = AlgorithmState(
-            kl_coefficient=section.kl.coefficient, entropy_coefficient=section.entropy_coefficient
-        )
+        self.state = AlgorithmState()
         self._selection = selection_of(self.config.algorithm)
         self.packers = Packers(config=self.config, attention_cost=self.attention_cost, unit=self._selection.unit)
         self.policy_steps, self.critic_steps = (
@@ -110,7 +107,6 @@ class Update:
         groups, rewards, said = self._selection.choose(groups, rewards)
         row |= said
         if not groups:
-            self.state = rewards.state
             return row
         found, samples, state = await self._scored(groups, rewards, step, watch)
         if not samples.mask.any():
@@ -118,7 +114,8 @@ class Update:
             return row | await to_thread(self._gaps, found)
         row |= await self._train(found, samples, step, watch, [group.prompt for group in groups])
         row |= await self._flips(found, step, watch)
-        self.state = await to_thread(controlled, state, samples, section, row)
+        self.state = state
+        await to_thread(describe_kl, samples, section, row)
         return row
 
     async def forget(self) -> None:
@@ -215,7 +212,7 @@ class Update:
         weight = token_weight(
             samples,
             section.aggregation,
-            max_length=section.max_length or self.config.most_sampled,
+            max_length=self.config.most_sampled,
             part=torch.from_numpy(part),
         )
         return samples if weight is None else replace(samples, token_weight=weight)
@@ -228,11 +225,10 @@ class Update:
         return replace(samples, proximal_share=proximal_share(versions, proximal_version=step - 1, version=step))
 
     def _loss(self, limits: ClipLimits | None = None) -> Loss:
-        """The policy's loss under the coefficients of this step, and a minibatch's ``limits``."""
-        weight = self.state.entropy_weight(self.config.algorithm)
+        """The policy's loss under a minibatch's ``limits``."""
         own = {} if limits is None else {"clip_low": limits.low, "clip_high": limits.high}
-        row = self.config.algorithm.model_copy(update={"entropy_coefficient": weight, **own})
-        return loss_of(row, kl_coefficient=self.state.kl_coefficient, max_new_tokens=self.config.most_sampled)
+        row = self.config.algorithm.model_copy(update=own)
+        return loss_of(row, kl_coefficient=row.kl.coefficient, max_new_tokens=self.config.most_sampled)
 
     async def _train(
         self, found: Measured, samples: Samples, step: int, watch: Stopwatch, prompts: Sequence[Prompt]
@@ -275,12 +271,9 @@ class Update:
         share their columns; the function gives one its own, in their order, so that those of one are held at a time."""
         train = self.config.train
         seeds = [seed_of(self.config.seed, step, epoch) for epoch in range(train.epochs)]
-        scale = batch_scale(self.config.algorithm.correction, samples)
 
         def columns_for(samples: Samples, part: NDArray[np.int64]) -> Samples:
-            chosen = samples if choice is None else choice(samples, part)
-            scaled = chosen if scale is None else replace(chosen, advantages=chosen.advantages * scale)
-            return self._weighted(scaled, part)
+            return self._weighted(samples if choice is None else choice(samples, part), part)
 
         packed = self.packers.own.minibatches(samples, most=train.minibatches, seeds=seeds)
         return [batch for batch in packed if batch.num_tokens], partial(with_own_columns, weighted=columns_for)

@@ -38,14 +38,13 @@ OfLayout = Callable[[str], list[dict[str, Any]]]
 OF_BELOW = (
     *("cispo", "dr_grpo", "luffy", "gspo", "topr", "sapo", "gmpo", "decoupled_ppo"),
     *("kl and entropy", "kl_cov", "gkd", "interpolated"),
-    *("dpo", "rejected", "turns", "prompts"),
+    *("dpo", "rejected, worst", "rejected, sequence", "turns", "prompts"),
 )
 """Losses of every aggregation, ratio level and term."""
 STAGED = ("alone, two layers", "pp2")
 """Layouts of two layers, the least that stages take; the others have one, for losses see none."""
 BELOW = (*STAGED, "tp2-ep2")
 """Layouts that cut below the log-probs, of which a loss sees nothing: settings of one function stand for its rows."""
-REJECTED_MEAN = {"mode": "reject", "level": "sequence", "estimator": "k2", "high": 0.1}
 CRITIC_STEPS, TOP = 3, 9
 KEYS: dict[Want, str] = {"logprobs": "score", "entropy": "entropy", "top": "top", "logit_norms": "norms"}
 KINDS = ("critic", "own critic")
@@ -99,8 +98,9 @@ def jobs() -> dict[str, tuple[Loss, int, Samples]]:
         out[name] = of(config, float(taught)), unit, replace(row, ref_top=samples.ref_top if taught else None)
     config = load_config("tiny_cpu", ["algorithm=grpo", "algorithm.entropy_coefficient=0.1"])
     out["kl and entropy"] = of(config, 0.3), 1, plain
-    rejected = {"mode": "reject", "level": "worst", "high": 0.8, "times": {"mean": REJECTED_MEAN}}
-    out["rejected"] = policy_loss(objective="cispo", correction=rejected, max_new_tokens=1), 1, plain
+    for level, high in (("worst", 0.8), ("sequence", 0.1)):
+        rejected = {"mode": "reject", "level": level, "high": high}
+        out[f"rejected, {level}"] = policy_loss(objective="cispo", correction=rejected, max_new_tokens=1), 1, plain
     out["interpolated"] = of(load_config("tiny_cpu", ["algorithm=decoupled_ppo"])), 1, samples
     return out | turns(plain)
 

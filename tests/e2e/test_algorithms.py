@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 from collections import defaultdict
-from itertools import pairwise
 
 import pytest
 
-from rl_megatron.algorithms.kl import adaptive_beta
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.training import checkpoints
 from tests.e2e.processes import Place, Run, alive
@@ -25,9 +22,6 @@ PPO = (
     "algorithm.kl.coefficient=0.1",
     "algorithm.kl.placement=token_reward",
     "algorithm.kl.estimator=k1",
-    "algorithm.kl.target=0.01",
-    "algorithm.kl.horizon=100",
-    "algorithm.whiten_rewards=true",
     "algorithm.routing_replay=r2",
     "train.route_flips=true",
     "train.epochs=2",
@@ -63,16 +57,6 @@ def test_ppo_trains_policy_and_critic_with_kl_in_the_reward(ppo: Run) -> None:
     assert rates[-1] == pytest.approx(rates[0] / 4)
 
 
-def test_the_kl_coefficient_follows_the_target(ppo: Run) -> None:
-    rows = [row for row in ppo.rows() if row["step"]]
-    for before, after in pairwise(rows):
-        wanted = adaptive_beta(
-            before["kl/coefficient"], before["kl/reference"], target=0.01, num_samples=16, horizon=100
-        )
-        assert after["kl/coefficient"] == pytest.approx(wanted)
-    assert len({row["kl/coefficient"] for row in rows}) > 2
-
-
 def test_a_killed_ppo_run_resumes_with_its_critic_reference_and_memory(place: Place, ppo: Run) -> None:
     """Critic and reference have ranks of their own, and one of the critic's dies; then it is in the learner's."""
     run = place.fork("ppo-killed", *PPO, "roles.critic=separate", "roles.reference=separate")
@@ -86,8 +70,6 @@ def test_a_killed_ppo_run_resumes_with_its_critic_reference_and_memory(place: Pl
     assert "2 learner processes, 2 critic processes, 2 reference processes" in run.text()
     run = place.fork("ppo-killed", *PPO, "roles.reference=separate", resume=True).finish()
     assert run.record() == ppo.record()
-    state = json.loads((run.folder / "checkpoints/step_000004/trainer.json").read_text())["memory"]
-    assert state["reward_moments"]["count"] == 4 * 16
 
 
 @pytest.mark.slow

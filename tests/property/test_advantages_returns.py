@@ -229,39 +229,6 @@ def test_whitening_equals_plain_statistics(seed: int, num: int) -> None:
     torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float32), rtol=1e-5, atol=1e-6)
 
 
-LEVELS = ("batch", "group", "none")
-
-
-@pytest.mark.parametrize(("mean", "std"), list(itertools.product(LEVELS, LEVELS)))
-@quick
-@given(seeds, st.lists(st.integers(1, 5), min_size=1, max_size=4))
-def test_levels_of_whitening_equal_plain_statistics(mean: str, std: str, seed: int, lengths: list[int]) -> None:
-    """As AReaL's `Normalization` (areal/utils/data.py at 4aef98d8) but for its eps: about the mean of one level, the
-    root mean square of the other; one value alone is not divided. The first group's values are equal."""
-    values, _, mask = draw(seed, [sum(lengths)])
-    groups = [7 - g for g, length in enumerate(lengths) for _ in range(length)]
-    values = [0.25 if g == 7 and inside else v for v, g, inside in zip(values, groups, mask, strict=True)]
-    places = [t for t, inside in enumerate(mask) if inside]
-    left, expected = dict.fromkeys(places, 0.0), [0.0] * len(values)
-    for t in places:
-        alike = [values[u] for u in places if mean == "batch" or groups[u] == groups[t]]
-        equal = len(set(alike)) == 1
-        left[t] = values[t] - (0.0 if mean == "none" else values[t] if equal else statistics.fmean(alike))
-    for t in places:
-        alike = [left[u] for u in places if std == "batch" or groups[u] == groups[t]]
-        undivided = std == "none" or len(alike) == 1
-        spread = 1.0 if undivided else math.sqrt(math.fsum(x * x for x in alike) / (len(alike) - 1)) + 1e-8
-        expected[t] = left[t] / spread
-    actual = whiten(
-        torch.tensor(values, dtype=torch.float64),
-        torch.tensor(mask, dtype=torch.bool),
-        mean=mean,
-        std=std,
-        group_of=torch.tensor(groups),
-    )
-    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float32), rtol=1e-5, atol=1e-6)
-
-
 def test_reinforce_plus_plus_baseline_whitens_group_centred_rewards() -> None:
     rewards, groups = torch.tensor([1.0, 0, 0, 0, 2, 2]), torch.tensor([0, 0, 0, 0, 1, 1])
     centred = group_advantages(rewards, groups, mean="group", std="none", leave_one_out=False)

@@ -32,7 +32,7 @@ PPO = policy_loss(ratio_level="token", objective="clip", aggregation="token_mean
 SUMS = policy_loss(ratio_level="token", objective="clip", aggregation="seq_mean_token_sum")
 CISPO = policy_loss(ratio_level="token", objective="cispo", aggregation="token_mean", cap_low=0.5, cap_high=2.0)
 REINFORCE = policy_loss(objective="reinforce", aggregation="token_mean")
-DUAL = policy_loss(aggregation="seq_mean_token_sum_norm", max_length=7, dual_clip=3.0)
+DUAL = policy_loss(aggregation="seq_mean_token_sum_norm", max_new_tokens=7, dual_clip=3.0)
 UNCLIPPED = policy_loss(objective="importance", aggregation="token_mean")
 SAPO = policy_loss(objective="sapo", aggregation="seq_mean_token_mean", tau_negative=1.5)
 TOPR = policy_loss(objective="topr", ratio_level="sequence_sum", aggregation="seq_mean_token_sum", cap_high=1.0)
@@ -47,7 +47,6 @@ CORRECTED = changed(
         "high": 1.0,
         "veto": 0.98,
         "off_policy_delta": 0.5,
-        "times": {"whole": {"level": "product", "mode": "truncate", "high": 1.1, "of": "negative"}},
     },
 )
 pytestmark = pytest.mark.filterwarnings("error")
@@ -168,7 +167,7 @@ def reference(row: AlgorithmSection, sequences: Sequences) -> tuple[float, list[
             "token_mean": 1 / num_tokens,
             "seq_mean_token_mean": 1 / max(len(kept), 1) / len(sequences),
             "seq_mean_token_sum": 1 / len(sequences),
-            "seq_mean_token_sum_norm": 1 / len(sequences) / (row.max_length or 1),
+            "seq_mean_token_sum_norm": 1 / len(sequences) / 7,
         }[row.aggregation]
         for token in tokens:
             if not token.kept:

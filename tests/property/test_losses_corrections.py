@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_megatron.algorithms.corrections import correction_weights, proximal_share, second_moment_mask
-from rl_megatron.config.sections.correction import CorrectionSection, CorrectionWeight
+from rl_megatron.algorithms.kl import k3
+from rl_megatron.config.sections.correction import CorrectionSection
 from rl_megatron.types import LossInputs
 from tests.losses import loss_inputs
 from tests.rows import policy_loss
@@ -27,40 +28,12 @@ CORRECTIONS = [
     CorrectionSection(mode="none", off_policy_delta=0.02),
     CorrectionSection(mode="truncate", low=0.9, high=1.1, veto=0.1, off_policy_delta=0.1),
     CorrectionSection(level="product", mode="truncate", low=0.2, high=1.5),
-    CorrectionSection(mode="mask", low=0.5, high=1.5, of="negative"),
-    CorrectionSection(  # a band of sequences, and TIS within it
-        level="sequence",
-        mode="band",
-        low=0.8,
-        high=1.25,
-        times={"tis": {"mode": "truncate", "high": 1.1}},
-    ),
-    CorrectionSection(  # other limits for good tokens than for bad ones, and a veto
-        mode="truncate",
-        high=1.3,
-        of="positive",
-        times={
-            "bad": {"mode": "mask", "low": 0.7, "high": 1.1, "of": "negative"},
-            "whole": {"level": "product", "mode": "band", "low": 0.3, "high": 3.0},
-        },
-        veto=0.4,
-    ),
     *(
-        CorrectionSection(mode="reject", estimator=name, level=level, high=high, of=of)
-        for name in ("k2", "k3")
-        for level, high, of in (
-            ("token", 0.05, "all"),
-            ("sequence", 0.004, "all"),
-            ("product", 0.5, "negative"),
-            ("worst", 0.02, "positive"),
-        )
+        CorrectionSection(mode="reject", level=level, high=high)
+        for level, high in (("token", 0.05), ("sequence", 0.004), ("product", 0.5), ("worst", 0.02))
     ),
-    CorrectionSection(  # rejection of sequences beside a weight of tokens
-        mode="truncate", high=1.2, times={"far": {"mode": "reject", "level": "worst", "estimator": "k2", "high": 0.1}}
-    ),
-    CorrectionSection(times={"alone": {"mode": "truncate", "high": 1.1}}, off_policy_delta=0.1),
+    CorrectionSection(mode="reject", level="worst", high=0.1, veto=0.4),
 ]
-SIGN = {"all": 0, "positive": 1, "negative": -1}
 seeds = st.integers(0, 2**32)
 ragged = st.lists(st.integers(0, 7), min_size=1, max_size=6)
 quick = settings(max_examples=120, deadline=None, derandomize=True)
@@ -91,12 +64,9 @@ def clamp(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def far_from_engine(one: CorrectionWeight, gaps: dict[int, float], t: int) -> float:
+def far_from_engine(one: CorrectionSection, gaps: dict[int, float], t: int) -> float:
     """Of token t, or of its sequence: d = log pi_old - log pi_rollout."""
-    every = {
-        s: d * d / 2 if one.estimator == "k2" else math.exp(clamp(d, -20, 20)) - clamp(d, -20, 20) - 1
-        for s, d in gaps.items()
-    }
+    every = {s: math.exp(clamp(d, -20, 20)) - clamp(d, -20, 20) - 1 for s, d in gaps.items()}
     total, worst = math.fsum(every.values()), max(every.values())
     return {"token": every[t], "sequence": total / len(every), "product": total, "worst": worst}[one.level]
 
@@ -110,21 +80,18 @@ def reference(c: CorrectionSection, x: LossInputs, num_sequences: int) -> list[f
         drift = sum(float(x.rollout_logprobs[t] - logprobs[t]) for t in places) / max(len(places), 1)
         for t in places:
             weight = 1.0
-            for one in (c, *c.times.values()):
-                if one.mode == "none" or float(x.advantages[t]) * SIGN[one.of] < 0:
-                    continue
-                if one.mode == "reject":
-                    weight *= far_from_engine(one, gaps, t) <= one.high
-                    continue
+            if c.mode == "reject":
+                weight = float(far_from_engine(c, gaps, t) <= c.high)
+            elif c.mode != "none":
                 total = sum(gaps.values())
-                gap = {"token": gaps[t], "sequence": total / len(places), "product": total}[one.level]
+                gap = {"token": gaps[t], "sequence": total / len(places), "product": total}[c.level]
                 ratio = math.exp(clamp(gap, -20, 20))
-                inside = one.low <= ratio <= one.high
-                weight *= {
-                    "truncate": clamp(ratio, one.low, one.high),
+                inside = c.low <= ratio <= c.high
+                weight = {
+                    "truncate": clamp(ratio, c.low, c.high),
                     "mask": ratio if inside else 0.0,
                     "band": float(inside),
-                }[one.mode]
+                }[c.mode]
             vetoed = any(math.exp(clamp(gap, -700, 700)) < c.veto for gap in gaps.values())
             if vetoed or (float(x.advantages[t]) < 0 and drift > (c.off_policy_delta or math.inf)):
                 weight = 0.0
@@ -156,30 +123,23 @@ def test_weights_have_no_gradient_of_their_own() -> None:
     """Autograd equals finite differences of the loss with the weights held still, where they depend on the policy:
     old log-probs are interpolated from its own."""
     inputs = replace(draw(7, [4, 3, 5], 0.3), proximal_share=torch.full((12,), 0.5, dtype=torch.float64))
-    weights = {"mode": "truncate", "level": "product", "high": 9.0, "of": "negative"}
-    loss = policy_loss(correction={"mode": "truncate", "high": 9.0, "times": {"b": weights}}, objective="reinforce")
+    loss = policy_loss(correction={"mode": "truncate", "level": "product", "high": 9.0}, objective="reinforce")
     loss(inputs).loss.backward()
     assert inputs.logprobs.grad is not None
-    now, seen = inputs.logprobs.detach(), 0
+    now = inputs.logprobs.detach()
     for t in torch.nonzero(inputs.mask).flatten().tolist():
         at_t = [s for s in range(12) if inputs.segment_ids[s] == inputs.segment_ids[t] and inputs.mask[s]]
         half = {s: 0.5 * float(now[s] - inputs.rollout_logprobs[s]) for s in at_t}
-        weight, advantage = min(math.exp(half[t]), 9.0), float(inputs.advantages[t])
-        if advantage < 0:
-            weight *= min(math.exp(sum(half.values())), 9.0)
-            seen += 1
-        step = 1e-4
+        weight, advantage, step = min(math.exp(sum(half.values())), 9.0), float(inputs.advantages[t]), 1e-4
         values = [-weight * advantage * (float(now[t]) + x) / inputs.num_tokens for x in (-step, step)]
         assert float(inputs.logprobs.grad[t]) == pytest.approx((values[1] - values[0]) / (2 * step), rel=1e-6)
-    assert 0 < seen < int(inputs.mask.sum())
 
 
 @pytest.mark.parametrize(("level", "high"), [("token", 0.04), ("sequence", 0.03), ("product", 0.1), ("worst", 0.07)])
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_a_loss_with_rejections_has_the_gradient_of_finite_differences(estimator: str, level: str, high: float) -> None:
+def test_a_loss_with_rejections_has_the_gradient_of_finite_differences(level: str, high: float) -> None:
     """Tokens that are dropped have none, and some are."""
     inputs = draw(11, [4, 3, 5, 2, 6], 0.3)
-    correction = {"mode": "reject", "estimator": estimator, "level": level, "high": high}
+    correction = {"mode": "reject", "level": level, "high": high}
     loss = policy_loss(correction=correction, clip_low=0.9, clip_high=9.0)
     output = loss(inputs)
     (gradient,) = torch.autograd.grad(output.loss, inputs.logprobs)
@@ -237,15 +197,16 @@ def test_a_policy_that_has_drifted_drops_bad_sequences_alone() -> None:
     assert torch.autograd.grad(output.loss, columns["logprobs"])[0].tolist() == pytest.approx([0.0, 0.0, -1 / 3])
 
 
-@pytest.mark.parametrize(("level", "limit"), [("token", 0.5), ("sequence", 0.5), ("product", 1.0), ("worst", 0.5)])
-def test_a_divergence_at_the_limit_is_kept_and_one_above_it_is_not(level: str, limit: float) -> None:
-    """Two tokens of one nat's gap, so that each has a k2 of 1/2 to the bit."""
+@pytest.mark.parametrize(("level", "tokens"), [("token", 1), ("sequence", 1), ("product", 2), ("worst", 1)])
+def test_a_divergence_at_the_limit_is_kept_and_one_above_it_is_not(level: str, tokens: int) -> None:
+    """Two tokens of one nat's gap, so that each has the same k3."""
     ones = torch.ones(2, dtype=torch.float64)
+    limit = tokens * float(k3(-2 * ones, -ones)[0])
     inputs = replace(
         draw(0, [2], 0.0), mask=ones.bool(), advantages=ones, old_logprobs=-ones, rollout_logprobs=-2 * ones
     )
     for high, wanted in ((limit, [1.0, 1.0]), (math.nextafter(limit, 0.0), [0.0, 0.0])):
-        section = CorrectionSection.model_validate({"mode": "reject", "level": level, "estimator": "k2", "high": high})
+        section = CorrectionSection.model_validate({"mode": "reject", "level": level, "high": high})
         assert correction_weights(section, inputs, 2 * ones[:1]).tolist() == wanted
 
 

@@ -163,7 +163,7 @@ def test_kl_entropy_and_nll_stand_beside_the_objective(
     loss = policy_loss(
         objective="reinforce",
         aggregation=aggregation,
-        max_length=LENGTH_NORM,
+        max_new_tokens=LENGTH_NORM,
         kl_coefficient=beta,
         kl={"estimator": estimator, "importance_weighted": weighted},
         entropy_coefficient=bonus,

@@ -16,6 +16,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 ONE = "rollout.group_size=1"
 SINGLE = [ONE, "rollout.prompts_per_step=1", "train.minibatches=1"]
+RANGE = "algorithm.normalise_rewards=batch"
 REFILL = "rollout.dynamic_sampling=refill"
 TURNS = ["environment.function=calculator", "environment.template=plain", "algorithm.credit=turn"]
 
@@ -55,7 +56,13 @@ def test_an_overlong_buffer_that_leaves_no_length_without_a_penalty_is_refused(p
         ([*TURNS, "algorithm.turn_baseline=index", ONE], "group_size=1 with algorithm.advantage_mean"),
         (["algorithm=reinforce", "algorithm.advantage_mean=none", ONE, REFILL], "=refill drops every group of one"),
         (
-            ["algorithm=reinforce", "algorithm.advantage_mean=mine:f", "algorithm.whiten_rewards=true", ONE, REFILL],
+            [
+                "algorithm=reinforce",
+                "algorithm.advantage_mean=mine:f",
+                "algorithm.normalise_rewards=batch",
+                ONE,
+                REFILL,
+            ],
             "=refill drops every group of one",
         ),
         (["algorithm=ppo", REFILL], "from which algorithm.credit=gae learns"),

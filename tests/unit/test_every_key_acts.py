@@ -139,8 +139,6 @@ def alternatives(key: str, annotation: Any) -> Iterator[list[object]]:
         key == "roles.layouts"
     ):  # of a role on the learner's ranks: refused; else tests/distributed/test_role_layouts.py
         yield [{"critic": {"tp": 2}}]
-    elif key == "algorithm.correction.times":
-        yield [{"tis": {"mode": "truncate", "high": 0.5}}]
     else:
         assert key == "reward.parts", (key, annotation)
         yield [{"exact_match": {"weight": 0.5}}]

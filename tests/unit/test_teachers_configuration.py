@@ -63,7 +63,10 @@ def test_ranks_hold_no_reference_beside_them() -> None:
     [
         ([*teacher("a"), "algorithm.kl.reference=tests"], "both judge; keep one"),
         ([*teacher("a"), "rollout.temperature=0.5"], f"{KEY}.a.server with rollout.temperature=0.5: servers tell"),
-        ([*held("a"), f"{KEY}.a.retries=3"], "retries=3 without a server: the run's own ranks hold this teacher"),
+        (
+            [*held("a"), f"{KEY}.a.timeout_seconds=3"],
+            "timeout_seconds=3.0 without a server: the run's own ranks hold this teacher",
+        ),
         ([f"{KEY}.a.server={URL}", f"{KEY}.a.path=tests"], f"server={URL} without engine; give engine=vllm or sglang"),
         (
             [*held("a"), "roles.layouts.teacher_b.tp=2"],
@@ -158,7 +161,7 @@ def test_ranks_hold_some_in_layouts_of_their_own_and_servers_others() -> None:
 
 def test_a_resume_may_find_them_elsewhere_but_not_others() -> None:
     before = fixed(loaded(*teacher("a")))
-    moved = loaded(*teacher("a", Path("tests"), "server=http://other:1", "engine=sglang", "retries=0"))
+    moved = loaded(*teacher("a", Path("tests"), "server=http://other:1", "engine=sglang", "timeout_seconds=9"))
     assert fixed(moved) == before
     assert fixed(loaded(*teacher("a", Path("conf")))) != before
     assert fixed(loaded(*teacher("a", Path("tests"), "weight=2"))) != before

@@ -59,8 +59,8 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
     if train.epochs * train.minibatches == 1 and a.old_logprobs == "learner":
         reason = "with train.epochs=1 and train.minibatches=1 the only optimizer step begins at the old policy"
         yield "algorithm.old_kl_limit", reason
-        if a.tokens.choose == "kl_cov" and (form := a.tokens.kl_estimator) != "k1":
-            yield "algorithm.tokens", f"{reason}, where {form} has no gradient (raise train.minibatches)"
+        if a.tokens.choose == "kl_cov":
+            yield "algorithm.tokens", f"{reason}, where abs has no gradient (raise train.minibatches)"
     if not a.pairs:
         yield "algorithm.preference", "without algorithm.preference.beta no pairs are trained on"
     if not a.needs_reference:
@@ -85,26 +85,12 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     if a.lam_length_factor is not None and a.critic.lam is not None:
         yield "algorithm.lam", "algorithm.lam_length_factor and algorithm.critic.lam replace it for policy and critic"
-    alone = a.reward_clip is None and (a.pairs or a.credit != "gae")
-    alone = alone and not (a.kl.coefficient > 0 and a.kl.placement != "loss")
+    alone = a.pairs or (a.credit != "gae" and not (a.kl.coefficient > 0 and a.kl.placement != "loss"))
     levelled = a.credit == "optimal" and a.gamma == 1  # by a mean over each place of a group
-    divided = a.advantage_std != "none" or _whitens(a, a.whiten_std)
+    divided = a.advantage_std != "none" or a.whiten
     centred = levelled or a.advantage_mean in {"group", "batch"}
-    if a.whiten_rewards or a.normalise_rewards != "none" or (alone and (a.pairs or divided)):
+    if a.normalise_rewards != "none" or (alone and (a.pairs or divided)):
         yield "algorithm.reward_scale", "a later comparison of rewards, or division by their std or range, undoes it"
-    baseline = a.advantage_mean != "none" and ":" not in a.advantage_mean  # of all but a function of one's own
-    for_all = a.credit == "completion" or (a.credit == "discounted" and a.gamma == 1)  # tokens, the same bias
-    compared = a.pairs or baseline or levelled or (for_all and _whitens(a, a.whiten_mean))
-    if a.whiten_rewards or a.normalise_rewards != "none" or (a.reward_clip is None and compared):
-        yield "algorithm.reward_bias", "rewards are compared with one another, and it is in all of them"
-    if a.whiten and a.whiten_mean == a.whiten_std == "none":
-        yield "algorithm.whiten", "algorithm.whiten_mean and whiten_std are none"
-    if alone and (a.pairs or (divided and centred)):
-        yield "algorithm.whiten_rewards", "a later comparison of rewards, or centring and division, undoes it"
     of_group = a.advantage_mean == "group" and a.advantage_std == "group"
     if alone and (a.pairs or of_group or (a.normalise_rewards == "batch" and divided and centred)):
         yield "algorithm.normalise_rewards", "a later comparison of rewards, or centring and division, undoes it"
-
-
-def _whitens(a: AlgorithmSection, level: str) -> bool:
-    return a.whiten and level != "none"

@@ -11,13 +11,10 @@ ON, OFF = "on", "off"
 """The states of a choice that is a number: off is 0 or null, on is any other."""
 OWN = "package.module:name"
 """The state of a choice that is code of the user's own."""
-_CORRECTION = ("correction.level", "correction.high", "correction.of", "correction.normalise")
+_CORRECTION = ("correction.level", "correction.high")
 _OF_RATIOS = (*_CORRECTION, "correction.low")
-_OF_THE_GAP = ("correction.mode", "correction.times", "correction.veto")
-_KL = tuple(
-    f"kl.{key}"
-    for key in ("placement", "estimator", "importance_weighted", "target", "horizon", "top_k", "beta", "teachers")
-)
+_OF_THE_GAP = ("correction.mode", "correction.veto")
+_KL = tuple(f"kl.{key}" for key in ("placement", "estimator", "importance_weighted", "top_k", "beta", "teachers"))
 OF_OBJECTIVES = (
     "ratio_level",
     "clip_low",
@@ -48,9 +45,9 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "advantage_std": {
         "none": (),
-        "group": ("std_eps", "std_unbiased"),
-        "batch": ("std_eps", "std_unbiased"),
-        "advantages": ("std_eps", "std_unbiased"),
+        "group": ("std_unbiased",),
+        "batch": ("std_unbiased",),
+        "advantages": ("std_unbiased",),
     },
     "credit": {
         "completion": (),
@@ -72,13 +69,6 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "dppo_kl": ("clip_low", "clip_high", "cap_high"),
         OWN: OF_OBJECTIVES,  # which of them is known once it is called: algorithms.own
     },
-    "aggregation": {
-        "token_mean": (),
-        "seq_mean_token_mean": (),
-        "seq_mean_token_sum": (),
-        "seq_mean_token_sum_norm": ("max_length",),
-        "prompt_mean": (),
-    },
     "old_logprobs": {
         "learner": (*_OF_THE_GAP, "old_kl_limit"),
         "interpolated": _OF_THE_GAP,  # this old policy follows the current one
@@ -87,19 +77,18 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "correction.mode": {
         "none": (),
         **dict.fromkeys(("truncate", "mask", "band"), _OF_RATIOS),
-        "reject": (*_CORRECTION, "correction.estimator"),
+        "reject": _CORRECTION,
     },
     "tokens.choose": {
         "all": (),
         "top_entropy": ("tokens.share",),
         "clip_cov": ("tokens.share", "tokens.low", "tokens.high"),
-        "kl_cov": ("tokens.share", "tokens.kl_coefficient", "tokens.kl_estimator"),
+        "kl_cov": ("tokens.share", "tokens.kl_coefficient"),
         "second_moment": ("tokens.limit",),
     },
     "balance.share": {OFF: (), ON: ("balance.high", "balance.low")},
     "kl.coefficient": {OFF: (), ON: _KL},
     "kl.placement": {"loss": ("kl.importance_weighted",), "token_reward": (), "completion_reward": ()},
-    "kl.target": {OFF: (), ON: ("kl.horizon",)},
     "kl.follow_rate": {OFF: (), ON: ("kl.follow_every", "kl.reset_moments")},
     "kl.estimator": dict.fromkeys(("k1", "k2", "k3", "abs"), ("kl.importance_weighted",))
     | {"top_k": ("kl.top_k", "kl.beta")},
@@ -107,9 +96,8 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "own": ("critic.path", "critic.learning_rate", "critic.only_steps", "critic.optimizer"),
         "policy": ("critic.coefficient",),
     },
-    "entropy_target": {OFF: (), ON: ("entropy_step",)},
     "overlong_buffer": {OFF: (), ON: ("overlong_factor",)},
-    "whiten": {OFF: (), ON: ("whiten_of", "whiten_mean", "whiten_std")},
+    "whiten": {OFF: (), ON: ("whiten_of",)},
 }
 """For each choice of the ``algorithm`` section and each of its values: the keys and inner sections that it reads."""
 
@@ -120,10 +108,7 @@ PREFERENCE_READS = (
     "overlong_buffer",
     "overlong_factor",
     "reward_scale",
-    "reward_bias",
     "normalise_rewards",
-    "reward_clip",
-    "whiten_rewards",
     "old_logprobs",
     "routing_replay",
 )

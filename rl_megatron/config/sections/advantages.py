@@ -19,9 +19,7 @@ class AdvantageKeys(Section):
     """Compare the weighted sums of ``reward.parts``, or each part by itself, and add advantages by weight (GDPO)."""
     advantage_std: Literal["none", "group", "batch", "advantages"] = "group"
     """Divide advantages by the standard deviation of the rewards of the group or the batch, or of the batch's rewards
-    less their groups' means (advantages: ScaleRL); none: do not divide."""
-    std_eps: PositiveFloat = 1e-6
-    """Added to the standard deviation that advantages are divided by."""
+    less their groups' means (advantages: ScaleRL), and 1e-6; none: do not divide."""
     std_unbiased: bool = True
     """Whether its variance is over n - 1 values, not n."""
     leave_one_out: bool = False
@@ -58,7 +56,3 @@ class AdvantageKeys(Section):
     """Whether to whiten advantages over the whole batch, including completions that the loss leaves out."""
     whiten_of: Literal["tokens", "completions"] = "tokens"
     """whiten: the mean and the standard deviation count each token, or each completion once, whatever its length."""
-    whiten_mean: Literal["batch", "group", "none"] = "batch"
-    """whiten: the mean that is subtracted is over the batch or the prompt's group; none: none is."""
-    whiten_std: Literal["batch", "group", "none"] = "batch"
-    """whiten: likewise the standard deviation of what is left, which it is divided by."""

@@ -15,7 +15,7 @@ from rl_megatron.config.sections.kl import KLSection
 from rl_megatron.config.sections.objective import ObjectiveKeys
 from rl_megatron.config.sections.preference import PreferenceSection
 from rl_megatron.config.sections.tokens import TokensSection
-from rl_megatron.section import Finite, NonNegativeFloat, Positive, PositiveFloat
+from rl_megatron.section import Finite, NonNegativeFloat, PositiveFloat
 
 
 class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
@@ -27,17 +27,11 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
     aggregation: Literal[
         "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"
     ] = "token_mean"
-    """How token losses are aggregated into the batch's loss; a sequence is a trajectory, whatever rows it has."""
-    max_length: Positive | None = None
-    """aggregation=seq_mean_token_sum_norm: the divisor of token sums; null: the most that is sampled of a completion,
-    rollout.max_new_tokens, or with an environment its max_tokens; of a mixture, the greatest of its sources."""
+    """How token losses are aggregated into the batch's loss; a sequence is a trajectory, whatever rows it has.
+    seq_mean_token_sum_norm divides token sums by the most that is sampled of a completion, rollout.max_new_tokens, or
+    with an environment its max_tokens; of a mixture, by the greatest of its sources."""
     entropy_coefficient: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus, in nats; with ``entropy_target``, the weight at first."""
-    entropy_target: PositiveFloat | None = None
-    """Entropy in nats that an adaptive weight aims at: a step with less raises it by ``entropy_step``, one with more
-    lowers it, and after the latter it does not act (Skywork-OR1). null: the weight is fixed."""
-    entropy_step: PositiveFloat = 0.005
-    """By how much the adaptive weight of the entropy bonus changes a step; it is never below 0."""
+    """Weight of the entropy bonus, in nats."""
     nll_coefficient: NonNegativeFloat = 0.0
     """Weight of -log pi on the tokens of right completions (VAPO), whose reward is at least eval.success_reward and is
     not replaced by ``unfinished_reward``."""
@@ -48,17 +42,11 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
     kl: KLSection = KLSection()
     critic: CriticSection = CriticSection()
     reward_scale: PositiveFloat = 1.0
-    """Factor on rewards, after ``unfinished_reward``, the overlong penalty and ``reward_bias``."""
-    reward_bias: Finite = 0.0
-    """Added to each reward before it is scaled."""
+    """Factor on rewards, after ``unfinished_reward`` and the overlong penalty."""
     normalise_rewards: Literal["none", "group", "batch"] = "none"
     """Map the rewards of each group, or of the batch, to 0 .. 1: less their least, over their greatest less that."""
-    reward_clip: PositiveFloat | None = None
-    """Clip rewards, scaled, normalised and whitened, to plus and minus this; null does not clip."""
-    whiten_rewards: bool = False
-    """Whether to whiten rewards by the mean and the standard deviation over all steps so far."""
     overlong_buffer: NonNegativeFloat = 0.0
-    """Penalise completions that reach into the last this many tokens of the most that is sampled (see ``max_length``;
+    """Penalise completions that reach into the last this many tokens of the most that is sampled (see ``aggregation``;
     DAPO), fewer than that, or below 1, into the last this share of them; 0 is off."""
     overlong_factor: NonNegativeFloat = 1.0
     """Penalty of a completion of that length; it grows linearly over ``overlong_buffer``, with the length alone: one
@@ -131,10 +119,7 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
             "algorithm.credit=gae": self.credit == "gae",
             f"algorithm.advantage_mean={self.advantage_mean}": self.advantage_mean
             in {"greedy", "batch", "moving", "tracked"},
-            "algorithm.whiten=true": self.whiten
-            and self.whiten_mean == "batch"
-            and self.advantage_mean == "none"
-            and self.credit != "gae",
+            "algorithm.whiten=true": self.whiten and self.advantage_mean == "none" and self.credit != "gae",
             f"algorithm.gamma={self.gamma:g}": self.credit == "optimal" and self.gamma < 1,
             f"algorithm.kl.placement={self.kl.placement}": self.kl.coefficient > 0 and self.kl.placement != "loss",
             f"algorithm.kl.estimator={self.kl.estimator}": self.needs_top,
@@ -152,13 +137,12 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
     def own_decides(self) -> bool:
         """Whether the user's function of advantages says which groups give a gradient: of a group alone, it has the
         rewards that it has in the step."""
-        return ":" in self.advantage_mean and not self.whiten_rewards and self.normalise_rewards != "batch"
+        return ":" in self.advantage_mean and self.normalise_rewards != "batch"
 
     @property
     def levels_equal(self) -> bool:
-        """Whether the group's std, or its mean in whitening, makes the advantages of equal rewards 0."""
-        whitened = self.whiten and self.whiten_mean == "group" and self.credit == "completion"
-        return self.advantage_std == "group" or whitened
+        """Whether the group's std makes the advantages of equal rewards 0."""
+        return self.advantage_std == "group"
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
@@ -242,11 +226,10 @@ def _turn_problems(a: AlgorithmSection) -> list[str]:
             "which no other turn began from the same state would be lost to the turns before it; set "
             "turn_compared=returns, or gamma_turn=0"
         )
-    changes = {**_mapped(a), f"reward_bias={a.reward_bias:g}": a.reward_bias != 0}
     out += [
         f"{given} with algorithm.{key}: it changes the sum of a completion's rewards, and its last turn would have the "
         "whole change; leave it out, or set credit=completion"
-        for key, acts in changes.items()
+        for key, acts in _mapped(a).items()
         if acts
     ]
     if a.kl.coefficient > 0 and a.kl.placement != "loss":
@@ -273,7 +256,6 @@ def _parts_problems(a: AlgorithmSection) -> Iterator[str]:
     changes = {
         **_mapped(a),
         f"reward_scale={a.reward_scale:g}": a.reward_scale != 1,
-        f"reward_bias={a.reward_bias:g}": a.reward_bias != 0,
         f"unfinished_reward={a.unfinished_reward}": a.unfinished_reward is not None,
         f"overlong_buffer={a.overlong_buffer:g}": a.overlong_buffer > 0,
     }
@@ -299,11 +281,7 @@ def _best_problems(a: AlgorithmSection) -> Iterator[str]:
 
 def _mapped(a: AlgorithmSection) -> dict[str, bool]:
     """Whether each key that maps rewards to another range acts."""
-    return {
-        "whiten_rewards=true": a.whiten_rewards,
-        f"normalise_rewards={a.normalise_rewards}": a.normalise_rewards != "none",
-        f"reward_clip={a.reward_clip or 0:g}": a.reward_clip is not None,
-    }
+    return {f"normalise_rewards={a.normalise_rewards}": a.normalise_rewards != "none"}
 
 
 def _ratio_problems(a: AlgorithmSection) -> list[str]:
@@ -320,16 +298,6 @@ def _ratio_problems(a: AlgorithmSection) -> list[str]:
         out.append(
             f"algorithm.aggregation={a.aggregation} lets the ratio of a long sequence weigh more than that of a short "
             f"one under algorithm.ratio_level={a.ratio_level}; set aggregation=seq_mean_token_mean"
-        )
-    if (key := a.correction.normalises) and a.old_logprobs == "interpolated":
-        out.append(
-            f"{key}=true with algorithm.old_logprobs=interpolated: these old log-probs follow the current policy, so "
-            "the mean of the weights is not known before its pass; set old_logprobs=learner, or normalise=false"
-        )
-    if key and ":" in a.objective:
-        out.append(
-            f"{key}=true with {given}: advantages are divided by the mean, and only of the objectives here it is known "
-            "that their loss is then, too; set normalise=false, or an objective of the table"
         )
     if a.objective == "gmpo" and a.aggregation != "seq_mean_token_mean":
         out.append(

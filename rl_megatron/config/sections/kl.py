@@ -14,7 +14,6 @@ from rl_megatron.section import (
     Fraction,
     NonNegativeFloat,
     Positive,
-    PositiveFloat,
     PositiveFraction,
     Section,
 )
@@ -24,7 +23,7 @@ class KLSection(Section):
     """KL of the policy to a reference; ``coefficient=0`` is off and loads no reference."""
 
     coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL; with ``target``, the initial weight."""
+    """Weight of the KL."""
     placement: Literal["loss", "token_reward", "completion_reward"] = "loss"
     """Add the KL to the loss, or subtract it from each token's reward, or from the completion's."""
     estimator: Literal["k1", "k2", "k3", "abs", "top_k"] = "k3"
@@ -38,12 +37,6 @@ class KLSection(Section):
     importance_weighted: bool = True
     """placement=loss: weight each token by pi / pi_rollout, so that the expected gradient of k1, k2 and k3 is that of
     the KL (docs/algorithms.md); false: all tokens weigh the same, as in DeepSeekMath's k3."""
-    target: PositiveFloat | None = None
-    """KL in nats (each completion's mean over tokens, averaged) that an adaptive coefficient aims at; null: the
-    coefficient is fixed."""
-    horizon: Positive = 10_000
-    """Number of completions over which the adaptive coefficient corrects the error; a step counts as that many at
-    most."""
     reference: Path | None = None
     """Hugging Face folder of the reference; null: the policy at the start of reinforcement learning."""
     follow_rate: PositiveFraction | None = None

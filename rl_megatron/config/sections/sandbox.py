@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import model_validator
 
 from rl_megatron.http.urls import is_loopback, secret_in
-from rl_megatron.section import NonNegative, Positive, PositiveFloat, Section
+from rl_megatron.section import Positive, PositiveFloat, Section
 
 
 class SandboxSection(Section):
@@ -23,8 +23,6 @@ class SandboxSection(Section):
     started."""
     memory_mb: Positive = 1024
     """Limit of a program's memory, in MiB: of all its processes, and of what each may ask for."""
-    concurrency: Positive = 4
-    """Most programs at once."""
     allow_unfenced: bool = False
     """type=subprocess: whether programs run as your own user, with your files and your network, where there is no
     bubblewrap, or the kernel allows no namespaces; else that is refused."""
@@ -33,11 +31,6 @@ class SandboxSection(Section):
     token_file: Path | None = None
     """type=remote: a file with the server's token, which only you can read; read for each attempt, as the token may
     rotate."""
-    retries: NonNegative = 6
-    """type=remote: most retries of a program that gets no connection, no answer in time, or status 408, 429 or 5xx;
-    with ``token_file`` also 401 and 403."""
-    backoff_seconds: PositiveFloat = 0.5
-    """type=remote: wait before the first retry; it doubles each time. Waits count for ``reward.timeout_seconds``."""
 
     @model_validator(mode="after")
     def _of_its_type(self) -> Self:
@@ -47,9 +40,8 @@ class SandboxSection(Section):
                 raise ValueError(f"sandbox.{key}={given} with sandbox.type={self.type}: only {kind} reads it")
             if not given and self.type == kind and key != "allow_unfenced":
                 raise ValueError(f"sandbox.type={kind} needs sandbox.{key}")
-        for key in ("token_file", "retries", "backoff_seconds"):
-            if getattr(self, key) != type(self).model_fields[key].default and self.type != "remote":
-                raise ValueError(f"sandbox.{key} with sandbox.type={self.type}: only remote reads it")
+        if self.token_file is not None and self.type != "remote":
+            raise ValueError(f"sandbox.token_file with sandbox.type={self.type}: only remote reads it")
         if self.url is not None:
             parts = urlsplit(self.url)
             if secret := secret_in(self.url):

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from rl_megatron.http.urls import is_plain_address
-from rl_megatron.section import LISTED, NonNegative, OwnCode, Positive, PositiveFloat, Section
+from rl_megatron.section import LISTED, OwnCode, Positive, PositiveFloat, Section
 
 
 def _of_server(text: str) -> str:
@@ -72,12 +72,8 @@ class TeacherSection(Section):
     """The sources of ``data.sources`` whose prompts it judges; none: all."""
     token_file: Path | None = None
     """File with the bearer token of the server, read for each attempt, as it may rotate."""
-    concurrency: Positive = 64
-    """Most sequences in flight."""
     timeout_seconds: PositiveFloat = 600.0
-    """Time limit of one attempt at a sequence."""
-    retries: NonNegative = 5
-    """Most retries of a sequence, after 1, 2, 4, ... seconds; after that the run ends."""
+    """Time limit of one attempt at a sequence; five more follow, after 1, 2, 4, ... seconds, and then the run ends."""
 
     @property
     def reads_another(self) -> bool:
@@ -91,7 +87,7 @@ class TeacherSection(Section):
 
     @model_validator(mode="after")
     def _of_one_place(self) -> Self:
-        of_server = ("engine", "token_file", "concurrency", "timeout_seconds", "retries")
+        of_server = ("engine", "token_file", "timeout_seconds")
         fields = type(self).model_fields
         given = [key for key in of_server if getattr(self, key) != fields[key].default] if self.server is None else []
         if given:

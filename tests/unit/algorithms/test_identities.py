@@ -71,7 +71,7 @@ def credited(
         zeros = torch.zeros_like(samples.old_logprobs)
         columns = {name: zeros.masked_scatter(samples.mask, values.float()) for name, values in places.items()}
         samples = replace(samples, **columns)
-    shaped = shape_rewards([group], section, AlgorithmState(kl_coefficient=section.kl.coefficient), max_new_tokens=9)
+    shaped = shape_rewards([group], section, AlgorithmState(), max_new_tokens=9)
     return assign_credit(samples, [group], shaped, section, success_reward=1.0)[0]
 
 
@@ -179,7 +179,7 @@ def test_gpg_is_reinforce_over_the_groups_that_dynamic_sampling_keeps() -> None:
     groups = [single_turns(prompt, [completion((7,) * length)] * 4, rewards=rewards) for rewards in told]
     kept = groups_to_train_on(groups, config.algorithm, max_new_tokens=9)
     trained = [group for group, keep in zip(groups, kept, strict=True) if keep]
-    shaped = shape_rewards(trained, config.algorithm, AlgorithmState(kl_coefficient=0.0), max_new_tokens=9)
+    shaped = shape_rewards(trained, config.algorithm, AlgorithmState(), max_new_tokens=9)
     made = assign_credit(to_samples(trained), trained, shaped, config.algorithm, success_reward=1.0)[0]
     advantages = made.advantages[made.mask].double()
     x = replace(batch(), logprobs=torch.full_like(advantages, -0.5).requires_grad_())

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from rl_megatron.algorithms.kl import (
-    adaptive_beta,
     average_age,
     kl_in_sequence_rewards,
     kl_in_token_rewards,
@@ -100,19 +99,6 @@ def test_kl_in_the_loss_is_a_term_under_its_coefficient_and_ignores_garbage_outs
     assert output.metrics["loss/kl"].value.item() == pytest.approx(output.loss.item())
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([0.5 * (1 - math.exp(-0.5) + 0.106531), 0.0], abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("kl", "expected"), [(0.1, 0.2), (0.11, 0.2 * (1 + 0.1 * 0.05)), (9.0, 0.2 * 1.01), (0.0, 0.2 * 0.99)]
-)
-def test_adaptive_beta(kl: float, expected: float) -> None:
-    assert adaptive_beta(0.2, kl, target=0.1, num_samples=500) == pytest.approx(expected)
-
-
-def test_a_step_of_more_completions_than_the_horizon_corrects_the_error_once() -> None:
-    for num_samples in (10_000, 50_000, 10**9):
-        assert adaptive_beta(0.2, 0.0, target=0.1, num_samples=num_samples) == pytest.approx(0.2 * 0.8)
-        assert adaptive_beta(0.2, 9.0, target=0.1, num_samples=num_samples) == pytest.approx(0.2 * 1.2)
 
 
 @pytest.mark.parametrize(("rate", "every"), [(0.25, 1), (0.6, 3), (1.0, 4)])

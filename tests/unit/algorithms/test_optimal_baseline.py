@@ -95,8 +95,7 @@ def test_of_all_baselines_it_has_the_least_variance_of_a_bandits_gradient() -> N
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        (["reward_bias=1"], "reward_bias=1.0 does nothing: rewards are compared"),
-        (["whiten=true", "whiten_rewards=true"], "whiten_rewards=true does nothing: a later comparison"),
+        (["whiten=true", "reward_scale=2"], "reward_scale=2.0 does nothing: a later comparison"),
         (["lam=0.5"], "lam=0.5 does nothing: algorithm.credit=optimal does not read it"),
     ],
 )
@@ -111,4 +110,4 @@ def test_equal_rewards_teach_nothing_unless_returns_are_discounted() -> None:
     with pytest.raises(ConfigError, match=r"from which algorithm\.gamma=0\.9 learns too"):
         config_of("otb", "algorithm.gamma=0.9", "rollout.dynamic_sampling=refill")
     assert config_of("otb", "rollout.dynamic_sampling=refill").algorithm.needs_differences
-    assert not config_of("otb", "algorithm.gamma=0.9", "algorithm.reward_bias=1").algorithm.needs_differences
+    assert not config_of("otb", "algorithm.gamma=0.9").algorithm.needs_differences

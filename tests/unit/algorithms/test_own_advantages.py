@@ -75,9 +75,8 @@ def test_advantages_that_are_all_0_in_groups_of_the_runs_size_are_refused(
     [
         ("maxrl:maxrl", [], False),
         ("faulty:above_half", [], False),
-        ("faulty:above_half", ["algorithm.whiten_rewards=true"], True),
+        ("faulty:above_half", ["algorithm.normalise_rewards=batch"], True),
         ("faulty:above_half", ["algorithm.advantage_std=group"], False),
-        ("faulty:above_half", ["algorithm.whiten=true", "algorithm.whiten_mean=group"], False),
     ],
 )
 @pytest.mark.parametrize("mode", ["off", "refill", "drop"])
@@ -117,9 +116,9 @@ def test_the_function_says_which_groups_teach() -> None:
         return groups_that_differ(sampled, row, max_new_tokens=4)
 
     assert teach() == [True, False, True]
-    assert teach(reward_bias=-0.5) == [False, True, True]
+    assert teach(reward_scale=0.5) == [False, True, True]
     assert teach(advantage_std="group") == [False, False, True]
-    assert teach(whiten_rewards=True) == [False, False, True], "what the function will get is not known yet"
+    assert teach(normalise_rewards="batch") == [False, False, True], "what the function will get is not known yet"
     assert teach(advantage_mean="faulty:beyond_one") == [False, False, False]
 
 

@@ -72,8 +72,10 @@ def packed(x: Padded, logp: Tensor) -> LossInputs:
 
 
 def ours(x: Padded, *keys: str) -> Tensor:
-    row = load_config("tiny_cpu", [f"algorithm{key}" for key in keys]).algorithm
-    return loss_of(row, kl_coefficient=row.kl.coefficient, max_new_tokens=WIDTH)(packed(x, x.logp)).loss
+    given = [key if key.startswith("rollout") else f"algorithm{key}" for key in keys]
+    config = load_config("tiny_cpu", [f"rollout.max_new_tokens={WIDTH}", *given])
+    row, longest = config.algorithm, config.rollout.max_new_tokens
+    return loss_of(row, kl_coefficient=row.kl.coefficient, max_new_tokens=longest)(packed(x, x.logp)).loss
 
 
 def per_row(values: Tensor, mask: Tensor) -> Tensor:
@@ -228,11 +230,11 @@ SAME: list[tuple[list[str], PeerLoss]] = [
     (["=dapo"], trl(epsilon_high=0.28)),
     (["=dapo"], slime(eps_clip_high=0.28, calculate_per_token_loss=True)),
     (
-        ["=dr_grpo", ".max_length=12", ".dual_clip=3.0"],
+        ["=dr_grpo", "rollout.max_new_tokens=12", ".dual_clip=3.0"],
         verl(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=12),
     ),
-    (["=dr_grpo", f".max_length={WIDTH}", ".dual_clip=3.0"], verl(loss_agg_mode="seq-mean-token-sum-norm")),
-    (["=dr_grpo", ".max_length=12"], trl(loss_type="dr_grpo", max_completion_length=12)),
+    (["=dr_grpo", ".dual_clip=3.0"], verl(loss_agg_mode="seq-mean-token-sum-norm")),
+    (["=dr_grpo", "rollout.max_new_tokens=12"], trl(loss_type="dr_grpo", max_completion_length=12)),
     (["=gspo"], verl("gspo", **GSPO_CLIPS)),
     (["=gspo"], trl("grpo", 3e-4, 4e-4, importance_sampling_level="sequence")),
     (["=luspo"], trl("luspo", 2e-3, 2.5e-3, importance_sampling_level="sequence")),

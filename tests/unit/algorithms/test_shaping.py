@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import statistics
-
 import pytest
 import torch
 
-from rl_megatron.algorithms.shaping import RunningMoments, drop_truncated, overlong_penalty, score_finished
+from rl_megatron.algorithms.shaping import drop_truncated, overlong_penalty, score_finished
 
 
 def test_overlong_penalty_grows_over_the_buffer_before_the_limit() -> None:
@@ -30,24 +28,3 @@ def test_truncated_sequences_leave_the_loss() -> None:
 def test_scores_of_the_unfinished() -> None:
     rewards = score_finished(torch.tensor([2.0, 2.0]), torch.tensor([True, False]), unfinished_reward=-1.0)
     assert rewards.tolist() == [2.0, -1.0]
-
-
-def test_running_moments_equal_those_of_all_rewards_at_once() -> None:
-    batches = [[1.0, 2.0, 4.0], [], [1e6], [0.5, 0.25]]
-    moments = RunningMoments()
-    for batch in batches:
-        moments = moments.update(torch.tensor(batch, dtype=torch.float64))
-    everything = [r for batch in batches for r in batch]
-    assert moments.mean == pytest.approx(statistics.fmean(everything))
-    std = statistics.stdev(everything)
-    whitened = moments.whiten(torch.tensor([1e6], dtype=torch.float64))
-    assert whitened.item() == pytest.approx((1e6 - statistics.fmean(everything)) / std)
-    assert RunningMoments().update(torch.tensor([3.0])).whiten(torch.tensor([3.0])).item() == 0.0
-
-
-def test_one_reward_has_no_spread_to_divide_by() -> None:
-    moments = RunningMoments().update(torch.tensor([3.0]))
-    assert moments.whiten(torch.tensor([3.5, 2.0])).tolist() == pytest.approx([0.5, -1.0])
-    for rewards in ([1.0, 2.0], [1.0, 2.0, 4.0], [0.5, 1.0, 2.0, 4.0]):
-        whitened = RunningMoments().update(torch.tensor(rewards)).whiten(torch.tensor([3.0])).item()
-        assert whitened == pytest.approx((3 - statistics.fmean(rewards)) / statistics.stdev(rewards), rel=1e-6)

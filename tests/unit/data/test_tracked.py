@@ -91,7 +91,7 @@ def test_advantages_are_less_the_value_and_standardised_over_the_batch(size: int
     ]
     section = AlgorithmSection(advantage_mean="tracked", advantage_std="batch", baseline_decay=0.875)
     values = torch.tensor([0.25, 0.5, 0.875])
-    shaped = shape_rewards(groups, section, AlgorithmState(kl_coefficient=0.0), max_new_tokens=8)
+    shaped = shape_rewards(groups, section, AlgorithmState(), max_new_tokens=8)
     samples, _ = assign_credit(to_samples(groups), groups, replace(shaped, tracked=values), section, success_reward=1.0)
     above = np.array(rewards) - values.numpy().repeat(size)
     wanted = (above - above.mean()) / (above.std(ddof=1) + 1e-6)
@@ -101,12 +101,12 @@ def test_advantages_are_less_the_value_and_standardised_over_the_batch(size: int
 
 @pytest.mark.parametrize(
     "key",
-    ["whiten_rewards=true", "normalise_rewards=group", "normalise_rewards=batch", "reward_scale=0.5", "reward_clip=2"],
+    ["normalise_rewards=group", "normalise_rewards=batch", "reward_scale=0.5"],
 )
 def test_rewards_of_another_range_than_the_values_are_refused(key: str) -> None:
     name, _, value = key.partition("=")
     said = rf"advantage_mean=tracked with algorithm\.{key}: .* leave it out, or set another advantage_mean"
     with pytest.raises(ValueError, match=said):
         AlgorithmSection.model_validate({"advantage_mean": "tracked", name: value})
-    AlgorithmSection.model_validate({"advantage_mean": "tracked", "reward_bias": -0.5, "unfinished_reward": 0.0})
+    AlgorithmSection.model_validate({"advantage_mean": "tracked", "unfinished_reward": 0.0})
     AlgorithmSection.model_validate({"advantage_mean": "batch", name: value})

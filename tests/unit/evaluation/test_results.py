@@ -141,7 +141,7 @@ def test_of_judges_that_differ_their_own_sections_are_not_told(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("keys", "free"),
     [
-        (TESTS, "sandbox.concurrency=9"),
+        (TESTS, "sandbox.allow_unfenced=true"),
         ((*TESTS, "eval.sets.one.reward.function=length"), "sandbox.seconds=30"),
         ((*RANKS, "eval.sets.one.reward.function=length"), "reward_models.judge.path=b"),
     ],

@@ -201,9 +201,7 @@ def test_gpus_and_ranks_that_would_be_idle_are_noted(keys: tuple[str, ...], more
     [
         (("advantage_mean=none",), True),
         (("advantage_mean=none", "advantage_std=batch"), True),
-        (("advantage_mean=none", "credit=discounted", "gamma=0.9", "whiten=true", "whiten_mean=group"), True),
         (("advantage_mean=none", "advantage_std=group"), False),
-        (("advantage_mean=none", "whiten=true", "whiten_mean=group"), False),
         (("advantage_mean=group",), False),
     ],
 )

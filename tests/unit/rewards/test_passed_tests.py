@@ -24,7 +24,7 @@ from rl_megatron.rewards.tests import code_of, same_output
 from rl_megatron.sandbox import subprocess as here
 from rl_megatron.sandbox.protocol import Executor, Limits, Ran, SandboxProgram
 from rl_megatron.sandbox.subprocess import why_unfenced
-from rl_megatron.sandbox.table import Sandbox
+from rl_megatron.sandbox.table import Sandbox, _Slots
 from rl_megatron.types import Completion, Prompt, Span
 
 WHY = asyncio.run(why_unfenced())
@@ -230,8 +230,8 @@ async def test_groups_that_wait_for_slots_end_in_the_order_in_which_they_came() 
             await asyncio.sleep(0)
             return Ran(ended="done", exit=0, stdout="1", stderr="", seconds=0.0)
 
-    sandbox = Sandbox(SandboxSection(concurrency=1))
-    sandbox._executor = Noting()
+    sandbox = Sandbox(SandboxSection())
+    sandbox._executor, sandbox._slots = Noting(), _Slots(1)
     reward = resolve_reward("tests", sandbox=sandbox)
     given = [{"tests": [{"input": str(group), "output": "1"}] * tests} for group in range(groups)]
     prompts = [Prompt(id="p", text="", token_ids=(0,), answer="", meta=one) for one in given]

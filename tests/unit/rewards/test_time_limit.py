@@ -22,7 +22,7 @@ from rl_megatron.rewards.tests import PassedTests
 from rl_megatron.rewards.threads import MOST_COMPUTING, Plain, in_daemon_thread, on_loop_apart
 from rl_megatron.rewards.weighted_sum import WeightedSum
 from rl_megatron.sandbox.subprocess import why_unfenced
-from rl_megatron.sandbox.table import Sandbox
+from rl_megatron.sandbox.table import Sandbox, _Slots
 from rl_megatron.training.scores.reward_models import RankedScores
 from rl_megatron.types import Batch, Completion, ParallelDims, Prompt, Scored, Scores, Want
 from tests.completions import completion
@@ -138,7 +138,8 @@ async def _threads() -> None:
 
 
 async def _programs() -> None:
-    sandbox = Sandbox(SandboxSection(concurrency=1))
+    sandbox = Sandbox(SandboxSection())
+    sandbox._slots = _Slots(1)
     async with AsyncExitStack() as taken:
         await taken.enter_async_context(sandbox._slots.one(0))
         free = taken.pop_all()

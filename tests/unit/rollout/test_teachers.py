@@ -157,7 +157,10 @@ async def test_a_token_that_rotates_is_read_for_each_attempt_and_no_connection_s
         assert (steps, len(fake.asked)) == ([], 6)  # old, new, and four more
 
 
-def test_a_token_that_is_not_there_is_refused_and_one_that_stays_wrong_ends(tmp_path: Path) -> None:
+def test_a_token_that_is_not_there_is_refused_and_one_that_stays_wrong_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_megatron.rollout.teachers._RETRIES", 0)
     file = tmp_path / "token"
     with running(1) as (fake,):
         with pytest.raises(ConfigError, match=r"algorithm\.kl\.teachers\.t\.token_file=.*No such file"):
@@ -168,17 +171,18 @@ def test_a_token_that_is_not_there_is_refused_and_one_that_stays_wrong_ends(tmp_
             rf"teachers\.t: {fake.url}/judge: status 401.*unknown.*refuses the token of .*token_file={file}: .*made: 1"
         )
         with pytest.raises(EngineError, match=named):
-            asyncio.run(teacher(fake, token_file=file, retries=0).judge([1, 2], 0))
+            asyncio.run(teacher(fake, token_file=file).judge([1, 2], 0))
         with pytest.raises(EngineError, match=r"status 401.*unknown"):
             asyncio.run(teacher(fake).judge([1, 2], 0))  # it has none to read again
         assert len(fake.asked) == 2
 
 
-def test_what_goes_on_failing_or_is_refused_ends_with_the_teachers_key() -> None:
+def test_what_goes_on_failing_or_is_refused_ends_with_the_teachers_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_megatron.rollout.teachers._RETRIES", 0)
     with running(1) as (fake,):
         fake.answer = lambda path, body, number: (500, {"why": "tired"})
         with pytest.raises(EngineError, match=r"algorithm\.kl\.teachers\.t: .*tired.*; attempts made: 1$"):
-            asyncio.run(teacher(fake, retries=0).judge([1, 2], 0))
+            asyncio.run(teacher(fake).judge([1, 2], 0))
         fake.answer = lambda path, body, number: (400, {"why": "too long"})
         with pytest.raises(EngineError, match=r"algorithm\.kl\.teachers\.t: .*too long"):
             asyncio.run(teacher(fake).judge([1, 2], 0))

@@ -98,10 +98,10 @@ def test_a_busy_server_is_asked_again(server: Server, waits: list[float]) -> Non
     server.answers = [(503, b"busy"), (429, b""), (200, json.dumps(DONE).encode())]
     assert run(server).stdout == "3\n"
     assert waits == [0.5, 1.0]
-    server.answers = [(500, b"broken")] * 4
-    with pytest.raises(SandboxError, match=r"status 500: 'broken'; attempts made: 4"):
-        run(server, retries=3, backoff_seconds=2.0)
-    assert waits[2:] == [2.0, 4.0, 8.0]
+    server.answers = [(500, b"broken")] * 7
+    with pytest.raises(SandboxError, match=r"status 500: 'broken'; attempts made: 7"):
+        run(server)
+    assert waits[2:] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
 
 
 def test_a_server_that_is_away_is_waited_for(waits: list[float]) -> None:
@@ -129,10 +129,11 @@ def test_a_token_that_rotates_is_read_for_each_attempt(
     server.answers = [(refusal, b"who?"), (200, json.dumps(DONE).encode())]
     assert run(server, token_file=token).stdout == "3\n"
     assert [given for given, _ in server.asked] == ["Bearer old", "Bearer new"]
+    monkeypatch.setattr("rl_megatron.sandbox.remote._RETRIES", 0)
     server.answers = [(refusal, b"who?")]
     named = rf"{server.url}: status {refusal}: 'who\?'; it refuses the token of sandbox\.token_file={token}: .*made: 1"
     with pytest.raises(SandboxError, match=named):
-        run(server, token_file=token, retries=0)
+        run(server, token_file=token)
 
 
 @pytest.mark.parametrize(
@@ -187,8 +188,6 @@ def test_a_refusal_without_a_token_is_not_repeated(server: Server) -> None:
         ({"url": "https://elsewhere/run"}, "only remote reads it"),
         ({"type": "remote", "url": "https://elsewhere/run", "allow_unfenced": True}, "only subprocess reads it"),
         ({"token_file": "/tmp/x"}, "only remote reads it"),
-        ({"retries": 3}, "only remote reads it"),
-        ({"backoff_seconds": 1.0}, "only remote reads it"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(keys: dict[str, Any], said: str) -> None:

@@ -51,9 +51,8 @@ class PlainUpdate:
     def __init__(self, config: RunConfig, policy: Tensor, reference: Tensor, critic: Tensor) -> None:
         self.config, self.a = config, config.algorithm
         self.policy, self.reference, self.critic = policy.double(), reference.double(), critic.double()
-        self.beta, self.rewards_seen, self.baseline = self.a.kl.coefficient, list[float](), None
+        self.beta, self.baseline = self.a.kl.coefficient, None
         self.steps_made = 0
-        self.bonus, self.bonus_acts, self.entropies = self.a.entropy_coefficient, True, list[float]()
 
     @property
     def routed(self) -> bool:
@@ -97,32 +96,18 @@ class PlainUpdate:
             if self.a.needs_critic:
                 (gradient,) = torch.autograd.grad(self._value_loss(said, critic), critic)
                 self.critic = self.critic - self.config.train.learning_rate * gradient
-        if self.steps_made:
-            self._control(said)
-        if self.a.entropy_target is not None:
-            seen, self.entropies = statistics.fmean(self.entropies), []
-            self.bonus_acts = seen <= self.a.entropy_target
-            self.bonus = max(self.bonus + (1 if self.bonus_acts else -1) * self.a.entropy_step, 0.0)
 
     def _reward(self, said: list[Said]) -> None:
         a = self.a
         for s in said:
             s.reward = a.unfinished_reward if s.cut and a.unfinished_reward is not None else s.raw
-            s.reward = (s.reward + a.reward_bias) * a.reward_scale
+            s.reward *= a.reward_scale
         if a.normalise_rewards != "none":
             raw = [(s.group if a.normalise_rewards == "group" else 0, s.reward) for s in said]
             for s, (of, reward) in zip(said, raw, strict=True):
                 members = [one for number, one in raw if number == of]
                 span = max(members) - min(members)
                 s.reward = (reward - min(members)) / span if span else 0.0
-        if a.whiten_rewards:
-            self.rewards_seen += [s.reward for s in said]
-            mean, std = statistics.fmean(self.rewards_seen), statistics.stdev(self.rewards_seen)
-            for s in said:
-                s.reward = (s.reward - mean) / (std + 1e-8)
-        if a.reward_clip is not None:
-            for s in said:
-                s.reward = min(max(s.reward, -a.reward_clip), a.reward_clip)
 
     def _pairs(self, said: list[Said]) -> list[Said]:
         out = []
@@ -152,7 +137,7 @@ class PlainUpdate:
             mean = {"group": statistics.fmean(members), "none": 0.0, "moving": level}[a.advantage_mean]
             equal = len(set(members)) == 1 and (a.advantage_mean == "group" or a.advantage_std == "group")
             spread = statistics.stdev if a.std_unbiased else statistics.pstdev
-            std = spread(members) + a.std_eps if a.advantage_std == "group" and not equal else 1.0
+            std = spread(members) + 1e-6 if a.advantage_std == "group" and not equal else 1.0
             of_completion = 0.0 if equal else (s.reward - (mean or 0.0)) / std
             if a.credit == "completion":
                 s.advantages = [of_completion] * len(s.targets)
@@ -184,15 +169,10 @@ class PlainUpdate:
             s.trained = not (a.drop_truncated and s.cut)
 
     def _whiten(self, said: list[Said]) -> None:
-        def compared(level: str, s: Said) -> list[float]:
-            return [x for one in said for x in one.advantages if level == "batch" or one.group == s.group]
-
-        a, mean = self.a, {"none": 0.0}
-        for s, means in [(s, mean | {k: statistics.fmean(compared(k, s)) for k in ("group", "batch")}) for s in said]:
-            s.advantages = [x - means[a.whiten_mean] for x in s.advantages]
-        for s, all_ in [(s, compared(a.whiten_std, s)) for s in said]:
-            std = math.sqrt(math.fsum(x * x for x in all_) / (len(all_) - 1)) + 1e-8 if a.whiten_std != "none" else 1.0
-            s.advantages = [x / std for x in s.advantages]
+        every = [x for s in said for x in s.advantages]
+        mean, std = statistics.fmean(every), statistics.stdev(every) + 1e-8
+        for s in said:
+            s.advantages = [(x - mean) / std for x in s.advantages]
 
     def _gae(self, s: Said, rewards: list[float], lam: float) -> list[float]:
         goes_on = s.cut and self.a.unfinished_reward is None
@@ -230,16 +210,8 @@ class PlainUpdate:
                 elif tokens.low <= cov[i] <= tokens.high:  # a share of 1 draws them all
                     s.advantages[t] = 0.0
 
-    def _normaliser(self, trained: list[Said]) -> float:
-        """The mean of the correction's weights over tokens, or over sequences; 1 if they are not divided by it."""
-        c = self.a.correction
-        if not c.normalise:
-            return 1.0
-        rows = [[self._correction(s, t, s.old[t]) for t in range(len(s.targets))] for s in trained]
-        return statistics.fmean([w[0] for w in rows] if c.level == "product" else [w for row in rows for w in row])
-
     def _correction(self, s: Said, t: int, old: float) -> float:
-        """The weight of a token, before it is divided."""
+        """The weight of a token."""
         c = self.a.correction
         gap = sum(s.old) - sum(s.engine) if c.level == "product" else old - s.engine[t]
         inside = c.low <= math.exp(gap) <= c.high
@@ -248,12 +220,11 @@ class PlainUpdate:
     def _loss(self, said: list[Said], policy: Tensor, step: int) -> Tensor:
         a, total = self.a, torch.zeros((), dtype=torch.float64)
         trained = [s for s in said if s.trained]
-        tokens, divisor = sum(len(s.targets) for s in trained), self._normaliser(trained)
-        if self.a.entropy_target is not None:
+        tokens = sum(len(s.targets) for s in trained)
+        if a.entropy_coefficient:
             of_tables = [_table(policy, s, self.routed) for s in trained]
             mean = sum((-(x.exp() * x).sum() for x in of_tables), start=total) / tokens
-            self.entropies.append(float(mean.detach()))
-            total = total - self.bonus * self.bonus_acts * mean
+            total = total - a.entropy_coefficient * mean
         right = sum(len(s.targets) for s in trained if self._right(s))
         for s in trained:
             of_tables = _table(policy, s, self.routed)
@@ -268,14 +239,12 @@ class PlainUpdate:
                     term = torch.maximum(term, -ratio.clamp(1 - a.clip_low, 1 + a.clip_high) * advantage)
                     if a.dual_clip is not None and advantage < 0:
                         term = term.clamp(max=-a.dual_clip * advantage)
-                term = term * self._correction(s, t, old) / divisor
+                term = term * self._correction(s, t, old)
                 if s.shown:
                     assert a.demonstration_gamma is not None
                     term = -logp.exp() / (logp.exp() + a.demonstration_gamma) * advantage
                 if s.held[t]:
-                    d = logp - old
-                    kl = {"k1": -d, "k2": d**2 / 2, "k3": d.exp() - 1 - d, "abs": d.abs()}[a.tokens.kl_estimator]
-                    term = term + a.tokens.kl_coefficient * kl
+                    term = term + a.tokens.kl_coefficient * (logp - old).abs()
                 total = total + term / tokens
                 if a.needs_top:
                     total = total + self.beta * self._taught(of_tables[t], s.inputs[t]) / tokens
@@ -338,14 +307,6 @@ class PlainUpdate:
                 near = critic[x].clamp(old - clip, old + clip)
                 terms.append(torch.maximum((critic[x] - wanted) ** 2, (near - wanted) ** 2) / 2)
         return torch.stack(terms).mean()
-
-    def _control(self, said: list[Said]) -> None:
-        kl = self.a.kl
-        if kl.target is None:
-            return
-        means = [statistics.fmean(o - r for o, r in zip(s.old, s.ref, strict=True)) for s in said if s.trained]
-        error = min(max(statistics.fmean(means) / kl.target - 1, -0.2), 0.2)
-        self.beta *= 1 + error * len(said) / kl.horizon
 
 
 def logprobs(weights: Tensor, s: Said, *, routed: bool) -> Tensor:

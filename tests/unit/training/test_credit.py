@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.shaping import RunningMoments
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.data.packing import Packer, with_own_columns
@@ -49,7 +48,7 @@ def credit(
     **columns: Tensor,
 ) -> tuple[Samples, AlgorithmState]:
     algorithm = AlgorithmSection.model_validate(section)
-    before = state or AlgorithmState(kl_coefficient=algorithm.kl.coefficient)
+    before = state or AlgorithmState()
     rewards = shape_rewards(groups, algorithm, before, max_new_tokens=max_new_tokens)
     samples = replace(to_samples(groups), **columns)
     return assign_credit(samples, groups, rewards, algorithm, success_reward=1.0, next_values=next_values)
@@ -75,15 +74,15 @@ def test_group_baseline_gives_every_token_its_completions_advantage() -> None:
 
 
 def test_greedy_baseline_is_the_greedy_completions_reward_as_all_are_taken() -> None:
-    """Scaled, clipped, and judged by its length and its end, too."""
+    """Scaled, and judged by its length and its end, too."""
     wrong, cut = group("wrong", [0.25], [2]), group("cut", [1.0], [4], "length")
     groups = [replace(GROUPS[0], greedy=wrong), replace(GROUPS[1], greedy=cut)]
     remax: dict[str, object] = {"advantage_mean": "greedy", "advantage_std": "none"}
     assert advantages(groups=groups, **remax) == [[0.75] * 3, [-0.25] * 2, [-0.25] * 4, [0.0], [0.0] * 2]
     halves = advantages(groups=groups, **remax, reward_scale=0.5)
     assert halves == [[0.375] * 3, [-0.125] * 2, [-0.125] * 4, [0.0], [0.0] * 2]
-    judged = advantages(4, groups, **remax, unfinished_reward=-2.0, overlong_buffer=2, reward_clip=2.5)
-    assert judged == [[0.5 - 0.25] * 3, [-0.25] * 2, [-1.25] * 4, [1 + 2.5], [1 + 2.5] * 2]
+    judged = advantages(4, groups, **remax, unfinished_reward=-2.0, overlong_buffer=2)
+    assert judged == [[0.5 - 0.25] * 3, [-0.25] * 2, [-1.25] * 4, [1 + 3.0], [1 + 3.0] * 2]
     with pytest.raises(DataError, match="no greedy completion"):
         advantages(**remax)
 
@@ -127,21 +126,6 @@ def test_truncated_completions_are_dropped_or_rescored_where_asked() -> None:
     assert advantages(groups=cut, unfinished_reward=-2.0, **NO_BASELINE)[:2] == [[-2.0] * 2, [-2.0] * 2]
 
 
-def test_rewards_are_scaled_whitened_by_all_steps_so_far_and_clipped() -> None:
-    section = {**NO_BASELINE, "whiten_rewards": True, "reward_scale": 2.0, "reward_clip": 0.9}
-    _, state = credit(section)
-    seen = [2.0, 0.0, 0.0, 2.0, 2.0]
-    assert state.reward_moments.count == 5
-    second, state = credit(section, [group("c", [0.0, 1.0], [1, 1])], state=state)
-    seen += [0.0, 2.0]
-    mean, std = statistics.mean(seen), statistics.stdev(seen)
-    wanted = [max(-0.9, (0.0 - mean) / std), min(0.9, (2.0 - mean) / std)]
-    assert [a[0] for a in by_completion(second)] == pytest.approx(wanted, rel=1e-5)
-    assert state.reward_moments == RunningMoments(
-        count=7, mean=pytest.approx(mean), sum_of_squares=pytest.approx(statistics.variance(seen) * 6)
-    )
-
-
 def test_rewards_are_in_the_range_of_their_group_or_batch_and_so_is_a_greedy_ones() -> None:
     """A group of equal rewards has zeros; the greedy completion's may be outside of 0 .. 1."""
     three = [group("a", [1.0, 3.0, 2.0], [1] * 3), group("b", [5.0, 5.0], [1, 1]), group("c", [0.0, -1.0], [1, 1])]
@@ -153,7 +137,7 @@ def test_rewards_are_in_the_range_of_their_group_or_batch_and_so_is_a_greedy_one
     judged = [
         replace(one, greedy=group(one.prompt.id, [g], [1])) for one, g in zip(three, (2.0, 6.0, 1.0), strict=True)
     ]
-    found = shape_rewards(judged, section, AlgorithmState(kl_coefficient=0.0), max_new_tokens=9)
+    found = shape_rewards(judged, section, AlgorithmState(), max_new_tokens=9)
     assert found.greedy is not None
     assert found.greedy.tolist() == pytest.approx([0.5, 1.0, 2.0])
 
@@ -205,24 +189,24 @@ def test_the_critic_may_learn_with_a_lambda_of_its_own_and_the_policys_may_follo
 REF = {"ref_logprobs": torch.tensor([0.0, -1.0, -0.5, -2.0, 0.0, -0.5, -1.5])}  # the engine's are -0.5
 
 
-def test_kl_goes_into_the_reward_of_its_token_under_the_current_coefficient() -> None:
-    kl = {"coefficient": 0.1, "placement": "token_reward", "estimator": "k1"}
+def test_kl_goes_into_the_reward_of_its_token() -> None:
+    kl = {"coefficient": 0.2, "placement": "token_reward", "estimator": "k1"}
     section = {**NO_BASELINE, "credit": "discounted", "kl": kl}
-    found = by_completion(credit(section, TWO, state=AlgorithmState(kl_coefficient=0.2), **REF)[0])
+    found = by_completion(credit(section, TWO, **REF)[0])
     tokens = [[-0.1, 0.0, -0.3 + 1.0], [0.0, -0.2 + 0.5]]
     assert found[0] == pytest.approx([sum(tokens[0]), sum(tokens[0][1:]), tokens[0][2]])
     assert found[1] == pytest.approx([sum(tokens[1]), tokens[1][1]])
 
 
-def test_kl_goes_into_the_reward_of_its_completion_under_the_current_coefficient() -> None:
-    kl = {"coefficient": 0.1, "placement": "completion_reward", "estimator": "k1"}
+def test_kl_goes_into_the_reward_of_its_completion() -> None:
+    kl = {"coefficient": 0.2, "placement": "completion_reward", "estimator": "k1"}
     section = {**NO_BASELINE, "kl": kl}
-    found = by_completion(credit(section, TWO, state=AlgorithmState(kl_coefficient=0.2), **REF)[0])
+    found = by_completion(credit(section, TWO, **REF)[0])
     assert found[0] == pytest.approx([1.0 - 0.2 * 2.0] * 3)
     assert found[1] == pytest.approx([0.5 - 0.2 * 1.0] * 2)
 
 
-def test_the_controlled_kl_is_the_mean_over_completions_of_their_tokens_mean() -> None:
+def test_the_kl_to_the_reference_is_the_mean_over_completions_of_their_tokens_mean() -> None:
     samples = replace(to_samples(TWO), **REF)
     kl = reference_kl(samples, AlgorithmSection.model_validate({"kl": {"estimator": "k1"}}))
     assert mean_over_completions(kl, samples) == pytest.approx((2.0 / 3 + 1.0 / 2) / 2)
@@ -249,7 +233,7 @@ def test_a_cut_completion_that_counts_as_unfinished_is_not_imitated_as_right() -
 
 def pairs_of(groups: list[RolloutGroup], **section: object) -> tuple[Sequence[RolloutGroup], Rewards]:
     algorithm = AlgorithmSection.model_validate({"preference": {"beta": 0.1}, **section})
-    rewards = shape_rewards(groups, algorithm, AlgorithmState(kl_coefficient=0.0), max_new_tokens=4)
+    rewards = shape_rewards(groups, algorithm, AlgorithmState(), max_new_tokens=4)
     pairs, of_pairs, row = selection_of(algorithm).choose(groups, rewards)
     assert row == {"preference/pairs": len(pairs)}
     return pairs, of_pairs
@@ -281,16 +265,7 @@ def test_groups_differ_by_the_rewards_that_the_algorithm_takes() -> None:
     assert differing() == [True, True, False, False]
     assert differing(unfinished_reward=0.0) == [False, True, False, False]
     assert differing(overlong_buffer=2) == [True, True, False, True]
-    assert differing(overlong_buffer=2, reward_clip=0.5)[1:] == [True, False, True]
-    assert differing(reward_clip=0.5, whiten_rewards=True) == [True, True, False, False]
-    wide = [group("w", [9.0, 7.0], [2, 2])]
-    for section, found in (
-        ({}, [False]),
-        ({"normalise_rewards": "group"}, [True]),
-        ({"normalise_rewards": "batch"}, [True]),
-    ):
-        row = AlgorithmSection.model_validate({"reward_clip": 0.5, **section})
-        assert groups_that_differ(wide, row, max_new_tokens=4) == found
+    assert differing(normalise_rewards="group") == differing(normalise_rewards="batch") == [True, True, False, False]
 
 
 def test_dynamic_sampling_keeps_no_group_whose_rewards_differ_by_the_overlong_penalty_alone() -> None:
@@ -321,7 +296,7 @@ def test_the_row_of_dapo_shapes_rewards_as_its_paper_does_and_draws_until_groups
     of_equation = [0.0 if length <= 16 else (16 - length) / 4 for length in lengths]
     papers = [2 * one - 1 + penalty for one, penalty in zip(right, of_equation, strict=True)]
     groups = [group("a", right, lengths), group("e", [1.0, 1.0], [16, 3])]
-    state = AlgorithmState(kl_coefficient=0.0)
+    state = AlgorithmState()
     shaped = shape_rewards(groups, config.algorithm, state, max_new_tokens=config.most_sampled).values
     assert (2 * shaped[:4] - 1).tolist() == pytest.approx(papers)
     samples, _ = credit(config.algorithm.model_dump(), groups, max_new_tokens=config.most_sampled)
@@ -371,6 +346,6 @@ def test_unknown_combinations_are_refused_with_their_reasons() -> None:
 
 
 def test_rewards_keep_their_order() -> None:
-    rewards = shape_rewards(GROUPS, AlgorithmSection(), AlgorithmState(kl_coefficient=0.0), max_new_tokens=8)
+    rewards = shape_rewards(GROUPS, AlgorithmSection(), AlgorithmState(), max_new_tokens=8)
     assert isinstance(rewards, Rewards)
     assert rewards.values.tolist() == [1.0, 0.0, 0.0, 1.0, 1.0]

@@ -88,7 +88,7 @@ def in_plain_loops(tokens: Sequence[Sequence[int]], steps: Sequence[Steps]) -> l
 
 def credited(groups: Sequence[RolloutGroup], *keys: str) -> Samples:
     section = load_config("tiny_cpu", ["algorithm=grpo_process", *keys]).algorithm
-    rewards = shape_rewards(groups, section, AlgorithmState(kl_coefficient=0.0), max_new_tokens=99)
+    rewards = shape_rewards(groups, section, AlgorithmState(), max_new_tokens=99)
     return assign_credit(to_samples(groups), groups, rewards, section, success_reward=1.0)[0]
 
 

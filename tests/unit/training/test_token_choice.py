@@ -153,13 +153,12 @@ def test_the_row_has_the_mean_share_and_a_minibatch_without_a_token_none() -> No
     assert token_choice(TokensSection(), measured, seed=0) is None
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
-def test_the_kl_to_the_old_policy_is_the_papers_equation(estimator: str) -> None:
+def test_the_kl_to_the_old_policy_is_the_papers_equation() -> None:
     """-rho A + beta KL on the held tokens: value and gradient by hand, in any split into micro-batches."""
     inputs = batch(LENGTHS, 3, scale=0.6, kept=0.75)
     held = 0.7 * (torch.arange(len(inputs.mask)) % 3 == 0)
     inputs = replace(inputs, old_kl_weights=torch.where(inputs.mask, held, torch.nan))
-    loss = policy_loss(objective="importance", tokens={"choose": "kl_cov", "kl_estimator": estimator})
+    loss = policy_loss(objective="importance", tokens={"choose": "kl_cov"})
 
     def evaluate(mask: Tensor) -> tuple[LossOutput, Tensor]:
         given = inputs.logprobs.detach().clone().requires_grad_()
@@ -170,8 +169,7 @@ def test_the_kl_to_the_old_policy_is_the_papers_equation(estimator: str) -> None
     value, slopes, num = 0.0, np.zeros(len(held)), int(inputs.mask.sum())
     for t in torch.where(inputs.mask)[0].tolist():
         d = (inputs.logprobs[t] - inputs.old_logprobs[t]).item()
-        kl = {"k1": -d, "k2": d * d / 2, "k3": np.exp(d) - 1 - d, "abs": abs(d)}[estimator]
-        slope = {"k1": -1.0, "k2": d, "k3": np.exp(d) - 1, "abs": np.sign(d)}[estimator]
+        kl, slope = abs(d), np.sign(d)
         value += (-np.exp(d) * float(inputs.advantages[t]) + float(held[t]) * kl) / num
         slopes[t] = (-np.exp(d) * float(inputs.advantages[t]) + float(held[t]) * slope) / num
     assert output.loss.item() == pytest.approx(value, rel=1e-12)
@@ -223,13 +221,10 @@ def test_the_rows_have_the_shares_of_their_papers() -> None:
             r"second_moment_limit.*algorithm\.tokens\.limit, with tokens\.choose=second_moment",
         ),
         (["algorithm=kl_cov", "algorithm.tokens.share=0"], r"tokens.share=0\b.* greater than 0"),
-        *[
-            (
-                ["algorithm=kl_cov", *ONE_STEP, f"algorithm.tokens.kl_estimator={name}"],
-                rf"tokens\.choose=kl_cov does nothing: with train\.epochs=1 and .*, where {name} has no gradient",
-            )
-            for name in ("k2", "k3", "abs")
-        ],
+        (
+            ["algorithm=kl_cov", *ONE_STEP],
+            r"tokens\.choose=kl_cov does nothing: with train\.epochs=1 and .*, where abs has no gradient",
+        ),
     ],
 )
 def test_what_it_cannot_use_is_refused(keys: list[str], reason: str) -> None:
@@ -240,7 +235,6 @@ def test_what_it_cannot_use_is_refused(keys: list[str], reason: str) -> None:
 @pytest.mark.parametrize(
     "keys",
     [
-        [*ONE_STEP, "algorithm.tokens.kl_estimator=k1"],
         [*ONE_STEP, "algorithm.old_logprobs=rollout"],
         ["train.minibatches=1", "train.epochs=2"],
         ["train.minibatches=2", "train.epochs=1"],

@@ -126,7 +126,7 @@ def test_the_overlong_penalty_is_by_all_tokens_that_the_limit_counts() -> None:
     row = AlgorithmSection(overlong_buffer=10, overlong_factor=0.5)
     whole, short = trajectory([8, 8, 8], total=1.0, finish="length"), trajectory([8, 8], total=1.0)
     sampled = [group("a", [whole, branched(whole), short])]
-    shaped = shape_rewards(sampled, row, AlgorithmState(kl_coefficient=0.0), max_new_tokens=30)
+    shaped = shape_rewards(sampled, row, AlgorithmState(), max_new_tokens=30)
     assert shaped.values.tolist() == [0.5, 0.5, 1.0]
     other = replace(whole, chains=(*branched(whole).chains[:1], *trajectory([8], total=1.0, seed=5).chains))
     assert tokens_behind_prompt(other) == 8 + 8  # of a second row with another first token, the prompt of 2 is known
@@ -171,7 +171,7 @@ def test_a_gap_between_turns_is_as_if_it_were_not_there(name: str) -> None:
         old = torch.full((len(samples.mask),), math.nan)
         old[samples.mask] = values
         algorithm, sampled = AlgorithmSection.model_validate(section), [group("a", trajectories)]
-        rewards = shape_rewards(sampled, algorithm, AlgorithmState(kl_coefficient=0.0), max_new_tokens=99)
+        rewards = shape_rewards(sampled, algorithm, AlgorithmState(), max_new_tokens=99)
         made, _ = assign_credit(
             replace(samples, old_values=old),
             sampled,
