@@ -308,7 +308,7 @@ def test_an_engine_rank_needs_a_learner_rank_on_its_gpu_and_shares_it_with_none(
     places = [Place(node=node, name=f"node-{node}", gpu=gpu) for node in "ab" for gpu in ("x", "y")]
     assert carriers_of([*places, *reversed(places)], 4) == [3, 2, 1, 0]
     away = Place(node="c", name="node-c", gpu="x")
-    with pytest.raises(ConfigError, match="carried: engine rank 1 is on node-c, GPU x, where no learner rank is that"):
+    with pytest.raises(ConfigError, match="direct: engine rank 1 is on node-c, GPU x, where no learner rank is that"):
         carriers_of([*places, places[0], away], 4)
     with pytest.raises(ConfigError, match="engine rank 1 is on node-a, GPU x, as another engine rank is; give each a"):
         carriers_of([*places, places[0], places[0]], 4)
