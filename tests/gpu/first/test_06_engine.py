@@ -21,7 +21,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory, machine: Machine) -> Any:
     return machine.seen(folder, {"engine": (engine.engine_main, branch.FLOAT32)})["engine"]
 
 
-def test_both_transports_write_the_weights_and_checksums_are_the_hosts(seen: Any) -> None:
+def test_a_push_writes_the_weights_and_checksums_are_the_hosts(seen: Any) -> None:
     assert seen["process_group"] == seen["on the host"]
 
 
