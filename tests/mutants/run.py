@@ -171,7 +171,7 @@ def main() -> int:
         trees = [copy_tree(Path(folder).resolve() / str(n)) for n in range(options.jobs)]
         for room, mutants in ((room, mutants) for room, mutants in chosen if mutants):
             seconds, start, cpu = seconds_without_a_mutant(trees[0], room), time.monotonic(), cpu_seconds()
-            limit = 4 * seconds + 60  # more is an endless loop
+            limit = 2 * seconds + 30  # more is an endless loop
             last = {one: test for one, test in killed.items() if named(test)}
             run_trials(
                 [
