@@ -17,7 +17,7 @@ CALM_SECONDS = 3600.0
 """Of a server that ran for so long the restarts before count no more."""
 ANSWER_SECONDS = 30.0
 """Of one look at the health of a server that comes up. SGLang's own limit for its answer is 20."""
-_MOST_SECONDS = 60.0
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 60.0  # seconds before a restart
 _LOOK_SECONDS = 0.1
 
 
@@ -48,20 +48,19 @@ async def brought_up(
     *,
     name: str,
     most: int,
-    first_wait: float,
     made: Callable[[], int],
     again: Callable[[], Awaitable[None]],
     failed: Callable[[Exception], None],
     ended: Exception,
 ) -> T:
     """What ``start`` returns once it does not fail. While fewer than ``most`` restarts are ``made``, it is called
-    after the seconds of `wait_before` from ``first_wait``; the log says each wait for the server called ``name``.
+    after the seconds of `wait_before`; the log says each wait for the server called ``name``.
 
     ``ended`` says how the server ended. ``failed`` gets each failure of a start, and ``again`` is awaited before each
     restart, which it counts. Raises the last failure, and OutOfFiles immediately: the server is not its cause.
     """
     while (count := made()) < most:
-        wait = wait_before(count, first_wait)
+        wait = wait_before(count)
         logger.warning("%s: restart %d of %d in %g s", name, count + 1, most, wait)
         await asyncio.sleep(wait)
         await again()
@@ -77,6 +76,6 @@ async def brought_up(
     raise ended
 
 
-def wait_before(restart: int, first: float) -> float:
-    """Seconds to wait before a restart, from 0; they double from ``first`` to a minute at most."""
-    return min(_MOST_SECONDS, first * 2.0 ** min(restart, 64))
+def wait_before(restart: int) -> float:
+    """Seconds to wait before a restart, from 0; they double from half a second to a minute at most."""
+    return min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** min(restart, 64))

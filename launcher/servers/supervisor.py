@@ -17,6 +17,7 @@ from launcher.processes import restarts
 from launcher.processes.guards import Guard, end_of
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError, SyncError
+from rl_megatron.rollout.servers import replicas
 from rl_megatron.rollout.servers.adapter import ForeignWeights, Sampling
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import AttemptFailed, NoAnswer, OutOfFiles, Server, TokenRefused, Unreachable
@@ -178,8 +179,7 @@ class Supervisor:
             replica.apply(Event.ANSWERED)
 
     def _say_what_is_left(self, replica: Replica) -> None:
-        left = self.engine.replicas.left()
-        if len(left) >= self.section.least_replicas:
+        if left := self.engine.replicas.left():
             names = ", ".join(str(one.number) for one in left)
             logger.warning("%s is given up; the run goes on with %s", replica.title, names)
 
@@ -200,7 +200,6 @@ class Supervisor:
                 partial(self.restart, replica),
                 name=replica.title,
                 most=self.section.restarts,
-                first_wait=self.section.backoff_seconds,
                 made=partial(self.engine.tries, replica),
                 again=again,
                 failed=lambda error: replica.apply(Event.DIED, str(error)),
@@ -234,34 +233,36 @@ class Supervisor:
             if isinstance(error, standing.fatal):
                 return str(error)
             server = replica.server
-            status = await server.health(seconds=self._period)
-            if not (status or await _Meter(self.engine.adapter, server).moves(self._period)):
+            period = _period()
+            status = await server.health(seconds=period)
+            if not (status or await _Meter(self.engine.adapter, server).moves(period)):
                 await asyncio.sleep(_GRACE_SECONDS)  # if it ended, its exit status and log say more
-                return f"{error}; and it did not answer a health check within {self._period:g} s"
+                return f"{error}; and it did not answer a health check within {period:g} s"
             replica.trust()
 
     async def _hangs(self, replica: Replica) -> str:
         """Wait until several health checks in a row fail while it makes no tokens; while it is paused for new weights
         any answer will do."""
         loop, missed, meter = asyncio.get_running_loop(), 0, _Meter(self.engine.adapter, replica.server)
+        period = _period()
         while missed < _CHECKS:
             began = loop.time()
-            status, moves = await asyncio.gather(replica.server.health(seconds=self._period), meter.moves(self._period))
+            status, moves = await asyncio.gather(replica.server.health(seconds=period), meter.moves(period))
             paused = self.engine.weights.updating or replica.health is not Health.HEALTHY
             well = status is not None and (status < 300 or paused)
             if well and moves is None and not paused:
                 well = await self._all_answer(replica)
             missed = 0 if well or moves else missed + 1
-            await asyncio.sleep(max(0.0, began + self._period - loop.time()))
+            await asyncio.sleep(max(0.0, began + period - loop.time()))
         return (
-            f"{replica.server.url} failed {_CHECKS} health checks in "
-            f"rollout.server.health_seconds={self.section.health_seconds:g}: it hangs or was stopped"
+            f"{replica.server.url} failed {_CHECKS} health checks in {replicas.HEALTH_SECONDS:g} s: it hangs or was "
+            "stopped"
         )
 
     async def _all_answer(self, replica: Replica) -> bool:
         """Whether every rank of an idle server answers, also those on its other nodes."""
         try:
-            async with asyncio.timeout(self._period):
+            async with asyncio.timeout(_period()):
                 await self.engine.adapter.ping(replica.server)
         except OutOfFiles:
             raise
@@ -281,10 +282,6 @@ class Supervisor:
             f"{replica.server.url} made no token in rollout.server.timeout_seconds={limit:g}, though "
             f"{replica.server.in_flight} completions wait for tokens"
         )
-
-    @property
-    def _period(self) -> float:
-        return self.section.health_seconds / _CHECKS
 
     async def _cannot_serve(self, replica: Replica) -> str:
         """Wait until it cannot be refitted with the served weights. Raises OutOfFiles, of which it is not the cause."""
@@ -323,6 +320,10 @@ class _Meter:
             return False
         before, self._before = self._before, made
         return made != before
+
+
+def _period() -> float:
+    return replicas.HEALTH_SECONDS / _CHECKS
 
 
 async def _never() -> str:

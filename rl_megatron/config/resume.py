@@ -85,8 +85,7 @@ COSTS: Mapping[str, bool] = {
     **{
         f"rollout.server.{key}": False
         for key in (
-            *("addresses", "token_file", "start_seconds", "timeout_seconds", "health_seconds", "restarts"),
-            *("least_replicas", "retries", "backoff_seconds", "probes", "probe_tolerance"),
+            *("addresses", "token_file", "start_seconds", "timeout_seconds", "restarts", "probes"),
             *("replicas", "tp", "pp", "dp", "ep"),
         )
     },

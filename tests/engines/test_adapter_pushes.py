@@ -106,7 +106,7 @@ def started(engine: str, folder: Path) -> Iterator[tuple[ServedBench, AdapterFol
     (folder / engine).mkdir()
     shape = read_shape(model)
     shapes = hf_adapters(hf_layout(shape), ranks_of_parts(megatron_layout(shape), LORA)).local_shapes(0)
-    with served(engine, model, folder / engine, routes=False, more=KEYS, backoff_seconds=0.2) as bench:
+    with served(engine, model, folder / engine, routes=False, more=KEYS) as bench:
         config = peft_config(LORA, shape, model)
         writer = AdapterFolders(bench.path, shapes, torch.float32, config)
         learner = AdapterFolder(mirror=bench.sync.mirror, base=model, writer=writer)

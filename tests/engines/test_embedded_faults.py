@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launcher.processes import restarts
 from rl_megatron.data.problems.arithmetic import split_sums
+from rl_megatron.rollout.servers import attempts
 from rl_megatron.rollout.servers.adapter import Command, StartOptions
 from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
 from tests.e2e.processes import REWARDS, Place, Run
@@ -25,7 +27,7 @@ KEYS = (
     *("learner.ep=1", "reward.function=my_rewards:even", "rollout.server.replicas=2", f"data.digits={DIGITS}"),
     *("warm_start.steps=0", "eval.every=0", f"train.max_staleness={STALENESS}", f"data.num_eval={HELD_OUT}"),
     *("train.steps=100000", "checkpoint.every=0", "rollout.max_new_tokens=48", "rollout.ignore_eos=true"),
-    *("rollout.server.backoff_seconds=0.01", "rollout.server.restarts=5", "rollout.server.concurrency=2"),
+    *("rollout.server.restarts=5", "rollout.server.concurrency=2"),
 )
 
 
@@ -45,6 +47,7 @@ class Deadly:
             return replace(given, arguments=(python, deadly, *rest), environment=environment)
 
         setattr(EmbeddedAdapter, "command", command)  # noqa: B010  an assignment is none of mypy's
+        restarts._FIRST_WAIT = attempts._WAIT = 0.01
 
 
 def epoch(number: int) -> list[str]:

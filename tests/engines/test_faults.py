@@ -121,7 +121,7 @@ def test_a_server_that_is_not_started_again_is_done_without(
 ) -> None:
     """With 8 completions in flight: the other samples those that it had, each in a second attempt. 60 seconds."""
     needs(name)
-    with served(name, models[0], tmp_path, replicas=2, backoff_seconds=0.1, restarts=0) as server:
+    with served(name, models[0], tmp_path, replicas=2, restarts=0) as server:
         spare_a_core()
         server.push(models[1], 1)
         first, second = server.engine.servers

@@ -66,7 +66,7 @@ def test_a_server_on_two_nodes_samples_from_what_was_pushed(
     """Through the file and straight into its ranks; it comes back when its second node is lost. 60 seconds."""
     needs(engine)
     monkeypatch.setenv("PYTHONPATH", f"{REPO / 'tests' / 'engines'}{os.pathsep}{with_plugin(tmp_path / 'plugins')}")
-    with served(engine, models[0], tmp_path, sites=TWO, nodes=2, routes=False, backoff_seconds=0.1, **keys) as server:
+    with served(engine, models[0], tmp_path, sites=TWO, nodes=2, routes=False, **keys) as server:
         server.push(models[1], 1)
         samples_from(server, models[1], 1)
         samples_from(server, models[1], 1, PROMPTS[:1])  # beside ranks without a request

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from launcher.servers.engines import SERVERS
+from rl_megatron.rollout.servers import replicas
 from rl_megatron.rollout.servers.replicas import Health
 from rl_megatron.types import Completion, GenerationRequest
 from tests.e2e.processes import alive, eventually
@@ -134,12 +135,15 @@ def check(server: ServedBench, model: Path, answered: Answered, version: int, re
 
 
 @pytest.mark.parametrize("name", sorted(SERVERS))
-def test_servers_that_die_come_back_with_what_is_served(models: tuple[Path, Path], tmp_path: Path, name: str) -> None:
+def test_servers_that_die_come_back_with_what_is_served(
+    models: tuple[Path, Path], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the middle of sampling, of a push over running requests, where it stands still, of a way straight into it or
     of a push along it, and all of them. 150 seconds for vLLM, 90 for SGLang."""
     needs(name)
-    keys = {"replicas": 2, "restarts": 5, "backoff_seconds": 0.1, "health_seconds": 18.0 if name == "vllm" else 60.0}
-    with served(name, models[0], tmp_path, **keys) as server:
+    if name == "vllm":
+        monkeypatch.setattr(replicas, "HEALTH_SECONDS", 18.0)
+    with served(name, models[0], tmp_path, replicas=2, restarts=5) as server:
         server.push(models[1], 1)
         answered = while_sampling(server, lambda: os.killpg(process_of(server, 0).pid, signal.SIGKILL))
         check(server, models[1], answered, 1, restarts=1)

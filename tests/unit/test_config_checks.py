@@ -241,7 +241,7 @@ def test_keys_of_servers_are_refused_where_none_sample(key: str) -> None:
     said = problem(f"rollout.server.{key}={another(key)}") or ""
     reason = "rollout.engine=local samples in the learner's processes"
     assert f"rollout.server.{key}=" in said
-    assert reason in said or said.startswith("rollout.server.least_replicas=2 is more than the 1"), said
+    assert reason in said, said
 
 
 def test_an_interpreter_or_a_share_of_gpus_is_for_engines_that_have_one() -> None:
@@ -256,15 +256,6 @@ def test_the_in_process_engine_takes_every_key_of_servers_back() -> None:
     group = yaml_text.read(REPO / "conf" / "rollout" / "local.yaml")
     assert isinstance(group, dict)
     assert group["server"] == ServerSection().model_dump(mode="json")
-
-
-def test_a_run_starts_with_its_least_servers() -> None:
-    said = problem("rollout=vllm", "rollout.server.replicas=2", "rollout.server.least_replicas=3") or ""
-    assert said.startswith("rollout.server.least_replicas=3 is more than the 2 that the run starts with")
-    assert (
-        problem("rollout=vllm", "rollout.server.addresses=http://a:1,http://b:1", "rollout.server.least_replicas=2")
-        is None
-    )
 
 
 def test_servers_of_the_in_process_engine_on_nodes_of_their_own_load_a_file() -> None:

@@ -117,20 +117,9 @@ class ServerSection(Section):
     timeout_seconds: PositiveFloat = 600.0
     """Time limit for a server with requests to generate its next token, and for each part of a weight update; a server
     that exceeds it counts as dead. A whole request has no limit."""
-    health_seconds: PositiveFloat = 60.0
-    """Time limit for a server to answer one of three health checks or to generate a token; a server that exceeds it
-    counts as dead."""
     restarts: NonNegative = 3
     """Most restarts of a dead server; with ``addresses``, most waits for a dead server to answer again. Once one
     has run for an hour they count from 0 again."""
-    least_replicas: Positive = 1
-    """Fewest servers with which the run goes on: fewer that serve or are restarted end it. One that is given up, after
-    ``restarts``, does not count."""
-    retries: NonNegative = 3
-    """Most retries of a request that gets no connection, no answer, status 5xx or an end that nobody asked for, as of a
-    server that shuts down; on another replica if there is one."""
-    backoff_seconds: PositiveFloat = 0.5
-    """Wait before the first retry or restart; it doubles each time, that before a restart to a minute at most."""
     concurrency: Positive = 256
     """Most groups in flight at servers: of ``group_size`` completions, whether they are one request each, as with
     train.max_staleness or in an environment, or one in all. More wait in the controller, a trajectory's turns within
@@ -157,20 +146,6 @@ class ServerSection(Section):
     probes: Literal["auto", "always"] = "auto"
     """When to compare servers' log-probs of fixed texts with the learner's. always: all texts at every weight version;
     auto: all texts at a server's first version, then one text if checksums cannot verify every tensor."""
-    probe_tolerance: PositiveFloat | None = None
-    """Largest difference of log-probs, in nats, at which ``probe`` accepts new weights; null: 1e-3 in float32, 0.25 in
-    bfloat16, 1 with quantised weights."""
-
-    @model_validator(mode="after")
-    def _has_its_least(self) -> ServerSection:
-        there = len(self.addresses.split(",")) if self.addresses else self.count
-        if self.least_replicas > there:
-            raise PydanticCustomError(
-                "too_few",
-                "least_replicas={least} is more than the {there} that the run starts with; lower it, or raise replicas",
-                {"least": self.least_replicas, "there": there},
-            )
-        return self
 
     @field_validator("options")
     @classmethod

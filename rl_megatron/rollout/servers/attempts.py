@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import EngineError, PoisonPrompt
 from rl_megatron.observability.timeline.spans import FreeLanes
 from rl_megatron.rollout.servers.adapter import Adapter, ForeignWeights
@@ -24,6 +23,8 @@ from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 
 logger = logging.getLogger(__name__)
 
+_RETRIES = 3  # of a request, on another replica if there is one
+_WAIT = 0.5  # seconds before the first retry; the wait doubles each time
 _CLOSE_SECONDS = 10.0
 _AGAIN_SECONDS = 0.5  # a server ignores an abort that overtakes its request
 _MOVE_SECONDS = 5.0  # after a request ended, until others may move: some seconds' tokens are the price of a move
@@ -88,12 +89,11 @@ class Attempts:
         self,
         adapter: Adapter,
         replicas: ReplicaSet,
-        section: ServerSection,
         *,
         vocab_size: int,
         slots: int | None = None,
     ) -> None:
-        self._adapter, self._replicas, self._section = adapter, replicas, section
+        self._adapter, self._replicas = adapter, replicas
         self._vocab_size = vocab_size
         self._places = Places()
         self._lanes: dict[int, FreeLanes] = {}  # of the timeline, by replica
@@ -187,15 +187,15 @@ class Attempts:
         foreign = isinstance(error, ForeignWeights) and not replica.supervised
         if foreign or await self._too_many(failures):
             raise EngineError(f"request {request.id!r}: {error}; attempts made: {len(failures)}") from error
-        wait = self._section.backoff_seconds * 2 ** max(0, self._unexplained(failures) - 1)
+        wait = _WAIT * 2 ** max(0, self._unexplained(failures) - 1)
         logger.warning("request %r: %s; retrying in %g s", request.id, error, wait)
         await asyncio.sleep(wait)
 
     async def _too_many(self, failures: Sequence[FailedAttempt]) -> bool:
-        if self._unexplained(failures) <= self._section.retries:
+        if self._unexplained(failures) <= _RETRIES:
             return False
         await self._replicas.judged()  # a death may be known only after its requests have failed
-        return self._unexplained(failures) > self._section.retries
+        return self._unexplained(failures) > _RETRIES
 
     def _unexplained(self, failures: Sequence[FailedAttempt]) -> int:
         """How many are neither of a server that died since nor beside a prompt that was dropped."""

@@ -52,8 +52,8 @@ class ServedEngine:
         slots: int | None = None,
     ) -> None:
         self.adapter, self._mode = adapter, section.running_requests
-        self.replicas = ReplicaSet(adapter.name, servers, least=section.least_replicas)
-        self._attempts = Attempts(adapter, self.replicas, section, vocab_size=vocab_size, slots=slots)
+        self.replicas = ReplicaSet(adapter.name, servers)
+        self._attempts = Attempts(adapter, self.replicas, vocab_size=vocab_size, slots=slots)
         self.weights = ReplicaWeights(adapter, self.replicas, section, self._attempts)
         self._max_length, self._vocab_size = max_length, vocab_size
         self._in_flight = _InFlight(section.concurrency * group_size)

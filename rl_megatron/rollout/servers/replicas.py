@@ -21,6 +21,8 @@ from rl_megatron.rollout.servers.http import AttemptFailed, Server
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+HEALTH_SECONDS = 60.0
+"""Time limit for a server to answer one of three health checks or to make a token; one that exceeds it is dead."""
 _END_SECONDS = 90.0  # of a dead server's processes; guards, and Ray's actors, kill them after 10 to 40
 
 
@@ -138,13 +140,10 @@ class Replica:
 
 
 class ReplicaSet:
-    """All replicas of an engine; waits for some of them.
+    """All replicas of an engine; waits for some of them. The engine fails once all are gone."""
 
-    The engine fails once fewer than ``least`` are not gone.
-    """
-
-    def __init__(self, name: str, servers: Sequence[Server], *, least: int = 1) -> None:
-        self._name, self.least = name, least
+    def __init__(self, name: str, servers: Sequence[Server]) -> None:
+        self._name = name
         self._failure: BaseException | None = None
         self._turn = asyncio.Event()
         self.all = tuple(Replica(number, server, self.wake) for number, server in enumerate(servers))
@@ -172,17 +171,14 @@ class ReplicaSet:
         return [r for r in self.all if r.health is not Health.GONE]
 
     async def some(self, wanted: Callable[[], list[Replica]]) -> list[Replica]:
-        """Wait until ``wanted`` returns replicas. Raises EngineError, with each one's reason, if too few are left.
+        """Wait until ``wanted`` returns replicas. Raises EngineError, with each one's reason, if none is left.
 
         The wait ends because every start has a time limit and the number of starts is limited.
         """
         while True:
-            left = len(self.left())
-            if left < self.least:
-                ends = dict.fromkeys(r.reason for r in self.all if r.health is Health.GONE)
-                fewer = f"{left or 'no'} {self._name} server{'s are' if left > 1 else ' is'} left"
-                wanted_ = f", fewer than rollout.server.least_replicas={self.least}" if left else ""
-                raise EngineError("\n".join([f"{fewer}{wanted_}:", *ends]))
+            if not self.left():
+                ends = dict.fromkeys(r.reason for r in self.all)
+                raise EngineError("\n".join([f"no {self._name} server is left:", *ends]))
             if found := wanted():
                 return found
             await self.change()
@@ -200,7 +196,7 @@ class ReplicaSet:
     async def judged(self) -> None:
         """Wait until supervisors have found whether the suspected servers live on.
 
-        That takes them `rollout.server.health_seconds` at most. Raises the error of a failed supervisor.
+        That takes them `HEALTH_SECONDS` at most. Raises the error of a failed supervisor.
         """
         while any(r.supervised and r.suspected.is_set() and r.server not in r.ended for r in self.all):
             await self.change()

@@ -14,7 +14,7 @@ from rl_megatron.errors import EngineError, ReplicasLost, SyncError
 from rl_megatron.rollout.servers.adapter import Adapter
 from rl_megatron.rollout.servers.attempts import Attempts
 from rl_megatron.rollout.servers.http import AttemptFailed, OutOfFiles, Server
-from rl_megatron.rollout.servers.replicas import PRESENT, Event, Health, Replica, ReplicaSet
+from rl_megatron.rollout.servers.replicas import HEALTH_SECONDS, PRESENT, Event, Health, Replica, ReplicaSet
 from rl_megatron.rollout.servers.slot_use import DraftUse
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 from rl_megatron.weights.checks.compare import count_verified
@@ -290,5 +290,5 @@ class ReplicaWeights:
         """Wait until it is known which servers that failed have died: on a busy machine that may take long."""
         await asyncio.sleep(_GRACE_SECONDS)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._section.health_seconds):
+            async with asyncio.timeout(HEALTH_SECONDS):
                 await self._replicas.judged()

@@ -17,6 +17,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import EngineError
 from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.rollout.servers import attempts
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.replicas import Health
 from rl_megatron.weights.layouts.families import read_shape
@@ -24,9 +25,15 @@ from tests.unit.launcher.test_supervisor import Described, until
 from tests.unit.rollout.test_engine_servers import REQUEST, Fake, push, running
 
 
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "_WAIT", 0.01)
+    monkeypatch.setattr(restarts, "_FIRST_WAIT", 0.01)
+
+
 def attached(folder: Path, fakes: list[Fake], *keys: str, resumes: bool = False) -> ServedEngines:
     model = make_tiny_model(TinyModelSection(), folder / "cache", seed=0)
-    of_server = (f"addresses={','.join(fake.url for fake in fakes)}", "backoff_seconds=0.01", *keys)
+    of_server = (f"addresses={','.join(fake.url for fake in fakes)}", *keys)
     config = load_config("tiny_cpu", ["rollout=vllm", *(f"rollout.server.{key}" for key in of_server)])
     return ServedEngines(config, Described(), model, folder, read_shape(model), resumes=resumes)
 
@@ -44,7 +51,9 @@ async def pushed(servers: ServedEngines, engine: ServedEngine, version: int) -> 
 
 
 @pytest.mark.parametrize(("refusal", "health"), [(401, 401), (403, 403), (403, 200)])
-async def test_a_token_that_rotates_ends_no_request(tmp_path: Path, refusal: int, health: int) -> None:
+async def test_a_token_that_rotates_ends_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int, health: int
+) -> None:
     """Both servers refuse the one of before, ``health`` their health check. The file is late the second time."""
     token, taken = tmp_path / "token", "first"
     token.write_text(taken)
@@ -61,9 +70,10 @@ async def test_a_token_that_rotates_ends_no_request(tmp_path: Path, refusal: int
     with running(2) as fakes:
         for fake in fakes:
             answering(fake)
-        servers = attached(tmp_path, fakes, f"token_file={token}", "retries=0")
+        servers = attached(tmp_path, fakes, f"token_file={token}")
         async with servers.running(tmp_path / "mirror" / "model.safetensors") as engine:
             await pushed(servers, engine, 4)
+            monkeypatch.setattr(attempts, "_RETRIES", 0)
             taken = "second"
             token.write_text(taken)
             assert (await engine.generate(REQUEST))[0].spans == ((0, 4),)

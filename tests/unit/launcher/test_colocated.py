@@ -252,7 +252,7 @@ async def test_a_server_that_dies_while_the_learner_has_the_gpus_starts_with_the
     fakes: list[Fake], replicas: int
 ) -> None:
     """Also where it is the only one, for which the push waits."""
-    async with bed(fakes[:replicas], fakes[2:], colocated=True, backoff_seconds=0.0) as it:
+    async with bed(fakes[:replicas], fakes[2:], colocated=True) as it:
         await it.push(4)
         await it.engine.weights.release()
         it.places[0].why.set_result("killed")
@@ -275,7 +275,7 @@ async def test_a_server_that_dies_while_the_learner_has_the_gpus_starts_with_the
 
 async def test_a_push_straight_from_ranks_has_dead_servers_started_again(fakes: list[Fake]) -> None:
     """It asks servers for their layouts before they load."""
-    async with bed(fakes[:1], fakes[2:], colocated=True, backoff_seconds=0.0) as it:
+    async with bed(fakes[:1], fakes[2:], colocated=True) as it:
         await it.push(4)
         await it.engine.weights.release()
         it.places[0].why.set_result("killed")
@@ -301,7 +301,7 @@ async def test_the_learner_waits_for_a_server_that_is_starting_on_its_gpus(fakes
 @pytest.mark.parametrize("at", ["/pause", "/load"])
 async def test_the_learner_waits_for_a_server_that_is_being_refitted(fakes: list[Fake], at: str) -> None:
     """Else the refit takes the server's memory back while the learner trains."""
-    async with bed(fakes[:2], fakes[2:], colocated=True, backoff_seconds=0.0) as it:
+    async with bed(fakes[:2], fakes[2:], colocated=True) as it:
         await it.push(4)
         go = stuck(fakes[2], at)
         it.places[0].why.set_result("killed")
@@ -332,7 +332,7 @@ async def test_the_learner_waits_for_the_processes_of_a_server_that_died(
     fakes: list[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which still hold its memory; not for ever, and then it says whose."""
-    async with bed(fakes[:2], fakes[2:], colocated=True, backoff_seconds=0.0) as it:
+    async with bed(fakes[:2], fakes[2:], colocated=True) as it:
         await it.push(4)
         ending, may_end = killed(it.places[0])
         await ending.wait()

@@ -22,7 +22,7 @@ async def test_restarts_before_a_server_ran_for_long_do_not_count(
 ) -> None:
     monkeypatch.setattr(restarts, "CALM_SECONDS", calm)
     with running(4) as fakes:
-        async with bed(fakes[:1], fakes[1:], restarts=2, backoff_seconds=0.001) as it:
+        async with bed(fakes[:1], fakes[1:], restarts=2) as it:
             await it.push(4)
             replica = it.engine.replicas.all[0]
             for died in (1, 2, 3):
@@ -80,7 +80,7 @@ async def test_a_server_that_comes_up_is_asked_again_where_it_does_not_answer(
 
 
 def test_waits_double_to_a_minute() -> None:
-    assert [restarts.wait_before(number, 0.5) for number in (0, 1, 6, 7, 5000)] == [0.5, 1.0, 32.0, 60.0, 60.0]
+    assert [restarts.wait_before(number) for number in (0, 1, 6, 7, 5000)] == [0.5, 1.0, 32.0, 60.0, 60.0]
 
 
 FAULT, FULL = EngineError("answered nothing"), OSError(errno.EMFILE, "Too many open files")
@@ -117,7 +117,7 @@ def test_a_server_is_started_again_as_often_as_it_may_be(
         made += 1
 
     def brought_up() -> str:
-        limits: Any = {"name": "judge", "most": 3, "first_wait": 0.5, "made": lambda: made}
+        limits: Any = {"name": "judge", "most": 3, "made": lambda: made}
         return asyncio.run(restarts.brought_up(start, again=again, failed=seen.append, ended=FAULT, **limits))
 
     monkeypatch.setattr("launcher.processes.restarts.asyncio.sleep", sleep)

@@ -11,7 +11,13 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_megatron.rollout.local.engine import LocalEngine
+from rl_megatron.rollout.servers import attempts
 from rl_megatron.weights.layouts.families import read_shape
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "_WAIT", 0.01)
 
 
 @pytest.fixture(scope="session")

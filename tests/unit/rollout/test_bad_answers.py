@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import EngineError
 from rl_megatron.models.named import NAMED
 from rl_megatron.rollout.servers.answers import problem_of
@@ -64,10 +63,9 @@ def ask(engine: str, answer: object) -> list[Completion]:
     async def run() -> list[Completion]:
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
             url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-            section = ServerSection(retries=1, backoff_seconds=0.001)
             server = Server(url, token=None, timeout_seconds=30.0)
             replicas = ReplicaSet(engine, [server])
-            attempts = Attempts(ADAPTERS[engine], replicas, section, vocab_size=10)
+            attempts = Attempts(ADAPTERS[engine], replicas, vocab_size=10)
             try:
                 return await attempts.sampled(REQUEST, replicas.all[0])
             finally:
@@ -107,7 +105,7 @@ def test_what_is_no_token_or_no_log_prob_names_server_and_prompt(
         ask(engine, answer)
     assert re.match(r"request 'step 1: train:7': http://127\.0\.0\.1:\d+(/[\w/]+)?: ", str(caught.value))
     assert said in str(caught.value)
-    assert str(caught.value).endswith("; attempts made: 2")
+    assert str(caught.value).endswith("; attempts made: 4")
     assert len(str(caught.value)) < 500
 
 

@@ -27,7 +27,7 @@ from tests.completions import completion
 Answer = Callable[[str, dict[str, Any], int], tuple[int, object]]
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=2, stop_token_ids=(), seed=0)
 REQUEST = GenerationRequest(id="step 1: 2+2=", token_ids=(1, 2), num_completions=1, params=PARAMS)
-SECTION = ServerSection(retries=2, backoff_seconds=0.01, timeout_seconds=60.0, concurrency=3)
+SECTION = ServerSection(timeout_seconds=60.0, concurrency=3)
 
 LABELS = Labels()
 LABELS.start = "t"
@@ -189,7 +189,7 @@ async def test_a_failed_attempt_goes_to_another_replica(fakes: list[Fake]) -> No
 @pytest.mark.parametrize(
     ("answer", "said", "attempts"),
     [
-        ((503, {}), "status 503: {}; attempts made: 3", 3),
+        ((503, {}), "status 503: {}; attempts made: 4", 4),
         ((400, "too hot"), 'status 400: "too hot"', 1),
         ((200, {"label": "default"}), "labelled 'default', which this run did not push", 1),
         ((200, {"label": "3@t"}), "was sampled with version 3, but 4 to 4 were served", 1),
