@@ -82,7 +82,7 @@ def our_step(folder: Path, samples: Samples, learner: LearnerSection, rank: int,
     shape = read_shape(folder)
     device = world.join(learner, rank=rank, rendezvous=rendezvous, seed=0)
     megatron = make_policy(shape, learner, device, temperature=1.0)
-    layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)
+    layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims)
     hf = Layout(table=HF_QWEN3_MOE, shape=shape)
     read_boxes(HFFolder(folder), hf, layout, rank, dict(megatron.tensors))
     megatron.adopt()

@@ -28,7 +28,7 @@ from rl_megatron.weights.layouts.families import read_shape
 def main() -> None:
     """Convert, leave OUT."""
     direction, source, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    learner = LearnerSection(dtype="bfloat16", vocab_multiple=1)
+    learner = LearnerSection(dtype="bfloat16")
     with tempfile.TemporaryDirectory() as scratch:
         world.join(learner, rank=0, rendezvous=f"file://{scratch}/rendezvous", seed=1)
         shape = read_shape(source)

@@ -184,7 +184,7 @@ def _rank(writer: Connection, folder: Path, shape: ModelShape, learner: LearnerS
             if is_megatron(folder):
                 policy.load_weights(folder)
             else:
-                layout = megatron_layout(shape, vocab_multiple=learner.vocab_multiple)
+                layout = megatron_layout(shape)
                 read_boxes(HFFolder(folder), hf_layout(shape), layout, 0, dict(policy.tensors))
                 policy.adopt()
             found = policy.score([to_samples([_group(text) for text in texts])], frozenset({"logprobs"}))

@@ -94,7 +94,11 @@ def _check_same(
             logger.warning("%s: %s is called %s now", folder, key, row.name)
             then[row.name] = then.pop(key)
     gone = {key: value for key, value in then.items() if key not in now and has_gone(key)}
-    dropped = {key: value for key, value in gone.items() if is_off(value) or is_removed(key, value)}
+    dropped = {
+        key: value
+        for key, value in gone.items()
+        if is_removed(key, value) or (removed_key(key) is None and is_off(value))
+    }
     for key, value in dropped.items():
         logger.warning("%s: %s=%s is dropped: this version has no such key, and does that", folder, key, shorten(value))
     changed = [_of_gone(key, value) for key, value in gone.items() if key not in dropped] + [

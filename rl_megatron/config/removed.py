@@ -24,7 +24,9 @@ class Removed:
     advice: str
     """The rest of the sentence "no such key; ..."."""
     fixed: tuple[object, ...] = ()
-    """Values that say what is done now, beside null, false, 0 and empty ones. A key with one of them is dropped."""
+    """Values that say what is done now. A key with one of them is dropped."""
+    off: bool = True
+    """Whether null, false, 0 and empty ones do, too."""
     name: str | None = None
     """The key that replaced it."""
 
@@ -40,6 +42,9 @@ _RETRIES = Removed("a request is sent at most 3 times again", fixed=(3,))
 _BACKOFF = Removed("the waits before retries are 0.5, 1 and 2 s", fixed=(0.5,))
 _BATCH_SIZE = Removed("a forward pass has 32 completions", fixed=(32,))
 _DTYPE = Removed("a model in the controller computes in float32", fixed=("float32",))
+_MOMENTUM = Removed("Muon's momentum is 0.95", fixed=(0.95,), off=False)
+_NESTEROV = Removed("Muon's momentum is Nesterov's", fixed=(True,), off=False)
+_NEWTON_SCHULZ_STEPS = Removed("Muon's iteration has 5 steps", fixed=(5,), off=False)
 _SPARE = Removed("a trajectory that fails drops its group, with environment.on_error=drop")
 
 REMOVED: Mapping[str, Removed] = {
@@ -47,6 +52,9 @@ REMOVED: Mapping[str, Removed] = {
     "algorithm.correction.normalise": Removed("weights are not divided by their mean"),
     "algorithm.correction.of": Removed("every token is weighed, whatever its advantage", fixed=("all",)),
     "algorithm.correction.times": Removed("a run has one correction; write a product of several as an objective"),
+    "algorithm.critic.optimizer.muon.momentum": _MOMENTUM,
+    "algorithm.critic.optimizer.muon.nesterov": _NESTEROV,
+    "algorithm.critic.optimizer.muon.newton_schulz_steps": _NEWTON_SCHULZ_STEPS,
     "algorithm.entropy_step": Removed("the weight of the entropy bonus is fixed", fixed=(0.005,)),
     "algorithm.entropy_target": Removed("the weight of the entropy bonus is fixed; set entropy_coefficient"),
     "algorithm.kl.horizon": Removed("the weight of the KL is fixed", fixed=(10000,)),
@@ -91,8 +99,18 @@ REMOVED: Mapping[str, Removed] = {
     "eval.sets.*.reward.model.batch_size": _BATCH_SIZE,
     "eval.sets.*.reward.model.dtype": _DTYPE,
     "learner.first_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
+    "learner.fusion.permute": Removed(
+        "tokens are sorted by kernels with TransformerEngine's layers", fixed=(None,), off=False
+    ),
     "learner.last_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
+    "learner.logprob_chunk_tokens": Removed("logits of at most 1024 positions are in float32 at once", fixed=(1024,)),
+    "learner.optimizer.muon.momentum": _MOMENTUM,
+    "learner.optimizer.muon.nesterov": _NESTEROV,
+    "learner.optimizer.muon.newton_schulz_steps": _NEWTON_SCHULZ_STEPS,
+    "learner.overlap.bucket_parameters": Removed("a bucket ends after 40 million parameters, or a million a data rank"),
+    "learner.recompute.block": Removed("use learner.recompute.uniform, or parts of layers"),
     "learner.recompute_layers": Removed("it is called learner.recompute.uniform, 1 for true and null for false"),
+    "learner.vocab_multiple": Removed("rows of the vocabulary are padded to a multiple of 8 times tp", fixed=(8,)),
     "profile.engines": Removed("the engines' own profilers record their kernels, see rollout.server.options"),
     "profile.nvtx": Removed("profile.steps records kernels, and rl-megatron report RUN --trace FILE shows them"),
     "reward.http.backoff_seconds": _BACKOFF,
@@ -185,7 +203,7 @@ def is_off(value: object) -> bool:
 def is_removed(key: str, value: object) -> bool:
     """True if no key is called so any longer, and the value says what happens now."""
     row = removed_key(key)
-    return row is not None and (is_off(value) or _is_among(value, row.fixed))
+    return row is not None and ((row.off and is_off(value)) or _is_among(value, row.fixed))
 
 
 def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:

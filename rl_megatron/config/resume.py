@@ -95,7 +95,6 @@ COSTS: Mapping[str, bool] = {
     "learner.router": False,
     "learner.optimizer": False,
     "learner.optimizer.moments_dtype": True,
-    "learner.optimizer.muon.newton_schulz_steps": True,
     **{f"train.{key}": True for key in ("minibatches", "whole_groups", "epochs", "route_flips", "max_staleness")},
     **{f"slurm.{key}": True for key in ("nodes", "gpus_per_node", "nvlink_nodes", "engines.nodes")},
 }

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner.cpu import patches
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.head import LOGITS_TOKENS
 
 patches.install()  # before the modules below bind megatron's functions
 
@@ -49,7 +50,7 @@ def make_policy(
         policy = _vocab_head(shape, learner, models, temperature, top_k=top_k)
         head = ValuedHead(policy=policy, values=BesideOutput(models, config)) if valued else policy
     if learner.lora.rank is not None:
-        layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple, stages=learner.stages)
+        layout = megatron_layout(shape, learner.dims, stages=learner.stages)
         add_adapters(models, layout, learner.lora, dist.get_rank())
     return MegatronLearner(shape, learner, device, config, models, head)
 
@@ -94,7 +95,7 @@ def _vocab_head(
     top_k: int,
     top_below: int = EXACT,
 ) -> VocabHead:
-    vocab_size, chunk = shape.vocab_size, learner.logprob_chunk_tokens
+    vocab_size, chunk = shape.vocab_size, LOGITS_TOKENS
     if learner.head_dtype is None:
         return VocabHead(temperature=temperature, vocab_size=vocab_size, chunk=chunk, top_k=top_k, top_below=top_below)
     stop_before_output_layer(models)

@@ -34,10 +34,7 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # where neither TransformerEngine nor apex has a kernel
         clip_grads.l2_norm_impl = l2_norm
     HybridDeviceOptimizer._move_new_state_to_right_device = _move_state
-    settings = with_dtypes(given.optimizer)
-    if "muon_use_nesterov" in settings and "muon_nesterov" in inspect.signature(OptimizerConfig).parameters:
-        settings["muon_nesterov"] = settings.pop("muon_use_nesterov")  # its name in megatron-core 0.19
-    config = OptimizerConfig(**settings)
+    config = OptimizerConfig(**with_dtypes(given.optimizer))
     if config.optimizer == "muon":
         config.optimizer = "adam"  # of what is no matrix: megatron's functions know this name alone
         optimizer: MegatronOptimizer = LayerWise(config, chunks)

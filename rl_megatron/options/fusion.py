@@ -22,9 +22,6 @@ class FusionSection(Section):
     router: bool = False
     """Whether one kernel computes scores, the best experts and their weights (TransformerEngine 2.7 or later). Routes
     can be neither replayed nor read then: algorithm.routing_replay must be off."""
-    permute: bool | None = None
-    """Whether kernels sort tokens by expert and back, without waits of the host (TransformerEngine 2.1 or later); null:
-    with TransformerEngine's layers."""
 
 
 class FusionKeys(Section):
@@ -40,24 +37,23 @@ class Fusion(Option):
 
     def problems(self, learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
         """CPUs, and models without experts."""
-        for key in ("router", "permute"):
-            if not getattr(learner.fusion, key):
-                continue
-            if learner.device == "cpu":
-                yield f"learner.fusion.{key}=true with learner.device=cpu: its kernels need GPUs; leave it out"
-            if shape is not None and not shape.num_experts:
-                yield f"learner.fusion.{key}=true: model_type={shape.family!r} has no experts; leave it out"
+        if not learner.fusion.router:
+            return
+        if learner.device == "cpu":
+            yield "learner.fusion.router=true with learner.device=cpu: its kernels need GPUs; leave it out"
+        if shape is not None and not shape.num_experts:
+            yield f"learner.fusion.router=true: model_type={shape.family!r} has no experts; leave it out"
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
-        """What is fused. Raises ConfigError for what is asked for if TransformerEngine is not installed."""
+        """What is fused: with TransformerEngine's layers also how tokens are sorted by expert and back.
+
+        Raises ConfigError for a fused router if TransformerEngine is not installed.
+        """
         if not shape.num_experts:
             return Keywords()
-        section, there = learner.fusion, importlib.util.find_spec("transformer_engine") is not None
-        for key in ("router", "permute"):
-            if getattr(section, key) and not there:
-                raise ConfigError(
-                    f"learner.fusion.{key}=true: TransformerEngine is not installed here; install it, or leave it out"
-                )
-        permute = uses_transformer_engine(learner, shape) if section.permute is None else section.permute
-        router = {"moe_router_fusion": True} if section.router else {}
-        return Keywords(model={"moe_permute_fusion": permute, **router})
+        if learner.fusion.router and importlib.util.find_spec("transformer_engine") is None:
+            raise ConfigError(
+                "learner.fusion.router=true: TransformerEngine is not installed here; install it, or leave it out"
+            )
+        router = {"moe_router_fusion": True} if learner.fusion.router else {}
+        return Keywords(model={"moe_permute_fusion": uses_transformer_engine(learner, shape), **router})

@@ -1,4 +1,4 @@
-"""``learner.head_dtype``, ``vocab_multiple``, ``logprob_chunk_tokens``: from hidden states to log-probs."""
+"""``learner.head_dtype``: from hidden states to log-probs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rl_megatron.options.implementation import wants_transformer_engine
 from rl_megatron.options.option import BYTES, Keywords, Option, Rank, Terms
-from rl_megatron.section import Positive, Section
+from rl_megatron.section import Section
 
 if TYPE_CHECKING:
     from rl_megatron.config.sections.learner import LearnerSection
@@ -15,18 +15,16 @@ if TYPE_CHECKING:
 
 WEIGHT_ROWS = 8192
 """Rows of an output layer in half precision of which the learner holds float32 copies at once."""
+LOGITS_TOKENS = 1024
+"""Most positions whose logits the learner holds in float32 at once."""
 
 
 class HeadKeys(Section):
-    """The keys of `OutputHead`."""
+    """The key of `OutputHead`."""
 
     head_dtype: Literal["float32"] | None = None
     """float32: the policy's logits are float32 products of hidden states and the output layer's weight, which exist a
     chunk at a time, and are computed again in the backward pass. null: logits in ``learner.dtype``, all at once."""
-    vocab_multiple: Positive = 8
-    """The learner pads the vocabulary's rows to a multiple of this times tp."""
-    logprob_chunk_tokens: Positive = 1024
-    """Most positions whose logits the learner holds in float32 at once."""
 
 
 class OutputHead(Option):
@@ -48,7 +46,7 @@ class OutputHead(Option):
         if rank.stage < learner.pp - 1 or shape.scores:
             return {**terms, "logits": 0.0}
         rows, size = shape.vocab_size / learner.tp, BYTES[learner.dtype]
-        chunk = rows * min(rank.tokens, learner.logprob_chunk_tokens) * 4
+        chunk = rows * min(rank.tokens, LOGITS_TOKENS) * 4
         hidden = 2 * shape.hidden_size * rank.tokens * size
         if learner.head_dtype is None:
             logits, weight = 2 * rows * rank.tokens * size + 2 * chunk, rows * shape.hidden_size * size

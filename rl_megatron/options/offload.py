@@ -138,12 +138,11 @@ def _activation_problems(learner: LearnerSection, shape: ModelShape | None) -> I
         return
     if learner.device == "cpu":
         yield f"{given[0]} with learner.device=cpu would have no effect: there is no GPU to leave; leave it out"
-    for key in ("uniform", "block"):
-        if (count := getattr(learner.recompute, key)) is not None:
-            yield (
-                f"{given[0]} with learner.recompute.{key}={count}: layers that are computed again keep their inputs "
-                "alone; set one of the two"
-            )
+    if (count := learner.recompute.uniform) is not None:
+        yield (
+            f"{given[0]} with learner.recompute.uniform={count}: layers that are computed again keep their inputs "
+            "alone; set one of the two"
+        )
     for part, said in zip(parts, given, strict=True):
         for module in learner.recompute.modules:
             if module in _INSIDE[part]:

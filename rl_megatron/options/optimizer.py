@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.options.option import BYTES, Dtype, Keywords, Option, Rank, Terms
-from rl_megatron.section import Fraction, NonNegativeFloat, Positive, PositiveFloat, Section
+from rl_megatron.options.option import BYTES, Dtype, Keywords, Option, Rank, Terms, padded_vocab
+from rl_megatron.section import Fraction, NonNegativeFloat, PositiveFloat, Section
 
 if TYPE_CHECKING:
     from rl_megatron.config.sections.learner import LearnerSection
     from rl_megatron.models.shape import ModelShape
 
+NEWTON_SCHULZ_STEPS = 5
+"""Steps of Muon's iteration, after which all but the smallest singular values are about 0.7 to 1.2."""
 _MOMENT = 4  # bytes
 _SLOWEST_DECAY = 1 - 1 / (2**8 + 2)
 """bfloat16 has 8 bits of a significand. A factor of at least this rounds 1 + 2 ** -7 to itself, so it never decays."""
@@ -23,15 +25,8 @@ all: of those there are float32 copies then."""
 
 
 class MuonSection(Section):
-    """Settings of ``name=muon`` alone."""
+    """The setting of ``name=muon`` alone."""
 
-    momentum: Fraction = 0.95
-    """Decay of the moving mean of gradients, which is orthogonalised."""
-    nesterov: bool = True
-    """Whether the gradient is mixed into that mean once more, as Nesterov's momentum does."""
-    newton_schulz_steps: Positive = 5
-    """Steps of the Newton-Schulz iteration, in learner.dtype; after 5 all but the smallest singular values are about
-    0.7 to 1.2."""
     scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """The update of a matrix [rows, columns] is multiplied by 0.2 sqrt(max(rows, columns)), so that learning rates of
     AdamW fit (Moonlight, arXiv:2502.16982), or by sqrt(max(1, rows / columns)) (kellerjordan.github.io/posts/muon), as
@@ -90,9 +85,8 @@ class Optimizer(Option):
                 "factors, and Muon's iteration has some; leave one of them out"
             )
         if section.name != "muon" and section.muon != MuonSection():
-            changed = [key for key, value in MuonSection() if getattr(section.muon, key) != value]
             yield (
-                f"learner.optimizer.muon.{changed[0]} with learner.optimizer.name={section.name} would have no effect; "
+                f"learner.optimizer.muon.scale with learner.optimizer.name={section.name} would have no effect; "
                 "set learner.optimizer.name=muon, or leave it out"
             )
         yield from _moments_problems(learner)
@@ -104,12 +98,6 @@ class Optimizer(Option):
         """
         section = learner.optimizer
         sharded = section.distributed and section.name == "adamw"
-        muon = {
-            "muon_momentum": section.muon.momentum,
-            "muon_use_nesterov": section.muon.nesterov,
-            "muon_num_ns_steps": section.muon.newton_schulz_steps,
-            "muon_scale_mode": section.muon.scale,
-        }
         return Keywords(
             ddp={"use_distributed_optimizer": sharded},
             optimizer={
@@ -121,7 +109,7 @@ class Optimizer(Option):
                 "weight_decay": section.weight_decay,
                 "clip_grad": section.clip_grad,
                 "use_distributed_optimizer": sharded,
-                **(muon if section.name == "muon" else {}),
+                **({"muon_scale_mode": section.muon.scale} if section.name == "muon" else {}),
                 **(_low_moments(learner) if section.moments_dtype != "float32" else {}),
             },
         )
@@ -142,8 +130,7 @@ class Optimizer(Option):
             return {**terms, "optimizer": dense + experts}
         largest = 0.0
         if learner.optimizer.name == "muon" and rank.stage in (0, d.pp - 1):
-            unit = learner.vocab_multiple * d.tp
-            largest = -(-shape.vocab_size // unit) * learner.vocab_multiple * shape.hidden_size * each
+            largest = padded_vocab(shape, d.tp) // d.tp * shape.hidden_size * each
         shared = max(dense / (d.dp * d.cp), largest) + experts * d.etp * d.ep / (d.tp * d.cp * d.dp)
         return {**terms, "optimizer": shared}
 

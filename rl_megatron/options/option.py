@@ -19,6 +19,14 @@ Terms = Mapping[str, float]
 """Bytes that a rank must hold, by purpose."""
 BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 """Bytes of an element, by dtype."""
+VOCAB_MULTIPLE = 8
+"""The learner pads the vocabulary's rows to a multiple of this times tp."""
+
+
+def padded_vocab(shape: ModelShape, tp: int) -> int:
+    """Vocabulary rows of embedding and output layer: a multiple of ``VOCAB_MULTIPLE * tp``."""
+    step = VOCAB_MULTIPLE * tp
+    return -(-shape.vocab_size // step) * step
 
 
 @dataclass(frozen=True, slots=True)

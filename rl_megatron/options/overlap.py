@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rl_megatron.options.option import Keywords, Option
-from rl_megatron.section import Positive, Section
+from rl_megatron.section import Section
 
 if TYPE_CHECKING:
     from rl_megatron.config.sections.learner import LearnerSection
@@ -19,15 +19,14 @@ class OverlapSection(Section):
 
     gradients: bool = False
     """Whether ranks reduce the gradients of a bucket as soon as the last micro-batch's backward pass has computed
-    them; false: all together after it. The first step after a start still reduces them then."""
+    them; false: all together after it. The first step after a start still reduces them then. A bucket ends after 40
+    million parameters, or a million for each data-parallel rank if that is more. Only the first chunk of the first
+    pipeline stage has several."""
     parameters: bool = False
     """Whether ranks gather the parameters that an optimizer step changed during the next forward pass, a bucket ahead
     of it; false: at the end of the step. A push or a checkpoint right after the step gathers them first."""
     shared_experts: bool = False
     """Whether shared experts compute while tokens are sent to the other experts and back."""
-    bucket_parameters: Positive | None = None
-    """Parameters after which a bucket ends; null: 40 million, or a million for each data-parallel rank if that is
-    more. Only the first chunk of the first pipeline stage has several buckets."""
 
 
 class OverlapKeys(Section):
@@ -49,11 +48,6 @@ class Overlap(Option):
                 "learner.overlap.gradients=true: each rank has parameters of its own, so there is nothing to reduce; "
                 "leave it out, or raise learner.dp"
             )
-        if section.bucket_parameters is not None and not section.gradients:
-            yield (
-                f"learner.overlap.bucket_parameters={section.bucket_parameters} without learner.overlap.gradients=true "
-                "would have no effect: there is one bucket; leave it out"
-            )
         yield from _shared_problems(learner, shape)
         if not section.parameters:
             return
@@ -71,13 +65,12 @@ class Overlap(Option):
             )
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
-        """What overlaps, and the size of buckets. Without ``gradients`` there is one bucket, reduced after the pass."""
+        """What overlaps. Without ``gradients`` there is one bucket, reduced after the pass."""
         section = learner.overlap
         gather = {"overlap_param_gather": True} if section.parameters else {}
         reduce = {"overlap_grad_reduce": True} if section.gradients else {}
         shared = {"moe_shared_expert_overlap": True} if section.shared_experts else {}
-        ddp = {"bucket_size": section.bucket_parameters, **reduce, **gather}
-        return Keywords(model=shared, ddp=ddp, optimizer=gather)
+        return Keywords(model=shared, ddp={**reduce, **gather}, optimizer=gather)
 
 
 def _shared_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:

@@ -27,8 +27,6 @@ class RecomputeSection(Section):
 
     uniform: Positive | None = None
     """Whole layers, so many together, of which only the first one's input is kept; 1 costs a third more computation."""
-    block: Positive | None = None
-    """The first so many whole layers of each pipeline chunk, of which the inputs are kept; the others keep all."""
     moe: bool = False
     """Routers, dispatch and experts, with shared experts."""
     moe_act: bool = False
@@ -64,10 +62,10 @@ class Recompute(Option):
     def problems(self, learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
         """Keys that exclude each other, parts that would free nothing, and groups that do not divide the layers."""
         section = learner.recompute
-        whole = [f"learner.recompute.{key}={n}" for key in ("uniform", "block") if (n := getattr(section, key))]
         parts = [f"learner.recompute.{module}=true" for module in section.modules]
-        if len(whole) > 1 or (whole and parts):
-            yield f"{' '.join([*whole, *parts])}: whole layers leave nothing else to recompute; set one of the two"
+        if section.uniform is not None and parts:
+            given = " ".join([f"learner.recompute.uniform={section.uniform}", *parts])
+            yield f"{given}: whole layers leave nothing else to recompute; set one of the two"
         if section.moe and (section.moe_act or section.shared_experts):
             yield f"{' '.join(parts)}: moe recomputes its activation and shared experts too; set moe alone of the three"
         if section.mla_up_proj and learner.own_layers is not None:
@@ -85,10 +83,9 @@ class Recompute(Option):
         Raises ConfigError for ``layernorm`` without TransformerEngine, of which megatron-core then lacks a name.
         """
         section = learner.recompute
-        for method, count in (("uniform", section.uniform), ("block", section.block)):
-            if count is not None:
-                given = {"recompute_method": method, "recompute_num_layers": count}
-                return Keywords(model={"recompute_granularity": "full", **given})
+        if section.uniform is not None:
+            given = {"recompute_method": "uniform", "recompute_num_layers": section.uniform}
+            return Keywords(model={"recompute_granularity": "full", **given})
         modules, model = list(section.modules), dict[str, object]()
         fused = uses_transformer_engine(learner, shape)
         if section.layernorm and not fused:
@@ -110,14 +107,13 @@ def _chunk(learner: LearnerSection, shape: ModelShape, rank: Rank, layers: list[
     section, whole = learner.recompute, rank.tokens * shape.hidden_size * BYTES[learner.dtype] / learner.tp
     if section.uniform is not None:
         return whole * -(-len(layers) // section.uniform)
-    recomputed, others = layers[: section.block or 0], layers[section.block or 0 :]
     left = 0.0
-    for layer in others:
+    for layer in layers:
         frees = freed(learner, shape, layer, rank.longest)
         left += kept(learner, shape, layer, rank.longest) - sum(frees.get(module, 0.0) for module in section.modules)
         left -= sum(offloaded(learner, shape, layer, rank.longest))
     received = whole if layers[0] and learner.offload.activations.attention else 0.0  # the schedule keeps that
-    return received + whole * len(recomputed) + rank.tokens * left
+    return received + rank.tokens * left
 
 
 def _chunks(rank: Rank) -> Iterator[list[int]]:
@@ -147,16 +143,11 @@ def _useless(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
 
 
 def _uneven(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
-    """A number of layers that does not fit those of a pipeline chunk; megatron-core then asks for layers beyond."""
+    """Groups of layers that do not divide those of a pipeline chunk; megatron-core then asks for layers beyond."""
     section = learner.recompute
     sizes = sorted(set(learner.stages or [shape.num_layers // (learner.pp * learner.vpp)]))
     if section.uniform is not None and (odd := [size for size in sizes if size % section.uniform]):
         yield (
             f"learner.recompute.uniform={section.uniform} does not divide the {odd[0]} layers of a pipeline chunk; "
             "set it to 1, or to a number that divides them"
-        )
-    if section.block is not None and section.block > sizes[-1]:
-        yield (
-            f"learner.recompute.block={section.block} is more than the {sizes[-1]} layers of a pipeline chunk; set at "
-            "most that, or learner.recompute.uniform=1 for all"
         )

@@ -104,7 +104,7 @@ def learner_work(
         sync_hidden=learner.overlap.gradients and learner.overlap.parameters,
         offloaded=learner.offload.optimizer,
         moved=_moved(learner, shape, mean),
-        muon=learner.optimizer.muon.newton_schulz_steps if learner.optimizer.name == "muon" else 0,
+        muon=learner.optimizer.name == "muon",
     )
 
 

@@ -41,7 +41,7 @@ class LearnerWork:
     ``graphs``: whether launches are recorded; ``sync_hidden``: whether gradients and parameters travel while layers
     compute; ``offloaded``: the share of the optimizer in the host's memory; ``moved``: bytes of a token that leave a
     layer without experts, and one with them, for the host's; ``months``: the age of the software.
-    ``scored``: there is no backward pass, as for log-probs. ``muon``: steps of Muon's iteration; 0: AdamW steps all.
+    ``scored``: there is no backward pass, as for log-probs. ``muon``: Muon steps matrices.
     """
 
     shape: ModelShape
@@ -64,7 +64,7 @@ class LearnerWork:
     moved: tuple[float, float] = (0.0, 0.0)
     months: float = 0.0
     scored: bool = False
-    muon: int = 0
+    muon: bool = False
 
 
 def step_terms(work: LearnerWork, c: Constants = FITTED) -> Seconds:
@@ -198,7 +198,7 @@ def _orthogonalisation(work: LearnerWork, c: Constants, shards: Mapping[str, flo
     rate, size = rate_of(work.gpu, precision, c), BYTES_READ[precision]
     both = zip(matrices(work.shape, work.dims.ep), (shards["dense"], shards["experts"]), strict=True)
     return sum(
-        orthogonal_seconds(one, work.muon, rate, work.gpu, c, size) / ranks / work.dims.pp
+        orthogonal_seconds(one, rate, work.gpu, c, size) / ranks / work.dims.pp
         for found, ranks in both
         for one in found
     )

@@ -51,6 +51,6 @@ def fill(scorer: MegatronScorer, learner: LearnerSection, rank: int, folder: Pat
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 
     shape = read_shape(folder)
-    layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple)
+    layout = megatron_layout(shape, learner.dims)
     read_boxes(HFFolder(folder), hf_layout(shape), layout, rank, dict(scorer.tensors))
     scorer.adopt()

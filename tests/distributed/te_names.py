@@ -97,7 +97,7 @@ def fused_main(rank: int, root: Path) -> None:
     from rl_megatron.learner.megatron import make_policy
     from rl_megatron.weights.layouts.families import read_shape
 
-    keys = {"device": "cuda", "dtype": "bfloat16", "fusion": {"router": True, "permute": False}}
+    keys = {"device": "cuda", "dtype": "bfloat16", "fusion": {"router": True}}
     learner, asked = LearnerSection.model_validate(keys), []
     device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-fused", seed=1)
     shape = read_shape(root / "qwen3_moe")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def rank_main(rank: int, learner: LearnerSection, hf: Path, folder: Path, valued
     device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
     policy = make_policy(shape, learner, device, temperature=1.0, valued=valued)
     critic = make_critic(shape, learner, device)
-    layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple, stages=learner.stages)
+    layout = megatron_layout(shape, learner.dims, stages=learner.stages)
     wanted = {name: torch.empty(size) for name, size in layout.local_shapes(rank).items()}
     read_boxes(HFFolder(hf), hf_layout(shape), layout, rank, wanted)
     for megatron in (policy, critic):
@@ -102,7 +103,7 @@ def fill(model: Any, hf: Path, shape: ModelShape) -> None:
     from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 
-    layout = megatron_layout(shape, vocab_multiple=128)
+    layout = replace(megatron_layout(shape), vocab_multiple=128)
     tensors = {name: torch.empty(size) for name, size in layout.local_shapes(0).items()}
     read_boxes(HFFolder(hf), hf_layout(shape), layout, 0, tensors)
     named = {

@@ -85,7 +85,7 @@ NUM_TOKENS = sum(LENGTHS) - sum(SKIPPED)
 
 def layouts_of(folder: Path, learner: LearnerSection) -> tuple[Layout, Layout]:
     shape = replace(read_shape(folder), drafts=learner.draft.train)
-    ranks = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple, stages=learner.stages)
+    ranks = megatron_layout(shape, learner.dims, stages=learner.stages)
     return ranks, hf_layout(shape)
 
 

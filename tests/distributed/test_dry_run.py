@@ -236,7 +236,7 @@ def test_dense_layers_over_tp_hold_the_gathered_gradient_of_their_output(tmp_pat
 def dry_latent(_: int, folder: Path) -> None:
     from tests.recipes.fake_step import dry_run
 
-    kernels = {"fp8": "tensorwise", "fusion": FusionSection(router=True, permute=True)}  # not torch's layers'
+    kernels = {"fp8": "tensorwise", "fusion": FusionSection(router=True)}  # not torch's layers'
     learner = latent_learner().model_copy(update=kernels)
     (folder / "passes").write_text(str(dry_run(LATENT, learner, 0, sequence=LONG).passes))
 

@@ -69,7 +69,7 @@ def check(folder: Path, layout: str, learner: LearnerSection, rank: int, device:
 
     shape = read_shape(folder)
     policy = make_policy(shape, learner, device, temperature=1.0)
-    wanted = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple, stages=learner.stages)
+    wanted = megatron_layout(shape, learner.dims, stages=learner.stages)
     tensors = dict(policy.tensors)
     assert {name: tuple(t.shape) for name, t in tensors.items()} == wanted.local_shapes(rank)
     for tensor in tensors.values():

@@ -39,7 +39,7 @@ def make_samples() -> Samples:
 
 
 def section(layout: str, head: str | None, dtype: str = "float32") -> LearnerSection:
-    keys = {"head_dtype": head, "dtype": dtype, "logprob_chunk_tokens": 16}
+    keys = {"head_dtype": head, "dtype": dtype}
     return LearnerSection.model_validate({**LAYOUTS[layout], **keys})
 
 
@@ -123,6 +123,9 @@ def half(folder: Path, layout: str, rank: int, device: torch.device, *, head: st
 
 
 def rank_main(rank: int, root: Path) -> None:
+    from rl_megatron.learner import megatron
+
+    megatron.LOGITS_TOKENS = 16  # several chunks; in this process alone
     for layout, _, device in worlds(rank, root, {layout: section(layout, None) for layout in LAYOUTS}):
         for model in MODELS:
             found = {"float32": compare(root / model, layout, rank, device, root / f"saved-{layout}-{model}")}

@@ -69,7 +69,6 @@ HALF = {"dtype": "bfloat16"}  # float32 experts compute rows in blocks of 64 on 
 RECOMPUTED: Sequence[tuple[str, Mapping[str, Any]]] = [
     ("experts", {"uniform": 1}),
     ("experts", {"uniform": 2}),
-    ("experts", {"block": 1}),
     ("experts", {"moe": True}),
     ("experts", {"moe_act": True}),
     ("experts", {"core_attn": True, "moe_act": True}),

@@ -88,7 +88,7 @@ class Watching:
 def layouts_of(folder: Path, learner: LearnerSection) -> tuple[Layout, Layout, Layout, Layout]:
     """The model's and its adapters', each over ranks and as files have them."""
     shape = read_shape(folder)
-    ranks = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple, stages=learner.stages)
+    ranks = megatron_layout(shape, learner.dims, stages=learner.stages)
     hf, lora = hf_layout(shape), learner.lora
     return ranks, hf, learner_adapters(ranks, lora), hf_adapters(hf, ranks_of_parts(ranks, lora))
 

@@ -148,7 +148,7 @@ def rank_main(rank: int, layout_name: str, folder: Path, model: Path, max_tokens
 
     shape, learner = read_shape(model), LearnerSection.model_validate(LAYOUTS[layout_name])
     device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
-    layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)
+    layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims)
     hf = Layout(table=HF_QWEN3_MOE, shape=shape)
     dp = learner.dims.dp_rank(rank)
     seen: dict[str, Any] = {}

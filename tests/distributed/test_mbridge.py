@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,13 @@ def rank_main(rank: int, options: dict[str, int], root: Path) -> None:
     from rl_megatron.learner import world
     from rl_megatron.learner.model.build import build_chunks, make_config
     from rl_megatron.learner.naming import global_parameters
+    from rl_megatron.options import option
     from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 
-    sparse = LearnerSection.model_validate({**options, "vocab_multiple": 1})
-    dense = LearnerSection.model_validate({**options, "ep": 1, "vocab_multiple": 1})
+    option.VOCAB_MULTIPLE = 1  # mbridge pads no vocabulary; in this process alone
+    sparse = LearnerSection.model_validate(options)
+    dense = LearnerSection.model_validate({**options, "ep": 1})
     world.join(sparse, rank=rank, rendezvous=f"file://{root}/rendezvous{len(options)}", seed=1)
     for name in COVERED:
         kind, _ = MODELS[name]
@@ -59,7 +62,7 @@ def rank_main(rank: int, options: dict[str, int], root: Path) -> None:
         chunks = build_chunks(shape, learner, make_config(shape, learner))
         with torch.no_grad():
             bridge_of(root / name, kind).load_weights(chunks, str(root / name))
-        layout = megatron_layout(shape, learner.dims, vocab_multiple=1)
+        layout = replace(megatron_layout(shape, learner.dims), vocab_multiple=1)
         ours = {name: torch.full(size, torch.nan) for name, size in layout.local_shapes(rank).items()}
         read_boxes(HFFolder(root / name), hf_layout(shape), layout, rank, ours)
         theirs = {name: tensor.data for name, tensor in global_parameters(chunks)}

@@ -5,10 +5,14 @@ three steps are those of the same layout without it. All layouts run in four pro
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -35,12 +39,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"ep": 2},
     "pp2-vpp2-dp2": {"pp": 2, "vpp": 2, "dp": 2},
 }
-REDUCED = {"gradients": True, "bucket_parameters": 3000}
+BUCKET = 3000  # parameters, where a case is to have several buckets
+SEVERAL_BUCKETS = ("gradients", "both")
 OVERLAPS: dict[str, dict[str, Any]] = {
     "none": {},
-    "gradients": {"overlap": REDUCED},
+    "gradients": {"overlap": {"gradients": True}},
     "both, one bucket": {"overlap": {"gradients": True, "parameters": True}},
-    "both": {"overlap": REDUCED | {"parameters": True}},  # the last, because it goes on with the weights of none
+    "both": {"overlap": {"gradients": True, "parameters": True}},  # the last: it goes on with the weights of none
 }
 HEAD = {"head_dtype": "float32", "dtype": "bfloat16", "gradient_dtype": "bfloat16"}
 
@@ -71,6 +76,17 @@ def make(folder: Path, learner: LearnerSection, rank: int, device: torch.device)
     policy = make_policy(read_shape(folder), learner, device, temperature=0.7)
     fill(policy, learner, rank, folder)
     return policy
+
+
+@contextmanager
+def buckets_of(name: str) -> Iterator[None]:
+    """What is made inside has small buckets in the cases of several."""
+    from rl_megatron.learner import trained
+
+    size = BUCKET if name in SEVERAL_BUCKETS else None
+    made = partial(trained.DistributedDataParallelConfig, bucket_size=size)
+    with patch.object(trained, "DistributedDataParallelConfig", made):
+        yield
 
 
 def train(policy: Any, batch: Batch, dp: int, *, scored: bool) -> list[Any]:
@@ -104,7 +120,8 @@ def compare(
         if name not in kinds(layout, **keys):
             continue
         learner = section(layout, **keys, **overlap)
-        batch, policy = make_batch(learner), make(model, learner, rank, device)
+        with buckets_of(name):
+            batch, policy = make_batch(learner), make(model, learner, rank, device)
         groups = [g for c in policy._trained for g in (*c.bucket_groups, *c.expert_parallel_bucket_groups)]
         gathers = [counted(group, "start_param_sync") for group in groups]
         scored = name in ("none", "both, one bucket")
@@ -193,7 +210,8 @@ def pushed(root: Path, name: str, rank: int) -> dict[str, int]:
         run_folder=root / f"run-{name}",
         rendezvous=f"file://{root}/rendezvous-{name}",
     )
-    worker, batch = Worker(setup, rank, None), make_batch(learner)
+    with buckets_of(name):
+        worker, batch = Worker(setup, rank, None), make_batch(learner)
     for _ in range(STEPS):
         row = batch.micro_batches[learner.dims.dp_rank(rank)]
         share = share_of(row, learner.dims, rank, to_score=False)

@@ -243,7 +243,7 @@ def with_other_settings(folder: Path) -> None:
     for name, options in (("sharded", {}), ("whole", WHOLE), ("muon", MUON)):
         first, then = ({**options, "optimizer": {**options.get("optimizer", {}), **said}} for said in ({}, OTHERS))
         if name == "muon":
-            then["optimizer"]["muon"] = {"momentum": 0.7}
+            then["optimizer"]["muon"] = {"scale": "original"}
         learner = LearnerSection.model_validate(first)
         device = world.join(learner, rank=0, rendezvous=f"file://{folder}/rendezvous-settings-{name}", seed=1)
         saving = make_policy(BIASED, learner, device, temperature=0.7)
@@ -257,8 +257,8 @@ def with_other_settings(folder: Path) -> None:
         parts = inner_optimizers(resumed._optimizer)
         apart = Apart(resumed, parts)
         steps(resumed, learner, 0, loss)
-        groups = [group for part in parts for group in part.optimizer.param_groups if "momentum" in group]
-        seen[name] = {"apart": apart.worst, "stepped": apart.stepped, "muon": [g["momentum"] for g in groups]}
+        groups = [group for part in parts for group in part.optimizer.param_groups if "scale" in group]
+        seen[name] = {"apart": apart.worst, "stepped": apart.stepped, "muon": [g["scale"] for g in groups]}
         world.leave()
     (folder / "settings.json").write_text(json.dumps(seen))
 
@@ -395,4 +395,4 @@ def test_a_resumed_run_steps_by_its_own_settings_and_only_matrices_decay(name: s
     found = json.loads((seen / "settings.json").read_text())[name]
     assert found["apart"] < 1e-6  # of steps of 1e-3
     assert min(found["stepped"]) > 0
-    assert found["muon"] == ([0.7] if name == "muon" else [])
+    assert found["muon"] == (["original"] if name == "muon" else [])

@@ -59,7 +59,7 @@ def make(folder: Path, learner: LearnerSection, rank: int, device: torch.device)
 
     shape = read_shape(folder)
     policy = make_policy(shape, learner, device, temperature=1.0)
-    layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple)
+    layout = megatron_layout(shape, learner.dims)
     assert {name: tuple(t.shape) for name, t in policy.tensors.items()} == layout.local_shapes(rank)  # what is pushed
     fill(policy, learner, rank, folder)
     return policy

@@ -47,7 +47,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by the number of ranks
         "tp2-ep2": {"tp": 2, "ep": 2},
         "vpp2-recompute": {"pp": 2, "vpp": 2, "recompute": {"uniform": 1}},
         "tp2-ep2-recompute": {"tp": 2, "ep": 2, "recompute": {"uniform": 1}},
-        "cp2-block1": {"cp": 2, "recompute": {"block": 1}},
+        "cp2-recompute": {"cp": 2, "recompute": {"uniform": 2}},
     },
     4: {
         "pp2-ep2": {"pp": 2, "ep": 2},

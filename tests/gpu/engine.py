@@ -34,7 +34,7 @@ def engine_main(rank: int, folder: Path, keys: Mapping[str, Any]) -> None:
     shape = branch.SHAPE
     policy = make_policy(shape, learner, device, temperature=0.7)
     branch.fill(policy)
-    layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple)
+    layout = megatron_layout(shape, learner.dims)
     engine = LocalEngine(shape, slots=4, dtype=torch.float32, device=device, max_length=64)
     moves = plan(layout, replace(hf_layout(shape), dims=learner.dims))
     seen: dict[str, Any] = {}

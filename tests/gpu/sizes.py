@@ -119,7 +119,7 @@ def push_main(rank: int, folder: Path, keys: Mapping[str, Any], small: bool) -> 
     shape = shape_of(small)
     model = make_frozen(shape, learner, device, temperature=1.0)
     fill_at_random(model.tensors)
-    layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple)
+    layout = megatron_layout(shape, learner.dims)
     into = hf_layout(shape)
     src = dict(model.tensors)
     dtype = next(iter(src.values())).dtype

@@ -69,7 +69,7 @@ def engine_main(rank: int, learner: LearnerSection, folder: Path, model: Path, a
     gpu_branch.fill(frozen, learner, rank, model)
     scores = frozen.score(row, frozenset({"logprobs"}))
     seen["reference"] = [x.tolist() for x in scores["logprobs"]]
-    layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple)
+    layout = megatron_layout(shape, learner.dims)
     engine = LocalEngine(shape, slots=4, dtype=torch.float32, device=device, max_length=64)
     moves = plan(layout, replace(hf_layout(shape), dims=learner.dims))
     staging = Staging(ProcessGroupTransport(moves, src=dict(policy.tensors), dst=engine.tensors), engine)

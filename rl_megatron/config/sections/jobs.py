@@ -64,7 +64,7 @@ JOBS: Mapping[JobName, JobKind] = {
         pairs=True,
         scores=True,
         reads=(*_WRITTEN, "reward_model"),
-        unread=(*_UNREAD, "learner.head_dtype", "learner.logprob_chunk_tokens"),
+        unread=(*_UNREAD, "learner.head_dtype"),
     ),
 }
 """The jobs by the value of ``job``."""

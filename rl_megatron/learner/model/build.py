@@ -39,7 +39,7 @@ from rl_megatron.models.rotary import inverse_frequencies
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.batch_invariant import flash_attention
 from rl_megatron.options.implementation import uses_transformer_engine
-from rl_megatron.options.option import Attention, Dtype
+from rl_megatron.options.option import Attention, Dtype, padded_vocab
 from rl_megatron.options.table import keywords
 
 
@@ -58,12 +58,6 @@ def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype called ``name``."""
     found: torch.dtype = getattr(torch, name)
     return found
-
-
-def padded_vocab(shape: ModelShape, learner: LearnerSection) -> int:
-    """Vocabulary rows of embedding and output layer: a multiple of ``learner.vocab_multiple * tp``."""
-    step = learner.vocab_multiple * learner.tp
-    return -(-shape.vocab_size // step) * step
 
 
 def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
@@ -173,7 +167,7 @@ def _build_chunk(shape: ModelShape, learner: LearnerSection, config: DecoderConf
     model = GPTModel(
         config=config,
         transformer_layer_spec=_block_spec(shape, learner, config, fused, vp_stage),
-        vocab_size=padded_vocab(shape, learner),
+        vocab_size=padded_vocab(shape, learner.tp),
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(**virtual),
         post_process=parallel_state.is_pipeline_last_stage(**virtual),

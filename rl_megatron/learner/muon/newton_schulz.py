@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from rl_megatron.learner.muon.matrices import WHOLE, Matrices
+from rl_megatron.options.optimizer import NEWTON_SCHULZ_STEPS
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's: steep at 0: all but the smallest singular values end at 0.68 to 1.14
+_MOMENTUM = 0.95  # decay of the moving mean of gradients, Nesterov's
 _EPS = 1e-7  # of the norm, as torch.optim.Muon
 SCALES: Mapping[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -20,14 +22,14 @@ SCALES: Mapping[str, Callable[[int, int], float]] = {
 """By what the update of a matrix with so many rows (outputs) and columns is multiplied: `MuonSection.scale`."""
 
 
-def orthogonalised(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """``U V'`` of the singular value decomposition ``U S V'`` of [m, n], roughly: ``steps`` of the quintic
+def orthogonalised(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """``U V'`` of the singular value decomposition ``U S V'`` of [m, n], roughly: five steps of the quintic
     Newton-Schulz iteration, computed in ``dtype``, which is the result's. In bfloat16 it is torch.optim.Muon's."""
     a, b, c = _QUINTIC
     tall = matrix.size(0) > matrix.size(1)
     x = (matrix.T if tall else matrix).to(dtype)
     x = x / x.norm().clamp(min=_EPS)  # now no singular value exceeds 1
-    for _ in range(steps):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
@@ -45,9 +47,6 @@ class Muon(torch.optim.Optimizer):
         self,
         params: Iterable[Tensor],
         *,
-        momentum: float,
-        nesterov: bool,
-        ns_steps: int,
         scale: str,
         weight_decay: float,
         dtype: torch.dtype,
@@ -55,8 +54,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         self.matrices: MutableMapping[Tensor, Matrices] = {}
         self.dtype = dtype
-        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "scale": scale}
-        super().__init__([{"params": list(params)}], {**defaults, "weight_decay": weight_decay})
+        super().__init__([{"params": list(params)}], {"lr": lr, "scale": scale, "weight_decay": weight_decay})
 
     def create_state(self) -> None:
         """Give parameters that were never stepped their zero momentum."""
@@ -71,8 +69,8 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 momentum, grad = self.state[parameter]["momentum_buffer"], parameter.grad
-                momentum.lerp_(grad, 1 - group["momentum"])
-                update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+                momentum.lerp_(grad, 1 - _MOMENTUM)
+                update = grad.lerp(momentum, _MOMENTUM)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 self._add(parameter, update, group)
 
@@ -81,5 +79,5 @@ class Muon(torch.optim.Optimizer):
         for part, own in zip(matrices.parts(parameter), matrices.parts(update), strict=True):
             whole = matrices.gather(own.flatten(0, -2))
             scale = SCALES[group["scale"]](*whole.shape)
-            change = matrices.shard(orthogonalised(whole, group["ns_steps"], self.dtype))
+            change = matrices.shard(orthogonalised(whole, self.dtype))
             part.add_(change.reshape(part.shape), alpha=-(group["lr"] * scale))

@@ -156,9 +156,6 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def _muon(config: OptimizerConfig, matrices: dict[Tensor, Matrices]) -> MegatronOptimizer:
     inner = Muon(
         matrices,
-        momentum=config.muon_momentum,
-        nesterov=config.muon_nesterov if hasattr(config, "muon_nesterov") else config.muon_use_nesterov,
-        ns_steps=config.muon_num_ns_steps,
         scale=config.muon_scale_mode,
         weight_decay=config.weight_decay,
         dtype=torch.bfloat16 if config.bf16 else torch.float32,

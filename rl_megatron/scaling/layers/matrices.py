@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.optimizer import NEWTON_SCHULZ_STEPS
 from rl_megatron.scaling.constants import Constants
 from rl_megatron.scaling.hardware import Gpu
 from rl_megatron.scaling.layers.products import product_seconds
@@ -13,13 +14,13 @@ Matrix = tuple[float, float, float]
 """Rows and columns, and how many there are."""
 
 
-def orthogonal_seconds(matrix: Matrix, steps: int, rate: float, gpu: Gpu, c: Constants, size: float) -> float:
-    """Of ``steps`` of the Newton-Schulz iteration over matrices [m, n], the shorter side first: X X', its square, and
+def orthogonal_seconds(matrix: Matrix, rate: float, gpu: Gpu, c: Constants, size: float) -> float:
+    """Of the Newton-Schulz iteration over matrices [m, n], the shorter side first: X X', its square, and
     its product with X. ``rate`` and ``size`` as of `product_seconds`."""
     rows, columns, count = matrix
     m, n = sorted((rows, columns))
     products = ((m, n, m), (m, m, m), (m, m, n))
-    return count * steps * sum(product_seconds(*one, rate, gpu, c, size) for one in products)
+    return count * NEWTON_SCHULZ_STEPS * sum(product_seconds(*one, rate, gpu, c, size) for one in products)
 
 
 def matrices(s: ModelShape, ep: int) -> tuple[list[Matrix], list[Matrix]]:

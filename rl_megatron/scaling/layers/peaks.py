@@ -48,9 +48,10 @@ def _one(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> 
     if wants_transformer_engine(learner, shape):
         gradients = _gradients(learner, shape, layer, matrices=2)
         return 2 * _made(learner, shape, rank, layer) + max(gradients, _embedding(learner, shape, rank))
-    whole = learner.recompute.uniform is not None or (layer - rank.layers[0]) < (learner.recompute.block or 0)
     parts = halves(learner, shape, layer, rank.longest)
-    if whole:  # its input is kept already, and in its place comes the gradient of its output
+    if (
+        learner.recompute.uniform is not None
+    ):  # its input is kept already, and in its place comes the gradient of its output
         again, attention = sum(parts.values()), parts["attention"]
     else:
         frees = freed(learner, shape, layer, rank.longest)

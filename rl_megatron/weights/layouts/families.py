@@ -105,15 +105,10 @@ def hf_layout(shape: ModelShape, dims: ParallelDims | None = None) -> Layout:
 
 
 def megatron_layout(
-    shape: ModelShape,
-    dims: ParallelDims | None = None,
-    *,
-    vocab_multiple: int = 8,
-    stages: tuple[int, ...] | None = None,
+    shape: ModelShape, dims: ParallelDims | None = None, *, stages: tuple[int, ...] | None = None
 ) -> Layout:
     """The learner's ranks; ``stages`` as `Layout` has them.
 
     Raises ConfigError that names each size that a degree does not divide.
     """
-    table, dims = table_of(shape, "megatron"), dims or ParallelDims()
-    return Layout(table=table, shape=shape, dims=dims, stages=stages, vocab_multiple=vocab_multiple)
+    return Layout(table=table_of(shape, "megatron"), shape=shape, dims=dims or ParallelDims(), stages=stages)

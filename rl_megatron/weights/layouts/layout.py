@@ -16,6 +16,7 @@ from typing import Literal
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.option import VOCAB_MULTIPLE
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, Shape, whole_box
 
@@ -143,7 +144,7 @@ class Layout:
     table: Sequence[ParamSpec]
     shape: ModelShape
     dims: ParallelDims = field(default_factory=ParallelDims)
-    vocab_multiple: int = 8
+    vocab_multiple: int = VOCAB_MULTIPLE
     stages: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:

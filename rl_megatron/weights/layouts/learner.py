@@ -19,7 +19,7 @@ def learner_layout(config: RunConfig, shape: ModelShape) -> Layout:
     degree does not divide."""
     learner = config.learner
     try:
-        return megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple, stages=learner.stages)
+        return megatron_layout(shape, learner.dims, stages=learner.stages)
     except ConfigError as error:  # its text is for any layout and names no configuration key
         raise ConfigError("\n".join(f"learner: {line}" for line in str(error).splitlines())) from error
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.option import VOCAB_MULTIPLE
 from rl_megatron.options.pipeline import COUNTS, layer_counts
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.families import family_of, read_shape
@@ -47,7 +48,7 @@ def parse_layout(side: str, text: str, shape: ModelShape) -> Layout:
     dims = ParallelDims(**degrees)
     if table == "hf" and dims.world_size != dims.dp:
         raise ConfigError(f"{side}={text}: an hf layout consists of full copies; give dp alone")
-    multiple = values.get("vocab_multiple", 8)
+    multiple = values.get("vocab_multiple", VOCAB_MULTIPLE)
     return Layout(table=tables[table], shape=shape, dims=dims, stages=stages, vocab_multiple=multiple)
 
 

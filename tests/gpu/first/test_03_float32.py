@@ -21,7 +21,7 @@ REFERENCE = json.loads(FILE.read_text())
 def seen(tmp_path_factory: pytest.TempPathFactory, machine: Machine) -> dict[str, Any]:
     calls = {
         "policy": (branch.policy_main, branch.FLOAT32),
-        "recomputed": (branch.policy_main, {**branch.FLOAT32, "recompute": {"block": 2}}, 2),
+        "recomputed": (branch.policy_main, {**branch.FLOAT32, "recompute": {"uniform": 2}}, 2),
         "critic": (branch.critic_main, branch.FLOAT32),
     }
     return machine.seen(tmp_path_factory.mktemp("float32"), calls, together=True)

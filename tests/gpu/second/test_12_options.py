@@ -60,7 +60,6 @@ CASES: Mapping[str, Case] = {
     "TE, deterministic": Case(keys={"deterministic": True}, beside="TE"),
     "TE, deterministic again": Case(keys={}, beside="TE, deterministic", **EXACT),
     "TE, router fused": Case(keys={"fusion": {"router": True}}, beside="TE"),
-    "TE, permutation not fused": Case(keys={"fusion": {"permute": False}}, beside="TE"),
     "TE, norms and activation recomputed": Case(keys={"recompute": {"layernorm": True, "moe_act": True}}, beside="TE"),
     "TE, parked optimizer": Case(keys={"offload": {"while_sampling": "optimizer"}}, beside="TE"),
     "TE, moments in bfloat16": Case(keys={"optimizer": {"moments_dtype": "bfloat16"}}, beside="TE", losses=0.01),

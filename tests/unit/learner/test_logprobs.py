@@ -156,6 +156,7 @@ def test_a_float32_head_holds_the_bytes_of_its_term(dtype: str, gradient: str, m
     tokens, hidden, rows, chunk, block = 512, 256, 4096, 32, 128
     for at in (module, head):
         monkeypatch.setattr(at, "WEIGHT_ROWS", block)
+    monkeypatch.setattr(head, "LOGITS_TOKENS", chunk)
     states, weight, targets = head_case(tokens, hidden, rows, getattr(torch, dtype))
     states.requires_grad_()
     weight = torch.nn.Parameter(weight)
@@ -167,7 +168,7 @@ def test_a_float32_head_holds_the_bytes_of_its_term(dtype: str, gradient: str, m
     rank = Rank(
         stage=0, parameters=none, trained=none, matrices=none, tokens=tokens, layers=(), inputs=(), longest=1, largest=1
     )
-    keys = {"head_dtype": "float32", "dtype": dtype, "gradient_dtype": gradient, "logprob_chunk_tokens": chunk}
+    keys = {"head_dtype": "float32", "dtype": dtype, "gradient_dtype": gradient}
     learner = LearnerSection.model_validate(keys)
     shape = replace(TINY_MOE, hidden_size=hidden, vocab_size=rows)
     term = OutputHead().memory(learner, shape, rank, {})["logits"]

@@ -24,8 +24,8 @@ from tests.unit.scaling.test_time import IDEAL, work
 
 SHAPES = [(48, 32), (32, 48), (16, 16), (3, 70)]
 SETTINGS = [
-    {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "weight_decay": 0.1, "scale": "match_rms_adamw"},
-    {"momentum": 0.8, "nesterov": False, "ns_steps": 3, "weight_decay": 0.0, "scale": "original"},
+    {"weight_decay": 0.1, "scale": "match_rms_adamw"},
+    {"weight_decay": 0.0, "scale": "original"},
 ]
 
 
@@ -43,9 +43,9 @@ def step_both(
     """Make three steps of ``ours``, by Muon here, and of ``theirs``, the matrices in them, by torch's."""
     muon = Muon(ours, dtype=dtype, lr=0.02, **settings)
     muon.matrices = {**matrices}
-    given = {name: value for name, value in settings.items() if name != "scale"}
     parameters = [torch.nn.Parameter(x) for x in theirs]
-    torches = torch.optim.Muon(parameters, lr=0.02, adjust_lr_fn=settings["scale"], **given)
+    given = {"adjust_lr_fn": settings["scale"], "weight_decay": settings["weight_decay"]}
+    torches = torch.optim.Muon(parameters, lr=0.02, **given)
     for number in range(3):
         for place, parameter in enumerate(ours):
             parameter.grad = drawn(*parameter.shape, seed=100 * number + place)
@@ -92,7 +92,7 @@ def test_fused_experts_step_as_the_matrices_that_their_forward_pass_multiplies_b
 def test_an_update_is_orthogonal_and_keeps_the_singular_vectors(shape: tuple[int, int]) -> None:
     u, values, v = torch.linalg.svd(drawn(*shape).double(), full_matrices=False)
     values = values.clamp(min=0.2 * float(values[0]))
-    around = u.T @ orthogonalised(u @ torch.diag(values) @ v, 5, torch.float64) @ v.T
+    around = u.T @ orthogonalised(u @ torch.diag(values) @ v, torch.float64) @ v.T
     found = around.diagonal()
     assert 0.65 < float(found.min()) < float(found.max()) < 1.2
     assert float((around - torch.diag(found)).abs().max()) < 1e-12
@@ -103,7 +103,7 @@ def test_an_update_is_orthogonal_and_keeps_the_singular_vectors(shape: tuple[int
 
 
 def test_a_gradient_of_zero_moves_nothing() -> None:
-    assert torch.equal(orthogonalised(torch.zeros(4, 6), 5, torch.float32), torch.zeros(4, 6))
+    assert torch.equal(orthogonalised(torch.zeros(4, 6), torch.float32), torch.zeros(4, 6))
 
 
 def test_ranks_get_equal_shares_of_the_state_and_each_parameter_once() -> None:
@@ -137,11 +137,11 @@ def test_the_planner_counts_the_products_of_the_iteration(
         size, is_expert = layout.first_chunk(spec)[0].shape, "{expert}" in spec.name
         if "{layer}" in spec.name and len(size) == 2:
             with FlopCounterMode(display=False) as counted:
-                orthogonalised(torch.empty(size, device="meta"), 5, torch.bfloat16)
+                orthogonalised(torch.empty(size, device="meta"), torch.bfloat16)
             each = layout.shape.num_experts if is_expert else 1
             flops[is_expert] += counted.get_total_flops() * each * len(layout.layer_stages(spec))
-    given = replace(work(name, **degrees), muon=5)
-    found, without = step_terms(given, IDEAL), step_terms(replace(given, muon=0), IDEAL)
+    given = replace(work(name, **degrees), muon=True)
+    found, without = step_terms(given, IDEAL), step_terms(replace(given, muon=False), IDEAL)
     expected = (flops[False] / shared + flops[True] / of_experts) / 989.5e12
     assert found.pop("orthogonalisation") == pytest.approx(expected, rel=1e-6)
     assert found == without

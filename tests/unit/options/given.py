@@ -93,11 +93,9 @@ LEARNERS: Mapping[str, Mapping[str, Any]] = {
     "stages": {"pp": 2, "stage_layers": "1+3"},
     "cp, dp": {"cp": 2, "dp": 3},
     "recomputed": {"recompute": {"uniform": 1}},
-    "recomputed, some layers": {"recompute": {"block": 2}},
     "recomputed, some parts": {"recompute": {"moe_act": True, "core_attn": True}},
     "recomputed, in vain": {"recompute": {"shared_experts": True, "layernorm": True, "mla_up_proj": True, "mlp": True}},
     "recomputed, groups that do not divide": {"pp": 2, "stage_layers": "1+3", "recompute": {"uniform": 2}},
-    "recomputed, more layers than there are": {"pp": 2, "recompute": {"block": 3}},
     "latents recomputed": {"recompute": {"mla_up_proj": True, "mlp": True}},
     "cuda, recomputed parts": {
         "device": "cuda",
@@ -114,7 +112,7 @@ LEARNERS: Mapping[str, Mapping[str, Any]] = {
         "optimizer": {"moments_dtype": "bfloat16"},
     },
     "float32 head": {"dtype": "bfloat16", "head_dtype": "float32"},
-    "overlapping": {"dp": 2, "overlap": {"gradients": True, "parameters": True, "bucket_parameters": 1000}},
+    "overlapping": {"dp": 2, "overlap": {"gradients": True, "parameters": True}},
     "deepep": {"device": "cuda", "dtype": "bfloat16", "ep": 2, "dispatcher": "deepep"},
     "hybridep": {
         "device": "cuda",
@@ -137,10 +135,8 @@ LEARNERS: Mapping[str, Mapping[str, Any]] = {
     "deterministic": {"deterministic": True},
     "batch-invariant": {"device": "cuda", "dtype": "bfloat16", "batch_invariant": True},
     "batch-invariant on a CPU": {"batch_invariant": True, "tp": 4, "head_dtype": "float32", "layers": "torch"},
-    "fused": {"device": "cuda", "dtype": "bfloat16", "fusion": {"router": True, "permute": True}},
-    "fused, torch's layers": {"device": "cuda", "layers": "torch", "fusion": {"permute": True}},
-    "no permutation fused": {"device": "cuda", "dtype": "bfloat16", "fusion": {"permute": False}},
-    "fused on a CPU": {"fusion": {"router": True, "permute": True}},
+    "fused": {"device": "cuda", "dtype": "bfloat16", "fusion": {"router": True}},
+    "fused on a CPU": {"fusion": {"router": True}},
     "fp8": {"device": "cuda", "dtype": "bfloat16", "fp8": "tensorwise"},
     "fp8, blocks": {"device": "cuda", "dtype": "bfloat16", "fp8": "blockwise", "tp": 2, "recompute": {"moe_act": True}},
     "fp8 on a CPU": {"fp8": "mxfp8", "layers": "torch", "tp": 4},
@@ -156,7 +152,6 @@ MEMORY = [  # over a recipe's keys
     "learner.dtype=float32",
     "learner.recompute.uniform=null",
     "learner.recompute.uniform=2",
-    "learner.recompute.uniform=null learner.recompute.block=12",
     "learner.recompute.uniform=null learner.recompute.moe_act=true learner.recompute.layernorm=true",
     "learner.optimizer.distributed=false",
     "learner.optimizer.name=muon",
@@ -171,7 +166,6 @@ MEMORY = [  # over a recipe's keys
     "learner.router.frozen=true",
     "learner.head_dtype=float32",
     "learner.head_dtype=float32 learner.overlap.gradients=true",
-    "learner.head_dtype=float32 learner.overlap.gradients=true learner.logprob_chunk_tokens=64",
     "learner.cp=2 learner.dp=1",
     "learner.fp8=tensorwise algorithm=ppo",
     "learner.fp8=blockwise learner.recompute.uniform=null learner.recompute.moe_act=true",
@@ -179,9 +173,7 @@ MEMORY = [  # over a recipe's keys
     "learner.pp=2 learner.vpp=2 slurm.nodes=2",
     "learner.pp=2 learner.vpp=2 learner.recompute.uniform=null slurm.nodes=2",
     "learner.tp=2 learner.etp=2 learner.ep=4 learner.dp=4",
-    "learner.logprob_chunk_tokens=65536",
     "learner.max_tokens_per_micro_batch=9001",
-    "learner.vocab_multiple=128",
     "algorithm=ppo algorithm.kl.coefficient=0.1",
     "algorithm=ppo algorithm.kl.coefficient=0.1 roles.critic=separate roles.reference=separate",
     "slurm.gpu_memory_gb=null rollout.server.memory_fraction=null",
@@ -203,7 +195,7 @@ REFUSED = [  # over the default run's keys
     "learner.optimizer.name=muon learner.optimizer.distributed=false",
     "learner.optimizer.name=muon learner.batch_invariant=true",
     "learner.lora.rank=8 learner.batch_invariant=true",
-    "learner.optimizer.muon.newton_schulz_steps=3",
+    "learner.optimizer.muon.scale=original",
     "learner.optimizer.name=muon learner.overlap.gradients=true learner.overlap.parameters=true",
     "learner.optimizer.name=muon learner.offload.optimizer=1 learner.device=cuda learner.dtype=bfloat16",
     "learner.gradient_dtype=bfloat16",
@@ -211,7 +203,7 @@ REFUSED = [  # over the default run's keys
     "learner.optimizer.moments_dtype=bfloat16 learner.optimizer.distributed=false learner.offload.optimizer=0.5",
     "learner.optimizer.moments_dtype=bfloat16 learner.optimizer.beta1=0.95 learner.optimizer.beta2=0.999",
     "learner.ep=1 learner.overlap.gradients=true",
-    "learner.overlap.parameters=true learner.overlap.bucket_parameters=7 learner.optimizer.distributed=false",
+    "learner.overlap.parameters=true learner.optimizer.distributed=false",
     "learner.overlap.gradients=true learner.overlap.parameters=true learner.layers=a.package:layers",
     "learner.dispatcher=deepep learner.ep=1",
     "learner.dispatcher=hybridep learner.device=cuda learner.dtype=bfloat16 learner.ep=2",
@@ -338,7 +330,7 @@ def given() -> Iterator[tuple[str, str, bool]]:
         if shape != "tiny":
             yield from ((shape, "defaults", False), (shape, "cuda", True))
     yield from (("dense", learner, False) for learner in ("frozen routers", "moving biases", "balanced"))
-    yield from (("tiny", name, True) for name in ("fused", "fused, torch's layers", "no permutation fused"))
+    yield from (("tiny", name, True) for name in ("fused",))
     yield "dense", "fused", True
     yield from (("tiny", name, True) for name in ("fp8", "fp8, blocks"))
     yield from (("biases, windows, sinks", "fp8", True), ("dense", "fp8 and batches", True))

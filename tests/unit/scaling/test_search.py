@@ -350,7 +350,7 @@ def test_every_term_of_a_step_is_explained() -> None:
     """Of a learner with each axis, option and role that adds a term, and of a teacher by the user's name."""
     plan = search(asked(*SMALL, "algorithm=ppo", "algorithm.kl.coefficient=0.1").wanted).plans[0]
     work = learner_work(plan.config, NAMED["deepseek-v3"], GPUS["h100"], 4000)
-    more = replace(work, drafts=1, moved=(1e6, 1e6), offloaded=0.5, again=frozenset({"full"}), stages=None, muon=5)
+    more = replace(work, drafts=1, moved=(1e6, 1e6), offloaded=0.5, again=frozenset({"full"}), stages=None, muon=True)
     terms = step_terms(replace(more, dims=ParallelDims(tp=2, ep=4, cp=2, dp=2)))
     terms |= step_terms(replace(more, dims=ParallelDims(tp=2, ep=4, pp=2, dp=2)))
     assert {"draft layers", "activations on the host", "optimizer on the host", "between stages"} <= terms.keys()
