@@ -31,9 +31,8 @@ from typing import Any
 import numpy as np
 
 from bench.results import parse, write
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.json_files import tensor_names
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import header_bytes
 from rl_megatron.weights.checkpoints.kind import total_bytes
@@ -85,7 +84,7 @@ ALL_WITH_EXPERTS = ("olmoe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_stacked")
 
 def make_model(folder: Path, gigabytes: float, family: str = BASELINE) -> None:
     """Write a Hugging Face folder of random bfloat16 bytes: config and tokenizer of a tiny model, other sizes."""
-    tiny = make_tiny_model(TinyModelSection(), folder.parent / "tiny", seed=0)
+    tiny = make_tiny_model(TinySizes(), folder.parent / "tiny", seed=0)
     shutil.copytree(tiny, folder)
     (folder / "model.safetensors").unlink()
     changed = {

@@ -30,8 +30,7 @@ import psutil
 
 from bench.results import parse, write
 from bench.trl_gspo import text_hash
-from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.tiny import NUM_BYTES, make_tiny_model
+from rl_megatron.models.tiny import NUM_BYTES, TinySizes, make_tiny_model
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.types import Completion, Prompt
 
@@ -39,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY, PROMPT_TOKENS, GROUP, NEW_TOKENS, MINIBATCHES, CORES = 512, 16, 8, 128, 2, 2
 LEARNING_RATE = 1e-7  # the policy stays near uniform
 WARM_UP_STEPS = 2
-MID = TinyModelSection(
+MID = TinySizes(
     hidden_size=256,
     num_layers=4,
     num_heads=8,
@@ -49,7 +48,7 @@ MID = TinyModelSection(
     experts_per_token=2,
     expert_width=128,
 )
-SIZES = {"tiny": (TinyModelSection(), 32), "mid": (MID, 16)}  # model, prompts of a step
+SIZES = {"tiny": (TinySizes(), 32), "mid": (MID, 16)}  # model, prompts of a step
 BARS = {("mid", "equal"): 1.5, ("mid", "long tail"): 3.0}
 LAYOUTS = {
     "ep=2": ("learner.ep=2",),

@@ -24,17 +24,16 @@ from bench.results import parse, write
 from launcher.hosts.local import LocalLauncher
 from launcher.servers.pool import ServedLauncher
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.layouts.families import read_shape
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP = 2
 SHARE_BAR = 0.05
-SIZES: Mapping[str, TinyModelSection] = {
-    "tiny": TinyModelSection(num_heads=2, head_dim=32),
-    "large": TinyModelSection(
+SIZES: Mapping[str, TinySizes] = {
+    "tiny": TinySizes(num_heads=2, head_dim=32),
+    "large": TinySizes(
         hidden_size=1024, num_layers=5, num_heads=16, num_kv_heads=4, head_dim=64, num_experts=16, expert_width=512
     ),
 }

@@ -34,8 +34,7 @@ from bench.results import parse, write
 from launcher.servers.engines import SERVERS
 from launcher.servers.pool import ServedEngines
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import Server
@@ -77,7 +76,7 @@ def main() -> None:
     args = parse(parser)
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
-        model = make_tiny_model(TinyModelSection(num_heads=2, num_kv_heads=2, head_dim=32), Path(folder), seed=0)
+        model = make_tiny_model(TinySizes(num_heads=2, num_kv_heads=2, head_dim=32), Path(folder), seed=0)
         rows = [asyncio.run(measure(engine, model, Path(folder), args)) for engine in args.engine]
     print(f"{args.requests} requests, {args.concurrency} in flight; medians of {args.repeats}, after a warm-up")
     print(f"{'engine':7} {'own client, requests/s':>22} {'ours':>7} {'ratio':>6}   {'tokens/s':>8} {'embedded':>9}")

@@ -29,11 +29,10 @@ from transformers.utils import logging
 from bench.end_to_end import MID
 from bench.results import parse, write
 from rl_megatron.algorithms.losses import loss_of
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import Batch, Samples
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.layouts.families import read_shape
@@ -43,7 +42,7 @@ from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_
 VOCABULARY = 512
 # model, tokens of a batch, length of a sequence (for long tail: the limit is four times as much), the bar
 SIZES = {
-    "tiny": (TinyModelSection(), 10240, 32, 1.0),
+    "tiny": (TinySizes(), 10240, 32, 1.0),
     "mid": (MID, 6144, 128, 1.4),
 }
 GSPO = loss_of(

@@ -32,7 +32,7 @@ from launcher.hosts.slurm.launcher import SlurmLauncher
 from launcher.hosts.slurm.steps import step_command
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.placement.ranks import Placement
 from tests.cluster.jobs import LIMIT, Cluster
 
@@ -77,7 +77,7 @@ async def start(folder: Path, ranks: int, each: int, open_us: int, *, task_a_ran
     queue.write_bytes(bytes(16))
     slowed = f"ALL,LD_PRELOAD={folder}/slow_files.so,SLOW_QUEUE={queue},SLOW_NS={1000 * open_us}"
     some = replace(allocation, nodes=allocation.nodes[: ranks // each], folder=own)
-    model = make_tiny_model(config.model.tiny, folder / "model", seed=0)
+    model = make_tiny_model(TinySizes.of(config.model.tiny), folder / "model", seed=0)
     began = time.monotonic()
     async with Timed(model, some, slowed=slowed, task_a_rank=task_a_rank).start(config):
         seconds = time.monotonic() - began

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from pathlib import Path
 
-from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.models.tiny import HEAD_DIM, make_tiny_model, tiny_shape
+from rl_megatron.models.tiny import TinySizes, make_tiny_model, tiny_shape
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import job_shape
-
-_LEAST_HEAD_DIM = 32  # that vLLM's attention kernels on CPUs support
 
 
 def starting_folder(config: RunConfig) -> Path:
@@ -29,11 +27,7 @@ def starting_shape(config: RunConfig) -> ModelShape:
     return job_shape(config, tiny_shape(_tiny(config)))
 
 
-def _tiny(config: RunConfig) -> TinyModelSection:
-    """The tiny model's sizes. Servers' CPU kernels need wider heads, so for them it gets fewer heads."""
-    tiny = config.model.tiny
-    if tiny.head_dim is not None or config.rollout.embedded:
-        return tiny
-    heads = max(1, tiny.num_heads * HEAD_DIM // _LEAST_HEAD_DIM)
-    kv_heads = math.gcd(heads, tiny.num_kv_heads)
-    return tiny.model_copy(update={"head_dim": _LEAST_HEAD_DIM, "num_heads": heads, "num_kv_heads": kv_heads})
+def _tiny(config: RunConfig) -> TinySizes:
+    """The tiny model's sizes. vLLM's attention kernels on CPUs support no heads below 32, so servers get fewer."""
+    sizes = TinySizes.of(config.model.tiny)
+    return sizes if config.rollout.embedded else replace(sizes, num_heads=2, head_dim=32)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_megatron.errors import shorten
@@ -45,6 +45,7 @@ _DTYPE = Removed("a model in the controller computes in float32", fixed=("float3
 _MOMENTUM = Removed("Muon's momentum is 0.95", fixed=(0.95,), off=False)
 _NESTEROV = Removed("Muon's momentum is Nesterov's", fixed=(True,), off=False)
 _NEWTON_SCHULZ_STEPS = Removed("Muon's iteration has 5 steps", fixed=(5,), off=False)
+_TINY = Removed("the tiny model's heads are fixed, and its embeddings are not tied; give model.path for another")
 _SPARE = Removed("a trajectory that fails drops its group, with environment.on_error=drop")
 
 REMOVED: Mapping[str, Removed] = {
@@ -111,6 +112,10 @@ REMOVED: Mapping[str, Removed] = {
     "learner.recompute.block": Removed("use learner.recompute.uniform, or parts of layers"),
     "learner.recompute_layers": Removed("it is called learner.recompute.uniform, 1 for true and null for false"),
     "learner.vocab_multiple": Removed("rows of the vocabulary are padded to a multiple of 8 times tp", fixed=(8,)),
+    "model.tiny.head_dim": _TINY,
+    "model.tiny.num_heads": replace(_TINY, fixed=(4,)),
+    "model.tiny.num_kv_heads": replace(_TINY, fixed=(2,)),
+    "model.tiny.tie_embeddings": _TINY,
     "profile.engines": Removed("the engines' own profilers record their kernels, see rollout.server.options"),
     "profile.nvtx": Removed("profile.steps records kernels, and rl-megatron report RUN --trace FILE shows them"),
     "reward.http.backoff_seconds": _BACKOFF,

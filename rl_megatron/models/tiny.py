@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 NUM_BYTES = 256
 SPECIAL_TOKENS = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}  # ids 256, 257, 258
-HEAD_DIM = 16  # where none is given
 TOKENIZER_SIZE = NUM_BYTES + len(SPECIAL_TOKENS)
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -29,7 +29,28 @@ CHAT_TEMPLATE = (
 FORMAT = 3  # raise it when the same sizes and seed come to make another folder
 
 
-def make_tiny_model(spec: TinyModelSection, folder: Path, seed: int, *, vocab_size: int = TOKENIZER_SIZE) -> Path:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinySizes:
+    """Sizes of a tiny model."""
+
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    num_experts: int = 8
+    experts_per_token: int = 2
+    expert_width: int = 32
+    max_position_embeddings: int = 1024
+    tie_embeddings: bool = False
+
+    @classmethod
+    def of(cls, section: TinyModelSection) -> TinySizes:
+        """The sizes that the keys ``model.tiny`` give."""
+        return cls(**section.model_dump())
+
+
+def make_tiny_model(spec: TinySizes, folder: Path, seed: int, *, vocab_size: int = TOKENIZER_SIZE) -> Path:
     """Make the model, with float32 weights, unless the cache ``folder`` has it, and return its folder there.
 
     Its name is a hash of the sizes and the seed. It is written aside, synced and renamed, so processes that make it at
@@ -37,8 +58,7 @@ def make_tiny_model(spec: TinyModelSection, folder: Path, seed: int, *, vocab_si
     """
     if vocab_size < TOKENIZER_SIZE:
         raise ConfigError(f"vocab_size={vocab_size} is less than the tokenizer's {TOKENIZER_SIZE} tokens; raise it")
-    spec = spec.model_copy(update={"head_dim": spec.head_dim or HEAD_DIM})
-    recipe = {**spec.model_dump(), "vocab_size": vocab_size, "seed": seed, "format": FORMAT}
+    recipe = {**asdict(spec), "vocab_size": vocab_size, "seed": seed, "format": FORMAT}
     name = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     target = folder / f"tiny-{name}"
     if target.is_dir():
@@ -55,14 +75,14 @@ def make_tiny_model(spec: TinyModelSection, folder: Path, seed: int, *, vocab_si
     return target
 
 
-def tiny_shape(spec: TinyModelSection) -> ModelShape:
+def tiny_shape(spec: TinySizes) -> ModelShape:
     """The shape of the model that `make_tiny_model` would make of ``spec``."""
     return ModelShape(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim or HEAD_DIM,
+        head_dim=spec.head_dim,
         num_experts=spec.num_experts,
         experts_per_token=spec.experts_per_token,
         expert_width=spec.expert_width,
@@ -100,7 +120,7 @@ def _byte_chars() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(NUM_BYTES)]
 
 
-def _save_model(spec: TinyModelSection, folder: Path, seed: int, vocab_size: int) -> None:
+def _save_model(spec: TinySizes, folder: Path, seed: int, vocab_size: int) -> None:
     import torch
     from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.utils import logging

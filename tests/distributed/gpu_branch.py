@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
+from rl_megatron.models.tiny import TinySizes
 from rl_megatron.training.measures import Made
 from rl_megatron.types import Samples
 from rl_megatron.weights.checks.checksums import box_checksums, checksum
@@ -23,7 +23,7 @@ from tests.distributed.ranks import fill
 from tests.optimizer_step import train_step
 from tests.rows import policy_loss
 
-TINY = TinyModelSection(num_layers=2)
+TINY = TinySizes(num_layers=2)
 STEPS = 2
 GRPO = policy_loss(objective="cispo", aggregation="token_mean")
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import pack
 from rl_megatron.interfaces import Pass
+from rl_megatron.models.tiny import TinySizes
 from rl_megatron.types import Samples, Want
 from rl_megatron.weights.bytes.parked import Parked
 from tests.distributed.ragged import ragged_samples
@@ -25,7 +26,7 @@ from tests.shares import share_of
 if TYPE_CHECKING:
     from launcher.worker.learner_rank import Worker
 
-TINY = TinyModelSection(num_layers=1)
+TINY = TinySizes(num_layers=1)
 GRPO = policy_loss(objective="cispo", aggregation="token_mean")
 RUNS = {"all stays": None, "optimizer": "optimizer", "resumed": "gradients"}  # what leaves the GPUs in each
 SIZE = 2

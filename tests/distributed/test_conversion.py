@@ -12,11 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.kind import must_have_config, newest_in
 from rl_megatron.weights.checkpoints.verify import verify
@@ -59,7 +58,7 @@ def rank_main(rank: int, learner: LearnerSection, hf: Path, folder: Path, valued
 def test_megatron_loads_and_saves_what_the_tools_wrote_and_read(name: str, tied: bool, tmp_path: Path) -> None:
     learner = LearnerSection.model_validate(LAYOUTS[name])
     layers = sum(learner.stages or (2,))
-    hf = make_tiny_model(TinyModelSection(tie_embeddings=tied, num_layers=layers), tmp_path / "models", seed=6)
+    hf = make_tiny_model(TinySizes(tie_embeddings=tied, num_layers=layers), tmp_path / "models", seed=6)
     convert.hf_to_megatron(hf, tmp_path / "megatron")
     (tmp_path / "saved").mkdir()
     run_ranks(rank_main, learner.dims.world_size, learner, hf, tmp_path, tied)
@@ -169,7 +168,7 @@ def foreign_main(rank: int, hf: Path, folder: Path) -> None:
 
 
 def test_folders_of_megatron_lm_and_megatron_bridge_convert_to_hugging_face_and_back(tmp_path: Path) -> None:
-    hf = make_tiny_model(TinyModelSection(), tmp_path / "models", seed=7)
+    hf = make_tiny_model(TinySizes(), tmp_path / "models", seed=7)
     run_ranks(foreign_main, 1, hf, tmp_path)
     original = load_file(hf / "model.safetensors")
     for kind in SAVED:

@@ -14,11 +14,10 @@ import torch
 from launcher.hosts.local import LocalLauncher
 from launcher.wire.greetings import Call, Muster
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import ParallelDims
 from tests.distributed.ragged import ragged_samples
 from tests.rows import policy_loss
@@ -40,7 +39,7 @@ async def test_a_local_run_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH")))))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     config = load_config("tiny_cpu", ["learner.threads=1", "learner.ep=1", "learner.dp=1"])
-    model = make_tiny_model(TinyModelSection(num_layers=1), tmp_path / "cache", seed=3)
+    model = make_tiny_model(TinySizes(num_layers=1), tmp_path / "cache", seed=3)
     samples = ragged_samples(4, torch.Generator().manual_seed(5))
     samples = dataclasses.replace(samples, advantages=torch.ones(len(samples.input_ids)))
     batch = pack(samples, dims=ParallelDims(), max_tokens=4096)

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.options.dispatcher import Dispatcher
 from rl_megatron.options.table import problems
 from rl_megatron.weights.layouts.families import read_shape
@@ -77,7 +76,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank says."""
     root = tmp_path_factory.mktemp("dispatchers")
     (root / "made").mkdir()
-    make_tiny_model(TinyModelSection(num_layers=2), root / "made", seed=3).rename(root / "experts")
+    make_tiny_model(TinySizes(num_layers=2), root / "made", seed=3).rename(root / "experts")
     save_model("glm4_moe", root / "shared", num_hidden_layers=2)
     run_ranks(rank_main, 2, root)
     return [json.loads((root / f"{rank}.json").read_text()) for rank in range(2)]
@@ -141,7 +140,7 @@ def test_hybridep_takes_groups_that_deepep_has_no_settings_for() -> None:
 
 
 def test_the_package_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = read_shape(make_tiny_model(TinyModelSection(), tmp_path, seed=3))
+    shape = read_shape(make_tiny_model(TinySizes(), tmp_path, seed=3))
     learner = LearnerSection.model_validate({**GPUS, "dispatcher": "deepep"})
     with pytest.raises(ConfigError, match="deep_ep is not installed here"):
         Dispatcher().megatron(learner, shape)

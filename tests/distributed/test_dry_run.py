@@ -12,12 +12,12 @@ import torch
 
 from launcher.build.model import starting_shape
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner import logprobs
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import LatentAttention, ModelShape, Rope
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.options.fusion import FusionSection
 from rl_megatron.scaling.memory import footprints
 from tests.distributed.ranks import run_ranks
@@ -110,7 +110,7 @@ def test_it_counts_what_a_real_rank_holds_and_sends(layout: str, tmp_path: Path)
 
 
 def test_of_a_job_that_scores_it_builds_the_model_that_the_job_trains(tmp_path: Path) -> None:
-    model = make_tiny_model(TinyModelSection(), tmp_path, 0)
+    model = make_tiny_model(TinySizes(), tmp_path, 0)
     config = load_config("reward_tiny", ["run.name=x", f"model.path={model}"])
     (planned, *_) = footprints(config, starting_shape(config))
     (said,) = dry_runs(config, str(model), [0])

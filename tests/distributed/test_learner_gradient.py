@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,10 +15,10 @@ import pytest
 import torch
 
 from rl_megatron.algorithms.losses import CrossEntropy
-from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.options.optimizer import OptimizerSection
 from rl_megatron.scaling.memory import footprints
 from rl_megatron.training.measures import Made
@@ -30,7 +31,7 @@ from tests.samples import sequences_of
 STEPS = 10
 LEARNING_RATE = 2e-3
 CLIP = 0.5  # below the gradient norm of a random model, so that clipping is seen to work
-TINY = TinyModelSection(num_layers=2)
+TINY = TinySizes(num_layers=2)
 SEED = 5  # of a model with no token so near a tie between two experts that rounding decides
 
 
@@ -150,7 +151,7 @@ MUON = {"name": "muon", "weight_decay": 0.1}
 def test_ten_steps_are_those_of_transformers_and_torch(
     tied: bool, layout: dict[str, Any], optimizer: dict[str, Any], tmp_path: Path
 ) -> None:
-    spec = TINY.model_copy(update={"tie_embeddings": tied})
+    spec = replace(TINY, tie_embeddings=tied)
     model = make_tiny_model(spec, tmp_path / "models", seed=SEED)
     learner = LearnerSection.model_validate({**layout, "optimizer": {"clip_grad": CLIP, **optimizer}})
     world_size = learner.dims.world_size

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.data.samples import select
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.scaling.memory import footprints
 from rl_megatron.training.measures import Made
 from rl_megatron.types import Batch, Samples, SkippedStep
@@ -189,7 +189,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     root = tmp_path_factory.mktemp("alone")
     found = {}
     for layers in (LAYERS, STAGED):
-        tiny = TinyModelSection(num_layers=layers, hidden_size=32, num_experts=4)
+        tiny = TinySizes(num_layers=layers, hidden_size=32, num_experts=4)
         model = make_tiny_model(tiny, root / "models", seed=5)  # no token is near a tie of experts
         found[layers] = model, run(root / f"{layers}", model, LearnerSection())[0]
     return found

@@ -21,10 +21,10 @@ from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack, unpack
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.training.measures import Made
 from rl_megatron.types import Batch, Loss, Samples, SkippedStep, Want
 from rl_megatron.weights.layouts.families import read_shape
@@ -224,9 +224,7 @@ def run(folder: Path, model: Path, layout: str) -> list[dict[str, Any]]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
     """Of one layer and of two."""
     root = tmp_path_factory.mktemp("models")
-    return [
-        make_tiny_model(TinyModelSection(num_layers=n, hidden_size=32, num_experts=4), root, seed=3) for n in (1, 2)
-    ]
+    return [make_tiny_model(TinySizes(num_layers=n, hidden_size=32, num_experts=4), root, seed=3) for n in (1, 2)]
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,9 @@ from launcher.controller.learner import LearnerGroup
 from launcher.hosts.local import LocalLauncher
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.data.packing import pack
 from rl_megatron.interfaces import Roles
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import GenerationRequest, ParallelDims, SamplingParams
 from tests.distributed.ragged import ragged_samples
 
@@ -45,7 +44,7 @@ async def step(roles: Roles, number: int, g: torch.Generator) -> None:
 async def test_it_stays_flat(tmp_path: Path) -> None:
     """20 seconds."""
     config = load_config("tiny_cpu", ["learner.threads=1", "learner.ep=1", "learner.dp=1"])
-    model = make_tiny_model(TinyModelSection(num_layers=1, hidden_size=32, num_experts=4), tmp_path / "cache", seed=3)
+    model = make_tiny_model(TinySizes(num_layers=1, hidden_size=32, num_experts=4), tmp_path / "cache", seed=3)
     g = torch.Generator().manual_seed(5)
     held: list[int] = []
     async with LocalLauncher(model, tmp_path).start(config) as roles:

@@ -18,11 +18,10 @@ import pytest
 import torch
 
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import Batch, SkippedStep
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ragged import ragged_samples
@@ -229,7 +228,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     """What every rank of a layout says of every model."""
     root = tmp_path_factory.mktemp("overlap")
     (root / "made").mkdir()
-    made = make_tiny_model(TinyModelSection(num_layers=4), root / "made", seed=3)
+    made = make_tiny_model(TinySizes(num_layers=4), root / "made", seed=3)
     made.rename(root / "experts")
     save_model("qwen2", root / "tied")
     save_model("qwen3", root / "untied")

@@ -20,11 +20,10 @@ from launcher.controller.learner import LearnerGroup
 from launcher.hosts.local import LocalLauncher
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.data.packing import Packer, packer_of, unpack
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import Roles
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import Samples
 from tests.samples import sequences_of
 
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("forked_nursery")
 _PIDFD_GETFD = 438  # a system call of Linux 5.6
 LENGTHS = [7, 12, 30, 19] + [500] * 96
 PROMPT = 5
-TINY = TinyModelSection(num_layers=2, hidden_size=32, num_experts=4)
+TINY = TinySizes(num_layers=2, hidden_size=32, num_experts=4)
 
 
 def sampled(of: Sequence[int] = LENGTHS) -> Samples:

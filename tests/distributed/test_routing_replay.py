@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.losses import CrossEntropy
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.options.optimizer import OptimizerSection
 from rl_megatron.types import Batch, GenerationRequest, Prompt, Samples, SamplingParams, Want
 from rl_megatron.weights.layouts.families import read_shape
@@ -33,7 +32,7 @@ from tests.distributed.ragged import ragged_samples
 from tests.distributed.ranks import fill, run_ranks
 from tests.optimizer_step import train_step
 
-TINY = TinyModelSection(num_layers=4)
+TINY = TinySizes(num_layers=4)
 EXPERTS, TOP_K = TINY.num_experts, TINY.experts_per_token
 MAX_TOKENS = 120  # three micro-batches, or two a rank; an interleaved pipeline of two stages adds a copy to three
 OPTIMIZER = OptimizerSection(distributed=False, clip_grad=0.0)  # every rank sees whole gradients, as they are

@@ -7,8 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from tests.e2e.processes import Place
 
 TEMPLATE = (
@@ -21,7 +20,7 @@ def prepared_with(place: Place, files: Mapping[str, Sequence[Mapping[str, object
     """The model's folder, whose template ends turns with its end-of-sequence token; beside it a .jsonl file of the rows
     of each name."""
     folder = place.folder / "model"
-    shutil.copytree(make_tiny_model(TinyModelSection(), place.cache, 0), folder)
+    shutil.copytree(make_tiny_model(TinySizes(), place.cache, 0), folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"split_special_tokens": False}))

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.tiny import TOKENIZER_SIZE, make_tiny_model
+from rl_megatron.models.tiny import TOKENIZER_SIZE, TinySizes, make_tiny_model
 from tests.draft_models import ALONE, COPIES, save_with_drafts, save_with_qwens_draft
 from tests.e2e.processes import Place
 
@@ -38,7 +37,7 @@ def model(
     tensors = save(
         family, folder, vocab_size=TOKENIZER_SIZE, max_position_embeddings=1024, bos_token_id=0, eos_token_id=1
     )
-    known = make_tiny_model(TinyModelSection(), folder.parent, 0)
+    known = make_tiny_model(TinySizes(), folder.parent, 0)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copyfile(known / name, folder / name)
     return family, folder, tensors

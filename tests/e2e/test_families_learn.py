@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.tiny import TOKENIZER_SIZE, make_tiny_model
+from rl_megatron.models.tiny import TOKENIZER_SIZE, TinySizes, make_tiny_model
 from tests.e2e.processes import REWARDS, Place
 from tests.family_models import save_model
 
@@ -45,7 +44,7 @@ def saved(name: str, place: Place) -> Path:
     """The family's random model, with a tokenizer."""
     folder = place.folder / f"model-{name}"
     save_model(name, folder, vocab_size=TOKENIZER_SIZE, max_position_embeddings=1024, bos_token_id=0, eos_token_id=1)
-    known = make_tiny_model(TinyModelSection(), place.cache, 0)
+    known = make_tiny_model(TinySizes(), place.cache, 0)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copyfile(known / file, folder / file)
     return folder

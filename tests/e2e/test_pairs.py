@@ -19,6 +19,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from rl_megatron.config.sections.reward import RewardModelSection
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.metrics.table import deterministic
 from rl_megatron.rewards.classifiers.in_process import ClassifierReward
 from rl_megatron.types import Prompt
@@ -338,16 +339,22 @@ def test_a_classifier_is_no_policy(place: Place, reward: Run) -> None:
     assert "job=reward_model: its model scores texts and samples none" in measured.text()
 
 
-TIED = (
-    *("--config", "reward_tiny", "learner.ep=1", "model.tiny.tie_embeddings=true"),
-    *("train.steps=3", "data.num_eval=16"),
+KEYS = (
+    *("--config", "reward_tiny", "learner.ep=1", "train.steps=3", "data.num_eval=16"),
+    *("eval.every=1", "checkpoint.every=1", "log.tensorboard=false"),
 )
 LAYOUTS = (("learner.tp=2",), ("learner.pp=2",), ("learner.cp=2",), ("learner.dp=2", "learner.ep=2"))
 
 
 @pytest.fixture(scope="module")
-def alone(place: Place) -> Run:
-    return place.fork_alone("alone", *TIED, "eval.every=1", "checkpoint.every=1", "log.tensorboard=false").finish()
+def tied(place: Place) -> tuple[str, ...]:
+    """The keys, with a model whose embedding is its output layer."""
+    return (*KEYS, f"model.path={make_tiny_model(TinySizes(tie_embeddings=True), place.cache, 0)}")
+
+
+@pytest.fixture(scope="module")
+def alone(place: Place, tied: tuple[str, ...]) -> Run:
+    return place.fork_alone("alone", *tied).finish()
 
 
 def assert_alike(run: Run, alone: Run) -> None:
@@ -357,14 +364,15 @@ def assert_alike(run: Run, alone: Run) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda keys: keys[0])
-def test_every_layout_trains_the_same_reward_model(place: Place, alone: Run, layout: tuple[str, ...]) -> None:
+def test_every_layout_trains_the_same_reward_model(
+    place: Place, tied: tuple[str, ...], alone: Run, layout: tuple[str, ...]
+) -> None:
     """Of a model whose embedding is tied to the output layer that it loses; a resume goes on in one process."""
     name = f"layout-{len(place.runs)}"
-    arguments = (*TIED, "eval.every=1", "checkpoint.every=1", "log.tensorboard=false")
-    place.fork_alone(name, *arguments, *layout).finish()
+    place.fork_alone(name, *tied, *layout).finish()
     run = place.runs[-1]
     assert_alike(run, alone)
     shutil.rmtree(run.folder / "checkpoints" / "step_000003")
-    again = place.fork_alone(name, *arguments, resume=True).finish()
+    again = place.fork_alone(name, *tied, resume=True).finish()
     assert "resuming from" in again.text()
     assert_alike(again, alone)

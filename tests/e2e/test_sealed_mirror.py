@@ -11,8 +11,7 @@ from launcher.controller.weights import WeightGroup
 from launcher.hosts.local import LocalLauncher
 from launcher.runs.folder import mirror_path
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.reports import sealed_by
 from rl_megatron.weights.servers.mirror import read, shapes
@@ -23,7 +22,7 @@ async def test_a_bit_that_flips_between_learner_and_file_is_not_sealed(tmp_path:
     """6 seconds each."""
     keys = ("rollout=vllm", "rollout.python=python", f"weights.folder={tmp_path}", "learner.threads=1")
     config = load_config("tiny_cpu", [*keys, "learner.ep=1", *mesh])
-    model = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=3)
+    model = make_tiny_model(TinySizes(), tmp_path / "cache", seed=3)
     wanted = {n: checksum(t, tuple(t.shape)) for n, t in load_file(model / "model.safetensors").items()}
     path = mirror_path(config, tmp_path)
     async with LocalLauncher(model, tmp_path).start(config) as roles:

@@ -14,8 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from tests.e2e.processes import Place, Run
 from tests.e2e.served_teacher import serving
 from tests.e2e.trl_values import STEPS, assert_as_trl, stored
@@ -61,8 +60,8 @@ Sampled = list[list[list[int]]]
 
 def models_of(place: Place) -> tuple[Path, Path]:
     """The student, and a teacher of other sizes."""
-    wide = TinyModelSection(hidden_size=96, num_layers=3, num_experts=4, expert_width=48)
-    return make_tiny_model(TinyModelSection(), place.cache, 0), make_tiny_model(wide, place.cache, 5)
+    wide = TinySizes(hidden_size=96, num_layers=3, num_experts=4, expert_width=48)
+    return make_tiny_model(TinySizes(), place.cache, 0), make_tiny_model(wide, place.cache, 5)
 
 
 def begin_to_keep(place: Place) -> None:

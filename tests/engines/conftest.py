@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.servers.engines import SERVERS
-from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.layouts.families import read_shape
 from tests.engines.benches import Bench, LocalBench, ServedBench, interpreter, served, spare_a_core
 from tests.engines.forked import forked_guards
@@ -26,7 +25,7 @@ def forks() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("models")
-    spec = TinyModelSection(head_dim=32, max_position_embeddings=2048)
+    spec = TinySizes(head_dim=32, max_position_embeddings=2048)
     return make_tiny_model(spec, folder, seed=1), make_tiny_model(spec, folder, seed=2)
 
 

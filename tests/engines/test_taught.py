@@ -20,8 +20,7 @@ import yaml
 from launcher.processes.ports import free_port
 from launcher.servers.engines import SERVERS
 from launcher.servers.interpreter import show_package
-from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.rollout.servers.sglang import priorities
 from rl_megatron.rollout.servers.sglang.options import ON_CPU
@@ -48,7 +47,7 @@ SETTING = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Wider than the student, which has its tokenizer."""
-    spec = TinyModelSection(head_dim=32, hidden_size=96, max_position_embeddings=LENGTH)
+    spec = TinySizes(head_dim=32, hidden_size=96, max_position_embeddings=LENGTH)
     return make_tiny_model(spec, tmp_path_factory.mktemp("teacher"), seed=3)
 
 

@@ -10,9 +10,9 @@ from launcher.preflight.model_files import check
 from launcher.preflight.subject import Subject
 from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import fixed
-from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.placement.ranks import beside, ranks_by_role
 
 URL = "http://127.0.0.1:9"
@@ -168,8 +168,8 @@ def test_a_resume_may_find_them_elsewhere_but_not_others() -> None:
 
 
 def test_its_tokens_and_lengths_are_compared_with_the_policys(tmp_path: Path) -> None:
-    policy = make_tiny_model(TinyModelSection(), tmp_path, 0)
-    short = make_tiny_model(TinyModelSection(max_position_embeddings=8), tmp_path, 0)
+    policy = make_tiny_model(TinySizes(), tmp_path, 0)
+    short = make_tiny_model(TinySizes(max_position_embeddings=8), tmp_path, 0)
     tokens = (policy / "tokenizer.json").read_text()
     other = tmp_path / "other"
     other.mkdir()
@@ -190,8 +190,8 @@ def test_its_tokens_and_lengths_are_compared_with_the_policys(tmp_path: Path) ->
 
 
 def test_the_longest_that_it_reads_behind_its_own_prompt_is_compared_with_its_positions(tmp_path: Path) -> None:
-    policy = make_tiny_model(TinyModelSection(), tmp_path, 0)
-    wide = make_tiny_model(TinyModelSection(max_position_embeddings=2048), tmp_path, 0)
+    policy = make_tiny_model(TinySizes(), tmp_path, 0)
+    wide = make_tiny_model(TinySizes(max_position_embeddings=2048), tmp_path, 0)
     prompts = [*own("me", 1019), *own("near", 1019), *own("far", 1018)]
     models = [*held("near", policy), *teacher("far", policy)]
     config = loaded(f"model.path={policy}", *models, *prompts)

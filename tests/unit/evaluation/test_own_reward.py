@@ -12,10 +12,10 @@ from launcher.build.sampler import sampler_of
 from launcher.preflight.reward import check
 from launcher.preflight.subject import Subject
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.evaluation.sets import measure
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.rollout.sampler import RolloutSampler
 from tests.unit.evaluation.test_sets import Written
@@ -32,7 +32,7 @@ SETS = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(TinyModelSection(), tmp_path_factory.mktemp("models"), 0)
+    return make_tiny_model(TinySizes(), tmp_path_factory.mktemp("models"), 0)
 
 
 def built(config: RunConfig, model: Path) -> tuple[RolloutSampler, Data]:

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from launcher.preflight.checks import preflight
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.experiments.cells import Cell, cells_of
 from rl_megatron.experiments.study import read_study
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.checkpoints.upcycle import read_upcycling, upcycle
 
 STUDIES = Path(__file__).parents[3] / "docs" / "studies"
@@ -75,7 +74,7 @@ def test_sizes_start_from_folders_that_upcycling_makes(tmp_path: Path, monkeypat
         f"runs/sizes_models/w{width}-e{experts}" for width in (32, 48, 64, 96) for experts in (4, 8, 16)
     }
     monkeypatch.chdir(tmp_path)
-    spec = TinyModelSection(hidden_size=32, num_experts=1, experts_per_token=1, expert_width=16)
+    spec = TinySizes(hidden_size=32, num_experts=1, experts_per_token=1, expert_width=16)
     dense = make_tiny_model(spec, tmp_path / "cache", seed=0)
     (tmp_path / "runs/sizes_models").mkdir(parents=True)
     upcycle(dense, Path("runs/sizes_models/w32-e4"), read_upcycling("experts=4,topk=2"))

@@ -14,9 +14,8 @@ import pytest
 from launcher.processes import restarts
 from launcher.servers.pool import ServedEngines
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import EngineError
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.rollout.servers import attempts
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.replicas import Health
@@ -32,7 +31,7 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def attached(folder: Path, fakes: list[Fake], *keys: str, resumes: bool = False) -> ServedEngines:
-    model = make_tiny_model(TinyModelSection(), folder / "cache", seed=0)
+    model = make_tiny_model(TinySizes(), folder / "cache", seed=0)
     of_server = (f"addresses={','.join(fake.url for fake in fakes)}", *keys)
     config = load_config("tiny_cpu", ["rollout=vllm", *(f"rollout.server.{key}" for key in of_server)])
     return ServedEngines(config, Described(), model, folder, read_shape(model), resumes=resumes)

@@ -25,7 +25,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import pack
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.interfaces import Launcher, Roles, RolloutEngine, WeightSync
-from rl_megatron.models.tiny import tiny_shape
+from rl_megatron.models.tiny import TinySizes, tiny_shape
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.rollout.servers import replicas
 from rl_megatron.rollout.servers.replicas import Health
@@ -206,7 +206,9 @@ async def test_learners_start_after_servers_that_share_their_gpus(
     monkeypatch.setattr(ServedEngines, "running", running)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     config = load_config("tiny_cpu", ["rollout=vllm", "learner.device=cuda", "learner.ep=1", *keys])
-    launcher = ServedLauncher(Learners(), tmp_path, tmp_path, tiny_shape(config.model.tiny), sites_of(config, None))
+    launcher = ServedLauncher(
+        Learners(), tmp_path, tmp_path, tiny_shape(TinySizes.of(config.model.tiny)), sites_of(config, None)
+    )
     with pytest.raises(ConfigError, match="that is enough"):
         async with launcher.start(config):
             pass

@@ -15,8 +15,7 @@ from transformers import AutoModelForSequenceClassification
 from launcher.preflight.model_files import check
 from launcher.preflight.subject import Subject
 from rl_megatron.config.io import load_config, save_resolved
-from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from tests.unit.launcher.commands import status_of
 
 
@@ -24,7 +23,7 @@ from tests.unit.launcher.commands import status_of
 def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny classifier, and shards of it without config.json."""
     root = tmp_path_factory.mktemp("reward_model")
-    shutil.copytree(make_tiny_model(TinyModelSection(), root, 0), root / "hf")
+    shutil.copytree(make_tiny_model(TinySizes(), root, 0), root / "hf")
     tensors = load_file(root / "hf" / "model.safetensors")
     tensors["score.weight"] = tensors.pop("lm_head.weight")[:1].clone()
     save_file(tensors, root / "hf" / "model.safetensors", metadata={"format": "pt"})
@@ -63,7 +62,7 @@ def test_a_reward_models_shards_are_converted_and_verified_with_the_model_that_t
     reward_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shards, out = reward_model / "shards", tmp_path / "out"
-    spec = TinyModelSection(tie_embeddings=True)  # a policy's config.json may say it; a score is of no token
+    spec = TinySizes(tie_embeddings=True)  # a policy's config.json may say it; a score is of no token
     policy = make_tiny_model(spec, tmp_path / "policy", 1)
     assert status_of("convert", shards, out, "--config", policy) == 0
     (check,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("check it: ")]
@@ -79,7 +78,7 @@ def test_a_reward_models_shards_are_converted_and_verified_with_the_model_that_t
 
 def test_a_critic_starts_from_shards_of_its_sizes_alone(reward_model: Path, tmp_path: Path) -> None:
     """These have no config.json, as the critic/ of a checkpoint."""
-    wide = make_tiny_model(TinyModelSection(hidden_size=96), tmp_path, 0)
+    wide = make_tiny_model(TinySizes(hidden_size=96), tmp_path, 0)
     for model, refused in ((reward_model / "hf", False), (wide, True)):
         policy = tmp_path / f"policy-{refused}"
         shutil.copytree(model, policy)

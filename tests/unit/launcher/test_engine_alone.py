@@ -19,10 +19,9 @@ from launcher.build.alone import _FolderWeights, engine_alone
 from launcher.build.trained import of_folder
 from launcher.hosts.sites import sites_alone
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.rollout.servers.adapter import Command, StartOptions
 from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
 from rl_megatron.weights.checks.checksums import checksum
@@ -56,7 +55,7 @@ def memory() -> Iterator[Path]:
 async def test_models_served_from_one_folder_have_a_file_of_weights_each(tmp_path: Path, memory: Path) -> None:
     """What a killed process left in the node's memory goes; what another still serves stays."""
     config = load_config("tiny_cpu", ["rollout.server.replicas=1", f"weights.folder={memory}"])
-    models = [make_tiny_model(TinyModelSection(), tmp_path / "models", seed) for seed in (0, 1)]
+    models = [make_tiny_model(TinySizes(), tmp_path / "models", seed) for seed in (0, 1)]
     shape = read_shape(models[0])
 
     def files() -> dict[Path, bytes]:
@@ -101,7 +100,7 @@ async def test_each_server_sees_gpus_of_its_own(tmp_path: Path, memory: Path, mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5a,6,7")
     engine = f"rollout.engine={__name__}:{SaysItsGpus.__name__}"
     keys = ("rollout.server.replicas=2", "rollout.server.tp=2", "learner.device=cuda", f"weights.folder={memory}")
-    model = make_tiny_model(TinyModelSection(), tmp_path / "models", seed=0)
+    model = make_tiny_model(TinySizes(), tmp_path / "models", seed=0)
     config = of_folder(load_config("tiny_cpu", [engine, *keys]), model)
     (tmp_path / "eval").mkdir()
     with pytest.raises(ConfigError, match="answers as no server"):

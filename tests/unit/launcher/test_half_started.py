@@ -21,10 +21,10 @@ from launcher.servers.site import Site
 from launcher.servers.supervisor import Failed
 from launcher.servers.supervisor import Started as Server
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import EngineError
 from rl_megatron.interfaces import Launcher, Roles
-from rl_megatron.models.tiny import make_tiny_model, tiny_shape
+from rl_megatron.models.tiny import TinySizes, make_tiny_model, tiny_shape
 from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import Server as HttpServer
@@ -71,7 +71,7 @@ async def test_servers_of_one_gpu_start_one_after_the_other(
 ) -> None:
     """Each measures the memory that is left for its cache."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    model = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0)
+    model = make_tiny_model(TinySizes(), tmp_path / "cache", seed=0)
     keys = ("rollout=local", "rollout.server.replicas=3", "train.max_staleness=1")
     config, started, ready = load_config("tiny_cpu", keys), Started(OPEN), list[bool]()
 
@@ -92,7 +92,7 @@ async def test_servers_of_one_gpu_start_one_after_the_other(
 async def check_that_the_first_fails(folder: Path, sites: list[list[Site]], why: str, *, resumes: bool) -> None:
     """Of two servers: that ends a first start; in a resume the second serves."""
     config = load_config("tiny_cpu", ("rollout=local", "rollout.server.replicas=2"))
-    model = make_tiny_model(TinyModelSection(), folder / "cache", seed=0)
+    model = make_tiny_model(TinySizes(), folder / "cache", seed=0)
     shape = read_shape(model)
     launcher = ServedLauncher(cast("Launcher", None), model, folder, shape, sites, resumes=resumes)
     servers = launcher._servers(config, EmbeddedAdapter(shape))
@@ -171,7 +171,7 @@ def _listens(port: int) -> bool:
 async def test_nothing_is_left_of_a_server_that_is_restarted_and_does_not_come_up(
     tmp_path: Path, code: str, nodes: int, seconds: float, why: str
 ) -> None:
-    model = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0)
+    model = make_tiny_model(TinySizes(), tmp_path / "cache", seed=0)
     keys = ("rollout=local", "rollout.server.replicas=1", "train.max_staleness=1", "rollout.server.restarts=1")
     config, started = load_config("tiny_cpu", (*keys, f"rollout.server.start_seconds={seconds}")), Started(code)
     sites = [Site(start=start) for start in (started.start, started.fails)[:nodes]]
@@ -213,7 +213,7 @@ async def test_a_server_that_cannot_start_is_named_while_learners_load(
             yield cast("Roles", None)
 
     monkeypatch.setattr(ServedEngines, "running", running)
-    launcher = ServedLauncher(Learners(), tmp_path, tmp_path, tiny_shape(TinyModelSection()))
+    launcher = ServedLauncher(Learners(), tmp_path, tmp_path, tiny_shape(TinySizes()))
     with pytest.raises(EngineError, match="unrecognized arguments"):
         async with asyncio.timeout(60.0), launcher.start(load_config("tiny_cpu", ["rollout=vllm"])):
             pass

@@ -18,10 +18,9 @@ from launcher.preflight import job_memory
 from launcher.preflight.subject import Found, Subject
 from launcher.programs.evaluate import measure_model
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
-from rl_megatron.models.tiny import tiny_shape
+from rl_megatron.models.tiny import TinySizes, tiny_shape
 from rl_megatron.scaling.host_memory import copies_bytes, filled_bytes
 from rl_megatron.scaling.saves import bytes_by_rank, copied_by_rank, save_cost
 from rl_megatron.weights.formats.served import FORMATS
@@ -191,7 +190,7 @@ def test_the_files_of_a_node_are_as_large_as_counted(tmp_path: Path, ranks: int,
     keys = ("rollout=vllm", f"learner.dp={ranks}", "learner.ep=1", f"rollout.server.quantization={quantization}")
     config, shape = (
         load_config("tiny_cpu", [*keys, "learner.dtype=bfloat16", "learner.device=cuda"]),
-        tiny_shape(TinyModelSection()),
+        tiny_shape(TinySizes()),
     )
     path, known = tmp_path / "w" / "model.safetensors", tmp_path / "config.json"
     known.write_text("{}")

@@ -16,7 +16,7 @@ from launcher.wire import messages
 from launcher.wire.greetings import Setup
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from tests.forks import FORKS
 
 NAMES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
@@ -52,7 +52,7 @@ def rank_main(connection: Connection, folder: Path) -> None:
 def test_a_rank_has_them_when_it_builds_its_model(keys: tuple[str, ...], mode: bool, tmp_path: Path) -> None:
     (tmp_path / "seen_by_layers.py").write_text(LAYERS.format(names=NAMES))
     config = load_config("tiny_cpu", ["learner.ep=1", "learner.layers=seen_by_layers:layers", *keys])
-    model = make_tiny_model(config.model.tiny, tmp_path / "model", seed=1)
+    model = make_tiny_model(TinySizes.of(config.model.tiny), tmp_path / "model", seed=1)
     ours, theirs = Pipe()
     rank = FORKS.Process(target=rank_main, args=(theirs, tmp_path))
     rank.start()

@@ -318,7 +318,7 @@ def test_a_reward_that_takes_long_is_not_waited_for(keys: tuple[str, ...], monke
     assert "the reward 'preflight_rewards:blocking', which did not answer within 0.2 s" in found.texts("unchecked")
 
 
-@pytest.mark.parametrize("more", [(), ("model.tiny.num_layers=3", "model.tiny.tie_embeddings=true"), ("rollout=vllm",)])
+@pytest.mark.parametrize("more", [(), ("model.tiny.num_layers=3",), ("rollout=vllm",)])
 def test_the_tiny_models_sizes_are_known_before_it_is_made(tmp_path: Path, more: tuple[str, ...]) -> None:
     config = load_config("tiny_cpu", [f"model.cache_dir={tmp_path}", *more])
     assert starting_shape(config) == read_shape(starting_folder(config))

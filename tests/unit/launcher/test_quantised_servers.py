@@ -12,10 +12,10 @@ import torch
 from launcher.servers.degrees import degree_problems
 from launcher.servers.pool import ServedEngines, _tolerance
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
@@ -25,7 +25,7 @@ METHODS = {"none": None, "fp8": "fp8", "int8": "compressed-tensors"}
 GPU = ["rollout=vllm", "learner.device=cuda", "learner.dtype=bfloat16"]
 
 
-SIZES = TinyModelSection(hidden_size=128, num_kv_heads=4, head_dim=32, expert_width=128)  # no block is cut
+SIZES = TinySizes(hidden_size=128, num_kv_heads=4, head_dim=32, expert_width=128)  # no block is cut
 
 
 def config_with(*overrides: str) -> RunConfig:

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 from launcher.preflight.model_files import check
 from launcher.preflight.subject import Subject
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.placement.ranks import beside, ranks_by_role
 from rl_megatron.rewards.classifiers.on_ranks import RewardModels, scored_here
 from rl_megatron.rewards.registry import resolve_rewards
@@ -36,7 +36,7 @@ def loaded(*keys: str) -> RunConfig:
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model's folder with the config.json of a classifier with one label."""
     folder = tmp_path_factory.mktemp("judge")
-    shutil.copytree(make_tiny_model(TinyModelSection(), folder, 0), folder / "scores")
+    shutil.copytree(make_tiny_model(TinySizes(), folder, 0), folder / "scores")
     return scoring(folder / "scores")
 
 
@@ -151,7 +151,7 @@ def test_a_folder_that_ranks_can_score_with_is_taken(judge: Path) -> None:
 
 def test_a_folder_that_ranks_cannot_score_with_is_refused_before_the_run(judge: Path, tmp_path: Path) -> None:
     key = "reward_models.judge.path="
-    policy = make_tiny_model(TinyModelSection(), tmp_path, 0)
+    policy = make_tiny_model(TinySizes(), tmp_path, 0)
     (said,) = problems(policy)
     assert re.match(f"{key}.* is no sequence classifier, so it has no score", said)
     for number, (model_type, why) in enumerate([("gpt2", "model_type='gpt2' is not supported"), (None, "supported")]):

@@ -17,9 +17,8 @@ from launcher.processes import restarts
 from launcher.servers.pool import ServedEngines
 from launcher.servers.supervisor import Standing, Supervisor
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import EngineError, ReplicasLost
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.rollout.servers import attempts
 from rl_megatron.rollout.servers import replicas as replicas_
 from rl_megatron.rollout.servers.adapter import Description, ForeignWeights
@@ -318,7 +317,7 @@ async def test_a_server_by_address_that_was_out_of_reach_serves_again_once_it_is
 ) -> None:
     """Between a broken connection and its next answer it was started again, by somebody else."""
     fake, gone = fakes[0], list[int]()
-    model = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0)
+    model = make_tiny_model(TinySizes(), tmp_path / "cache", seed=0)
     config = load_config("tiny_cpu", ["rollout=vllm", f"rollout.server.addresses={fake.url}"])
 
     def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:

@@ -13,9 +13,9 @@ from launcher.build.model import starting_shape
 from launcher.preflight.model_files import check
 from launcher.preflight.subject import Subject
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.scaling.memory import footprints
 
 KL = ("algorithm=grpo", "algorithm.kl.coefficient=0.1", "learner.ep=1")
@@ -25,13 +25,13 @@ OWN_RANKS = "roles.reference=separate"
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A policy, one of its sizes, a wider and deeper teacher, and one with a token more."""
-    cache, wide = tmp_path_factory.mktemp("models"), TinyModelSection(hidden_size=96, num_layers=3, num_experts=4)
+    cache, wide = tmp_path_factory.mktemp("models"), TinySizes(hidden_size=96, num_layers=3, num_experts=4)
     return {
-        "policy": make_tiny_model(TinyModelSection(), cache, 0),
-        "like it": make_tiny_model(TinyModelSection(), cache, 1),
+        "policy": make_tiny_model(TinySizes(), cache, 0),
+        "like it": make_tiny_model(TinySizes(), cache, 1),
         "wide": make_tiny_model(wide, cache, 0),
-        "long": make_tiny_model(TinyModelSection(max_position_embeddings=16), cache, 0),
-        "large vocabulary": make_tiny_model(TinyModelSection(), cache, 0, vocab_size=300),
+        "long": make_tiny_model(TinySizes(max_position_embeddings=16), cache, 0),
+        "large vocabulary": make_tiny_model(TinySizes(), cache, 0, vocab_size=300),
     }
 
 
@@ -71,7 +71,7 @@ def test_a_served_teacher_has_room_for_a_token_behind_the_longest_text(
     folders: dict[str, Path], tmp_path: Path, positions: int, taken: bool
 ) -> None:
     """Servers score no text without making one, and the longest has 22 tokens."""
-    teacher = make_tiny_model(TinyModelSection(max_position_embeddings=positions), tmp_path, 0)
+    teacher = make_tiny_model(TinySizes(max_position_embeddings=positions), tmp_path, 0)
     of_teacher = {"server": "http://10.0.0.1:8000", "engine": "vllm", "path": teacher}
     keys = [f"algorithm.kl.teachers.t.{key}={value}" for key, value in of_teacher.items()]
     found = problems(load_config("tiny_cpu", ["run.name=x", *KL, f"model.path={folders['policy']}", *keys]))
@@ -140,14 +140,14 @@ def scoring(folder: Path, out: Path, **changed: object) -> Path:
 
 
 def test_a_critic_starts_from_a_policy_or_a_reward_model_of_its_sizes(folders: dict[str, Path], tmp_path: Path) -> None:
-    tied = make_tiny_model(TinyModelSection(tie_embeddings=True), tmp_path / "tied", 0)
+    tied = make_tiny_model(TinySizes(tie_embeddings=True), tmp_path / "tied", 0)
     for path in (folders["like it"], scoring(folders["like it"], tmp_path / "scores"), tied):
         assert problems(critic_of(folders, path)) == []
 
 
 def test_a_critic_of_other_sizes_or_of_no_folder_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     """As built it would have the policy's layers, rotary angles and norms, and silently drop what does not fit."""
-    deep = make_tiny_model(TinyModelSection(num_layers=3), tmp_path / "deep", 0)
+    deep = make_tiny_model(TinySizes(num_layers=3), tmp_path / "deep", 0)
     other = scoring(folders["like it"], tmp_path / "other", rms_norm_eps=0.5)
     for path, apart in ((scoring(deep, tmp_path / "deep_scores"), "num_layers"), (other, "norm_eps")):
         (found,) = problems(critic_of(folders, path))

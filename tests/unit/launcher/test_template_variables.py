@@ -11,10 +11,10 @@ from transformers import AutoConfig
 
 from launcher.build.data import load_data, read_tokenizer
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.reward import RewardModelSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.rewards.classifiers.in_process import classifier_texts
 from rl_megatron.weights.formats.hf_folder import copy_companions
 
@@ -28,7 +28,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = make_tiny_model(TinyModelSection(), tmp_path, 0)
+    folder = make_tiny_model(TinySizes(), tmp_path, 0)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 

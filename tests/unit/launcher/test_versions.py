@@ -19,9 +19,8 @@ from launcher.servers import interpreter
 from launcher.servers.pool import ServedEngines
 from launcher.servers.versions import compare_environments, libraries_of, why_no_group
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.weights.checks.libraries import Libraries, nccl_version
 from rl_megatron.weights.layouts.families import read_shape
@@ -194,7 +193,7 @@ def test_they_are_compared_before_a_run_and_again_before_servers_start(
     config = load_config("tiny_cpu", [*GPU, f"rollout.python={engine}", "weights.transport=direct"])
     (said,) = (text for text in preflight(config).texts("problem") if "NCCL" in text)
     assert re.search(r"2\.29\.7 \(learner .*2\.30\.7 \(engine .*; torch differs: 2\.13 .* 2\.14 .*; install the", said)
-    shape = read_shape(folder := make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0))
+    shape = read_shape(folder := make_tiny_model(TinySizes(), tmp_path / "cache", seed=0))
     with pytest.raises(ConfigError, match=re.escape(said)):
         asyncio.run(ServedEngines(config, VLLMAdapter(shape), folder, tmp_path, shape)._prepare(tmp_path / "packages"))
     status_of("train", "--check", "rollout=vllm", f"rollout.python={engine}")

@@ -18,10 +18,9 @@ from launcher.wire.greetings import Setup
 from launcher.worker.models import RankModels
 from rl_megatron.columns import TokenIds
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.data.samples import to_samples
 from rl_megatron.interfaces import Pass
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.conversation.conversation import Conversation
 from rl_megatron.rollout.local.engine import LocalEngine
@@ -42,7 +41,7 @@ REPLIES = (
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(TinyModelSection(), tmp_path_factory.mktemp("models"), seed=3, vocab_size=1152)
+    return make_tiny_model(TinySizes(), tmp_path_factory.mktemp("models"), seed=3, vocab_size=1152)
 
 
 @pytest.fixture(scope="module")

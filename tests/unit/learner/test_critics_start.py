@@ -15,9 +15,8 @@ from launcher.preflight.subject import Subject
 from launcher.wire.greetings import Setup
 from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import WeightError
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 
 
 @contextlib.contextmanager
@@ -37,7 +36,7 @@ def rank_of(policy: Path, folder: Path, *keys: str) -> Iterator[RankModels]:
 
 
 def test_only_the_output_layer_of_its_folder_is_left_out(tmp_path: Path) -> None:
-    policy, deep = (make_tiny_model(TinyModelSection(num_layers=n), tmp_path, seed=0) for n in (1, 2))
+    policy, deep = (make_tiny_model(TinySizes(num_layers=n), tmp_path, seed=0) for n in (1, 2))
     with rank_of(policy, tmp_path / "run", f"model.path={policy}") as rank:
         rank.start_from("critic", policy)
         with pytest.raises(WeightError, match=r"critic has no tensor for \d+ of its tensors, as 'decoder.layers.1."):
@@ -45,7 +44,7 @@ def test_only_the_output_layer_of_its_folder_is_left_out(tmp_path: Path) -> None
 
 
 def test_a_critic_of_another_optimizer_takes_a_checkpoints_weights_and_a_preflight_its_sizes(tmp_path: Path) -> None:
-    policy, shards = make_tiny_model(TinyModelSection(num_layers=1), tmp_path, seed=0), tmp_path / "critic"
+    policy, shards = make_tiny_model(TinySizes(num_layers=1), tmp_path, seed=0), tmp_path / "critic"
     with rank_of(policy, tmp_path / "run", f"model.path={policy}") as rank:
         rank.start_from("critic", policy)
         for value in rank._learners["critic"].value_weight.values():
@@ -55,7 +54,7 @@ def test_a_critic_of_another_optimizer_takes_a_checkpoints_weights_and_a_preflig
         shards.mkdir()
         rank.save("critic", shards)
         rank.durable("critic")
-    for model, refused in ((policy, False), (make_tiny_model(TinyModelSection(), tmp_path, seed=0), True)):
+    for model, refused in ((policy, False), (make_tiny_model(TinySizes(), tmp_path, seed=0), True)):
         keys = ("algorithm=ppo", "learner.ep=1", f"model.path={model}", f"algorithm.critic.path={shards}")
         found = [one.text for one in check(Subject(load_config("tiny_cpu", keys), for_job=False))]
         assert any("is no checkpoint of a critic of the policy's sizes" in one for one in found) == refused, found

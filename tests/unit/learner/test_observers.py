@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from rl_megatron.algorithms.losses import CrossEntropy
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.learner import world
 from rl_megatron.learner.megatron import make_policy
 from rl_megatron.learner.observers.table import installed_observers
 from rl_megatron.learner.trained import MegatronLearner
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.metrics.table import documented
 from rl_megatron.types import Metric, Samples, StepResult
 from rl_megatron.weights.layouts.families import read_shape
@@ -60,7 +59,7 @@ def world_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(TinyModelSection(), tmp_path_factory.mktemp("models"), seed=3)
+    return make_tiny_model(TinySizes(), tmp_path_factory.mktemp("models"), seed=3)
 
 
 @pytest.fixture(autouse=True)

@@ -20,9 +20,8 @@ from launcher.wire.greetings import Setup
 from launcher.worker.models import RankModels
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.learner.checkpoint.companions import holds_beside
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.bytes.moving_average import MovingAverage
 from rl_megatron.weights.checkpoints.contents import contents
@@ -91,7 +90,7 @@ def average(held: MovingAverage | None) -> Arrays:
 
 @pytest.mark.parametrize("keys", [(), ("learner.dtype=bfloat16",), LORA], ids=["float32", "bfloat16", "adapters"])
 def test_it_is_the_moving_average_and_a_checkpoint_has_it(keys: tuple[str, ...], tmp_path: Path) -> None:
-    policy, shards = make_tiny_model(TinyModelSection(num_layers=1), tmp_path, seed=0), tmp_path / "shards"
+    policy, shards = make_tiny_model(TinySizes(num_layers=1), tmp_path, seed=0), tmp_path / "shards"
     with rank_of(policy, tmp_path / "run", *keys) as rank:
         wanted = {name: t.double().numpy().copy() for name, t in rank._learners["policy"].tensors.items()}
         save(rank, tmp_path / "warm_start")  # whose plan later saves do not use, which have more
@@ -153,7 +152,7 @@ def test_after_a_reset_of_moments_the_next_steps_are_those_of_a_new_optimizer(
     keys: tuple[str, ...], tmp_path: Path
 ) -> None:
     """To the bit, also where a checkpoint is between them."""
-    policy, shards = make_tiny_model(TinyModelSection(num_layers=1), tmp_path, seed=0), tmp_path / "shards"
+    policy, shards = make_tiny_model(TinySizes(num_layers=1), tmp_path, seed=0), tmp_path / "shards"
     with rank_of(policy, tmp_path / "run", *keys) as rank:
         stepped(rank)
         weights = stepped(rank)

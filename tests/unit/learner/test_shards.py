@@ -15,7 +15,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.losses import CrossEntropy
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.digests import digests
 from rl_megatron.errors import CheckpointError, WeightError
@@ -25,7 +24,7 @@ from rl_megatron.learner.megatron import make_critic, make_policy
 from rl_megatron.learner.model.layers import GroupedColumnLinear, RMSNorm
 from rl_megatron.learner.optimizer import state_of
 from rl_megatron.learner.trained import MegatronLearner
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.options.lora import LoraSection
 from rl_megatron.types import Loss
 from rl_megatron.weights.checkpoints import convert
@@ -38,7 +37,7 @@ SECTION = LearnerSection()
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(TinyModelSection(), tmp_path_factory.mktemp("models"), seed=3)
+    return make_tiny_model(TinySizes(), tmp_path_factory.mktemp("models"), seed=3)
 
 
 @pytest.fixture(scope="module", autouse=True)

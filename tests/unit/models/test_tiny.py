@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.tiny import _publish, make_tiny_model
+from rl_megatron.models.tiny import TinySizes, _publish, make_tiny_model
 from rl_megatron.weights.layouts.families import read_shape
 from tests.forks import FORKS
 
-SPEC = TinyModelSection(hidden_size=16, num_heads=2, head_dim=8, num_experts=4, expert_width=8)
+SPEC = TinySizes(hidden_size=16, num_heads=2, head_dim=8, num_experts=4, expert_width=8)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_it_is_made_once_and_its_name_tells_seed_sizes_and_vocabulary_apart(fold
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     others = {
         make_tiny_model(SPEC, cache, 4),
-        make_tiny_model(SPEC.model_copy(update={"num_layers": 1}), cache, 3),
+        make_tiny_model(replace(SPEC, num_layers=1), cache, 3),
         make_tiny_model(SPEC, cache, 3, vocab_size=512),
     }
     assert len(others | {folder}) == 4
@@ -96,7 +96,7 @@ def test_processes_that_make_it_at_once_get_the_same_whole_folder(tmp_path: Path
 
 def make_at_once(start: Any, cache: Path, said: Path) -> None:
     start.wait()
-    said.write_text(str(make_tiny_model(TinyModelSection(), cache, 0)))
+    said.write_text(str(make_tiny_model(TinySizes(), cache, 0)))
 
 
 def test_the_folder_of_a_faster_process_stands(tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ import pytest
 from launcher.servers.engines import SERVERS
 from launcher.servers.pool import ServedEngines
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.named import NAMED
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest
@@ -180,7 +179,7 @@ class Held(Described):
 @contextlib.asynccontextmanager
 async def two_groups_of_four(fake: Fake, folder: Path, *keys: str) -> AsyncIterator[tuple[Held, ServedEngine]]:
     """A run's servers, of which so much may be in flight."""
-    model = make_tiny_model(TinyModelSection(), folder / "cache", seed=0)
+    model = make_tiny_model(TinySizes(), folder / "cache", seed=0)
     limits = ["rollout.server.concurrency=2", "rollout.group_size=4"]
     config = load_config("tiny_cpu", ["rollout=vllm", f"rollout.server.addresses={fake.url}", *limits, *keys])
     servers = ServedEngines(config, held := Held(), model, folder, read_shape(model))

@@ -17,7 +17,7 @@ from rl_megatron.config.sections.slurm import SpeedsSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.models.tiny import tiny_shape
+from rl_megatron.models.tiny import TinySizes, tiny_shape
 from rl_megatron.scaling.estimates import estimate, floor_seconds
 from rl_megatron.scaling.memory import WINDOW_LAYERS, check_memory, server_weights
 from rl_megatron.scaling.pushes import engine_layout, push_cost, served_bytes
@@ -37,7 +37,7 @@ REPO = Path(__file__).resolve().parents[3]
 WRITTEN = {"dpo_tiny", "reward_tiny", "sft_tiny"}  # which push none
 RECIPES = sorted(path.stem for path in (REPO / "conf").glob("*.yaml") if path.stem not in WRITTEN)
 ENGINES = sorted(path.stem for path in (REPO / "conf" / "rollout").glob("*.yaml"))
-SHAPE = tiny_shape(load_config("tiny_cpu", []).model.tiny.model_copy(update={"head_dim": 32}))
+SHAPE = tiny_shape(TinySizes(head_dim=32))
 APART = "slurm.engines.nodes=0"
 WITHOUT_SERVERS = (  # what the in-process engine needs of a recipe with servers
     *(APART, "slurm.heterogeneous=false"),

@@ -18,10 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError, WeightError
 from rl_megatron.models.families.fields import ConfigFields
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.bytes.bits import to_tensor
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import MappedFile
@@ -30,7 +29,7 @@ from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.layouts.families import FAMILIES, hf_layout, megatron_layout, read_shape
 
 INDEX = "model.safetensors.index.json"
-SPEC = TinyModelSection(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, num_experts=2)
+SPEC = TinySizes(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, num_experts=2)
 VALUES = (None, "text", "", [], [None], {}, {"a": []}, -1, 0, 1.5, True, 10**12, 10**40, float("nan"), "x" * 9_000)
 
 

@@ -26,9 +26,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import CheckpointError, RLMegatronError, WeightError
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.options.lora import LoraSection
 from rl_megatron.weights.bytes.bits import to_tensor
 from rl_megatron.weights.bytes.dtypes import DType
@@ -48,12 +47,12 @@ from tests.family_models import save_model
 from tools import verify_checkpoint
 
 ROOT = Path(__file__).parents[3]
-SPEC = TinyModelSection(hidden_size=32, expert_width=24, num_layers=3, num_experts=4)
+SPEC = TinySizes(hidden_size=32, expert_width=24, num_layers=3, num_experts=4)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def hf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = SPEC.model_copy(update={"tie_embeddings": request.param})
+    spec = replace(SPEC, tie_embeddings=request.param)
     return make_tiny_model(spec, tmp_path_factory.mktemp("models"), seed=4)
 
 
@@ -343,8 +342,8 @@ def read_whole(one: streaming.Copy) -> Tensor:
 
 
 def test_what_only_one_checkpoint_has_and_other_shapes_are_a_line_each(hf: Path, tmp_path: Path) -> None:
-    changed = SPEC.model_copy(update={"tie_embeddings": read_shape(hf).tie_embeddings, "num_layers": 2})
-    other = make_tiny_model(changed.model_copy(update={"expert_width": 16}), tmp_path, seed=4)
+    changed = replace(SPEC, tie_embeddings=read_shape(hf).tie_embeddings, num_layers=2)
+    other = make_tiny_model(replace(changed, expert_width=16), tmp_path, seed=4)
     one, two = tensors(hf), tensors(other)
     for folder, against in ((hf, other), (other, hf)):
         assert not verify_checkpoint.run(folder, against=against)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.tiny import tiny_shape
+from rl_megatron.models.tiny import TinySizes, tiny_shape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.checkpoints.made_up import STD, MadeUp
@@ -56,7 +55,7 @@ def test_norms_are_one_and_biases_zero() -> None:
 
 @pytest.mark.parametrize("dims", [ParallelDims(tp=2, dp=2, ep=2, etp=2), ParallelDims(pp=2, dp=2, ep=2)])
 def test_every_rank_holds_what_it_would_read_from_a_file_of_the_same_values(tmp_path: Path, dims: ParallelDims) -> None:
-    shape = tiny_shape(TinyModelSection())
+    shape = tiny_shape(TinySizes())
     hf, layout = hf_layout(shape), Layout(table=family_of(shape).tables["megatron"], shape=shape, dims=dims)
     made, sizes = MadeUp(tmp_path, hf.local_shapes(0), 0), hf.local_shapes(0)
     save_file({name: made.read(name, whole_box(size)) for name, size in sizes.items()}, tmp_path / "model.safetensors")

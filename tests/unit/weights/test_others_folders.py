@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import CheckpointError, RLMegatronError, WeightError
-from rl_megatron.models.tiny import make_tiny_model, tiny_shape
+from rl_megatron.models.tiny import TinySizes, make_tiny_model, tiny_shape
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.kind import newest_in
@@ -27,7 +26,7 @@ from rl_megatron.weights.checkpoints.verify import verify
 from rl_megatron.weights.layouts.families import megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Piece
 
-SPEC = TinyModelSection(hidden_size=32, expert_width=16, num_layers=2, num_experts=2)
+SPEC = TinySizes(hidden_size=32, expert_width=16, num_layers=2, num_experts=2)
 TRACKER = "latest_checkpointed_iteration.txt"
 
 

@@ -16,10 +16,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize, replace_with_fp8_linear
 
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.models.named import NAMED
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
@@ -34,7 +33,7 @@ from tests.family_models import save_model
 
 FP8 = torch.float8_e4m3fn
 # Blocks end inside tensors, inside a query group and inside the halves of tp=2.
-SPEC = TinyModelSection(hidden_size=160, expert_width=200, num_layers=2, num_experts=2, head_dim=40)
+SPEC = TinySizes(hidden_size=160, expert_width=200, num_layers=2, num_experts=2, head_dim=40)
 CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import ConfigError, RLMegatronError
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.contents import contents
@@ -29,7 +28,7 @@ from tests.unit.weights.test_quantise import set_config
 
 FP8 = torch.float8_e4m3fn
 # Groups and words end inside the halves of tp=2, and a group is not whole at the end of a row of 200.
-SPEC = TinyModelSection(hidden_size=160, expert_width=200, num_layers=1, num_experts=2, head_dim=40)
+SPEC = TinySizes(hidden_size=160, expert_width=200, num_layers=1, num_experts=2, head_dim=40)
 Stored = tuple[dict[str, Tensor], Tensor]  # tensors by what ends their names; the values they stand for, float64
 
 

@@ -12,10 +12,9 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.models.named import NAMED
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checks.checksums import checksum
@@ -275,7 +274,7 @@ def test_stacked_experts_are_refused_by_name() -> None:
 @LOSES
 def test_the_probe_tolerates_quantised_weights_and_refuses_exchanged_ones(tmp_path: Path, kind: str) -> None:
     """transformers in an engine's place; experts lie stacked there."""
-    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(TinyModelSection(), tmp_path, 0)).eval().float()
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(TinySizes(), tmp_path, 0)).eval().float()
     probe = Probe.make(vocab_size=model.config.vocab_size, max_length=16, temperature=1.0, tolerance=1.0)
     text, given = torch.tensor(probe.texts), {name: tensor.clone() for name, tensor in model.state_dict().items()}
 

@@ -13,9 +13,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
 from launcher.__main__ import app
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints.upcycle import read_upcycling, upcycle
 
@@ -110,7 +109,7 @@ def test_noise_makes_copies_differ_by_its_deviation_and_the_seed_repeats_it(dens
 
 
 def test_a_model_of_one_expert_is_dense_and_dtypes_are_cast(tmp_path: Path) -> None:
-    spec = TinyModelSection(hidden_size=32, num_layers=1, num_experts=1, experts_per_token=1, expert_width=16)
+    spec = TinySizes(hidden_size=32, num_layers=1, num_experts=1, experts_per_token=1, expert_width=16)
     one = make_tiny_model(spec, tmp_path, seed=3)
     upcycle(one, tmp_path / "moe", read_upcycling("experts=4"))
     before, after = (logits(Qwen3MoeForCausalLM.from_pretrained(folder)) for folder in (one, tmp_path / "moe"))
@@ -140,7 +139,7 @@ def test_a_recipe_that_cannot_be_is_refused(asked: str, reason: str) -> None:
 
 def test_what_is_not_dense_or_has_another_attention_is_refused(dense: Path, tmp_path: Path) -> None:
     asked, out = read_upcycling("experts=4"), tmp_path / "out"
-    moe = make_tiny_model(TinyModelSection(hidden_size=32, num_layers=1), tmp_path, seed=3)
+    moe = make_tiny_model(TinySizes(hidden_size=32, num_layers=1), tmp_path, seed=3)
     with pytest.raises(ConfigError, match="has 8 experts; only a dense model, or one of a single expert, is upcycled"):
         upcycle(moe, out, asked)
     with pytest.raises(ConfigError, match="its MLP is 24 wide, which granularity=5 does not divide"):

@@ -9,15 +9,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher.commands.convert import part_of_step
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import CheckpointError, ConfigError
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert, verify, writing
 from rl_megatron.weights.checkpoints.streaming import Files
@@ -26,7 +26,7 @@ from tests.unit.weights.conversions import tree
 from tools.conversion import read_share, run
 
 ROOT = Path(__file__).parents[3]
-SPEC = TinyModelSection(hidden_size=16, expert_width=8, num_layers=1, num_experts=2, head_dim=8, num_heads=2)
+SPEC = TinySizes(hidden_size=16, expert_width=8, num_layers=1, num_experts=2, head_dim=8, num_heads=2)
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +335,7 @@ def test_the_command_says_what_the_other_parts_have_to_write(hf: Path, tmp_path:
 
 
 def test_of_many_parts_to_write_the_command_names_twenty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = make_tiny_model(SPEC.model_copy(update={"num_layers": 4}), tmp_path / "models", seed=4)
+    source = make_tiny_model(replace(SPEC, num_layers=4), tmp_path / "models", seed=4)
     run(source, tmp_path / "out", shard_gb=1e-9, part="768/768")
     told = re.search(r"not yet: ((?:\d+, ){19}\d+) and (\d+) more\. The part", capsys.readouterr().out)
     assert told

@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_megatron.config.run import TinyModelSection
 from rl_megatron.data.samples import to_samples
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.conversation.conversation import Conversation
 from rl_megatron.rollout.conversation.templates import PlainText
@@ -37,7 +36,7 @@ def rescored(model: Any, chains: tuple[Chain, ...]) -> tuple[torch.Tensor, torch
 
 @pytest.mark.parametrize("kind", ["plain", "chat"])
 def test_a_forward_of_the_rows_gives_the_engines_logprobs(kind: str, tmp_path: Path) -> None:
-    folder = make_tiny_model(TinyModelSection(), tmp_path, seed=3)
+    folder = make_tiny_model(TinySizes(), tmp_path, seed=3)
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
     engine = LocalEngine(read_shape(folder), slots=4, dtype=torch.float32, device="cpu", max_length=256)
     checkpoint = load_file(folder / "model.safetensors")
