@@ -80,6 +80,12 @@ def _check_reference(config: RunConfig, folder: Path) -> None:
         ) from error
 
 
+def _is_held(key: str) -> bool:
+    """True if a free section had this key, and no value of it but the fixed ones says what is done now."""
+    row = removed_key(key)
+    return row is not None and not row.off
+
+
 def _check_same(
     now: Mapping[str, Any], usual: Mapping[str, Any], then: Mapping[str, Any], folder: Path, paths: Set[str]
 ) -> None:
@@ -88,7 +94,7 @@ def _check_same(
     ``paths``: the keys whose value is one.
     """
     lacked = {key: now[key] if key in FREE_BEFORE else value for key, value in usual.items() if key in now}
-    then = {**lacked, **{key: value for key, value in then.items() if not is_free(key)}}
+    then = {**lacked, **{key: value for key, value in then.items() if not is_free(key) or _is_held(key)}}
     for key in [key for key in then if key not in now and not is_off(then[key])]:
         if (row := removed_key(key)) is not None and row.name is not None and row.name in now:
             logger.warning("%s: %s is called %s now", folder, key, row.name)

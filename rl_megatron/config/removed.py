@@ -46,6 +46,7 @@ _MOMENTUM = Removed("Muon's momentum is 0.95", fixed=(0.95,), off=False)
 _NESTEROV = Removed("Muon's momentum is Nesterov's", fixed=(True,), off=False)
 _NEWTON_SCHULZ_STEPS = Removed("Muon's iteration has 5 steps", fixed=(5,), off=False)
 _TINY = Removed("the tiny model's heads are fixed, and its embeddings are not tied; give model.path for another")
+_DISTRIBUTED = Removed("data-parallel ranks shard the optimizer's state", fixed=(True,), off=False)
 _SPARE = Removed("a trajectory that fails drops its group, with environment.on_error=drop")
 
 REMOVED: Mapping[str, Removed] = {
@@ -53,6 +54,7 @@ REMOVED: Mapping[str, Removed] = {
     "algorithm.correction.normalise": Removed("weights are not divided by their mean"),
     "algorithm.correction.of": Removed("every token is weighed, whatever its advantage", fixed=("all",)),
     "algorithm.correction.times": Removed("a run has one correction; write a product of several as an objective"),
+    "algorithm.critic.optimizer.distributed": _DISTRIBUTED,
     "algorithm.critic.optimizer.muon.momentum": _MOMENTUM,
     "algorithm.critic.optimizer.muon.nesterov": _NESTEROV,
     "algorithm.critic.optimizer.muon.newton_schulz_steps": _NEWTON_SCHULZ_STEPS,
@@ -105,6 +107,7 @@ REMOVED: Mapping[str, Removed] = {
     ),
     "learner.last_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
     "learner.logprob_chunk_tokens": Removed("logits of at most 1024 positions are in float32 at once", fixed=(1024,)),
+    "learner.optimizer.distributed": _DISTRIBUTED,
     "learner.optimizer.muon.momentum": _MOMENTUM,
     "learner.optimizer.muon.nesterov": _NESTEROV,
     "learner.optimizer.muon.newton_schulz_steps": _NEWTON_SCHULZ_STEPS,

@@ -53,7 +53,6 @@ FREE: Mapping[str, bool] = {
     "learner.draft": False,  # the state has the draft layer's
     "learner.router.frozen": False,  # a frozen router has no state in the optimizer
     "learner.optimizer.name": False,  # Muon's matrices have one moment, AdamW's two
-    "learner.optimizer.distributed": False,  # its state has another form
     **{f"learner.{key}": False for key in installed_keys()},  # whether they change numbers, nobody here knows
     "roles": True,
     "weights": True,

@@ -92,7 +92,6 @@ class Offload(Option):
             )
         lacking = {
             "learner.optimizer.name=adamw": learner.optimizer.name == "adamw",
-            "learner.optimizer.distributed=true": learner.optimizer.distributed,
             "learner.dtype=bfloat16": learner.dtype == "bfloat16",
         }
         for key in (key for key, there in lacking.items() if share and not there):

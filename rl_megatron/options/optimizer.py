@@ -34,7 +34,8 @@ class MuonSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW or Muon, by megatron-core's OptimizerConfig."""
+    """AdamW or Muon, by megatron-core's OptimizerConfig. Data-parallel ranks shard the state: AdamW's in equal parts,
+    Muon's in whole parameters."""
 
     name: Literal["adamw", "muon"] = "adamw"
     """muon: the matrices of the decoder's layers, routers among them, are stepped by their orthogonalised momentum,
@@ -51,9 +52,6 @@ class OptimizerSection(Section):
     """Decoupled weight decay of matrices and embeddings. Norms and biases do not decay, as in megatron-core."""
     clip_grad: NonNegativeFloat = 1.0
     """Maximum global norm of the gradient; 0 does not clip."""
-    distributed: bool = True
-    """Whether data-parallel ranks shard the optimizer's state: AdamW's in equal parts; with ``name=muon``, which needs
-    true, in whole parameters."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which both moments are kept between steps, by TransformerEngine's Adam, on GPUs alone. bfloat16 halves
     their 8 bytes a parameter. Steps are still computed in float32. How training fares is not measured."""
@@ -72,13 +70,8 @@ class Optimizer(Option):
     keys = OptimizerKeys
 
     def problems(self, learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-        """Muon with state that is not shared out, and its settings without it."""
+        """Muon with what it cannot do, and its setting without it."""
         section = learner.optimizer
-        if section.name == "muon" and not section.distributed:
-            yield (
-                "learner.optimizer.name=muon with learner.optimizer.distributed=false: data-parallel ranks always "
-                "share its matrices out, so that each is orthogonalised once; leave distributed out"
-            )
         if section.name == "muon" and learner.batch_invariant:
             yield (
                 "learner.optimizer.name=muon with learner.batch_invariant=true: that mode's torch.addmm takes no "
@@ -97,7 +90,7 @@ class Optimizer(Option):
         Raises ConfigError for moments that are not float32 without TransformerEngine.
         """
         section = learner.optimizer
-        sharded = section.distributed and section.name == "adamw"
+        sharded = section.name == "adamw"
         return Keywords(
             ddp={"use_distributed_optimizer": sharded},
             optimizer={
@@ -115,8 +108,8 @@ class Optimizer(Option):
         )
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-        """Bytes of AdamW's two moments, or of Muon's one, and, with bfloat16 parameters, of float32 copies; shared out
-        if ``distributed``, with Muon by whole parameters: a rank has at least the embedding's or the output layer's."""
+        """Bytes of AdamW's two moments, or of Muon's one, and, with bfloat16 parameters, of float32 copies; shared
+        out, with Muon by whole parameters: a rank has at least the embedding's or the output layer's."""
         stepped = rank.stepped(learner)
         if learner.optimizer.moments_dtype != "float32":  # a step has copies of moments
             copies = 2 * _MOMENT * min(stepped, max(STEPPED_AT_ONCE, rank.largest))
@@ -126,8 +119,6 @@ class Optimizer(Option):
         dense, experts = float(held.dense * each), float(held.experts * each)
         if learner.optimizer.name == "muon":
             dense, experts = dense - _MOMENT * rank.matrices.dense, experts - _MOMENT * rank.matrices.experts
-        if not learner.optimizer.distributed:
-            return {**terms, "optimizer": dense + experts}
         largest = 0.0
         if learner.optimizer.name == "muon" and rank.stage in (0, d.pp - 1):
             largest = padded_vocab(shape, d.tp) // d.tp * shape.hidden_size * each
@@ -145,7 +136,6 @@ def _moments_problems(learner: LearnerSection) -> Iterator[str]:
         yield f"{given} with learner.device=cpu: TransformerEngine's Adam keeps them, on GPUs alone; leave it out"
     lacking = {
         "learner.optimizer.name=adamw": learner.optimizer.name == "adamw",
-        "learner.optimizer.distributed=true": learner.optimizer.distributed,
         "learner.dtype=bfloat16": learner.dtype == "bfloat16",
     }
     for key in (key for key, there in lacking.items() if not there):

@@ -86,10 +86,8 @@ class Rank:
     largest: int
 
     def stepped(self, learner: LearnerSection) -> float:
-        """How many of ``trained`` this rank steps: the others are its data-parallel peers', if these share them out."""
+        """How many of ``trained`` this rank steps: the others are its data-parallel peers'."""
         d, held = learner.dims, self.trained
-        if not learner.optimizer.distributed:
-            return float(held.both)
         return held.dense / (d.dp * d.cp) + held.experts * d.etp * d.ep / (d.tp * d.cp * d.dp)
 
 

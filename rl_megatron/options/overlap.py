@@ -54,7 +54,6 @@ class Overlap(Option):
         lacking = {
             "learner.overlap.gradients=true": section.gradients,
             "learner.optimizer.name=adamw": learner.optimizer.name == "adamw",
-            "learner.optimizer.distributed=true": learner.optimizer.distributed,
         }
         for key in (key for key, there in lacking.items() if not there):
             yield f"learner.overlap.parameters=true: megatron-core can do this only with {key}; set it"

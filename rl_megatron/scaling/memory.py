@@ -52,8 +52,8 @@ CHANGES: Mapping[str, str] = {
     "parameters": "raise learner.tp, learner.pp or learner.ep",
     "gradients": "raise learner.tp, learner.pp or learner.ep, or with learner.dtype=bfloat16 set "
     "learner.gradient_dtype=bfloat16",
-    "optimizer": "raise slurm.nodes with learner.dp or learner.ep, which share it out, and keep "
-    "learner.optimizer.distributed=true; or with learner.dtype=bfloat16 set learner.offload.optimizer",
+    "optimizer": "raise slurm.nodes with learner.dp or learner.ep, which share it out, or with "
+    "learner.dtype=bfloat16 set learner.offload.optimizer",
     "critic": "set roles.critic=separate, raise learner.tp, learner.pp or learner.ep, or take an algorithm without a "
     "critic",
     "reference": "set roles.reference=separate, raise learner.tp, learner.pp or learner.ep, or set "

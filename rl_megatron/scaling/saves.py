@@ -80,7 +80,7 @@ def copied_by_rank(config: RunConfig, shape: ModelShape, role: str = LEARNER) ->
     d, out = learner.dims, Counter[int]()
     for rank, count in bytes_by_rank(config, shape, role).items():
         out[rank] += count
-    if not learner.optimizer.distributed or learner.optimizer.name == "muon":
+    if learner.optimizer.name == "muon":
         return dict(out)
     groups = d.dp * d.cp, d.tp * d.cp * d.dp // (d.etp * d.ep)
     inner = d.world_size // d.pp

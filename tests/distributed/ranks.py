@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 
 from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.optimizer import Optimizer
+from rl_megatron.options.option import Keywords
 from tests.forks import FORKS
 
 if TYPE_CHECKING:
@@ -43,6 +49,19 @@ def worlds(
             device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-{name}", seed=1)
             yield name, learner, device
             world.leave()
+
+
+@contextmanager
+def whole_gradients() -> Iterator[None]:
+    """Every data-parallel rank that is made inside has whole gradients, and none a shard of the optimizer's state."""
+    sharded = Optimizer.megatron
+
+    def whole(option: Optimizer, learner: LearnerSection, shape: ModelShape) -> Keywords:
+        given, off = sharded(option, learner, shape), {"use_distributed_optimizer": False}
+        return replace(given, ddp={**given.ddp, **off}, optimizer={**given.optimizer, **off})
+
+    with patch.object(Optimizer, "megatron", whole):
+        yield
 
 
 def fill(scorer: MegatronScorer, learner: LearnerSection, rank: int, folder: Path) -> None:

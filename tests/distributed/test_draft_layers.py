@@ -23,7 +23,7 @@ from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.plans.plan import plan
-from tests.distributed.ranks import run_ranks, worlds
+from tests.distributed.ranks import run_ranks, whole_gradients, worlds
 from tests.draft_models import WrittenDraft, save_with_drafts, save_with_qwens_draft
 from tests.optimizer_step import train_step
 from tests.samples import sequences_of
@@ -138,9 +138,10 @@ def check(folder: Path, layout: str, options: Mapping[str, Any], rank: int, devi
     seen |= {"apart": apart, "routers": [*routers], "compared": len(weights[0]) + STEPS * len(without)}
     if layout in SAVED_IN:
         resumed(folder, layout, policies[1], drafts, rank, device)
-    exact = {**options, "draft": {"train": True}, "optimizer": {"clip_grad": 0.0, "distributed": False}}
+    exact = {**options, "draft": {"train": True}, "optimizer": {"clip_grad": 0.0}}
     exact = {key: value for key, value in exact.items() if key != "overlap"}
-    policy = made(folder, once := LearnerSection.model_validate(exact), rank, device)
+    with whole_gradients():
+        policy = made(folder, once := LearnerSection.model_validate(exact), rank, device)
     result = step(policy, once, 0.0)
     from rl_megatron.learner.naming import global_parameters
 

@@ -33,7 +33,7 @@ from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, rea
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from rl_megatron.weights.plans.plan import plan
-from tests.distributed.ranks import run_ranks, worlds
+from tests.distributed.ranks import run_ranks, whole_gradients, worlds
 from tests.distributed.test_families import LENGTHS, logits_error, make_samples
 from tests.family_models import BASE, MODELS, save_model
 from tests.optimizer_step import train_step
@@ -60,7 +60,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "tp2-recompute": ({"tp": 2, "recompute": {"uniform": 1}}, [*OF_PEFT, "qwen3", "qwen3_moe"]),
     "bfloat16": ({"dtype": "bfloat16"}, ["qwen3_moe"]),
 }
-PLAIN = {"timeout_seconds": 60.0, "optimizer": {"clip_grad": 0.0, "distributed": False}}
+PLAIN = {"timeout_seconds": 60.0, "optimizer": {"clip_grad": 0.0}}
 STEPS = 2
 
 
@@ -176,7 +176,8 @@ def rank_main(rank: int, root: Path) -> None:
         name: LearnerSection.model_validate({**PLAIN, **keys, "lora": LORA}) for name, (keys, _) in LAYOUTS.items()
     }
     for layout, learner, device in worlds(rank, root, plain):
-        found = {name: check(root / name, layout, learner, rank, device) for name in LAYOUTS[layout][1]}
+        with whole_gradients():
+            found = {name: check(root / name, layout, learner, rank, device) for name in LAYOUTS[layout][1]}
         (root / f"{layout}-{rank}.json").write_text(json.dumps(found))
     relayed = {name: LearnerSection.model_validate({**LAYOUTS[name][0], "lora": LORA}) for name in RELAY}
     (root / "relay").mkdir(exist_ok=True)

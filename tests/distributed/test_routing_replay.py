@@ -29,13 +29,13 @@ from rl_megatron.options.optimizer import OptimizerSection
 from rl_megatron.types import Batch, GenerationRequest, Prompt, Samples, SamplingParams, Want
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ragged import ragged_samples
-from tests.distributed.ranks import fill, run_ranks
+from tests.distributed.ranks import fill, run_ranks, whole_gradients
 from tests.optimizer_step import train_step
 
 TINY = TinySizes(num_layers=4)
 EXPERTS, TOP_K = TINY.num_experts, TINY.experts_per_token
 MAX_TOKENS = 120  # three micro-batches, or two a rank; an interleaved pipeline of two stages adds a copy to three
-OPTIMIZER = OptimizerSection(distributed=False, clip_grad=0.0)  # every rank sees whole gradients, as they are
+OPTIMIZER = OptimizerSection(clip_grad=0.0)  # gradients are seen as they are
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by the number of ranks
     2: {
         "tp2": {"tp": 2},
@@ -82,7 +82,8 @@ def ranks_main(rank: int, world_size: int, model: Path, folder: Path) -> None:
     layouts = LAYOUTS[world_size] if world_size > 1 else {"alone": {}, "alone-recompute": {"recompute": {"moe": True}}}
     for name, options in layouts.items():
         learner = LearnerSection.model_validate({**options, "optimizer": OPTIMIZER})
-        seen = one_layout(rank, learner, model, folder / f"{name}.rendezvous")
+        with whole_gradients():
+            seen = one_layout(rank, learner, model, folder / f"{name}.rendezvous")
         torch.save(seen, folder / f"{name}.{rank}.pt")
 
 

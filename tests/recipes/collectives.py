@@ -31,7 +31,6 @@ def uncounted(learner: LearnerSection, shape: ModelShape) -> str:
     unknown = {
         f"learner.cp={d.cp}": d.cp > 1,
         f"learner.etp={d.etp}": d.etp > 1 and bool(shape.num_experts),
-        "learner.optimizer.distributed=false": not learner.optimizer.distributed,
         f"learner.optimizer.name={learner.optimizer.name}": learner.optimizer.name != "adamw",
         "learner.recompute": bool(set(section.modules) - {"moe_act", "core_attn", "layernorm"}),
         "tied embeddings of several stages": shape.tie_embeddings and d.pp > 1,

@@ -182,7 +182,7 @@ def test_a_policy_that_is_its_own_critic_is_refused_beside_what_would_not_fit(ke
 
 def test_options_see_the_critics_own_optimizer() -> None:
     overlap = ["learner.dp=2", "learner.overlap.gradients=true", "learner.overlap.parameters=true"]
-    critic = ["algorithm=ppo", "algorithm.unfinished_reward=null", "algorithm.critic.optimizer.distributed=false"]
+    critic = ["algorithm=ppo", "algorithm.unfinished_reward=null", "algorithm.critic.optimizer.name=muon"]
     with pytest.raises(ConfigError, match=r"^of algorithm.critic.optimizer: learner.overlap.parameters=true"):
         load_config("tiny_cpu", [*overlap, *critic])
     load_config("tiny_cpu", [*overlap, *critic[:2]])

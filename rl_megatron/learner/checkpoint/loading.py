@@ -124,11 +124,6 @@ def _in_links(saved: dict[Any, Any], optimizer: MegatronOptimizer, folder: Path)
     links = range(len(inner_optimizers(optimizer)))
     if len(links) == 1 or saved.keys() == set(links) or isinstance(optimizer, LayerWise):
         return saved
-    if "param_state" not in saved[0]:
-        raise CheckpointError(
-            f"{folder} was written with learner.ep=1 and learner.optimizer.distributed=false by an older version of "
-            "rl_megatron, in another form; resume with that version"
-        )
     one = {key: value for key, value in saved.items() if key not in links}
     groups = [
         {**group, "is_expert_parallel": experts}
@@ -157,13 +152,7 @@ def _read(wanted: dict[str, Any], folder: Path, into: str) -> dict[str, Any]:
         )
     try:
         state: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
-    except ValueError as error:  # lists of unequal lengths
-        raise CheckpointError(
-            f"{folder}: megatron cannot load these shards into {into}: {told(error)[:1000]}. Older versions had other "
-            "groups of parameters where learner.optimizer.distributed=false and experts have biases; resume such a run "
-            "with the version that wrote it"
-        ) from error
-    except (CheckpointException, CheckpointingException, OSError, RuntimeError, KeyError) as error:
+    except (CheckpointException, CheckpointingException, OSError, RuntimeError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"{folder}: megatron cannot load these shards into {into}: {told(error)[:1000]}"
         ) from error

@@ -124,7 +124,7 @@ def test_a_config_file_edited_between_two_starts_is_refused_by_key(tmp_path: Pat
         *(("learner.tp=2", True), ("train.max_staleness=3", True), ("learner.recompute.uniform=1", True)),
         *(("rollout.server.replicas=4", True), ("reward.timeout_seconds=7", True), ("roles.critic=separate", True)),
         *(("rollout.group_size=2", False), ("learner.dtype=bfloat16", False), ("reward.function=length", False)),
-        *(("learner.ep=2", True), ("learner.optimizer.distributed=false", False), ("warm_start.steps=1", False)),
+        *(("learner.ep=2", True), ("warm_start.steps=1", False)),
         *(("learner.optimizer.name=muon", False), ("learner.optimizer.clip_grad=2", True)),
     ],
 )
@@ -159,6 +159,8 @@ def test_a_key_that_an_older_version_left_free_is_fixed_from_the_next_checkpoint
         ("data.gone", 1, "1 then, now no such key\nresume with the version that wrote it, or begin another run.name"),
         ("data.gone", None, None),
         ("gone.inner", None, None),
+        ("learner.optimizer.distributed", True, None),
+        ("learner.optimizer.distributed", False, "False then, now no such key; data-parallel ranks shard"),
         ("reward.parts.exact_match.gone", None, None),
         ("reward.parts.exact_match.gone", 1, "1 then, now no such key\nresume with the version that wrote it"),
         ("reward.parts.length.weight", 0, "0 then, not there now\ngive these as they were, or begin another run.name"),

@@ -80,7 +80,7 @@ SHAPES: Mapping[str, ModelShape] = {
     "latent, other norms": replace(LATENT, norm_eps=1e-5),
     "latent, no stretch": replace(LATENT, rope=Rope(), latent=replace(LATENT.latent, query_rank=None)),  # type: ignore[type-var]
 }
-OPTIMIZER = {"beta1": 0.8, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "clip_grad": 0.0, "distributed": False}
+OPTIMIZER = {"beta1": 0.8, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "clip_grad": 0.0}
 LEARNERS: Mapping[str, Mapping[str, Any]] = {
     "defaults": {},
     "bfloat16": {"dtype": "bfloat16"},
@@ -153,7 +153,6 @@ MEMORY = [  # over a recipe's keys
     "learner.recompute.uniform=null",
     "learner.recompute.uniform=2",
     "learner.recompute.uniform=null learner.recompute.moe_act=true learner.recompute.layernorm=true",
-    "learner.optimizer.distributed=false",
     "learner.optimizer.name=muon",
     "learner.optimizer.name=muon learner.router.frozen=true learner.dtype=float32",
     "learner.gradient_dtype=bfloat16",
@@ -191,8 +190,7 @@ REFUSED = [  # over the default run's keys
     "learner.recompute.moe_act=true learner.layers=a.package:layers learner.dispatcher=deepep learner.ep=2",
     "learner.offload.activations.attention=true learner.device=cuda learner.recompute.uniform=1",
     "learner.offload.while_sampling=gradients learner.device=cuda",
-    "learner.offload.optimizer=1 learner.device=cuda learner.optimizer.distributed=false",
-    "learner.optimizer.name=muon learner.optimizer.distributed=false",
+    "learner.offload.optimizer=1 learner.device=cuda",
     "learner.optimizer.name=muon learner.batch_invariant=true",
     "learner.lora.rank=8 learner.batch_invariant=true",
     "learner.optimizer.muon.scale=original",
@@ -200,10 +198,10 @@ REFUSED = [  # over the default run's keys
     "learner.optimizer.name=muon learner.offload.optimizer=1 learner.device=cuda learner.dtype=bfloat16",
     "learner.gradient_dtype=bfloat16",
     "learner.optimizer.moments_dtype=bfloat16",
-    "learner.optimizer.moments_dtype=bfloat16 learner.optimizer.distributed=false learner.offload.optimizer=0.5",
+    "learner.optimizer.moments_dtype=bfloat16 learner.offload.optimizer=0.5",
     "learner.optimizer.moments_dtype=bfloat16 learner.optimizer.beta1=0.95 learner.optimizer.beta2=0.999",
     "learner.ep=1 learner.overlap.gradients=true",
-    "learner.overlap.parameters=true learner.optimizer.distributed=false",
+    "learner.overlap.parameters=true",
     "learner.overlap.gradients=true learner.overlap.parameters=true learner.layers=a.package:layers",
     "learner.dispatcher=deepep learner.ep=1",
     "learner.dispatcher=hybridep learner.device=cuda learner.dtype=bfloat16 learner.ep=2",

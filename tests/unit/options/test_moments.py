@@ -45,7 +45,6 @@ def test_moments_in_bfloat16_have_fewer_bytes_and_a_step_copies_some() -> None:
     [
         ("learner.device=cpu", "TransformerEngine's Adam keeps them, on GPUs alone; leave it out"),
         ("learner.dtype=float32", "megatron-core can do this only with learner.dtype=bfloat16; set it"),
-        ("learner.optimizer.distributed=false", "only with learner.optimizer.distributed=true; set it"),
         ("learner.optimizer.name=muon", "only with learner.optimizer.name=adamw; set it"),
         ("learner.offload.optimizer=0.5", "that needs a learner without TransformerEngine, .* set one of the two"),
     ],
