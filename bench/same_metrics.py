@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bench.results import parse, write
 from rl_megatron.observability.files import JsonRow, read_jsonl
-from rl_megatron.observability.metrics.table import deterministic
+from rl_megatron.observability.metrics.table import deterministic, documented
 
 REPO = Path(__file__).resolve().parents[1]
 KEYS = ("seed=0", "log.progress=plain", "log.tensorboard=false", "run.dir=runs", "run.name=same")
@@ -50,7 +50,11 @@ def record(tree: Path, folder: Path, keys: list[str]) -> tuple[list[JsonRow], li
     if ended.returncode:
         raise SystemExit(f"{tree}: status {ended.returncode}\n{(folder / 'out.txt').read_text()[-4000:]}")
     run = folder / "runs" / "same"
-    rows = [deterministic(row) for row in read_jsonl(run / "metrics.jsonl")]
+    rows = list(read_jsonl(run / "metrics.jsonl"))
+    unknown = sorted({name for row in rows for name in row if documented(name) is None})
+    if unknown:
+        print(f"{tree.name}: not compared, for this version does not have them: {', '.join(unknown)}")
+    rows = [deterministic({name: row[name] for name in row if name not in unknown}) for row in rows]
     return rows, list(read_jsonl(run / "samples.jsonl"))
 
 
