@@ -109,7 +109,8 @@ ROOMS = (
         ),
         after=(
             "tests/property/test_plan_deepseek.py",
-            *_under("tests/unit/weights", "test_plan_scale.py", "test_drafts.py", "test_convert.py"),
+            *_under("tests/unit/weights", "test_plan_scale.py", "test_drafts.py"),
+            "tests/processes/weights/test_convert.py",
             *_under("tests/unit/weights", "test_recorded.py", "test_direct.py", "test_cost.py"),
         ),
     ),
@@ -137,7 +138,7 @@ ROOMS = (
         after=(
             *_under("tests/unit/rollout", "test_window.py", "test_decoded_answers.py", "test_running_requests.py"),
             *_under("tests/unit/weights", "test_mirror.py", "test_served_formats.py", "test_direct.py"),
-            "tests/unit/launcher/test_versions.py",
+            "tests/processes/launcher/test_versions.py",
         ),
     ),
     Room(
@@ -147,7 +148,8 @@ ROOMS = (
         first=_under("tests/unit/weights", "test_quantise.py", "test_served_formats.py", "test_quantised_sources.py"),
         after=(
             "tests/unit/launcher/test_quantised_servers.py",
-            *_under("tests/unit/weights", "test_convert.py", "test_families.py"),
+            *_under("tests/unit/weights", "test_families.py"),
+            "tests/processes/weights/test_convert.py",
         ),
     ),
     Room(
@@ -195,30 +197,34 @@ ROOMS = (
             "test_requests_that_go_on.py",
             "test_cancelled.py",
         ),
-        after=_under(
-            "tests/unit/rollout",
-            "test_bad_prompts.py",
-            "test_running_requests.py",
-            "test_decoded_answers.py",
-            "test_requests_at_once.py",
-            "test_engine_servers.py",
-            "test_running.py",
-            "test_replica_health.py",
-            "test_time_limit.py",
-            "test_engine_routes.py",
+        after=(
+            *_under(
+                "tests/unit/rollout",
+                "test_bad_prompts.py",
+                "test_running_requests.py",
+                "test_decoded_answers.py",
+                "test_engine_servers.py",
+                "test_running.py",
+                "test_replica_health.py",
+                "test_time_limit.py",
+                "test_engine_routes.py",
+            ),
+            "tests/processes/rollout/test_requests_at_once.py",
         ),
     ),
     Room(
         name="controller",
         paths=("launcher/controller",),
         mutants=30,
-        first=_under(
-            "tests/unit/launcher",
-            "test_learner_group.py",
-            "test_weight_group.py",
-            "test_rank_streams.py",
-            "test_arrivals.py",
-            "test_workers.py",
+        first=(
+            *_under(
+                "tests/unit/launcher",
+                "test_learner_group.py",
+                "test_weight_group.py",
+                "test_rank_streams.py",
+                "test_workers.py",
+            ),
+            "tests/processes/launcher/test_arrivals.py",
         ),
         after=(
             *_under("tests/unit/launcher", "test_colocated.py", "test_lock.py"),
@@ -229,18 +235,25 @@ ROOMS = (
         name="runs",
         paths=("launcher/runs",),
         mutants=30,
-        first=_under("tests/unit/launcher", "test_lock.py", "test_starts.py", "test_stop.py", "test_resuming.py"),
-        after=("tests/unit/launcher/test_job_script.py", "tests/unit/test_bad_configuration.py"),
+        first=(
+            *_under("tests/unit/launcher", "test_lock.py", "test_resuming.py"),
+            "tests/processes/launcher/test_starts.py",
+            "tests/processes/launcher/test_stop.py",
+        ),
+        after=("tests/processes/launcher/test_job_script.py", "tests/unit/test_bad_configuration.py"),
     ),
     Room(
         name="placement",
         paths=("rl_megatron/placement",),
         mutants=60,
-        first=_under(
-            "tests/unit/launcher", "test_placement.py", "test_seats.py", "test_shared_gpus.py", "test_node.py"
+        first=(
+            *_under("tests/unit/launcher", "test_placement.py", "test_shared_gpus.py"),
+            "tests/processes/launcher/test_seats.py",
+            "tests/processes/launcher/test_node.py",
         ),
         after=(
-            *_under("tests/unit/launcher", "test_job_steps.py", "test_reward_models.py", "test_ray_node.py"),
+            *_under("tests/unit/launcher", "test_job_steps.py", "test_reward_models.py"),
+            "tests/processes/launcher/test_ray_node.py",
             "tests/unit/test_teachers_configuration.py",
         ),
     ),

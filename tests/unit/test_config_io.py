@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -360,12 +357,3 @@ def test_a_resolved_config_reads_back_equal(
     save_resolved(config, path)
     assert load_config(str(path), []) == config
     assert [file.name for file in path.parent.iterdir()] == ["config.yaml"]
-
-
-def test_the_configuration_imports_no_torch() -> None:
-    code = (
-        "import json, sys, rl_megatron.config.run, rl_megatron.config.io as c; c.load_config('tiny_cpu', []); "
-        "print(json.dumps([m for m in ('torch', 'megatron', 'transformers', 'numpy') if m in sys.modules]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == []

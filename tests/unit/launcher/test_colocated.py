@@ -33,8 +33,8 @@ from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.jobs.rl import Reinforcement
 from rl_megatron.types import Loss, ParallelDims
+from tests.processes.launcher.test_supervisor import LIMIT, Bed, Place, bed, stuck, until
 from tests.samples import sequences_of
-from tests.unit.launcher.test_supervisor import LIMIT, Bed, Place, bed, stuck, until
 from tests.unit.rollout.test_engine_servers import Fake, running
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.preflight.checks import preflight
-from launcher.programs.submit import checked
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
@@ -345,18 +343,6 @@ def folder_of(tmp_path: Path, **changes: object) -> Path:
 def test_a_degree_that_does_not_fit_is_told_as_the_learners() -> None:
     with pytest.raises(ConfigError, match=r"^learner: ep = 3 does not divide 128 experts; lower ep$"):
         learner_layout(load_config("tiny_cpu", ["learner.ep=3"]), NAMED["qwen3-30b-a3b"])
-
-
-def test_a_recipe_wants_its_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path is not given, .* model\.name=qwen3-30b-a3b; set model\.path"):
-        load_config("qwen3_30b_a3b", [])
-    fits = checked(load_config("qwen3_30b_a3b", [f"model.path={folder_of(tmp_path)}"]))
-    assert "memory: up to 113.3 GB a GPU (rank 0), most of it: optimizer" in fits.describe()
-    other = load_config("qwen3_30b_a3b", [f"model.path={folder_of(tmp_path, num_hidden_layers=94)}"])
-    with pytest.raises(ConfigError, match="num_layers 94 instead of 48"):
-        preflight(other).raise_problems()
-    with pytest.raises(ConfigError, match=r"model\.name=qwen4: not a known model; known: qwen3-30b-a3b"):
-        preflight(load_config("qwen3_30b_a3b", [f"model.path={tmp_path}", "model.name=qwen4"])).raise_problems()
 
 
 def test_without_the_size_of_a_gpu_nothing_is_refused() -> None:

@@ -12,7 +12,7 @@ import pytest
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.servers.http import AttemptFailed, OutOfFiles, Server
 from rl_megatron.rollout.servers.replicas import Health
-from tests.unit.launcher.test_supervisor import LIMIT, bed
+from tests.processes.launcher.test_supervisor import LIMIT, bed
 from tests.unit.rollout.test_engine_servers import REQUEST, running
 
 

@@ -13,7 +13,7 @@ from launcher.processes import restarts
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.servers.http import OutOfFiles, Server
 from rl_megatron.rollout.servers.replicas import Health
-from tests.unit.launcher.test_supervisor import LIMIT, REQUEST, bed, running
+from tests.processes.launcher.test_supervisor import LIMIT, REQUEST, bed, running
 
 
 @pytest.mark.parametrize(("calm", "left"), [(0.0, Health.HEALTHY), (3600.0, Health.GONE)])

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.preflight import job_memory
-from launcher.preflight.subject import Subject
 from launcher.wire.greetings import Setup
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
@@ -16,7 +14,7 @@ from rl_megatron.placement.ranks import made_up_nodes, placement_of
 from rl_megatron.placement.seats import beside_ranks, seats_of
 from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.memory import check_memory, footprints, fullest
-from tests.unit.launcher.test_memory import folder_of, recipe
+from tests.unit.launcher.test_memory import recipe
 
 
 @pytest.mark.parametrize(
@@ -77,35 +75,6 @@ ONE_MACHINE = (
     "slurm.engines.memory_per_node=null",
     "slurm.engines.cpus_per_server=null",
 )
-
-
-@pytest.mark.parametrize(
-    ("gpus", "keys", "shared"),
-    [
-        (8, ("slurm.gpus_per_node=8",), False),
-        (8, ("slurm.gpus_per_node=0",), False),
-        (8, ("slurm.gpus_per_node=6", "slurm.engines.nodes=1"), False),
-        (8, ("slurm.gpus_per_node=6",), False),
-        (6, ("slurm.gpus_per_node=8",), True),
-        (6, ("slurm.gpus_per_node=0",), True),
-        (6, ("slurm.gpus_per_node=6", "slurm.engines.nodes=1"), True),
-        (0, ("slurm.gpus_per_node=8",), False),  # a machine whose GPUs are not known is as the keys say
-        (0, ("slurm.gpus_per_node=7",), True),
-    ],
-)
-def test_on_one_machine_servers_share_gpus_where_ranks_leave_too_few(
-    gpus: int, keys: tuple[str, ...], shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Six ranks and a server of two: it has 0.85 of each of its GPUs, with which the learner's part does not fit."""
-    driver = tmp_path / "nvidia-smi"
-    driver.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {i}: H100'\n" for i in range(gpus)))
-    driver.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    given = ["run.launcher=local", f"model.path={folder_of(tmp_path)}", "slurm.engines.nodes=0", *ONE_MACHINE, *keys]
-    config = load_config("qwen3_30b_a3b_disaggregated", given)
-    found = [one.text for one in job_memory.check(Subject(config, for_job=False)) if one.kind == "problem"]
-    assert any("Largest: engine" in text for text in found) == shared
 
 
 def test_the_advice_for_the_engine_in_the_learners_processes_lowers_it() -> None:

@@ -100,18 +100,6 @@ def until_written(process: subprocess.Popen[str], folder: Path) -> Stack:
     return stack
 
 
-def test_a_process_that_hangs_writes_its_stacks_at_the_signal(tmp_path: Path) -> None:
-    process = write(tmp_path, still="time.sleep(1000)")
-    process.send_signal(stacks.SIGNAL)
-    assert [frame.name for frame in until_written(process, tmp_path).frames] == ["stand_still", "<module>"]
-
-
-def test_and_by_itself_where_nothing_runs_in_its_interpreter(tmp_path: Path) -> None:
-    """ctypes.PyDLL keeps the interpreter's lock: no thread of Python can answer."""
-    process = write(tmp_path, still="ctypes.PyDLL(None).sleep(1000)", before="import ctypes", silence=1.0)
-    assert "stand_still" in [frame.name for frame in until_written(process, tmp_path).frames]
-
-
 def test_files_with_nothing_in_them_go(tmp_path: Path) -> None:
     for name, text in (("first/rank-0.txt", ""), ("first/rank-1.txt", ""), ("second/rank-0.txt", "Thread")):
         (tmp_path / name).parent.mkdir(exist_ok=True)

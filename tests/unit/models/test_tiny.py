@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import TinySizes, _publish, make_tiny_model
 from rl_megatron.weights.layouts.families import read_shape
-from tests.forks import FORKS
 
 SPEC = TinySizes(hidden_size=16, num_heads=2, head_dim=8, num_experts=4, expert_width=8)
 
@@ -78,20 +77,6 @@ def test_a_larger_vocabulary_has_ids_the_tokenizer_never_uses(tmp_path: Path) ->
     assert len(AutoTokenizer.from_pretrained(folder)) == 259
     with pytest.raises(ConfigError, match="vocab_size=258 is less than the tokenizer's 259"):
         make_tiny_model(SPEC, tmp_path, 0, vocab_size=258)
-
-
-def test_processes_that_make_it_at_once_get_the_same_whole_folder(tmp_path: Path) -> None:
-    (cache := tmp_path / "cache").mkdir()
-    start = FORKS.Barrier(2)
-    processes = [FORKS.Process(target=make_at_once, args=(start, cache, tmp_path / str(n))) for n in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(600)
-    assert [process.exitcode for process in processes] == [0, 0]
-    said = {(tmp_path / str(n)).read_text() for n in range(2)}
-    assert [str(path) for path in cache.iterdir()] == list(said)
-    assert weights(Path(said.pop()))
 
 
 def make_at_once(start: Any, cache: Path, said: Path) -> None:

@@ -76,12 +76,6 @@ def test_an_answer_without_a_number_names_the_prompt() -> None:
         score("final_number", "3 are left.\n#### none", "3")
 
 
-def test_math_verify_knows_equal_expressions() -> None:
-    assert score("math_verify", r"\frac{1}{2}", r"\boxed{0.5}", "so it is 1/2", "it is 2", "?") == [1, 1, 0, 0]
-    assert score("math_verify", "work\n#### 1,000", "The answer is 1000.", "100") == [1, 0]
-    assert score("math_verify", "x+1", "$1+x$", "$x-1$") == [1, 0]
-
-
 LATEX = (
     *(r"\frac{1}{2}", r"\frac12", r"- \frac{35}{9}", r"3 \frac{1}{2}", r"3\sqrt{13}", r"70 \sqrt{2}", r"2\pi", "e^2"),
     *("p - q", "2k+2", "y = 2x + 3", "x=5", "6 - 5i", "3R^2", "2*x+1", "sqrt(2)", "5!", "2^{10}", r"\log_2 3", "3:2"),

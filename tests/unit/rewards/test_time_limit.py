@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -15,7 +15,7 @@ from rl_megatron.config.sections.reward import HttpSection, RewardPart, RewardSe
 from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.data.packing import Packer
 from rl_megatron.interfaces import RewardFunction
-from rl_megatron.rewards import math_verify, threads
+from rl_megatron.rewards import math_verify
 from rl_megatron.rewards.http import HttpReward
 from rl_megatron.rewards.scoring import CallLimit, queued, score, turn_of
 from rl_megatron.rewards.tests import PassedTests
@@ -185,13 +185,3 @@ async def _ranks() -> None:
 
     await ranked.turn.acquire()
     assert await waits_uncounted(reward, ranked.turn.release)
-
-
-@pytest.mark.parametrize(
-    "taken", [_threads, _processes_of_math_verify, _requests, _ranks, pytest.param(_programs, marks=fenced)]
-)
-def test_waits_for_what_groups_share_are_not_counted(
-    taken: Callable[[], Coroutine[None, None, None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(threads, "_COMPUTES", 0.0)  # as if each thread computed
-    asyncio.run(taken())

@@ -20,7 +20,7 @@ from rl_megatron.rollout.servers import attempts
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.replicas import Health
 from rl_megatron.weights.layouts.families import read_shape
-from tests.unit.launcher.test_supervisor import Described, until
+from tests.processes.launcher.test_supervisor import Described, until
 from tests.unit.rollout.test_engine_servers import REQUEST, Fake, push, running
 
 

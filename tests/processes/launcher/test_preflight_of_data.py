@@ -8,9 +8,9 @@ import pytest
 
 from launcher.preflight.checks import preflight
 from rl_megatron.config.io import load_config
+from tests.processes.launcher.test_preflight import job
 from tests.unit.launcher.sites import data_file, site
 from tests.unit.launcher.test_memory import QWEN3
-from tests.unit.launcher.test_preflight import job
 
 TALK = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
 

@@ -29,7 +29,7 @@ from rl_megatron.weights.checks.reports import sealed_by
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.servers.leftovers import in_use
 from tests.family_models import save_model
-from tests.unit.launcher.test_half_started import FOREIGN, PORT
+from tests.processes.launcher.test_half_started import FOREIGN, PORT
 
 
 class SaysItsGpus(EmbeddedAdapter):

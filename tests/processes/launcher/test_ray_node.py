@@ -34,7 +34,7 @@ from rl_megatron.errors import ConfigError, EngineError, WorkerDied
 from rl_megatron.placement.ranks import place
 from rl_megatron.placement.seats import seat
 from rl_megatron.types import ParallelDims
-from tests.unit.launcher.test_seats import SCONTROL
+from tests.processes.launcher.test_seats import SCONTROL
 
 # isort: split
 import ray  # after head, which sets what it reads

@@ -18,7 +18,7 @@ from tests.proof.run import PAGE, REPO, Claim, claims, printed, stale
 KINDS = 12
 EVERY = list(claims())
 OTHERS = list(claims(REPO / "docs" / "weights.md"))
-QUICK = [claim for claim in [*EVERY, *OTHERS] if claim.runner == "tests/unit/test_proof.py"]
+QUICK = [claim for claim in [*EVERY, *OTHERS] if claim.runner == "tests/processes/test_proof.py"]
 
 
 def test_every_kind_of_complaint_has_threads_a_command_its_output_and_a_test() -> None:

@@ -22,7 +22,7 @@ from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.layouts.families import read_shape
 from tests.completions import completion
-from tests.unit.launcher.test_supervisor import Described
+from tests.processes.launcher.test_supervisor import Described
 from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, Fake, Words, engine_of, fakes, push
 
 __all__ = ["fakes"]
