@@ -32,11 +32,9 @@ from typing_extensions import override
 from bench.controller_threads import StandIn
 from bench.results import parse, write
 from bench.samples import rollouts
-from launcher.controller.failure import Failure
 from launcher.controller.group import WorkerGroup
-from launcher.controller.handle import WorkerHandle
-from launcher.controller.learner import LearnerGroup
-from launcher.controller.plane import Plane
+from launcher.controller.handle import Failure, WorkerHandle
+from launcher.controller.roles import LearnerGroup, Plane
 from launcher.processes import limits
 from launcher.wire import messages
 from rl_megatron.config.run import RunConfig

@@ -28,10 +28,8 @@ import numpy as np
 
 from bench.results import parse, write
 from launcher.controller import handle
-from launcher.controller.failure import Failure
 from launcher.controller.group import WorkerGroup
-from launcher.controller.rank_process import Ending, RankProcess
-from launcher.controller.rank_stream import RankStream
+from launcher.controller.handle import Ending, Failure, RankProcess, RankStream
 from launcher.processes import limits
 from launcher.wire import messages
 

@@ -32,7 +32,7 @@ import openai
 from typing_extensions import override
 
 from bench.results import parse, write
-from rl_megatron.config.sections.environment import EnvironmentSection
+from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.endpoint.server import Endpoint
 from rl_megatron.rollout.endpoint.shapes import chat_answer

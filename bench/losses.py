@@ -29,8 +29,7 @@ from bench.learner import SIZES, VOCABULARY, make_samples, our_step, seconds
 from bench.results import parse, write
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.returns import gae
-from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.config.sections.kl import KLSection
+from rl_megatron.config.sections.algorithm import AlgorithmSection, KLSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns

@@ -9,8 +9,7 @@ from rl_megatron.algorithms.auxiliary import PreferenceLoss
 from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.config.sections.preference import PreferenceSection
+from rl_megatron.config.sections.algorithm import AlgorithmSection, PreferenceSection
 
 ROWS = Path(__file__).parents[1] / "conf" / "algorithm"
 NAMES = sorted(path.stem for path in ROWS.glob("*.yaml"))

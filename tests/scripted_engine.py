@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_megatron.config.sections.environment import EnvironmentSection
+from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.models.tiny import byte_tokenizer

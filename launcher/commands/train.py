@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from launcher.processes.environment import uncollected
-from launcher.runs.name import choose, refuse_copied
+from launcher.runs.folder import choose, refuse_copied
 from rl_megatron.config.io import load_config
 
 

@@ -19,9 +19,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from launcher.controller.failure import Failure
 from launcher.controller.group import serving
-from launcher.controller.rank_process import Ending, RankProcess
+from launcher.controller.handle import Ending, Failure, RankProcess
 from launcher.controller.roles import roles_of
 from launcher.processes import limits
 from launcher.processes.guards import end_of

@@ -10,9 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from launcher.controller.failure import Failure, seen
-from launcher.controller.handle import STOP_SECONDS, WorkerHandle
-from launcher.controller.rank_process import RankProcess
+from launcher.controller.handle import STOP_SECONDS, Failure, RankProcess, WorkerHandle, seen
 from launcher.controller.watchdog import Watchdog
 from launcher.processes import stacks
 from launcher.wire import messages

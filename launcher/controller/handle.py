@@ -1,22 +1,204 @@
-"""The controller's end of one rank: sends calls, receives answers and heartbeats."""
+"""The controller's end of one rank: sends calls, receives answers and heartbeats.
+
+Keeps the first failure of a run, which ends every wait for a rank.
+
+Reads and writes a rank's stream from the event loop, which never waits for it.
+
+The controller's interface to a rank's process, which each kind of host implements.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
 
-from launcher.controller.failure import Failure
-from launcher.controller.rank_process import RankProcess
-from launcher.controller.rank_stream import RankStream
 from launcher.processes import limits
 from launcher.wire import messages
 from launcher.wire.greetings import Setup
-from launcher.wire.messages import STACKS
-from rl_megatron.errors import SyncError, WorkerDied
+from launcher.wire.messages import STACKS, Message
+from rl_megatron.errors import RLMegatronError, SyncError, WorkerDied
 from rl_megatron.observability.timeline.kernels import RankKernels, Recorded
 from rl_megatron.observability.timeline.ranks import RankTimed, RankTimes
-from rl_megatron.placement.names import called
+from rl_megatron.placement.names import LEARNER, called
+
+
+class RankProcess(Protocol):
+    """One rank's process and the stream to it."""
+
+    role: str
+    rank: int
+    node: str
+    pid: int
+    where: str  # its name in messages: "pid 12", "pid 12 on node2"
+    connection: Connection
+
+    def over(self, hung_up: asyncio.Future[None]) -> asyncio.Future[Any]:
+        """Done once it has ended. ``hung_up`` is done once its stream has ended."""
+        ...
+
+    async def ending(self) -> Ending:
+        """How it ended, once `over` is done."""
+        ...
+
+    async def wake(self) -> None:
+        """Continue the process if it was stopped. It has a limit of its own."""
+        ...
+
+    def kill(self) -> None:
+        """Kill it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a process ended: ``expected`` on request; ``killed`` if its peers' errors are consequences."""
+
+    how: str
+    expected: bool
+    killed: bool
+
+
+_beside = memoryview(bytearray(64 << 10))  # of all streams: it is empty between two turns of the loop
+
+
+class RankStream:
+    """The controller's end of a stream. ``heard`` gets each message, and ``hearing`` is called each time a part of one
+    was read whose rest is still to come; a stream that breaks only ends."""
+
+    def __init__(self, connection: Connection, heard: Callable[[Message], None], hearing: Callable[[], None]) -> None:
+        self._connection, self._heard, self._hearing = connection, heard, hearing
+        self._loop = asyncio.get_running_loop()
+        self.hung_up: asyncio.Future[None] = self._loop.create_future()
+        self._coming, self._left = messages.Incoming(), deque[memoryview]()
+        self._writing, self._awaiting = True, False  # whether the other side may still read; whether we wait for it
+        self._file = connection.fileno()
+        os.set_blocking(self._file, False)
+        self._loop.add_reader(self._file, self._read)
+
+    def send(self, message: Message) -> None:
+        """Send after all that is still to be sent. Arrays of the message must not change before it is."""
+        if not self._writing:
+            return
+        if not self._left:
+            self._loop.call_soon(self._write)
+        self._left.extend(messages.parts(message))
+
+    def drain(self) -> None:
+        """Read all that has arrived, once the other side has ended: its last message may say why."""
+        while not self.hung_up.done() and self._read():
+            pass
+
+    def close(self) -> None:
+        """Close it, whatever is still to be sent."""
+        self._hang_up()
+        self._connection.close()
+
+    def _write(self) -> None:
+        """In a turn of the loop of its own: a message to all ranks must not keep the loop."""
+        if not self._left:
+            return
+        try:
+            messages.write_some(self._file, self._left)
+        except BlockingIOError:
+            pass
+        except OSError:  # what ended the other side is known soon
+            self._writing = False
+            self._left.clear()
+        self._await_room(bool(self._left))
+
+    def _await_room(self, wanted: bool) -> None:
+        """Whether `_write` is called as soon as the stream takes more."""
+        if wanted and not self._awaiting:
+            self._loop.add_writer(self._file, self._write)
+        elif self._awaiting and not wanted:
+            self._loop.remove_writer(self._file)
+        self._awaiting = wanted
+
+    def _read(self) -> bool:
+        """Read once: an array straight into its memory, and many small messages together. Whether there was any."""
+        room = self._coming.room
+        try:
+            count = os.readv(self._file, [room, _beside])
+        except BlockingIOError:
+            return False
+        except OSError:
+            count = 0
+        if not count:
+            self._hang_up()
+            return False
+        message = self._coming.filled(min(count, len(room)))
+        if message is not None:
+            self._heard(message)
+        if count > len(room):
+            for message in self._coming.fed(_beside[: count - len(room)]):
+                self._heard(message)
+        if self._coming.inside:
+            self._hearing()
+        return True
+
+    def _hang_up(self) -> None:
+        self._writing = False
+        self._left.clear()
+        if not self.hung_up.done():
+            self._loop.remove_reader(self._file)
+            self._await_room(False)
+            self.hung_up.set_result(None)
+
+
+logger = logging.getLogger(__name__)
+
+_GRACE_SECONDS = 1.0
+
+
+class Failure:
+    """Why the run cannot continue: the first error of any rank, but a killed rank before its peers' errors.
+
+    A rank that dies breaks its peers' collectives, and their errors may arrive before the news of its end.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.known: asyncio.Future[None] = self._loop.create_future()
+        self.known.add_done_callback(seen)
+        self.rank: int | None = None  # the rank whose process failed, if one did
+        self.role = LEARNER  # of that rank
+        self._waits = self._claimed = False
+
+    def claim(self) -> None:
+        """Claim the diagnosis of a hang: later reports by others are noise."""
+        self._claimed = True
+
+    def report(
+        self, error: RLMegatronError, *, at_once: bool, whose: RankProcess | None = None, claimed: bool = False
+    ) -> None:
+        """Record ``error``, at once or unless a better one arrives within a second."""
+        if self._claimed and not claimed:
+            logger.info("reported while the run hangs: %s", error)
+        elif at_once:
+            self._settle(error, whose)
+        elif not self._waits:
+            self._waits = True
+            self._loop.call_later(_GRACE_SECONDS, partial(self._settle, error, whose, late=True))
+
+    def _settle(self, error: RLMegatronError, whose: RankProcess | None, *, late: bool = False) -> None:
+        if not self.known.done() and not (late and self._claimed):
+            if whose is not None:
+                self.role, self.rank = whose.role, whose.rank
+            self.known.set_exception(error)
+
+
+def seen(future: asyncio.Future[Any]) -> None:
+    """Retrieve a future's exception, so that asyncio does not warn that nothing did."""
+    if not future.cancelled():
+        future.exception()
+
 
 STOP_SECONDS = 30.0
 _ALONE = ("generate", "export")  # calls that take long and have no collective

@@ -1,21 +1,375 @@
-"""Presents many ranks as one Learner, one RolloutEngine and one WeightSync, whichever launcher started them."""
+"""Presents many ranks as one Learner, one RolloutEngine and one WeightSync, whichever launcher started them.
+
+All ranks that hold a model as one Learner or FrozenModel.
+
+Sends the columns of a step to the ranks of a group: once to each data-parallel rank, for all models there.
+
+What all learner ranks do to move their weights, as one WeightSync.
+
+The engines of all learner ranks as one RolloutEngine.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from launcher.controller.group import WorkerGroup
+from rl_megatron.data.sent import Sent
+from rl_megatron.data.shares import Share
+from rl_megatron.errors import CorruptionError, SyncError
+from rl_megatron.interfaces import Pass, PassScores, WeightSync
+from rl_megatron.observability.timeline import spans
+from rl_megatron.rollout.local.batched import Batched
+from rl_megatron.types import (
+    Batch,
+    Completion,
+    GenerationRequest,
+    LoadedAdapters,
+    ParallelDims,
+    Scores,
+    Want,
+    WeightUpdate,
+)
+from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.layouts.recorded import Boxes
+from rl_megatron.weights.transports.joined import Rendezvous
+
+if TYPE_CHECKING:
+    from torch import Tensor
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
-from launcher.controller.engine import EngineGroup
-from launcher.controller.group import WorkerGroup
 from launcher.controller.kernels import record_kernels
-from launcher.controller.learner import LearnerGroup, LearnerGroups
-from launcher.controller.plane import Plane
 from launcher.controller.slowest import SlowestRank
-from launcher.controller.weights import WeightGroup
+from rl_megatron import digests
 from rl_megatron.config.beside import frozen_folders, reward_model_roles
 from rl_megatron.config.run import RunConfig
-from rl_megatron.interfaces import Roles
+from rl_megatron.digests import Digest, Written
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.interfaces import Learner, Roles, Saving, Together
 from rl_megatron.placement.names import LEARNER
+from rl_megatron.training import checkpoints
+from rl_megatron.types import (
+    Counts,
+    Loss,
+    Metric,
+    SkippedStep,
+    StepResult,
+)
+
+
+class EngineGroup(Batched):
+    """A RolloutEngine over the replicas: each replica serves requests that are made together as one batch."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        super().__init__(len(group.workers))
+        self._group = group
+
+    @override
+    async def batch(self, replica: int, requests: list[GenerationRequest]) -> list[list[Completion]]:
+        results: list[list[Completion]]
+        (results,) = await self._group.ask("generate", {self._group.workers[replica].rank: (requests,)})
+        return results
+
+
+logger = logging.getLogger(__name__)
+
+
+class WeightGroup(WeightSync):
+    """A WeightSync in which every learner rank moves its shards to every replica."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    @override
+    async def push(self, version: int) -> WeightUpdate:
+        """Serves ``version`` once all replicas have staged and verified it; tries twice.
+
+        Raises CorruptionError if boxes arrived corrupted twice.
+        """
+        with spans.during(spans.PUSHES, "push", version=version):
+            return await self._twice(version, "stage", "commit")
+
+    async def write_adapters(self, adapters: LoadedAdapters, keep: Collection[LoadedAdapters]) -> WeightUpdate:
+        """Have the adapters written for servers. Raises as `push`."""
+        await self._group.each("name_adapters", adapters.name, tuple(one.name for one in keep))
+        return await self._twice(adapters.version, "stage_adapters", "commit_adapters")
+
+    async def merge(self, *, adapters: bool) -> None:
+        """Whether ranks merge adapters into what they push from now on."""
+        await self._group.each("merge", adapters)
+
+    async def _twice(self, version: int, stage: str, commit: str) -> WeightUpdate:
+        """Stage and commit by these calls; stage again what was corrupted on the way, once."""
+        updates, failures = await self._stage(version, stage)
+        if failures:
+            logger.warning("weights were corrupted in transfer and are sent again: %s", failures[0])
+            again, failures = await self._stage(version, stage)
+            updates += again
+        if failures:
+            raise failures[0]
+        with spans.during(spans.PUSHES, "commit"):
+            await self._group.each(commit, version)
+        return _one_update(version, updates)
+
+    async def held(self) -> list[dict[str, int]]:
+        """The checksum of each tensor that each rank holds for its engine."""
+        held: list[dict[str, int]] = await self._group.each("checksums")
+        return held
+
+    async def _stage(self, version: int, call: str) -> tuple[list[WeightUpdate], list[CorruptionError]]:
+        with spans.during(spans.PUSHES, "stage"):
+            answers: list[WeightUpdate | CorruptionError] = await self._group.each(call, version)
+        return (
+            [answer for answer in answers if isinstance(answer, WeightUpdate)],
+            [answer for answer in answers if isinstance(answer, CorruptionError)],
+        )
+
+    async def sums(self) -> list[Report]:
+        """Each rank's checksums of its boxes, of the version pushed last."""
+        reports: list[Report] = await self._group.each("sums")
+        return reports
+
+    async def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> None:
+        """Have every rank join the group at ``rendezvous`` with engine ranks that hold ``ranks``. Raises SyncError."""
+        for answer in await self._group.each("join_engines", rendezvous, ranks):
+            if answer is not None:
+                raise answer
+
+    async def send(self, version: int) -> tuple[WeightUpdate, list[Report]]:
+        """Have every rank send its shards to the engine ranks. Returns each one's checksums too. Raises SyncError."""
+        answers: list[tuple[WeightUpdate, Report] | SyncError] = await self._group.each("send", version)
+        for answer in answers:
+            if isinstance(answer, SyncError):
+                raise answer
+        said = [answer for answer in answers if not isinstance(answer, SyncError)]
+        return _one_update(version, [update for update, _ in said]), [report for _, report in said]
+
+    @override
+    async def export(self, folder: Path) -> None:
+        """Have rank 0 write the version pushed last."""
+        await self._group.ask("export", {0: (folder,)})
+
+
+def _one_update(version: int, updates: Sequence[WeightUpdate]) -> WeightUpdate:
+    return WeightUpdate(
+        version=version,
+        num_bytes=sum(u.num_bytes for u in updates),
+        seconds=max(u.seconds for u in updates),
+        verify_seconds=max(u.verify_seconds for u in updates),
+    )
+
+
+class Plane:
+    """The calls of a group's ranks that take micro-batches.
+
+    The first rank of each data-parallel rank's ranks gets that one's share, and passes it on to the others.
+    """
+
+    def __init__(self, group: WorkerGroup, dims: ParallelDims) -> None:
+        self._group, self._dims, self._sent = group, dims, Sent(dims.dp)
+        self._held = False  # whether ranks may hold rows, also of a step whose later shares could not be computed
+        self._lock = asyncio.Lock()  # ranks hold what earlier calls brought
+        self._bytes, self._seconds = 0, 0.0  # of shares since the last `row`, and to make them
+
+    async def score(self, batch: Batch, passes: Sequence[Pass]) -> list[PassScores]:
+        """What all passes over the batch say. Raises as `call`."""
+        answers: list[list[tuple[dict[Want, list[Tensor]] | None, float]]]
+        answers = await self.call("score", tuple(passes), batch, to_score=True)
+        return [
+            PassScores(
+                scores=self._by_data_rank(one.want, [each[0] for each in said]), seconds=max(each[1] for each in said)
+            )
+            for one, said in zip(passes, zip(*answers, strict=True), strict=True)
+        ]
+
+    def _by_data_rank(
+        self, want: frozenset[Want], answers: Sequence[dict[Want, list[Tensor]] | None]
+    ) -> dict[Want, Scores]:
+        """Scores [D][M], of those in rank order that the ranks tell."""
+        rows = {self._dims.dp_rank(rank): answer for rank, answer in enumerate(answers) if answer is not None}
+        return {what: [rows[d][what] for d in range(self._dims.dp)] for what in want}
+
+    async def call(
+        self, name: str, asked: str | tuple[Pass, ...], batch: Batch, *rest: Any, to_score: bool
+    ) -> list[Any]:
+        """Call every rank with its micro-batches of the batch and ``rest``. Returns answers in rank order.
+
+        ``asked`` are the passes, or the role of the only one. ``to_score``: without the columns that a loss alone
+        reads. Raises as `WorkerGroup.gather`.
+        """
+        async with self._lock:
+            shares = await self._shares(batch, to_score=to_score)
+            without = (asked, None, *rest)
+            given = {
+                w.rank: (asked, shares[w.rank], *rest) if w.rank in shares else without for w in self._group.workers
+            }
+            self._held = True
+            answers = self._group.begin(name, given)
+        return await self._group.gather(answers)
+
+    async def forget(self) -> None:
+        """Free what the ranks hold of a step."""
+        async with self._lock:
+            if not self._held:
+                return
+            self._held = False
+            self._sent.forget()
+            answers = self._group.begin("forget", dict.fromkeys((w.rank for w in self._group.workers), ()))
+        await self._group.gather(answers)
+
+    def row(self) -> dict[str, float]:
+        """Metrics since the call before."""
+        row: dict[str, float] = {"plane/bytes": self._bytes, "plane/seconds": self._seconds}
+        self._bytes, self._seconds = 0, 0.0
+        return row
+
+    async def _shares(self, batch: Batch, *, to_score: bool) -> dict[int, Share]:
+        """Each data-parallel rank's share, by the rank that gets it; computed beside the event loop."""
+        began = time.perf_counter()
+        sent, self._sent = self._sent, Sent(self._dims.dp, after=self._sent.step + 1)
+        shares = await asyncio.to_thread(sent.shares, batch, to_score=to_score)
+        self._sent = sent  # unless this was cancelled: what was not sent is held by nobody
+        self._bytes += sum(share.nbytes for share in shares)
+        self._seconds += time.perf_counter() - began
+        return {d * self._dims.tp * self._dims.cp: share for d, share in enumerate(shares)}
+
+
+class LearnerGroup(Learner):
+    """A Learner or FrozenModel over all ranks that hold the model of ``role``.
+
+    Every call raises WorkerDied if a rank has ended.
+    """
+
+    def __init__(self, group: WorkerGroup, role: str, plane: Plane) -> None:
+        """``plane`` is that of the group, which models on the same ranks share."""
+        self._group, self.role, self._plane = group, role, plane
+        self._num_routed = 0  # MoE layers of the model; 0: not known yet
+
+    @override
+    async def start_from(self, folder: Path) -> None:
+        await self._group.each("start_from", self.role, folder.resolve())
+
+    @override
+    async def release(self) -> None:
+        await self._group.each("release")
+
+    @override
+    async def score(self, batch: Batch, want: frozenset[Want]) -> Mapping[Want, Scores]:
+        """Each data-parallel rank scores its micro-batches."""
+        asked = Pass(role=self.role, want=want, replays=True, last_tokens=batch.last_tokens)
+        (said,) = await LearnerGroups([self], self._plane).score(batch, [asked])
+        return said.scores
+
+    @override
+    async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float | Counts]]:
+        """Each data-parallel rank adds the gradients of its micro-batches."""
+        await self.check_routes(batch)
+        common = (loss, batch.num_tokens, batch.num_sequences)
+        answers = await self._plane.call("backward", self.role, batch, *common, to_score=False)
+        said: dict[str, Metric[float | Counts]] = next(answer for answer in answers if answer is not None)
+        return said
+
+    @override
+    async def forget(self) -> None:
+        await self._plane.forget()
+
+    @override
+    async def step(self, learning_rate: float) -> StepResult | SkippedStep:
+        """A skipped step has the culprits of all ranks."""
+        answers: list[StepResult | SkippedStep] = await self._group.each("step", self.role, learning_rate)
+        if skipped := [a for a in answers if isinstance(a, SkippedStep)]:  # then all did
+            return replace(skipped[0], culprits=tuple(c for a in skipped for c in a.culprits))
+        return answers[0]
+
+    @override
+    async def drop(self) -> None:
+        await self._group.each("drop", self.role)
+
+    @override
+    async def reset_moments(self) -> None:
+        await self._group.each("reset_moments", self.role)
+
+    @override
+    async def lead(self, rate: float) -> None:
+        await self._group.each("lead", rate)
+
+    async def check_routes(self, batch: Batch) -> None:
+        """Raise RLMegatronError for routes of another model."""
+        routes = batch.samples.routes
+        if routes is None:
+            return
+        self._num_routed = self._num_routed or await self._count_routed()
+        if routes.shape[1] != self._num_routed:
+            raise RLMegatronError(
+                f"routes to replay have {routes.shape[1]} MoE layers, but the learner's model has {self._num_routed}; "
+                "check that the engine serves the same model"
+            )
+
+    async def _count_routed(self) -> int:
+        layers: list[tuple[int, ...]] = await self._group.each("routed_layers", self.role)
+        return 1 + max(layer for of_rank in layers for layer in of_rank)
+
+    @override
+    async def save(self, folder: Path) -> Saving:
+        await self._group.each("save", self.role, folder)
+        return _Saving(self._group, self.role)
+
+    @override
+    async def load(self, folder: Path, files: Mapping[str, Digest]) -> None:
+        """Every rank verifies its share of the files before any loads them."""
+        shares = digests.deal_out(files, len(self._group.workers))
+        mine = {w.rank: (folder, share) for w, share in zip(self._group.workers, shares, strict=True)}
+        problems: list[list[str]] = await self._group.ask("verify", mine)
+        if any(problems):
+            raise checkpoints.unsound(folder.parent, [line for lines in problems for line in lines])
+        await self._group.each("load", self.role, folder)
+
+
+class LearnerGroups(Together):
+    """The models on the ranks of one group."""
+
+    def __init__(self, models: Sequence[LearnerGroup], plane: Plane) -> None:
+        """``plane`` is that of the group."""
+        self._models, self._plane = {one.role: one for one in models}, plane
+
+    @property
+    @override
+    def roles(self) -> Collection[str]:
+        return self._models.keys()
+
+    @override
+    async def score(self, batch: Batch, passes: Sequence[Pass]) -> list[PassScores]:
+        for one in passes:
+            if one.replays:
+                await self._models[one.role].check_routes(batch)
+        return await self._plane.score(batch, passes)
+
+
+class _Saving(Saving):
+    """The save of all ranks that hold the model of ``role``."""
+
+    def __init__(self, group: WorkerGroup, role: str) -> None:
+        self._group, self._role = group, role
+
+    @override
+    async def written(self, *, wait: bool = False) -> bool:
+        return all(await self._group.each("written", self._role, wait))
+
+    @override
+    async def durable(self) -> Written:
+        """The files of all ranks, and the seconds of the slowest."""
+        answers: list[Written] = await self._group.meet("durable", self._role)
+        files = {name: digest for answer in answers for name, digest in answer.files.items()}
+        return Written(files=files, seconds=max(answer.seconds for answer in answers))
 
 
 def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Roles:

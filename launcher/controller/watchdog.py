@@ -10,8 +10,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from launcher.controller.failure import Failure
-from launcher.controller.handle import WorkerHandle
+from launcher.controller.handle import Failure, WorkerHandle
 from launcher.processes import stacks
 from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import make_inside

@@ -21,7 +21,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from launcher.controller.rank_process import Ending, RankProcess
+from launcher.controller.handle import Ending, RankProcess
 from launcher.processes.guards import LastWords
 from launcher.wire.greetings import this_node
 from launcher.worker import nursery

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from launcher.controller.failure import Failure
 from launcher.controller.group import serving
+from launcher.controller.handle import Failure
 from launcher.controller.roles import roles_of
 from launcher.hosts.forks import Nursery, fork_all
 from launcher.hosts.threads import threads_per_worker

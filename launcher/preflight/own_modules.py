@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config.reads.choices import READS
-from rl_megatron.config.sections.preference import PAIR_LOSS_NAMES
+from rl_megatron.config.sections.algorithm import PAIR_LOSS_NAMES
 
 _BIND_UNSEEN = frozenset(
     {"__dict__", "__getattr__", "exec", "f_globals", "globals", "locals", "modules", "setattr", "vars"}

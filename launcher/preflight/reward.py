@@ -14,9 +14,8 @@ import numpy as np
 
 from launcher.preflight.subject import Found, Subject, fact, found_by, note, problem, unchecked
 from rl_megatron.config.sections.data import data_sources, name_of
-from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.eval import RunData
-from rl_megatron.config.sections.reward import RANKS, RewardSection, reward_key
+from rl_megatron.config.sections.reward import RANKS, EnvironmentSection, RewardSection, reward_key
 from rl_megatron.data.problems.prompts import first_problem
 from rl_megatron.environments.demonstrations import demonstrated
 from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_environment

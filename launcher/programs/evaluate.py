@@ -24,7 +24,7 @@ from launcher.preflight import devices, engine, problems_of_data, reward
 from launcher.preflight.job_memory import raise_unread_files
 from launcher.preflight.subject import Subject, found_by
 from launcher.processes.scratch import scratch
-from launcher.runs.lock import lock
+from launcher.runs.folder import lock
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.digests import digest_of

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from launcher.hosts.threads import threads_per_worker
 from launcher.processes.parent import die_with_parent
-from launcher.runs.lock import lock
+from launcher.runs.folder import lock
 from rl_megatron.config.io import save_resolved
 from rl_megatron.errors import ConfigError, together
 from rl_megatron.experiments import states

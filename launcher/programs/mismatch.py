@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from launcher.build.data import Data
 from launcher.build.model import starting_folder
 from launcher.build.roles import Parts, allocation_of, started
-from launcher.controller.weights import WeightGroup
+from launcher.controller.roles import WeightGroup
 from launcher.preflight.checks import preflight
 from launcher.runs.folder import mirror_path
 from launcher.runs.stop import stop_signals

@@ -17,8 +17,7 @@ from launcher.build.model import starting_shape
 from launcher.hosts.slurm.calls import call_slurm, parse_script
 from launcher.hosts.slurm.script import code_folder, job_script, show_code
 from launcher.preflight.checks import Preflight, preflight
-from launcher.runs.lock import lock
-from launcher.runs.name import choose
+from launcher.runs.folder import choose, lock
 from rl_megatron.config.beside import separate
 from rl_megatron.config.errors import explain_errors
 from rl_megatron.config.io import resolved

@@ -22,7 +22,7 @@ from launcher.build.model import starting_shape
 from launcher.build.roles import Parts, allocation_of, started
 from launcher.processes.loop_watch import LoopWatch
 from launcher.programs.spent import RunCosts, planned_metrics, recorded
-from launcher.runs.name import claim
+from launcher.runs.folder import claim
 from launcher.runs.resume import find, has_trained, record_start
 from launcher.runs.stop import Stop, stop_signals
 from launcher.servers.versions import container_of

@@ -3,26 +3,47 @@ world makes them.
 
 The roles are "policy" and "critic", which are trained, "reference", and those of teachers and reward models. The
 learner's ranks hold all roles that do not have their own ranks.
+
+Records the kernels and operators of a rank's own process, by torch's profiler.
+
+What a rank says of its memory when it runs out: the plan's terms, what torch allocated, and a snapshot.
 """
 
 from __future__ import annotations
 
-import resource
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
+
+import torch
 
 from launcher.wire.greetings import Setup
-from launcher.worker.recording import Recording
+from rl_megatron.config.run import RunConfig
+from rl_megatron.durable import make_inside, naming
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.observability.timeline import spans
+from rl_megatron.observability.timeline.kernels import FOLDER, Recorded
+from rl_megatron.placement.names import file_stem
+from rl_megatron.scaling.hardware import GB
+from rl_megatron.scaling.memory import Footprint, advice, footprints
+from rl_megatron.weights.layouts.families import read_shape
+from rl_megatron.weights.layouts.learner import job_shape
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
 from rl_megatron import digests
 from rl_megatron.config.beside import frozen_folders, reference_follows, separate
-from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest, Written
-from rl_megatron.errors import RLMegatronError, WeightError
+from rl_megatron.errors import WeightError
 from rl_megatron.interfaces import Pass
-from rl_megatron.observability.timeline.kernels import Recorded
 from rl_megatron.options.offload import SLAB, leaving
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.types import Counts, Loss, Metric, Samples, SkippedStep, StepResult, Want
@@ -36,6 +57,47 @@ if TYPE_CHECKING:
     from rl_megatron.learner.trained import MegatronLearner, MegatronScorer
     from rl_megatron.weights.bytes.moving_average import MovingAverage
     from rl_megatron.weights.layouts.layout import Layout
+
+
+class Recording:
+    """One recording at a time. All its calls come from the thread that computes."""
+
+    def __init__(self) -> None:
+        self._profiler: profile | None = None
+
+    def begin(self) -> None:
+        """Record from now on. Raises RLMegatronError if a recording is under way."""
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        if self._profiler is not None:
+            raise RLMegatronError("this rank records kernels already")
+        on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self._profiler = profile(activities=[ProfilerActivity.CPU, *on_gpu])
+        self._profiler.start()
+
+    def end(self, file: Path) -> Recorded | str:
+        """Write what was recorded since `begin` into ``file``, compressed. Returns why it cannot be written, if so.
+
+        Raises RLMegatronError if nothing was begun.
+        """
+        import torch
+
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            raise RLMegatronError("this rank records no kernels")
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # of kernels that were launched the ends are recorded, too
+        profiler.stop()
+        try:
+            with naming(file):
+                make_inside(file.parent)
+                file.touch(mode=0o600)
+                profiler.export_chrome_trace(str(file))
+        except (OSError, RuntimeError) as error:  # torch's for a disk that is full
+            return f"{file}: {error}"
+        return Recorded(file=file, monotonic=spans.now(), wall=time.time_ns())
+
 
 M = TypeVar("M")
 
@@ -52,7 +114,7 @@ class RankModels:
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
         """``store``: see ``world.join``."""
 
-        from launcher.worker.memory import remember
+        from launcher.worker.models import remember
         from rl_megatron.data.held import HeldRows
         from rl_megatron.learner import world
         from rl_megatron.weights.bytes.parked import Parked
@@ -376,3 +438,77 @@ def _held(models: Mapping[str, M], role: str) -> M:
     if role not in models:
         raise RLMegatronError(f"this rank holds no {role!r} for this call; it holds {', '.join(models)}")
     return models[role]
+
+
+_SAID = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_ENTRIES = 200_000  # allocations and frees that are remembered, the latest
+
+
+def remember() -> None:
+    """Have torch record where memory is allocated from now on, for `lines_of_memory`."""
+    torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
+
+
+@contextmanager
+def telling_of_memory(setup: Setup, rank: int) -> Iterator[None]:
+    """Have an error inside for want of a GPU's memory carry `lines_of_memory` of this rank as notes."""
+    try:
+        yield
+    except RuntimeError as error:
+        for line in lines_of_memory(setup, rank) if of_full_memory(error) else ():
+            error.add_note(line)
+        raise
+
+
+def of_full_memory(error: BaseException) -> bool:
+    """Whether a GPU's memory is full: torch's own error, or the words of libraries that allocate beside torch.
+
+    These are NCCL's ``Cuda failure 2 'out of memory'`` in a DistBackendError, CUDA's ``CUDA error: out of memory`` and
+    cuBLAS's status. What torch says of a full machine has none of them.
+    """
+    words = isinstance(error, RuntimeError) and any(text in str(error) for text in _SAID)
+    return words or isinstance(error, torch.OutOfMemoryError)
+
+
+def lines_of_memory(setup: Setup, rank: int) -> Iterator[str]:
+    """The plan of this rank's GPU beside what torch holds of it now; a snapshot with ``profile.memory``.
+
+    Nothing is raised: the rank has an error already.
+    """
+    config, role = setup.config, setup.role
+    try:
+        planned = _planned(config, job_shape(config, read_shape(setup.model_folder, config.learner.model)), role, rank)
+        terms = ", ".join(f"{name} {size / GB:.3g}" for name, size in planned.terms.items() if size)
+        yield f"the plan of its GPU, {planned.total / GB:.3g} GB: {terms}"
+        yield f"the largest, {planned.largest}: {advice(config, planned.largest)}"
+    except RLMegatronError as error:
+        yield f"there is no plan of its GPU beside: {error}"
+    if torch.cuda.is_available():
+        free, whole = torch.cuda.mem_get_info()
+        held = torch.cuda.memory_reserved()
+        yield (
+            f"now: {torch.cuda.memory_allocated() / GB:.1f} GB allocated of {held / GB:.1f} that torch holds, "
+            f"{torch.cuda.max_memory_allocated() / GB:.1f} at most; {(whole - free - held) / GB:.1f} by others and "
+            f"outside of torch, of {whole / GB:.1f}"
+        )
+    if config.profile.memory:
+        yield _snapshot(setup.run_folder / FOLDER / f"out_of_memory_{file_stem(role, rank)}.pickle")
+    else:
+        yield "profile.memory=true writes a snapshot of what was allocated where, for pytorch.org/memory_viz"
+
+
+def _planned(config: RunConfig, policy: ModelShape, role: str, rank: int) -> Footprint:
+    """Of the rank itself if the plan has it, else of the first one of its stage; in the fuller phase."""
+    inner = config.learner.dims.world_size // config.learner.dims.pp
+    found = [one for one in footprints(config, policy) if one.role == role and one.stage == rank // inner]
+    own = [one for one in found if one.rank == rank] or found
+    return max(own, key=lambda one: one.total)
+
+
+def _snapshot(path: Path) -> str:
+    try:
+        path.parent.mkdir(exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+    except (OSError, RuntimeError) as error:
+        return f"no snapshot: {path}: {error}"
+    return f"a snapshot of what was allocated where, for pytorch.org/memory_viz: {path}"

@@ -69,7 +69,7 @@ def run_worker(connection: Connection, rank: int, store: int | None = None) -> N
     import_from(setup.code)
     if setup.config.learner.deterministic:
         os.environ.update(of_one_order(os.environ))
-    from launcher.worker.memory import telling_of_memory
+    from launcher.worker.models import telling_of_memory
     from rl_megatron.observability.log import run_log
 
     if setup.stacks is not None:
@@ -102,7 +102,7 @@ def telling(connection: Connection) -> Iterator[None]:
 
 def _machines(error: BaseException) -> bool:
     """Whether the machine or a peer may be the cause: errors of NCCL, gloo, CUDA and files, except out of memory."""
-    from launcher.worker.memory import of_full_memory
+    from launcher.worker.models import of_full_memory
 
     return isinstance(error, RuntimeError | OSError) and not of_full_memory(error)
 

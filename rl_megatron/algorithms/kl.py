@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, required
 from rl_megatron.algorithms.segments import segment_sum, sequence_ids
-from rl_megatron.config.sections.kl import KLSection
+from rl_megatron.config.sections.algorithm import KLSection
 from rl_megatron.types import LossInputs
 
 Estimator = Callable[[Tensor, Tensor], Tensor]

@@ -22,8 +22,7 @@ from rl_megatron.algorithms.ratios import RATIO_LEVELS, masked
 from rl_megatron.algorithms.segments import segment_sum
 from rl_megatron.algorithms.shaping import to_unit_range
 from rl_megatron.config.reads.algorithm import problems_of_own_objective
-from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.config.sections.preference import PreferenceSection
+from rl_megatron.config.sections.algorithm import AlgorithmSection, PreferenceSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.types import LossInputs

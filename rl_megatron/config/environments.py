@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from rl_megatron.config.removed import instead_of
 from rl_megatron.config.sections.data import FileKeys, MixtureData, data_sources
-from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.eval import RunData
-from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.reward import EnvironmentSection, RewardSection
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig

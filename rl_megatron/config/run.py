@@ -14,7 +14,6 @@ from pydantic import Field, model_validator
 from rl_megatron.config.checks import problems_of
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.data import ArithmeticRunData, FileRunData, HubRunData, MixtureData, environments_of
-from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.eval import EvalSection
 from rl_megatron.config.sections.jobs import (
     JOBS,
@@ -30,9 +29,8 @@ from rl_megatron.config.sections.jobs import (
     WrittenSection,
 )
 from rl_megatron.config.sections.learner import LearnerSection, RolesSection
-from rl_megatron.config.sections.reward import RankedModelSection, RewardSection
+from rl_megatron.config.sections.reward import EnvironmentSection, RankedModelSection, RewardSection, SandboxSection
 from rl_megatron.config.sections.rollout import RolloutSection
-from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.config.sections.weights import CARRIED, CUDA_IPC, FILE, PROCESS_GROUP, TransportKind, WeightsSection
 from rl_megatron.section import EntryName, NonNegative, Positive, PositiveFloat, Section

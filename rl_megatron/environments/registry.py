@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rl_megatron.config.sections.environment import EnvironmentSection
-from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.config.sections.reward import EnvironmentSection, SandboxSection
 from rl_megatron.environments.adapters.verifiers import verifiers
 from rl_megatron.environments.calculator import Calculator
 from rl_megatron.environments.guess import Guess

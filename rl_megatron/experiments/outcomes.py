@@ -13,9 +13,7 @@ from rl_megatron.config.sections.eval import EvalSetSection
 from rl_megatron.config.sections.jobs import JobKind
 from rl_megatron.errors import ConfigError
 from rl_megatron.experiments.study import Study
-from rl_megatron.observability.metrics.environments import ENVIRONMENTS
-from rl_megatron.observability.metrics.sampling import SAMPLING
-from rl_megatron.observability.metrics.table import documented
+from rl_megatron.observability.metrics.table import ENVIRONMENTS, SAMPLING, documented
 from rl_megatron.weights.layouts.families import read_shape
 
 _OF_ENTRY = re.compile(r"(eval|source)/([^/]+)/([^/]+).*")

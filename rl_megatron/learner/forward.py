@@ -3,6 +3,8 @@
 The loss closure hands megatron this rank's additive share of the loss, already over the global denominators, with a
 token count of 0: with ``calculate_per_token_loss`` megatron then only sums (over micro-batches, DP and CP), so the
 result does not depend on how the batch was split.
+
+Reduces ranks' shares of a loss and its metrics to global values.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,7 +28,7 @@ from torch import Tensor
 from rl_megatron.learner.heads import Head
 from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.observability import activity
-from rl_megatron.types import Loss, LossInputs, LossOutput, Metric, Want
+from rl_megatron.types import Counts, Loss, LossInputs, LossOutput, Metric, Over, Want
 
 LossClosure = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
 AfterForward = Callable[[PackedMicroBatch, int], Mapping[str, Metric[Tensor]]]
@@ -157,3 +160,35 @@ def _segment_sum(segment_ids: Tensor, num_segments: int, values: Tensor) -> Tens
 def _turn_sum(turn_ids: Tensor | None, num_turns: int) -> Callable[[Tensor], Tensor] | None:
     """[t] -> [t]: sums over each position's turn, over the CP ranks that share it."""
     return None if turn_ids is None else lambda values: _segment_sum(turn_ids, num_turns, values)[turn_ids]
+
+
+_SIGNS: Mapping[Over, float] = {"min": -1.0, "max": 1.0}  # others are summed
+
+
+def reduce_outputs(outputs: Sequence[LossOutput]) -> dict[str, Metric[float | Counts]]:
+    """Global ``loss`` and metrics of a (mini)batch from each rank's micro-batches. Every last-stage rank calls it."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    kinds = outputs[0].metrics
+    adding = [name for name, metric in kinds.items() if metric.over not in _SIGNS]
+    shares = [torch.cat([o.loss.detach()[None], *(_flat(o, name) for name in adding)]).double() for o in outputs]
+    total = torch.stack(shares).sum(0)
+    dist.all_reduce(total, group=group)
+    read = iter(total.tolist())  # one wait for the GPU
+    loss = next(read)
+    values: dict[str, float | Counts] = {}
+    for name in adding:
+        counts = tuple(islice(read, kinds[name].value.numel()))
+        values[name] = counts if kinds[name].over == "histogram" else counts[0]
+    extremes = {name: _SIGNS[metric.over] for name, metric in kinds.items() if metric.over in _SIGNS}
+    if extremes:
+        signs = total.new_tensor(list(extremes.values()))
+        parts = [torch.cat([_flat(o, name) for name in extremes]).double() for o in outputs]
+        most = (torch.stack(parts) * signs).amax(0)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        values.update(zip(extremes, (most * signs).tolist(), strict=True))
+    found = {name: Metric(value=values[name], over=metric.over, weight=metric.weight) for name, metric in kinds.items()}
+    return {"loss": Metric(value=loss), **found}
+
+
+def _flat(output: LossOutput, name: str) -> Tensor:
+    return output.metrics[name].value.flatten()

@@ -36,7 +36,7 @@ from rl_megatron.learner.checkpoint.companions import Companions
 from rl_megatron.learner.checkpoint.saving import Kept, ShardSave
 from rl_megatron.learner.cpu.heap import Heap
 from rl_megatron.learner.draft.training import Drafting
-from rl_megatron.learner.forward import run_loss, run_scores
+from rl_megatron.learner.forward import reduce_outputs, run_loss, run_scores
 from rl_megatron.learner.heads import Head, ValuedHead, ValueHead, VocabHead
 from rl_megatron.learner.lora.adapters import adapters_of
 from rl_megatron.learner.model.build import keep_buffers_float32, with_dtypes
@@ -49,7 +49,6 @@ from rl_megatron.learner.observers.table import Observers
 from rl_megatron.learner.optimizer import adopt, create_state, make_optimizer, norm_of, reset_moments, state_of, step
 from rl_megatron.learner.overlap import Buckets
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch, with_next
-from rl_megatron.learner.reduce import reduce_outputs
 from rl_megatron.learner.routers.balance import Balance, freeze_routers
 from rl_megatron.learner.routers.replay import Routing, gather_recorded
 from rl_megatron.models.shape import ModelShape, length_problem

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.config.sections.reward import SandboxSection
 
 PYTHON = "main.py"
 """The file of a program that is given as Python code."""

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from typing_extensions import override
 
-from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.config.sections.reward import SandboxSection
 from rl_megatron.errors import SandboxError
 from rl_megatron.http.client import TryAgain, beginning_of, check_status, post_json, retried
 from rl_megatron.http.token_file import StatusAndBody, TokenFile

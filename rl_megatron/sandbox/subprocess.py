@@ -19,7 +19,7 @@ from typing import Any
 from typing_extensions import override
 
 import rl_megatron
-from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.config.sections.reward import SandboxSection
 from rl_megatron.errors import SandboxError
 from rl_megatron.sandbox.protocol import PYTHON, Executor, Limits, Ran, SandboxProgram
 

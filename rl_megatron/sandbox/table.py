@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 
-from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.config.sections.reward import SandboxSection
 from rl_megatron.errors import SandboxError
 from rl_megatron.sandbox.protocol import PYTHON, Executor, Limits, Ran, SandboxProgram
 from rl_megatron.sandbox.remote import RemoteExecutor

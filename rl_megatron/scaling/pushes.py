@@ -26,9 +26,8 @@ from rl_megatron.weights.layouts.families import family_of, hf_layout
 from rl_megatron.weights.layouts.layout import Layout, float32_in_files
 from rl_megatron.weights.layouts.learner import learner_layout
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
-from rl_megatron.weights.plans.carriers import Place, carriers_of, plan_into_carriers
 from rl_megatron.weights.plans.cost import Links, plan_cost
-from rl_megatron.weights.plans.plan import Plan, plan, plan_into_copies
+from rl_megatron.weights.plans.plan import Place, Plan, carriers_of, plan, plan_into_carriers, plan_into_copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

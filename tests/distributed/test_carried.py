@@ -26,7 +26,7 @@ from rl_megatron.weights.checks.reports import Beside, sealed_by, sources_of
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes, EngineLayout, recorded_layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
-from rl_megatron.weights.plans.carriers import Place, carriers_of
+from rl_megatron.weights.plans.plan import Place, carriers_of
 from rl_megatron.weights.transports import carried, engine_ends
 from rl_megatron.weights.transports.engine_ends import Receiver, Sender
 from rl_megatron.weights.transports.joined import Keeper, Rendezvous

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from launcher.controller.learner import LearnerGroup
+from launcher.controller.roles import LearnerGroup
 from launcher.hosts.local import LocalLauncher
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.io import load_config

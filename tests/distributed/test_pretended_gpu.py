@@ -198,7 +198,7 @@ def test_no_operation_of_the_learner_lacks_a_kernel_that_adds_in_one_order(seen:
 WAITS = {  # of a step of two layers and three micro-batches, by file
     "megatron/core/transformer/moe/moe_utils.py": 24,  # masks and counts of the dispatcher, twice a layer and pass
     "megatron/core/optimizer/clip_grads.py": 1,
-    "rl_megatron/learner/reduce.py": 2,  # sums; extremes
+    "rl_megatron/learner/forward.py": 2,  # sums; extremes
     "rl_megatron/learner/observers/experts.py": 1,
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from launcher.controller.weights import WeightGroup
+from launcher.controller.roles import WeightGroup
 from launcher.hosts.local import LocalLauncher
 from launcher.runs.folder import mirror_path
 from rl_megatron.config.io import load_config

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from launcher.controller.weights import WeightGroup
+from launcher.controller.roles import WeightGroup
 from launcher.runs.folder import mirror_path
 from launcher.wire.greetings import Setup
 from launcher.worker.learner_rank import Worker

@@ -59,7 +59,7 @@ ROOMS = (
     ),
     Room(
         name="update",
-        paths=_under("rl_megatron/training", "update.py", "measures.py", "optimizer_steps.py", "selection.py"),
+        paths=_under("rl_megatron/training", "update.py", "measures.py", "optimizer_steps.py"),
         mutants=56,
         first=(_UPDATE,),
         after=(_ALGORITHMS, "tests/unit/test_every_key_acts.py"),

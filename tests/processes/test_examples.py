@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from launcher.runs.name import choose
+from launcher.runs.folder import choose
 from rl_megatron.config.io import load_config
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"

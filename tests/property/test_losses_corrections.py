@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rl_megatron.algorithms.corrections import correction_weights, proximal_share, second_moment_mask
 from rl_megatron.algorithms.kl import k3
-from rl_megatron.config.sections.correction import CorrectionSection
+from rl_megatron.config.sections.algorithm import CorrectionSection
 from rl_megatron.types import LossInputs
 from tests.losses import loss_inputs
 from tests.rows import policy_loss

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from launcher.runs.name import choose
+from launcher.runs.folder import choose
 from rl_megatron.config.errors import explain_errors
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig

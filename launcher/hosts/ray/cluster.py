@@ -24,7 +24,7 @@ from launcher.hosts.ray.node import COMPLETE, Bundle, NodeCall, engine_node_comm
 from launcher.hosts.ray.server_actors import ActorGuard, make_server_actor
 from launcher.hosts.sites import cpus_of_engine_node, visible_gpus
 from launcher.hosts.slurm.allocation import Allocation
-from launcher.hosts.slurm.steps import ended, running_step
+from launcher.hosts.slurm.launcher import ended, running_step
 from launcher.processes.guards import Guard, Order
 from launcher.processes.own_thread import OwnThread
 from launcher.processes.ports import free_port

@@ -18,7 +18,7 @@ from typing import Any
 from typing_extensions import override
 
 from launcher.controller.arrivals import Awaited, learner
-from launcher.controller.failure import Failure, seen
+from launcher.controller.handle import Failure, seen
 from launcher.hosts.ray.cluster import RayCluster, group_of
 from launcher.hosts.ray.head import said
 from launcher.hosts.ray.node import Bundle

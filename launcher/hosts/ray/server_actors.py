@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from launcher.controller.failure import seen
+from launcher.controller.handle import seen
 from launcher.hosts.ray.head import said
 from launcher.processes import guards
 from launcher.processes.guards import Guard

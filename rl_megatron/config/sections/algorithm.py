@@ -1,21 +1,322 @@
-"""The ``algorithm`` section: a row of choices (docs/algorithms.md)."""
+"""The ``algorithm`` section: a row of choices (docs/algorithms.md).
+
+Keys of the ``algorithm`` section: how rewards of completions and turns become advantages of tokens.
+
+The ``algorithm.correction`` section: weights of tokens for the gap between engine and learner.
+
+The ``algorithm.critic`` section: the model or the layer that values states, and its training.
+
+The ``algorithm.kl`` section: the KL of the policy to its reference, or to its teachers.
+
+Keys of the ``algorithm`` section: the loss of a token, and the limits that it has.
+
+How the two answers of a pair are compared: keys of ``algorithm.preference``, and of ``dpo``.
+
+The ``algorithm.tokens`` section: which tokens of a minibatch the policy trains on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, Self
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
-from pydantic import model_validator
+from pydantic import Field, field_validator, model_validator
 
-from rl_megatron.config.sections.advantages import AdvantageKeys
 from rl_megatron.config.sections.balance import BalanceSection
-from rl_megatron.config.sections.correction import CorrectionSection
-from rl_megatron.config.sections.critic import CriticSection
-from rl_megatron.config.sections.kl import KLSection
-from rl_megatron.config.sections.objective import ObjectiveKeys
-from rl_megatron.config.sections.preference import PreferenceSection
-from rl_megatron.config.sections.tokens import TokensSection
-from rl_megatron.section import Finite, NonNegativeFloat, PositiveFloat
+from rl_megatron.config.sections.teachers import TeacherSection
+from rl_megatron.options.optimizer import OptimizerSection
+from rl_megatron.section import (
+    NUMBER,
+    EntryName,
+    Finite,
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    OwnCode,
+    Positive,
+    PositiveFloat,
+    PositiveFraction,
+    Section,
+)
+
+
+class TokensSection(Section):
+    """Chooses tokens of a minibatch, by the policy at the start of the step; denominators count all its tokens."""
+
+    choose: Literal["all", "top_entropy", "clip_cov", "kl_cov", "second_moment"] = "all"
+    """Train on all tokens, or only on those of most entropy; leave out some of great covariance of log-prob and
+    advantage (Clip-Cov), or hold those of the greatest to the old policy by a KL (KL-Cov); leave out those
+    furthest from the engine's policy until the second moment of the rest is small (M2PO)."""
+    share: PositiveFraction = 0.2
+    """Share of the minibatch's tokens that top_entropy trains on, clip_cov leaves out or kl_cov holds; one at least."""
+    low: Finite = 1.0
+    """choose=clip_cov: least covariance, in nats times advantage, of a token that may be left out."""
+    high: Finite = 5.0
+    """choose=clip_cov: greatest covariance of such a token."""
+    limit: PositiveFloat = 0.04
+    """choose=second_moment: greatest mean square of log pi - log pi_rollout of the tokens that are trained on."""
+    kl_coefficient: PositiveFloat = 1.0
+    """choose=kl_cov: weight of the KL of the old policy to the current one, by |log pi_old - log pi| (abs)."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(f"algorithm.tokens.low={self.low} is above algorithm.tokens.high={self.high}; swap them")
+        return self
+
+
+PairLossName = Literal["dpo", "ipo", "hinge", "orpo"]
+PAIR_LOSS_NAMES: tuple[str, ...] = get_args(PairLossName)
+HAS_TARGET = ("dpo",)
+"""Losses of the table that read ``target_margin``."""
+OF_PROBABILITIES = ("orpo",)
+"""Losses of the table that read answers' mean probabilities, and no ratios to a reference."""
+
+
+class PreferenceSection(Section):
+    """Training on pairs of the group's completions in place of the policy gradient; ``beta=null`` is off."""
+
+    key: ClassVar[str] = "algorithm.preference"
+    """The section's name in messages."""
+    loss: PairLossName | OwnCode = "dpo"
+    """The loss of a pair as a function of its answers' log pi/ref (docs/preferences.md); ``package.module:name`` is a
+    function of your own (docs/own_algorithms.md)."""
+    beta: PositiveFloat | None = None
+    """Train on the best and the worst completion of each group, by a loss with this beta, in place of the policy
+    gradient; null: the policy gradient."""
+    per_token: bool = False
+    """Whether an answer's log pi/ref is the mean over its tokens, not their sum (length-normalised DPO,
+    arXiv:2411.15124, section 5.1); beta is larger then, 5 in that work."""
+    reference_free: bool = False
+    """Whether an answer's log pi stands in place of its log pi/ref (SimPO, ORPO), and no frozen model is loaded."""
+    target_margin: NonNegativeFloat = 0.0
+    """loss=dpo: subtracted from beta times the margin (SimPO's gamma)."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5, allow_inf_nan=False), NUMBER] = 0.0
+    """Probability that a pair's order is wrong: the loss is its mean over both orders (conservative DPO)."""
+    nll: NonNegativeFloat = 0.0
+    """Weight of -log pi of the better answer, the mean over its tokens, beside the loss of the pair."""
+
+    @model_validator(mode="after")
+    def _of_loss(self) -> Self:
+        given, problems = f"{self.key}.loss={self.loss}", list[str]()
+        if self.target_margin and self.loss not in HAS_TARGET:
+            problems.append(
+                f"{self.key}.target_margin={self.target_margin:g}: {given} does not read it; set it to 0, or "
+                f"loss={' or '.join(HAS_TARGET)}"
+            )
+        if self.loss in OF_PROBABILITIES and not (self.per_token and self.reference_free):
+            problems.append(
+                f"{given} compares the odds of answers' mean probabilities; set {self.key}.per_token=true and "
+                "reference_free=true"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+class ObjectiveKeys(Section):
+    """Part of `AlgorithmSection`."""
+
+    ratio_level: Literal["token", "sequence", "turn", "sequence_sum"] = "token"
+    """The importance ratio is each token's, the sequence's or its turn's (length-normalised), or the product over the
+    sequence."""
+    objective: (
+        Literal["clip", "cispo", "reinforce", "importance", "sapo", "vespo", "topr", "gmpo", "dppo_tv", "dppo_kl"]
+        | OwnCode
+    ) = "clip"
+    """The loss of a token as a function of its ratio, with gmpo of all of its sequence, and advantage
+    (docs/algorithms.md). ``package.module:name`` is a function of your own, which the limits below reach if it reads
+    them."""
+    clip_low: NonNegativeFloat = 0.2
+    """objective=clip, gmpo: the ratio is clipped from below at 1 minus this; dppo_tv, dppo_kl: the greatest distance to
+    the old policy at which a token of negative advantage goes on falling, a difference of probabilities or nats."""
+    clip_high: NonNegativeFloat = 0.2
+    """objective=clip, gmpo: the ratio is clipped from above at 1 plus this; dppo_tv, dppo_kl: the greatest distance at
+    which a token of positive advantage goes on rising."""
+    keep_low: NonNegativeFloat = 0.0
+    """objective=clip: a token that the lower limit clips keeps this times the gradient that it has at the limit
+    (beta_1 of CE-GPPO); 0: none."""
+    keep_high: NonNegativeFloat = 0.0
+    """objective=clip: the same of a token that the upper limit clips (beta_2)."""
+    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False), NUMBER] | None = None
+    """objective=clip: the loss of a token of negative advantage is at most this times its |advantage|; null: no bound.
+    """
+    cap_low: NonNegativeFloat = 0.0
+    """objective=cispo, topr: least weight, as a ratio."""
+    cap_high: PositiveFloat = 5.0
+    """objective=cispo, topr, dppo_tv, dppo_kl: greatest weight, as a ratio."""
+    tau_positive: PositiveFloat = 1.0
+    """objective=sapo: temperature of the gate for positive advantages."""
+    tau_negative: PositiveFloat = 1.05
+    """objective=sapo: temperature of the gate for other advantages."""
+    shape_positive: PositiveFloat = 2.0
+    """objective=vespo: k of the weight rho^k exp(lambda (1 - rho)) for positive advantages."""
+    shape_negative: PositiveFloat = 3.0
+    """objective=vespo: the same for other advantages."""
+    rate_positive: PositiveFloat = 3.0
+    """objective=vespo: lambda of the weight for positive advantages."""
+    rate_negative: PositiveFloat = 2.0
+    """objective=vespo: the same for other advantages."""
+    demonstration_gamma: PositiveFloat | None = None
+    """Has each group compare the demonstration of its prompt (``data.demonstration_field``) with what is sampled, and
+    trains on it by p / (p + this), p the probability of a token, in place of the objective (LUFFY); null: there is
+    none."""
+
+
+class KLSection(Section):
+    """KL of the policy to a reference; ``coefficient=0`` is off and loads no reference."""
+
+    coefficient: NonNegativeFloat = 0.0
+    """Weight of the KL."""
+    placement: Literal["loss", "token_reward", "completion_reward"] = "loss"
+    """Add the KL to the loss, or subtract it from each token's reward, or from the completion's."""
+    estimator: Literal["k1", "k2", "k3", "abs", "top_k"] = "k3"
+    """Estimator of the KL at a sampled token (docs/algorithms.md); top_k: no estimate but a divergence over the
+    reference's most probable tokens and one bucket of all others (docs/distillation.md)."""
+    top_k: Positive = 64
+    """estimator=top_k: how many tokens the reference names at each position; all, where it has no more."""
+    beta: Fraction = 0.5
+    """estimator=top_k: 0 is KL(reference‖policy), 1 is KL(policy‖reference); between them, the generalised
+    Jensen-Shannon divergence."""
+    importance_weighted: bool = True
+    """placement=loss: weight each token by pi / pi_rollout, so that the expected gradient of k1, k2 and k3 is that of
+    the KL (docs/algorithms.md); false: all tokens weigh the same, as in DeepSeekMath's k3."""
+    reference: Path | None = None
+    """Hugging Face folder of the reference; null: the policy at the start of reinforcement learning."""
+    follow_rate: PositiveFraction | None = None
+    """The reference follows the policy: after each ``follow_every`` steps this share of its weights is the policy's, so
+    that it is a moving average; 1 puts the policy in its place. null: it is frozen."""
+    follow_every: Positive = 1
+    """Steps from one to the next."""
+    reset_moments: bool = False
+    """follow_rate=1: whether the policy's optimizer begins again, moments and counts of steps at 0, each time the
+    policy takes the reference's place (ProRL)."""
+    teachers: Mapping[EntryName, TeacherSection] = Field(default_factory=dict)
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether another model than the policy as training begins judges, from which alone nothing is learnt."""
+        return bool(self.teachers) or self.reference is not None
+
+    @field_validator("estimator", mode="before")
+    @classmethod
+    def _one_name(cls, given: object) -> object:
+        if given == "mse":
+            raise ValueError("algorithm.kl.estimator=mse has gone: it was k2 under a second name; set k2")
+        return given
+
+
+class CriticSection(Section):
+    """The values of ``credit=gae``: a second model that is trained, or a layer of the policy."""
+
+    backbone: Literal["own", "policy"] = "own"
+    """own: a second model, trained by itself; policy: a value layer on the policy's hidden states, trained with it."""
+    coefficient: PositiveFloat = 0.5
+    """backbone=policy: weight of the value loss in the policy's loss."""
+    path: Path | None = None
+    """Initial weights: a Hugging Face folder, of a policy or, with its scores for values, of a reward model; or the
+    critic/ folder of a checkpoint, without its optimizer's state; null: those of the policy."""
+    learning_rate: PositiveFloat | None = None
+    """Learning rate after the warm-up, on the policy's schedule from the first step on; null: train.learning_rate."""
+    lam: Fraction | None = None
+    """Lambda of the returns that the critic learns; null: algorithm.lam, the advantages' own."""
+    clip: PositiveFloat | None = 0.2
+    """The value loss clips values to within this of the old values; null does not clip."""
+    only_steps: NonNegative = 0
+    """Number of first steps that train only the critic (VAPO's value pretraining); warm-up and decay of the policy's
+    learning rate begin after them."""
+    optimizer: OptimizerSection = OptimizerSection()
+    """The critic's optimizer."""
+
+
+class CorrectionSection(Section):
+    """Weights each loss by pi_old / pi_rollout to correct the gap between engine and learner; ``mode=none`` is off."""
+
+    mode: Literal["none", "truncate", "mask", "band", "reject"] = "none"
+    """Clamp the weight (TIS), zero it outside the band (IcePop), keep only what is inside, at weight 1, or drop what
+    has a divergence above ``high`` (reject)."""
+    level: Literal["token", "sequence", "product", "worst"] = "token"
+    """One weight per token, or one per sequence: length-normalised (sequence), or the product over its tokens. Of
+    mode=reject a sequence's divergence is the mean over its tokens (sequence), their sum (product) or the greatest of
+    them (worst)."""
+    low: NonNegativeFloat = 0.0
+    """Least weight, as a ratio."""
+    high: PositiveFloat = 2.0
+    """Greatest weight, as a ratio; mode=reject: greatest divergence, in nats."""
+    veto: NonNegativeFloat = 0.0
+    """Drop sequences in which a token has a ratio pi_old / pi_rollout below this; 0 is off."""
+    off_policy_delta: PositiveFloat | None = None
+    """Drop sequences of negative advantage whose mean(log pi_rollout - log pi), in nats, is above this; null is off."""
+
+    @property
+    def acts(self) -> bool:
+        """Whether any weight can differ from 1."""
+        return self.mode != "none" or self.veto > 0 or self.off_policy_delta is not None
+
+    @model_validator(mode="after")
+    def _is_in_order(self) -> Self:
+        if self.level == "worst" and self.mode not in {"none", "reject"}:
+            raise ValueError(
+                f"algorithm.correction.level=worst with mode={self.mode}: a weight is of a token or a whole sequence, "
+                "and only a divergence of its worst token; set level=token, sequence or product, or mode=reject"
+            )
+        if self.low > self.high:
+            raise ValueError(
+                f"algorithm.correction.low={self.low} is above algorithm.correction.high={self.high}; swap them"
+            )
+        return self
+
+
+class AdvantageKeys(Section):
+    """Part of `AlgorithmSection`."""
+
+    advantage_mean: Literal["none", "group", "batch", "greedy", "moving", "tracked"] | OwnCode = "group"
+    """The baseline of an advantage is the mean reward of the group or the batch, the reward of a greedy completion
+    (greedy: ReMax), a moving mean over steps, or what the prompt's earlier completions have shown, and then the batch's
+    mean (tracked: SPO); none: no baseline. ``package.module:name`` is a function of your own, from the rewards of a
+    group to its advantages."""
+    advantage_of: Literal["sum", "parts"] = "sum"
+    """Compare the weighted sums of ``reward.parts``, or each part by itself, and add advantages by weight (GDPO)."""
+    advantage_std: Literal["none", "group", "batch", "advantages"] = "group"
+    """Divide advantages by the standard deviation of the rewards of the group or the batch, or of the batch's rewards
+    less their groups' means (advantages: ScaleRL), and 1e-6; none: do not divide."""
+    std_unbiased: bool = True
+    """Whether its variance is over n - 1 values, not n."""
+    leave_one_out: bool = False
+    """Whether the baseline excludes the completion itself (RLOO)."""
+    best_of: Positive = 1
+    """Compare the best reward of this many completions, over all such subsets of the group: the best of those that have
+    the completion less that of all (Pass@k training), or with ``leave_one_out`` of the same ones without it. 1: compare
+    rewards."""
+    baseline_decay: Fraction = 0.9
+    """advantage_mean=moving: decay of the moving mean, the weight of earlier steps; tracked: of earlier completions."""
+    credit: Literal["completion", "turn", "discounted", "optimal", "gae"] = "completion"
+    """The advantage of a token is that of its completion, or of its turn (of the rewards from that turn on), its
+    discounted return (REINFORCE++), that less the mean return of the group's tokens at the same place, weighted for
+    least variance of the gradient (optimal: OTB), or the generalised advantage estimate from a critic's values (PPO).
+    """
+    gamma_turn: Fraction = 1.0
+    """credit=turn: discount factor per turn; 0: a turn has its own reward alone."""
+    turn_baseline: Literal["all", "index", "state"] = "all"
+    """credit=turn: the mean and the standard deviation are of all turns of the group, of its turns of the same number
+    (index), or of its turns that began from the same state (state: GiGPO; docs/algorithms.md)."""
+    turn_compared: Literal["rewards", "returns"] = "rewards"
+    """credit=turn: compare rewards of turns, and sum over a turn and those after it what is left of each (process
+    supervision), or compare the returns from each turn on (GiGPO)."""
+    turn_weight: PositiveFloat | None = None
+    """credit=turn: the advantage is that of the whole completion plus this times the turn's (GiGPO's omega); null: the
+    turn's alone."""
+    gamma: Fraction = 1.0
+    """credit=discounted, optimal, gae: discount factor per token."""
+    lam: Fraction = 0.95
+    """credit=gae: lambda of the policy's advantages."""
+    lam_length_factor: PositiveFloat | None = None
+    """credit=gae: the policy's lambda is 1 - 1 / (this * length) (VAPO); null: ``lam``."""
+    whiten: bool = False
+    """Whether to whiten advantages over the whole batch, including completions that the loss leaves out."""
+    whiten_of: Literal["tokens", "completions"] = "tokens"
+    """whiten: the mean and the standard deviation count each token, or each completion once, whatever its length."""
 
 
 class AlgorithmSection(ObjectiveKeys, AdvantageKeys):

@@ -9,8 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rl_megatron.config.sections.environment import EnvironmentSection
-from rl_megatron.config.sections.reward import RewardSection, reward_key
+from rl_megatron.config.sections.reward import EnvironmentSection, RewardSection, reward_key
 from rl_megatron.section import NUMBER, EntryName, Positive, PositiveFloat, PositiveFraction, Section
 
 TURNS_IN_TEXT = (

@@ -8,8 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from rl_megatron.config.sections.data import ArithmeticData, FileData, FileKeys, HubData, OneSource
-from rl_megatron.config.sections.environment import EnvironmentSection
-from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.reward import EnvironmentSection, RewardSection
 from rl_megatron.section import (
     LISTED,
     EntryName,

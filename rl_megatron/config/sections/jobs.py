@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rl_megatron.config.sections.preference import PreferenceSection
+from rl_megatron.config.sections.algorithm import PreferenceSection
 from rl_megatron.section import LISTED, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 JobName = Literal["rl", "sft", "dpo", "reward_model"]

@@ -1,16 +1,22 @@
-"""The ``reward`` section: a reward function, or a weighted sum of several, and their options."""
+"""The ``reward`` section: a reward function, or a weighted sum of several, and their options.
+
+The ``sandbox`` section: where code that a model wrote runs, and its limits.
+
+The ``environment`` section: what the model talks to over several turns, and its limits.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from rl_megatron.http.urls import secret_in
-from rl_megatron.section import EntryName, Finite, NonNegative, Positive, PositiveFloat, Section
+from rl_megatron.http.urls import is_loopback, secret_in
+from rl_megatron.section import MAX_INTEGER, EntryName, Finite, NonNegative, Positive, PositiveFloat, Section
 
 _DEFAULT = "exact_match"
 
@@ -184,3 +190,94 @@ class RewardSection(Section):
     def functions(self) -> Mapping[str, str]:
         """Each part's function by the part's name; without parts, ``function`` by its own name."""
         return {name: part.function or name for name, part in self.parts.items()} or {self.function: self.function}
+
+
+class SandboxSection(Section):
+    """Where code that a model wrote runs, for reward.function=tests and environments that ask for it
+    (docs/sandbox.md)."""
+
+    type: Literal["subprocess", "remote"] = "subprocess"
+    """subprocess: a process of this machine that bubblewrap fences; remote: a server of yours at ``url``."""
+    seconds: PositiveFloat = 10.0
+    """Time limit of a program, and limit of the processor time of its processes; then it is killed with all that it
+    started."""
+    memory_mb: Positive = 1024
+    """Limit of a program's memory, in MiB: of all its processes, and of what each may ask for."""
+    allow_unfenced: bool = False
+    """type=subprocess: whether programs run as your own user, with your files and your network, where there is no
+    bubblewrap, or the kernel allows no namespaces; else that is refused."""
+    url: str | None = None
+    """type=remote: where programs are posted to; https, or this machine."""
+    token_file: Path | None = None
+    """type=remote: a file with the server's token, which only you can read; read for each attempt, as the token may
+    rotate."""
+
+    @model_validator(mode="after")
+    def _of_its_type(self) -> Self:
+        for key, kind in (("allow_unfenced", "subprocess"), ("url", "remote")):
+            given = getattr(self, key)
+            if given and self.type != kind:
+                raise ValueError(f"sandbox.{key}={given} with sandbox.type={self.type}: only {kind} reads it")
+            if not given and self.type == kind and key != "allow_unfenced":
+                raise ValueError(f"sandbox.type={kind} needs sandbox.{key}")
+        if self.token_file is not None and self.type != "remote":
+            raise ValueError(f"sandbox.token_file with sandbox.type={self.type}: only remote reads it")
+        if self.url is not None:
+            parts = urlsplit(self.url)
+            if secret := secret_in(self.url):
+                raise ValueError(
+                    f"sandbox.url: the address has {secret}, and the configuration is in a file that others may read; "
+                    "leave it out, and give the server's token by sandbox.token_file"
+                )
+            if not parts.hostname or parts.scheme not in ("http", "https"):
+                raise ValueError(f"sandbox.url={self.url!r:.200}: write it as https://host:port/path")
+            if parts.scheme == "http" and not is_loopback(parts.hostname):
+                raise ValueError(
+                    f"sandbox.url={self.url!r:.200}: programs and the token would cross the network in the clear; use "
+                    "https, or an address of this machine (localhost, 127.0.0.1, ::1)"
+                )
+        return self
+
+
+Whole = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
+
+
+class EnvironmentSection(Section):
+    """An environment or agent that completions are part of (docs/environments.md); without one each prompt gets one."""
+
+    function: str | None = None
+    """calculator, guess, verifiers, or package.module:name of your own class of environments or async function; null:
+    there is none."""
+    options: Mapping[EntryName, bool | Whole | Finite | str] = Field(default_factory=dict)
+    """Keyword argument of the function."""
+    template: Literal["chat", "plain"] = "chat"
+    """How messages become tokens: by the tokenizer's chat template, or their texts as they are."""
+    thinking: Literal["template", "keep"] = "template"
+    """Whether a row may go on where the chat template drops the thinking of earlier turns. template: a new row begins,
+    as the template writes it; keep: it goes on with the thinking in it, which is one row, but no context that the
+    template would make."""
+    tool_parser: Literal["hermes", "llama3_json", "deepseek", "glm", "harmony"] | None = None
+    """Format in which the model writes reasoning and calls of tools, which become ``reasoning_content`` and
+    ``tool_calls`` of its messages; null: its text is the content, and a client that sends tools is refused."""
+    concurrency: Positive = 1024
+    """Most trajectories under way at once, of training or of an evaluation; others wait for one to end. Each has a
+    thread and three open files, and more if it opens some."""
+    max_turns: Positive = 8
+    """Most turns of a trajectory."""
+    max_tokens: Positive = 4096
+    """Most tokens of a trajectory after its first prompt, sampled and observed, in all its rows: what a row has in
+    common with the beginning of an earlier one is not counted again."""
+    min_turn_tokens: Positive = 16
+    """A trajectory that has room for fewer sampled tokens ends before its next turn."""
+    max_observation_tokens: Positive = 1024
+    """A longer message of an environment is cut in its middle, with a mark that says so."""
+    seconds: PositiveFloat = 300.0
+    """Time limit of a trajectory, sampling included: what was sampled by then is scored and trained on. Servers end a
+    turn there, with its tokens; a first one has twice as long, and again, until it has a token. A call that has begun
+    by then keeps its own limit."""
+    step_seconds: PositiveFloat = 30.0
+    """Time limit of each call of an environment's start, step and score; and how long after ``seconds`` a function that
+    leads its trajectory may still return its reward."""
+    on_error: Literal["fail", "drop"] | Finite = "fail"
+    """What to do if an environment raises, is late or answers what is no answer: end the run (fail), drop the group, or
+    give the trajectory a number as its reward."""

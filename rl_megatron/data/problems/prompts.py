@@ -22,7 +22,7 @@ from rl_megatron.config.sections.data import (
     data_sources,
     name_of,
 )
-from rl_megatron.config.sections.environment import EnvironmentSection
+from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.problems.arithmetic import split_sums
 from rl_megatron.data.problems.conversations import messages_of

@@ -1,6 +1,16 @@
 """Defines a metric, joins the rows of all subjects into one table, and checks rows of a run by it.
 
 A name that is not in `METRICS` is an error, so docs/metrics.md (rendered from the table) is always complete.
+
+Metrics of what was sampled: its age, waits, the engine's log-probs, lengths, groups and the ledger.
+
+Metrics of trajectories that an environment or an agent leads.
+
+Metrics of the model's layers: experts, and observers of installed packages.
+
+Metrics of what was learned: rewards, losses, gradients, ratios, the critic.
+
+Metrics of what a step costs: packing, weights, servers, tokens, memory, seconds and checkpoints.
 """
 
 from __future__ import annotations
@@ -13,12 +23,438 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rl_megatron.observability.files import JsonRow, JsonValue
-from rl_megatron.observability.metrics.costs import COSTS
-from rl_megatron.observability.metrics.curve import Curve
-from rl_megatron.observability.metrics.environments import ENVIRONMENTS
-from rl_megatron.observability.metrics.experts import EXPERTS
-from rl_megatron.observability.metrics.learning import LEARNING
-from rl_megatron.observability.metrics.sampling import SAMPLING
+from rl_megatron.observability.metrics.curve import Curve, MetricTuples
+
+COSTS: MetricTuples = (
+    ("packing/imbalance", "", "work of the slowest rank at each micro-batch over the mean rank's; 1 is even",
+     Curve("Health", "Packing imbalance")),
+    ("packing/padding_fraction", "", "share of the packed positions that are padding",
+     Curve("Health", "Packing padding")),
+    ("plane/bytes", "bytes", "columns of the batch, as the controller sent them to ranks",
+     Curve("Speed", "Bytes of a step's columns to ranks")),
+    ("plane/seconds", "s", "the controller made these, beside its event loop",
+     Curve("Speed", "Seconds in which these were made")),
+    ("weights/bytes", "bytes", "weight bytes that crossed a process boundary to the rollout engine"),
+    ("weights/route", "", "how they got there, as text: file, process_group, cuda_ipc, carried; shared_file through "
+     "a file system that nodes share"),
+    ("weights/quantization_error", "", "largest relative error of a tensor that was quantised for engine servers, as "
+     "Frobenius norms", Curve("Health", "Error of quantised weights")),
+    ("engine/healthy", "servers", "engine servers that serve after the step's push; only if servers sample",
+     Curve("Health", "Engine servers that serve", hide_constant=True, first=True)),
+    ("engine/restarts", "", "restarts of dead engine servers since the run was started",
+     Curve("Health", "Engine server restarts", hide_constant=True)),
+    ("tokens/rollout", "tokens", "tokens sampled for the step, also of groups and trajectories that are left out, and "
+     "greedily; not of what was cut off before its answer came"),
+    ("tokens/train", "tokens", "positions of the optimizer steps, prompts included, padding excluded"),
+    ("tokens_per_second/rollout", "tokens/s", "of seconds/rollout; of seconds/step with train.max_staleness",
+     Curve("Speed", "Rollout speed", first=True)),
+    ("tokens_per_second/train", "tokens/s", "tokens/train over seconds/train",
+     Curve("Speed", "Training speed", first=True)),
+    ("flops/train", "FLOP", "FLOPs of the policy's model, and of a draft layer that is trained, in forward and "
+     "backward over tokens/train, without what is computed again and gradients of frozen weights; those of sampling "
+     "and scores are not counted (rl_megatron/scaling/flops.py)"),
+    ("mfu/train", "", "flops/train over seconds/train at the bfloat16 peak of the policy's GPUs; only where that is "
+     "known", Curve("Speed", "Share of the GPUs' peak in training (MFU)")),
+    ("seconds/rollout", "s", "sampling and rewards"),
+    ("seconds/logprobs", "s", "log-probs of the old policy by the learner, and of the new one (train.route_flips)"),
+    ("seconds/reference", "s", "log-probs of the reference; on separate ranks, only the wait after seconds/logprobs"),
+    ("seconds/values", "s", "values by the critic; on separate ranks, only the wait after the scores before it"),
+    ("seconds/critic", "s", "forward, backward and optimizer of the critic's minibatches; on separate ranks, the wait "
+     "after seconds/train"),
+    ("seconds/train", "s", "forward, backward and optimizer of all minibatches"),
+    ("seconds/weights", "s", "weight push to the rollout engine"),
+    ("seconds/verify", "s", "part of seconds/weights: digests of the tensors sent and of those received, on the "
+     "slowest rank", Curve("Speed", "Seconds of weight digests")),
+    ("seconds/pause", "s", "part of seconds/weights: the push paused sampling, on the server that it paused longest",
+     Curve("Speed", "Seconds for which a push paused sampling")),
+    ("memory/peak", "bytes", "the most that a learner rank has held since its start: of its GPU as torch's allocator "
+     "has it, of a CPU's resident memory; with two ranks or more",
+     Curve("Speed", "Most memory that a rank has held", first=True)),
+    ("ranks/slowest", "rank", "the learner rank whose passes took longest, its waits included; log.txt names its node; "
+     "with two ranks or more", Curve("Speed", "Slowest rank")),
+    ("seconds/eval", "s", "held-out evaluation; only in rows that evaluated"),
+    ("checkpoint/stage_seconds", "s", "training waited for the copy of the state (checkpoint.async_save)",
+     Curve("Speed", "Seconds for which a step waited for a save's copy")),
+    ("checkpoint/bytes", "bytes", "what ranks wrote into the last checkpoint; only in rows after it was written"),
+    ("checkpoint/write_seconds", "s", "the slowest rank wrote into it, policy and critic together; in the same rows",
+     Curve("Speed", "Seconds in which a checkpoint was written")),
+    ("checkpoint/step", "", "step of the newest complete checkpoint; only in rows after it was completed"),
+    ("seconds/checkpoint", "s", "training waited for checkpoints; only in rows after one was begun or written"),
+    ("seconds/step", "s", "since the previous row: the step, its evaluation, the wait for checkpoints",
+     Curve("Speed", "Seconds a step", compared=True)),
+    ("loop/longest_ms", "ms", "the longest since the last row that the controller served nothing",
+     Curve("Speed", "Longest that the controller served nothing, ms")),
+    ("devices/<name>", "devices", "the role of this name held: GPUs, or on CPUs the cores that its ranks compute "
+     "with; what learner and engines share is the learner's"),
+    ("devices/layout", "", "the degrees of every role's layout that are not 1, and what else a resume may change that "
+     "changes a step's seconds or memory, without defaults, as text"),
+    ("metrics/non_finite", "", "values of this row that were NaN or infinite and are null; only if there are any"),
+)  # fmt: skip
+
+
+def _at_k(figure: str) -> Curve:
+    name = f"eval/<name>/{figure}_at_<k>"
+    band = ", with its 95 % interval"
+    title = f"Set <name>: {figure}@<k>"
+    return Curve("Evaluation", title, band=band, low=f"{name}/low", high=f"{name}/high", limits=(0.0, 1.0))
+
+
+LEARNING: MetricTuples = (
+    ("step", "", "step of the job, 1 to train.steps; 0 for rows of the warm start and for an evaluation before the "
+     "first step"),
+    ("phase", "", "`warm_start` (supervised steps), the job's name, or `eval`: an evaluation of that step beside "
+     "later ones"),
+    ("warm_start/step", "", "supervised step, 1 to warm_start.steps; 0 for the evaluation before the first"),
+    ("warm_start/loss", "nats", "mean cross-entropy per supervised token",
+     Curve("Optimization", "Warm start: loss by supervised step")),
+    ("eval/loss", "nats", "loss of held-out rows, of jobs on written text: of job=sft the mean per learnt token",
+     Curve("Headlines", "Held-out loss")),
+    ("eval/perplexity", "", "exponential of eval/loss, with job=sft", Curve("Optimization", "Held-out perplexity")),
+    ("eval/preference_accuracy", "", "preference/accuracy of held-out pairs",
+     Curve("Optimization", "Held-out pairs: share with the right order")),
+    ("eval/preference_margin", "", "preference/margin of held-out pairs",
+     Curve("Optimization", "Held-out pairs: margin")),
+    ("tokens/learnt", "tokens", "tokens that the step learnt: of answers, without what they answer",
+     Curve("Optimization", "Learnt tokens of a step")),
+    ("data/seconds", "s", "waiting for the step's rows, which are made beside the step before",
+     Curve("Optimization", "Seconds of waiting for data")),
+    ("data/epoch", "", "passes over the data that were trained on; of a mixture, draws by the rows of all sources",
+     Curve("Optimization", "Passes over the data")),
+    ("data/dropped", "sequences", "of the step, left out because they, or the other one of their pair, are longer "
+     "than max_tokens or refused (on_refused), and rows without a turn to learn; at the first step also those that "
+     "were left out as .jsonl files were read", Curve("Optimization", "Sequences left out", hide_constant=True)),
+    ("data/cut", "sequences", "of the step, trained on without their tokens beyond sft.max_tokens",
+     Curve("Optimization", "Sequences cut", hide_constant=True)),
+    ("reward/mean", "", "mean reward of the step's completions",
+     Curve("Headlines", "Reward", band=", mean ± standard deviation", spread="reward/std")),
+    ("reward/std", "", "standard deviation of the step's rewards, over all completions"),
+    ("reward/sampled_mean", "", "mean reward of all sampled completions, including groups that are left out later",
+     Curve("Policy", "Reward of all that was sampled")),
+    ("reward/part/<name>", "", "unweighted mean of that part of reward.parts, over the completions of "
+     "reward/sampled_mean whose reward has it", Curve("Policy", "Reward part <name>")),
+    ("reward/errors", "completions", "completions whose reward raised, timed out or was not finite, and trajectories "
+     "whose environment failed", Curve("Policy", "Rewards that failed", hide_constant=True)),
+    ("reward/late", "completions", "those of them that were not there within reward.timeout_seconds, or an "
+     "environment's limits", Curve("Policy", "Rewards that were late", hide_constant=True)),
+    ("source/<name>/reward", "", "reward/mean of that source of data.sources; this and the rest only with a mixture",
+     Curve("Policy", "Source <name>: reward")),
+    ("source/<name>/sampled_reward", "", "reward/sampled_mean of that source",
+     Curve("Policy", "Source <name>: reward of all that was sampled")),
+    ("source/<name>/zero_advantage", "", "groups/zero_advantage_fraction of that source",
+     Curve("Policy", "Source <name>: groups of equal rewards")),
+    ("source/<name>/length", "tokens", "response/length_mean of that source",
+     Curve("Policy", "Source <name>: response length")),
+    ("source/<name>/share", "", "share of the groups trained on that are of that source",
+     Curve("Policy", "Source <name>: share of the groups")),
+    ("source/<name>/epoch", "", "passes over that source's prompts that were drawn",
+     Curve("Policy", "Source <name>: epochs")),
+    ("curriculum/retired", "prompts", "prompts that are drawn no more for their pass rate; this and the rest only "
+     "with data.curriculum", Curve("Policy", "Prompts that have retired", hide_constant=True)),
+    ("curriculum/mean_pass_rate", "", "mean of the prompts' pass rates, of those that are known",
+     Curve("Policy", "Pass rate of the prompts")),
+    ("curriculum/skipped", "draws", "draws so far that found a prompt which is not drawn, or less often",
+     Curve("Policy", "Draws that were skipped", hide_constant=True)),
+    ("eval/accuracy", "", "share of held-out prompts whose reward is at least eval.success_reward; of eval.sets the "
+     "first", Curve("Headlines", "Held-out accuracy", limits=(0.0, 1.0), warm_start=True)),
+    ("eval/errors", "completions", "samples of eval/accuracy without a finite reward; they count as wrong",
+     Curve("Headlines", "Held-out samples without a reward", hide_constant=True)),
+    ("eval/own_version_fraction", "", "share of an evaluation's tokens by the weights of its step, with "
+     "eval.mode=beside", Curve("Evaluation", "Evaluated by the step's own weights", hide_constant=True)),
+    ("eval/skipped", "evaluations", "due since the row before, and left out because one was under way",
+     Curve("Evaluation", "Evaluations left out", hide_constant=True)),
+    ("eval/<name>/mean_at_<k>", "", "mean@k of that set of eval.sets: mean over problems of the share of k samples "
+     "right", _at_k("mean")),
+    ("eval/<name>/pass_at_<k>", "", "chance that one of k samples is right, by the unbiased estimate (pass_at)",
+     _at_k("pass")),
+    ("eval/<name>/all_at_<k>", "", "chance that all of k samples are right, by the unbiased estimate (pass_at)",
+     _at_k("all")),
+    ("eval/<name>/maj_at_<k>", "", "share of problems whose most frequent answer of k samples is right; ties in part",
+     _at_k("maj")),
+    *((f"eval/<name>/{figure}_at_<k>/{end}", "", f"{which} end of its 95 % interval over problems (docs/evaluation.md)")
+      for figure in ("mean", "pass", "all", "maj") for end, which in (("low", "lower"), ("high", "upper"))),
+    ("eval/<name>/length", "tokens", "mean length of a sample of that set, all its turns together; of prompts whose "
+     "samples are all there", Curve("Evaluation", "Set <name>: length of a sample")),
+    ("eval/<name>/truncated", "", "share of these samples of which a turn reached max_new_tokens",
+     Curve("Evaluation", "Set <name>: truncated samples", hide_constant=True)),
+    ("eval/<name>/errors", "completions", "its samples without a finite reward; they count as wrong",
+     Curve("Evaluation", "Set <name>: samples without a reward", hide_constant=True)),
+    ("eval/<name>/seconds", "s", "time that the set took to sample and score",
+     Curve("Evaluation", "Set <name>: seconds")),
+    ("loss", "", "policy loss under the algorithm's aggregation, mean over the step's minibatches",
+     Curve("Optimization", "Loss")),
+    ("grad_norm", "", "global L2 norm of the gradient before clipping, mean over the minibatches",
+     Curve("Optimization", "Gradient norm")),
+    ("draft/loss", "nats", "mean cross-entropy of the draft layer per trained token (learner.draft.train)",
+     Curve("Health", "Draft layer's loss")),
+    ("draft/acceptance", "", "share of the tokens that servers' draft layers proposed since the push before which "
+     "were accepted (rollout.server.draft_tokens); the model's probability of them in the mean",
+     Curve("Health", "Draft layer's proposals that are accepted")),
+    ("draft/grad_norm", "", "L2 norm of the draft layer's gradient before clipping, mean over the minibatches",
+     Curve("Health", "Draft layer's gradient norm")),
+    ("steps/skipped", "steps", "optimizer steps skipped because their gradient was not finite (train.on_nonfinite)",
+     Curve("Optimization", "Optimizer steps left out", hide_constant=True)),
+    ("steps/made", "steps", "optimizer steps of the policy, of which algorithm.old_kl_limit may leave some out; only "
+     "with it", Curve("Policy", "Optimizer steps of a step")),
+    ("learning_rate", "", "learning rate of the step; 0 while the critic trains alone",
+     Curve("Optimization", "Learning rate", hide_constant=True)),
+    ("advantage/mean", "", "mean advantage of a trained token",
+     Curve("Optimization", "Advantage: mean", band=" ± standard deviation", spread="advantage/std")),
+    ("advantage/std", "", "standard deviation of the advantages of trained tokens"),
+    ("loss/kl", "nats", "the KL term's part of `loss`, coefficient included; only if the loss has one",
+     Curve("Optimization", "Loss: KL term")),
+    ("loss/nll", "nats", "the part of `loss` of right or better answers' negative log-likelihood; only if it has one",
+     Curve("Optimization", "Loss: NLL of right or better answers")),
+    ("kl/reference", "nats", "KL(old || reference) by algorithm.kl.estimator: completions' mean of their tokens' mean",
+     Curve("Policy", "KL to the reference")),
+    ("kl/reference_age", "steps", "mean age of the policies that the reference averages, by their weights, where "
+     "algorithm.kl.follow_rate is set", Curve("Policy", "Age of the reference in steps", hide_constant=True)),
+    ("kl/old_policy", "nats", "KL(old || current) per token: k3 estimate from the samples, each before its "
+     "minibatch's step", Curve("Policy", "KL from the old policy")),
+    ("kl/stopped_at", "nats", "kl/old_policy of the minibatch at which it passed algorithm.old_kl_limit; only then",
+     Curve("Policy", "KL at which a step ended")),
+    ("kl/rollout", "nats", "KL(engine || learner) per token before the update: k3 estimate; where there is mismatch/k1",
+     Curve("Health", "KL, engine from learner")),
+    ("balance/clip_low", "", "lower limit of the clip, 1 minus the ratio, mean over optimizer steps; with "
+     "algorithm.balance", Curve("Policy", "Clip of a minibatch: lower limit")),
+    ("balance/clip_high", "", "upper limit of the clip, the ratio minus 1, mean over optimizer steps; with "
+     "algorithm.balance", Curve("Policy", "Clip of a minibatch: upper limit")),
+    ("balance/positive_share", "", "share that tokens of positive advantage have in the sum over |A| times the ratio, "
+     "clipped and weighed by the old policy's probability; below algorithm.balance.share where no limit reaches it",
+     Curve("Policy", "Share of tokens of positive advantage in what the clip leaves", limits=(0.0, 1.0))),
+    ("entropy", "nats", "mean entropy of the policy's next-token distribution at sampled positions",
+     Curve("Policy", "Entropy")),
+    ("clip_fraction", "", "share of tokens (of sequences, for a sequence ratio) whose gradient the clip removes, or a "
+     "cap of the ratio makes another (cispo, scalerl, topr, dppo_tv, dppo_kl, ce_gppo); none of advantage 0",
+     Curve("Policy", "Clip fraction")),
+    ("clip_fraction/low", "", "the part of clip_fraction with a ratio below 1",
+     Curve("Policy", "Clipped with a ratio below 1", hide_constant=True)),
+    ("clip_fraction/high", "", "the part of clip_fraction with a ratio of 1 or above",
+     Curve("Policy", "Clipped with a ratio above 1", hide_constant=True)),
+    ("ratio/mean", "", "mean importance ratio, current over old policy, at the algorithm's level",
+     Curve("Policy", "Importance ratio: mean", band=", min to max", low="ratio/min", high="ratio/max")),
+    ("ratio/min", "", "least importance ratio of the step"),
+    ("ratio/max", "", "greatest importance ratio of the step"),
+    ("ratio/p01", "", "1 % of the tokens have an importance ratio below this; from bins, so its log is within 5 %"),
+    ("ratio/p50", "", "median importance ratio of the tokens",
+     Curve("Policy", "Importance ratio: median", band=", 1 % to 99 %", low="ratio/p01", high="ratio/p99")),
+    ("ratio/p99", "", "99 % of the tokens have an importance ratio below this"),
+    ("ratio/effective_fraction", "", "effective sample size over the number of samples, mean(ratio)^2 / mean(ratio^2)",
+     Curve("Policy", "Effective sample size, of all")),
+    ("ratio/outside", "", "share of sampled tokens whose ratio left 1 +- 0.2 in the update (train.route_flips)",
+     Curve("Health", "Ratios outside 1 ± 0.2")),
+    ("ratio/outside/<name>", "", "the same of tokens whose first flip (moe/first_flip) is in that layer, or `none`",
+     Curve("Health", "Ratios outside 1 ± 0.2, first flip in <name>")),
+    ("ratio/clamped_fraction", "", "share of ratios clamped to a safe float32 range; anything but 0 is a fault, "
+     "unless algorithm.ratio_level=sequence_sum (topr, vespo), whose ratios of long completions get there",
+     Curve("Policy", "Ratios beyond float32's range", hide_constant=True)),
+    ("correction/weight_mean", "", "mean importance weight, learner over engine, if the loss corrects the mismatch",
+     Curve("Health", "Correction weight")),
+    ("correction/dropped_fraction", "", "share of tokens whose correction weight is 0",
+     Curve("Health", "Tokens dropped by the correction")),
+    ("tokens/chosen_fraction", "", "share of a minibatch's tokens that algorithm.tokens.choose chose",
+     Curve("Optimization", "Tokens that a choice trains on", limits=(0.0, 1.0))),
+    ("demonstration/share", "", "share of the trained tokens that are of demonstrations; this and the next two only "
+     "with algorithm.demonstration_gamma", Curve("Policy", "Share of demonstrated tokens", limits=(0.0, 1.0))),
+    ("demonstration/probability", "", "mean probability that the policy gives a token of a demonstration, before its "
+     "minibatch's step", Curve("Policy", "Probability of demonstrated tokens", limits=(0.0, 1.0))),
+    ("demonstration/reward", "", "mean reward of the step's demonstrations",
+     Curve("Policy", "Reward of demonstrations")),
+    ("preference/pairs", "pairs", "pairs of completions that were trained on",
+     Curve("Policy", "Preference pairs of a step")),
+    ("preference/accuracy", "", "share of pairs whose margin is above 0",
+     Curve("Policy", "Preference pairs: share with the right order")),
+    ("reward_model/score_mean", "", "mean score of the texts of the step, with job=reward_model",
+     Curve("Optimization", "Score: mean")),
+    ("preference/margin", "nats", "mean of beta * (log-ratio to the reference, or without one log-prob, of the chosen "
+     "minus that of the rejected); of a reward model the difference of their scores",
+     Curve("Policy", "Preference pairs: margin")),
+    ("critic/loss", "", "value loss, half a squared error, mean over the minibatches",
+     Curve("Optimization", "Critic: loss")),
+    ("critic/grad_norm", "", "global L2 norm of the critic's gradient before clipping",
+     Curve("Optimization", "Critic: gradient norm")),
+    ("critic/learning_rate", "", "learning rate of the critic",
+     Curve("Optimization", "Critic: learning rate", hide_constant=True)),
+    ("critic/value_mean", "", "mean value of a trained position", Curve("Optimization", "Critic: mean value")),
+    ("critic/clip_fraction", "", "share of tokens whose clipped value (algorithm.critic.clip) gives the larger loss",
+     Curve("Optimization", "Critic: clip fraction", hide_constant=True)),
+    ("critic/explained_variance", "", "1 - Var(returns - values) / Var(returns) before the update: 1 is perfect",
+     Curve("Optimization", "Critic: explained variance")),
+)  # fmt: skip
+
+
+EXPERTS: MetricTuples = (
+    ("moe/load_imbalance", "", "tokens of the busiest expert over the mean expert, in the worst layer; 1 is balanced",
+     Curve("Health", "Expert load, busiest over mean")),
+    ("moe/dead_experts", "", "share of experts without a token in an optimizer step, mean over layers",
+     Curve("Health", "Experts without tokens")),
+    ("moe/routing_entropy", "", "mean entropy of a router's distribution over experts, over that of the uniform one; "
+     "near 0 it has collapsed. Prompts' tokens count in these three, padding does not, and a layer that is "
+     "recomputed counts once", Curve("Health", "Routers' entropy, over the uniform one's")),
+    ("moe/rerouted_fraction", "", "share of (token, layer) whose router would choose other experts than the replayed "
+     "ones", Curve("Health", "Tokens rerouted by replay")),
+    ("moe/flips_engine", "", "share of (sampled token, layer) with other experts in the engine than in the old "
+     "policy; not with r3", Curve("Health", "Routes unlike the engine's")),
+    ("moe/flips_engine/<name>", "", "the same of one layer: layer0, layer1, ... of those with experts",
+     Curve("Health", "Routes unlike the engine's: <name>")),
+    ("moe/flips_update", "", "share of (sampled token, layer) with other experts after the update; 0 with replay",
+     Curve("Health", "Routes that the update changes")),
+    ("moe/flips_update/<name>", "", "the same of one layer; these, too, with train.route_flips (docs/algorithms.md)",
+     Curve("Health", "Routes that the update changes: <name>")),
+    ("moe/first_flip/<name>", "", "share of sampled tokens whose lowest layer with such a flip is this, or `none`",
+     Curve("Health", "Tokens by first such layer: <name>")),
+    ("moe/aux_loss", "", "load-balancing loss of a micro-batch, without its coefficient, mean over layers; 1 is "
+     "balanced", Curve("Health", "Expert load: loss of a micro-batch")),
+    ("moe/seq_aux_loss", "", "the same of a sequence; these four only with a coefficient in learner.router",
+     Curve("Health", "Expert load: loss of a sequence")),
+    ("moe/global_aux_loss", "", "the same with the load of all ranks and of the optimizer step's micro-batches so far",
+     Curve("Health", "Expert load: loss of all ranks")),
+    ("moe/z_loss", "", "mean squared logsumexp of routers' logits, mean over layers",
+     Curve("Health", "Routers' z-loss")),
+    ("observer/<name>", "", "a metric of an installed package's observer, by the reduction that it names",
+     Curve("Health", "Observer <name>")),
+)  # fmt: skip
+
+
+ENVIRONMENTS: MetricTuples = (
+    ("environment/turns_mean", "turns", "mean over trajectories, with environment.function as all that follow",
+     Curve("Policy", "Turns of a trajectory", peak="environment/turns_max")),
+    ("environment/turns_max", "turns", "most of a trajectory"),
+    ("environment/rows_mean", "rows", "rows to train on of a trajectory; 1 where every context goes on from the last",
+     Curve("Policy", "Rows of a trajectory", hide_constant=True)),
+    ("environment/row_inflation", "", "tokens of all rows over those that differ, where what a trajectory's rows "
+     "begin with in common counts once: what training on branches costs",
+     Curve("Policy", "Tokens of rows over different ones", hide_constant=True)),
+    ("environment/branches/<name>", "rows", "rows of a trajectory, mean, that began for this reason: the template "
+     "drops `thinking`, shows the `context` or a turn's `closing` token otherwise, or `refused` the turn; the "
+     "history was `edited` in what the template shows, or asked `again`", Curve("Policy", "Rows begun: <name>")),
+    ("environment/kept_prefix_fraction", "", "of turns after a trajectory's first, those whose prompt begins with an "
+     "earlier turn's row, token by token",
+     Curve("Policy", "Turns that go on from an earlier one's row", hide_constant=True)),
+    ("environment/observation_tokens", "tokens", "tokens of a trajectory that it read after its first prompt, mean; "
+     "of a later row, those after what it begins with in common with an earlier one",
+     Curve("Policy", "Tokens that a trajectory read")),
+    ("environment/untrained_fraction", "", "these over all tokens after first prompts; they are never trained on",
+     Curve("Policy", "Share of tokens that were read")),
+    ("environment/seconds_mean", "s", "mean duration of a trajectory, sampling included",
+     Curve("Policy", "Seconds of a trajectory", peak="environment/seconds_p99")),
+    ("environment/seconds_p99", "s", "its 99th percentile"),
+    ("environment/tool_calls", "calls", "calls of tools in a trajectory that were read, mean",
+     Curve("Policy", "Calls of tools", hide_constant=True)),
+    ("environment/bad_calls", "turns", "turns of a trajectory with a call that cannot be read, mean",
+     Curve("Policy", "Calls that cannot be read")),
+    ("environment/stop/<name>", "", "share of trajectories that ended so: `done` (by themselves), `length` (a cut "
+     "turn), `turns`, `tokens` or `seconds` (its limits), `bad_call` (a turn that the template "
+     "refuses), `environment_error` (with the reward of environment.on_error), or `abandoned`",
+     Curve("Policy", "Trajectories that ended: <name>")),
+    ("environment/own/<name>", "", "mean over trajectories of a metric that the environment's steps gave, added up",
+     Curve("Policy", "Of the environment: <name>")),
+    ("endpoint/answered", "turns", "that an agent's clients got over HTTP, mean over trajectories with such clients",
+     Curve("Policy", "Turns of a trajectory over HTTP", hide_constant=True)),
+    ("endpoint/retried", "requests", "of a trajectory that got a turn which was sampled for an earlier one, mean",
+     Curve("Policy", "Requests of a trajectory that were repeated", hide_constant=True)),
+    ("endpoint/refused", "requests", "of a trajectory that were refused, mean",
+     Curve("Policy", "Requests of a trajectory that were refused", hide_constant=True)),
+    ("endpoint/overridden", "turns", "of a trajectory whose client asked for another temperature or top_p, mean",
+     Curve("Policy", "Turns asked for otherwise than sampled", hide_constant=True)),
+    ("endpoint/overhead_ms_p50", "ms", "of a turn over HTTP, median: from its request's last byte to its answer, less "
+     "what it waited for the turn before it and for the engine; what other work of the controller held it up is in "
+     "it", Curve("Policy", "Milliseconds of a turn in the endpoint", peak="endpoint/overhead_ms_p99")),
+    ("endpoint/overhead_ms_p99", "ms", "its 99th percentile"),
+)  # fmt: skip
+
+
+SAMPLING: MetricTuples = (
+    ("staleness/mean", "versions", "mean of the trained version minus the version that sampled, over the completions",
+     Curve("Health", "Staleness", peak="staleness/max", hide_constant=True, first=True)),
+    ("staleness/max", "versions", "greatest staleness of a completion"),
+    ("staleness/p95", "versions", "95 % of the completions are at most so stale; this and the rest with max_staleness",
+     Curve("Health", "Staleness: 95 % of the completions", hide_constant=True)),
+    ("staleness/tokens_mean", "versions", "mean staleness of a token, each by the version that sampled it",
+     Curve("Health", "Staleness of a token", hide_constant=True)),
+    ("staleness/share/<name>", "", "share of the completions that are so stale: v0, v1, ... up to staleness/max",
+     Curve("Health", "Share of completions of staleness <name>")),
+    ("staleness/allowed", "versions", "how far sampling may be ahead at present; servers go from 1 to max_staleness",
+     Curve("Health", "How far sampling may be ahead", hide_constant=True)),
+    ("wait/due_seconds", "s", "part of seconds/rollout: waiting for groups that are due, with a batch of younger ones",
+     Curve("Health", "Seconds of waiting for groups that are due", hide_constant=True)),
+    ("wait/admission_seconds", "s", "since the previous row: fewer completions were in flight than servers have "
+     "slots, as no more prompts were admitted; this and idle/engine_fraction only with max_staleness and servers "
+     "that the run starts", Curve("Health", "Seconds of spare slots: no more is admitted")),
+    ("age/seconds_mean", "s", "from the sending of a group to the step that takes it, mean; not over a resume",
+     Curve("Health", "Seconds from a group's sending to its step")),
+    ("in_flight/completions", "completions", "completions that were being sampled or scored at the push",
+     Curve("Health", "Completions in flight at the push", hide_constant=True, first=True)),
+    ("in_flight/tokens", "tokens", "sampled tokens of completions that the push met; only with "
+     "rollout.server.running_requests=abort: else servers do not tell",
+     Curve("Health", "Tokens in flight at the push", hide_constant=True)),
+    ("in_flight/resumed_tokens", "tokens", "tokens of the step's completions from which servers went on after the "
+     "last push that each met; this and the next only with max_staleness and servers",
+     Curve("Health", "Tokens gone on from after a push", hide_constant=True)),
+    ("in_flight/recomputed_tokens", "tokens", "tokens of the step's completions whose keys and values servers "
+     "computed again, at each push that they met; prompts come on top; not with running_requests=keep_cache",
+     Curve("Health", "Tokens computed again after pushes", hide_constant=True)),
+    ("overlap/fraction", "", "0 where sampling and training follow each other, 0.5 where both are always at work",
+     Curve("Health", "Overlap of sampling and training")),
+    ("overlap/stretch", "", "the time since the previous row over that of the longer half: of the learner's work, "
+     "pushes included, or of the sampling with all slots in use; 1 is best. Where both of the next are there, 1 / "
+     "(1 - the lesser)", Curve("Health", "A step over its longer half")),
+    ("idle/learner_fraction", "", "share of the time since the previous row for which the learner waited for groups; "
+     "with max_staleness and servers", Curve("Health", "Learner idle: it waits for groups", first=True)),
+    ("idle/engine_fraction", "", "share of the servers' slots without a completion, in the mean of that time",
+     Curve("Health", "Engines idle: slots unused", first=True)),
+    ("mismatch/logprob_abs_mean", "nats", "mean |learner - engine| log-prob of a sampled token, equal weights; all of "
+     "mismatch/ are from before the update, and absent where the learner does not score the batch (docs/mismatch.md)",
+     Curve("Health", "Train-rollout log-prob gap", peak="mismatch/logprob_abs_max")),
+    ("mismatch/logprob_abs_max", "nats", "greatest such difference"),
+    ("mismatch/logprob_abs_p50", "nats", "median of such differences"),
+    ("mismatch/logprob_abs_p90", "nats", "90 % of the differences are below this",
+     Curve("Health", "Log-prob gap: 90 %", band=", median to 99 %", low="mismatch/logprob_abs_p50",
+           high="mismatch/logprob_abs_p99")),
+    ("mismatch/logprob_abs_p99", "nats", "99 % of the differences are below this"),
+    ("mismatch/k1", "nats", "k1 estimate of KL(engine || learner) per token: mean engine - learner log-prob",
+     Curve("Health", "KL, engine from learner, by k1")),
+    ("mismatch/k1/<name>", "nats", "the same of the tokens that are so stale: v0, v1, ...; this and the next with "
+     "max_staleness", Curve("Health", "KL by k1 at staleness <name>")),
+    ("mismatch/ratio/<name>", "", "mean importance ratio of these tokens, learner over engine; its expectation is 1, "
+     "however stale they are, unless log-probs are wrong",
+     Curve("Health", "Importance ratio to the engine at staleness <name>")),
+    ("mismatch/position/<name>", "nats", "mean difference at these positions of the completions: t0 is the first "
+     "token, then t1_7, t8_63, t64_511, t512_4095, t4096_up", Curve("Health", "Log-prob gap at tokens <name>")),
+    ("mismatch/expert_worst", "", "the greatest mean difference over the tokens of one expert, over the mean of all "
+     "tokens; of experts with 32 tokens or more, if the engine returns routes",
+     Curve("Health", "Log-prob gap of the worst expert, over all")),
+    ("mismatch/expert_layer", "", "that expert's layer, counted from 0 among the layers with experts",
+     Curve("Health", "Layer of the expert with the worst gap")),
+    ("mismatch/expert_number", "", "that expert's number in its layer",
+     Curve("Health", "Number of the expert with the worst gap")),
+    ("response/length_mean", "tokens", "mean length of a completion, stop token included",
+     Curve("Policy", "Response length", peak="response/length_max")),
+    ("response/length_max", "tokens", "longest completion"),
+    ("response/truncated_fraction", "", "share of completions that reached rollout.max_new_tokens, or were ended late",
+     Curve("Policy", "Truncated responses")),
+    ("response/late_fraction", "", "share of completions that rollout.max_seconds ended",
+     Curve("Policy", "Responses ended by rollout.max_seconds")),
+    ("response/interrupted_fraction", "", "share of completions whose thinking rollout.interrupt ended by a text",
+     Curve("Policy", "Responses whose thinking was interrupted")),
+    ("groups/trained", "groups", "groups that the step trains on; 0 if it is skipped because there are none",
+     Curve("Policy", "Groups trained on", hide_constant=True)),
+    ("groups/dropped", "groups", "groups left out: failed rewards if the config says so, and `poison` prompts",
+     Curve("Policy", "Groups dropped", hide_constant=True)),
+    ("groups/filtered", "groups", "groups of equal rewards (of turns or parts, where these are compared), before the "
+     "overlong penalty or after it, or of own advantages that are all 0, left out by rollout.dynamic_sampling",
+     Curve("Policy", "Groups of equal rewards left out", hide_constant=True)),
+    ("groups/zero_advantage_fraction", "", "share of groups whose rewards (of turns or parts, where these are "
+     "compared) are all equal: no gradient where a group's mean is the baseline, but with a critic, another "
+     "baseline or none, a KL in the reward, a teacher's distribution or algorithm.nll_coefficient",
+     Curve("Health", "Groups with equal rewards")),
+    ("groups/shared_states", "", "share of turns that began from the state of another turn of their group, the first "
+     "turns among them; only with algorithm.turn_baseline=state",
+     Curve("Health", "Turns from a state that others share")),
+    ("ledger/<name>", "prompts", "prompts `drawn` since the run's start, and where they are after the push: `queued` "
+     "(not sent), `in_flight` (being sampled or scored), `buffered` (scored), `trained`, or `dropped` (ledger.jsonl "
+     "says when and why)", Curve("Health", "Prompts <name>", hide_constant=True)),
+)  # fmt: skip
+
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import numpy as np
 from typing_extensions import override
 
 from rl_megatron.columns import TokenIds
-from rl_megatron.config.sections.environment import EnvironmentSection
+from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.environments.protocol import LimitReached, OpenAIMessage, Reply
 from rl_megatron.errors import EngineError
 from rl_megatron.interfaces import RolloutEngine

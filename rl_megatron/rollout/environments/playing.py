@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import SupportsFloat, TypeVar
 
-from rl_megatron.config.sections.environment import EnvironmentSection
+from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.environments.adapters.verifiers import PackageFailed
 from rl_megatron.environments.protocol import (
     Environment,

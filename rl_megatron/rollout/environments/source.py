@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing_extensions import override
 
 from rl_megatron.columns import TokenIds
-from rl_megatron.config.sections.environment import EnvironmentSection
+from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.environments.protocol import OpenAIMessage
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.errors import DataError, EnvironmentFailed, PoisonPrompt, together

@@ -19,8 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.plans.carriers import Place
-from rl_megatron.weights.plans.plan import Plan
+from rl_megatron.weights.plans.plan import Place, Plan
 from rl_megatron.weights.plans.transfers import Transfer
 from rl_megatron.weights.transports.buckets import Bucket
 from rl_megatron.weights.transports.cuda_ipc import CudaRings, uuid_of

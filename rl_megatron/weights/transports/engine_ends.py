@@ -21,8 +21,7 @@ from rl_megatron.weights.checks.places import Held
 from rl_megatron.weights.checks.reports import Report, Source, sent_checksums
 from rl_megatron.weights.formats.at_sender import Quantiser
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.plans.carriers import Place, carried_plan, carriers_of
-from rl_megatron.weights.plans.plan import Plan, from_json, plan, to_json
+from rl_megatron.weights.plans.plan import Place, Plan, carried_plan, carriers_of, from_json, plan, to_json
 from rl_megatron.weights.transports import carried
 from rl_megatron.weights.transports.buckets import Bucket
 from rl_megatron.weights.transports.commit import Transport

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_megatron.config.sections.environment import EnvironmentSection
+from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.errors import ConfigError
 from rl_megatron.rollout.environments.waves import Waves

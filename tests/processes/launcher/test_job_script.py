@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.hosts.slurm.script import job_script
-from launcher.runs.name import claim
+from launcher.runs.folder import claim
 from tests.unit.launcher.slurm_jobs import config_of
 
 JOB = Path(__file__).resolve().parents[3] / "slurm" / "job.sh"

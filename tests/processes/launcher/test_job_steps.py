@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launcher.hosts.slurm.allocation import Allocation
-from launcher.hosts.slurm.steps import running_step
+from launcher.hosts.slurm.launcher import running_step
 from rl_megatron.errors import ConfigError
 from tests.unit.launcher.slurm_jobs import config_of
 
@@ -45,7 +45,7 @@ async def test_a_step_that_does_not_end_is_killed_and_told_with_what_may_be_left
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A killed srun leaves its tasks to Slurm."""
-    monkeypatch.setattr("launcher.hosts.slurm.steps.STOP_SECONDS", 0.05)
+    monkeypatch.setattr("launcher.hosts.slurm.launcher.STOP_SECONDS", 0.05)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as of the processes that are started
     try:
         async with running_step(["sleep", "600"], b"its muster\n", tmp_path) as step:

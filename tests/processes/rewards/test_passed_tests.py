@@ -14,9 +14,7 @@ import pytest
 from typing_extensions import override
 
 from rl_megatron.config.io import load_config
-from rl_megatron.config.sections.environment import EnvironmentSection
-from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.config.sections.reward import EnvironmentSection, RewardSection, SandboxSection
 from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.errors import ConfigError, RewardError, SandboxError
 from rl_megatron.rewards.registry import resolve_reward

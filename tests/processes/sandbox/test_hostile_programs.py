@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import psutil
 import pytest
 
-from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.config.sections.reward import SandboxSection
 from rl_megatron.environments import marks
 from rl_megatron.errors import SandboxError
 from rl_megatron.rollout.environments.processes import began
@@ -265,7 +265,7 @@ def test_a_killed_trainer_leaves_no_program(tmp_path: Path) -> None:
     script = tmp_path / "trainer.py"
     script.write_text(
         "import asyncio\n"
-        "from rl_megatron.config.sections.sandbox import SandboxSection\n"
+        "from rl_megatron.config.sections.reward import SandboxSection\n"
         "from rl_megatron.sandbox.table import Sandbox\n"
         "asyncio.run(Sandbox(SandboxSection()).run('import time; time.sleep(600)'))\n"
     )
@@ -341,7 +341,7 @@ def test_signals_to_the_first_process_of_a_room_change_nothing(name: str) -> Non
     program = f"import os, signal; os.kill(1, signal.{name}); print('on')"
     code = f"""
 import asyncio
-from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.config.sections.reward import SandboxSection
 from rl_megatron.environments import marks
 from rl_megatron.sandbox.table import Sandbox
 print(asyncio.run(Sandbox(SandboxSection()).run({program!r})))

@@ -12,7 +12,7 @@ from rl_megatron.algorithms.kl import (
     kl_in_token_rewards,
     kl_per_token,
 )
-from rl_megatron.config.sections.kl import KLSection
+from rl_megatron.config.sections.algorithm import KLSection
 from rl_megatron.types import LossInputs
 from tests.losses import loss_inputs
 from tests.rows import policy_loss

@@ -18,9 +18,8 @@ from torch import Tensor
 from rl_megatron.algorithms.advantages import group_advantages
 from rl_megatron.algorithms.own import check_own_advantages, check_own_objective, check_own_pair_loss
 from rl_megatron.config.io import load_config
-from rl_megatron.config.sections.algorithm import AlgorithmSection
+from rl_megatron.config.sections.algorithm import AlgorithmSection, PreferenceSection
 from rl_megatron.config.sections.jobs import DpoSection
-from rl_megatron.config.sections.preference import PreferenceSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import Roles

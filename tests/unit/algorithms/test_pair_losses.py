@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_megatron.algorithms.auxiliary import PAIR_LOSSES, PreferenceLoss
 from rl_megatron.config.io import load_config
-from rl_megatron.config.sections.preference import PAIR_LOSS_NAMES
+from rl_megatron.config.sections.algorithm import PAIR_LOSS_NAMES
 from rl_megatron.errors import ConfigError
 from rl_megatron.types import LossInputs
 from tests.property.test_losses_metrics import batch

@@ -20,9 +20,7 @@ from rl_megatron.algorithms.objectives import OBJECTIVES
 from rl_megatron.algorithms.ratios import RATIO_LEVELS
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.config.sections.correction import CorrectionSection
-from rl_megatron.config.sections.kl import KLSection
+from rl_megatron.config.sections.algorithm import AlgorithmSection, CorrectionSection, KLSection
 from rl_megatron.errors import ConfigError
 from tests.rows import BESIDE, NAMES, WITH_TURNS, config_of
 

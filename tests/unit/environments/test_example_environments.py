@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_megatron.config.sections.environment import EnvironmentSection
+from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.environments.registry import EnvironmentMaker, resolve_environment
 from rl_megatron.errors import ConfigError
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rl_megatron.config.sections.environment import EnvironmentSection
+from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.environments.guess import Guess
 from rl_megatron.environments.protocol import EnvironmentStep, Reply
 from rl_megatron.environments.registry import resolve_environment

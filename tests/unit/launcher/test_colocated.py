@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from launcher.controller.group import WorkerGroup
-from launcher.controller.learner import LearnerGroup
-from launcher.controller.plane import Plane
+from launcher.controller.roles import LearnerGroup, Plane
 from launcher.hosts.sites import sites_of
 from launcher.servers.colocated import colocated
 from launcher.servers.pool import ServedEngines, ServedLauncher

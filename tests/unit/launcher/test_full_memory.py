@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from launcher.wire.greetings import Setup
-from launcher.worker.memory import remember, telling_of_memory
+from launcher.worker.models import remember, telling_of_memory
 from launcher.worker.process import _machines
 from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED

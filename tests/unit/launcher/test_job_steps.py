@@ -10,7 +10,7 @@ import pytest
 from launcher.hosts.ray.node import engine_node_command, node_command
 from launcher.hosts.sites import sites_of
 from launcher.hosts.slurm.allocation import Allocation
-from launcher.hosts.slurm.steps import step_command
+from launcher.hosts.slurm.launcher import step_command
 from launcher.programs import submit
 from rl_megatron.errors import ConfigError, EngineError
 from tests.unit.launcher.slurm_jobs import CASES, config_of

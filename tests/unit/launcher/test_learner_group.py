@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from launcher.controller.group import WorkerGroup
-from launcher.controller.learner import LearnerGroup
-from launcher.controller.plane import Plane
+from launcher.controller.roles import LearnerGroup, Plane
 from launcher.wire import messages
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.data.held import HeldRows

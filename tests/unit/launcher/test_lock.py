@@ -17,8 +17,7 @@ import pytest
 from launcher.controller.watchdog import Watchdog
 from launcher.processes import stacks
 from launcher.processes.loop_watch import LoopWatch
-from launcher.runs.lock import lock
-from launcher.runs.name import claim
+from launcher.runs.folder import claim, lock
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.jobs import LogSection
 from rl_megatron.durable import append_private

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from launcher.build.data import load_data, training_data
+from launcher.build.jobs import written_job
 from launcher.build.model import starting_shape
 from launcher.build.roles import Parts
-from launcher.build.written import written_job
 from launcher.preflight.checks import preflight
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import DataError

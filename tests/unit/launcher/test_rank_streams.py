@@ -17,10 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher.controller.failure import Failure
 from launcher.controller.group import WorkerGroup
-from launcher.controller.handle import WorkerHandle
-from launcher.controller.rank_process import Ending, RankProcess
+from launcher.controller.handle import Ending, Failure, RankProcess, WorkerHandle
 from launcher.processes import limits
 from launcher.wire import messages
 from rl_megatron.errors import WorkerDied

@@ -16,8 +16,7 @@ from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.resume import COSTS, FREE, FREE_BEFORE, fixed, is_free, table
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileRunData, FileSource
-from rl_megatron.config.sections.environment import EnvironmentSection
-from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.reward import EnvironmentSection, RewardSection
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.digests import digests
 from rl_megatron.errors import CheckpointError

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from launcher.controller.group import WorkerGroup
-from launcher.controller.weights import WeightGroup
+from launcher.controller.roles import WeightGroup
 from rl_megatron.errors import CorruptionError
 from rl_megatron.types import WeightUpdate
 

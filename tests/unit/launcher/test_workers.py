@@ -14,9 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from launcher.controller.failure import Failure
-from launcher.controller.handle import WorkerHandle
-from launcher.controller.rank_process import Ending
+from launcher.controller.handle import Ending, Failure, WorkerHandle
 from launcher.processes import limits
 from launcher.wire import messages
 from launcher.wire.greetings import Setup

@@ -15,12 +15,18 @@ from unittest.mock import MagicMock
 import pytest
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.observability.metrics.costs import COSTS
-from rl_megatron.observability.metrics.environments import ENVIRONMENTS
-from rl_megatron.observability.metrics.experts import EXPERTS
-from rl_megatron.observability.metrics.learning import LEARNING
-from rl_megatron.observability.metrics.sampling import SAMPLING
-from rl_megatron.observability.metrics.table import METRICS, PHASE_SECONDS, checked_row, deterministic, render_docs
+from rl_megatron.observability.metrics.table import (
+    COSTS,
+    ENVIRONMENTS,
+    EXPERTS,
+    LEARNING,
+    METRICS,
+    PHASE_SECONDS,
+    SAMPLING,
+    checked_row,
+    deterministic,
+    render_docs,
+)
 from rl_megatron.observability.metrics.writer import MetricsWriter
 
 ROW = {"step": 3, "phase": "rl", "loss": 0.25, "reward/mean": 0.5, "seconds/step": 1.5, "tokens_per_second/train": 9.0}

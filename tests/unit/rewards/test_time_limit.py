@@ -11,16 +11,15 @@ from functools import partial
 import pytest
 import torch
 
-from rl_megatron.config.sections.reward import HttpSection, RewardPart, RewardSection
-from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.config.sections.reward import HttpSection, RewardPart, RewardSection, SandboxSection
 from rl_megatron.data.packing import Packer
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards import math_verify
 from rl_megatron.rewards.http import HttpReward
+from rl_megatron.rewards.registry import WeightedSum
 from rl_megatron.rewards.scoring import CallLimit, queued, score, turn_of
 from rl_megatron.rewards.tests import PassedTests
 from rl_megatron.rewards.threads import MOST_COMPUTING, Plain, in_daemon_thread, on_loop_apart
-from rl_megatron.rewards.weighted_sum import WeightedSum
 from rl_megatron.sandbox.subprocess import why_unfenced
 from rl_megatron.sandbox.table import Sandbox, _Slots
 from rl_megatron.training.scores.reward_models import RankedScores

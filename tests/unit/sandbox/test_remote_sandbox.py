@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.config.sections.reward import SandboxSection
 from rl_megatron.errors import ConfigError, SandboxError
 from rl_megatron.sandbox.table import Sandbox
 

@@ -17,8 +17,7 @@ import pytest
 import xxhash
 
 from launcher.controller.group import WorkerGroup
-from launcher.controller.learner import LearnerGroup
-from launcher.controller.plane import Plane
+from launcher.controller.roles import LearnerGroup, Plane
 from launcher.processes.loop_watch import LoopWatch
 from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config

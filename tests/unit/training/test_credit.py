@@ -21,7 +21,7 @@ from rl_megatron.training.credit.assign import assign_credit
 from rl_megatron.training.credit.shaping import Rewards, groups_that_differ, groups_to_train_on, shape_rewards
 from rl_megatron.training.credit.state import AlgorithmState, mean_over_completions, reference_kl
 from rl_megatron.training.measures import explained_variance
-from rl_megatron.training.selection import selection_of
+from rl_megatron.training.update import selection_of
 from rl_megatron.types import FinishReason, ParallelDims, Prompt, RolloutGroup, Samples
 from tests.completions import completion
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from launcher.controller.group import WorkerGroup
-from launcher.controller.learner import LearnerGroup, LearnerGroups
-from launcher.controller.plane import Plane
+from launcher.controller.roles import LearnerGroup, LearnerGroups, Plane
 from launcher.wire import messages
 from rl_megatron.config.beside import frozen_folders
 from rl_megatron.config.io import load_config

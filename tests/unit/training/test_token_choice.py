@@ -12,11 +12,11 @@ from torch import Tensor
 from rl_megatron.algorithms.corrections import second_moment_mask
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.tokens import TokensSection
+from rl_megatron.config.sections.algorithm import TokensSection
 from rl_megatron.data.packing import Packer, with_own_columns
 from rl_megatron.errors import ConfigError
 from rl_megatron.training.measures import Measured
-from rl_megatron.training.selection import covariances, drawn_between, greatest, token_choice, top_entropy
+from rl_megatron.training.update import covariances, drawn_between, greatest, token_choice, top_entropy
 from rl_megatron.types import LossOutput, ParallelDims, Samples
 from tests.property.test_losses_metrics import batch
 from tests.rows import policy_loss

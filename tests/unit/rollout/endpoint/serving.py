@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import openai
 
-from rl_megatron.config.sections.environment import EnvironmentSection
+from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.endpoint.server import Endpoint
