@@ -42,18 +42,18 @@ def smoke_of(config: RunConfig) -> RunConfig:
     """The run from its first step on, in its own layout, with its own batch, servers and reward. Each step has a
     checkpoint, and little is evaluated. Raises ConfigError if it cannot be."""
     steps, name, values = max(config.train.steps, _LAST), config.run.name, config.model_dump()
-    sets = {key: {**dict(one), "every": None, "at_steps": (steps,)} for key, one in config.eval.sets.items()}
+    sets = {key: {**dict(one), "every": None} for key, one in config.eval.sets.items()}
     if config.kind.samples:
         first = next(iter(sets), "smoke")
         own = sets.get(first, {})
         limit = min(own.get("limit") or _EVALUATED, _EVALUATED)
-        sets[first] = {**own, "at_steps": (), "limit": limit, "samples": 1, "pass_at": ()}
+        sets = {first: {**own, "limit": limit, "samples": 1, "pass_at": ()}}
     changes: dict[str, dict[str, Any]] = {
         "run": {} if name is None else {"name": f"{name}{SUFFIX}"},
         "train": {"steps": steps},
         "warm_start": WarmStartSection().model_dump(),
         "eval": {"every": 0 if config.eval.mode == "blocking" else steps, "sets": sets},
-        "checkpoint": {"every": 1, "keep": 2, "keep_every": None, "keep_best": 0},
+        "checkpoint": {"every": 1, "keep": 2, "keep_best": 0},
         "log": {"tensorboard": False, "wandb": "off", "wandb_project": LogSection().wandb_project},
         "slurm": {"array": None, "restarts": max(config.slurm.restarts, 1)},
     }

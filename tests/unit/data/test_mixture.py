@@ -19,15 +19,12 @@ from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import weights_of
-from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.rollout.batch import Answered, Drawn, RolloutBatch, Waiting
-from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.training.group_job import GroupJob
 from rl_megatron.types import Completion, Prompt, Span
 from tests.documents import blocks
@@ -254,31 +251,6 @@ def completion(tokens: int) -> Completion:
         finish_reason="stop",
         spans=(Span(0, 0),),
     )
-
-
-def test_a_prompt_is_scored_by_its_sources_reward_and_its_limits() -> None:
-    own = {"b": RewardSection(function="math_verify"), "c": RewardSection(function="tests.never:here", on_error=-2.0)}
-    sections = {name: one for name, one in own.items() if name != "c"}
-
-    async def fails(*_: object) -> list[Any]:
-        raise KeyError("price")
-
-    function = resolve_rewards(RewardSection(), sections)
-    function._own["c"] = fails  # type: ignore[attr-defined]
-    sampler = RolloutSampler(
-        engine=cast(Any, Engine()),
-        reward_function=function,
-        decode=lambda _: r"\frac{1}{2}",
-        rollout=RolloutSection(group_size=2, max_new_tokens=9),
-        reward=RewardSection(),
-        stop_token_ids=(),
-        seed=0,
-        own_rewards=own,
-    )
-    prompts = [replace(one, answer="0.5") for name in "abc" for one in of(name, 1)]
-    drawn = [Drawn(ordinal=i, prompt=prompt, batch=1) for i, prompt in enumerate(prompts)]
-    answered = asyncio.run(sampler.groups(drawn))
-    assert [one.rewards for one in answered] == [(0.0, 0.0), (1.0, 1.0), (-2.0, -2.0)]
 
 
 def test_metrics_of_a_source() -> None:

@@ -144,10 +144,7 @@ def test_it_is_the_run_in_its_layout_from_the_first_step_on() -> None:
         *(config.learner, config.rollout, config.reward, config.algorithm),
     )
     assert (made.warm_start.steps, made.log.wandb) == (0, "off")
-    assert [(one.limit, one.samples, one.at_steps) for one in made.eval.sets.values()] == [
-        (4, 1, ()),
-        (None, 1, (400,)),
-    ]
+    assert [(name, one.limit, one.samples, one.every) for name, one in made.eval.sets.items()] == [("one", 4, 1, None)]
     assert smoke_of(load_config("tiny_cpu", [])).eval.sets["smoke"].limit == 8
 
 
