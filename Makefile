@@ -4,7 +4,7 @@
 # make test-engines                            the tests that want vLLM and SGLang, which it installs under .engines/
 # make test-environments [PYTHON312=PATH]      the tests that want environments of other packages, which it installs under .environments/
 # make test-312 [PYTHON312=PATH]               the learner's tests on Python 3.12, with the newest megatron-core tried
-# make test-cluster                            jobs on a real Slurm of twenty-eight nodes on this machine (root, Debian)
+# make test-cluster                            jobs on a real Slurm of twenty-five nodes on this machine (root, Debian)
 # make test-gpu [HALF=1|2] [GPU_PYTHON=python3]  the kit for one GPU, seven minutes a half; prints a table of figures
 # make mutants [ARGS="--sample 40 --seed 1"] [CHANGED=1|PLANTED=1]   are 1,060 faults put into sixteen rooms seen by a test? hours
 # make lint                                    linters alone (what pre-commit runs)

@@ -1,4 +1,4 @@
-"""A real Slurm of twenty-eight nodes on this machine. All tests share it; jobs of several run at once."""
+"""A real Slurm of twenty-five nodes on this machine. All tests share it; jobs of several run at once."""
 
 from __future__ import annotations
 
