@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from launcher.processes.own_thread import OwnThread
 from launcher.runs.stop import Stop
 from launcher.servers.engines import adapter_of
 from launcher.servers.pool import ServedLauncher
-from launcher.servers.site import HERE, Sites
+from launcher.servers.site import HERE
 from rl_megatron.config.beside import reward_model_roles
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.teachers import teacher_role
@@ -51,7 +51,6 @@ class Parts:
     hold: Callable[[], None] = lambda: None  # takes the run's lock again if it was removed; raises CheckpointError
     reward_models: RewardModels = field(default_factory=RewardModels)  # which ranks load
     resumes: bool = False  # its servers have served this run before
-    serves_all: bool = False  # also versions that the probe would refuse, to examine them
 
 
 @contextlib.asynccontextmanager
@@ -154,16 +153,8 @@ def _launcher(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -
         launcher = SlurmLauncher(model_folder, parts.folder, parts.allocation, stop.forward)
     if parts.config.rollout.served:
         found, host = sites_of(parts.config, parts.allocation), parts.allocation.address() if parts.allocation else HERE
-        launcher = _served(launcher, parts, model_folder, shape, found, host)
+        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, host, resumes=parts.resumes)
     return launcher
-
-
-def _served(
-    inner: Launcher, parts: Parts, model_folder: Path, shape: ModelShape, sites: Sequence[Sites], host: str
-) -> Launcher:
-    return ServedLauncher(
-        inner, model_folder, parts.folder, shape, sites, host, resumes=parts.resumes, serves_all=parts.serves_all
-    )
 
 
 def _on_ray(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> Launcher:
@@ -177,5 +168,7 @@ def _on_ray(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> 
     launcher: Launcher = RayLauncher(cluster, model_folder, parts.folder, on_signal)
     if parts.config.rollout.served:
         found = sites_of(parts.config, parts.allocation, cluster.start_guard)
-        launcher = _served(launcher, parts, model_folder, shape, found, cluster.host)
+        launcher = ServedLauncher(
+            launcher, model_folder, parts.folder, shape, found, cluster.host, resumes=parts.resumes
+        )
     return InCluster(cluster=cluster, inner=launcher)

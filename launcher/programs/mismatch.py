@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ async def diagnose(target: Target, *, num_prompts: int, num_completions: int) ->
 
     Raises RLMegatronError.
     """
-    config, folder = target.config, target.folder
+    config, folder = _with_every_version_served(target.config), target.folder
     if config.rollout.served and config.rollout.server.colocated:
         parked = " and learner.offload.while_sampling=null" if config.learner.offload.while_sampling else ""
         raise ConfigError(
@@ -92,7 +93,6 @@ async def diagnose(target: Target, *, num_prompts: int, num_completions: int) ->
         reward=resolve_rewards(config.reward, config.own_rewards, config.sandbox, models),
         allocation=allocation_of(config, folder),
         reward_models=models,
-        serves_all=True,
     )
     progress = Progress(1, "plain", "doctor mismatch", run_folder=folder)
     with run_log(folder, role="doctor"), progress, stop_signals(progress) as stop:
@@ -109,6 +109,12 @@ async def diagnose(target: Target, *, num_prompts: int, num_completions: int) ->
     write_atomically(folder / "mismatch.json", json.dumps(report, indent=1).encode())
     print(f"written: {folder / 'mismatch.json'}; docs/mismatch.md says how to read it")
     return any(f.verdict in ("guilty", "not checked") for f in found)
+
+
+def _with_every_version_served(config: RunConfig) -> RunConfig:
+    """The configuration without a probe, which would refuse the versions to examine."""
+    server = config.rollout.server.model_copy(update={"probe_tolerance": math.inf})
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import secrets
 import shutil
@@ -416,12 +415,11 @@ class ServedLauncher(Launcher):
         host: str = HERE,
         *,
         resumes: bool = False,
-        serves_all: bool = False,
     ) -> None:
         """``host``: this machine's address for the servers at all ``sites``. ``resumes``: servers have served this run
-        before. ``serves_all``: the probe refuses no version."""
+        before."""
         self._inner, self._model_folder, self._run_folder, self._shape = inner, model_folder, run_folder, shape
-        self._sites, self._host, self._resumes, self._serves_all = sites, host, resumes, serves_all
+        self._sites, self._host, self._resumes = sites, host, resumes
 
     @override
     @contextlib.asynccontextmanager
@@ -496,15 +494,14 @@ class ServedLauncher(Launcher):
             vocab_size=self._shape.vocab_size,
             max_length=longest_sequence(config, self._shape),
             temperature=config.rollout.temperature,
-            tolerance=math.inf if self._serves_all else _tolerance(config),
+            tolerance=_tolerance(config),
         )
 
 
 def _tolerance(config: RunConfig) -> float:
     """The probe's tolerance in nats, for rounding or for quantised weights."""
-    if FORMATS[config.rollout.server.quantization] is not None:
-        return _QUANTISED_TOLERANCE
-    return _TOLERANCE[config.learner.dtype]
+    section, rounding = config.rollout.server, _TOLERANCE[config.learner.dtype]
+    return section.probe_tolerance or (rounding if FORMATS[section.quantization] is None else _QUANTISED_TOLERANCE)
 
 
 def _delivery(

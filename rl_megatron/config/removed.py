@@ -130,7 +130,6 @@ REMOVED: Mapping[str, Removed] = {
     "rollout.server.health_seconds": Removed("a server has 60 s for three health checks", fixed=(60.0,)),
     "rollout.server.least_replicas": Removed("the run goes on while one server is left", fixed=(1,)),
     "rollout.server.meeting_host": _renamed("weights.meeting_host"),
-    "rollout.server.probe_tolerance": Removed("it is 1e-3 in float32, 0.25 in bfloat16, 1 with quantization"),
     "rollout.server.retries": Removed("a request is sent at most 3 times again", fixed=(3,)),
     "rollout.server.transport": _renamed("weights.transport"),
     "rollout.server.weights_dir": _renamed("weights.folder"),

@@ -84,7 +84,7 @@ COSTS: Mapping[str, bool] = {
     **{
         f"rollout.server.{key}": False
         for key in (
-            *("addresses", "token_file", "start_seconds", "timeout_seconds", "restarts", "probes"),
+            *("addresses", "token_file", "start_seconds", "timeout_seconds", "restarts", "probes", "probe_tolerance"),
             *("replicas", "tp", "pp", "dp", "ep"),
         )
     },

@@ -82,7 +82,7 @@ def _weights(case: Case) -> Finding:
             evidence=f"{compared}, no difference in these; but tokens behind one token differ too "
             f"({shown(case.outcomes.single)}), and no other cause explains it{'; ' + expert if expert else ''}",
             fix="the engine loads or keeps these weights in a layout of its kernels' own: check its version against "
-            "docs/engines.md",
+            "docs/engines.md, and lower rollout.server.probe_tolerance so that such a version is refused",
         )
     if w.whole:
         return Finding(cause="weights", verdict="not guilty", evidence=f"{compared}: all are the learner's")

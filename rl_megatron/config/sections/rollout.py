@@ -146,6 +146,9 @@ class ServerSection(Section):
     probes: Literal["auto", "always"] = "auto"
     """When to compare servers' log-probs of fixed texts with the learner's. always: all texts at every weight version;
     auto: all texts at a server's first version, then one text if checksums cannot verify every tensor."""
+    probe_tolerance: PositiveFloat | None = None
+    """Largest difference of log-probs, in nats, at which ``probes`` accept new weights; null: 1e-3 in float32, 0.25 in
+    bfloat16, 1 with quantized weights."""
 
     @field_validator("options")
     @classmethod

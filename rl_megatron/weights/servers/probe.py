@@ -87,7 +87,7 @@ class Probe:
             return "", False
         found = (
             f"log-probs of the probe differ from {whose} by up to {max(over):.3g} nats, in {len(over)} of {len(gaps)} "
-            f"texts; its tolerance is {self.tolerance:g}"
+            f"texts; rollout.server.probe_tolerance is {self.tolerance:g}"
         )
         return found, len(over) > min(_TIES, len(gaps) - 1)
 

@@ -65,9 +65,9 @@ def test_a_model_without_such_a_format_is_refused_before_anything_starts(tmp_pat
         ServedEngines(config, VLLMAdapter(shape), tmp_path, tmp_path, shape)
 
 
-def test_the_probe_tolerates_what_quantising_does() -> None:
-    fp8 = "rollout.server.quantization=fp8"
-    assert [_tolerance(config_with(*more)) for more in ((), (fp8,))] == [0.25, 1.0]
+def test_the_probe_tolerates_what_quantising_does_unless_a_tolerance_is_given() -> None:
+    fp8, given = "rollout.server.quantization=fp8", "rollout.server.probe_tolerance=0.5"
+    assert [_tolerance(config_with(*more)) for more in ((), (fp8,), (fp8, given))] == [0.25, 1.0, 0.5]
 
 
 @pytest.mark.parametrize(
