@@ -83,7 +83,7 @@ def _check_reference(config: RunConfig, folder: Path) -> None:
 def _is_held(key: str) -> bool:
     """True if a free section had this key, and no value of it but the fixed ones says what is done now."""
     row = removed_key(key)
-    return row is not None and not row.off
+    return row is not None and not any(map(is_off, row.fixed))
 
 
 def _check_same(

@@ -23,10 +23,8 @@ class Removed:
 
     advice: str
     """The rest of the sentence "no such key; ..."."""
-    fixed: tuple[object, ...] = ()
-    """Values that say what is done now. A key with one of them is dropped."""
-    off: bool = True
-    """Whether null, false, 0 and empty ones do, too."""
+    fixed: tuple[object, ...] = _OFF
+    """Values that say what is done now: null, false, 0 and empty ones, if none is given. A key with one is dropped."""
     name: str | None = None
     """The key that replaced it."""
 
@@ -42,11 +40,11 @@ _RETRIES = Removed("a request is sent at most 3 times again", fixed=(3,))
 _BACKOFF = Removed("the waits before retries are 0.5, 1 and 2 s", fixed=(0.5,))
 _BATCH_SIZE = Removed("a forward pass has 32 completions", fixed=(32,))
 _DTYPE = Removed("a model in the controller computes in float32", fixed=("float32",))
-_MOMENTUM = Removed("Muon's momentum is 0.95", fixed=(0.95,), off=False)
-_NESTEROV = Removed("Muon's momentum is Nesterov's", fixed=(True,), off=False)
-_NEWTON_SCHULZ_STEPS = Removed("Muon's iteration has 5 steps", fixed=(5,), off=False)
+_MOMENTUM = Removed("Muon's momentum is 0.95", fixed=(0.95,))
+_NESTEROV = Removed("Muon's momentum is Nesterov's", fixed=(True,))
+_NEWTON_SCHULZ_STEPS = Removed("Muon's iteration has 5 steps", fixed=(5,))
 _TINY = Removed("the tiny model's heads are fixed, and its embeddings are not tied; give model.path for another")
-_DISTRIBUTED = Removed("data-parallel ranks shard the optimizer's state", fixed=(True,), off=False)
+_DISTRIBUTED = Removed("data-parallel ranks shard the optimizer's state", fixed=(True,))
 _SPARE = Removed("a trajectory that fails drops its group, with environment.on_error=drop")
 
 REMOVED: Mapping[str, Removed] = {
@@ -102,9 +100,7 @@ REMOVED: Mapping[str, Removed] = {
     "eval.sets.*.reward.model.batch_size": _BATCH_SIZE,
     "eval.sets.*.reward.model.dtype": _DTYPE,
     "learner.first_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
-    "learner.fusion.permute": Removed(
-        "tokens are sorted by kernels with TransformerEngine's layers", fixed=(None,), off=False
-    ),
+    "learner.fusion.permute": Removed("tokens are sorted by kernels with TransformerEngine's layers", fixed=(None,)),
     "learner.last_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
     "learner.logprob_chunk_tokens": Removed("logits of at most 1024 positions are in float32 at once", fixed=(1024,)),
     "learner.optimizer.distributed": _DISTRIBUTED,
@@ -133,7 +129,7 @@ REMOVED: Mapping[str, Removed] = {
     "rollout.server.retries": Removed("a request is sent at most 3 times again", fixed=(3,)),
     "rollout.server.transport": _renamed("weights.transport"),
     "rollout.server.weights_dir": _renamed("weights.folder"),
-    "run.slow_factor": Removed("ranks/slowest is the slowest rank, and log.txt names its node", fixed=(1.5,)),
+    "run.slow_factor": Removed("ranks/slowest is the slowest rank, and log.txt names its node", fixed=(1.5, None)),
     "run.slow_steps": Removed("each row has ranks/slowest", fixed=(20,)),
     "sandbox.backoff_seconds": Removed("retries wait 0.5, 1, 2, ... seconds", fixed=(0.5,)),
     "sandbox.concurrency": Removed("as many programs run at once as there are cores", fixed=(4,)),
@@ -210,7 +206,7 @@ def is_off(value: object) -> bool:
 def is_removed(key: str, value: object) -> bool:
     """True if no key is called so any longer, and the value says what happens now."""
     row = removed_key(key)
-    return row is not None and ((row.off and is_off(value)) or _is_among(value, row.fixed))
+    return row is not None and _is_among(value, row.fixed)
 
 
 def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
