@@ -125,7 +125,7 @@ async def _report(config: RunConfig, folder: Path, progress: Progress, stop: Sto
 async def report_written_again(
     config: RunConfig, folder: Path, seconds: float = _REPORT_SECONDS
 ) -> AsyncIterator[None]:
-    """Write the report anew while the context is open, at most once in so many seconds; no fault in it ends a run."""
+    """Write the report again while the context is open, at most once in so many seconds; no fault in it ends a run."""
     writing = asyncio.create_task(_write_reports(config, folder, seconds), name="report")
     try:
         yield

@@ -176,7 +176,7 @@ COMMANDS: Mapping[str, str] = {
     "profile": "set profile.steps, and resume the run",
     "rehearse": "rl-megatron submit --smoke tries two steps, a kill and a resume on a run's own nodes",
     "serve": "serve the exported folder by an engine, `vllm serve runs/NAME/hf_step_N` (docs/evaluation.md)",
-    "watch": "open runs/NAME/report.html, which is written anew each minute while the run trains",
+    "watch": "open runs/NAME/report.html, which is written again each minute while the run trains",
 }
 """By name: what to do in place of a command that is no longer there."""
 

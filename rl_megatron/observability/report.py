@@ -99,7 +99,7 @@ def write_report(
     again: float | None = None,
 ) -> Path:
     """Write the page to ``out`` atomically and return it. The run may still be running. ``costs`` are of one run, and
-    get its rows as they are read, once. ``again``: the run goes on, and in so many seconds its page is written anew;
+    get its rows as they are read, once. ``again``: the run goes on, and in so many seconds its page is written again;
     an open page then loads itself.
 
     Raises DataError that names a missing or invalid folder, file or line. Those of a plan, which is beside a run's

@@ -1,4 +1,4 @@
-"""While a run trains its report is written anew, in a thread that ends with it."""
+"""While a run trains its report is written again, in a thread that ends with it."""
 
 from __future__ import annotations
 
