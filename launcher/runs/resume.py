@@ -106,7 +106,7 @@ def _check_same(
         if is_removed(key, value) or (removed_key(key) is None and is_off(value))
     }
     for key, value in dropped.items():
-        logger.warning("%s: %s=%s is dropped: this version has no such key, and does that", folder, key, shorten(value))
+        logger.warning("%s: dropped: %s", folder, _of_gone(key, value))
     changed = [_of_gone(key, value) for key, value in gone.items() if key not in dropped] + [
         f"{key}: {_shown(then, key, paths)} then, {_shown(now, key, paths)} now"
         for key in {**then, **now}

@@ -1,4 +1,4 @@
-"""Keys, values and commands of older versions: what each is called now, or what happens now.
+"""Keys, values and commands of older versions: what each is called now, or what to do without it.
 
 `load_config` drops a removed key that has a value which says what is done now, and an error answers any other value.
 """
@@ -217,11 +217,11 @@ def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
 def _kept(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         key = f"{above}{name}"
-        if is_removed(key, value):
-            logger.info("%s=%s is dropped: this version has no such key, and does that", key, shorten(value))
+        if (row := removed_key(key)) is not None and is_removed(key, value):
+            logger.info("%s=%s is dropped, for there is no such key: %s", key, shorten(value), row.advice)
         elif isinstance(value, dict) and value:
             inner = dict(_kept(value, f"{key}."))
-            if inner or removed_key(key) is None:  # a removed section whose keys are all dropped is dropped, too
+            if inner or row is None:  # a removed section whose keys are all dropped is dropped, too
                 yield name, inner
         else:
             yield name, value
