@@ -49,10 +49,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def check_sockets(
-    processes: Iterable[psutil.Process],
-    *,
-    loopback: bool = True,
-    everywhere: Collection[int] = (),
+    processes: Iterable[psutil.Process], *, loopback: bool = True, everywhere: Collection[int] = ()
 ) -> Counter[str]:
     """Count listening sockets by owner, but for those that listen at all addresses at the ports ``everywhere``.
 

@@ -163,10 +163,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "rope_parameters": {**YARN, "truncate": False},
         },
     ),
-    "minimax_m2": (
-        "minimax_m2",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
-    ),
+    "minimax_m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8}),
     "olmoe": (  # without the embedding's row that transformers would not train
         "olmoe",
         {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False, "pad_token_id": None},

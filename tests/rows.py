@@ -18,7 +18,7 @@ PAIR_ROWS = [name for name in NAMES if "\npreference:" in (ROWS / f"{name}.yaml"
 WITH_TURNS = ("gigpo",)
 """Rows that want an environment."""
 BESIDE: Mapping[str, tuple[str, ...]] = {
-    "gdpo": ("reward.function=exact_match", "reward.parts.exact_match=1", "reward.parts.length=0.5"),
+    "gdpo": ("reward.function=exact_match", "reward.parts.exact_match=1", "reward.parts.length=0.5")
 }
 """Keys without which a row is refused: GDPO compares the parts of a reward."""
 

@@ -35,10 +35,7 @@ KEYS = (
     "slurm.heterogeneous=true",
     "slurm.engines.memory_per_node=4000",
 )
-ENGINES = {
-    "slurm": ("node17", "node18"),
-    "ray": ("node16",),
-}
+ENGINES = {"slurm": ("node17", "node18"), "ray": ("node16",)}
 ON = {
     "slurm": (
         "run.launcher=slurm",
@@ -49,12 +46,7 @@ ON = {
         "slurm.engines.partition=pair17",
         "slurm.engines.constraint=rack17|rack18",
     ),
-    "ray": (
-        "run.launcher=ray",
-        "weights.transport=file",
-        "slurm.engines.nodes=1",
-        "slurm.engines.constraint=rack16",
-    ),
+    "ray": ("run.launcher=ray", "weights.transport=file", "slurm.engines.nodes=1", "slurm.engines.constraint=rack16"),
 }
 ROUTES = {"slurm": "process_group", "ray": "shared_file"}
 WHOLE = ("norm.weight", "mlp.gate.weight")  # which both engine ranks hold

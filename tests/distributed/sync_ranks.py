@@ -35,14 +35,8 @@ WORLD = LEARNERS + ENGINES
 BUCKET_BYTES = 128
 TIMEOUT = 900.0  # seconds that a process waits for another; what ends only by it fails, since answers have `LIMIT`
 LIMIT = 600.0  # seconds for a call
-LAYOUTS = {
-    "tp2 ep2": ParallelDims(tp=2, ep=2, dp=2),
-    "pp2 ep2": ParallelDims(pp=2, ep=2, dp=2),
-}
-REPLICAS = {
-    "tp2": ParallelDims(tp=2, etp=2),
-    "ep2": ParallelDims(tp=2, ep=2),
-}
+LAYOUTS = {"tp2 ep2": ParallelDims(tp=2, ep=2, dp=2), "pp2 ep2": ParallelDims(pp=2, ep=2, dp=2)}
+REPLICAS = {"tp2": ParallelDims(tp=2, etp=2), "ep2": ParallelDims(tp=2, ep=2)}
 
 
 def weights(seed: int, changes: int | None) -> dict[str, Tensor]:

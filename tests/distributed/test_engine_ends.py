@@ -250,8 +250,7 @@ def layer_of(one: Held) -> str:
 
 
 @pytest.mark.parametrize(
-    ("transport", "device"),
-    [("process_group", "cpu"), pytest.param("cuda_ipc", "cuda", marks=ON_GPU)],
+    ("transport", "device"), [("process_group", "cpu"), pytest.param("cuda_ipc", "cuda", marks=ON_GPU)]
 )
 def test_each_engine_rank_gets_its_own_bytes_and_no_more(tmp_path: Path, transport: str, device: str) -> None:
     """Bit for bit what its own loader makes of the checkpoint; checksums of both sides agree. 8 seconds."""

@@ -184,12 +184,7 @@ def pushes(rank: int, root: Path, rendezvous: Rendezvous) -> None:
         dtypes = {name: torch.float32 if name.endswith(FLOAT32) else torch.bfloat16 for name in shapes}
         params = {name: torch.zeros(shape, dtype=dtypes[name]) for name, shape in shapes.items()}
         params |= {name: param.float() for name, param in params.items() if name.endswith(WIDER)}
-        held = record(
-            lambda tensors: [params[name].copy_(tensor) for name, tensor in tensors],
-            shapes,
-            params,
-            dtypes,
-        )
+        held = record(lambda tensors: [params[name].copy_(tensor) for name, tensor in tensors], shapes, params, dtypes)
         receiver = Receiver(rendezvous, 1, {one: one.of(params[one.param]) for one in held})
         beside = Beside()
 

@@ -34,11 +34,7 @@ BUCKET_BYTES = 40  # a row of the hidden size fits (32 bytes), one of the attent
 def _process(rank: int, world_size: int, port: int, body: Callable[[int, Path], None], folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
     try:
         body(rank, folder)
@@ -191,9 +187,7 @@ def _one_process(rank: int, folder: Path) -> None:
     check_push(rank, ParallelDims(), 1, torch.float32, over_gloo)
     check_push(rank, ParallelDims(), 1, torch.bfloat16, over_gloo)
     transport = ProcessGroupTransport(
-        push_plan(ParallelDims(), 1),
-        src=megatron_tensors(hf_tensors(0), ParallelDims(), 0),
-        dst=hf_tensors(1),
+        push_plan(ParallelDims(), 1), src=megatron_tensors(hf_tensors(0), ParallelDims(), 0), dst=hf_tensors(1)
     )
     assert transport.move(0).num_bytes == 0
 

@@ -74,9 +74,7 @@ def test_a_rank_that_does_not_come_to_a_collective_is_named(place: Place) -> Non
     assert not any(map(alive, workers))
 
 
-def test_a_learner_process_that_stands_still_ends_the_run_at_the_limit(
-    still: tuple[Run, list[psutil.Process]],
-) -> None:
+def test_a_learner_process_that_stands_still_ends_the_run_at_the_limit(still: tuple[Run, list[psutil.Process]]) -> None:
     run, workers = still
     assert run.end() == 1
     text = run.text()

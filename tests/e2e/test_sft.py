@@ -159,13 +159,7 @@ def test_its_report_has_the_held_out_loss_of_every_evaluation(run: Run) -> None:
     ],
 )
 def test_other_families_learn_and_their_export_is_transformers_by_the_names_that_were_read(
-    name: str,
-    loader: type[Any],
-    more: dict[str, int],
-    aside: tuple[str, ...],
-    still: str,
-    place: Place,
-    model: Path,
+    name: str, loader: type[Any], more: dict[str, int], aside: tuple[str, ...], still: str, place: Place, model: Path
 ) -> None:
     """``aside`` stays out of an export, and what has ``still`` in its name is there to the bit."""
     folder = place.folder / name

@@ -230,12 +230,7 @@ class ServedBench:
             vocab_size=self.vocab_size, max_length=MAX_LENGTH, temperature=1.0, tolerance=self._tolerance
         )
         return Trust(
-            path=self.path,
-            servers=servers,
-            learner=self.sync,
-            dims=ParallelDims(),
-            probe=probe,
-            probes=self._probes,
+            path=self.path, servers=servers, learner=self.sync, dims=ParallelDims(), probe=probe, probes=self._probes
         )
 
     def file(self, engine: ServedEngine) -> FileDelivery:

@@ -105,8 +105,7 @@ def config_of(root: Path, name: str, layout: str) -> RunConfig:
     chosen = LAYOUTS[layout]
     degrees = chosen.dense if name in DENSE else chosen.sparse
     return load_config(
-        "tiny_cpu",
-        [*degrees, "rollout=vllm", "learner.threads=1", f"weights.folder={root}", "weights.delta=false"],
+        "tiny_cpu", [*degrees, "rollout=vllm", "learner.threads=1", f"weights.folder={root}", "weights.delta=false"]
     )
 
 

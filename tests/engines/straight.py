@@ -46,14 +46,7 @@ class FolderSender:
         sources, layouts = sources_of(self.hf, self.hf)[0], (self.hf, layout)
         self.before_joining()
         self._sender = await asyncio.to_thread(
-            Sender,
-            rendezvous,
-            0,
-            layouts,
-            self.tensors,
-            sources,
-            dtypes=self.dtypes,
-            quantiser=self._quantiser,
+            Sender, rendezvous, 0, layouts, self.tensors, sources, dtypes=self.dtypes, quantiser=self._quantiser
         )
 
     async def send(self, version: int) -> tuple[WeightUpdate, Sequence[Report]]:

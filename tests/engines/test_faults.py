@@ -22,16 +22,7 @@ from rl_megatron.rollout.servers.replicas import Health, Replica
 from rl_megatron.rollout.servers.sglang import adapter as sglang
 from rl_megatron.types import Completion
 from tests.e2e.processes import alive, eventually
-from tests.engines.benches import (
-    REPO,
-    ServedBench,
-    interpreter,
-    logprobs_of,
-    request,
-    served,
-    spare_a_core,
-    words_of,
-)
+from tests.engines.benches import REPO, ServedBench, interpreter, logprobs_of, request, served, spare_a_core, words_of
 from tests.engines.conftest import needs
 
 LIMIT = 600.0

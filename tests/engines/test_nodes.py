@@ -57,11 +57,7 @@ def holds_all_once(server: ServedBench, folder: Path) -> None:
     ids=["vllm-tp2", "vllm-dp2-ep2", "sglang-tp2"],
 )
 def test_a_server_on_two_nodes_samples_from_what_was_pushed(
-    engine: str,
-    keys: dict[str, object],
-    models: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: str, keys: dict[str, object], models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the file and straight into its ranks; it comes back when its second node is lost. 60 seconds."""
     needs(engine)

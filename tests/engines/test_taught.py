@@ -125,10 +125,7 @@ def test_the_pages_command_teaches(
     needs(engine)
     with serving(engine, teacher, tmp_path) as url:
         big = {"server": url, "token_file": "teacher.key", "engine": engine, "path": str(teacher)}
-        config = {
-            "defaults": ["tiny_cpu", {"algorithm": "gkd"}],
-            "algorithm": {"kl": {"teachers": {"big": big}}},
-        }
+        config = {"defaults": ["tiny_cpu", {"algorithm": "gkd"}], "algorithm": {"kl": {"teachers": {"big": big}}}}
         (tmp_path / "taught.yaml").write_text(yaml.safe_dump(config))
         served = record(tmp_path, "--config", "taught.yaml")
     assert [row["step"] for row in served] == [row["step"] for row in on_ranks] == [1, 2]

@@ -32,11 +32,7 @@ _ALGORITHMS = "tests/unit/algorithms"
 _UPDATE = "tests/unit/training"
 _ADVANTAGES = _under("tests/property", "test_advantages.py", "test_advantages_returns.py")
 _LOSSES = _under(
-    "tests/property",
-    "test_losses.py",
-    "test_losses_corrections.py",
-    "test_losses_terms.py",
-    "test_losses_metrics.py",
+    "tests/property", "test_losses.py", "test_losses_corrections.py", "test_losses_terms.py", "test_losses_metrics.py"
 )
 
 ROOMS = (
@@ -51,11 +47,7 @@ ROOMS = (
         after=(_ALGORITHMS, _UPDATE, "tests/unit/test_every_key_acts.py"),
     ),
     Room(
-        name="losses",
-        paths=("rl_megatron/algorithms",),
-        mutants=204,
-        first=(_ALGORITHMS, *_LOSSES),
-        after=(_UPDATE,),
+        name="losses", paths=("rl_megatron/algorithms",), mutants=204, first=(_ALGORITHMS, *_LOSSES), after=(_UPDATE,)
     ),
     Room(
         name="update",
@@ -98,10 +90,7 @@ ROOMS = (
     ),
     Room(
         name="layouts",
-        paths=(
-            "rl_megatron/weights/boxes.py",
-            *_under("rl_megatron/weights", "layouts", "layouts/tables", "plans"),
-        ),
+        paths=("rl_megatron/weights/boxes.py", *_under("rl_megatron/weights", "layouts", "layouts/tables", "plans")),
         mutants=60,
         first=(
             *_under("tests/unit/weights", "test_layout.py", "test_families.py", "test_deepseek_table.py"),

@@ -121,11 +121,7 @@ def test_rloo_is_dr_grpo_times_g_over_g_minus_one(seed: int, size: int) -> None:
 def test_grpo_of_a_group_of_four() -> None:
     """Mean 0.25, unbiased std 0.5."""
     advantages = group_advantages(
-        torch.tensor([1.0, 0, 0, 0]),
-        torch.zeros(4, dtype=torch.int64),
-        mean="group",
-        std="group",
-        leave_one_out=False,
+        torch.tensor([1.0, 0, 0, 0]), torch.zeros(4, dtype=torch.int64), mean="group", std="group", leave_one_out=False
     )
     assert advantages.tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-5)
 

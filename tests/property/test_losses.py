@@ -40,14 +40,7 @@ VESPO = policy_loss(objective="vespo", ratio_level="sequence_sum", shape_negativ
 CISPO_BY_SEQUENCE = policy_loss(objective="cispo", ratio_level="sequence", aggregation="token_mean", cap_high=1.1)
 ROWS = [DUAL, UNCLIPPED, SAPO, TOPR, VESPO, CISPO_BY_SEQUENCE, GSPO, GRPO, PPO, SUMS, CISPO, REINFORCE]
 CORRECTED = changed(
-    GSPO,
-    correction={
-        "level": "sequence",
-        "mode": "mask",
-        "high": 1.0,
-        "veto": 0.98,
-        "off_policy_delta": 0.5,
-    },
+    GSPO, correction={"level": "sequence", "mode": "mask", "high": 1.0, "veto": 0.98, "off_policy_delta": 0.5}
 )
 pytestmark = pytest.mark.filterwarnings("error")
 

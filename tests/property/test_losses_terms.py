@@ -300,10 +300,7 @@ def test_order_and_micro_batches_change_nothing(
     for mine in owners:
         chosen = [s for p in mine for s in (2 * p, 2 * p + 1)]
         part = inputs_of(
-            [sequences[s] for s in chosen],
-            num_tokens=x.num_tokens,
-            num_sequences=x.num_sequences,
-            proximal=proximal,
+            [sequences[s] for s in chosen], num_tokens=x.num_tokens, num_sequences=x.num_sequences, proximal=proximal
         )
         output, piece = gradients(loss, part)
         shares.append(output)

@@ -171,9 +171,7 @@ def test_keys_that_ranks_gather_are_in_the_order_of_their_sequences(lengths: lis
 
 @settings(max_examples=25, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
-    cp=st.sampled_from([1, 2, 3]),
-    turn=st.integers(1, 9),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8), cp=st.sampled_from([1, 2, 3]), turn=st.integers(1, 9)
 )
 def test_ranks_that_share_a_turn_have_one_number_for_it(lengths: list[int], cp: int, turn: int) -> None:
     """Turns of ``turn`` positions; padding is of no turn of another sequence."""

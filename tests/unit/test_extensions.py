@@ -65,13 +65,7 @@ async def test_an_engine_that_is_a_server() -> None:
 
 @pytest.mark.parametrize(
     ("key", "given", "said"),
-    [
-        (
-            "rollout.engine",
-            "vlm",
-            r"must be 'local', 'vllm' or 'sglang' .*or package.module:name",
-        ),
-    ],
+    [("rollout.engine", "vlm", r"must be 'local', 'vllm' or 'sglang' .*or package.module:name")],
 )
 def test_what_is_neither_known_nor_of_ones_own_is_refused(key: str, given: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -93,10 +93,7 @@ def test_ranks_hold_no_reference_beside_them() -> None:
             "reset_moments=true with follow_rate=0.1: the reference is a moving average",
         ),
         (["algorithm.kl.follow_every=2"], "follow_every=2 does nothing: algorithm.kl.follow_rate=null does not read"),
-        (
-            [*teacher("a"), *teacher("b"), "algorithm=gkd"],
-            "a, b judge the same prompts, and estimator=top_k",
-        ),
+        ([*teacher("a"), *teacher("b"), "algorithm=gkd"], "a, b judge the same prompts, and estimator=top_k"),
         (teacher("a", Path("tests"), "sources=[sums]"), f"{KEY}.a.sources names 'sums'; data.sources has none"),
         ([f"{KEY}.a.weight=2"], "no path: without one it is the policy itself, which judges by another prompt"),
         ([f"{KEY}.a.server={URL}", f"{KEY}.a.engine=vllm", *own("a", 9)], "on its own ranks; give path"),
@@ -104,10 +101,7 @@ def test_ranks_hold_no_reference_beside_them() -> None:
         ([*held("a"), *own("a", 9)[1:]], "max_prompt_tokens=9 without prompt: a prompt of its own has both; give"),
         ([f"{KEY}.a.prompt={{answer}}", *own("a", 9)[1:]], "prompt='{answer}' has no {prompt}; write it where"),
         ([f"{KEY}.a.prompt={{{{prompt}}}}", *own("a", 9)[1:]], "prompt='{{prompt}}' has no {prompt}; write it where"),
-        (
-            [f"{KEY}.a.prompt={{prompt}} \\boxed{{}}", *own("a", 9)[1:]],
-            "{} names no field; {NAME} is a field of the",
-        ),
+        ([f"{KEY}.a.prompt={{prompt}} \\boxed{{}}", *own("a", 9)[1:]], "{} names no field; {NAME} is a field of the"),
         ([f"{KEY}.a.prompt={{prompt}} {{a!r:3}}", *own("a", 9)[1:]], "{a!r:3} names no field; {NAME} is a field of"),
         ([f"{KEY}.a.prompt={{prompt}} x}}", *own("a", 9)[1:]], "Single '}' encountered in format string; {NAME} is"),
         (

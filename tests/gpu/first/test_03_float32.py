@@ -39,8 +39,7 @@ def test_scores_routes_and_five_steps_are_those_of_the_cpu(name: str, seen: Any)
     pairs = list(zip(found["steps"], wanted["steps"], strict=False))
     losses, norms = (largest(a[i] / b[i] - 1 for a, b in pairs) for i in range(2))
     note(
-        f"float32, {name}, beside the CPU",
-        f"log-probs {error['logprobs']:.1e}, losses {losses:.1e}, norms {norms:.1e}",
+        f"float32, {name}, beside the CPU", f"log-probs {error['logprobs']:.1e}, losses {losses:.1e}, norms {norms:.1e}"
     )
     assert losses < 1e-5
     assert norms < 1e-4

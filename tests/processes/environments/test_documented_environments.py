@@ -71,24 +71,15 @@ def test_the_function(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            {"function": "kalkulator"},
-            "'kalkulator' is unknown; did you mean 'calculator'",
-        ),
+        ({"function": "kalkulator"}, "'kalkulator' is unknown; did you mean 'calculator'"),
         ({"function": "my_env:Gues"}, "'Gues' of my_env is not there; did you mean 'Guess'"),
         ({"function": "my_env:EnvironmentStep"}, "is a class without start, step, score, close; give it"),
         (
             {"function": "my_env:solve", "max_observation_tokens": 9},
             "environment.max_observation_tokens=9: .* and has neither",
         ),
-        (
-            {"function": "my_env:Guess", "options": {"lots": 3}},
-            "environment.options.lots: got an unexpected",
-        ),
-        (
-            {"function": "my_env:solve", "options": {"lots": 3}},
-            "environment.options.lots: got an unexpected",
-        ),
+        ({"function": "my_env:Guess", "options": {"lots": 3}}, "environment.options.lots: got an unexpected"),
+        ({"function": "my_env:solve", "options": {"lots": 3}}, "environment.options.lots: got an unexpected"),
     ],
 )
 def test_what_cannot_be_an_environment_is_refused(given: dict[str, object], said: str) -> None:

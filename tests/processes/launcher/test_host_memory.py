@@ -48,12 +48,7 @@ def checked(*keys: str, for_job: bool) -> list[Found]:
         (300, None, False, "needs 369.4 GB of a node's memory for what the learner keeps off its GPUs, but this mach"),
         (400, None, False, None),
         (300, "350G", True, None),
-        (
-            300,
-            "340G",
-            True,
-            "needs 369.4 GB of a node's memory for what the learner keeps off its GPUs, but slurm.",
-        ),
+        (300, "340G", True, "needs 369.4 GB of a node's memory for what the learner keeps off its GPUs, but slurm."),
         (300, "0", True, "not known"),
         (300, None, True, "not known"),
     ],

@@ -276,8 +276,5 @@ def test_the_log_of_an_arrays_task_is_found_in_the_folder_of_its_own_run(
     why = "failed with status 127: /nowhere/python, in which the controller runs, is not on this node; set slurm.python"
     lines = (run / "jobs" / "12_2.txt").read_text().splitlines()
     assert [line.partition("job 12_2, ")[2] for line in lines[1::2]] == [f"restart {n}: {why}" for n in (0, 1)]
-    assert describe(run).splitlines()[2:] == [
-        lines[-1],
-        f"less {run}/jobs/12_2.txt {run}/jobs/12_2-1/controller.txt",
-    ]
+    assert describe(run).splitlines()[2:] == [lines[-1], f"less {run}/jobs/12_2.txt {run}/jobs/12_2-1/controller.txt"]
     assert (run / "jobs").stat().st_mode & 0o777 == 0o700

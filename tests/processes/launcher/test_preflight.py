@@ -264,10 +264,7 @@ def test_the_reward_is_asked_once_about_the_first_problem(keys: tuple[str, ...])
             ("slurm.python=/other/python", "reward.function=gone:reward"),
             "the reward gone:reward, in slurm.python=/other/python",
         ),
-        (
-            ("slurm.python=/other/python",),
-            "torch in slurm.python=/other/python, in which the controller runs",
-        ),
+        (("slurm.python=/other/python",), "torch in slurm.python=/other/python, in which the controller runs"),
         (("slurm.gpu_memory_gb=null",), "the memory of the GPUs, because slurm.gpu_memory_gb is not set"),
     ],
 )

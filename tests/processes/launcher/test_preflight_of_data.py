@@ -125,12 +125,7 @@ def test_fields_of_published_data_that_no_key_reads_are_noted(
         ("gsm8k_tiny", '["34"]', (), ":1: data.answer_field='answer' is the JSON text of a list, and completions are"),
         ("gsm8k_tiny", "[3, 4)", (), ""),
         ("sft_tiny", '["34"]', (), ""),
-        (
-            "sft_tiny",
-            "1",
-            ("data.prompt_field=asked",),
-            ":1: data.prompt_field='asked' is the JSON text of a list",
-        ),
+        ("sft_tiny", "1", ("data.prompt_field=asked",), ":1: data.prompt_field='asked' is the JSON text of a list"),
     ],
 )
 def test_answers_that_are_read_otherwise_than_they_may_be_meant_are_noted(

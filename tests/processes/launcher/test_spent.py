@@ -32,12 +32,7 @@ from tests.unit.launcher.test_spent import ROWS
     ],
 )
 def test_a_run_whose_job_ends_soon_makes_no_report(
-    signals: list[str],
-    finished: bool,
-    requeued: bool,
-    reported: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    signals: list[str], finished: bool, requeued: bool, reported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def saved(parts: Parts, _: Progress, stop: Stop, *__: object) -> bool:
         for name in signals:

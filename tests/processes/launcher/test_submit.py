@@ -89,10 +89,7 @@ def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_command
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (
-            ("slurm.nodes=4", "slurm.ntasks_per_node=1"),
-            "4 tasks, but the learner has tp*cp*dp*pp = 1*1*2*1 = 2 ranks",
-        ),
+        (("slurm.nodes=4", "slurm.ntasks_per_node=1"), "4 tasks, but the learner has tp*cp*dp*pp = 1*1*2*1 = 2 ranks"),
         (("learner.device=cuda",), "learner.device=cuda, but slurm.gpus_per_node=0"),
         (("slurm.partition=a b",), "slurm.partition='a b'"),
         (("slurm.time=tomorrow",), "slurm.time='tomorrow'"),

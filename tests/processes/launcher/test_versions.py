@@ -97,24 +97,14 @@ TRANSPORTS = {
 @pytest.mark.parametrize(
     ("engine", "transport", "more", "said"),
     [
-        (
-            OTHER,
-            "process_group",
-            (),
-            f"NCCL differs: 2.29.7 (learner) and 2.30.7 (engine); {TORCH}",
-        ),
+        (OTHER, "process_group", (), f"NCCL differs: 2.29.7 (learner) and 2.30.7 (engine); {TORCH}"),
         (
             OTHER,
             "process_group",
             ("run.launcher=slurm", "slurm.engines.nodes=1"),
             f"NCCL differs: 2.29.7 (learner) and 2.30.7 (engine); {TORCH}",
         ),
-        (
-            having("2.14.1+cu130"),
-            "process_group",
-            (),
-            f"torch differs: 2.13 (learner) and 2.14 (engine); {TORCH}",
-        ),
+        (having("2.14.1+cu130"), "process_group", (), f"torch differs: 2.13 (learner) and 2.14 (engine); {TORCH}"),
         (
             having(NCCL_CUMEM_ENABLE="0", NCCL_NVLS_ENABLE="2"),
             "process_group",

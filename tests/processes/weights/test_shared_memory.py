@@ -81,8 +81,5 @@ def test_a_rank_that_ends_as_it_connects_is_an_error(said: bytes) -> None:
         there.listen()
         return [mine, [mine[0], there.getsockname().hex()]]
 
-    with (
-        there,
-        pytest.raises(SyncError, match=r"rank 0 waited for rank 1 to offer .*its connection is closed"),
-    ):
+    with there, pytest.raises(SyncError, match=r"rank 0 waited for rank 1 to offer .*its connection is closed"):
         connected(0, SimpleNamespace(size=2, gather=gather))

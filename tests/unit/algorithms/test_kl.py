@@ -6,12 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_megatron.algorithms.kl import (
-    average_age,
-    kl_in_sequence_rewards,
-    kl_in_token_rewards,
-    kl_per_token,
-)
+from rl_megatron.algorithms.kl import average_age, kl_in_sequence_rewards, kl_in_token_rewards, kl_per_token
 from rl_megatron.config.sections.algorithm import KLSection
 from rl_megatron.types import LossInputs
 from tests.losses import loss_inputs

@@ -113,14 +113,8 @@ def test_an_unsound_row_is_refused_with_its_reason(keys: list[str]) -> None:
         (["advantage_mean=greedy", "advantage_std=none"], "advantage_mean=greedy: that baseline is the reward of a"),
         (["turn_baseline=index", "advantage_std=batch"], "turns of one number are compared within their group"),
         (["turn_baseline=index", "advantage_std=advantages"], "turns of one number are compared within their group"),
-        (
-            ["turn_baseline=state", "advantage_std=batch", "turn_compared=returns"],
-            "from one state are compared",
-        ),
-        (
-            ["turn_baseline=state"],
-            r"turn_compared=rewards, gamma_turn=1: .* set turn_compared=returns, or g",
-        ),
+        (["turn_baseline=state", "advantage_std=batch", "turn_compared=returns"], "from one state are compared"),
+        (["turn_baseline=state"], r"turn_compared=rewards, gamma_turn=1: .* set turn_compared=returns, or g"),
         (["turn_compared=returns", "gamma_turn=0"], "turn_compared=returns does nothing.* is its own reward"),
         (["turn_compared=returns", "advantage_mean=none", "advantage_std=none"], "turns are not compared"),
         (["advantage_mean=batch", "advantage_std=advantages"], "leaves the std of its rewards as it is"),
@@ -128,10 +122,7 @@ def test_an_unsound_row_is_refused_with_its_reason(keys: list[str]) -> None:
             ["advantage_std=none", "std_unbiased=false"],
             r"advantage_std=none does not read it.*=group or batch or advantages",
         ),
-        (
-            ["normalise_rewards=group"],
-            "normalise_rewards=group: it changes the sum.* or set credit=completion",
-        ),
+        (["normalise_rewards=group"], "normalise_rewards=group: it changes the sum.* or set credit=completion"),
         (["kl.coefficient=0.1", "kl.placement=completion_reward"], "the reward of the last; set kl.placement=loss"),
         (["kl.coefficient=0.1", "kl.placement=token_reward"], "the reward of the last; set kl.placement=loss"),
         (["turn_baseline=index", "advantage_mean=none", "advantage_std=none"], "turns are not compared"),

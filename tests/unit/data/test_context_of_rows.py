@@ -79,10 +79,7 @@ def test_a_completion_is_learnt_behind_its_prompts_messages_which_are_context(
     rows = {**TRL, "system": system}, {**TRL, "prompt": None, "chosen": [ASKS, GOOD]}
     apart = loaded(tmp_path, suffix, *rows, messages_field="chosen", context_field="prompt", system_field="system")
     first = [SAYS] if system else []
-    wholes = (
-        [*first, ASKS, {**ANSWERS, "weight": 0}, AGAIN, GOOD],
-        [SAYS, ASKS, GOOD],
-    )
+    wholes = ([*first, ASKS, {**ANSWERS, "weight": 0}, AGAIN, GOOD], [SAYS, ASKS, GOOD])
     whole = loaded(tmp_path, ".jsonl", *({"m": one} for one in wholes), messages_field="m")
     made = conversations()
     assert shown(made.rows(apart)) == shown(made.rows(whole))
@@ -126,10 +123,7 @@ def test_a_text_of_the_system_is_in_front_of_the_users_turn_for_teachers_too(tmp
         ({**TRL, "prompt": [SAYS, ASKS]}, "field 'system' has a text, and the messages begin with the system's; keep"),
         ({**TRL, "rejected": [*TRL["prompt"], BAD]}, "field 'rejected' begins with the messages of 'prompt', so they"),
         ({**TRL, "prompt": "1?"}, "field 'prompt' is '1[?]'; it must be a list of objects$"),
-        (
-            {**TRL, "prompt": "\n\nHuman: 1?"},
-            "field 'prompt' is .*; it must be a list of objects. Texts of sever",
-        ),
+        ({**TRL, "prompt": "\n\nHuman: 1?"}, "field 'prompt' is .*; it must be a list of objects. Texts of sever"),
         ({key: TRL[key] for key in ("chosen", "rejected", "prompt")}, "no field 'system'; it has"),
         ({key: TRL[key] for key in ("chosen", "rejected", "system")}, "no field 'prompt'; it has"),
     ],
@@ -260,11 +254,7 @@ def test_a_developer_is_the_system_where_the_template_shows_that_alone(
         ([SAYS], {}, "its last message is what the model answers"),
         ([], {}, "a prompt has a user's message at least"),
         ([{"from": "human", "value": "1?"}], {}, "item 1 must be a message, an object with role and content; from and"),
-        (
-            [{"role": "user", "content": [{"type": "text"}]}],
-            {},
-            r"the content of message 1 is \[\{.*; it must be text",
-        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], {}, r"the content of message 1 is \[\{.*; it must be text"),
         (["1?"], {}, "item 1 must be a message"),
         (
             [SAYS, ASKS],

@@ -99,10 +99,7 @@ def test_advantages_are_less_the_value_and_standardised_over_the_batch(size: int
     np.testing.assert_allclose(samples.advantages[firsts], wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["normalise_rewards=group", "normalise_rewards=batch", "reward_scale=0.5"],
-)
+@pytest.mark.parametrize("key", ["normalise_rewards=group", "normalise_rewards=batch", "reward_scale=0.5"])
 def test_rewards_of_another_range_than_the_values_are_refused(key: str) -> None:
     name, _, value = key.partition("=")
     said = rf"advantage_mean=tracked with algorithm\.{key}: .* leave it out, or set another advantage_mean"

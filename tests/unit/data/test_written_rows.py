@@ -33,12 +33,7 @@ FORMS: dict[str, dict[str, str]] = {
     "conversations": {"messages_field": "good"},
     "pairs of conversations": {"messages_field": "good", "rejected_field": "bad", "margin_field": "m"},
     "answers": {"prompt_field": "q", "answer_field": "good"},
-    "pairs of answers": {
-        "prompt_field": "q",
-        "answer_field": "good",
-        "rejected_field": "bad",
-        "margin_field": "m",
-    },
+    "pairs of answers": {"prompt_field": "q", "answer_field": "good", "rejected_field": "bad", "margin_field": "m"},
 }
 
 

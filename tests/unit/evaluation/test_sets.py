@@ -205,12 +205,7 @@ def test_samples_without_a_turn_are_counted_beside_the_accuracy(caplog: pytest.L
 
 
 def test_each_set_is_due_at_its_own_steps() -> None:
-    sets = (
-        held_out("first"),
-        held_out("rare", every=40),
-        held_out("ends", every=0),
-        held_out("often", every=7),
-    )
+    sets = (held_out("first"), held_out("rare", every=40), held_out("ends", every=0), held_out("often", every=7))
     ours = evaluation(Written(), *sets, every=10)
     when = {one.name: [n for n in range(101) if one in ours._due(n)] for one in sets}
     assert when == {

@@ -83,11 +83,7 @@ def test_what_the_system_refuses_is_told_from_faults_of_ours(error: OSError | Ru
     ],
 )
 def test_ctrl_c_before_a_run_has_its_folder_promises_nothing_of_it(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    said: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], said: str
 ) -> None:
     def interrupted() -> NoReturn:
         raise KeyboardInterrupt

@@ -62,9 +62,7 @@ def test_every_role_is_placed_before_the_job_is_sent() -> None:
 
 def test_separate_roles_are_placed_on_nodes_of_their_own() -> None:
     lines = submit.checked(config_of(*CASES["every_role_a_component"])).describe().splitlines()
-    learner = [
-        *("  tp=4: inside a node", "  dp=4: across 2 nodes", "  ep=8: inside a node", "  edp=2: across 2 nodes"),
-    ]
+    learner = [*("  tp=4: inside a node", "  dp=4: across 2 nodes", "  ep=8: inside a node", "  edp=2: across 2 nodes")]
     assert lines == [
         *("16 ranks on 2 nodes, 8 on each", "  node 0: ranks 0-7", "  node 1: ranks 8-15", *learner),
         *("critic: 16 ranks on 2 nodes, 8 on each", "  node 2: ranks 0-7", "  node 3: ranks 8-15", *learner),

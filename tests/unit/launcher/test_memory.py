@@ -20,14 +20,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.seats import seats_here
 from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.host_memory import host_bytes, pinned
-from rl_megatron.scaling.memory import (
-    CHANGES,
-    Footprint,
-    check_memory,
-    footprints,
-    fullest,
-    server_window,
-)
+from rl_megatron.scaling.memory import CHANGES, Footprint, check_memory, footprints, fullest, server_window
 from rl_megatron.scaling.parameters import elements
 from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.learner import learner_layout

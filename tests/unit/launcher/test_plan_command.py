@@ -102,9 +102,7 @@ def test_an_engine_cuts_experts_by_tp_where_nothing_else_is_said(said: Said) -> 
     assert "which do not fit" in said("qwen3-235b-a22b", source, "dst=engine,tp=8,dp=8", "--gpu-memory-gb", "40")
 
 
-def test_a_configuration_shows_memory_and_then_what_pushes_and_checkpoints_cost(
-    said: Said,
-) -> None:
+def test_a_configuration_shows_memory_and_then_what_pushes_and_checkpoints_cost(said: Said) -> None:
     text = said("--config", "deepseek_v3", "slurm.speeds.nic=25")
     _, push, hop, save, *_ = text[text.index("It fits in slurm.gpu_memory_gb=80.\n") :].splitlines()
     assert push == "a push of weights by process_group, through the network:"

@@ -97,10 +97,7 @@ FAULT, FULL = EngineError("answered nothing"), OSError(errno.EMFILE, "Too many o
     ids=["it starts", "again", "in vain", "no file is left"],
 )
 def test_a_server_is_started_again_as_often_as_it_may_be(
-    faults: list[Exception],
-    waits: list[float],
-    raised: type[Exception] | None,
-    monkeypatch: pytest.MonkeyPatch,
+    faults: list[Exception], waits: list[float], raised: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, waited, seen, made = [*faults], list[float](), list[Exception](), 0
 

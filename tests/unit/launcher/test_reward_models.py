@@ -93,10 +93,7 @@ def test_what_does_not_fit_is_refused(keys: tuple[str, ...], said: str) -> None:
         ("eval.sets.long.reward.function=math_verify",),
         ("eval.sets.long.environment.function=calculator", "eval.sets.long.environment.max_tokens=9000"),
         ("reward.model.max_tokens=8192",),
-        (
-            "eval.sets.long.reward.function=ranks:judge",
-            "eval.sets.long.reward.model.max_tokens=8192",
-        ),
+        ("eval.sets.long.reward.function=ranks:judge", "eval.sets.long.reward.model.max_tokens=8192"),
     ],
 )
 def test_a_set_of_long_completions_is_taken_where_no_model_reads_more_than_a_micro_batch(keys: tuple[str, ...]) -> None:

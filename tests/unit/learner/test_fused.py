@@ -215,9 +215,7 @@ def test_an_expert_without_rows_has_no_gradient_whatever_torch_leaves(
 
 def test_slots_and_back() -> None:
     slots = Slots(
-        row=torch.tensor([3, 4, 0, 1, 2, 5, 6, 6]),
-        slot=torch.tensor([2, 3, 4, 0, 1, 5, 6]),
-        padding=torch.tensor([7]),
+        row=torch.tensor([3, 4, 0, 1, 2, 5, 6, 6]), slot=torch.tensor([2, 3, 4, 0, 1, 5, 6]), padding=torch.tensor([7])
     )
     real = torch.tensor([1.0, 1, 1, 1, 1, 1, 1, 0])[:, None]
     assert_equal_with_gradients(

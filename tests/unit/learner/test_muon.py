@@ -23,10 +23,7 @@ from rl_megatron.weights.layouts.families import hf_layout
 from tests.unit.scaling.test_time import IDEAL, work
 
 SHAPES = [(48, 32), (32, 48), (16, 16), (3, 70)]
-SETTINGS = [
-    {"weight_decay": 0.1, "scale": "match_rms_adamw"},
-    {"weight_decay": 0.0, "scale": "original"},
-]
+SETTINGS = [{"weight_decay": 0.1, "scale": "match_rms_adamw"}, {"weight_decay": 0.0, "scale": "original"}]
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

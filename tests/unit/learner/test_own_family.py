@@ -187,10 +187,7 @@ def test_what_is_no_layer_is_refused(own: str, message: str, place: Path) -> Non
     ("override", "message"),
     [
         ("learner.model=qwen3", "learner.model='qwen3': must be package.module:name of your own code"),
-        (
-            "learner.layers=toch",
-            "learner.layers='toch': must be 'auto', 'torch' or 'transformer_engine' (did you m",
-        ),
+        ("learner.layers=toch", "learner.layers='toch': must be 'auto', 'torch' or 'transformer_engine' (did you m"),
         (
             "learner.model=a.b:C",
             "learner.model=a.b:C reads the config.json of model.path, which is not given; set model.path",

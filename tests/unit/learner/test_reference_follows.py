@@ -144,9 +144,7 @@ def held_by(rank: RankModels) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "keys",
-    [(), ("learner.dtype=bfloat16",), ("learner.optimizer.name=muon",)],
-    ids=["float32", "bfloat16", "muon"],
+    "keys", [(), ("learner.dtype=bfloat16",), ("learner.optimizer.name=muon",)], ids=["float32", "bfloat16", "muon"]
 )
 def test_after_a_reset_of_moments_the_next_steps_are_those_of_a_new_optimizer(
     keys: tuple[str, ...], tmp_path: Path

@@ -103,13 +103,7 @@ async def test_a_group_that_is_given_up_ends_with_its_batch_and_none_is_computed
     wanted = expected(folder, [ids_of(PROMPT.text + text) for text in TEXTS])[:, 0]
     monkeypatch.setattr(LlamaForSequenceClassification, "forward", watched)
     monkeypatch.setattr(in_process, "_BATCH_SIZE", 2)
-    reward = resolve_reward(
-        RewardSection.model_validate(
-            {
-                "function": f"hf:{folder}",
-            }
-        )
-    )
+    reward = resolve_reward(RewardSection.model_validate({"function": f"hf:{folder}"}))
     late = asyncio.ensure_future(reward(PROMPT, [DONE] * len(TEXTS), TEXTS))
     await asyncio.to_thread(entered.wait)
     late.cancel()

@@ -83,13 +83,7 @@ def test_engines_get_the_options_of_their_places() -> None:
     ("engine", "keys", "device", "dp", "said"),
     [
         ("vllm", ("learner.lora.rank=600", "learner.lora.targets=attention"), "cuda", 1, "of rank 512 at most"),
-        (
-            "vllm",
-            ("learner.lora.targets=attention",),
-            "cpu",
-            1,
-            "Triton's kernels, which need a GPU; use a dense",
-        ),
+        ("vllm", ("learner.lora.targets=attention",), "cpu", 1, "Triton's kernels, which need a GPU; use a dense"),
         ("sglang", (), "cuda", 1, "one rank and one scale .* given are 1, 12"),
         ("sglang", ("learner.lora.expert_rank=12",), "cpu", 1, "kernels for adapters of experts, which need a GPU"),
         ("sglang", ("learner.lora.targets=attention",), "cuda", 2, "set rollout.server.dp=1"),
@@ -179,10 +173,7 @@ def test_a_push_of_adapters_is_planned_by_their_bytes() -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (
-            ("rollout=vllm", "rollout.temperature=2.5"),
-            "rollout.temperature=2.5: vLLM 0.32.0 samples at 0.01 to 2, and",
-        ),
+        (("rollout=vllm", "rollout.temperature=2.5"), "rollout.temperature=2.5: vLLM 0.32.0 samples at 0.01 to 2, and"),
         (("rollout=vllm", "eval.temperature=0.005"), "eval.temperature=0.005: vLLM"),
         (
             ("rollout=vllm", "eval.sets.hot.temperature=2.5", "eval.sets.plain.limit=2"),

@@ -147,8 +147,7 @@ def test_each_trajectory_has_a_key_that_ends_with_it_and_the_server_ends_with_th
 
 
 @pytest.mark.parametrize(
-    ("section", "stop", "turns"),
-    [({"max_turns": 2}, "turns", 2), ({"max_turns": 99, "max_tokens": 20}, "tokens", 5)],
+    ("section", "stop", "turns"), [({"max_turns": 2}, "turns", 2), ({"max_turns": 99, "max_tokens": 20}, "tokens", 5)]
 )
 def test_a_limit_ends_an_agent_whose_client_raises_it(section: dict[str, Any], stop: str, turns: int) -> None:
     one, *_ = trajectories(answered(ours(Scripted(lambda text: "ab"), "asks_on", group_size=1, **section)))

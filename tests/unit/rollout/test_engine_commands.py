@@ -201,10 +201,7 @@ INVARIANT, DETERMINISTIC = "rollout.server.batch_invariant=true", "learner.deter
         (("rollout=vllm", INVARIANT), r"in this mode vllm sets NCCL's algorithm and channels in its ranks"),
         (("rollout=sglang", "rollout.server.tp=2", INVARIANT), r"in this mode sglang sets NCCL's algorithm"),
         (("rollout=sglang", INVARIANT), None),
-        (
-            ("rollout=vllm", DETERMINISTIC),
-            r"the learner's ranks choose NCCL's algorithm by NCCL_ALGO, and",
-        ),
+        (("rollout=vllm", DETERMINISTIC), r"the learner's ranks choose NCCL's algorithm by NCCL_ALGO, and"),
         (("rollout=vllm", DETERMINISTIC, INVARIANT, "weights.transport=file"), None),
         (("rollout=vllm", DETERMINISTIC, "learner.device=cpu", "learner.dtype=float32"), None),
     ],

@@ -67,13 +67,7 @@ class Words(Adapter):
         raise NotImplementedError
 
     async def load(
-        self,
-        server: Server,
-        path: Path,
-        version: int,
-        *,
-        private: Collection[str],
-        straight: bool = False,
+        self, server: Server, path: Path, version: int, *, private: Collection[str], straight: bool = False
     ) -> list[Report]:
         await server.post("/load", {"label": LABELS.candidate(version)})
         return []

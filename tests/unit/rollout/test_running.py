@@ -56,9 +56,7 @@ def requests() -> list[GenerationRequest]:
 
 
 def drive(
-    running: RunningBatch,
-    asked: list[GenerationRequest],
-    between: Callable[[int], Ended] = lambda _: [],
+    running: RunningBatch, asked: list[GenerationRequest], between: Callable[[int], Ended] = lambda _: []
 ) -> dict[str, list[Completion]]:
     """Every other step one more request comes. ``between`` is called after each, with its number."""
     done: dict[str, list[Completion]] = {}

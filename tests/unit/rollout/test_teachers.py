@@ -37,9 +37,7 @@ class Told(Words):
         said = await server.sampled("/judge", {"text": list(text), "top": top}, json.loads)
         ids = np.array(said["ids"], np.int32).reshape(len(text) - 1, top)
         return Judged(
-            logprobs=np.array(said["logprobs"], np.float32),
-            top_ids=ids,
-            top_logprobs=-0.5 * ids.astype(np.float32) - 1,
+            logprobs=np.array(said["logprobs"], np.float32), top_ids=ids, top_logprobs=-0.5 * ids.astype(np.float32) - 1
         )
 
 

@@ -155,10 +155,7 @@ def test_an_agents_client_gets_the_calls_or_is_refused_tools_without_a_parser() 
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        (["environment.tool_parser=hermes"], "plain texts show neither tools nor calls"),
-    ],
+    ("keys", "said"), [(["environment.tool_parser=hermes"], "plain texts show neither tools nor calls")]
 )
 def test_keys_that_nothing_would_read_are_refused(keys: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -179,10 +179,7 @@ def test_a_refusal_without_a_token_is_not_repeated(server: Server) -> None:
         ({"type": "remote"}, "needs sandbox.url"),
         ({"type": "remote", "url": "http://elsewhere/run"}, "in the clear"),
         ({"type": "remote", "url": "http://127.0.0.1.evil.org/run"}, "in the clear"),
-        (
-            {"type": "remote", "url": "https://me:secret@elsewhere/run"},
-            "password.*sandbox.token_file",
-        ),
+        ({"type": "remote", "url": "https://me:secret@elsewhere/run"}, "password.*sandbox.token_file"),
         ({"type": "remote", "url": "https://elsewhere/run?key=x"}, "the address has key=, and"),
         ({"type": "remote", "url": "file:///etc/passwd"}, "write it as https"),
         ({"url": "https://elsewhere/run"}, "only remote reads it"),

@@ -23,11 +23,7 @@ from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, rank
 
 S = NAMED["qwen3-30b-a3b"]
 CONF = Path(__file__).parents[3] / "conf"
-APART = (
-    "rollout.server.colocated=false",
-    "rollout.server.memory_fraction=0.5",
-    "learner.offload.while_sampling=null",
-)
+APART = ("rollout.server.colocated=false", "rollout.server.memory_fraction=0.5", "learner.offload.while_sampling=null")
 GIVEN = ("data.train=a.jsonl", "data.eval=b.jsonl", "model.path=/models/given", "algorithm.kl.coefficient=0.01")
 
 

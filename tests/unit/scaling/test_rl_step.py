@@ -15,14 +15,7 @@ from rl_megatron.scaling.flops import training_flops
 from rl_megatron.scaling.hardware import GPUS
 from rl_megatron.scaling.memory import weights_served
 from rl_megatron.scaling.pushes import push_cost
-from rl_megatron.scaling.rl_step import (
-    forward_seconds,
-    learner_work,
-    push_bytes,
-    rl_step,
-    score_seconds,
-    server_shape,
-)
+from rl_megatron.scaling.rl_step import forward_seconds, learner_work, push_bytes, rl_step, score_seconds, server_shape
 from rl_megatron.scaling.rollouts import Sampled, ServerShape, cache_bytes, lengths_of, sampled, token_seconds
 from rl_megatron.scaling.time import step_terms
 from rl_megatron.types import ParallelDims

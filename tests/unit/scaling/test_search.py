@@ -253,8 +253,7 @@ def test_a_thousand_gpus_of_a_model_with_61_layers_have_uneven_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "pp", "vpp", "text"),
-    [(48, 4, 2, None), (61, 8, 1, "7+8*6+6"), (94, 8, 1, "11+12*6+11")],
+    ("layers", "pp", "vpp", "text"), [(48, 4, 2, None), (61, 8, 1, "7+8*6+6"), (94, 8, 1, "11+12*6+11")]
 )
 def test_uneven_stages_have_fewer_layers_at_the_ends(layers: int, pp: int, vpp: int, text: str | None) -> None:
     """The second and the last are those of our recipes."""

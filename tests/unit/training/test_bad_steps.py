@@ -30,17 +30,7 @@ from rl_megatron.training.jobs.warm_start import WarmStart
 from rl_megatron.training.jobs.written import FineTuning, SupervisedSteps, Unit, WrittenJob
 from rl_megatron.training.measures import Made
 from rl_megatron.training.optimizer_steps import OptimizerSteps
-from rl_megatron.types import (
-    Batch,
-    Counts,
-    Culprit,
-    Loss,
-    Metric,
-    ParallelDims,
-    Prompt,
-    SkippedStep,
-    StepResult,
-)
+from rl_megatron.types import Batch, Counts, Culprit, Loss, Metric, ParallelDims, Prompt, SkippedStep, StepResult
 from tests.samples import sequences_of
 from tests.unit.training.test_little_to_train_on import Steps, job
 

@@ -124,9 +124,7 @@ def updated(config: RunConfig) -> tuple[dict[str, Any], list[tuple[AlgorithmSect
         **({"critic": Toy(table(VOCABULARY, seed=2))} if config.algorithm.needs_critic else {}),
     }
     update = Update(
-        config=config,
-        roles=Roles(learners=learners, frozen={}, engine=unused, weights=unused),
-        attention_cost=0.0,
+        config=config, roles=Roles(learners=learners, frozen={}, engine=unused, weights=unused), attention_cost=0.0
     )
     row = asyncio.run(update(groups(4, ENGINE), 4, Stopwatch()))
     heard: list[Any] = policy.heard

@@ -167,8 +167,7 @@ def test_the_reason_of_groups_without_own_advantages_is_not_their_rewards(
 def test_rewards_that_all_fail_end_the_run(tmp_path: Path, mode: str, tries: int) -> None:
     failed = [Answered(group=None, reason="reward_error")] * 4 * tries
     with pytest.raises(
-        DataError,
-        match=rf"left out \(log.txt names those that failed\): {4 * tries} for failed rewards\. Fix these",
+        DataError, match=rf"left out \(log.txt names those that failed\): {4 * tries} for failed rewards\. Fix these"
     ):
         step(tmp_path, failed, rollout={"dynamic_sampling": mode})
 

@@ -128,11 +128,7 @@ def test_a_completion_in_steps_has_the_tokens_of_the_whole_and_the_versions_that
     assert [turn.start for turn in row.turns] == [3, 5, 7]
     assert np.concatenate([turn.logprobs for turn in row.turns]).tolist() == old.turns[0].logprobs.tolist()
     assert "".join(turn.text for turn in row.turns) == text
-    assert [turn.spans for turn in row.turns] == [
-        (Span(0, 5), Span(1, 6)),
-        (Span(0, 6),),
-        (Span(0, 7),),
-    ]
+    assert [turn.spans for turn in row.turns] == [(Span(0, 5), Span(1, 6)), (Span(0, 6),), (Span(0, 7),)]
     assert [turn.reward for turn in row.turns] == [1.0, 2.0, 4.0]
 
 

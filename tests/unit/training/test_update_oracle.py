@@ -67,10 +67,7 @@ PATHS: dict[str, dict[str, Any]] = {
         for of in ("learner", "rollout")
     },
     "decoupled ppo": {"correction": {"mode": "truncate", "high": 1.5}},
-    "decoupled ppo, interpolated": {
-        "correction": {"mode": "truncate", "high": 1.5},
-        "old_logprobs": "interpolated",
-    },
+    "decoupled ppo, interpolated": {"correction": {"mode": "truncate", "high": 1.5}, "old_logprobs": "interpolated"},
     **{
         f"a correction, {mode} of {level}": {
             "correction": {"mode": mode, "level": level, "low": low, "high": 1.2},

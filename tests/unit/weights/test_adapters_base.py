@@ -54,10 +54,7 @@ def test_a_model_of_the_same_sizes_is_refused_for_a_merge(
     save_model("qwen3_moe", source := tmp_path / "hf")
     other = changed(source, tmp_path / "other", lambda name, tensor: tensor * 1.02 if kind in name else tensor)
     shape, digest = read_shape(source), base_digest(source)
-    adapters, older = (
-        save_adapters(tmp_path / "new", shape, digest),
-        save_adapters(tmp_path / "older", shape),
-    )
+    adapters, older = (save_adapters(tmp_path / "new", shape, digest), save_adapters(tmp_path / "older", shape))
     merge_adapters(adapters, source, tmp_path / "merged")
     with pytest.raises(CheckpointError, match=rf"new holds adapters of another model than {other}: .* {digest}, and"):
         merge_adapters(adapters, other, tmp_path / "refused")

@@ -23,10 +23,7 @@ def costs(dims: ParallelDims, engines: int) -> tuple[Cost, Cost]:
     target = Layout(table=HF_QWEN3_MOE, shape=SMALL_MOE, dims=ParallelDims(dp=engines))
     placement = {rank: dims.world_size + rank for rank in range(engines)}
     moves = plan(learner, target, placement=placement)
-    return (
-        plan_cost(moves, BYTES, LINKS),
-        broadcast_cost(learner, placement.values(), BYTES, LINKS),
-    )
+    return (plan_cost(moves, BYTES, LINKS), broadcast_cost(learner, placement.values(), BYTES, LINKS))
 
 
 def test_two_replicas_feed_two_engines_at_the_speed_of_a_port() -> None:

@@ -66,18 +66,9 @@ def test_layers_are_those_of_megatrons_own_stages(
     assert not list(Pipeline().problems(learner, None))
     given = dict(Pipeline().megatron(learner, SHAPE).model)
     config = TransformerConfig(
-        num_layers=num_layers,
-        hidden_size=8,
-        num_attention_heads=4,
-        pipeline_dtype="unused",
-        **given,
+        num_layers=num_layers, hidden_size=8, num_attention_heads=4, pipeline_dtype="unused", **given
     )
-    layout = Layout(
-        table=MEGATRON_QWEN3_MOE,
-        shape=replace(SHAPE, num_layers=num_layers),
-        dims=dims,
-        stages=stages,
-    )
+    layout = Layout(table=MEGATRON_QWEN3_MOE, shape=replace(SHAPE, num_layers=num_layers), dims=dims, stages=stages)
     vpp = dims.vpp if dims.vpp > 1 else None
     monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: vpp)
     for stage in range(dims.pp):

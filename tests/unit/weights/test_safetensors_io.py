@@ -158,11 +158,7 @@ IN_TWO = r"model\.norm\.weight is in model-00001-of-00003\.safetensors and in mo
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
-        (
-            _remove_shard,
-            CheckpointError,
-            r"names are missing: model-00002-of-00003\.safetensors",
-        ),
+        (_remove_shard, CheckpointError, r"names are missing: model-00002-of-00003\.safetensors"),
         (_tear_shard, CheckpointError, r"model-00002-of-00003\.safetensors is torn"),
         (_misplace, WeightError, r"model-00001-of-00003\.safetensors has no tensor model\.norm\.weight"),
         (_in_two_files(0), WeightError, IN_TWO),

@@ -41,12 +41,7 @@ def with_template(name: str, template: str) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize(
     ("shown", "bad", "good", "said"),
     [
-        (
-            "==",
-            [ASKED],
-            [SYSTEM, ASKED],
-            "without a message of the system, so .* add: begin the conversation with",
-        ),
+        ("==", [ASKED], [SYSTEM, ASKED], "without a message of the system, so .* add: begin the conversation with"),
         ("!=", [SYSTEM, ASKED], [ASKED], "beside a message of the system, so .* add: leave that message out, give the"),
     ],
 )
@@ -144,10 +139,7 @@ def test_texts_of_a_content_are_one_where_the_template_itself_makes_them_one(
         ({**SAYS, "reasoning": "one", "thinking": "two"}, "has thinking under several of .*, which differ; keep one"),
         ({"role": "tool", "output": "17"}, r"of the role 'tool', has no content, but \['output', 'role'\]; name"),
         ({"role": "user", "content": [{"type": "image", "text": ""}]}, "content .*; it must be a text, or a list of"),
-        (
-            {**CALLS, "tool_calls": [{"function": {"name": "add", "parameters": {"a": 1}}}]},
-            "name arguments, not 'par",
-        ),
+        ({**CALLS, "tool_calls": [{"function": {"name": "add", "parameters": {"a": 1}}}]}, "name arguments, not 'par"),
         ({**CALLS, "tool_calls": [{"function": {"name": "add", "arguments": [["a", 1]]}}]}, "must be an object, or"),
     ],
 )

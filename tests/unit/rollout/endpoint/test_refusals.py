@@ -14,13 +14,7 @@ import openai
 import pytest
 
 from rl_megatron.rollout.endpoint import bodies, server
-from tests.unit.rollout.endpoint.serving import (
-    ASK,
-    Saying,
-    Serving,
-    client_of,
-    post,
-)
+from tests.unit.rollout.endpoint.serving import ASK, Saying, Serving, client_of, post
 
 
 def test_keys_and_bodies_that_are_refused_cost_no_turn(serving: Serving) -> None:
