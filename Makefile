@@ -127,14 +127,14 @@ $(ENVIRONMENT): pyproject.toml constraints.txt
 .venv312/te/.installed: .venv312/.installed
 
 .venv/te/.installed .venv312/te/.installed: tests/te.txt
-	$(patsubst %/te,%,$(@D))/bin/pip install -q --no-deps --upgrade --target $(@D) -r tests/te.txt
+	$(patsubst %/te,%,$(@D))/bin/pip install -q --no-compile --no-deps --upgrade --target $(@D) -r tests/te.txt
 	touch $@
 
 # Engines want other versions than the learner and than each other. Stand-ins for what they lack on a CPU go into their
-# environments, where every process of theirs loads them.
+# environments, where every process of theirs loads them. Most of their modules are never imported: none is compiled here.
 .engines/%/.installed: tests/engines/%.txt
 	.engines/$*/bin/python -m pip -V >/dev/null 2>&1 || $(PYTHON) -m venv .engines/$*
-	.engines/$*/bin/pip install -q --no-deps -r $<
+	.engines/$*/bin/pip install -q --no-compile --no-deps -r $<
 	if [ -d tests/engines/$*_cpu ]; then cp -r tests/engines/$*_cpu/. \
 		"$$(.engines/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; fi
 	touch $@
