@@ -32,7 +32,6 @@ OWN = {
     "sft": ("sft.batch_size=16",),
     "dpo": ("dpo.batch_size=16",),
     "reward": ("reward_model.batch_size=16",),
-    "distill": (*SAMPLED, f"algorithm.kl.reference=runs/local-sft/{LAST}"),
     "teachers": (*TAUGHT, "roles.layouts.teacher_late.tp=1"),
     "served": (
         *(*TAUGHT, f"{TEACHERS}.late.server=http://127.0.0.1:{PORT}"),
@@ -48,7 +47,7 @@ CONFIGS = {
     **dict.fromkeys(("teachers", "served"), "distill_tiny"),
     "judged": "tiny_cpu",
 }
-BEFORE = {"distill": ("sft",), "teachers": ("sft", "dpo"), "served": ("sft", "dpo"), "judged": ("reward",)}
+BEFORE = {"teachers": ("sft", "dpo"), "served": ("sft", "dpo"), "judged": ("reward",)}
 """The recipes whose models a recipe needs."""
 SERVES = f"{sys.executable} -m tests.e2e.served_teacher runs/local-sft/{LAST} {PORT} >runs/teacher.txt 2>&1 &"
 ON_SLURM = {"served": (f"slurm.setup={SERVES}",)}
@@ -73,19 +72,14 @@ def local(cluster: Cluster, recipe: str) -> Path:
         return run
 
 
-@pytest.mark.parametrize("launcher", ["slurm", "ray"])
-@pytest.mark.parametrize("recipe", OWN)
+@pytest.mark.parametrize(
+    ("recipe", "launcher"),
+    [*((recipe, "slurm") for recipe in OWN), ("sft", "ray"), ("teachers", "ray"), ("judged", "ray")],
+)
 def test_a_job_on_two_nodes_is_that_of_one_machine(cluster: Cluster, recipe: str, launcher: str) -> None:
     alone = local(cluster, recipe)
-    job = cluster.submit_config(
-        CONFIGS[recipe],
-        f"{recipe}-{launcher}",
-        *KEYS,
-        *OWN[recipe],
-        "slurm.nodes=2",
-        f"run.launcher={launcher}",
-        *ON_SLURM.get(recipe, ()),
-    )
+    keys = (*KEYS, *OWN[recipe], "slurm.nodes=2", f"run.launcher={launcher}", *ON_SLURM.get(recipe, ()))
+    job = cluster.submit_config(CONFIGS[recipe], f"{recipe}-{launcher}", *keys)
     assert job.end() == "COMPLETED", job.said()
     assert [row["step"] for row in job.record()] == list(range(STEPS + 1))
     assert job.record() == read_record(alone)
