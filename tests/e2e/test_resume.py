@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from rl_megatron.scaling.saves import bytes_by_rank
 from rl_megatron.training import checkpoints
 from rl_megatron.weights.layouts.learner import learner_layout
 from tests.e2e.processes import PORTABLE, Place, Run, alive, eventually
-from tests.kills.points import Point, Witness
+from tests.kills.points import Point, Witness, ctrl_c_at
 from tests.perfetto import check_trace
 
 SAVES = "rl_megatron.training.checkpoints"
@@ -31,6 +32,9 @@ IN_A_SAVE = (
     Point(name="the first checkpoint has its name", call=f"{SAVES}:publish_folder", after=True),
     Point(name="ranks write", call=f"{SAVES}:CheckpointStore.save", after=True),
 )
+IN_THE_WARM_START = Point(name="warm start, step 3", call="rl_megatron.training.jobs.warm_start:WarmStart.step", nth=3)
+IN_STEP_3 = Point(name="step 3, between two checkpoints", call="rl_megatron.training.update:Update.__call__", nth=3)
+THIRD_SAVE = Point(name="step 3, once step 2 is saved", call=f"{SAVES}:CheckpointStore.save", nth=3)
 LEFT = (".writing-step_000000", "step_000000", ".writing-step_000002")  # by each
 ONE = ("learner.ep=1", "reward.function=my_rewards:even")
 STORED = Path(__file__).with_name("reference.json")
@@ -159,9 +163,8 @@ def test_an_evaluation_of_a_checkpoint_is_that_of_its_export_and_the_runs_own(pl
 
 
 def test_killed_at_every_kind_of_moment(place: Place, reference: Run) -> None:
-    run = place.fork("killed", *ONE)
-    run.until_row(warm_start_step=2)
-    run.kill()
+    run = place.fork("killed", *ONE, before=Witness(folder=place.folder, point=IN_THE_WARM_START))
+    run.killed()
     assert not list(run.folder.glob("checkpoints/*"))
 
     for point, left in zip(IN_A_SAVE, LEFT, strict=True):
@@ -170,9 +173,8 @@ def test_killed_at_every_kind_of_moment(place: Place, reference: Run) -> None:
         run.killed()
         assert (run.folder / "checkpoints" / left / "learner").is_dir()
 
-    run = place.fork("killed", *ONE, resume=True)
-    run.until_row(step=3)  # between two checkpoints
-    run.kill()
+    run = place.fork("killed", *ONE, resume=True, before=Witness(folder=place.folder, point=IN_STEP_3))
+    run.killed()
 
     (place.folder / "hold").touch()
     run = place.fork("killed", *ONE, resume=True)
@@ -190,23 +192,16 @@ def test_killed_at_every_kind_of_moment(place: Place, reference: Run) -> None:
 
 
 def test_stopped_by_ctrl_c_in_the_warm_start_and_between_checkpoints(place: Place, reference: Run) -> None:
-    run = place.fork("stopped", *ONE)
-    run.until_row(warm_start_step=2)
-    run.process.send_signal(signal.SIGINT)
-    run.finish()
-    (saved,) = run.folder.glob("checkpoints/*")
-    assert saved.name in ("warm_start_000002", "warm_start_000003", "warm_start_000004")
+    """The run sends the signal itself: a test that waits for a row may be late by steps."""
+    run = place.fork("stopped", *ONE, before=partial(ctrl_c_at, IN_THE_WARM_START)).finish()
+    assert [p.name for p in run.folder.glob("checkpoints/*")] == ["warm_start_000003"]
     assert "--resume goes on" in run.text()
 
-    run = place.fork("stopped", *ONE, resume=True)
-    run.until_row(step=3)
-    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to the workers too
-    run.finish()
-    last = max(int(p.name[-6:]) for p in run.folder.glob("checkpoints/step_*"))
-    assert 3 <= last < 6
+    run = place.fork("stopped", *ONE, resume=True, before=partial(ctrl_c_at, IN_STEP_3)).finish()
+    assert max(p.name for p in run.folder.glob("checkpoints/step_*")) == "step_000003"
 
     run = place.fork("stopped", *ONE, resume=True).finish()
-    assert f"resuming from runs/stopped/checkpoints/step_{last:06d}" in run.text()
+    assert "resuming from runs/stopped/checkpoints/step_000003" in run.text()
     assert run.record() == reference.record()
 
 
@@ -224,10 +219,10 @@ def test_a_second_ctrl_c_ends_at_once(place: Place) -> None:
 
 def test_a_pipeline_with_rollouts_ahead_resumes_its_buffer_and_exports_what_sampled(place: Place) -> None:
     reference = place.fork("ahead", *PIPELINE, "train.steps=4").finish()
-    run = place.fork("ahead-killed", *PIPELINE, "train.steps=3")
-    run.until_row(step=2)
-    assert len(run.workers()) == 2
-    run.kill()
+    witness = Witness(folder=place.folder, point=THIRD_SAVE)
+    run = place.fork("ahead-killed", *PIPELINE, "train.steps=3", before=witness)
+    run.until(lambda: len(run.workers()) == 2, "two ranks")
+    run.killed()
     run = place.fork("ahead-killed", *PIPELINE, "train.steps=3", resume=True).finish()
     run = place.fork("ahead-killed", *PIPELINE, "train.steps=4", resume=True).finish()
     rows, _ = run.record()

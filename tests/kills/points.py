@@ -60,7 +60,7 @@ class Witness:
         self._note_what_is_trained()
         ledgers = self._ledgers()
         if isinstance(self.point, Point):
-            _wrap(self.point, functools.partial(self._die, ledgers))
+            at(self.point, functools.partial(self._die, ledgers))
 
     def _note_what_is_trained(self) -> None:
         trained = Update.__call__
@@ -112,8 +112,13 @@ def function_of(call: str) -> tuple[Any, str, Callable[..., Any]]:
     return owner, name, getattr(owner, name)
 
 
-def _wrap(point: Point, die: Callable[[], None]) -> None:
-    """Have the point's function count its calls and ``die``."""
+def ctrl_c_at(point: Point) -> None:
+    """Send SIGINT to this process and those that it starts, as a terminal does, at the point."""
+    at(point, lambda: os.killpg(os.getpgrp(), signal.SIGINT))
+
+
+def at(point: Point, act: Callable[[], None]) -> None:
+    """Have the point's function count its calls and ``act``."""
     (owner, name, real), calls = function_of(point.call), 0
 
     def now() -> bool:
@@ -123,11 +128,10 @@ def _wrap(point: Point, die: Callable[[], None]) -> None:
 
     def begin() -> bool:
         """Whether this call's end is the moment."""
-        if not now():
-            return False
-        if not point.after:
-            die()
-        return True
+        moment = now()
+        if moment and not point.after:
+            act()
+        return moment and point.after
 
     if inspect.iscoroutinefunction(real):
 
@@ -136,7 +140,7 @@ def _wrap(point: Point, die: Callable[[], None]) -> None:
             chosen = begin()
             result = await real(*given, **named)
             if chosen:
-                die()
+                act()
             return result
 
         setattr(owner, name, waiting)
@@ -147,7 +151,7 @@ def _wrap(point: Point, die: Callable[[], None]) -> None:
             chosen = begin()
             result = real(*given, **named)
             if chosen:
-                die()
+                act()
             return result
 
         setattr(owner, name, calling)
