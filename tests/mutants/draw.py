@@ -7,12 +7,10 @@ mutants and leaves the others that are drawn as they are.
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from cosmic_ray.ast import ast_nodes, get_ast
@@ -20,31 +18,9 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.operator import Operator
 from cosmic_ray.plugins import get_operator, operator_names
 
+from tests.mutants.selected import Mutant
+
 SAME = ("_Eq_Is", "_NotEq_IsNot")  # for names and small integers, which CPython keeps once, `is` is `==`
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One file's text with one place changed. ``path`` is relative to the repository; ``place`` tells the change from
-    all others of the file, by the operator and the line's text."""
-
-    path: str
-    place: str
-    source: str
-    mutated: str
-
-    def lines(self) -> tuple[str, str]:
-        """The changed lines before and after, each stripped and joined by spaces."""
-        before, after = self.source.splitlines(), self.mutated.splitlines()
-        changes = [c for c in difflib.SequenceMatcher(None, before, after, False).get_opcodes() if c[0] != "equal"]
-        old = [line.strip() for _, start, end, _, _ in changes for line in before[start:end]]
-        new = [line.strip() for _, _, _, start, end in changes for line in after[start:end]]
-        return " ".join(old), " ".join(new)
-
-    def diff(self) -> str:
-        """A unified diff."""
-        before, after = self.source.splitlines(), self.mutated.splitlines()
-        return "\n".join(difflib.unified_diff(before, after, self.path, self.path, lineterm=""))
 
 
 def behaviour(source: str) -> str:

@@ -1,6 +1,6 @@
 """``make mutants``: does a test fail for each fault that cosmic-ray puts into the rooms of rooms.py?
 
-Each mutant is tried in a copy of the tree by a fork of this process (trees.py).
+Each mutant is tried in a copy of the tree (trees.py) with the tests that execute what it changes (served.py).
 One that no test kills and that equivalents.yaml does not name ends the command with 1 and is printed as a diff. One
 that killed.jsonl records is tried with the test that killed it before, and then with the others.
 """
@@ -9,35 +9,24 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import resource
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tests.mutants.draw import Mutant, drawn, found_again, mutants_at
+from tests.mutants.draw import drawn, found_again, mutants_at
 from tests.mutants.equivalents import Equivalents, named_equivalents
 from tests.mutants.killed import FILE, Killed, changed_tests, file_of, killed_mutants, write_killed
 from tests.mutants.rooms import REPO, ROOMS, Room, files_of
+from tests.mutants.selected import Mutant
+from tests.mutants.served import IMPORT, Served
 from tests.mutants.trees import copy_tree, failed_test, outcome, preload, write_source
 
-FIRST_LIMIT = 1800.0  # seconds that a room's tests may take without a mutant: a minute where nothing else runs
+FIRST_LIMIT = 1800.0  # seconds that a room's tests may take without a mutant
 NOT_FOUND = (4, 5)  # pytest's exit status for a test that there is no more
-
-
-def seconds_without_a_mutant(tree: Path, room: Room) -> float:
-    """How long the room's tests take. Raises RuntimeError if they fail twice, or take longer than FIRST_LIMIT."""
-    for _ in range(2):
-        start = time.monotonic()
-        status = outcome(tree, (*room.first, *room.after), FIRST_LIMIT)
-        if status == 0:
-            return time.monotonic() - start
-    said = f"took longer than {FIRST_LIMIT:.0f} s" if status is None else f"ended with {status}"
-    output = (tree / "output").read_text(errors="replace")
-    raise RuntimeError(f"{output}\nwithout a mutant the tests of {room.name} {said}")
 
 
 def named(test: str) -> bool:
@@ -47,7 +36,8 @@ def named(test: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A mutant, the test that is recorded to kill it, and its room, whose tests may take ``limit`` seconds.
+    """A mutant, the test that is recorded to kill it, and its room. ``thorough``: with all imported again, and the whole
+    of its tests.
 
     ``confirm``: a test kills it only if it also fails when it runs alone, so that a record names no flaky one.
     """
@@ -55,25 +45,39 @@ class Trial:
     mutant: Mutant
     last: str
     room: Room
-    limit: float
     confirm: bool
+    thorough: bool = False
 
-    def killer(self, tree: Path) -> str | None:
-        """The test that fails with the mutant in ``tree``, which is restored afterwards; None if all pass."""
-        file = tree / self.mutant.path
-        write_source(file, self.mutant.mutated)
+    def killer(self, served: Served) -> str | None:
+        """The test that fails with the mutant in the tree of ``served``, which is restored; None if all pass."""
+        mutant, seen, again = self.mutant, served.seen, self.thorough
+        write_source(served.tree / mutant.path, mutant.mutated)
         try:
-            for tests in ((self.last,) if self.last else (), self.room.first, self.room.after):
-                status = outcome(tree, tests, self.limit) if tests else 0
-                if status == 0 or (tests == (self.last,) and status in NOT_FOUND):
-                    continue
-                test = failed_test(tree, status)
-                alone = self.confirm and named(test) and tests != (self.last,)
-                if not alone or outcome(tree, (test,), self.limit) != 0:
-                    return test
-            return None
+            seeing, processes = seen.groups(mutant)
+            property_tests = [test for test in seeing if test.startswith("tests/property/")]
+            last = [self.last] if self.last in seen.seconds else []
+            for tests, quick in ((last, False), (seeing, True), (processes, True), (property_tests, False)):
+                by = None if again else served.killer(mutant.path, tests, quick)
+                again |= by == IMPORT
+                if by is not None and not again:
+                    alone = self.confirm and named(by) and tests != last
+                    if not alone or served.killer(mutant.path, [by], quick):
+                        return by
+            return self._whole(served) if again or "" in seen.at(mutant) else None
         finally:
-            write_source(file, self.mutant.source)
+            write_source(served.tree / mutant.path, mutant.source)
+
+    def _whole(self, served: Served) -> str | None:
+        limit, quick = 60 + 3 * sum(served.seen.seconds.values()), not self.thorough
+        left_out = [word for test in served.seen.failed for word in ("--deselect", test)]
+        for tests in ((self.last,) if self.last else (), self.room.first, self.room.after):
+            status = outcome(served.tree, (*left_out, *tests), limit, quick) if tests else 0
+            if status != 0 and not (tests == (self.last,) and status in NOT_FOUND):
+                test = failed_test(served.tree, status)
+                alone = self.confirm and named(test) and tests != (self.last,)
+                if not alone or outcome(served.tree, (test,), limit, quick) != 0:
+                    return test
+        return None
 
 
 @dataclass(kw_only=True)
@@ -103,26 +107,35 @@ class Report:
         )
 
 
-def run_trials(trials: Sequence[Trial], trees: Sequence[Path], report: Report) -> None:
-    """Tries the mutants, as many at once as there are trees."""
-    free, start = list(trees), time.monotonic()
+def run_trials(trials: Sequence[Trial], trees: Sequence[Path], paths: Sequence[str], report: Report | None) -> Killed:
+    """Tries the mutants of a room's files, as many at once as there are trees. Without a report those that are killed
+    are its answer alone."""
+    start, room, seen, free = time.monotonic(), trials[0].room, None, []
+    for tree in trees[: len(trials)]:
+        free.append(Served(tree, paths, (*room.first, *room.after), FIRST_LIMIT, seen))
+        seen = free[0].seen
+    for test in free[0].seen.failed:
+        print(f"left out, for it fails without a mutant: {test}")
+    before, out = time.monotonic() - start, {}
 
     def tried(trial: Trial) -> str | None:
-        tree = free.pop()
+        served = free.pop()
         try:
-            return trial.killer(tree)
+            return trial.killer(served)
         finally:
-            free.append(tree)
+            free.append(served)
 
-    with ThreadPoolExecutor(len(trees)) as pool:
+    with ThreadPoolExecutor(len(free)) as pool:
         for n, (trial, by) in enumerate(zip(trials, pool.map(tried, trials), strict=True), 1):
-            report.add(trial, by, (time.monotonic() - start) / n * (len(trials) - n))
-
-
-def cpu_seconds() -> float:
-    """What the tests that have ended have had of all cores."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+            if by is not None:
+                out[trial.mutant.path, trial.mutant.place] = by
+            if report:
+                report.add(trial, by, (time.monotonic() - start - before) / n * (len(trials) - n))
+    for served in free:
+        served.close()
+    each = (time.monotonic() - start - before) / len(trials)
+    print(f"{room.name}: {before:.0f} s without a mutant; {len(trials)} mutants, each {each:.1f} s", flush=True)
+    return out
 
 
 def chosen_mutants(room: Room, killed: Killed, options: argparse.Namespace) -> list[Mutant]:
@@ -149,6 +162,7 @@ def options_of_command() -> argparse.Namespace:
     parser.add_argument("--after", type=int, default=0, help="leave out each room's first ones")
     parser.add_argument("--changed", default="", metavar="REVISION", help="only recorded ones of tests changed since")
     parser.add_argument("--record", action="store_true", help=f"write what is killed, and by which test, to {FILE}")
+    parser.add_argument("--thorough", action="store_true", help="try all tests, each time imported again: days")
     parser.add_argument("--jobs", type=int, default=2, help="mutants tried at once")
     return parser.parse_args()
 
@@ -164,31 +178,31 @@ def main() -> int:
     gone = [one for one, path in now.items() if path is None]
     for path, place in gone:
         print(f"gone: {path} {place}")
-    rooms = [room for room in ROOMS if not options.room or room.name in options.room]
+    by_name = {room.name: room for room in ROOMS}
+    rooms = [by_name[name] for name in options.room or by_name]
     chosen = [(room, chosen_mutants(room, killed, options)) for room in rooms]
     report = Report(total=sum(len(mutants) for _, mutants in chosen), equivalents=equivalents)
     with tempfile.TemporaryDirectory() as folder:
         trees = [copy_tree(Path(folder).resolve() / str(n)) for n in range(options.jobs)]
         for room, mutants in ((room, mutants) for room, mutants in chosen if mutants):
-            seconds, start, cpu = seconds_without_a_mutant(trees[0], room), time.monotonic(), cpu_seconds()
-            limit = 2 * seconds + 30  # more is an endless loop
-            last = {one: test for one, test in killed.items() if named(test)}
-            run_trials(
-                [
-                    Trial(
-                        mutant=mutant,
-                        last=last.get((mutant.path, mutant.place), ""),
-                        room=room,
-                        limit=limit,
-                        confirm=options.record,
-                    )
-                    for mutant in mutants
-                ],
-                trees,
-                report,
-            )
-            each, work = (time.monotonic() - start) / len(mutants), (cpu_seconds() - cpu) / len(mutants)
-            print(f"{room.name}: {seconds:.0f} s without a mutant; each {each:.0f} s, {work:.0f} of a core", flush=True)
+            tests = [killed.get((mutant.path, mutant.place), "") for mutant in mutants]
+            trials = [
+                Trial(
+                    mutant=mutant,
+                    last=test if named(test) else "",
+                    room=room,
+                    confirm=options.record,
+                    thorough=options.thorough,
+                )
+                for mutant, test in zip(mutants, tests, strict=True)
+            ]
+            if options.changed and (there := {file_of(test) for test in tests if (REPO / file_of(test)).exists()}):
+                few = replace(room, first=tuple(sorted(there)), after=())
+                done = run_trials([replace(trial, room=few) for trial in trials], trees, files_of(room), None)
+                report.tried += len(done)
+                trials = [trial for trial in trials if (trial.mutant.path, trial.mutant.place) not in done]
+            if trials:
+                run_trials(trials, trees, files_of(room), report)
             if options.record:
                 write_killed(killed | report.results)
     print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import compileall
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -13,10 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, settings
 
 from tests.flaky import AGAIN
 from tests.mutants.rooms import REPO
 
+MAX_EXAMPLES = 20  # as in tests/quick.py, which importing would switch on
+QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
 PRELOADED = [
     "torch",
     "numpy",
@@ -43,8 +47,8 @@ def copy_tree(folder: Path) -> Path:
     return folder
 
 
-def run_tests(tree: Path, tests: Sequence[str]) -> None:
-    """In a fork: pytest in ``tree``; the exit status is pytest's, its words are in ``tree``/output."""
+def enter(tree: Path) -> None:
+    """In a fork: what is imported and started from here on is of ``tree``; what is said is in ``tree``/output."""
     os.setsid()
     os.chdir(tree)
     os.environ |= {"PYTHONPATH": str(tree), AGAIN: "1"}  # for processes that tests start; and no test runs again
@@ -55,9 +59,30 @@ def run_tests(tree: Path, tests: Sequence[str]) -> None:
         del sys.modules[name]
     sys.path[:] = [str(tree), *(p for p in sys.path if Path(p or ".").resolve() != REPO)]
     sys.dont_write_bytecode = True  # a fork's .pyc would be the next one's: same size, same second
+
+
+class Short:
+    """The plugin by which property tests try few examples, and do not look for shorter ones that fail."""
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item], limit: int = MAX_EXAMPLES) -> None:
+        """Gives each property test such settings."""
+        for item in items:
+            test = getattr(item, "function", None)
+            given = getattr(test, "_hypothesis_internal_use_settings", None)
+            if given is not None:
+                few = settings(
+                    given, max_examples=min(limit, given.max_examples), phases=[Phase.explicit, Phase.generate]
+                )
+                test._hypothesis_internal_use_settings = few
+
+
+def run_tests(tree: Path, tests: Sequence[str], quick: bool) -> None:
+    """In a fork: pytest in ``tree``; the exit status is pytest's."""
+    enter(tree)
     status = 70
     try:
-        status = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", *tests]))
+        plugins = [Short()] if quick else []
+        status = int(pytest.main([*QUIET, "-x", "--tb=short", *tests], plugins=plugins))
         import rl_megatron
 
         if not (rl_megatron.__file__ or "").startswith(str(tree)):
@@ -70,20 +95,27 @@ def run_tests(tree: Path, tests: Sequence[str]) -> None:
         os._exit(status)
 
 
-def outcome(tree: Path, tests: Sequence[str], limit: float) -> int | None:
+def wait(child: int, limit: float) -> int | None:
+    """The exit status of a fork that leads a group, of which nothing is left; None if it took longer than ``limit``
+    seconds."""
+    end, out = time.monotonic() + limit, None
+    while time.monotonic() < end and out is None:
+        done, status = os.waitpid(child, os.WNOHANG)
+        out = os.waitstatus_to_exitcode(status) if done else None
+        time.sleep(0 if done else 0.01)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    if out is None:
+        os.waitpid(child, 0)
+    return out
+
+
+def outcome(tree: Path, tests: Sequence[str], limit: float, quick: bool = False) -> int | None:
     """pytest's exit status; None if it took longer than ``limit`` seconds."""
     child = os.fork()
     if child == 0:
-        run_tests(tree, tests)
-    end = time.monotonic() + limit
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
+        run_tests(tree, tests, quick)
+    return wait(child, limit)
 
 
 def preload() -> None:

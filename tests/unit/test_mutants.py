@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import types
+
 from tests.mutants.killed import file_of, killed_mutants
 from tests.mutants.planted import planted_faults
 from tests.mutants.rooms import REPO, ROOMS, files_of
+from tests.mutants.selected import Mutant, Seen, exchanges
 
 
 def test_every_path_and_test_of_a_room_exists() -> None:
@@ -24,8 +28,44 @@ def test_a_recorded_mutant_is_in_a_file_of_a_room_or_gone() -> None:
     assert there <= files
 
 
-def test_a_recorded_test_has_the_form_of_a_name() -> None:
-    assert all(file_of(test).endswith(".py") for test in killed_mutants().values() if test.startswith("tests/"))
+def test_a_recorded_test_is_there() -> None:
+    names = {test.split("[")[0] for test in killed_mutants().values() if test.startswith("tests/")}
+    files = {file_of(name) for name in names if (REPO / file_of(name)).exists()}  # one that fails as a whole is a name
+    there = files | {
+        f"{file}::{node.name}"
+        for file in files
+        for node in ast.walk(ast.parse((REPO / file).read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert sorted(names - there) == []
+
+
+def test_a_mutant_is_tried_with_the_tests_that_execute_its_statement_the_quickest_first() -> None:
+    source = "def f(x):\n    return g(\n        x + 1)\nLIMIT = 1\n"
+    mutant = Mutant("f.py", "", source, source.replace("+", "-"))
+    constant = Mutant("f.py", "", source, source.replace("= 1", "= 2"))
+    slow, quick, other, process = "tests/unit/a.py::a", "tests/unit/b.py::b", "tests/unit/c.py::c", "tests/e2e/d.py::d"
+    seen = Seen(
+        seconds={slow: 2.0, quick: 1.0, other: 0.5, process: 9.0},
+        failed=[],
+        lines={"f.py": {"1": [""], "2": [slow, quick], "4": [""]}},
+    )
+    assert seen.groups(mutant) == [[quick, slow], [process]]
+    assert (seen.at(mutant), seen.at(constant)) == ({slow, quick}, {""})
+
+
+def test_functions_get_the_code_of_a_mutant_and_a_constant_must_be_imported() -> None:
+    source = "SIZE = 1\ndef f(x, y=SIZE):\n    def g():\n        return x + y\n    return g()\n"
+    module = types.ModuleType("m")
+    old = compile(source, "m", "exec")
+    exec(old, module.__dict__)
+    for a, b, outer in exchanges(old, compile(source.replace("x + y", "x - y"), "m", "exec")):
+        if outer:
+            assert a == module.f.__code__
+            module.f.__code__ = b
+    assert module.f(5) == 4
+    for other in (source.replace("SIZE = 1", "SIZE = 2"), source.replace("y=SIZE", "y=3")):
+        assert any(b is None for _, b, _ in exchanges(old, compile(other, "m", "exec")))
 
 
 def test_every_planted_fault_has_its_old_text_once_and_a_test() -> None:
