@@ -70,7 +70,7 @@ def delta_bytes(learner: LearnerSection, shape: ModelShape, layer: int) -> float
     """Bytes of each token that a delta net of ``layer`` holds while it computes, and keeps none of; else 0.
 
     Its queries, keys and values before and after the convolution, and in float32 what its chunks need of each other:
-    tests/unit/options/test_delta_bytes.py measures it.
+    tests/unit/options/test_bytes.py measures it.
     """
     m = shape.delta
     if m is None or layer not in shape.delta_layers:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.environments.served import interpreter
-from tests.processes.test_examples import EXAMPLES
+from tests.processes.test_documents import EXAMPLES
 
 READ = """
 import json, sys

@@ -1,16 +1,23 @@
-"""Rules over several sections: what would train on nothing, or do nothing, is refused with its reason."""
+"""Rules over several sections: a configuration that would train on nothing, or with keys without effect, is refused."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from launcher.__main__ import _COMMANDS, app
 from rl_megatron.config import yaml_text
-from rl_megatron.config.io import load_config
+from rl_megatron.config.errors import has_gone
+from rl_megatron.config.io import load_config, save_resolved
+from rl_megatron.config.removed import COMMANDS, REMOVED, VALUES, is_removed, removed_key, without_removed
+from rl_megatron.config.resume import flat
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError
+from tests.rows import BESIDE, PAIR_ROWS
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -315,3 +322,185 @@ def test_a_demonstration_is_a_second_completion_of_its_group() -> None:
         assert problem("algorithm=dr_grpo", *one)
         assert problem(LUFFY, *one) is None
     assert problem(LUFFY, *FILES, "data.prompt_field=answer", "data.demonstration_field=x") is None
+
+
+# Keys that only some values of others read: set without these they are refused by name, with the reason; at their
+# defaults they are taken, so that a saved configuration is. Keys of a step: test_every_key_acts.py.
+
+ROWS = ("data=gsm8k", "data.train=a.jsonl", "data.eval=b.jsonl")
+SET = "eval.sets.hard.temperature"
+UNREAD = [  # the key, what makes it one that nothing reads, and what reads it
+    ("model.tiny.num_layers=3", ("model.path=models/mine",), ()),
+    ("model.cache_dir=cache", ("model.path=models/mine",), ()),
+    ("warm_start.batch_size=8", ("warm_start.steps=0",), ("warm_start.steps=3",)),
+    ("warm_start.stop_at_accuracy=0.5", ("warm_start.steps=0",), ("warm_start.steps=3",)),
+    ("data.on_leak=drop", (), ROWS),
+    ("data.on_leak=drop", (), ("eval.sets.own.data.type=files", "eval.sets.own.data.eval=b.jsonl")),
+    ("eval.temperature=0.5", (f"{SET}=1",), ("eval.sets.hard.limit=3",)),
+    ("log.samples_per_group=2", ("log.samples_per_step=0",), ()),
+    ("log.wandb_project=mine", (), ("log.wandb=offline",)),
+    ("slurm.container_runtime=apptainer", (), ("slurm.container=/a.sif",)),
+    ("slurm.container_mounts=/data", (), ("slurm.container=/a.sif",)),
+    ("slurm.container_python=python3", (), ("slurm.container=/a.sif",)),
+    ("rollout.server.running_requests=abort", ("rollout=vllm",), ("rollout=vllm", "train.max_staleness=1")),
+    ("rollout.server.running_requests=abort", ("rollout=vllm",), ("rollout=vllm", "eval.mode=beside")),
+    (
+        "slurm.speeds.draft_acceptance=0.5",
+        (),
+        ("rollout=vllm", "rollout.server.draft_tokens=1", "learner.draft.train=true"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "idle", "read"), UNREAD)
+def test_a_key_that_nothing_reads_is_refused_and_one_that_acts_is_taken(
+    key: str, idle: tuple[str, ...], read: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("tiny_cpu", [*idle, key])
+    assert any(line.startswith(f"{key} does nothing: ") for line in str(caught.value).splitlines()), caught.value
+    assert "leave it out, or set it to its default, " in str(caught.value)
+    load_config("tiny_cpu", [*read, key])
+    load_config("tiny_cpu", idle)
+
+
+def test_a_number_of_steps_beside_epochs_is_refused() -> None:
+    load_config("sft_tiny", ["train.steps=7"])
+    with pytest.raises(ConfigError, match=r"^train\.steps=7 does nothing: sft\.epochs=2 says how many steps"):
+        load_config("sft_tiny", ["sft.epochs=2", "train.steps=7"])
+
+
+@pytest.mark.parametrize("field", ["prompt_field", "answer_field", "prompt_template"])
+def test_rows_of_conversations_have_no_fields_of_a_problem(field: str) -> None:
+    data = {"type": "files", "train": "a", "eval": "b", "messages_field": "messages"}
+    RunConfig.model_validate({"job": "sft", "data": data})
+    with pytest.raises(ValueError, match=rf"{field}='other' does nothing with messages_field='messages'"):
+        RunConfig.model_validate({"job": "sft", "data": {**data, field: "other"}})
+
+
+def test_what_was_set_before_gives_way_to_an_override_that_leaves_it_nothing_to_do(tmp_path: Path) -> None:
+    """tiny_cpu has a warm start, gsm8k_tiny the sizes of a tiny model, sft_tiny a number of steps."""
+    assert load_config("tiny_cpu", ["warm_start.batch_size=8", "warm_start.steps=0"]).warm_start.batch_size == 256
+    without = load_config("tiny_cpu", ["warm_start.steps=0"])
+    assert without.warm_start == RunConfig().warm_start
+    assert load_config("gsm8k_tiny", [*ROWS[1:], "model.path=models/mine"]).model.tiny == RunConfig().model.tiny
+    assert load_config("sft_tiny", ["sft.epochs=2"]).train.steps == RunConfig().train.steps
+    save_resolved(without, tmp_path / "config.yaml")
+    assert load_config(str(tmp_path / "config.yaml"), []) == without
+
+
+def test_a_file_gives_way_to_one_that_starts_from_it_but_not_to_itself(tmp_path: Path) -> None:
+    above = tmp_path / "mine.yaml"
+    above.write_text("defaults: tiny_cpu\nwarm_start: {steps: 0}\n")
+    assert load_config(str(above), []).warm_start == RunConfig().warm_start
+    above.write_text("defaults: tiny_cpu\nwarm_start: {steps: 0, batch_size: 8}\n")
+    with pytest.raises(ConfigError, match=r"^warm_start\.batch_size=8 does nothing: warm_start\.steps=0 is no warm"):
+        load_config(str(above), [])
+
+
+# Each shipped configuration with each choice of a group: it loads, or is refused with the reason.
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+CONFIGS = sorted(path.stem for path in CONF.glob("*.yaml"))
+CHOICES = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml"))
+OF_COMPLETIONS = {
+    **{f"algorithm={name}": " with algorithm" for name in (*PAIR_ROWS, "remax")},
+    "algorithm=scalerl": ": only single completions",
+    "algorithm=grpo_process": " with reward: the environment gives",  # environments judge their own turns
+    "algorithm=luffy": ": a demonstration is the text of one answer",
+    "algorithm=gdpo": ": an environment gives one reward",
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_shipped_config_loads_with_every_choice(choice: str) -> None:
+    for name in CONFIGS:  # here, since a test of pytest takes as long as a configuration
+        refused = loaded_or_refused_by(name, choice)
+        assert refused is None, f"{name}: {refused}"
+
+
+def loaded_or_refused_by(name: str, choice: str) -> str | None:
+    """None where the configuration loads with the choice, or is refused with the reason that it should be."""
+    none = ["slurm.engines.nodes=0", "slurm.heterogeneous=false", "weights.transport=auto", "weights.folder=null"]
+    none += [f"slurm.engines.{key}=null" for key in ("gpus_per_node", "memory_per_node", "cpus_per_server")]
+    none += ["learner.offload.while_sampling=null"]
+    where = none if choice == "rollout=local" else []  # no servers: no nodes, no route and no file for them
+    of_two = choice.removeprefix("algorithm=") in PAIR_ROWS  # sequences
+    pairs = ["learner.max_tokens_per_micro_batch=16384"] if of_two else []
+    hub = ["data.repo=a/b", f"data.revision={'a' * 40}", "data.train=a.jsonl", "data.eval=b.jsonl"]
+    if name in ("dpo_tiny", "reward_tiny"):
+        hub, pairs = [*hub, "data.rejected_field=bad"], ["data.rejected_field=bad"] if choice == "data=gsm8k" else []
+    given = {"data=mixture": ["data.sources.sums.type=arithmetic"], "data=hub": hub}.get(choice, [])
+    plain = ["learner.head_dtype=null"] if choice == "algorithm=gkd" else []
+    keys = [choice, "model.path=/given", *where, *pairs, *given, *plain, *BESIDE.get(choice.partition("=")[2], ())]
+    refused, samples_none = "", name in ("sft_tiny", "dpo_tiny", "reward_tiny")
+    if name in ("calculator", "guess") and choice in OF_COMPLETIONS:
+        refused = rf"environment\.function={name}{OF_COMPLETIONS[choice]}"
+    elif choice == "algorithm=scalerl" and load_config(name, keys[1:2]).rollout.server.colocated:
+        refused = r"with train\.max_staleness=8 servers sample while the learner trains"
+    elif samples_none and (choice.startswith("algorithm=") or choice in ("rollout=vllm", "rollout=sglang")):
+        refused = r"job=\w+ does not read it, job=rl may"
+    elif choice == "algorithm=gigpo" and load_config(name, keys[1:2]).environment.function is None:
+        refused = r"algorithm\.credit=turn: without environment\.function"
+    elif name == "distill_tiny" and choice.startswith("algorithm=") and choice[10:] not in BESIDE:  # without a teacher
+        refused = r"reward\.parts: the weights of exact_match are all 0|preference\.beta|with reward\.parts"
+    try:
+        load_config(name, keys)
+    except ConfigError as error:
+        return None if refused and re.search(refused, str(error)) else str(error)
+    return f"not refused: {refused}" if refused else None
+
+
+# Keys, values and commands that are no longer there are answered by one table.
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_key_is_answered_with_what_to_do(key: str) -> None:
+    named = key.replace("*", "one")
+    assert has_gone(named)
+    row = removed_key(named)
+    assert row is not None
+    assert row.name is None or not has_gone(row.name)
+    mixture = ["data.type=mixture", "data.sources.one.type=arithmetic"] if key.startswith("data.sources.") else []
+    with pytest.raises(ConfigError) as caught:
+        load_config("tiny_cpu", [*mixture, f"{named}=0.123456"])
+    assert row.advice in str(caught.value) or "one value, without keys" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_key_is_dropped_where_it_says_what_happens_now(key: str) -> None:
+    """As in config.yaml of an older version's run, which names every key."""
+    named = key.replace("*", "one")
+    for value in REMOVED[key].fixed:
+        tree: dict[str, object] = {"kept": 1}
+        inner = tree
+        *sections, leaf = named.split(".")
+        for section in sections:
+            inner = inner.setdefault(section, {})  # type: ignore[assignment]
+        inner[leaf] = value
+        assert not any(found == named for found, _ in flat(without_removed(tree)))
+        assert is_removed(named, value)
+    assert not is_removed(named, "another")
+
+
+@pytest.mark.parametrize(("key", "value"), VALUES)
+def test_a_removed_value_is_answered_with_another(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match="must be ") as caught:
+        load_config("tiny_cpu", [f"{key}={value}"])
+    assert f"{key}={value!r}: must be {VALUES[key, value]}" in str(caught.value)
+
+
+def test_a_removed_command_is_answered_with_what_to_do() -> None:
+    assert not COMMANDS.keys() & _COMMANDS.keys()
+    for name, advice in COMMANDS.items():
+        result = CliRunner().invoke(app, [name, "x"])
+        assert result.exit_code == 2
+        assert advice.split()[0] in result.output
+
+
+def test_the_configuration_of_a_run_of_0_3_0_loads() -> None:
+    """config_0.3.0.yaml is the config.yaml that 0.3.0 wrote for its default run, every key of that version in it."""
+    written = Path(__file__).with_name("config_0.3.0.yaml")
+    assert load_config(str(written), []) == load_config("tiny_cpu", [])
+    with pytest.raises(ConfigError, match=r"weights\.verify=False: no such key; receivers compare"):
+        load_config(str(written), ["weights.verify=false"])

@@ -1,4 +1,4 @@
-"""``weights.transport``: one key for how weights reach an engine in the learner's processes, and servers."""
+"""How weights reach engines (``weights.transport``), and which teachers fit an algorithm and its data."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from launcher.preflight.model_files import check
+from launcher.preflight.subject import Subject
 from launcher.runs.folder import mirror_path
 from rl_megatron.config.io import load_config
+from rl_megatron.config.resume import fixed
+from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import CARRIED, CUDA_IPC, FILE, PROCESS_GROUP
 from rl_megatron.errors import ConfigError
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
+from rl_megatron.placement.ranks import beside, ranks_by_role
 from rl_megatron.weights.checks.libraries import DEFAULTS, FIELDS
 from rl_megatron.weights.transports import engine_ends
 
@@ -216,3 +222,189 @@ def test_keys_that_act_with_servers_are_taken() -> None:
     keys = ["weights.delta=true", "weights.bucket_mb=8", "weights.folder=/fast"]
     load_config("tiny_cpu", [*SERVED, *keys])
     load_config("tiny_cpu", [*SERVED, *keys, DIRECT, "weights.meeting_host=a"])
+
+
+# Which teachers behind servers fit an algorithm and its data, and what a resume may change of them.
+
+URL = "http://127.0.0.1:9"
+KEY = "algorithm.kl.teachers"
+FOLLOWS = "algorithm.kl.follow_rate=0.1"
+
+
+def teacher(name: str, path: Path = Path("tests"), *keys: str) -> list[str]:
+    given = [f"server={URL}", "engine=vllm", f"path={path}", *keys]
+    return [f"{KEY}.{name}.{key}" for key in given]
+
+
+def held(name: str, path: Path = Path("tests"), *keys: str) -> list[str]:
+    """A teacher on ranks of the run."""
+    return [f"{KEY}.{name}.{key}" for key in (f"path={path}", *keys)]
+
+
+def own(name: str, most: int) -> list[str]:
+    """A prompt of its own, and without more keys it is the policy itself."""
+    return [f"{KEY}.{name}.prompt={{answer}}: {{prompt}}", f"{KEY}.{name}.max_prompt_tokens={most}"]
+
+
+def shown(name: str, most: int, times: int = 1) -> list[str]:
+    """A prompt of its own with another completion of the group."""
+    return [f"{KEY}.{name}.prompt={'{right_completion} ' * times}{{prompt}}", own(name, most)[1]]
+
+
+def sources(*names: str) -> list[str]:
+    made = [f"data.sources.{name}.{key}" for name in names for key in ("type=arithmetic", "digits=2")]
+    return ["data.type=mixture", *made]
+
+
+def loaded(*keys: str) -> RunConfig:
+    return load_config("tiny_cpu", ["algorithm=distill", *keys])
+
+
+def test_ranks_hold_no_reference_beside_them() -> None:
+    config = loaded(*teacher("a"))
+    assert not config.needs_reference
+    assert config.algorithm.needs_reference
+    assert loaded().needs_reference
+    assert not loaded(*own("a", 9)).needs_reference
+    assert loaded(*own("a", 9), FOLLOWS).needs_reference  # the policy's moving average, which reads the prompt
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ([*teacher("a"), "algorithm.kl.reference=tests"], "both judge; keep one"),
+        ([*teacher("a"), "rollout.temperature=0.5"], f"{KEY}.a.server with rollout.temperature=0.5: servers tell"),
+        (
+            [*held("a"), f"{KEY}.a.timeout_seconds=3"],
+            "timeout_seconds=3.0 without a server: the run's own ranks hold this teacher",
+        ),
+        ([f"{KEY}.a.server={URL}", f"{KEY}.a.path=tests"], f"server={URL} without engine; give engine=vllm or sglang"),
+        (
+            [*held("a"), "roles.layouts.teacher_b.tp=2"],
+            "roles.layouts.teacher_b: no teacher of algorithm.kl.teachers, and none of reward_models, that ranks hold "
+            "has this role; allowed: teacher_a",
+        ),
+        ([*teacher("a"), "roles.layouts.teacher_a.tp=2"], "that ranks hold has this role; allowed: none"),
+        ([*held("a"), "roles.layouts.teacher_a.vpp=2"], "roles.layouts.teacher_a.vpp=2 needs a pipeline"),
+        ([*teacher("a"), "algorithm=grpo"], "does nothing: algorithm.kl.coefficient=0.0 does not read it"),
+        ([*teacher("a"), "algorithm=dpo"], "with algorithm.preference.beta"),
+        ([*teacher("a"), "roles.reference=separate"], "the algorithm has no reference"),
+        (
+            [*held("a"), FOLLOWS],
+            "none of them is the policy's moving average, as each has a path; leave follow_rate out",
+        ),
+        ([*own("a", 9), FOLLOWS, "roles.reference=separate"], "takes its weights from the same ranks; set roles.ref"),
+        ([FOLLOWS, "roles.reference=separate"], "follow_rate=0.1 with roles.reference=separate: a reference that"),
+        (
+            [FOLLOWS, "algorithm=grpo"],
+            "follow_rate=0.1 does nothing: without algorithm.kl.coefficient or preference.beta",
+        ),
+        (
+            [FOLLOWS, "algorithm.kl.reset_moments=true", "algorithm.kl.coefficient=0.1"],
+            "reset_moments=true with follow_rate=0.1: the reference is a moving average",
+        ),
+        (["algorithm.kl.follow_every=2"], "follow_every=2 does nothing: algorithm.kl.follow_rate=null does not read"),
+        ([*teacher("a"), *teacher("b"), "algorithm=gkd"], "a, b judge the same prompts, and estimator=top_k"),
+        (teacher("a", Path("tests"), "sources=[sums]"), f"{KEY}.a.sources names 'sums'; data.sources has none"),
+        ([f"{KEY}.a.weight=2"], "no path: without one it is the policy itself, which judges by another prompt"),
+        ([f"{KEY}.a.server={URL}", f"{KEY}.a.engine=vllm", *own("a", 9)], "on its own ranks; give path"),
+        (own("a", 9)[:1], "prompt='{answer}: {prompt}' without max_prompt_tokens: a prompt of its own has both"),
+        ([*held("a"), *own("a", 9)[1:]], "max_prompt_tokens=9 without prompt: a prompt of its own has both; give"),
+        ([f"{KEY}.a.prompt={{answer}}", *own("a", 9)[1:]], "prompt='{answer}' has no {prompt}; write it where"),
+        ([f"{KEY}.a.prompt={{{{prompt}}}}", *own("a", 9)[1:]], "prompt='{{prompt}}' has no {prompt}; write it where"),
+        ([f"{KEY}.a.prompt={{prompt}} \\boxed{{}}", *own("a", 9)[1:]], "{} names no field; {NAME} is a field of the"),
+        ([f"{KEY}.a.prompt={{prompt}} {{a!r:3}}", *own("a", 9)[1:]], "{a!r:3} names no field; {NAME} is a field of"),
+        ([f"{KEY}.a.prompt={{prompt}} x}}", *own("a", 9)[1:]], "Single '}' encountered in format string; {NAME} is"),
+        (
+            [*own("a", 50), "learner.max_tokens_per_micro_batch=55"],
+            "learner.max_tokens_per_micro_batch=55 is less than the longest sequence that teacher_a reads, "
+            f"({KEY}.a.max_prompt_tokens=50 + rollout.max_new_tokens=6) = 56",
+        ),
+        (
+            [*own("a", 9), "environment.function=calculator"],
+            f"{KEY}.a.prompt with environment.function=calculator: an environment writes its prompts itself",
+        ),
+        ([*own("a", 9), "roles.layouts.teacher_a.tp=2"], "that ranks hold has this role; allowed: none"),
+        ([*shown("a", 9), "rollout.group_size=1"], "with rollout.group_size=1: no group has another completion; raise"),
+        ([*shown("a", 9, times=2)], "has {right_completion} 2 times, and one completion is shown; write it once"),
+        (
+            [*shown("a", 50), "learner.max_tokens_per_micro_batch=60"],
+            "learner.max_tokens_per_micro_batch=60 is less than the longest sequence that teacher_a reads, "
+            f"({KEY}.a.max_prompt_tokens=50 + rollout.max_new_tokens=6 + rollout.max_new_tokens=6) = 62",
+        ),
+        (
+            [*sources("sums", "more"), *teacher("a", Path("tests"), "sources=[sums]")],
+            "none judges the prompts of data.sources.more",
+        ),
+        (
+            [f"{KEY}.a.server=ftp://x:1", f"{KEY}.a.engine=vllm", f"{KEY}.a.path=tests"],
+            "must be http://host:port, without user or path",
+        ),
+        ([f"{KEY}.a.server=http://me:pw@x:1", f"{KEY}.a.engine=vllm", f"{KEY}.a.path=tests"], "without user or path"),
+    ],
+)
+def test_what_does_not_fit_is_refused(keys: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        loaded(*keys)
+    assert said in str(refused.value)
+
+
+def test_several_are_weighed_and_each_source_may_have_its_own() -> None:
+    loaded(*teacher("a"), *teacher("b", Path("tests"), "weight=3"))
+    of = {name: teacher(name, Path("tests"), f"sources=[{name}]") for name in ("sums", "more")}
+    for algorithm in ("distill", "gkd"):
+        loaded(f"algorithm={algorithm}", *sources("sums", "more"), *of["sums"], *of["more"])
+
+
+def test_ranks_hold_some_in_layouts_of_their_own_and_servers_others() -> None:
+    keys = [*held("a"), *held("b", Path("tests"), "weight=2"), *teacher("c"), "roles.layouts.teacher_b.tp=4"]
+    config = loaded(*keys, "roles.layouts.teacher_b.ep=2", "learner.dp=2")
+    assert ranks_by_role(config) == {"learner": 2, "teacher_a": 2, "teacher_b": 4}
+    assert beside(config) == {"teacher_a": 1, "teacher_b": 2}
+    loaded(*held("a"), "rollout.temperature=0.5")
+
+
+def test_a_resume_may_find_them_elsewhere_but_not_others() -> None:
+    before = fixed(loaded(*teacher("a")))
+    moved = loaded(*teacher("a", Path("tests"), "server=http://other:1", "engine=sglang", "timeout_seconds=9"))
+    assert fixed(moved) == before
+    assert fixed(loaded(*teacher("a", Path("conf")))) != before
+    assert fixed(loaded(*teacher("a", Path("tests"), "weight=2"))) != before
+
+
+def test_its_tokens_and_lengths_are_compared_with_the_policys(tmp_path: Path) -> None:
+    policy = make_tiny_model(TinySizes(), tmp_path, 0)
+    short = make_tiny_model(TinySizes(max_position_embeddings=8), tmp_path, 0)
+    tokens = (policy / "tokenizer.json").read_text()
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (other / name).write_text((policy / name).read_text())
+    (other / "tokenizer.json").write_text(tokens.replace('"id": 256', '"id": 258', 1))
+
+    def found(*paths: Path) -> list[str]:
+        keys = [key for number, path in enumerate(paths) for key in teacher(f"t{number}", path)]
+        config = loaded(f"model.path={policy}", *keys)
+        return [one.text for one in check(Subject(config=config, for_job=False))]
+
+    assert found(policy) == []
+    said = found(short, other, tmp_path)
+    assert f"max_position_embeddings=8 of {KEY}.t0.path={short}" in said[0]
+    assert f"{KEY}.t1.path={other}: 1 of the policy's" in said[1]
+    assert f"{KEY}.t2.path={tmp_path}: it has no config.json" in said[2]
+
+
+def test_the_longest_that_it_reads_behind_its_own_prompt_is_compared_with_its_positions(tmp_path: Path) -> None:
+    policy = make_tiny_model(TinySizes(), tmp_path, 0)
+    wide = make_tiny_model(TinySizes(max_position_embeddings=2048), tmp_path, 0)
+    prompts = [*own("me", 1019), *own("near", 1019), *own("far", 1018)]
+    models = [*held("near", policy), *teacher("far", policy)]
+    config = loaded(f"model.path={policy}", *models, *prompts)
+    said = [one.text for one in check(Subject(config=config, for_job=False))]
+    places = {"me": "the model's max", "near": f"{KEY}.near.path={policy}: {KEY}", "far": "that a server makes"}
+    lengths = {"me": (1019, 1025), "near": (1019, 1025), "far": (1018, 1024)}
+    for name, (before, whole) in lengths.items():
+        keys = f"{KEY}.{name}.max_prompt_tokens={before} + rollout.max_new_tokens=6 = {whole}"
+        assert [places[name] in one for one in said if keys in one] == [True], name
+    fits = loaded(f"model.path={policy}", *held("near", wide), *own("near", 1019), *own("me", 1018))
+    assert not [*check(Subject(config=fits, for_job=False))]

@@ -71,7 +71,7 @@ def _experts(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int)
 
     Or the products of all experts at once, with their weights laid side by side: at first four as wide as experts, six
     of those with biases, and then the gradients of two, beside those of the weights
-    (tests/unit/options/test_grouped_bytes.py measures it)."""
+    (tests/unit/options/test_bytes.py measures it)."""
     d, size = learner.dims, BYTES[learner.dtype]
     rows = rank.tokens * shape.experts_per_token / d.tp
     one = rows * shape.hidden_size * size

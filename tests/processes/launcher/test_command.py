@@ -1,16 +1,30 @@
-"""Refusals of the system, and Ctrl-C before anything runs, give one line and no traceback.
-
-These tests start processes.
-"""
+"""The command line on a broken system, from folders of the user's and of a wheel, and what it imports."""
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import io
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import yaml
+from rich.console import Console
+
 import launcher
+from launcher.hosts.slurm.script import job_script
+from launcher.programs.experiment import run_cells
+from rl_megatron.config.io import load_config, save_resolved
+from rl_megatron.experiments.cells import cells_of
+from rl_megatron.experiments.study import read_study
+from tests.unit.launcher.sites import site
+from tests.unit.launcher.test_memory import QWEN3
+from tests.unit.launcher.test_plan_command import ASKED
 
 
 def test_a_removed_current_folder_is_named(tmp_path: Path) -> None:
@@ -49,3 +63,150 @@ print(*(name for name in sys.modules if name.startswith("launcher.commands.")), 
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "\nlauncher.commands.job False\n"
+
+
+# A project's folder with packages of our packages' names: ours run, and its own modules are found.
+
+REPO = Path(__file__).resolve().parents[3]
+LIMIT = 600.0  # seconds
+KEY = "reward.function=its_own:score"
+SAID = "error: reward.function='its_own:score': 'score' of its_own is not there; did you mean 'scores'?"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder; nothing of ours is imported from it, and of its own a module with a word misspelt."""
+    for name in ("launcher", "rl_megatron", "tools"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('of the project')\n")
+    (tmp_path / "its_own.py").write_text("def scores(prompt, completion): return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    return tmp_path
+
+
+def test_a_job_runs_our_code_and_finds_modules_of_the_folder(project: Path) -> None:
+    config = load_config("tiny_cpu", ["run.name=run", KEY])
+    (project / "runs" / "run").mkdir(parents=True)
+    save_resolved(config, project / "runs" / "run" / "config.yaml")
+    script = job_script(config, folder=project, python=sys.executable, package=REPO)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    (project / "scontrol").write_text("#!/bin/sh\n")
+    (project / "scontrol").chmod(0o755)
+    own = {**os.environ, **slurm, "PATH": f"{project}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash"], input=script, env=own, capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout.endswith(f"failed with status 1: {SAID}\n")) == (1, True), done.stdout
+
+
+def test_a_cell_does(project: Path) -> None:
+    (project / "study.yaml").write_text(yaml.safe_dump({"folder": "runs", "seeds": [0], "overrides": [KEY]}))
+    study = read_study(Path("study.yaml"))
+    (found,) = asyncio.run(run_cells(study, cells_of(study), retry=False, console=Console(file=io.StringIO())))
+    assert found.reason == f"status 1: {SAID}"
+
+
+def test_no_program_of_ours_starts_with_the_current_folder_before_ours() -> None:
+    files = [path for room in ("launcher", "rl_megatron", "tools") for path in sorted((REPO / room).rglob("*.py"))]
+    lists = [
+        node.elts if isinstance(node, ast.List | ast.Tuple) else node.args
+        for text in (path.read_text() for path in files)
+        if "-m" in text
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.List | ast.Tuple | ast.Call)
+    ]
+    words = [[node.value if isinstance(node, ast.Constant) else None for node in nodes] for nodes in lists]
+    starts = [line for line in words if "-m" in line]
+    assert len(starts) > 5  # so that the search finds them
+    assert [line for line in starts if line[max(line.index("-m") - 1, 0)] != "-P"] == []
+    scripts = "".join((REPO / "slurm" / name).read_text() for name in ("job.sh", "train.sbatch.j2"))
+    assert re.findall(r"(\S+) -m launcher", scripts) == ["-P"]
+
+
+# What a job of an installed wheel has on PYTHONPATH, which other interpreters of the job read too.
+
+STUDY = {"folder": "runs/study", "axes": {"a": ["train.steps=2"]}, "seeds": [0]}
+SLURM = '#!/bin/sh\n[ "$1" = --parsable ] && echo 7\nexit 0\n'
+TWICE = """from launcher.entry import main
+for _ in range(2):  # what is only prepared is prepared again
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code:
+            raise
+"""
+FINDS = """import importlib.util, sys
+print([name for name in sys.argv[1:] if importlib.util.find_spec(name)])
+import launcher.entry, rl_megatron.shipped
+print(rl_megatron.shipped.shipped("slurm"))
+"""
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``site-packages`` as the wheel fills it, with another package beside."""
+    folder = tmp_path_factory.mktemp("site-packages")
+    for name in ("rl_megatron", "launcher", "tools"):
+        being_written = shutil.ignore_patterns("*.pyc.*")  # by other tests' processes, and renamed once it is
+        shutil.copytree(REPO / name, folder / name, ignore=being_written)  # with what is compiled
+    for name in ("conf", "slurm"):
+        shutil.copytree(REPO / name, folder / "rl_megatron" / name)
+    (folder / "torch_of_the_learner.py").touch()
+    return folder
+
+
+@pytest.mark.parametrize("sent", ["submit tiny_cpu run.name=run --dry-run", "experiment submit study.yaml"])
+def test_the_code_of_an_installed_wheel_is_there_without_the_packages_beside(
+    packages: Path, tmp_path: Path, sent: str
+) -> None:
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(STUDY))
+    for name in ("sbatch", "scontrol", "squeue", "sacct"):
+        (tmp_path / name).write_text(SLURM)
+        (tmp_path / name).chmod(0o755)
+    own = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(packages)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", TWICE, *sent.split()], cwd=tmp_path, env=own, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (script,) = tmp_path.glob("runs/**/*.sbatch")
+    before, cut, _ = script.read_text().partition("\nPYTHON=")
+    assert cut
+    command = [sys.executable, "-P", "-S", "-c", FINDS, "launcher", "rl_megatron", "tools", "torch_of_the_learner"]
+    asked = subprocess.run(
+        ["bash", "-c", f'{before}\nexec "$@"', "job", *command],
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found, shipped = asked.stdout.splitlines()
+    assert found == "['launcher', 'rl_megatron', 'tools']"
+    assert Path(shipped).samefile(packages / "rl_megatron" / "slurm")
+
+
+# ``rl-megatron scale`` as a user calls it: terms, reasons, JSON, and a configuration that ``submit`` takes. These
+# tests start processes.
+
+
+def test_a_written_layout_is_a_configuration_that_submit_takes_without_torch(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None; from launcher.__main__ import main; main(sys.argv[1:])"
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    written = tmp_path / "mine.yaml"
+    commands = (
+        ["scale", *ASKED, "--write", str(written)],
+        ["submit", str(written), *site(tmp_path, QWEN3), "run.name=here", "--dry-run"],
+    )
+    texts = []
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *command], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        texts.append(done.stdout)
+    assert "on 16 h100, goal=tokens" in texts[0]
+    assert "nothing was sent; this sends it" in texts[1]
+    config = load_config(str(tmp_path / "runs" / "here" / "config.yaml"), [])
+    assert config.learner.dims.world_size + config.slurm.engines.nodes * 8 == 16
+    assert f"learner.ep={config.learner.ep}" in texts[0] or config.learner.ep == 1
+    recipe = load_config("qwen3_30b_a3b", ["model.path=/models/given"])
+    assert config.learner.optimizer == recipe.learner.optimizer
+    assert config.train.model_copy(update={"max_staleness": 0}) == recipe.train

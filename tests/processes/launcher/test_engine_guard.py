@@ -1,29 +1,52 @@
-"""When a trainer is killed, guard processes end its servers and remove its folders."""
+"""When a trainer is killed, guard processes end its servers and remove its folders; what a dead process printed."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import tracemalloc
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from socket import AF_INET
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from typing_extensions import override
 
-from launcher.hosts.sites import sites_of
+from launcher.build.alone import _FolderWeights, engine_alone
+from launcher.build.trained import of_folder
+from launcher.hosts.sites import sites_alone, sites_of
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.processes import engine_guard, scratch
 from launcher.processes.environment import variables
-from launcher.processes.guards import Order, start_guard
+from launcher.processes.guards import LastWords, Order, end_of, start_guard
 from launcher.servers.site import Site
+from launcher.servers.supervisor import Started
 from rl_megatron.config.io import load_config
+from rl_megatron.config.sections.weights import NODE_MEMORY
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
+from rl_megatron.rollout.servers.adapter import Command, StartOptions
+from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
+from rl_megatron.rollout.servers.http import Server
+from rl_megatron.weights.checks.checksums import checksum
+from rl_megatron.weights.checks.reports import sealed_by
+from rl_megatron.weights.layouts.families import read_shape
+from rl_megatron.weights.servers.leftovers import in_use
 from tests.e2e.processes import alive, eventually
+from tests.family_models import save_model
+from tests.processes.launcher.test_supervisor import FOREIGN, PORT
 
 SERVER = """
 import subprocess, sys, time
@@ -369,3 +392,159 @@ def test_the_interface_of_an_address_is_this_nodes_own() -> None:
     for name, address in others:
         assert engine_guard.interface_of(address) == name
     assert engine_guard.interface_of("192.0.2.1") is None  # of nobody (RFC 5737)
+
+
+# The error about a process's death includes what it printed before it died.
+
+
+def _abort(stderr: int) -> None:
+    """As gloo does, from C."""
+    os.dup2(stderr, 2)
+    os.write(2, b"".join(b"line %d\n" % number for number in range(20)) + b"\nsocket: Too many open files")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_last_lines_of_a_killed_child_are_kept_and_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
+    words = LastWords("rank 0")
+    child = multiprocessing.get_context("fork").Process(target=_abort, args=(words.theirs.fileno(),))
+    child.start()
+    words.listen()
+    child.join()
+    assert (
+        asyncio.run(words.tail()) == "".join(f"\n  line {n}" for n in range(14, 20)) + "\n  socket: Too many open files"
+    )
+    assert capfd.readouterr().err.startswith("line 0\nline 1\n")
+
+
+def test_the_end_of_a_log_is_told_where_it_is_at_hand(tmp_path: Path) -> None:
+    (tmp_path / "rank-1.txt").write_text("x" * 100_000 + "\nwhy\n")
+    assert end_of(tmp_path / "rank-1.txt").endswith("\n  why")
+    assert end_of(tmp_path / "rank-2.txt") == ""
+
+
+async def test_a_long_log_of_a_server_is_not_read_whole(tmp_path: Path) -> None:
+    log = tmp_path / "vllm_0.log"
+    with log.open("wb") as file:
+        file.truncate(8 << 20)  # of days
+    command = ["sh", "-c", "echo; seq -f 'line %g' 30; exit 3"]
+    order = Order(host="127.0.0.1", command=command, environment={**os.environ}, folder=tmp_path, log=log)
+    guard = await start_guard(order)
+    await guard.wait()
+    started = Started(guards=[guard], server=Server("http://here", token=None, timeout_seconds=1.0), logs=[log])
+    tracemalloc.start()
+    try:
+        said = await started.ended()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert said.splitlines()[0] == f"http://here ended with status 3; {log} ends with:"
+    assert said.splitlines()[1:] == [f"  line {number}" for number in range(11, 31)]
+
+
+# Models that are served side by side, each by a server of the embedded engine and without a learner.
+
+
+class SaysItsGpus(EmbeddedAdapter):
+    """Its servers say which GPUs they see, and answer that they are none."""
+
+    module = "rl_megatron"
+
+    @override
+    def command(self, options: StartOptions) -> Command:
+        said = "import os; print('GPUs', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n"
+        return Command(
+            arguments=(sys.executable, "-c", said + PORT + FOREIGN, "--port", str(options.port)), environment={}
+        )
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder of this test in the node's memory."""
+    with tempfile.TemporaryDirectory(dir=NODE_MEMORY) as folder:
+        yield Path(folder)
+
+
+async def test_models_served_from_one_folder_have_a_file_of_weights_each(tmp_path: Path, memory: Path) -> None:
+    """What a killed process left in the node's memory goes; what another still serves stays."""
+    config = load_config("tiny_cpu", ["rollout.server.replicas=1", f"weights.folder={memory}"])
+    models = [make_tiny_model(TinySizes(), tmp_path / "models", seed) for seed in (0, 1)]
+    shape = read_shape(models[0])
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in memory.glob("*/model.safetensors")}
+
+    async def served(model: Path, *beside: Path) -> None:
+        before = files()
+        async with engine_alone(of_folder(config, model), model, shape, tmp_path / "eval"):
+            now = files()
+            assert len({*now.values()}) == len(now) == len(before) + 1
+            assert before.items() <= now.items()
+            if beside:
+                await served(*beside)
+                assert files() == now
+        assert files() == before
+
+    left = memory / "rl_megatron-left"
+    left.mkdir()
+    with in_use(left):
+        pass
+    (tmp_path / "eval").mkdir()
+    await served(*models)
+    assert not list(memory.iterdir())
+
+
+def test_a_selection_bias_is_served_as_the_folder_has_it(tmp_path: Path) -> None:
+    """In float32 beside weights in bfloat16, with the checksums of what is served."""
+    save_model("hy_v3", tmp_path / "model")
+    given, path = load_file(tmp_path / "model" / "model.safetensors"), tmp_path / "w" / "model.safetensors"
+    config = load_config("tiny_cpu", ["rollout=vllm", "learner.dtype=bfloat16"])
+    with contextlib.ExitStack() as ends:
+        weights = _FolderWeights(config, tmp_path / "model", read_shape(tmp_path / "model"), path, ends)
+        asyncio.run(weights.push(0))
+        sums = sealed_by(asyncio.run(weights.sums()), {name: tuple(tensor.shape) for name, tensor in given.items()})
+    served = load_file(path)
+    assert sum(torch.equal(tensor, given[name]) for name, tensor in served.items()) == 3  # a layer with experts each
+    assert all(torch.equal(t, given[name]) for name, t in served.items() if name.endswith("mlp.expert_bias"))
+    assert sums == {name: checksum(tensor, tuple(tensor.shape)) for name, tensor in served.items()}
+
+
+async def test_each_server_sees_gpus_of_its_own(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5a,6,7")
+    engine = f"rollout.engine={__name__}:{SaysItsGpus.__name__}"
+    keys = ("rollout.server.replicas=2", "rollout.server.tp=2", "learner.device=cuda", f"weights.folder={memory}")
+    model = make_tiny_model(TinySizes(), tmp_path / "models", seed=0)
+    config = of_folder(load_config("tiny_cpu", [engine, *keys]), model)
+    (tmp_path / "eval").mkdir()
+    with pytest.raises(ConfigError, match="answers as no server"):
+        async with engine_alone(config, model, read_shape(model), tmp_path / "eval"):
+            pass
+    logs = sorted((tmp_path / "eval").glob("*.log"))
+    assert [re.findall("^GPUs (.*)$", log.read_text(), re.M) for log in logs] == [["3,GPU-5a"], ["6,7"]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "seen"),
+    [
+        (("replicas=2",), [(0,), (1,)]),
+        (("replicas=2", "tp=2", "nodes=2"), [(0, 1), (2, 3)]),
+        (("replicas=5", "memory_fraction=0.5"), [(0,), (1,), (2,), (3,), (0,)]),
+        (("tp=2",), [()]),  # its engine takes the first
+        (("replicas=5", "memory_fraction=0.6"), "replicas=5 of tp=1 need 5 GPUs, and this machine has 4; lower them, "),
+        (("replicas=13",), "or let 4 share a GPU by rollout.server.memory_fraction=0.25"),
+        (("replicas=2", "tp=8"), "replicas=2 of tp=8 need 16 GPUs, and this machine has 4; lower them"),
+    ],
+)
+def test_which_gpus_are_a_servers_own(
+    keys: tuple[str, ...], seen: Sequence[tuple[int, ...]] | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first on, whatever ranks the configuration has."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5a,6,7")
+    given = ("rollout=vllm", "learner.dp=2", "learner.ep=1")
+    given += tuple(f"rollout.server.{key}" for key in keys)
+    config = load_config("tiny_cpu", [*given, "learner.device=cuda"])
+    if isinstance(seen, str):
+        with pytest.raises(ConfigError, match=re.escape(seen.replace("tp=", "rollout.server.tp="))):
+            sites_alone(config)
+    else:
+        assert [site.gpus for (site,) in sites_alone(config)] == seen
+    assert not any(site.gpus for (site,) in sites_alone(load_config("tiny_cpu", given)))

@@ -1,9 +1,11 @@
-"""The host's memory that a node must have for what the learner keeps off its GPUs."""
+"""What a node's memory must hold, and its GPUs that are shared; hours of a run that took them."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import signal
 import socket
 from math import prod
 from pathlib import Path
@@ -13,14 +15,21 @@ import pytest
 import torch
 
 from launcher.build.model import starting_folder
+from launcher.build.roles import Parts
 from launcher.build.trained import trained_model
 from launcher.preflight import job_memory
+from launcher.preflight.checks import preflight
 from launcher.preflight.subject import Found, Subject
+from launcher.programs import train
 from launcher.programs.evaluate import measure_model
+from launcher.programs.submit import checked
+from launcher.runs.stop import Stop
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.tiny import TinySizes, tiny_shape
+from rl_megatron.observability.progress import Progress
+from rl_megatron.rewards.classifiers.on_ranks import RewardModels
 from rl_megatron.scaling.host_memory import copies_bytes, filled_bytes
 from rl_megatron.scaling.saves import bytes_by_rank, copied_by_rank, save_cost
 from rl_megatron.weights.formats.served import FORMATS
@@ -28,14 +37,15 @@ from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.layouts.learner import learner_layout
 from rl_megatron.weights.servers.mirror import Mirror
-from tests.unit.launcher.test_memory import RECIPES
+from tests.unit.launcher.test_memory import ONE_MACHINE, RECIPES, folder_of
+from tests.unit.launcher.test_spent import ROWS
 
 APART = ("rollout.server.colocated=false", "learner.offload.while_sampling=null")
 FP8 = "rollout.server.quantization=fp8"
 WAITS = "checkpoint.async_save=false"
 
 
-def checked(*keys: str, for_job: bool) -> list[Found]:
+def found_of(*keys: str, for_job: bool) -> list[Found]:
     config = load_config("qwen3_30b_a3b_80gb", ["model.path=/models/given", "run.launcher=slurm", *keys])
     subject = Subject(config, for_job)
     subject.__dict__["shape"] = NAMED["qwen3-30b-a3b"]  # without the model's folder
@@ -59,7 +69,7 @@ def test_a_node_without_the_memory_that_leaves_gpus_is_told_so(
     """369.4 GB: 8 ranks of 43 GiB, which is what tests/unit/launcher/test_memory.py computes by hand."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=has_gb * 10**9))
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=has_gb * 10**9))
-    found = checked(*([f"slurm.memory_per_node={asked}"] if asked else []), WAITS, for_job=for_job)
+    found = found_of(*([f"slurm.memory_per_node={asked}"] if asked else []), WAITS, for_job=for_job)
     if message == "not known":
         assert [(one.kind, one.text) for one in found] == [
             ("unchecked", "that a node has 369 GB of memory for learner.offload")
@@ -111,7 +121,7 @@ def test_copies_of_what_is_saved_by_hand() -> None:
     ],
 )
 def test_a_node_without_memory_for_copies_of_what_is_saved_is_told_so(asked: str, kind: str | None, text: str) -> None:
-    found = checked(f"slurm.memory_per_node={asked}", for_job=True)
+    found = found_of(f"slurm.memory_per_node={asked}", for_job=True)
     told = [one for one in found if "async_save" in one.text]
     assert [one.kind for one in told] == ([kind] if kind else [])
     assert all(re.search(text, one.text) for one in told)
@@ -144,7 +154,7 @@ def test_the_file_of_weights_in_a_nodes_memory_counts(
     asked: str, keys: tuple[str, ...], kind: str | None, text: str
 ) -> None:
     """61.1 GB: the model's 30.5 billion parameters in bfloat16, which servers read at each push."""
-    found = checked("weights.transport=file", f"slurm.memory_per_node={asked}", *keys, for_job=True)
+    found = found_of("weights.transport=file", f"slurm.memory_per_node={asked}", *keys, for_job=True)
     assert [one.kind for one in found] == ([kind] if kind else [])
     assert all(re.search(text, one.text) for one in found)
 
@@ -173,10 +183,10 @@ def test_a_file_of_weights_that_cannot_fit_in_dev_shm_is_told_before_the_run(
     """A container has 64 MB there by default."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=10**13))
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=int(has_gb * 10**9)))
-    found = [one.text for one in checked(*keys, for_job=False) if one.kind == "problem"]
+    found = [one.text for one in found_of(*keys, for_job=False) if one.kind == "problem"]
     assert len(found) == (said is not None), found
     assert all(text.startswith("weights.folder=/dev/shm needs ") and str(said) in text for text in found)
-    assert not [one for one in checked(*keys, for_job=True) if one.kind == "problem"]
+    assert not [one for one in found_of(*keys, for_job=True) if one.kind == "problem"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -262,3 +272,89 @@ def test_eval_refuses_a_file_of_weights_that_servers_cannot_read_or_that_cannot_
     )
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=1000))
     assert re.match(r"weights\.folder=/dev/shm/mine needs 0\.0 GB for the file of weights, but /dev/shm ", refused())
+
+
+# What a GPU must hold that the learner shares with servers, and whether it shares one: by closed forms. These tests
+# start processes.
+
+
+@pytest.mark.parametrize(
+    ("gpus", "keys", "shared"),
+    [
+        (8, ("slurm.gpus_per_node=8",), False),
+        (8, ("slurm.gpus_per_node=0",), False),
+        (8, ("slurm.gpus_per_node=6", "slurm.engines.nodes=1"), False),
+        (8, ("slurm.gpus_per_node=6",), False),
+        (6, ("slurm.gpus_per_node=8",), True),
+        (6, ("slurm.gpus_per_node=0",), True),
+        (6, ("slurm.gpus_per_node=6", "slurm.engines.nodes=1"), True),
+        (0, ("slurm.gpus_per_node=8",), False),  # a machine whose GPUs are not known is as the keys say
+        (0, ("slurm.gpus_per_node=7",), True),
+    ],
+)
+def test_on_one_machine_servers_share_gpus_where_ranks_leave_too_few(
+    gpus: int, keys: tuple[str, ...], shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six ranks and a server of two: it has 0.85 of each of its GPUs, with which the learner's part does not fit."""
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {i}: H100'\n" for i in range(gpus)))
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    given = ["run.launcher=local", f"model.path={folder_of(tmp_path)}", "slurm.engines.nodes=0", *ONE_MACHINE, *keys]
+    config = load_config("qwen3_30b_a3b_disaggregated", given)
+    found = [one.text for one in job_memory.check(Subject(config, for_job=False)) if one.kind == "problem"]
+    assert any("Largest: engine" in text for text in found) == shared
+
+
+# What GPUs must hold, and the recipes that are made to fit: published sizes, closed forms, one refusal a term. These
+# tests start processes.
+
+
+def test_a_recipe_wants_its_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path is not given, .* model\.name=qwen3-30b-a3b; set model\.path"):
+        load_config("qwen3_30b_a3b", [])
+    fits = checked(load_config("qwen3_30b_a3b", [f"model.path={folder_of(tmp_path)}"]))
+    assert "memory: up to 113.3 GB a GPU (rank 0), most of it: optimizer" in fits.describe()
+    other = load_config("qwen3_30b_a3b", [f"model.path={folder_of(tmp_path, num_hidden_layers=94)}"])
+    with pytest.raises(ConfigError, match="num_layers 94 instead of 48"):
+        preflight(other).raise_problems()
+    with pytest.raises(ConfigError, match=r"model\.name=qwen4: not a known model; known: qwen3-30b-a3b"):
+        preflight(load_config("qwen3_30b_a3b", [f"model.path={tmp_path}", "model.name=qwen4"])).raise_problems()
+
+
+# Hours and tokens of a run against hand-made rows. These tests start processes.
+
+
+@pytest.mark.parametrize(
+    ("signals", "finished", "requeued", "reported"),
+    [
+        (["SIGUSR1"], False, True, False),  # the job's time is up, which a long run's report may take
+        (["SIGTERM"], False, False, False),  # to its ranks: preemption
+        (["SIGINT"], False, False, True),
+        (["SIGUSR1"], True, False, True),  # in the last step
+        ([], True, False, True),
+    ],
+)
+def test_a_run_whose_job_ends_soon_makes_no_report(
+    signals: list[str], finished: bool, requeued: bool, reported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def saved(parts: Parts, _: Progress, stop: Stop, *__: object) -> bool:
+        for name in signals:
+            stop.forward(name)
+        (parts.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        return finished
+
+    for name, value in {"ID": "7", "NODELIST": "here"}.items():
+        monkeypatch.setenv(f"SLURM_JOB_{name}", value)
+    monkeypatch.setattr("launcher.hosts.slurm.allocation._hosts", lambda *_: ("here",))  # asks scontrol
+    monkeypatch.setattr(train, "_train", saved)
+    config = load_config("tiny_cpu", ["run.launcher=slurm", "run.name=r", f"run.dir={tmp_path}"])
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGINT)}
+    try:
+        asyncio.run(train.train(config, lambda *_: 0.0, RewardModels(), resume=False))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert (tmp_path / "r/jobs/7-0/requeue").is_file() == requeued
+    assert (tmp_path / "r/report.html").is_file() == reported

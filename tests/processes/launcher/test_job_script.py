@@ -1,16 +1,27 @@
-"""What the job's script does after an attempt, with stand-ins for Slurm's commands and for the run."""
+"""What the job's script does after an attempt, and on signals, with stand-ins for Slurm's commands and for the run."""
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import re
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from launcher.hosts.slurm.allocation import Allocation
+from launcher.hosts.slurm.launcher import running_step
 from launcher.hosts.slurm.script import job_script
+from launcher.processes import engine_guard
+from launcher.processes.scratch import scratch
 from launcher.runs.folder import claim
+from launcher.runs.stop import Stop
+from rl_megatron.errors import ConfigError
+from rl_megatron.observability.progress import Progress
 from tests.unit.launcher.slurm_jobs import config_of
 
 JOB = Path(__file__).resolve().parents[3] / "slurm" / "job.sh"
@@ -345,3 +356,159 @@ def test_of_many_nodes_that_failed_a_few_questions_find_how_many_can_be_left_out
     assert (status, asked) == (0, excluding(*kept)), said
     assert f"without {','.join([*kept, 'node2'])} there are too few nodes" in said
     assert len((tmp_path / "run" / "tried").read_text().splitlines()) <= 10
+
+
+# Signals that a scheduler sends, to a process of its own.
+
+CODE = """
+import asyncio, os, signal
+from pathlib import Path
+from launcher.runs.stop import stop_signals
+from rl_megatron.observability.progress import Progress
+
+async def main():
+    with Progress(1, "plain", "run", run_folder=Path("run")) as progress, stop_signals(progress) as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        async with asyncio.timeout(60):
+            await stop.wait()
+        assert stop.comes_back
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+async def held_up():
+    with Progress(1, "plain", "run", run_folder=Path("run")) as progress, stop_signals(progress):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(60)
+
+async def later():
+    with Progress(1, "plain", "run", run_folder=Path("run")) as progress, stop_signals(progress) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        await stop.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the second one waits for the loop")
+
+asyncio.run(main())
+for twice in held_up, later:
+    try:
+        asyncio.run(twice())
+    except KeyboardInterrupt:
+        print("interrupted")
+os.kill(os.getpid(), signal.SIGUSR1)
+print("at its end")
+"""
+
+
+def test_signals_stop_a_run_and_the_second_ctrl_c_interrupts_it(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert "SIGUSR1: finishing and saving the current step" in done.stdout
+    assert done.stdout.endswith("at its end\n")
+    assert done.stdout.count("interrupted\n") == 2  # by the second Ctrl-C, however soon it comes
+
+
+@pytest.mark.parametrize(
+    ("own", "of_ranks", "comes_back", "exports"),
+    [
+        ("SIGTERM", [], False, True),
+        ("SIGINT", ["SIGINT"], False, True),  # Ctrl-C reaches srun, too
+        ("SIGUSR1", [], True, False),
+        (None, ["SIGTERM"], False, False),  # before preemption
+        ("SIGTERM", ["SIGTERM"] * 2, False, False),  # scancel
+        ("SIGUSR1", ["SIGTERM"], True, False),
+    ],
+)
+def test_a_run_whose_job_ends_soon_exports_nothing(
+    own: str | None, of_ranks: list[str], comes_back: bool, exports: bool, tmp_path: Path
+) -> None:
+    with Progress(1, "plain", "run", run_folder=tmp_path) as progress:
+        stop = Stop(progress)
+        if own is not None:
+            stop.ask(own)
+        for name in of_ranks:
+            stop.forward(name)
+    assert (stop.is_set(), stop.comes_back, stop.exports) == (True, comes_back, exports)
+
+
+# The steps of a job: which nodes each role gets, and the commands that start its tasks there. These tests start
+# processes.
+
+
+@pytest.mark.parametrize(
+    ("scontrol", "nodes", "said"),
+    [
+        (None, "a[1-2]", "job 7: its nodes are not known: scontrol is not installed here"),
+        ("echo no slurm.conf >&2; exit 1", "a[1-2]", "job 7: its nodes are not known: .* status 1: no slurm.conf"),
+        (None, None, r"job 7: SLURM_JOB_NODELIST, the nodes of learner, is not set here: .*submit it, or set run\.lau"),
+    ],
+)
+def test_a_job_that_does_not_tell_its_nodes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scontrol: str | None, nodes: str | None, said: str
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for name in ("SLURM_HET_SIZE", "SLURM_ARRAY_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_JOB_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+    if nodes is not None:
+        monkeypatch.setenv("SLURM_JOB_NODELIST", nodes)
+    if scontrol is not None:
+        (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{scontrol}\n")
+        (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=said):
+        Allocation.this(tmp_path, config_of())
+
+
+async def test_a_step_that_does_not_end_is_killed_and_told_with_what_may_be_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A killed srun leaves its tasks to Slurm."""
+    monkeypatch.setattr("launcher.hosts.slurm.launcher.STOP_SECONDS", 0.05)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as of the processes that are started
+    try:
+        async with running_step(["sleep", "600"], b"its muster\n", tmp_path) as step:
+            pass
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert step.returncode in (-signal.SIGKILL, None)  # None: the system has not ended it in time
+    told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert told[:2] == [f"srun has not ended in 0.05 s, and gets {how}: sleep 600" for how in ("SIGTERM", "SIGKILL")]
+    assert told[-1] == "its step may go on, and keep its GPUs: `squeue --steps` names it, and `scancel` ends it"
+
+
+# Temporary folders of processes that may run for weeks.
+
+CLEANED = """
+import fcntl, os, sys
+from pathlib import Path
+
+held = os.open(os.environ["TMPDIR"], os.O_RDONLY)
+try:
+    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    Path(sys.argv[1]).write_text("passed over")
+"""
+
+
+def test_what_removes_old_files_passes_it_over(tmp_path: Path) -> None:
+    """systemd-tmpfiles tries to lock each folder and leaves out, with all that is in it, one that is locked."""
+    with scratch(within=tmp_path) as folder:
+        held = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            locked = True
+        else:
+            locked = False
+        os.close(held)
+    assert locked
+    assert not folder.exists()
+
+
+def test_what_removes_old_files_passes_a_servers_folder_over(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    guard = [sys.executable, engine_guard.__file__, "127.0.0.1", sys.executable, "-c", CLEANED, said]
+    with subprocess.Popen(guard, stdin=subprocess.PIPE) as process:
+        assert process.wait(60) == 0
+    assert said.read_text() == "passed over"

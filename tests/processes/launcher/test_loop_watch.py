@@ -1,4 +1,4 @@
-"""A controller whose event loop is blocked for too long ends and says where; how long it was blocked is measured."""
+"""A controller whose loop is blocked for too long ends and says where; its own threads and stacks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from launcher.processes import stacks
 from launcher.processes.loop_watch import LoopWatch
+from launcher.processes.own_thread import OwnThread
 from rl_megatron.config.io import load_config
+from tests.unit.launcher.test_stacks import until_written, write
 
 STANDING_STILL = """
 import asyncio, sys, time
@@ -144,3 +148,54 @@ def test_garbage_collections_of_a_run_skip_what_was_there_before(tmp_path: Path)
         assert visited()
 
     asyncio.run(controller())
+
+
+# A dedicated thread runs calls in order, returns errors to their caller, and never delays the process's end.
+
+STUCK = """
+import asyncio, threading
+from launcher.processes.own_thread import OwnThread
+async def main():
+    try:
+        await asyncio.wait_for(OwnThread("stuck")(threading.Event().wait), 0.1)
+    except TimeoutError:
+        print("given up")
+asyncio.run(main())
+"""
+
+
+def refuse() -> None:
+    raise SystemExit("no")
+
+
+async def test_calls_are_made_in_order_in_one_thread_whatever_they_raise() -> None:
+    own, order = OwnThread("own"), list[int]()
+    await asyncio.gather(*(own(order.append, i) for i in range(20)))
+    assert order == list(range(20))
+    with pytest.raises(SystemExit, match="no"):
+        await own(refuse)
+    thread = await own(threading.current_thread)
+    assert thread.name == "own"
+    own.close()
+    await asyncio.to_thread(thread.join, 600)
+    assert not thread.is_alive()
+
+
+def test_a_call_that_never_ends_does_not_keep_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=600, check=True)
+    assert (done.stdout, done.stderr) == ("given up\n", "")
+
+
+# Stacks as the interpreter writes them: read back, and who is behind. These tests start processes.
+
+
+def test_a_process_that_hangs_writes_its_stacks_at_the_signal(tmp_path: Path) -> None:
+    process = write(tmp_path, still="time.sleep(1000)")
+    process.send_signal(stacks.SIGNAL)
+    assert [frame.name for frame in until_written(process, tmp_path).frames] == ["stand_still", "<module>"]
+
+
+def test_and_by_itself_where_nothing_runs_in_its_interpreter(tmp_path: Path) -> None:
+    """ctypes.PyDLL keeps the interpreter's lock: no thread of Python can answer."""
+    process = write(tmp_path, still="ctypes.PyDLL(None).sleep(1000)", before="import ctypes", silence=1.0)
+    assert "stand_still" in [frame.name for frame in until_written(process, tmp_path).frames]

@@ -1,4 +1,4 @@
-"""The task of a node: it starts the node's ranks as forks, or plainly where it must not fork, and ends as they do."""
+"""The task of a node: it starts the node's ranks as forks of a nursery, or plainly where it must not fork."""
 
 from __future__ import annotations
 
@@ -10,16 +10,29 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from launcher.hosts.forks import ForkedRank, Nursery
+from launcher.processes.environment import of_one_order
+from launcher.processes.scratch import removed
 from launcher.wire import channel, messages
-from launcher.wire.greetings import Call, Hello, Muster
+from launcher.wire.greetings import Call, Hello, Muster, Setup
 from launcher.worker import forking
+from rl_megatron.config.io import load_config
+from rl_megatron.errors import ConfigError, WorkerDied
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
+from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import shares_of_cores
+from tests.e2e.processes import eventually
+from tests.forks import FORKS
 
 TOKEN = b"t" * channel.TOKEN_BYTES
 NODE = """
@@ -156,3 +169,152 @@ def test_ranks_share_the_cores_of_their_node_evenly() -> None:
         assert sorted(cpu for share in shares for cpu in share) == sorted(cpus)
         assert sum(map(len, cores)) == len(set(cpus.values()))  # no core is of two ranks
         assert max(map(len, cores)) - min(map(len, cores)) <= 1
+
+
+# The process that ranks are forked from: what it imports, and its end.
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line, which the kernel shows a moment after it has told the parent that the program started."""
+    eventually(process.cmdline, f"the command line of process {process.pid}")
+    return process.cmdline()
+
+
+def over(rank: ForkedRank) -> asyncio.Future[Any]:
+    """Its process's end; that of its stream says nothing."""
+    return rank.over(asyncio.get_running_loop().create_future())
+
+
+async def test_ranks_end_with_it_and_say_so() -> None:
+    with Nursery(["a module that is not there"]) as forks:
+        ranks = [await forks.fork(LEARNER, number) for number in (0, 1)]
+        processes = [psutil.Process(int(rank.where.removeprefix("pid "))) for rank in ranks]
+        (nursery,) = {process.parent() for process in processes}
+        assert nursery is not None
+        ends = [over(rank) for rank in ranks]
+        ranks[0].kill()
+        await asyncio.wait_for(ends[0], 600)
+        assert not ends[1].done()
+        nursery.kill()
+        await asyncio.wait_for(ends[1], 600)
+        for rank in ranks:
+            ending = await rank.ending()
+            assert ending.killed
+            assert "was killed by signal 9" in ending.how
+        assert not psutil.wait_procs(processes, 600)[1]
+        with pytest.raises(WorkerDied, match=f"forked from ended with status -{signal.SIGKILL.value}"):
+            await forks.fork(LEARNER, 2)
+
+
+async def test_ranks_are_plain_processes_where_it_must_not_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "threaded.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, name='planted', daemon=True).start()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
+    with Nursery(["threaded"]) as forks:
+        ranks = [await forks.fork("critic", number) for number in (0, 1)]
+        processes = [psutil.Process(int(rank.where.removeprefix("pid "))) for rank in ranks]
+        (nursery,) = {process.parent() for process in processes}
+        assert nursery is not None
+        assert [words_of(process)[-4:] for process in processes] == [
+            ["launcher.worker.process", "critic", str(number), str(nursery.pid)] for number in (0, 1)
+        ]
+        ranks[1].kill()  # before it has imported all that the other does
+        ranks[0].connection.close()  # upon which it ends
+        for rank in ranks:
+            await asyncio.wait_for(over(rank), 600)
+        assert [(await rank.ending()).expected for rank in ranks] == [True, False]
+    assert not psutil.wait_procs(processes, 600)[1]
+    assert [record.getMessage() for record in caplog.records if record.name == "launcher.hosts.forks"] == [
+        "ranks start slower, each with imports of its own: the imports started threads: there are 2 (known to Python: "
+        "MainThread, planted)"
+    ]
+
+
+async def test_an_import_that_ends_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fatal.py").write_text("import os\nos._exit(3)\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
+    said = "the process that ranks are forked from ended with status 3"
+    with Nursery(["fatal"]) as forks, pytest.raises(WorkerDied, match=said):
+        await forks.fork(LEARNER, 0)
+
+
+# The variables and the mode in which a rank of ``learner.deterministic=true`` computes.
+
+NAMES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
+LAYERS = """
+import json, os, torch
+def layers(shape, layer):
+    names = {names}
+    raise RuntimeError(json.dumps([[os.environ.get(name) for name in names],
+                                   torch.are_deterministic_algorithms_enabled()]))
+"""
+
+
+def test_users_values_stay_if_they_are_of_one_order_and_others_are_refused() -> None:
+    assert list(of_one_order({})) == list(NAMES)
+    assert "NCCL_ALGO" not in of_one_order({"NCCL_ALGO": "Tree"})
+    with pytest.raises(
+        ConfigError, match=r"NVTE_ALLOW_NONDETERMINISTIC_ALGO=1 in the ranks' environment: only with 0 "
+    ):
+        of_one_order({"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"})
+
+
+def rank_main(connection: Connection, folder: Path) -> None:
+    from launcher.worker.process import run_worker, telling
+
+    for name in NAMES:
+        os.environ.pop(name, None)
+    sys.path.append(str(folder))
+    with telling(connection):
+        run_worker(connection, 0)
+
+
+@pytest.mark.parametrize(("keys", "mode"), [((), False), (("learner.deterministic=true",), True)])
+def test_a_rank_has_them_when_it_builds_its_model(keys: tuple[str, ...], mode: bool, tmp_path: Path) -> None:
+    (tmp_path / "seen_by_layers.py").write_text(LAYERS.format(names=NAMES))
+    config = load_config("tiny_cpu", ["learner.ep=1", "learner.layers=seen_by_layers:layers", *keys])
+    model = make_tiny_model(TinySizes.of(config.model.tiny), tmp_path / "model", seed=1)
+    ours, theirs = Pipe()
+    rank = FORKS.Process(target=rank_main, args=(theirs, tmp_path))
+    rank.start()
+    theirs.close()
+    setup = Setup(config=config, model_folder=model, run_folder=tmp_path, rendezvous=f"file://{tmp_path}/rendezvous")
+    messages.send(ours, messages.pack(setup))
+    status, said, *_ = messages.unpack(messages.receive(ours))
+    rank.join()
+    assert status == "raised", said
+    values = [":4096:8", "Ring", "0"] if mode else [None, None, None]
+    assert json.loads(said.splitlines()[0].removeprefix("RuntimeError: ")) == [values, mode]
+
+
+# Processes start while another thread of the controller sets environment variables, as imports of libraries do.
+
+
+@pytest.fixture
+def moving() -> Iterator[None]:
+    """A thread that adds variables all the time, so that the C library moves them. Without ``env`` one start in three
+    failed with EFAULT ("Bad address")."""
+    ended, names = threading.Event(), [f"RL_MEGATRON_TEST_{n}" for n in range(3000)]
+
+    def add() -> None:
+        while not ended.is_set():
+            for name in names:
+                os.environ[name] = "x" * 50
+            for name in names:
+                del os.environ[name]
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    yield
+    ended.set()
+    thread.join()
+
+
+@pytest.mark.usefixtures("moving")
+def test_a_process_starts_while_variables_move() -> None:
+    for _ in range(30):
+        with removed():
+            pass

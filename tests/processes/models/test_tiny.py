@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.forks import FORKS
-from tests.unit.models.test_tiny import make_at_once, weights
+from tests.unit.models.test_reference_model import make_at_once, weights
 
 
 def test_processes_that_make_it_at_once_get_the_same_whole_folder(tmp_path: Path) -> None:

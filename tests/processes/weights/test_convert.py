@@ -1,4 +1,4 @@
-"""Conversion between Hugging Face and megatron files, against safetensors' and torch's own readers."""
+"""Conversion against safetensors' and torch's own readers; plans and layouts as the tools print them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -42,9 +43,11 @@ from rl_megatron.weights.formats import torch_pickle
 from rl_megatron.weights.formats.hf_folder import _TOKENIZERS, companions, has_tokenizer
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from tests.family_models import save_model
 from tools import verify_checkpoint
+from tools.inspect_layout import _layers
 
 ROOT = Path(__file__).parents[3]
 SPEC = TinySizes(hidden_size=32, expert_width=24, num_layers=3, num_experts=4)
@@ -384,3 +387,66 @@ def test_the_tools_convert_verify_and_name_what_differs(hf: Path, tmp_path: Path
     assert again.returncode == 1
     assert again.stderr.endswith(f"error: {megatron} exists; remove it or give another name\n")
     assert "goes the other way" in tool("hf_to_megatron", megatron, tmp_path / "x").stderr
+
+
+# The inspection tool's text and picture match the layout.
+
+LAYOUT = "megatron,tp=2,pp=2,ep=4,dp=2"
+
+
+def inspect(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tools/inspect_layout.py", "qwen3-30b-a3b", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env={"COLUMNS": "160"})
+
+
+def test_every_rank_and_its_parameters_are_told() -> None:
+    told = inspect(LAYOUT).stdout
+    assert "24–47" in told
+    assert "96–127" in told
+    one = inspect(LAYOUT, "--rank", "5").stdout
+    for name, shape in parse_layout("x", LAYOUT, model_shape("qwen3-30b-a3b")).local_shapes(5).items():
+        if "experts" not in name:
+            assert name in one
+            assert " × ".join(map(str, shape)) in one
+
+
+def test_the_picture_is_svg_with_a_box_for_what_each_rank_holds(tmp_path: Path) -> None:
+    assert inspect(LAYOUT, "--svg", str(tmp_path / "layout.svg")).returncode == 0
+    root = ET.parse(tmp_path / "layout.svg").getroot()  # our own file
+    boxes = root.findall("{http://www.w3.org/2000/svg}rect")
+    assert len(boxes) == 1 + 8 * 9 + 4 + 4 * 2  # the ground, the layers' rows, embedding, final norm and output layer
+
+
+def test_a_layout_that_does_not_fit_is_refused() -> None:
+    refused = inspect("megatron,pp=7")
+    assert refused.returncode == 1
+    assert "does not divide 48 layers" in refused.stderr
+
+
+def test_a_stage_shows_its_layers_of_every_kind() -> None:
+    """Qwen3-Next has attention in each fourth layer alone."""
+    layout = parse_layout("x", "megatron,pp=24", model_shape("qwen3-next-80b-a3b"))
+    assert [_layers(layout, stage) for stage in (0, 1, 23)] == ["0–1", "2–3", "46–47"]
+
+
+# Plans of public models at cluster scale: balance, volume and cost of the plan itself. These tests start processes.
+
+
+def test_a_trillion_parameters_are_planned_in_few_calls_and_little_memory_without_torch() -> None:
+    code = (
+        "import resource, sys\n"
+        "from tests.unit.weights.test_plan_scale import layouts\n"
+        "from rl_megatron.weights.plans.plan import plan\n"
+        "learner, engines = layouts('kimi-k2', 'tp8')\n"
+        "calls = [0]\n"
+        "def count(*_): calls[0] += 1\n"
+        "sys.setprofile(count)\n"
+        "moves = plan(learner, engines, placement={r: 512 + r for r in range(256)})\n"
+        "parts = [*moves.sends(17), *moves.receives(700)]\n"
+        "sys.setprofile(None)\n"
+        "print(calls[0], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(parts))\n"
+        "assert not {'torch', 'numpy'} & sys.modules.keys()\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert int(said[0]) < 5e6  # 3.7e6
+    assert int(said[1]) < 2 * 2**20  # KiB

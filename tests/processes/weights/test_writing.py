@@ -1,4 +1,4 @@
-"""Conversions that are killed, go on, and are shared: real processes, and what is refused."""
+"""Conversions that are killed, go on, and are shared; shared memory that a killed run left, and of other users."""
 
 from __future__ import annotations
 
@@ -6,22 +6,31 @@ import json
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from launcher.commands.convert import part_of_step
-from rl_megatron.errors import CheckpointError, ConfigError
+from rl_megatron.errors import CheckpointError, ConfigError, SyncError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert, verify, writing
 from rl_megatron.weights.checkpoints.streaming import Files
 from rl_megatron.weights.checkpoints.writing import Share
+from rl_megatron.weights.servers import leftovers
+from rl_megatron.weights.servers.leftovers import await_free, in_use, remove_abandoned
+from rl_megatron.weights.transports.shared_memory import _HELLO, Rings
 from tests.unit.weights.conversions import tree
 from tools.conversion import read_share, run
 
@@ -340,3 +349,127 @@ def test_of_many_parts_to_write_the_command_names_twenty(tmp_path: Path, capsys:
     told = re.search(r"not yet: ((?:\d+, ){19}\d+) and (\d+) more\. The part", capsys.readouterr().out)
     assert told
     assert told[1].split(", ") == [str(part) for part in range(1, 21)]
+
+
+# What a killed run left in a node's memory goes with the next run there; what a living one has stays.
+
+HOLD = "import sys\nfrom pathlib import Path\nfrom rl_megatron.weights.servers.leftovers import in_use\n" + (
+    "with in_use(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+)
+
+
+def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    names = ("rl_megatron-dead", "rl_megatron-alive", "rl_megatron-mine", "rl_megatron-no_lock", "other-dead")
+    dead, alive, mine, no_lock, other = (tmp_path / name for name in names)
+    for folder in (dead, alive, mine, no_lock, other):
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("weights")
+    held = {folder: hold(folder) for folder in (dead, alive, other)}
+    try:
+        with in_use(mine):
+            remove_abandoned(mine)
+            assert all(folder.exists() for folder in (dead, alive, mine, no_lock, other))
+            for folder in (dead, other):
+                held[folder].send_signal(signal.SIGKILL)
+                held[folder].wait()
+            remove_abandoned(mine)
+            assert [f.exists() for f in (dead, alive, mine, no_lock, other)] == [False, True, True, True, True]
+        with in_use(mine):  # the same run again
+            remove_abandoned(dead)
+            assert mine.exists()
+    finally:
+        for process in held.values():
+            process.communicate()
+
+
+def test_a_folder_that_another_run_uses_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of one in another container that shares /dev/shm, and has its run's folder under the same path."""
+    await_free(tmp_path)
+    held = hold(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(leftovers, "_ENDING_SECONDS", 0.0)
+        with pytest.raises(SyncError, match=rf"{tmp_path} has weights of a run that goes on.* run\.name, run\.dir or"):
+            await_free(tmp_path)
+    held.send_signal(signal.SIGKILL)  # an earlier start that ends meanwhile
+    await_free(tmp_path)
+    held.communicate()
+
+
+def hold(folder: Path) -> subprocess.Popen[str]:
+    """A process that holds a folder's lock."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+# Processes of other users, and processes that end, while ranks connect their rings.
+
+_STRANGER = """
+import os, socket, sys
+os.setgid(65534); os.setuid(65534)
+streams = []
+for name in sys.argv[2:]:
+    for _ in range(int(sys.argv[1])):
+        streams.append(socket.socket(socket.AF_UNIX))
+        streams[-1].setblocking(False)
+        try:
+            streams[-1].connect(bytes.fromhex(name))
+        except BlockingIOError:  # the queue is full
+            break
+print(len(streams))
+"""
+
+
+def connected(rank: int, peers: Any) -> list[tuple[int, bool]]:
+    """The links of a rank that sends to the other and receives from it."""
+    ends: Any = SimpleNamespace(rank=rank, device=torch.device("cpu"))
+    rings = Rings(ends, {(0, 1): 4096, (1, 0): 4096}, lambda *_: [], peers=peers, timeout_seconds=60)
+    try:
+        return [(link.peer, link.leaving) for link in rings.links]
+    finally:
+        rings.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize("each", [1, 1000])
+def test_another_users_connections_are_turned_away(each: int) -> None:
+    """One before each rank's, and as many as fill the ranks' queues."""
+    places: dict[int, list[str]] = {}
+    seen: list[int] = []
+
+    def strangers_come() -> None:
+        command = [sys.executable, "-I", "-S", "-c", _STRANGER, str(each), *(name for _, name in places.values())]
+        seen.append(int(subprocess.run(command, capture_output=True, text=True, check=True, cwd="/").stdout))
+
+    everybody = threading.Barrier(2, strangers_come, timeout=60)
+
+    def run(rank: int) -> list[tuple[int, bool]]:
+        def gather(mine: list[str]) -> list[list[str]]:
+            places[rank] = mine
+            everybody.wait()
+            return [places[0], places[1]]
+
+        return connected(rank, SimpleNamespace(size=2, gather=gather))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, range(2))) == [[(1, True), (1, False)], [(0, True), (0, False)]]
+    assert seen == [2] if each == 1 else 4 < seen[0] < 20
+
+
+@pytest.mark.parametrize("said", [b"", _HELLO.pack(1, 4096, 10) + b"123"], ids=["nothing", "a part"])
+def test_a_rank_that_ends_as_it_connects_is_an_error(said: bytes) -> None:
+    there = socket.socket(socket.AF_UNIX)
+
+    def gather(mine: list[str]) -> list[list[str]]:
+        with socket.socket(socket.AF_UNIX) as sender:
+            sender.connect(bytes.fromhex(mine[1]))
+            sender.sendall(said)
+        there.bind(f"\0{mine[1]}")
+        there.listen()
+        return [mine, [mine[0], there.getsockname().hex()]]
+
+    with there, pytest.raises(SyncError, match=r"rank 0 waited for rank 1 to offer .*its connection is closed"):
+        connected(0, SimpleNamespace(size=2, gather=gather))

@@ -1,24 +1,35 @@
-"""Torn, flipped and odd data files: each is read, or gives a short error that says what is wrong."""
+"""Torn, flipped and odd data files, and problems that are there twice or held out too."""
 
 from __future__ import annotations
 
 import json
+import logging
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 
+from launcher.build.data import load_data
 from rl_megatron.columns import ColumnWriter
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.data import ArithmeticData, FileData, FileRunData, MixtureData, OneSource
 from rl_megatron.data.problems.files import read_records
-from rl_megatron.errors import DataError
+from rl_megatron.data.problems.leaks import ListedTexts, OnLeak, leaked, repeated, rows_to_keep, spaced
+from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.prompts import load_prompts
+from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.rollout.batch import Drawn, LedgerState, Waiting
 from rl_megatron.rollout.stream import StreamState
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.types import Prompt
+from tests.unit.data.test_prompts import byte_tokenizer
 
 FIELDS = ("question", "answer")
 
@@ -121,3 +132,221 @@ def test_a_name_that_no_file_can_have_is_told(tmp_path: Path) -> None:
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").mkdir()
     assert "no such file" in said(tmp_path / "x.jsonl")
+
+
+# Problems that are there twice, and training problems that are held out too.
+
+
+def written(path: Path, questions: Sequence[str], answer: str = "4", **more: str) -> Path:
+    lines = (json.dumps({"question": one, "answer": answer, **more}) for one in questions)
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def loaded(
+    folder: Path, train: Sequence[str], held_out: Sequence[str], leak: str = "fail", **keys: object
+) -> Sequence[Prompt]:
+    data = {"type": "files", "train": written(folder / "t.jsonl", train), "eval": written(folder / "e.jsonl", held_out)}
+    return load(RunConfig.model_validate({"data": {**data, **keys, "on_leak": leak}}))
+
+
+def load(config: RunConfig, sets: dict[str, OneSource] | None = None) -> Sequence[Prompt]:
+    given = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "seed": 0, "on_leak": config.data.on_leak, "sets": sets}
+    return load_prompts(config.data, byte_tokenizer(), samples=config.kind.samples, **given)[0]  # type: ignore[arg-type]
+
+
+def test_an_eval_problem_planted_in_train_with_other_spacing_is_named(tmp_path: Path) -> None:
+    train = ["one two", "2+2 is?", " 3 +\n4?\t", "x"]
+    with pytest.raises(DataError) as error:
+        loaded(tmp_path, train, ["what?", "3 + 4?"], prompt_template="Q: {prompt}")
+    assert str(error.value).splitlines()[0] == (
+        f"{tmp_path}/t.jsonl:3: trained on, but held out in {tmp_path}/e.jsonl:2 (data)"
+    )
+    assert "1 of 4 training problems are held out too" in str(error.value)
+    assert "data.on_leak=drop" in str(error.value)
+
+
+def test_leaks_are_dropped_or_kept_with_their_number(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train, held_out = ["a", "b", "c", "d"], ["c", "a "]
+    with caplog.at_level(logging.WARNING):
+        assert [one.text for one in loaded(tmp_path, train, held_out, "drop")] == ["b", "d"]
+    assert "dropped 2 of 4 training problems that are held out too" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert [one.text for one in loaded(tmp_path, train, held_out, "keep")] == train
+    assert "kept, by data.on_leak=keep, 2 of 4 training problems" in caplog.text
+    with pytest.raises(DataError, match="data: all 2 problems to train on are held out, or in sources above it"):
+        loaded(tmp_path, ["a", "a"], ["a"], "drop")
+    assert len(loaded(tmp_path, train, ["z", "c"], max_eval=1)) == 4  # what is not evaluated may be trained on
+
+
+def test_of_equal_problems_the_first_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert [one.id for one in loaded(tmp_path, ["a b", "c", "a  b", "C", " c"], ["z"])] == ["t:1", "t:2", "t:4"]
+    assert "dropped 2 of 5 training problems that are there twice; the first is " in caplog.text
+    assert f"{tmp_path}/t.jsonl:3, which is {tmp_path}/t.jsonl:1 again" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("job", ["sft", "rl"])
+def test_each_answer_to_a_question_is_learnt_and_asked_for_once(tmp_path: Path, kind: str, job: str) -> None:
+    """What is held out is the question, whatever its answer."""
+    rows = [("a", "1"), ("b", "1"), ("a ", "2"), ("a", " 1"), ("held", "1"), ("held", "2"), ("b", "3")]
+    table = [{"question": question, "answer": answer} for question, answer in rows]
+    path = tmp_path / f"t.{kind}"
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in table))
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(table), path)
+    held_out = written(tmp_path / "e.jsonl", ["held"], answer="other")
+    data = {"type": "files", "train": path, "eval": held_out, "on_leak": "drop"}
+    config = load_config("sft_tiny", []) if job == "sft" else RunConfig()
+    config = config.model_copy(update={"data": FileRunData.model_validate(data)})
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    found = [one.id for one in load_data(config, tmp_path / "model").train]
+    assert found == (["t:1", "t:2", "t:3", "t:7"] if job == "sft" else ["t:1", "t:2"])
+
+
+def test_the_same_conversation_in_two_kinds_of_file_is_one(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    pq.write_table(pa.Table.from_pylist([{"talk": talk}]), tmp_path / "one.parquet")
+    (tmp_path / "two.jsonl").write_text("".join(json.dumps({"talk": one}) + "\n" for one in (talk, talk[::-1])))
+    (tmp_path / "e.jsonl").write_text(json.dumps({"talk": talk * 2}) + "\n")
+    sources = {
+        name: {"type": "files", "train": tmp_path / name, "eval": tmp_path / "e.jsonl", "messages_field": "talk"}
+        for name in ("one.parquet", "two.jsonl")
+    }
+    data = MixtureData.model_validate({"type": "mixture", "sources": {k.split(".")[0]: v for k, v in sources.items()}})
+    config = load_config("sft_tiny", []).model_copy(update={"data": data})
+    assert [one.id for one in load(config)] == ["one/one:1", "two/two:2"]
+
+
+def test_the_same_answered_problem_in_two_kinds_of_file_is_one(tmp_path: Path) -> None:
+    rows = [{"question": "a", "answer": answer} for answer in ("1", "2")]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "one.parquet")
+    (tmp_path / "two.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in [rows[1], rows[1] | {"answer": "3"}]))
+    held_out = written(tmp_path / "e.jsonl", ["held"])
+    sources = {
+        name: {"type": "files", "train": tmp_path / file, "eval": held_out}
+        for name, file in (("one", "one.parquet"), ("two", "two.jsonl"))
+    }
+    data = MixtureData.model_validate({"type": "mixture", "sources": sources})
+    config = load_config("sft_tiny", []).model_copy(update={"data": data})
+    assert [one.id for one in load(config)] == ["one/one:1", "one/one:2", "two/two:2"]
+
+
+def test_a_problem_may_be_in_several_pairs(tmp_path: Path) -> None:
+    path = written(tmp_path / "p.jsonl", ["a"], bad="x")
+    path.write_text(path.read_text() + written(tmp_path / "q.jsonl", ["a", "a "], bad="y").read_text())
+    held_out = written(tmp_path / "e.jsonl", ["z"], bad="x")
+    data = {"type": "files", "train": path, "eval": held_out, "rejected_field": "bad"}
+    config = load_config("dpo_tiny", []).model_copy(update={"data": FileRunData.model_validate(data)})
+    assert [one.rejected for one in load(config)] == [("x",), ("y",)]
+
+
+def test_sources_of_a_mixture_and_sets_are_compared_with_each_other(tmp_path: Path) -> None:
+    def source(name: str, train: Sequence[str], held_out: Sequence[str]) -> dict[str, object]:
+        files = {
+            "train": written(tmp_path / f"{name}.jsonl", train),
+            "eval": written(tmp_path / f"{name}_e.jsonl", held_out),
+        }
+        return {"type": "files", **files}
+
+    def mixed(**sources: object) -> RunConfig:
+        return RunConfig(data=MixtureData.model_validate({"type": "mixture", "sources": sources}))
+
+    one, other = source("one", ["a", "b"], ["x"]), source("other", ["b", "c"], ["y"])
+    assert [prompt.id for prompt in load(mixed(one=one, other=other))] == ["one/one:1", "one/one:2", "other/other:2"]
+    with pytest.raises(
+        DataError, match=r"other\.jsonl:1: trained on, but held out in .*one_e\.jsonl:1 \(data.sources.one\)"
+    ):
+        load(mixed(one=one, other=source("other", ["x", "c"], ["y"])))
+    with pytest.raises(
+        DataError, match=r"data\.sources\.other: all 2 problems to train on are held out, or in sources"
+    ):
+        load(mixed(one=one, other=source("other", ["a", "b"], ["y"])))
+    aime = FileData(type="files", train=tmp_path / "aime.jsonl", eval=written(tmp_path / "aime.jsonl", ["k", "b"]))
+    with pytest.raises(
+        DataError, match=r"one\.jsonl:2: trained on, but held out in .*aime\.jsonl:2 \(eval\.sets\.aime"
+    ):
+        load(mixed(one=one), {"eval.sets.aime.data": aime})
+
+
+def test_a_set_of_other_sums_may_leak_and_the_runs_own_never() -> None:
+    assert len(load(RunConfig())) > 9000
+    with pytest.raises(DataError, match=r"trained on, but held out in \d\d\+\d\d \(eval\.sets\.more\.data\)"):
+        load(RunConfig(), {"eval.sets.more.data": ArithmeticData(num_eval=512)})
+
+
+@pytest.mark.parametrize("bits", [64, 3])
+def test_rows_are_those_of_a_loop_over_texts(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where most texts have the hash of another."""
+    monkeypatch.setattr("rl_megatron.data.problems.leaks.hash", lambda text: hash(text) % 2**bits >> 1, raising=False)
+    draw = random.Random(1)
+    texts = [f"{draw.randrange(40)}{' ' * draw.randrange(3)}x" for _ in range(200)]
+    held_out = [f"{n}  x" for n in range(0, 80, 7)]
+    first: dict[str, int] = {}
+    wanted = [(row, first[key]) for row, text in enumerate(texts) if first.setdefault(key := norm(text), row) != row]
+    ours, theirs = (ListedTexts([str(i) for i in range(len(one))], map(spaced, one)) for one in (texts, held_out))
+    assert list(zip(*map(np.ndarray.tolist, repeated(ours, ours.hashes())), strict=True)) == wanted
+    rows, places = leaked(ours, ours.hashes(), {"eval": theirs})
+    held = set(map(norm, held_out))
+    assert rows.tolist() == [row for row, text in enumerate(texts) if norm(text) in held]
+    assert places == [f"{[norm(one) for one in held_out].index(norm(texts[row]))} (eval)" for row in rows.tolist()]
+    assert rows_to_keep(ours, ours, {}, "fail").sum() == len(first)
+
+
+def norm(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_problem_in_two_environments_is_two_and_leaks_in_both(tmp_path: Path, kind: str) -> None:
+    """By `load_data`'s reading of the configuration; the run's own environment is that of a source without one."""
+
+    def file(name: str, texts: Sequence[str]) -> Path:
+        path = written(tmp_path / f"{name}.jsonl", texts)
+        if kind == "jsonl":
+            return path
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        pq.write_table(pa.Table.from_pylist(rows), path.with_suffix(".parquet"))
+        return path.with_suffix(".parquet")
+
+    def mixed(other: dict[str, object] | None, held_out: str = "y") -> list[str]:
+        one = {"type": "files", "train": file("one", ["a", "b", "a "]), "eval": file("one_e", ["x"])}
+        two = {"type": "files", "train": file("two", ["b", " a", "c", "c"]), "eval": file("two_e", [held_out])}
+        sources = {"one": one, "two": {**two, **({} if other is None else {"environment": other})}}
+        keys = {"data": {"type": "mixture", "sources": sources}, "warm_start": {"steps": 0}}
+        config = RunConfig.model_validate({**keys, "environment": {"function": "guess", "template": "plain"}})
+        return [one.id for one in load_data(config, tmp_path / "model").train[:]]
+
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    once = ["one/one:1", "one/one:2", "two/two:3"]
+    each = ["one/one:1", "one/one:2", "two/two:1", "two/two:2", "two/two:3"]
+    assert mixed(None) == mixed({"function": "guess", "max_turns": 3}) == once
+    assert mixed({"function": "calculator"}) == each
+    assert mixed({"function": "guess", "options": {"largest": 7}}) == each
+    with pytest.raises(DataError, match=r"one\.\w+:1: trained on, but held out in .*two_e\.\w+:1 \(data\.sources\.two"):
+        mixed({"function": "calculator"}, "a")
+
+
+@pytest.mark.parametrize("weights", [None, {"a": 1.0}])
+def test_a_resume_keeps_a_new_sets_leaks_and_is_told_so_where_it_drops_them(
+    weights: Mapping[str, float] | None,
+) -> None:
+    ours = ListedTexts([f"train.jsonl:{row}" for row in range(9)], map(str, range(9)))
+    new = {"eval.sets.new.data": ListedTexts(["new.jsonl:1"], ["7"])}
+
+    def stream(held_out: Mapping[str, ListedTexts], on_leak: OnLeak) -> PromptStream:
+        rows = np.flatnonzero(rows_to_keep(ours, ours, held_out, on_leak)).tolist()
+        prompts = [Prompt(id=f"{row}", text=f"{row}", token_ids=(row,), answer="", source="a") for row in rows]
+        return PromptStream(prompts, seed=1, weights=weights)
+
+    before = stream({}, "fail")
+    before.take(5)
+    with pytest.raises(DataError, match=r"data\.on_leak=.* or keep, with which a run .* can be resumed"):
+        stream(new, "fail")
+    kept = stream(new, "keep")
+    kept.restore(before.state())
+    assert kept.take(20) == before.take(20)
+    with pytest.raises(CheckpointError, match=r"data\.on_leak and eval\.sets by which the same problems are dropped"):
+        stream(new, "drop").restore(before.state())

@@ -1,23 +1,28 @@
-"""What GPUs must hold, and the recipes that are made to fit: published sizes, closed forms, one refusal a term.
-
-That real ranks hold what is said here: tests/distributed/test_learner_parity.py.
-"""
+"""What GPUs must hold, also beside servers, and what a rank says of a full one: published sizes and closed forms."""
 
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from launcher.preflight.sizes import size_problems
+from launcher.wire.greetings import Setup
+from launcher.worker.models import remember, telling_of_memory
+from launcher.worker.process import _machines
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
-from rl_megatron.models.shape import ModelShape
-from rl_megatron.placement.seats import seats_here
+from rl_megatron.models.shape import ModelShape, Rope
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.ranks import made_up_nodes, placement_of
+from rl_megatron.placement.seats import beside_ranks, seats_here, seats_of
 from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.host_memory import host_bytes, pinned
 from rl_megatron.scaling.memory import CHANGES, Footprint, check_memory, footprints, fullest, server_window
@@ -368,3 +373,270 @@ def test_plan_says_whose_layers_it_counts_and_what_the_others_need(capsys: pytes
     assert most[1] == max(together, key=float)
     assert most[1] not in re.findall(r"together .*", here)[0]
     assert "The activations are those of torch's layers." in torchs
+
+
+SHAPE = NAMED["qwen3-30b-a3b"]
+
+
+def told(config: RunConfig, shape: ModelShape) -> str:
+    return "\n".join(found.text for found in size_problems(config, shape))
+
+
+def test_only_what_the_engine_runs_starts() -> None:
+    config = RunConfig()
+    assert told(config, SHAPE) == ""
+    assert told(config, replace(SHAPE, rope=Rope(kind="yarn"))) == ""
+    assert told(config, replace(SHAPE, family="mixtral", qk_norm=None)) == ""
+
+
+def test_what_the_learner_cannot_build_is_told_before_a_process_starts() -> None:
+    biased = replace(SHAPE, expert_bias=True)
+    cut = RunConfig.model_validate({"learner": {"tp": 2, "etp": 2}, "rollout": {"engine": "vllm"}})
+    assert told(cut, SHAPE) == ""
+    assert "learner.etp=2: experts with biases cannot be sharded" in told(cut, biased)
+    few = replace(SHAPE, router=replace(SHAPE.router, score="sigmoid"), normalize_top_k=False)
+    assert "a sigmoid router with num_experts_per_tok=8 and norm_topk_prob=False" in told(RunConfig(), few)
+
+
+def test_one_of_several_experts_with_a_weight_of_1_is_refused_and_one_of_one_is_not() -> None:
+    one = replace(SHAPE, experts_per_token=1)
+    assert "num_experts_per_tok=1 of 128 experts with norm_topk_prob=True" in told(RunConfig(), one)
+    assert told(RunConfig(), replace(one, normalize_top_k=False)) == ""
+    assert told(RunConfig(), replace(one, num_experts=1)) == ""
+
+
+@pytest.mark.parametrize("replay", ["r2", "r3"])
+def test_routes_of_a_model_without_experts_are_refused(replay: str) -> None:
+    config = RunConfig.model_validate({"algorithm": {"routing_replay": replay}})
+    assert told(config, SHAPE) == ""
+    dense = replace(SHAPE, family="qwen3", num_experts=0, experts_per_token=0, expert_width=0, dense_width=4096)
+    assert re.search(rf"routing_replay={replay}: model_type='qwen3' has no experts.*=off", told(config, dense))
+
+
+def test_flips_and_noise_of_routes_that_a_model_has_not_are_refused() -> None:
+    dense = replace(SHAPE, family="qwen3", num_experts=0, experts_per_token=0, expert_width=0, dense_width=4096)
+    one = replace(SHAPE, num_experts=1, experts_per_token=1)
+    flips = RunConfig.model_validate({"train": {"route_flips": True}})
+    assert "train.route_flips=true: model_type='qwen3' has no experts" in told(flips, dense)
+    noise = RunConfig.model_validate({"rollout": {"router_noise": 0.25}})
+    assert "rollout.router_noise=0.25 changes nothing in a model of 1 experts; leave it out" in told(noise, one)
+    assert told(noise, SHAPE) == told(flips, SHAPE) == told(flips, one) == ""
+
+
+def test_longer_sequences_than_an_indexer_chooses_whole_are_refused_with_both_numbers() -> None:
+    shape = NAMED["deepseek-v3.2"]
+    few = {"learner": {"pp": 61}, "rollout": {"max_prompt_tokens": 48, "max_new_tokens": 2000}}
+    assert told(RunConfig.model_validate(few), shape) == ""
+    more = RunConfig.model_validate({**few, "rollout": {"max_prompt_tokens": 49, "max_new_tokens": 2000}})
+    said = "rollout.max_prompt_tokens=49 + rollout.max_new_tokens=2000 = 2049 is more than index_topk=2048"
+    assert said in told(more, shape)
+    assert "= 2049" not in told(more, NAMED["deepseek-v3"])
+    sets = {"eval": {"sets": {"long": {"max_new_tokens": 9000}}}}
+    assert "eval.sets.long.max_new_tokens=9000 = 9048 is more than index_topk=2048" in told(
+        RunConfig.model_validate(few | sets), shape
+    )
+    served = RunConfig.model_validate({**few, **sets, "rollout": {**few["rollout"], "engine": "vllm"}})
+    assert "eval.sets.long" not in told(served, shape)
+
+
+# What a GPU must hold that the learner shares with servers, and whether it shares one: by closed forms.
+
+
+@pytest.mark.parametrize(
+    ("keys", "servers"),
+    [
+        (("rollout.server.replicas=2",), [2] * 8),
+        (("rollout.server.tp=2", "rollout.server.replicas=6"), [2, 2, 2, 2, 1, 1, 1, 1]),
+        (("rollout.server.replicas=3",), [3] * 8),
+        (("rollout.server.replicas=4", "slurm.nodes=2", "learner.dp=4"), [2] * 16),
+        (("slurm.engines.nodes=1", "weights.transport=direct", "rollout.server.tp=4"), [0]),
+    ],
+)
+def test_every_server_on_a_gpu_takes_its_part_of_it(keys: tuple[str, ...], servers: list[int]) -> None:
+    """In turns each keeps 2 GB while the learner trains; the fullest GPU has the most servers."""
+    job, share = ("run.launcher=slurm", "weights.transport=file", *keys), 0.1
+    config, shape = recipe("qwen3_30b_a3b", *job, f"rollout.server.memory_fraction={share}")
+    found = footprints(config, shape)
+    assert [m.terms["engine"] for m in found] == pytest.approx([n * share * 141 * GB for n in servers])
+    assert fullest(config, shape).terms["engine"] == max(m.terms["engine"] for m in found)
+    if config.slurm.engines.nodes:
+        return
+    turns = ("rollout.server.colocated=true", f"rollout.server.memory_fraction={share}")
+    training = [m for m in footprints(*recipe("qwen3_30b_a3b", *job, *turns)) if m.phase == "training"]
+    assert [m.terms["engine"] for m in training] == [n * 2e9 for n in servers]
+
+
+def test_servers_that_leave_the_learner_nothing_of_a_gpu_are_refused_whatever_its_size() -> None:
+    keys = ("rollout.server.replicas=4", "slurm.gpu_memory_gb=null")
+    with pytest.raises(ConfigError, match=r"memory_fraction=0\.25 for each of 4 servers on a GPU .* nothing; lower it"):
+        check_memory(*recipe("qwen3_30b_a3b", *keys, "rollout.server.memory_fraction=0.25"))
+    assert check_memory(*recipe("qwen3_30b_a3b", *keys, "rollout.server.memory_fraction=0.24")) is None
+
+
+@pytest.mark.parametrize(("replicas", "here", "servers"), [(8, 8, 1), (16, 8, 2), (2, 6, 0), (2, 8, 0), (8, None, 0)])
+def test_a_server_on_a_gpu_of_a_separate_role_takes_its_part_of_it(
+    replicas: int, here: int | None, servers: int
+) -> None:
+    """The critic's two ranks are the fullest, on GPUs 4 and 5 of one machine. In turns they keep all but
+    activations there."""
+    keys = ("algorithm=ppo", "roles.critic=separate", "learner.dp=4", "learner.ep=4", "learner.tp=1", "learner.pp=1")
+    keys += ("roles.layouts.critic.dp=2", "roles.layouts.critic.ep=2", "rollout.server.tp=1", "weights.transport=file")
+    keys += ("run.launcher=local", "slurm.gpu_memory_gb=500", f"rollout.server.replicas={replicas}")
+    config, shape = recipe("qwen3_30b_a3b", *keys, "rollout.server.memory_fraction=0.2")
+    most = fullest(config, shape, here)
+    assert (most.role, most.terms["engine"]) == ("critic", servers * 0.2 * 500 * GB)
+    turns = recipe("qwen3_30b_a3b", *keys, "rollout.server.memory_fraction=0.2", "rollout.server.colocated=true")
+    apart = fullest(*turns, here)
+    assert (apart.phase, apart.terms["engine"]) == ("sampling" if servers else "", most.terms["engine"])
+    assert most.total - apart.total == (most.terms["activations"] + most.terms["logits"] if servers else 0)
+    if servers > 1:
+        with pytest.raises(ConfigError, match=r"critic rank 0 needs 516\.\d GB .* Largest: engine; lower rollout"):
+            check_memory(config, shape, here)
+
+
+ONE_MACHINE = (
+    "slurm.heterogeneous=false",
+    "slurm.engines.gpus_per_node=null",
+    "slurm.engines.memory_per_node=null",
+    "slurm.engines.cpus_per_server=null",
+)
+
+
+def test_the_advice_for_the_engine_in_the_learners_processes_lowers_it() -> None:
+    keys = ("rollout=local", "run.launcher=slurm")
+    with pytest.raises(ConfigError, match="Largest: engine; ") as caught:
+        check_memory(*recipe("qwen3_30b_a3b", *keys))
+    said = str(caught.value).partition("Largest: engine; ")[2]
+    assert said == "lower rollout.slots or rollout.max_new_tokens, or take servers (rollout=vllm, sglang)"
+    was = fullest(*recipe("qwen3_30b_a3b", *keys)).terms["engine"]
+    for lower in ("rollout.slots=16", "rollout.max_new_tokens=512", "rollout=vllm"):
+        assert fullest(*recipe("qwen3_30b_a3b", *keys, lower)).terms["engine"] < 0.6 * was
+
+
+EIGHT = ("run.launcher=slurm", "learner.device=cuda", "learner.tp=4", "learner.ep=4", "slurm.gpus_per_node=8")
+EIGHT += ("rollout=vllm", "rollout.server.tp=2", "rollout.server.memory_fraction=0.3")
+
+
+def test_a_rank_has_the_gpu_of_its_place_on_its_node(tmp_path: Path) -> None:
+    """Also where ranks are fewer than GPUs: servers have each node's GPUs from the first on."""
+    keys = (*EIGHT, "slurm.nodes=2", "slurm.ntasks_per_node=4", "learner.dp=2")
+    config = load_config("tiny_cpu", [*keys, "rollout.server.replicas=4"])
+    nodes = made_up_nodes(config)[LEARNER]
+    placement = placement_of(config, nodes)
+    each = {"ranks_per_node": placement.ranks_per_node, "rendezvous": ""}
+    setup = Setup(config=config, model_folder=tmp_path, run_folder=tmp_path, **each)
+    ranks = {(placement.node_of(rank), setup.gpu_of(rank)): rank for rank in range(8)}
+    assert [gpu for _, gpu in ranks] == [0, 1, 2, 3] * 2
+    beside = [[ranks[seat.node, gpu] for gpu in seat.gpus] for seat in seats_of(config, nodes, ())]
+    assert beside == beside_ranks(config) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    more = load_config("tiny_cpu", [*keys, "rollout.server.replicas=8"])
+    assert beside_ranks(more)[1:4] == [[2, 3], [12, 13], [14, 15]]  # GPUs without a rank are behind the 8 ranks
+
+
+def test_more_ranks_than_gpus_on_a_node_are_refused() -> None:
+    config = load_config("tiny_cpu", [*EIGHT, "slurm.ntasks_per_node=16", "learner.dp=4"])
+    with pytest.raises(ConfigError, match=r"ntasks_per_node=16 is more than slurm\.gpus_per_node=8: NCCL .*; lower it"):
+        placement_of(config, ("a",))
+
+
+# What a rank says whose GPU is full, by a stand-in for what CUDA reports.
+
+MODEL = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+}
+
+
+def rank_of(folder: Path, *keys: str) -> Setup:
+    """Of a Qwen3-30B-A3B on eight GPUs."""
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    config = load_config("qwen3_30b_a3b", [f"model.path={folder}", *keys])
+    return Setup(config=config, model_folder=folder, run_folder=folder / "run", rendezvous="file:///none")
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch as on a GPU of 80 GB: it holds 70 GB, of which 61.25 are allocated, and others 8."""
+    told = {"is_available": True, "mem_get_info": (2 * GB, 80 * GB), "memory_reserved": 70 * GB}
+    told |= {"memory_allocated": 61.25 * GB, "max_memory_allocated": 69 * GB}
+    for name, value in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda **_: {"segments": [], "device_traces": [[]]})
+
+
+def notes_of(setup: Setup, rank: int = 3) -> list[str]:
+    with pytest.raises(torch.OutOfMemoryError) as found, telling_of_memory(setup, rank):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+    return list(found.value.__notes__)
+
+
+@pytest.mark.usefixtures("full")
+def test_the_plans_terms_stand_beside_what_is_allocated_and_a_snapshot_is_left(tmp_path: Path) -> None:
+    setup = rank_of(tmp_path, "profile.memory=true")
+    setup.run_folder.mkdir()
+    plan, largest, now, snapshot = notes_of(setup)
+    (own,) = {one.total: one for one in footprints(setup.config, NAMED["qwen3-30b-a3b"]) if one.rank == 3}.values()
+    terms = ", ".join(f"{name} {size / GB:.3g}" for name, size in own.terms.items() if size)
+    assert plan == f"the plan of its GPU, {own.total / GB:.3g} GB: {terms}"
+    assert largest.startswith(f"the largest, {own.largest}: ")
+    assert now == (
+        "now: 61.2 GB allocated of 70.0 that torch holds, 69.0 at most; 8.0 by others and outside of torch, of 80.0"
+    )
+    path = tmp_path / "run" / "profile" / "out_of_memory_rank-3.pickle"
+    assert snapshot == f"a snapshot of what was allocated where, for pytorch.org/memory_viz: {path}"
+    assert pickle.loads(path.read_bytes()) == {"segments": [], "device_traces": [[]]}
+
+
+@pytest.mark.usefixtures("full")
+def test_a_folder_that_takes_no_snapshot_and_one_without_a_plan_are_told(tmp_path: Path) -> None:
+    setup = rank_of(tmp_path, "profile.memory=true")
+    (tmp_path / "run").write_text("a file in its place")
+    (tmp_path / "config.json").write_text("{}")
+    unplanned, _, unwritten = notes_of(setup)
+    assert unplanned.startswith("there is no plan of its GPU beside: ")
+    assert unwritten.startswith(f"no snapshot: {tmp_path}/run/profile/")
+    assert notes_of(rank_of(tmp_path))[-1].startswith("profile.memory=true writes a snapshot")
+
+
+NCCL = "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.29.7\nLast error:\nCuda failure 2 "
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize(
+    ("error", "full_of"),
+    [
+        (torch.distributed.DistBackendError(f"{NCCL}'out of memory'"), True),
+        (torch.distributed.DistBackendError(f"{NCCL}'invalid argument'"), False),
+        (torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), False),
+    ],
+)
+def test_libraries_that_allocate_beside_torch_fill_a_gpu_too(tmp_path: Path, error: Exception, full_of: bool) -> None:
+    """Their errors get the same lines, and are the run's fault like torch's own, not the machine's."""
+    with pytest.raises(type(error)) as found, telling_of_memory(rank_of(tmp_path), 3):
+        raise error
+    notes = getattr(found.value, "__notes__", [])
+    assert [note.partition(",")[0] for note in notes[:1]] == ["the plan of its GPU"] * full_of
+    assert _machines(error) is not full_of
+
+
+def test_allocations_are_remembered_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history_impl", lambda *a, **k: given.append((a, k)))
+    remember()
+    assert given == [(("all",), {"max_entries": 200_000})]

@@ -1,20 +1,36 @@
-"""Ranks on nodes, against megatron-core's own rank generator."""
+"""Ranks, roles and servers on nodes, the steps of a job that start them there, and ports."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
+import re
+import socket
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.hosts.ray.node import engine_node_command, node_command
+from launcher.hosts.sites import sites_of
+from launcher.hosts.slurm.allocation import Allocation
+from launcher.hosts.slurm.launcher import step_command
+from launcher.preflight.checks import preflight
+from launcher.processes import ports
+from launcher.processes.ports import any_port, free_port, held_ports
+from launcher.programs import submit
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.placement.ranks import group_ranks, layout_said, place
 from rl_megatron.placement.seats import seat
 from rl_megatron.types import ParallelDims
+from tests.unit.launcher.slurm_jobs import CASES, config_of
 
 SMALL = st.sampled_from([1, 2, 4])
 
@@ -199,3 +215,244 @@ def test_a_layout_names_the_keys_that_change_a_steps_cost_alone(
     section: str, keys: dict[str, object], text: str
 ) -> None:
     assert layout_said(RunConfig.model_validate({section: keys})) == f"learner dp=1{text}"
+
+
+# A critic and a reference in layouts of their own: their nodes, the job's request for these, and what is refused.
+
+GIVEN = (
+    *("run.name=layouts", "run.launcher=slurm", "learner.device=cuda", "learner.tp=4", "learner.ep=8"),
+    *("slurm.gpus_per_node=8", "slurm.nodes=2", "learner.dp=4", "algorithm=ppo", "algorithm.kl.coefficient=0.1"),
+)
+APART = ("roles.critic=separate", "roles.reference=separate")
+CRITIC = ("roles.layouts.critic.tp=2", "roles.layouts.critic.pp=2", "roles.layouts.critic.dp=2")
+REFERENCE = ("roles.layouts.reference.tp=4", "roles.layouts.reference.dp=3")
+
+
+def job_config(*keys: str) -> RunConfig:
+    return load_config("tiny_cpu", [*GIVEN, *keys])
+
+
+def test_they_fill_as_many_nodes_as_they_need() -> None:
+    config = job_config(*APART, *CRITIC, *REFERENCE, "slurm.heterogeneous=true", "slurm.reference.gpus_per_node=4")
+    lines = submit.checked(config).describe().splitlines()
+    assert lines[lines.index("critic: 8 ranks on 1 nodes, 8 on each") :] == [
+        *("critic: 8 ranks on 1 nodes, 8 on each", "  node 2: ranks 0-7"),
+        *("  tp=2: inside a node", "  dp=2: inside a node", "  pp=2: inside a node"),
+        *("  etp=2: inside a node", "  edp=2: inside a node"),
+        "reference: 12 ranks on 3 nodes, 4 on each",
+        *(f"  node {3 + i}: ranks {4 * i}-{4 * i + 3}" for i in range(3)),
+        *("  tp=4: inside a node", "  dp=3: across 3 nodes", "  etp=4: inside a node", "  edp=3: across 3 nodes"),
+    ]
+    script = submit.job_script(config, folder=Path("/work"), python="python", package=Path("/code"))
+    asked = [re.findall(r"#SBATCH --(?:nodes|ntasks-per-node)=(\d+)", part) for part in script.split("#SBATCH hetjob")]
+    assert asked[:3] == [["2", "8"], ["1", "8"], ["3", "4"]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (CRITIC, "roles.layouts.critic, but roles.critic=learner: the learner's ranks hold such a critic, in their"),
+        ((*APART, "roles.layouts.policy.tp=2"), "roles.layouts.policy"),
+        ((*APART, "roles.layouts.critic.vpp=2"), "roles.layouts.critic.vpp=2 needs a pipeline, but roles.layouts.cri"),
+        ((*APART, "roles.layouts.critic.pp=3"), "give the layers of each stage (roles.layouts.critic.stage_layers;"),
+        (
+            (*APART, "roles.layouts.critic.tp=16"),
+            "roles.layouts.critic.tp=16 does not divide critic ranks on a node=8: a tensor-parallel group would leave",
+        ),
+        (
+            (*APART, *CRITIC, "slurm.critic.nodes=2"),
+            "slurm.critic.nodes=2, but a separate critic has 8 ranks, which fill 1 of the learner's nodes",
+        ),
+        (
+            (*APART, *REFERENCE, "slurm.reference.nodes=5", "slurm.heterogeneous=true"),
+            "slurm.reference.nodes=5 cannot share out the ranks of a separate reference evenly: it has tp*cp",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_told_with_the_roles_keys(keys: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        preflight(job_config(*keys), for_job=True).raise_problems()
+    assert message in str(caught.value)
+
+
+# The steps of a job: which nodes each role gets, and the commands that start its tasks there.
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ((), "/bin/python -P -m launcher.worker.node"),
+        (("slurm.cpus_per_task=3",), "/bin/python -P -m launcher.worker.node"),
+        (
+            (
+                *("slurm.container=/images/rl.sqsh", "slurm.container_mounts=/data:/data"),
+                "slurm.environment.NCCL_DEBUG=INFO",
+            ),
+            f"--container-image=/images/rl.sqsh --container-mounts=/data:/data --container-workdir={Path.cwd()} "
+            "--container-env=NCCL_DEBUG,PYTHONPATH python -P -m launcher.worker.node",
+        ),
+        (
+            ("slurm.container=/images/rl.sif", "slurm.container_runtime=apptainer", "slurm.gpus_per_node=2"),
+            "apptainer exec --nv /images/rl.sif python -P -m launcher.worker.node",
+        ),
+    ],
+)
+def test_the_step_has_a_task_a_node_in_its_container(keys: tuple[str, ...], expected: str) -> None:
+    config = config_of(*keys)
+    command = step_command(config.slurm, submit.checked(config).placement, python="/bin/python")
+    cores = "--cpus-per-task=6 " if config.slurm.cpus_per_task else ""  # of both ranks
+    assert " ".join(command) == (
+        f"srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --job-name=learner {cores}--kill-on-bad-exit=1 --label "
+        f"{expected}"
+    )
+
+
+def test_every_role_is_placed_before_the_job_is_sent() -> None:
+    text = submit.checked(config_of(*CASES["heterogeneous"], "algorithm=ppo")).describe()
+    assert text.splitlines() == [
+        "16 ranks on 2 nodes, 8 on each",
+        "  node 0: ranks 0-7",
+        "  node 1: ranks 8-15",
+        "  tp=4: inside a node",
+        "  dp=4: across 2 nodes",
+        "  ep=8: inside a node",
+        "  edp=2: across 2 nodes",
+        "in every rank beside the policy: critic",
+        *(f"engine {i}: node {2 + i}, GPUs 0-3" for i in range(4)),
+    ]
+
+
+def test_separate_roles_are_placed_on_nodes_of_their_own() -> None:
+    lines = submit.checked(config_of(*CASES["every_role_a_component"])).describe().splitlines()
+    learner = [*("  tp=4: inside a node", "  dp=4: across 2 nodes", "  ep=8: inside a node", "  edp=2: across 2 nodes")]
+    assert lines == [
+        *("16 ranks on 2 nodes, 8 on each", "  node 0: ranks 0-7", "  node 1: ranks 8-15", *learner),
+        *("critic: 16 ranks on 2 nodes, 8 on each", "  node 2: ranks 0-7", "  node 3: ranks 8-15", *learner),
+        "reference: 16 ranks on 4 nodes, 4 on each",
+        *(f"  node {4 + i}: ranks {4 * i}-{4 * i + 3}" for i in range(4)),
+        *("  tp=4: inside a node", "  dp=4: across 4 nodes", "  ep=8: across 2 nodes", "  edp=2: across 2 nodes"),
+        "engine 0: node 8, GPUs 0-0",
+    ]
+
+
+@pytest.mark.parametrize(("heterogeneous", "where"), [(False, "--nodelist=c1,c2"), (True, "--het-group=1")])
+def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path, heterogeneous: bool, where: str) -> None:
+    allocation = Allocation(
+        id="7",
+        restart=0,
+        here="a1",
+        nodes=("a1", "a2"),
+        engine_nodes=("e1",),
+        heterogeneous=heterogeneous,
+        folder=tmp_path,
+        separate={"critic": ("c1", "c2"), "reference": ("r1", "r2")},
+    )
+    config = config_of(*CASES["separate_roles"])
+    critic = submit.checked(config).separate[0]
+    command = allocation.separate_command(step_command(config.slurm, critic, python="p"), "critic")
+    assert " ".join(command) == (
+        "env --unset=SLURM_GPUS_PER_NODE --unset=SLURM_NTASKS_PER_NODE --unset=SLURM_CPUS_PER_TASK "
+        f"srun {where} --mem=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --job-name=critic "
+        "--kill-on-bad-exit=1 --label p -P -m launcher.worker.node"
+    )
+    assert allocation.learner_options() == ["--het-group=0" if heterogeneous else "--nodelist=a1,a2"]
+    server = " ".join(allocation.server_command(["e1"], 1))
+    assert ("--het-group=3" in server) == heterogeneous
+    assert "--nodelist=e1" in server
+
+
+def test_a_name_without_an_address_is_asked_for_again_and_told_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clouds name a node that they have just made after Slurm has started the job on it."""
+    allocation = Allocation(
+        id="7", restart=0, here="a1", nodes=("a1", "a2"), engine_nodes=("b1",), heterogeneous=False, folder=tmp_path
+    )
+    config = config_of("slurm.nodes=2", "rollout=vllm", "slurm.engines.nodes=1")
+    left = 2
+
+    def late(name: str) -> str:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise OSError("Name or service not known")
+        return {"a2": "127.0.0.2", "b1": "10.0.0.3"}[name]
+
+    monkeypatch.setattr("socket.gethostbyname", late)
+    monkeypatch.setattr("launcher.hosts.slurm.allocation._LOOK_SECONDS", 0.0)
+    assert [site.host for (site,) in sites_of(config, allocation)] == ["10.0.0.3"]
+    left = 2
+    assert allocation.address() == "127.0.0.1"  # by which this machine goes there
+    left = 2
+    monkeypatch.setattr("launcher.hosts.slurm.allocation._NAME_SECONDS", 0.0)
+    said = "node {} of job 7 has no address here after 0 s: Name or service not known.* IPv4.*`getent ahostsv4 {}` find"
+    with pytest.raises(EngineError, match=said.format("b1", "b1")):
+        sites_of(config, allocation)
+    with pytest.raises(ConfigError, match=said.format("a2", "a2")):
+        allocation.address()
+
+
+def test_a_step_with_engine_nodes_beside_it_keeps_to_the_learners(tmp_path: Path) -> None:
+    common = {"id": "7", "restart": 0, "here": "a1", "nodes": ("a1", "a2"), "engine_nodes": ("b1",), "folder": tmp_path}
+    cut, het = (Allocation(heterogeneous=heterogeneous, **common) for heterogeneous in (False, True))  # type: ignore[arg-type]
+    placement = submit.checked(config_of("slurm.nodes=2")).placement
+    slurm = config_of().slurm
+    for where, expected in ((cut.learner_options(), "--nodelist=a1,a2"), (het.learner_options(), "--het-group=0")):
+        assert step_command(slurm, placement, python="p", where=where)[1] == expected
+        assert node_command(slurm, placement, tmp_path, python="p", where=where)[1] == expected
+    server = " ".join(het.server_command(["b1"], 24))
+    assert "srun --het-group=1 --overlap --nodes=1 --ntasks=1 --nodelist=b1 --cpus-per-task=24 --mem=0" in server
+    assert "--het-group" not in " ".join(cut.server_command(["b1"], 24))
+    assert "--nodelist=a2" in cut.server_command(["a2"], 1)
+    two = replace(het, engine_nodes=("b1", "b2"))
+    ray = " ".join(engine_node_command(two, 48, python="p"))
+    assert "--het-group=1 --overlap --nodes=2 --ntasks=2 --nodelist=b1,b2 --cpus-per-task=48 --mem=0 " in ray
+    assert ray.endswith(f"--output={tmp_path}/ray-engines-%t.txt p -P -m launcher.hosts.ray.node")
+
+
+# Ports that are held until a server binds them.
+
+HERE = "127.0.0.1"
+
+
+async def test_a_held_port_goes_to_the_server_alone() -> None:
+    with held_ports(HERE) as port:
+        for number in (port, port + 1):
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind((HERE, number))
+        for number in (port, port + 1):
+            server = await asyncio.start_server(lambda reader, writer: writer.close(), HERE, number)
+            async with server:
+                with pytest.raises(OSError, match="in use"):
+                    await asyncio.start_server(lambda reader, writer: writer.close(), HERE, number)
+                reader, writer = await asyncio.open_connection(HERE, number)
+                assert await reader.read() == b""
+                writer.close()
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what was closed a moment ago waits a minute
+        other.bind((HERE, port))
+
+
+def test_no_two_hold_one_port_and_the_system_gives_none_of_them_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "_HIGH", ports._LOW + 8 * ports.BLOCK)
+    with contextlib.ExitStack() as stack:
+        held = {stack.enter_context(held_ports(HERE)) for _ in range(4)}
+        assert len(held) == 4
+        assert free_port(HERE) not in held
+    with held_ports(HERE) as port:
+        monkeypatch.setattr(ports, "_LOW", port)
+        monkeypatch.setattr(ports, "_HIGH", port + ports.BLOCK)
+        for address in (HERE, ""):
+            with pytest.raises(OSError, match="in use"):
+                free_port(address)
+
+
+def test_servers_of_one_run_never_meet_on_another_node() -> None:
+    drawn = [{any_port(number, 300) for _ in range(40)} for number in range(300)]
+    assert sum(map(len, drawn)) == len(set().union(*drawn))
+    assert all(len(each) > 1 for each in drawn)  # one that is taken there is not drawn for ever
+
+
+def test_ports_lie_below_those_that_the_system_hands_out() -> None:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(1024 <= any_port(number % 7, 7) <= lowest - ports.BLOCK for number in range(1000))

@@ -1,5 +1,8 @@
+"""``rl-megatron plan`` and ``rl-megatron scale`` as a user calls them, and what the large recipes leave by the plan."""
+
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -8,12 +11,14 @@ import pytest
 
 from launcher.commands.plan import show_memory
 from rl_megatron.config.io import load_config
+from rl_megatron.config.sections.data import FileKeys
 from rl_megatron.models.named import NAMED
+from rl_megatron.scaling.estimates import estimate
 from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.memory import footprints, fullest
 from rl_megatron.weights.layouts.learner import job_shape
 from tests.unit.launcher.commands import Said
-from tests.unit.launcher.test_memory import QWEN3
+from tests.unit.launcher.test_memory import CONF, QWEN3, RECIPES, recipe
 
 
 @pytest.fixture
@@ -202,3 +207,76 @@ def test_a_classifier_is_no_model_of_a_job_that_trains_log_probs(said: Said, tmp
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3, "architectures": ["Qwen3MoeForSequenceClassification"]}))
     refused = said("--config", "sft_tiny", f"model.path={tmp_path}", status=1)
     assert "is a sequence classifier, which scores texts; job=sft needs a model with an output layer" in refused
+
+
+# ``rl-megatron scale`` as a user calls it: terms, reasons, JSON, and a configuration that ``submit`` takes.
+
+REPO = Path(__file__).resolve().parents[3]
+ASKED = ("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.prompts_per_step=64")
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
+    monkeypatch.setenv("COLUMNS", "160")
+    return Said("scale", capsys)
+
+
+def test_the_best_layout_comes_with_terms_and_the_others_with_reasons(printed: Said) -> None:
+    text = printed("deepseek-v3", "gpus=512", "gpu=h100", "--explain", "all-to-all")
+    for words in (
+        "seconds of a step",
+        "training, by term",
+        "GB on the fullest GPU",
+        "experts",
+        "optimizer",
+        "rejected: ",
+    ):
+        assert words in text
+    assert "tokens/s, " in text
+    assert "all-to-all: tokens to the ranks of their experts and back" in text
+    assert "--explain speed: no such term; terms: linears" in printed(*ASKED, "--explain", "speed", status=1)
+
+
+def test_json_has_every_term_and_they_add_up(printed: Said) -> None:
+    tree = json.loads(printed(*ASKED, "--json"))
+    best = tree["plans"][0]
+    assert sum(best["training"].values()) == pytest.approx(best["parts"]["training"])
+    assert sum(best["bytes"].values()) <= 80e9
+    assert best["seconds"] == min(plan["seconds"] for plan in tree["plans"])
+    assert all(one["reason"] for one in tree["rejected"])
+
+
+# The large recipes take no time that a key of theirs could spare, by the plan.
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_computes_logits_again_only_where_gpus_do_not_hold_them(name: str) -> None:
+    config, _ = recipe(name)
+    if config.learner.head_dtype is not None:
+        assert fullest(*recipe(name, "learner.head_dtype=null")).total > config.slurm.gpu_memory_gb * GB  # type: ignore[operator]
+
+
+@functools.cache
+def seconds_of(name: str, *keys: str) -> float:
+    found = estimate(*recipe(name, "run.launcher=slurm", *keys)).step
+    assert found is not None
+    return found.seconds
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_recipe_holds_its_servers_back_by_slots_and_its_comment_says_its_seconds(name: str) -> None:
+    assert seconds_of(name) == pytest.approx(seconds_of(name, "rollout.slots=4096"))
+    said = r"a step's seconds: ([\d,]+),\n# or ([\d,]+) with train.max_staleness=1 \((\d+) % less\)"
+    for found in re.finditer(said, (CONF / f"{name}.yaml").read_text(encoding="utf-8")):
+        one, two = seconds_of(name), seconds_of(name, "train.max_staleness=1")
+        assert found.groups() == (f"{one:,.0f}", f"{two:,.0f}", f"{100 * (1 - two / one):.0f}")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_evaluation_is_shorter_than_a_step_and_greedy_only_where_the_model_does_not_think(name: str) -> None:
+    config, _ = recipe(name)
+    assert (config.eval.temperature > 0) == name.startswith("qwen3_")
+    assert isinstance(config.data, FileKeys)
+    assert config.eval.mode == "blocking"
+    assert config.data.max_eval is not None
+    assert config.data.max_eval < config.completions_per_step

@@ -1,18 +1,21 @@
-"""Hours and tokens of a run against hand-made rows."""
+"""Hours and tokens of a run against hand-made rows, and its report that is written again while it trains."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import threading
+import time
 import tracemalloc
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launcher.programs import train
 from launcher.programs.spent import RunCosts, costs_of_run, devices, planned_metrics, recorded
+from launcher.programs.train import report_written_again
 from launcher.runs.stop import Stop
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig
@@ -21,6 +24,7 @@ from rl_megatron.observability.progress import Progress
 from rl_megatron.scaling.estimates import estimate
 from rl_megatron.scaling.memory import fullest
 from tests.unit.launcher.commands import status_of
+from tests.unit.observability.report_pages import a_run
 
 ROWS = [
     {"phase": "warm_start", "step": 0, "seconds/step": 360.0},
@@ -255,3 +259,52 @@ def test_a_report_that_fails_is_warned_of_and_fails_no_run(tmp_path: Path, caplo
 def test_an_allocation_without_a_count_of_gpus_has_those_of_its_ranks() -> None:
     config = job("qwen3_30b_a3b", "slurm.gpus_per_node=0")
     assert total(config, ROWS) == pytest.approx(8 * 180 / 3600)
+
+
+# While a run trains its report is written again, in a thread that ends with it.
+
+LIMIT = 60.0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_it_is_written_with_the_steps_of_now_and_says_when_it_is_again(tmp_path: Path) -> None:
+    folder, config = a_run(tmp_path / "a"), load_config("tiny_cpu", [])
+    page, rows = folder / "report.html", (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text("")  # no row yet, which is no fault
+    async with report_written_again(config, folder, 0.05):
+        await asyncio.sleep(0.2)
+        assert not page.exists()
+        (folder / "metrics.jsonl").write_text(rows)
+        await until(page.exists)
+        assert 'data-again="' in page.read_text()
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"phase": "rl", "step": 7, "reward/mean": 0.5}) + "\n")
+        await until(lambda: "7 of 6" in page.read_text())
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+async def test_the_loop_goes_on_meanwhile_and_no_thread_writes_after_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended = threading.Event(), list[str]()
+
+    def slow(folders: list[Path], out: Path, left_out: Any, *, costs: Any, again: float) -> None:
+        begun.set()
+        try:
+            while True:
+                costs.add({})
+                time.sleep(0.01)
+        finally:
+            ended.append("thread")
+
+    monkeypatch.setattr(train, "write_report", slow)
+    async with report_written_again(load_config("tiny_cpu", []), tmp_path, 0.0):
+        await until(begun.is_set)
+        assert not ended
+    ended.append("context")
+    assert ended == ["thread", "context"]

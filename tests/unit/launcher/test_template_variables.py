@@ -1,22 +1,38 @@
-"""A model's tokenizer is read without its folder's code; variables of its chat template reach every place where a run
-applies it, and are refused where nothing reads them."""
+"""A model's tokenizer is read without its folder's code; variables of its chat template reach every place of a run."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import os
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import openai
 import pytest
 from transformers import AutoConfig
 
 from launcher.build.data import load_data, read_tokenizer
+from launcher.build.environment import environment_sampler
+from launcher.build.sampler import sampler_of
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.reward import RewardModelSection
+from rl_megatron.environments.protocol import Model
+from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.tiny import TinySizes, make_tiny_model
+from rl_megatron.models.tiny import CHAT_TEMPLATE, TinySizes, byte_tokenizer, make_tiny_model
 from rl_megatron.rewards.classifiers.in_process import classifier_texts
+from rl_megatron.rollout.environments.source import EnvironmentSampler
+from rl_megatron.rollout.policy_sampler import HeldOut
+from rl_megatron.types import Prompt, Scored
 from rl_megatron.weights.formats.hf_folder import copy_companions
+from tests.completions import drawn
+from tests.scripted_engine import EOS, Scripted, trajectories
+from tests.unit.rollout.test_environment_source import PROMPTS, Talks, calculates
 
 TEMPLATE = (
     "{% macro shown(m) %}{{ m['content'] }}{% if style is defined %}[{{ style }}]{% endif %}{% endmacro %}"
@@ -145,3 +161,129 @@ def test_a_tokenizer_that_is_code_of_the_folder_is_refused(
     (model / vocabulary).rename(model / "tokenizer.json")
     path.write_text(json.dumps(told))
     assert read_tokenizer(model, {}).decode(read_tokenizer(model, {}).encode("as advised")) == "as advised"
+
+
+# The source of trajectories as a run builds it: a chat template's rows, and what the run says of the template.
+
+KEYS = (
+    "environment.template=chat",
+    "environment.max_turns=2",
+    "rollout.group_size=2",
+    "warm_start.steps=0",
+    "rollout.max_prompt_tokens=40",
+)
+TALKS = EnvironmentMaker(Talks)
+SHOWS_TOOLS = "{{ tools or '' }}" + CHAT_TEMPLATE
+REWRITES = "{{ messages | length }}\n" + CHAT_TEMPLATE  # what was read before is another text each turn
+
+
+def source_of(
+    engine: Any, template: str, made: EnvironmentMaker | Agent = TALKS, keys: Sequence[str] = ()
+) -> EnvironmentSampler:
+    config = load_config("calculator", [*KEYS, *keys])
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    data: Any = SimpleNamespace(tokenizer=tokenizer, stop_token_ids=(EOS,))
+    return environment_sampler(config, made, engine, data, vocab_size=259)
+
+
+def test_turns_are_in_one_row_of_a_template_that_appends(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Scripted(lambda text: "ab")
+    with caplog.at_level(logging.INFO):
+        ours = source_of(engine, CHAT_TEMPLATE)
+    (record,) = caplog.records
+    assert record.levelname == "INFO"  # it shows no thinking, which the tiny model has none of
+    assert record.getMessage().startswith("the chat template drops thinking at every turn: 1.50 rows a trajectory")
+    found = trajectories(asyncio.run(ours.groups(drawn(PROMPTS[:1], 1))))
+    assert [len(one.chains) for one in found] == [1, 1]
+    (row,) = found[0].chains
+    assert bytes(token for token in row.token_ids.tolist() if token != EOS).decode() == (
+        "user: 3*4=\nassistant: ab\nuser: .\nassistant: ab"
+    )
+    assert [row.token_ids[turn.start : turn.stop].tolist() for turn in row.turns] == [[*b"ab", EOS]] * 2
+
+
+def test_a_template_that_rewrites_what_was_read_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    ours = source_of(Scripted(lambda text: "ab"), REWRITES, keys=["environment.max_tokens=99"])
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "the chat template rewrites: 2.75 rows a trajectory" in record.getMessage()
+    found = trajectories(asyncio.run(ours.groups(drawn(PROMPTS[:1], 1))))
+    assert [[len(row.turns) for row in one.chains] for one in found] == [[1, 1]] * 2
+
+
+@pytest.mark.parametrize(
+    ("key", "template", "said"),
+    [
+        ("environment.tool_parser=hermes", SHOWS_TOOLS, "tool_parser=hermes reads calls with <tool_call>, which"),
+        ("environment.tool_parser=hermes", SHOWS_TOOLS + "{# <tool_call> #}", None),
+        ("environment.tool_parser=llama3_json", SHOWS_TOOLS, None),
+        ("environment.tool_parser=llama3_json", CHAT_TEMPLATE, "llama3_json, but the model's chat template shows no t"),
+        ("algorithm.credit=discounted", CHAT_TEMPLATE, "algorithm.credit=discounted goes from token to token, so a"),
+        ("environment.thinking=keep", CHAT_TEMPLATE, None),
+    ],
+)
+def test_what_would_go_wrong_later_is_warned_of(
+    key: str, template: str, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    source_of(Scripted(lambda text: "ab"), template, keys=(key,))
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == (said is not None)
+    assert (said or "") in "".join(warned)
+
+
+async def asks(task: Prompt, model: Model) -> float:
+    messages: list[Any] = [{"role": "user", "content": task.text}]
+    async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key, max_retries=0) as client:
+        said = await client.chat.completions.create(model="policy", messages=messages)
+    return float(said.choices[0].message.content == "ab")
+
+
+class Rewards:
+    """Judges what no environment leads."""
+
+    async def __call__(self, prompt: Prompt, completions: Any, texts: Sequence[str]) -> list[Scored]:
+        return [Scored(total=-1.0) for _ in texts]
+
+
+def test_prompts_of_a_source_with_an_environment_are_led_by_it_and_others_are_judged() -> None:
+    products = "data.sources.products"
+    of_products = [f"{products}.type=arithmetic", f"{products}.operation=product"]
+    led = {"function": "calculator", "template": "plain", "max_tokens": 30, "min_turn_tokens": 4}
+    keys = ["data.type=mixture", "data.sources.sums.type=arithmetic", *of_products, "warm_start.steps=0"]
+    keys += [f"{products}.environment.{key}={value}" for key, value in led.items()]
+    config = load_config("tiny_cpu", [*keys, "rollout.max_new_tokens=12"])
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"group_size": 1})})
+    assert config.most_sampled == 30
+    engine: Any = Scripted(calculates)
+    data: Any = SimpleNamespace(tokenizer=byte_tokenizer(), stop_token_ids=(EOS,))
+    ours: Any = sampler_of(config, None, engine, Rewards(), data, vocab_size=259)
+    prompts = [
+        Prompt(id=f"{source}/{text}", text=text, token_ids=tuple(text.encode()), answer=answer, source=source)
+        for source, text, answer in (
+            ("products", "3*4=", "12"),
+            ("sums", "3+4=", "7"),
+            ("products", "5*5=", "25"),
+            ("sums", "5+5=", "10"),
+        )
+    ]
+    params = ours.params(temperature=1.0)
+    for found in (
+        trajectories(asyncio.run(ours.groups(drawn(prompts)))),
+        trajectories(asyncio.run(ours.held_out(HeldOut(prompts=prompts, params=params)))),
+    ):
+        assert [(one.reward, len(one.turns)) for one in found] == [(1.0, 2), (-1.0, 1)] * 2
+        assert [bytes(one.chains[0].token_ids[:4].tolist()).decode() for one in found] == [p.text for p in prompts]
+    assert ours.so_far(drawn(prompts)[0]) == ()
+
+
+@pytest.mark.parametrize("given", ["", "intern", "*"])
+def test_an_agents_client_asks_its_endpoint_through_no_proxy(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("NO_PROXY", given)
+    monkeypatch.setenv("no_proxy", given)
+    ours = source_of(Scripted(lambda text: "ab"), CHAT_TEMPLATE, Agent(asks))
+    found = trajectories(asyncio.run(ours.groups(drawn(PROMPTS[:1], 1))))
+    assert [one.reward for one in found] == [1.0, 1.0]
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"]
+    assert os.environ["no_proxy"].startswith(given)

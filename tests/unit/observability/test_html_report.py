@@ -1,22 +1,27 @@
-"""report.html: what it shows is what the run wrote, and nothing in a run can break out of the page."""
+"""report.html of one run or several shows what was written, and nothing in a run can break out of the page."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rl_megatron.errors import DataError
 from rl_megatron.observability import report
 from rl_megatron.observability.files import JsonRow, read_jsonl
+from rl_megatron.observability.history import load_runs
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.metrics.table import METRICS, PHASE_SECONDS
 from rl_megatron.observability.metrics.writer import MetricsWriter
+from rl_megatron.observability.plan_card import make_plan_card
 from rl_megatron.observability.report import write_report
-from rl_megatron.observability.samples import SampleRow, SamplesWriter
+from rl_megatron.observability.samples import SampleRow, SamplesWriter, SampleTurn
+from tests.unit.launcher.commands import status_of
 from tests.unit.observability.report_pages import EVIL, Page, a_run
 
 
@@ -340,3 +345,275 @@ def test_the_page_says_what_was_idle_in_the_last_rows(tmp_path: Path) -> None:
         "the learner waited for groups for 20 % of the time, 50 % of the servers' slots were unused, a step took 1.25"
     )
     assert said in Page(write_report([folder], tmp_path / "r.html")).text
+
+
+# report.html of several runs: what differs is named, seeds of one configuration are one arm, lines look different.
+
+
+def test_runs_compared_share_axes_and_show_what_differs(tmp_path: Path) -> None:
+    runs = [
+        a_run(tmp_path / "a"),
+        a_run(tmp_path / "b", scale=0.5, steps=4, seed=7),
+        a_run(tmp_path / "x" / "a", warm=0),
+    ]
+    page = Page(write_report(runs, tmp_path / "out" / "r.html"))
+    charts = page.charts()
+    assert charts["Reward"]["names"] == [[f"{tmp_path.name}/a", 0], [f"{tmp_path.name}/b", 1], ["x/a", 2]]
+    step_2 = next(values for _, label, values in charts["Reward"]["points"] if label == "step 2")
+    assert [text.split()[0] for _, _, text in step_2] == ["0.2", "0.1", "0.2"]
+    assert step_2[0][1] == step_2[2][1] < step_2[1][1], "a greater reward is higher up, equal ones are level"
+    keys = re.findall(r"(?m)^\s*((?:\w+\.)*\w+)\s*$", page.text)
+    assert "seed" in page.text
+    assert "train.steps" in page.text
+    assert "rollout.group_size" not in page.text, keys
+    assert sum(name.startswith("Where the time goes") for name in charts) == 3
+
+
+def test_a_comparison_leaves_each_runs_own_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (a_run(tmp_path / name) for name in "ab")
+    for given, written in (((one,), "report.html"), ((one, two), "comparison.html")):
+        assert (status_of("report", *map(str, given)), capsys.readouterr().out) == (0, f"{one / written}\n")
+    assert "2 runs compared" not in (one / "report.html").read_text()
+    assert "2 runs compared" in (one / "comparison.html").read_text()
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_arm_with_a_band(tmp_path: Path) -> None:
+    """Band of four seeds by Student's t of 3 degrees, 3.182; of two, from the least to the greatest."""
+    scales = {"fast": [1.0, 1.1, 0.9, 1.2], "slow": [0.5, 0.7]}
+    runs = [
+        a_run(tmp_path / f"{name}-s{seed}", scale=scale, seed=seed, train={"steps": 6, "learning_rate": rate})
+        for (name, each), rate in zip(scales.items(), (1e-3, 1e-4), strict=True)
+        for seed, scale in enumerate(each)
+    ]
+    page = Page(write_report([runs[4], *runs[:4], runs[5]], tmp_path / "r.html"))
+    reward = page.charts()["Reward"]
+    assert reward["names"] == [["learning_rate=0.0001 (2 seeds)", 0], ["learning_rate=0.001 (4 seeds)", 1]]
+    step_2 = next(values for _, label, values in reward["points"] if label == "step 2")
+    rewards = [0.2, 0.22, 0.18, 0.24]
+    mean, half = 0.21, 3.1824 * (sum((r - 0.21) ** 2 for r in rewards) / 3 / 4) ** 0.5
+    assert step_2[0][2] == "0.12 (0.1 to 0.14)"
+    assert step_2[1][2] == f"{mean:.4g} ({mean - half:.4g} to {mean + half:.4g})"
+    assert len(page.styles("band")) == 2
+    text = re.sub(r"\s+", " ", page.text)
+    assert "with fewer than 4 runs goes from the least value to the greatest" in text
+    assert "seed" in text
+    assert text.count("6 of 6") == 6, "a row a run"
+    rows = [a.get("class") for tag, a in page.tags if tag == "td"]
+    assert rows.count("best") == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "arm"),
+    [(("loss-s0", "loss-s1"), "loss"), (("bias_seed=10", "bias_seed=11"), "bias"), (("lens-0-a", "lens-1-b"), "lens")],
+)
+def test_an_arm_is_named_by_what_its_runs_have_in_common(tmp_path: Path, names: tuple[str, ...], arm: str) -> None:
+    runs = [a_run(tmp_path / name, seed=seed) for seed, name in enumerate(names)]
+    charts = Page(write_report(runs, tmp_path / "r.html")).charts()
+    assert charts["Reward"]["names"] == [[f"{arm} (2 seeds)", 0]]
+
+
+def test_arms_that_differ_in_many_keys_are_named_by_those_that_tell_them_apart(tmp_path: Path) -> None:
+    many = [(4, 1e-3), (4, 1e-4), (8, 1e-4)]
+    sizes = [{"group_size": n, "prompts_per_step": 64 // n, "max_new_tokens": 8 * n} for n, _ in many]
+    keys = [{"train": {"learning_rate": r}, "rollout": size} for size, (_, r) in zip(sizes, many, strict=True)]
+    runs = [a_run(tmp_path / f"{seed}{i}", seed=seed, **one) for seed in (0, 1) for i, one in enumerate(keys)]
+    names = Page(write_report(runs, tmp_path / "r.html")).charts()["Reward"]["names"]
+    assert [name for name, _ in names] == [f"group_size={n} learning_rate={r} (2 seeds)" for n, r in many]
+
+
+def test_equal_runs_are_compared_not_averaged(tmp_path: Path) -> None:
+    runs = [a_run(tmp_path / name, seed=seed) for name, seed in (("before", 0), ("after", 0), ("other", 1))]
+    names = Page(write_report(runs, tmp_path / "r.html")).charts()["Reward"]["names"]
+    assert [name for name, _ in names] == ["before", "after", "other"]
+
+
+def _relative_luminance(color: str) -> float:
+    """WCAG 2.2's, of #rrggbb."""
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_twenty_runs_are_told_apart_and_each_can_be_hidden(tmp_path: Path) -> None:
+    page = Page(write_report([a_run(tmp_path / f"r{i}", steps=1, warm=0) for i in range(20)], tmp_path / "r.html"))
+    lines = page.styles("line")
+    rules = re.findall(r"\n\.(s\d+)\{--c:var\((--c\d)\);--on:(\d+)px;--off:(\d+)px\}", page.text)
+    looks = {style: (color, off != "0" and (on, off)) for style, color, on, off in rules}
+    assert len({looks[style] for style in lines}) == len(lines) == 20
+    assert "stroke-dasharray: var(--on) var(--off)" in page.text
+    for theme in page.themes():
+        card = _relative_luminance(theme["--card"])
+        for color in {looks[style][0] for style in lines}:
+            low, high = sorted((_relative_luminance(theme[color]), card))
+            assert (high + 0.05) / (low + 0.05) >= 3, f"{color}: a line's contrast by WCAG 2.2, 1.4.11"
+    boxes = [a["id"] for tag, a in page.tags if a.get("type") == "checkbox" and "checked" in a]
+    rule = r"body:has\(#(\w+):not\(:checked\)\) figure:not\(\.stack\) \.(s\d+)\{display:none\}"
+    assert re.findall(rule, page.text) == list(zip(boxes, lines, strict=True))
+
+
+def test_a_long_run_takes_few_bytes_a_number(tmp_path: Path) -> None:
+    """A float in a dict takes 24 bytes and its place there more, so twenty-four runs of 10,000 steps took gigabytes."""
+    steps, names = 400, [f"observer/{number}" for number in range(100)]
+    with (a_run(tmp_path / "a", steps=1, warm=0) / "metrics.jsonl").open("a") as file:
+        for step in range(2, steps):
+            file.write(json.dumps({"phase": "rl", "step": step, **dict.fromkeys(names, step + 0.1)}) + "\n")
+    load_runs([tmp_path / "a"])  # what is imported or cached once is here from now on
+    tracemalloc.start()
+    try:
+        (run,) = load_runs([tmp_path / "a"])
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert run.numbers(names[-1]) == [step + 0.1 for step in range(2, steps)]
+    assert taken / (steps * len(names)) < 16
+
+
+# Which samples report.html shows, and how much of them.
+
+
+def searched(page: Path) -> dict[str, Any]:
+    """What the page's script searches."""
+    (text,) = re.findall('<script type="application/json" id="samples">(.*?)</script>', page.read_text(), re.DOTALL)
+    data: dict[str, Any] = json.loads(text)
+    return data
+
+
+def drawn(page: Path) -> str:
+    """The page without what its scripts draw."""
+    return re.sub("(?s)<script.*?</script>", "", page.read_text())
+
+
+def test_samples_are_of_the_first_middle_and_last_step_and_marked(tmp_path: Path) -> None:
+    text = drawn(write_report([a_run(tmp_path / "a", steps=9)], tmp_path / "r.html"))
+    assert [s for s in range(1, 10) if f"said-{s};" in text] == [1, 5, 9]
+    assert text.count("✓ right") == 3
+    folder = a_run(tmp_path / "b", steps=2)
+    text = drawn(write_report([folder], tmp_path / "r.html"))
+    assert (text.count("✓ right"), text.count("✗ wrong")) == (1, 1)
+
+
+def test_a_long_sample_is_shown_by_its_ends_and_prompts_differ_where_they_can(tmp_path: Path) -> None:
+    folder, long = a_run(tmp_path / "a"), "begins" + "x" * 1_000_000 + "ends"
+    texts = [("one", long), *[("one", f"again-{i};") for i in range(4)], ("two", "its-answer;")]
+    SamplesWriter(folder).write(
+        SampleRow(step=7, prompt=prompt, completion=text, answer=long, reward=0) for prompt, text in texts
+    )
+    out = write_report([folder], tmp_path / "r.html")
+    text = drawn(out)
+    assert out.stat().st_size < 1_000_000
+    assert text.count("begins") == text.count("xends") == 5, "four answers and a completion"
+    assert f"{len(long) - 20_000:,} characters left out" in text
+    assert [f"again-{i};" in text for i in range(4)] == [True, True, False, False]
+    assert "its-answer;" in text
+
+
+def test_turns_are_apart_and_what_was_read_is_told_from_what_was_said(tmp_path: Path) -> None:
+    turns = (SampleTurn(read="", said="call 7"), SampleTurn(read="<b>49", said="it is 49"))
+    row = SampleRow(step=7, prompt="7*7=", completion="call 7it is 49", answer="49", reward=1, turns=turns)
+    SamplesWriter(folder := a_run(tmp_path / "a")).write([row])
+    page = write_report([folder], tmp_path / "r.html").read_text()
+    shown = [("turn", "call 7"), ("prompt turn", "&lt;b&gt;49"), ("turn", "it is 49")]
+    assert "".join(f'<span class="{kind}">{text}</span>' for kind, text in shown) in page
+
+
+def test_the_latest_samples_can_be_searched_and_a_prompt_is_there_once(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a", steps=3)
+    turns = (SampleTurn(read="", said="x"), SampleTurn(read=EVIL, said="y"))
+    row = SampleRow(step=4, prompt=EVIL, completion="xy", answer="7", reward=0.5, turns=turns)
+    SamplesWriter(folder).write([row, row])
+    answers = ((3, True), (2, False), (1, True))
+    page = write_report([folder], tmp_path / "r.html")
+    assert page.read_text().count("<script") == 2  # its own
+    assert searched(page) == {
+        "prompts": [EVIL, "1+1="],
+        "rows": [
+            *([4, 0, "7", 0.5, False, 2, [["", "x"], [EVIL, "y"]]],) * 2,
+            *([step, 1, "2", float(right), right, 7, [["", f"said-{step};"]]] for step, right in answers),
+        ],
+    }
+
+
+@pytest.mark.parametrize("text", ["é" * 1000, "<" * 1000, "\ud800" * 1000])
+def test_samples_take_as_many_bytes_of_the_page_as_they_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """The latest are there; each of these characters is six bytes of the page."""
+    monkeypatch.setattr(report, "_MOST_SEARCHED", most := 200_000)
+    folder = a_run(tmp_path / "a")
+    without = write_report([folder], tmp_path / "r.html").stat().st_size
+    SamplesWriter(folder).write(
+        SampleRow(step=7, prompt=f"{number // 2}", completion=text, answer="", reward=number) for number in range(100)
+    )
+    page = write_report([folder], tmp_path / "r.html")
+    rows = searched(page)["rows"]
+    assert [row[3] for row in rows] == [99 - i for i in range(len(rows))]
+    assert 0.9 * most < 6000 * len(rows) < most
+    assert page.stat().st_size < without + most + 30_000  # some of the last step's are drawn, too
+
+
+def test_a_sample_of_many_long_turns_is_cut(tmp_path: Path) -> None:
+    folder, turn = a_run(tmp_path / "a"), SampleTurn(read="r" * 100_000, said="s" * 100_000)
+    row = SampleRow(step=7, prompt="", completion="s" * 10_000_000, answer="", reward=0, turns=(turn,) * 100)
+    SamplesWriter(folder).write([row])
+    first = searched(write_report([folder], tmp_path / "r.html"))["rows"][0]
+    assert (first[0], first[5], len(first[6])) == (7, 10_000_000, 100)
+    assert len(json.dumps(first)) < 500_000
+
+
+def test_a_damaged_line_is_named_or_ends_what_can_be_searched(tmp_path: Path) -> None:
+    folder, said = a_run(tmp_path / "a", steps=9), list[str]()
+    lines = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
+    (folder / "samples.jsonl").write_text("".join([*lines[:7], '{"step": 8}\n', *lines[8:]]))
+    with pytest.raises(DataError, match=r"samples\.jsonl: a row of step 8"):
+        write_report([folder], tmp_path / "r.html")
+    page = write_report([folder], tmp_path / "r.html", said.append)
+    assert [row[0] for row in searched(page)["rows"]] == [9]
+    assert len(said) == 1
+
+
+def test_a_run_without_samples_has_nothing_to_search(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a")
+    (folder / "samples.jsonl").unlink()
+    assert "Search the latest samples" not in write_report([folder], tmp_path / "r.html").read_text()
+
+
+# What a plan predicted stands beside the medians of the steps since the run's last start.
+
+PLAN = {"seconds/train": 10.0, "seconds/weights": 3.0, "memory/peak": 60e9, "response/length_mean": 3584.0}
+
+
+def run_with_steps(folder: Path, seconds: list[float], *, start: int = 0) -> Path:
+    metrics = MetricsWriter(a_run(folder, steps=0, warm=0, train={"steps": 20, "max_staleness": 1}))
+    for step, each in enumerate(seconds, 1):
+        row = {"seconds/train": each, "memory/peak": 5e10 + step, "response/length_mean": 1792.0}
+        metrics.write({"phase": "rl", "step": step, **row})
+    metrics.close()
+    (folder / "starts.jsonl").write_text(json.dumps({"step": start}) + "\n")
+    return folder
+
+
+def test_each_part_that_was_predicted_and_measured_has_a_row(tmp_path: Path) -> None:
+    folder = run_with_steps(tmp_path / "a", [99.0, 99.0, 99.0, 50.0, 20.0, 4.0, 9.0, 5.0], start=3)
+    (folder / "plan.json").write_text(json.dumps(PLAN))
+    card = make_plan_card(load_runs([folder])[0])
+    assert card is not None
+    assert card.rows == [
+        ("train", "10 s", "5 s", "2.00"),
+        ("memory", "60 GB", "50 GB", "1.20"),
+        ("length of a completion", "3,584 tokens", "1,792 tokens", "2.00"),
+    ]
+    assert "steps 6 to 8" in card.notes[0]
+    assert "Sampling overlaps training" in card.notes[1]
+    text = write_report([folder], tmp_path / "r.html").read_text()
+    assert "<h2>Predicted beside measured</h2>" in text
+    assert "<td>50 GB</td>" in text
+
+
+def test_without_predicted_seconds_or_with_too_few_steps_there_is_no_card(tmp_path: Path) -> None:
+    few, whole = run_with_steps(tmp_path / "few", [5.0] * 4), run_with_steps(tmp_path / "whole", [5.0] * 5)
+    (few / "plan.json").write_text(json.dumps(PLAN))
+    assert make_plan_card(load_runs([few])[0]) is None
+    assert make_plan_card(load_runs([whole])[0]) is None
+    (whole / "plan.json").write_text('{"memory/peak": 6e10}')
+    assert make_plan_card(load_runs([whole])[0]) is None
+    assert "Predicted beside" not in write_report([whole], tmp_path / "r.html").read_text()

@@ -1,9 +1,11 @@
-"""The table of metrics and the three places a row goes."""
+"""The table of metrics, the places a row goes, its columns, and rates of phases."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
+import random
 import resource
 import shutil
 import sys
@@ -15,6 +17,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from rl_megatron.errors import ConfigError
+from rl_megatron.observability.files import JsonValue, finite
+from rl_megatron.observability.metrics.columns import MetricColumns
 from rl_megatron.observability.metrics.table import (
     COSTS,
     ENVIRONMENTS,
@@ -28,6 +32,8 @@ from rl_megatron.observability.metrics.table import (
     render_docs,
 )
 from rl_megatron.observability.metrics.writer import MetricsWriter
+from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.observability.timeline import spans
 
 ROW = {"step": 3, "phase": "rl", "loss": 0.25, "reward/mean": 0.5, "seconds/step": 1.5, "tokens_per_second/train": 9.0}
 WARM = {"step": 0, "phase": "warm_start", "warm_start/step": 40, "warm_start/loss": 1.25, "eval/accuracy": 0.5}
@@ -374,3 +380,53 @@ def test_wandb_that_has_not_begun_at_a_runs_end_has_no_more_time_than_for_its_la
     MetricsWriter(tmp_path, wandb="online").close()
     (warning,) = caplog.messages
     assert warning.endswith("it did not begin in 0.01 s")
+
+
+# Rows of metrics by column against the same rows as they are.
+
+VALUES: tuple[JsonValue, ...] = (0, 0.5, -1e300, None, "learner ep=2", True, 10**400, math.inf, -math.inf, math.nan, 7)
+
+
+def test_rows_of_any_names_are_read_back_as_numbers_and_none() -> None:
+    """More than are put into columns at once, with names that come late, and values that are put into a row later."""
+    rng, rows, columns, seen = random.Random(0), list[dict[str, JsonValue]](), MetricColumns(), dict[str, None]()
+    for step in range(1500):
+        names = [name for at, name in enumerate("abcde") if rng.random() < 0.7 and step > 400 * (at - 1)]
+        rows.append({"step": step, **{name: rng.choice(VALUES) for name in names}})
+        columns.append(rows[-1])
+        seen |= dict.fromkeys(rows[-1])
+        if step in (700, 1499):
+            seen["late"] = None
+            for at in (3, step):
+                rows[at]["late"] = float(step)
+                columns.put(at, {"late": float(step)})
+    wanted = [{name: finite(value) for name, value in row.items()} for row in rows]
+    assert [dict(row) for row in columns] == wanted
+    assert columns.names == list(seen)
+    assert [dict(row) for row in columns[-3:]] == wanted[-3:]
+    for name in (*columns.names, "none"):
+        assert columns.recorded(name).tolist() == [at for at, row in enumerate(rows) if name in row]
+        known = [None if math.isnan(value) else value for value in columns.values(name).tolist()]
+        assert known == [row.get(name) for row in wanted]
+    with pytest.raises(KeyError):
+        columns[0]["late"]
+    with pytest.raises(IndexError):
+        columns[1500]
+
+
+# Rates of phases: over their own seconds, or over the step's where a phase goes on beside the others.
+
+
+@pytest.mark.parametrize(("beside", "rate"), [(False, 600.0 / 2), (True, 600.0 / 10)])
+def test_what_goes_on_beside_other_phases_has_the_seconds_of_the_step(
+    monkeypatch: pytest.MonkeyPatch, beside: bool, rate: float
+) -> None:
+    times = iter([0, 1, 3, 10])  # the start, the phase, the row
+    monkeypatch.setattr(spans, "now", lambda: next(times) * 10**9)
+    watch = Stopwatch()
+    with watch("rollout"):
+        pass
+    watch.count("rollout", 600, beside=beside)
+    row = watch.row()
+    assert row["tokens_per_second/rollout"] == rate
+    assert (row["seconds/rollout"], row["seconds/step"]) == (2.0, 10.0)

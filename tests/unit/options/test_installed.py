@@ -1,8 +1,9 @@
-"""An option from another package: one file and its entry point, without any change here."""
+"""An option from another package: one file and its entry point; what Megatron is given by shipped ones."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.options import table
 from rl_megatron.options.option import Keywords, Option
 from tests.small_models import TINY_MOE
-from tests.unit.options.given import keywords
+from tests.unit.options.given import CONF, RECIPES, STORED, cases, keywords
 
 REPO = Path(__file__).parents[3]
 FILE = '''
@@ -140,3 +141,26 @@ def test_bytes_without_advice_are_refused(residual: Option, monkeypatch: pytest.
 def test_the_keys_of_every_option_here_are_the_learners_by_inheritance() -> None:
     kinds = [option.keys for option in table.OPTIONS.values() if option.keys is not None]
     assert [keys.__name__ for keys in kinds if not issubclass(LearnerSection, keys)] == []
+
+
+# Megatron is given, and a GPU must hold, what it was and did before: every recipe in conf/ and many layouts beside.
+
+BEFORE: dict[str, Any] = json.loads(STORED.read_text(encoding="utf-8"))
+
+
+def test_every_recipe_is_among_the_cases() -> None:
+    assert sorted(RECIPES) == sorted(path.stem for path in CONF.glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def now() -> dict[str, Any]:
+    return {name: json.loads(json.dumps(value)) for name, value in cases()}
+
+
+def test_the_cases_are_those_that_are_stored(now: dict[str, Any]) -> None:
+    assert now.keys() == BEFORE.keys()
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_keywords_bytes_and_refusals_are_those_of_before(name: str, now: dict[str, Any]) -> None:
+    assert now[name] == BEFORE[name]

@@ -1,0 +1,550 @@
+"""Both ends of a rank's stream, what each rank is sent of a batch, and the phases of a push."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import resource
+import threading
+import weakref
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from launcher.controller.group import WorkerGroup
+from launcher.controller.handle import Ending, Failure, RankProcess, WorkerHandle
+from launcher.controller.roles import LearnerGroup, Plane, WeightGroup
+from launcher.processes import limits
+from launcher.wire import messages
+from launcher.wire.greetings import Setup
+from launcher.worker.models import RankModels
+from launcher.worker.process import say_alive, telling
+from rl_megatron.algorithms.losses import CrossEntropy
+from rl_megatron.data.held import HeldRows
+from rl_megatron.data.packing import pack
+from rl_megatron.data.shares import Share
+from rl_megatron.errors import CheckpointError, CorruptionError, RLMegatronError, SyncError, WorkerDied
+from rl_megatron.interfaces import Pass
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.types import Batch, ParallelDims, Samples, WeightUpdate
+from tests.samples import sequences_of
+
+
+class _Process:
+    """A rank's process that is no more than its stream."""
+
+    role, rank, node, where = "policy", 0, "here", "pid 1"
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def over(self, hung_up: asyncio.Future[None]) -> asyncio.Future[Any]:
+        return hung_up
+
+    async def ending(self) -> Ending:
+        return Ending(how="ended", expected=True, killed=False)
+
+    async def wake(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def _a_rank() -> AsyncIterator[tuple[WorkerHandle, Connection]]:
+    """Both ends of a rank's stream."""
+    ours, theirs = Pipe()
+    handle = WorkerHandle(_Process(ours), Failure(), None)
+    try:
+        yield handle, theirs
+    finally:
+        theirs.close()
+        await handle.stop()
+
+
+async def _answered(answer: asyncio.Future[Any], rank: Connection) -> None:
+    await asyncio.to_thread(messages.receive, rank)
+    messages.send(rank, messages.pack(("ok", None, None)))
+    await answer
+
+
+async def test_only_a_rank_that_was_asked_can_make_no_progress() -> None:
+    """A rollout by servers or a slow reward leaves the learner's ranks without work for as long as it takes."""
+    async with _a_rank() as (handle, rank):
+        await _answered(handle.prepare(cast(Setup, None)), rank)
+        for _ in range(1000):
+            handle.tick()
+        assert handle.still == 0
+        assert handle.quiet == 1000
+        answer = handle.call("train_step")
+        handle.tick()
+        assert handle.still == 1
+        await _answered(answer, rank)
+        handle.tick()
+        assert handle.still == 0
+
+
+async def test_a_large_answer_that_arrives_slowly_is_no_silence() -> None:
+    def rank_sends(part: bytes) -> None:
+        while part:
+            part = part[os.write(rank.fileno(), part) :]
+
+    async with _a_rank() as (handle, rank):
+        await _answered(handle.prepare(cast(Setup, None)), rank)
+        answer = handle.call("generate")
+        await asyncio.to_thread(messages.receive, rank)
+        large = b"".join(messages.parts(messages.pack(("ok", np.arange(300_000), None))))
+        for first in range(0, len(large), 400_000):  # heartbeats wait behind it
+            for _ in range(100):
+                handle.tick()
+            assert (handle.quiet, handle.still) == (100, 100)
+            await asyncio.to_thread(rank_sends, large[first : first + 400_000])
+            async with asyncio.timeout(20):
+                while handle.quiet:
+                    await asyncio.sleep(0)
+            assert handle.still == 0
+        assert (await answer).sum() == 300_000 * 299_999 // 2
+
+
+class _Unsound(BaseException):
+    """As torch's CheckpointException, which is no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (_Unsound("no space"), r"rank 0 \(pid 1\) raised .*_Unsound: no space\nTraceback"),
+        (SystemExit(3), r"raised SystemExit: 3\n"),
+        (EOFError("a torn file"), r"raised EOFError: a torn file\n"),
+        (OSError(27, "File too large"), r"(?s)raised OSError: \[Errno 27\] File too large\n.*\(ulimit -f\)$"),
+        (RuntimeError("can't start new thread"), r"(?s)raised RuntimeError.*\(ulimit -u\) or of memory"),
+        (CheckpointError("learner/ is torn"), r"^learner/ is torn$"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+async def test_the_controller_hears_whatever_ends_a_rank(error: BaseException, said: str) -> None:
+    ours, theirs = Pipe()
+    failure = Failure()
+    handle = WorkerHandle(_Process(ours), failure, None)
+    with telling(theirs):
+        raise error
+    try:
+        with pytest.raises(RLMegatronError, match=said):
+            await asyncio.wait_for(failure.known, 600)
+    finally:
+        theirs.close()
+        await handle.stop()
+
+
+async def test_a_dead_rank_is_named_and_not_the_push_that_it_broke() -> None:
+    """The rank that waited for it may say so before the news of its end."""
+    ours, theirs = Pipe()
+    failure = Failure()
+    handle = WorkerHandle(_Process(ours), failure, None)
+    with telling(theirs):
+        raise SyncError("rank 0 waited for 8 bytes from rank 1")
+    try:
+        while not handle._raised:
+            await asyncio.sleep(0)
+        failure.report(WorkerDied("rank 1 was killed by signal 9"), at_once=True)
+        with pytest.raises(WorkerDied, match="killed by signal 9"):
+            await asyncio.wait_for(failure.known, 600)
+    finally:
+        theirs.close()
+        await handle.stop()
+
+
+def test_a_rank_that_can_no_longer_say_that_it_lives_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def living() -> None:
+        raise RuntimeError("unable to start watchdog thread")
+
+    monkeypatch.setattr("launcher.processes.stacks.living", living)
+    ours, theirs = Pipe()
+    say_alive(theirs)
+    theirs.close()
+    heard = []
+    with contextlib.suppress(EOFError):
+        while True:
+            heard.append(messages.unpack(messages.receive(ours)))
+    assert [status for status, *_ in heard] == ["alive", "raised"]
+    assert "unable to start watchdog thread" in heard[-1][1]
+
+
+def test_a_rank_answers_for_no_model_that_it_does_not_hold() -> None:
+    """The policy stands for a reference that has no ranks of its own, and for nothing else."""
+    rank = object.__new__(RankModels)
+    rank._scorers, rank._learners = {"policy": cast(Any, "the policy")}, {}
+    assert rank._scorer("reference") == "the policy"
+    for ask in (rank._scorer, rank._learner):
+        with pytest.raises(RLMegatronError, match="holds no 'teacher'"):
+            ask("teacher")
+
+
+def test_the_limit_of_open_files_is_raised_to_the_hard_one() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lower = min(64, before[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lower, before[1]))
+    try:
+        most = min(before[1], 1 << 20)
+        assert limits.describe_open_files().endswith(f"so up to {(most - 85) // 11} ranks")
+        assert limits.problem_of_files((most - 85) // 11, here=True) == ""
+        assert "each of them opens about" in limits.problem_of_files((most - 85) // 11 + 1, here=True)
+        assert limits.problem_of_controller(0, (most - 256) % 3, (most - 256) // 3) == ""
+        assert limits.problem_of_controller(most - 257, 1, 0) == ""
+        assert "or lower these keys" in limits.problem_of_controller(most - 257, 2, 0)
+        assert limits.raise_open_files() == most
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(before[1], 1 << 20), before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+# The controller's streams to its ranks: the event loop serves all of them, and waits for none.
+
+LARGE = 50_000_000
+LIMIT = 300.0
+
+
+class Process(RankProcess):
+    """A rank that ends when its test says so, or hangs up."""
+
+    role, node, pid = LEARNER, "here", 1
+
+    def __init__(self, rank: int, connection: Connection, *, end: asyncio.Future[None] | None = None) -> None:
+        self.rank, self.where, self.connection, self._end = rank, f"pid {rank}", connection, end
+
+    def over(self, hung_up: asyncio.Future[None]) -> asyncio.Future[Any]:
+        return self._end or hung_up
+
+    async def ending(self) -> Ending:
+        return Ending(how="was killed by signal 9", expected=False, killed=True)
+
+    async def wake(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def ranks(count: int) -> AsyncIterator[tuple[WorkerGroup, list[Connection]]]:
+    """Both ends of ranks' streams."""
+    failure, streams = Failure(), [Pipe() for _ in range(count)]
+    handles = [WorkerHandle(Process(rank, ours), failure, None) for rank, (ours, _) in enumerate(streams)]
+    try:
+        async with asyncio.timeout(LIMIT):
+            yield WorkerGroup(handles, failure), [theirs for _, theirs in streams]
+    finally:
+        for _, theirs in streams:
+            theirs.close()
+        await asyncio.gather(*(handle.stop() for handle in handles))
+    assert all(ours.closed for ours, _ in streams)
+
+
+def answers(stream: Connection, value: object) -> Any:
+    """Hear a call, and answer it. Returns what was heard."""
+    heard = messages.unpack(messages.receive(stream))
+    messages.send(stream, messages.pack(("ok", value, None)))
+    return heard
+
+
+async def test_a_rank_that_does_not_read_holds_up_nobody_and_its_arrays_are_not_copied() -> None:
+    async with ranks(2) as (group, streams):
+        array = np.zeros(LARGE, np.uint8)
+        waiting = [group.workers[0].call("hold", array), group.workers[0].call("score", 1)]
+        for number in range(100):
+            asked = asyncio.ensure_future(group.ask("step", {1: (number,)}))
+            assert await asyncio.to_thread(answers, streams[1], -number) == ("step", (number,))
+            assert await asked == [-number]
+        assert not waiting[0].done()
+        array[-1] = 7  # still to be sent
+        name, (found,) = await asyncio.to_thread(answers, streams[0], "held")
+        assert (name, found.nbytes, found.sum()) == ("hold", LARGE, 7)
+        assert await asyncio.to_thread(answers, streams[0], "scored") == ("score", (1,))
+        assert await group.gather(waiting) == ["held", "scored"]
+
+
+async def test_ranks_meet_once_none_works_alone() -> None:
+    """Else the others would wait in a collective for one that samples, as long as that takes."""
+    async with ranks(2) as (group, streams):
+        first = group.workers[1].call("generate")
+        met = asyncio.ensure_future(group.meet("durable"))
+        await asyncio.to_thread(messages.receive, streams[1])
+        second = group.workers[0].call("generate")  # before the first is answered
+        passes = asyncio.ensure_future(group.each("backward"))
+        await asyncio.sleep(0)
+        messages.send(streams[1], messages.pack(("ok", "one", None)))
+        heard = [[(await asyncio.to_thread(answers, streams[0], "two"))[0]], list[str]()]
+        for _ in range(2):
+            for stream, names in zip(streams, heard, strict=True):
+                names.append((await asyncio.to_thread(answers, stream, 0))[0])
+        assert heard == [["generate", "backward", "durable"], ["backward", "durable"]]
+        assert (await first, await second, await passes, await met) == ("one", "two", [0, 0], [0, 0])
+
+
+async def test_large_answers_of_all_ranks_arrive_between_small_ones() -> None:
+    sent = np.random.default_rng(0).integers(0, 255, (4, LARGE // 4), np.uint8)
+    async with ranks(4) as (group, streams):
+        asked = asyncio.ensure_future(group.each("generate"))
+        say = [asyncio.to_thread(answers, stream, sent[rank]) for rank, stream in enumerate(streams)]
+        await asyncio.gather(*say)
+        for rank, (found, stream) in enumerate(zip(await asked, streams, strict=True)):
+            assert np.array_equal(found, sent[rank])
+            messages.send(stream, messages.pack(("alive", (f"rank {rank}", 3), None)))
+        while {worker.doing for worker in group.workers} != {f"rank {rank}" for rank in range(4)}:
+            await asyncio.sleep(0)
+
+
+async def test_a_rank_that_dies_with_a_large_message_half_sent_is_named_and_the_rest_is_dropped() -> None:
+    async with ranks(2) as (group, streams):
+        array = np.zeros(LARGE, np.uint8)
+        held, asked = weakref.ref(array), [group.workers[0].call("hold", array), group.workers[1].call("hold", None)]
+        del array
+        await asyncio.to_thread(os.read, streams[0].fileno(), 1_000_000)
+        streams[0].close()
+        with pytest.raises(WorkerDied, match=r"^rank 0 \(pid 0\) was killed by signal 9$"):
+            await group.gather(asked)
+        group.workers[0].call("hold", np.zeros(LARGE, np.uint8))  # as of one who does not know yet
+        gc.collect()
+        assert held() is None
+
+
+@pytest.mark.parametrize("ended", [False, True])
+async def test_the_error_that_ended_a_rank_is_heard_though_its_end_is_known_first(ended: bool) -> None:
+    """As when both happen while a call holds up the event loop."""
+    (ours, theirs), failure = Pipe(), Failure()
+    end = asyncio.get_running_loop().create_future()
+    handle = WorkerHandle(Process(3, ours, end=end), failure, None)
+    messages.send(theirs, messages.pack(("alive", ("backward" * 18_000, 1), None)))  # more than one turn reads
+    messages.send(theirs, messages.pack(("erred", "KeyError: planted", None)))
+    if ended:
+        theirs.close()
+    end.set_result(None)
+    try:
+        with pytest.raises(WorkerDied, match=r"^rank 3 \(pid 3\) raised KeyError: planted$"):
+            await asyncio.wait_for(failure.known, LIMIT)
+    finally:
+        theirs.close()
+        await handle.stop()
+
+
+@pytest.fixture
+def _many_files() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits.raise_open_files()
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("_many_files")
+async def test_384_ranks_need_no_thread() -> None:
+    before = threading.active_count()
+    async with ranks(384) as (group, streams):
+        asked = asyncio.ensure_future(group.each("step", 1))
+        while not streams[-1].poll():
+            await asyncio.sleep(0)
+        assert threading.active_count() == before
+        for rank, stream in enumerate(streams):
+            answers(stream, rank)
+        assert await asked == list(range(384))
+        assert threading.active_count() == before
+
+
+# What each rank is sent of a batch, and that it is sent once a step.
+
+DIMS = ParallelDims(tp=2, pp=2, dp=2)
+FIRST = (0, 2)  # rank of each data-parallel rank
+
+
+class Rank:
+    """A rank that has what its call's message brings."""
+
+    def __init__(self, rank: int, of: Stages) -> None:
+        self.rank, self._of = rank, of
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        name, given = messages.unpack(messages.pack((name, arguments)))
+        self._of.heard.append((name, self.rank))
+        passes: Sequence[Pass] = ()
+        if name in ("score", "backward"):
+            passes, self._of.shares[self.rank], *_ = given
+        last_stage = self.rank >= 4 and self.rank % 2 == 0
+        scored = {"logprobs": [f"scores of {self.rank}"]} if last_stage else None
+        return [(scored, float(self.rank)) for _ in passes]
+
+
+class Stages:
+    """Two pipeline stages of two data-parallel ranks of two tensor-parallel ranks, whose MoE layers alternate."""
+
+    def __init__(self) -> None:
+        self.shares: dict[int, Share | None] = {}
+        self.heard: list[tuple[str, int]] = []
+        self.workers = [Rank(rank, self) for rank in range(8)]
+
+    async def each(self, name: str, role: str) -> list[tuple[int, ...]]:
+        assert (name, role) == ("routed_layers", "policy")
+        return [(0, 2)] * 4 + [(1, 3)] * 4
+
+    def begin(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Any]:
+        return [self.workers[rank].call(name, *given) for rank, given in arguments.items()]
+
+    async def gather(self, answers: list[Any]) -> list[Any]:
+        return answers
+
+
+def samples(num_layers: int | None = None) -> Samples:
+    g, lengths = torch.Generator().manual_seed(0), torch.tensor([5, 3, 4, 6])
+    n = int(lengths.sum())
+    routes = {}
+    if num_layers is not None:
+        routes["routes"] = torch.randint(0, 8, (n, num_layers, 2), generator=g).to(torch.uint8)
+    logprobs = -torch.rand(n, generator=g)
+    return sequences_of(
+        lengths,
+        input_ids=torch.arange(n),
+        targets=torch.arange(n) + 1,
+        mask=torch.arange(n) % 3 > 0,
+        advantages=torch.rand(n, generator=g),
+        rollout_logprobs=logprobs,
+        old_logprobs=logprobs.clone(),
+        **routes,
+    )
+
+
+def packed(whole: Samples) -> Batch:
+    return pack(whole, dims=DIMS, max_tokens=6)
+
+
+def learner_of(stages: Stages) -> LearnerGroup:
+    group = cast(WorkerGroup, stages)
+    return LearnerGroup(group, "policy", Plane(group, DIMS))
+
+
+def score(given: Batch) -> Stages:
+    stages = Stages()
+    said = asyncio.run(learner_of(stages).score(given, frozenset({"logprobs"})))
+    assert said == {"logprobs": [["scores of 4"], ["scores of 6"]]}
+    return stages
+
+
+def shares_of(stages: Stages) -> list[Share]:
+    return [share for share in (stages.shares[rank] for rank in FIRST) if share is not None]
+
+
+def test_the_first_rank_of_each_data_parallel_rank_is_sent_its_rows_and_the_others_nothing() -> None:
+    given = packed(samples())
+    stages = score(given)
+    assert [rank for rank, share in stages.shares.items() if share is not None] == list(FIRST)
+    for share, row in zip(shares_of(stages), given.micro_batches, strict=True):
+        found = HeldRows().take(share)
+        assert [m.input_ids.tolist() for m in found] == [m.input_ids.tolist() for m in row]
+
+
+def test_a_rank_keeps_the_routes_of_its_own_layers() -> None:
+    given = packed(samples(4))
+    for share, row in zip(shares_of(score(given)), given.micro_batches, strict=True):
+        for found, whole in zip(HeldRows().take(share, (1, 3)), row, strict=True):
+            assert found.routes is not None
+            assert whole.routes is not None
+            assert torch.equal(found.routes, whole.routes[:, [1, 3]])
+
+
+def test_routes_of_another_model_are_refused() -> None:
+    with pytest.raises(RLMegatronError, match="have 3 MoE layers, but the learner's model has 4"):
+        score(packed(samples(3)))
+
+
+async def test_columns_are_sent_once_a_step_and_freed_at_its_end() -> None:
+    """A pass over rows that ranks hold is their numbers; models on the same ranks share what these hold."""
+    stages, whole = Stages(), samples()
+    group = cast(WorkerGroup, stages)
+    plane = Plane(group, DIMS)
+    policy, critic = (LearnerGroup(group, "policy", plane) for _ in range(2))
+    sent: list[list[int]] = []
+    trained = packed(replace(whole, advantages=2 * whole.advantages))
+    for model, batch in ((policy, packed(whole)), (critic, packed(whole))):
+        await model.score(batch, frozenset({"logprobs"}))
+        sent.append([len(share) for share in shares_of(stages)])
+    for _ in range(2):
+        await plane.call("backward", (), trained, CrossEntropy(), to_score=False)
+        sent.append([len(share) for share in shares_of(stages)])
+    await policy.forget()
+    await critic.forget()
+    first, second, loss, again = sent
+    assert all(a < b for a, b in zip(second, first, strict=True))
+    assert all(a < b for a, b in zip(again, loss, strict=True))
+    assert [rank for name, rank in stages.heard if name == "forget"] == list(range(8))
+    for share in shares_of(stages):
+        with pytest.raises(RLMegatronError, match="which it was not sent"):
+            HeldRows().take(share)
+
+
+async def test_rows_are_freed_though_later_shares_could_not_be_computed() -> None:
+    stages, whole = Stages(), packed(samples())
+    learner = learner_of(stages)
+    await learner.forget()
+    assert not stages.heard
+    await learner.score(whole, frozenset({"logprobs"}))
+    with pytest.raises(IndexError):
+        await learner.score(replace(whole, sequences=()), frozenset({"logprobs"}))
+    await learner.forget()
+    await learner.forget()
+    assert [rank for name, rank in stages.heard if name == "forget"] == list(range(8))
+
+
+async def test_passes_asked_at_once_find_what_the_one_before_brought() -> None:
+    stages, whole = Stages(), packed(samples())
+    learner = learner_of(stages)
+    want = frozenset({"logprobs"})
+    await asyncio.gather(*(learner.score(whole, want) for _ in range(2)))
+    held = HeldRows()
+    with pytest.raises(RLMegatronError, match=r"'input_ids' of rows 3 of batch 1, 1 in all, which it was not sent"):
+        held.take(shares_of(stages)[0])
+
+
+# Two phases of a push over ranks whose answers are given.
+
+
+class TwoRanks:
+    """Rank 1 stages corrupted weights so many times."""
+
+    def __init__(self, corrupted: int) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self._corrupted = corrupted
+
+    async def each(self, name: str, version: int) -> list[Any]:
+        self.calls.append((name, version))
+        if name == "commit":
+            return [None, None]
+        good = [
+            WeightUpdate(version=version, num_bytes=b, seconds=s, verify_seconds=s / 4) for b, s in ((3, 2.0), (4, 1.0))
+        ]
+        self._corrupted -= 1
+        return [good[0], CorruptionError("layer 3 on rank 1")] if self._corrupted >= 0 else good
+
+
+def push(ranks: TwoRanks) -> WeightUpdate:
+    return asyncio.run(WeightGroup(cast(WorkerGroup, ranks)).push(5))
+
+
+def test_every_rank_stages_before_any_commits() -> None:
+    ranks = TwoRanks(corrupted=0)
+    assert push(ranks) == WeightUpdate(version=5, num_bytes=7, seconds=2.0, verify_seconds=0.5)
+    assert ranks.calls == [("stage", 5), ("commit", 5)]
+
+
+def test_corrupted_weights_are_moved_again_once() -> None:
+    ranks = TwoRanks(corrupted=1)
+    assert push(ranks).num_bytes == 3 + 3 + 4
+    assert ranks.calls == [("stage", 5), ("stage", 5), ("commit", 5)]
+
+
+def test_weights_corrupted_twice_are_never_committed() -> None:
+    ranks = TwoRanks(corrupted=2)
+    with pytest.raises(CorruptionError, match="layer 3 on rank 1"):
+        push(ranks)
+    assert ranks.calls == [("stage", 5), ("stage", 5)]
