@@ -19,32 +19,19 @@ from tests.cluster.jobs import REPO, Cluster, Job
 
 PYTHON = REPO / ".engines" / "vllm" / "bin" / "python"
 SERVED = (
-    "eval.every=0",
-    "rollout=vllm",
-    f"rollout.python={PYTHON}",
-    "rollout.slots=64",
-    "warm_start.steps=0",
+    *("eval.every=0", "rollout=vllm", f"rollout.python={PYTHON}", "rollout.slots=64", "warm_start.steps=0"),
     "train.steps=4",
 )
 KEYS = (
     *SERVED,
-    "slurm.nodes=1",
-    "slurm.ntasks_per_node=2",
-    "slurm.partition=pair15",
-    "slurm.constraint=rack15",
-    "slurm.heterogeneous=true",
-    "slurm.engines.memory_per_node=4000",
+    *("slurm.nodes=1", "slurm.ntasks_per_node=2", "slurm.partition=pair15", "slurm.constraint=rack15"),
+    *("slurm.heterogeneous=true", "slurm.engines.memory_per_node=4000"),
 )
 ENGINES = {"slurm": ("node17", "node18"), "ray": ("node16",)}
 ON = {
     "slurm": (
-        "run.launcher=slurm",
-        "weights.transport=direct",
-        "rollout.server.tp=2",
-        "rollout.server.nodes=2",
-        "slurm.engines.nodes=2",
-        "slurm.engines.partition=pair17",
-        "slurm.engines.constraint=rack17|rack18",
+        *("run.launcher=slurm", "weights.transport=direct", "rollout.server.tp=2", "rollout.server.nodes=2"),
+        *("slurm.engines.nodes=2", "slurm.engines.partition=pair17", "slurm.engines.constraint=rack17|rack18"),
     ),
     "ray": ("run.launcher=ray", "weights.transport=file", "slurm.engines.nodes=1", "slurm.engines.constraint=rack16"),
 }

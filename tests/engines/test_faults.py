@@ -46,9 +46,7 @@ def refused(server: ServedBench, folder: Path, version: int, match: str) -> None
         server.generate(request())
 
 
-def test_what_goes_wrong_inside_vllm_is_named_and_never_served(
-    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_in_vllm_are_named(models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor lost on the way into the model, a bit flipped in it, a worker that dies; and vLLM 0.32.0's experts on
     CPUs with our work-around removed, which its own update API reports as a success. An update that a killed run left
     open is ended. 30 seconds."""
@@ -79,9 +77,7 @@ def test_what_goes_wrong_inside_vllm_is_named_and_never_served(
             server.push(models[0], 10)
 
 
-def test_what_goes_wrong_inside_sglang_is_named_and_never_served(
-    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_in_sglang_are_told(models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that SGLang's loader does not take, a bit flipped in a stack of experts, packed scales. An update that a
     killed run left open is ended. 40 seconds."""
     needs("sglang")
@@ -107,7 +103,7 @@ async def given_up(replica: Replica) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SERVERS))
-def test_a_server_that_is_not_started_again_is_done_without(
+def test_lost_servers_are_spared(
     models: tuple[Path, Path], tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With 8 completions in flight: the other samples those that it had, each in a second attempt. 60 seconds."""
@@ -218,9 +214,7 @@ def test_an_interpreter_without_the_engine_is_told_before_anything_starts(
 
 
 @pytest.mark.parametrize("name", sorted(SERVERS))
-def test_a_server_that_cannot_start_is_told_with_the_end_of_its_log(
-    models: tuple[Path, Path], tmp_path: Path, name: str
-) -> None:
+def test_a_server_that_cannot_start_is_told_with_its_log(models: tuple[Path, Path], tmp_path: Path, name: str) -> None:
     """5 seconds."""
     needs(name)
     with (

@@ -103,9 +103,7 @@ def swap_gates_and_ups(tensors: dict[str, Tensor]) -> None:
         tensors[gate], tensors[up] = tensors[up], tensors[gate]
 
 
-def test_each_plant_is_named_and_nothing_else(
-    looked_at: ServedBench, models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plants_are_named(looked_at: ServedBench, models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     server, learner = looked_at, Learner(models[0])
     server.push(models[0], 1)
     found = diagnose(server, learner)

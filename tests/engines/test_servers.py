@@ -366,9 +366,7 @@ def test_a_server_says_what_it_is(server: ServedBench) -> None:
     assert described.max_length == MAX_LENGTH
 
 
-def test_running_servers_are_attached_to_and_left_running(
-    server: ServedBench, models: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_running_servers_are_left_running(server: ServedBench, models: tuple[Path, Path], tmp_path: Path) -> None:
     (replica,) = server.engine.servers
     token = tmp_path / "token.txt"
     token.write_text(f"{replica.token}\n")

@@ -89,9 +89,7 @@ def chances(folder: Path, *before: int) -> Tensor:
     return logits_of(folder, [*PROMPT, *before])[-1].softmax(-1).double()
 
 
-def test_three_tokens_have_the_models_distribution_and_its_log_probs(
-    server: ServedBench, folders: Sequence[Path]
-) -> None:
+def test_three_tokens_have_the_models_distribution_and_log_probs(server: ServedBench, folders: Sequence[Path]) -> None:
     """By all 1728 texts of three tokens, and a chi-square test of those that are expected five times or more: a right
     sampler is refused once in a million times."""
     found = sampled(server, 3)
@@ -115,9 +113,7 @@ def test_three_tokens_have_the_models_distribution_and_its_log_probs(
         assert one.spans == ((0, 2),)
 
 
-def test_proposals_are_those_of_the_draft_layer_that_was_pushed_last(
-    server: ServedBench, folders: Sequence[Path]
-) -> None:
+def test_proposals_are_those_of_the_draft_layer_pushed_last(server: ServedBench, folders: Sequence[Path]) -> None:
     """Behind the first token the layer proposes its most probable one, which is accepted as often as the model would
     draw it; the layer of the push before is right less than a tenth as often."""
     adapter, (replica,) = server.engine.adapter, server.engine.servers

@@ -77,9 +77,7 @@ async def over_a_push(
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep_cache", "abort"])
-def test_tokens_belong_to_their_spans_over_a_push(
-    server: ServedBench, models: tuple[Path, Path], mode: RunningRequests
-) -> None:
+def test_tokens_keep_spans_over_a_push(server: ServedBench, models: tuple[Path, Path], mode: RunningRequests) -> None:
     """With 8 running requests. What is kept is that of the old weights: the oracle computes it with these."""
     for new in (200, *NEW):
         found = server.run(over_a_push(server, mode, models, new))

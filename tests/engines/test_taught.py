@@ -119,9 +119,7 @@ def serving(engine: str, teacher: Path, folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("engine", sorted(SERVERS))
-def test_the_pages_command_teaches(
-    engine: str, teacher: Path, on_ranks: list[dict[str, float]], tmp_path: Path
-) -> None:
+def test_the_pages_command_works(engine: str, teacher: Path, on_ranks: list[dict[str, float]], tmp_path: Path) -> None:
     needs(engine)
     with serving(engine, teacher, tmp_path) as url:
         big = {"server": url, "token_file": "teacher.key", "engine": engine, "path": str(teacher)}

@@ -237,9 +237,7 @@ SHOWN = {"type": "observation", "data": {"observation": {"said": "say"}, "reward
 
 def sends(value: object, *, at: str = "step") -> Callable[[Any, str], Any]:
     async def answer(connection: Any, kind: str) -> None:
-        await connection.send(
-            json.dumps(SHOWN) if kind != at else value if isinstance(value, str) else json.dumps(value)
-        )
+        await connection.send(json.dumps(SHOWN) if kind != at else value if type(value) is str else json.dumps(value))
 
     return answer
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.environments.served import interpreter
-from tests.processes.test_documents import EXAMPLES
+from tests.processes.test_documents import SCHEDULERS
 
 READ = """
 import json, sys
@@ -27,7 +27,7 @@ json.dump(resources.accelerators, sys.stdout)
 
 @pytest.mark.parametrize("key", [None, "node_count"])
 def test_the_example_is_a_task_and_a_misspelt_one_is_none(key: str | None) -> None:
-    task = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text(encoding="utf-8"))
+    task = yaml.safe_load((SCHEDULERS / "skypilot.yaml").read_text(encoding="utf-8"))
     if key:
         task[key] = task.pop("num_nodes")
     command = [interpreter("skypilot"), "-c", READ]

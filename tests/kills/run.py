@@ -51,9 +51,7 @@ def points(seed: int, count: int) -> list[Point | After]:
             call, nth = draw.choice(RESUMES), 1
         else:
             table, most = (EACH_STEP, 4) if kind < 0.7 else (OFTEN, 12)
-            call = draw.choice(
-                [f"{owner}{'.' if ':' in owner else ':'}{name}" for owner in table for name in table[owner]]
-            )
+            call = draw.choice([f"{one}{'.' if ':' in one else ':'}{name}" for one in table for name in table[one]])
             nth = draw.randint(1, most)
         torn = call.endswith("Ledger.write") and after and draw.random() < 0.5
         name = f"{'after' if after else 'before'} call {nth} of {call.partition(':')[2]}{', torn' * torn}"

@@ -151,9 +151,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.learns.run", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60, help="of reinforcement learning")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("build/learns"), help="of the runs, which must not be there"
-    )
+    parser.add_argument("--folder", type=Path, default=Path("build/learns"), help="of the runs, must not be there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     options = parser.parse_args()
     folder = options.folder.resolve()

@@ -210,9 +210,7 @@ def test_a_command_that_does_not_end_is_stale(monkeypatch: pytest.MonkeyPatch) -
     assert printed("rl-megatron doctor") == "it did not end within 0.01 s"
 
 
-def test_a_long_command_and_a_stale_one_fail_the_script(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_or_stale_command_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     shown = "rl-megatron 9.9.9\n"
     monkeypatch.setattr(run, "claims", lambda: iter([Claim("rl-megatron --version", shown, "x.py")]))
     monkeypatch.setattr(run, "SHOWN_BY_RUNNING", 0.001)
@@ -239,9 +237,7 @@ if os.fork() == 0:
 """
 
 
-def test_the_seconds_of_what_a_command_leaves_count_and_it_ends(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_it_leaves_counts_and_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As those of a fork server, for which no parent waits."""
     monkeypatch.setattr(run, "claims", lambda: iter([Claim(shlex.join(["python", "-c", LEAVES]), "", "x.py")]))
     monkeypatch.setattr(run, "SHOWN_BY_RUNNING", 0.19)
@@ -277,9 +273,7 @@ def test_a_quick_command_prints_what_its_page_shows(claim: Claim) -> None:
         ("t.py::test PASSED\n", "t.py::test FAILED [ 33%]\n", "t.py::test PASSED"),
     ],
 )
-def test_an_output_is_stale_where_words_differ_or_figures_by_more_than_the_tolerance(
-    shown: str, text: str, missing: str | None
-) -> None:
+def test_an_output_is_stale_by_words_or_by_figures_beyond_tolerance(shown: str, text: str, missing: str | None) -> None:
     assert stale(shown, text) == missing
 
 

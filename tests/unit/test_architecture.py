@@ -97,9 +97,7 @@ def violations(path: Path, source: str) -> list[str]:
     if not inside(path, "rl_megatron/learner"):
         found += [n for n in names if re.search(r"\bparallel_state\b|\bmpu\.get_", n)]
     if not inside(path, *COLLECTIVE):
-        collective = (
-            r"torch\.distributed\b(?!\.checkpoint)|dist\.(all_|broadcast|init_)"  # its files are no process group
-        )
+        collective = r"torch\.distributed\b(?!\.checkpoint)|dist\.(all_|broadcast|init_)"  # no process group
         found += [n for n in names if re.match(collective, n)]
     found += [n for n in names if re.search(r"(gather|broadcast|scatter|send|recv)_object", n)]  # which are pickles
     configuration = inside(path, "rl_megatron/config", "rl_megatron/options")

@@ -179,7 +179,5 @@ def test_files_that_are_not_listed_or_not_known_are_refused(tmp_path: Path) -> N
     text, names = written(tmp_path)
     with pytest.raises(LookupError, match=r"tokens\.npy is not among the checkpoint's files"):
         read(tmp_path, text, names[1:])
-    with pytest.raises(
-        ValueError, match=r"rewards\.npy is no column: these are tokens\.npy, logprobs\.npy, routes\.npy"
-    ):
+    with pytest.raises(ValueError, match=r"rewards\.npy is no column: these are tokens\.npy, logprobs\.npy, routes"):
         read(tmp_path, text, [*names, "rewards.npy"])

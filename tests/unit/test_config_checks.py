@@ -125,9 +125,7 @@ def test_a_job_on_pairs_asks_for_the_worse_answer_of_every_source(job: str) -> N
     RunConfig.model_validate({"job": job, "data": PAIRS})
     RunConfig.model_validate({"job": job})  # generated sums have wrong ones
     files = {key: value for key, value in PAIRS.items() if key != "rejected_field"}
-    with pytest.raises(
-        ValueError, match=rf"job={job} trains on pairs of answers, and data\.rejected_field is not given"
-    ):
+    with pytest.raises(ValueError, match=rf"job={job} trains on pairs of answers, and data\.rejected_field is not"):
         RunConfig.model_validate({"job": job, "data": files})
     for key in ("answer_field", "rejected_field"):
         with pytest.raises(ValueError, match=r"data\.prompt_field='bad' is the field of an answer, too, .* HH-RLHF's"):
@@ -217,12 +215,8 @@ def test_noise_and_flips_of_routers_that_nobody_reaches_are_refused(keys: list[s
 @pytest.mark.parametrize(
     "key",
     [
-        "learner.device=cuda",
-        "rollout.server.tp=2",
-        "rollout.server.dp=2",
-        "rollout.server.options=--x",
-        "rollout.server.addresses=http://a:1",
-        "weights.transport=direct",
+        *("learner.device=cuda", "rollout.server.tp=2", "rollout.server.dp=2", "rollout.server.options=--x"),
+        *("rollout.server.addresses=http://a:1", "weights.transport=direct"),
     ],
 )
 def test_servers_of_the_in_process_engine_are_one_process_each(key: str) -> None:
@@ -353,9 +347,7 @@ UNREAD = [  # the key, what makes it one that nothing reads, and what reads it
 
 
 @pytest.mark.parametrize(("key", "idle", "read"), UNREAD)
-def test_a_key_that_nothing_reads_is_refused_and_one_that_acts_is_taken(
-    key: str, idle: tuple[str, ...], read: tuple[str, ...]
-) -> None:
+def test_only_a_key_that_acts_is_taken(key: str, idle: tuple[str, ...], read: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config("tiny_cpu", [*idle, key])
     assert any(line.startswith(f"{key} does nothing: ") for line in str(caught.value).splitlines()), caught.value

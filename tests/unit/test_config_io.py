@@ -168,9 +168,7 @@ def test_yaml_files_read_off_as_text_and_exponents_as_numbers(conf: Path) -> Non
 @example(written="1e-5")
 @example(written="+5")
 @settings(max_examples=20)
-def test_a_number_for_a_key_that_is_text_is_kept_as_it_is_written(
-    tmp_path_factory: pytest.TempPathFactory, written: str
-) -> None:
+def test_a_number_for_a_key_of_text_is_kept_as_written(tmp_path_factory: pytest.TempPathFactory, written: str) -> None:
     path = tmp_path_factory.mktemp("written") / "run.yaml"
     slurm = f"slurm: {{account: {written}, environment: {{X: {written}}}}}"
     path.write_text(f"{slurm}\neval: {{success_reward: {written}}}\n")
@@ -193,21 +191,9 @@ def test_every_problem_is_named_at_once(conf: Path) -> None:
     lines = problems(
         "run",
         [
-            "algorithm=narow",
-            "algorithmm=narrow",
-            "learner=cuda",
-            "learner.tpp=4",
-            "learner.ep=0",
-            "steps=10",
-            "samples=3",
-            "oops",
-            "job=distill",
-            "train.lr_decay=cosin",
-            "reward.on_error=warn",
-            "data.digits=9",
-            "data.digit=1",
-            "run.name=1",
-            "seed.x=1",
+            *("algorithm=narow", "algorithmm=narrow", "learner=cuda", "learner.tpp=4", "learner.ep=0", "steps=10"),
+            *("samples=3", "oops", "job=distill", "train.lr_decay=cosin", "reward.on_error=warn", "data.digits=9"),
+            *("data.digit=1", "run.name=1", "seed.x=1"),
         ],
         conf,
     )
@@ -351,7 +337,7 @@ THREE_KEYS = {
 @given(**THREE_KEYS)
 @example(name="off", template="\x85", score=0.0)
 @example(name="off", template="\x85 \u2028", score=0.0)
-def test_what_is_written_reads_back_equal(
+def test_written_text_reads_back(
     tmp_path_factory: pytest.TempPathFactory, name: str, template: str, score: float
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "written.yaml"
@@ -363,7 +349,7 @@ def test_what_is_written_reads_back_equal(
 @given(**THREE_KEYS)
 @example(name="off", template="\x85 \u2028", score=0.0)
 @settings(max_examples=15)  # of all keys: 0.1 s each
-def test_a_resolved_config_reads_back_equal(
+def test_a_resolved_config_is_equal(
     tmp_path_factory: pytest.TempPathFactory, name: str, template: str, score: float
 ) -> None:
     data = FileRunData(type="files", train=Path("a b.jsonl"), eval=Path("c#.parquet"), prompt_template=template)

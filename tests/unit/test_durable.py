@@ -77,9 +77,7 @@ def test_a_removed_folder_is_gone_and_so_is_what_a_kill_left(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == []
 
 
-def test_a_folder_loses_its_name_although_what_a_kill_left_cannot_be_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_loses_its_name_though_remains_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", lambda path, *, dir_fd: os.stat(f"/dev/null/{path}"))
         for _ in range(2):

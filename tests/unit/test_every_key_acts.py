@@ -46,13 +46,8 @@ ROWS = [name for name in NAMES if name not in WITH_TURNS]  # of turns: test_keys
 SECTIONS = ("algorithm", "reward", "rollout", "train", "roles")
 STARTED = 60  # beyond the steps that train a critic alone
 BASE = [
-    "reward.function=tests.toy_roles:grade",
-    "reward.on_error=drop",
-    "rollout.prompts_per_step=4",
-    "rollout.group_size=4",
-    "rollout.max_new_tokens=6",
-    "train.steps=100",
-    "train.learning_rate=100.0",
+    *("reward.function=tests.toy_roles:grade", "reward.on_error=drop", "rollout.prompts_per_step=4"),
+    *("rollout.group_size=4", "rollout.max_new_tokens=6", "train.steps=100", "train.learning_rate=100.0"),
     "learner.ep=1",
 ]
 LONGER_RANGE = ["algorithm.overlong_buffer=1", "algorithm.overlong_factor=2.0"]  # else rewards are 0 .. 1 already
@@ -135,9 +130,7 @@ def alternatives(key: str, annotation: Any) -> Iterator[list[object]]:
         yield OTHER_TEXTS.get(key, ["another"])
     elif key == "algorithm.kl.teachers":
         yield [{"t": {"server": "http://127.0.0.1:9", "engine": "vllm", "path": "tests"}}]
-    elif (
-        key == "roles.layouts"
-    ):  # of a role on the learner's ranks: refused; else tests/distributed/test_role_layouts.py
+    elif key == "roles.layouts":  # on the learner's ranks: refused; else tests/distributed/test_role_layouts.py
         yield [{"critic": {"tp": 2}}]
     else:
         assert key == "reward.parts", (key, annotation)

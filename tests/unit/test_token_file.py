@@ -23,9 +23,7 @@ def test_a_token_is_the_line_of_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("held", [None, b"", b"\n", b"two\nlines", b"two words", "t\u00f6ken".encode(), b"\xff"])
-def test_a_file_without_a_token_is_refused_by_its_key_and_read_again_in_a_run(
-    held: bytes | None, tmp_path: Path
-) -> None:
+def test_a_file_without_a_token_is_refused_by_key_and_read_again_in_a_run(held: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("t0ken")
     token = TokenFile(file=path, key=KEY)

@@ -76,9 +76,7 @@ def evaluated(model: Path, name: str, *keys: str) -> dict[str, MeasuredSet]:
     }
 
 
-def test_its_figures_are_those_of_a_configuration_whose_environment_it_is(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_are_those_of_its_configuration(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     of_set = evaluated(model, "set", "eval.sets.single.limit=8", *OWN)
     keys = [key for key in KEYS if not key.startswith("reward")]
@@ -103,9 +101,7 @@ def test_samples_without_a_turn_are_shown_beside_the_figures(
     assert "has no turn: eval.sets.odd.environment.seconds=1e-06 passed before its first; raise it" in log
 
 
-def test_those_that_failed_are_closed_before_it_ends(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_ones_are_closed_before_it_ends(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     fails = (f"eval.sets.odd.environment.function={__name__}:Fails", "eval.sets.odd.environment.on_error=0.0")
     assert evaluated(model, "set", *OWN, *fails)["odd"].errors == 32
@@ -150,9 +146,7 @@ def test_engines_have_room_for_its_trajectories() -> None:
     assert load_config("tiny_cpu", [*KEYS, *OWN]).most_sampled == 6
 
 
-CHAT, PLAIN = (
-    ("environment.function=calculator", f"environment.template={template}") for template in ("chat", "plain")
-)
+CHAT, PLAIN = (("environment.function=calculator", f"environment.template={one}") for one in ("chat", "plain"))
 OWN_FILES = ("eval.sets.odd.data.type=files", "eval.sets.odd.data.eval=odd.jsonl")
 
 
@@ -170,8 +164,6 @@ OWN_FILES = ("eval.sets.odd.data.type=files", "eval.sets.odd.data.eval=odd.jsonl
         ((*CHAT, *(f"eval.sets.a.{key}" for key in PLAIN), *OWN_FILES), {"eval.sets.odd.data"}),
     ],
 )
-def test_prompts_may_be_lists_where_all_that_read_them_begin_with_messages(
-    keys: tuple[str, ...], begun: set[str]
-) -> None:
+def test_prompts_may_be_lists_where_all_readers_begin_with_messages(keys: tuple[str, ...], begun: set[str]) -> None:
     files = ("data.type=files", "data.train=a.jsonl", "data.eval=b.jsonl", "warm_start.steps=0")
     assert begun_by_messages(load_config("tiny_cpu", [*files, *keys])) == begun

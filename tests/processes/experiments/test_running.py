@@ -180,9 +180,7 @@ def test_a_budget_of_time_holds_while_a_file_is_broken(tmp_path: Path) -> None:
     assert (found.state.value, found.cell) == ("failed", cells[0])
 
 
-def test_a_process_runs_whatever_the_clock_says_now_and_none_of_another_boot_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_of_this_boot_runs_whatever_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of the clock moves the kernel's time of boot, as /proc/stat has it, by which psutil dates processes."""
     me = os.getpid()
     record = CellRecord(pid=me, began=birth_of(me), starts=1, seconds=0.0)

@@ -259,9 +259,7 @@ def test_an_array_of_another_name_has_only_the_number_of_ours(cluster: Path, mon
     }
 
 
-def test_an_array_is_held_until_all_its_cells_name_their_task(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_array_is_held_until_its_cells_name_their_task(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = study_of(cluster)
     cells = cells_of(study)
     cells[1].folder.mkdir(parents=True)
@@ -363,9 +361,7 @@ def test_what_is_in_the_queue_counts_among_those_at_once(tmp_path: Path) -> None
         assert options(array)["array"] == f"0-7{throttle}"
 
 
-def test_submit_sends_what_is_not_done_once_and_what_failed_on_request(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_submit_sends_undone_cells_and_failed_on_request(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells: list[Cell] = cells_of(study_of(cluster, overrides=["train.steps=2"]))
     assert "#SBATCH --array=0-3\n" in called(capsys, "submit", "--dry-run")
     assert not (cluster / "sent").exists()

@@ -165,9 +165,7 @@ async def test_strangers_that_say_nothing_hold_up_no_rank(tmp_path: Path) -> Non
         ((8, 9, 11), "rank 8, 9, 11 on node1", ["node1"]),
     ],
 )
-def test_three_that_never_come_are_named_with_their_nodes(
-    tmp_path: Path, absent: tuple[int, ...], named: str, nodes: list[str]
-) -> None:
+def test_missing_ranks_are_named_by_node(tmp_path: Path, absent: tuple[int, ...], named: str, nodes: list[str]) -> None:
     blamed: list[Sequence[str]] = []
     with pytest.raises(
         WorkerDied,
@@ -183,17 +181,13 @@ def test_many_missing_ranks_are_named_by_ranges(tmp_path: Path) -> None:
         arrived(tmp_path, set(range(RANKS)) - {0, 3, 4, 5, 6, 7, 11}, [])
 
 
-def test_more_ranks_than_this_process_may_have_files_are_refused_before_one_connects(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_ranks_than_open_files_are_refused_before_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (RANKS + 255,) * 2)
     with pytest.raises(ConfigError, match=r"384 ranks: the controller opens about 640 files, .* is 639; .*ulimit -Hn"):
         arrived(tmp_path, set(range(RANKS)), [])
 
 
-async def test_a_dead_rank_is_told_though_its_output_cannot_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_dead_rank_is_told_without_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a network disk that hangs."""
     back = threading.Event()
     monkeypatch.setattr("launcher.controller.arrivals.end_of", lambda file: str(back.wait(60)))

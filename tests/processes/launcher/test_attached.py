@@ -50,7 +50,7 @@ async def pushed(servers: ServedEngines, engine: ServedEngine, version: int) -> 
 
 
 @pytest.mark.parametrize(("refusal", "health"), [(401, 401), (403, 403), (403, 200)])
-async def test_a_token_that_rotates_ends_no_request(
+async def test_a_new_token_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int, health: int
 ) -> None:
     """Both servers refuse the one of before, ``health`` their health check. The file is late the second time."""
@@ -96,9 +96,7 @@ BUSY = r'/health: status 503: "it loads"'
 
 
 @pytest.mark.parametrize(("resumes", "busy"), [(False, 2), (True, 3), (True, 999)])
-async def test_one_that_is_away_ends_a_run_but_is_waited_for_in_its_resume(
-    tmp_path: Path, *, resumes: bool, busy: int
-) -> None:
+async def test_one_that_is_away_ends_a_run_but_no_resume(tmp_path: Path, *, resumes: bool, busy: int) -> None:
     """It may be started again at the same time as the job, and says then that it is not ready."""
     with running(1) as (fake,):
         plain = fake.answer
@@ -113,9 +111,7 @@ async def test_one_that_is_away_ends_a_run_but_is_waited_for_in_its_resume(
                 assert engine.metrics()["engine/restarts"] > 0
 
 
-async def test_one_that_takes_a_connection_and_answers_nothing_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_that_connects_but_is_silent_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "ANSWER_SECONDS", 0.1)
     over, asked = threading.Event(), list[str]()
 

@@ -155,9 +155,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("sent", ["submit tiny_cpu run.name=run --dry-run", "experiment submit study.yaml"])
-def test_the_code_of_an_installed_wheel_is_there_without_the_packages_beside(
-    packages: Path, tmp_path: Path, sent: str
-) -> None:
+def test_a_wheels_code_is_there_without_packages_beside_it(packages: Path, tmp_path: Path, sent: str) -> None:
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(STUDY))
     for name in ("sbatch", "scontrol", "squeue", "sacct"):
         (tmp_path / name).write_text(SLURM)

@@ -113,9 +113,7 @@ def started(*arguments: str) -> subprocess.Popen[str]:
 ASKED = "import os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
 
 
-def test_a_server_keeps_compiled_code_where_no_other_user_can_have_put_any(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_keeps_compiled_code_where_no_other_user_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = Path(default_cache_dir())
     assert usual.parent == Path(tempfile.gettempdir())  # which anyone could make
     own, blocked = tmp_path / "own", tmp_path / "file"
@@ -167,9 +165,7 @@ def test_a_server_keeps_compiled_code_where_no_other_user_can_have_put_any(
         ("", (0,), "but CUDA_VISIBLE_DEVICES= there names 0; give"),
     ],
 )
-async def test_a_server_sees_its_gpus_by_their_names_on_its_node(
-    visible: str | None, gpus: tuple[int, ...], seen: str, tmp_path: Path
-) -> None:
+async def test_servers_see_gpus_by_name(visible: str | None, gpus: tuple[int, ...], seen: str, tmp_path: Path) -> None:
     """Where another user's job may have the first ones."""
     own = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | own
@@ -196,9 +192,7 @@ print(path)
 
 
 @pytest.mark.parametrize(("length", "kept"), [(54, True), (55, False), (70, False), (107, False)])
-def test_sockets_of_a_server_have_room_in_its_temporary_folder(
-    length: int, kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sockets_have_room_in_the_temporary_folder(length: int, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is in the machine's, whose path the guard's folder makes longer, or else in /tmp."""
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         given = Path(short, "x" * (length - len(short) - 1))
@@ -220,9 +214,7 @@ CUDA_VISIBLE_DEVICES=2,3,GPU-5a,7 exec "$@"
 """
 
 
-async def test_a_jobs_servers_get_gpus_that_it_has_on_their_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_jobs_servers_get_its_gpus_on_their_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which differ between nodes where Slurm has no ``ConstrainDevices=yes``; ranks have the first of them."""
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)
@@ -371,7 +363,7 @@ def test_folders_go_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     eventually(lambda: not folder.exists() and not other.exists(), "both folders to go", 10)
 
 
-def test_the_end_of_a_trainer_waits_no_longer_than_its_limit_for_files_to_go(
+def test_the_end_waits_no_longer_than_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A large file of weights takes longer than that to go; here the process that removes it is stopped meanwhile."""
@@ -534,7 +526,7 @@ async def test_each_server_sees_gpus_of_its_own(tmp_path: Path, memory: Path, mo
         (("replicas=2", "tp=8"), "replicas=2 of tp=8 need 16 GPUs, and this machine has 4; lower them"),
     ],
 )
-def test_which_gpus_are_a_servers_own(
+def test_gpus_of_a_server(
     keys: tuple[str, ...], seen: Sequence[tuple[int, ...]] | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the first on, whatever ranks the configuration has."""

@@ -97,9 +97,7 @@ def of_transformers(folder: Path) -> list[int]:
     return right
 
 
-def test_figures_are_those_of_transformers_answers_by_both_kinds_of_engine(
-    folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_are_of_transformers_answers(folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     secret = "slurm.environment.TOKEN=abc"
     status, text = said(capsys, str(folder), *KEYS, secret, "--name", "inside")
     assert status == 0, text
@@ -170,9 +168,7 @@ def test_two_files_are_compared_problem_by_problem(here: Path, capsys: pytest.Ca
     assert "left out: only" in text
 
 
-def test_what_cannot_be_compared_or_evaluated_is_refused(
-    folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_compared_is_refused(folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = results(here / "first.json", {"math": [1, 0]}, 1)
     other = results(here / "other.json", {"math": [1, 0]}, 1, problems="q")
     with pytest.raises(DataError, match="set math: the two have different problems"):
@@ -210,9 +206,7 @@ def test_what_cannot_be_compared_or_evaluated_is_refused(
     assert "exists; remove it, or give another name with --name" in " ".join(text.split())
 
 
-def test_the_configuration_of_an_exported_folder_is_that_of_the_run_around_it(
-    folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exported_folder_is_configured_as_its_run(folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, default = here / "run", load_config("tiny_cpu", [])
     shutil.copytree(folder, exported := run / "hf_step_000004")
     save_resolved(of_run := load_config("tiny_cpu", KEYS), run / "config.yaml")
@@ -291,9 +285,7 @@ def asked(folder: Path) -> tuple[int, Counter[int]]:
     return status, Counter(count for line in lines if (count := int(line.split()[0])) != 2)
 
 
-def test_sets_that_were_measured_before_a_stop_are_not_measured_again(
-    folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sets_measured_before_a_stop_are_kept(folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nor is anything else kept: the results are those of an evaluation that nobody stopped."""
     (here / "judging.py").write_text(JUDGED)
     whole = here / "eval" / "all.json"

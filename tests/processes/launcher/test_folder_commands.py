@@ -122,9 +122,7 @@ def test_what_a_folder_holds_is_told(folders: Path, capsys: pytest.CaptureFixtur
         assert sum(counts) == parameters + padding
 
 
-def test_a_runs_checkpoint_is_told_with_its_step(
-    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_is_told_with_its_step(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (2, 10):
         shutil.copytree(folders / "megatron", tmp_path / f"checkpoints/step_{step:06d}/learner")
         (tmp_path / f"checkpoints/step_{step:06d}/trainer.json").write_text(json.dumps({"step": step}))
@@ -168,9 +166,7 @@ def test_verify_compares_to_the_bit_and_with_transformers(
     assert "which transformers cannot read; give --against" in capfd.readouterr().err
 
 
-def test_a_model_that_transformers_does_not_know_is_refused_before_the_learner_scores_it(
-    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_model_is_refused_early(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kimi = shutil.copytree(folders / "hf", tmp_path / "kimi")
     config = json.loads((kimi / "config.json").read_text())
     (kimi / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2"}))
@@ -178,9 +174,7 @@ def test_a_model_that_transformers_does_not_know_is_refused_before_the_learner_s
     assert "give --against a folder of the same weights whose model_type it knows" in capsys.readouterr().err
 
 
-def test_errors_about_a_runs_checkpoint_lead_to_what_reads_it(
-    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_of_checkpoints_name_readers(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Their shards, which have no config.json, are in ``learner`` of checkpoints/step_N."""
     step, out = tmp_path / "step_000002", tmp_path / "out"
     shards = shutil.copytree(folders / "megatron", step / "learner")
@@ -194,9 +188,7 @@ def test_errors_about_a_runs_checkpoint_lead_to_what_reads_it(
     assert status_of("verify", shards, "--config", folders / "hf", "--against", folders / "hf") == 0
 
 
-def test_verify_of_adapters_reads_them_beside_their_model(
-    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_reads_adapters_and_models(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a run with learner.lora saves them: they have no config.json, and no matrix of the model."""
     base = ("--config", folders / "hf")
     ones, other = (save_adapters(tmp_path / name, read_shape(folders / "hf")) for name in ("ones", "other"))
@@ -219,7 +211,7 @@ def test_verify_of_adapters_reads_them_beside_their_model(
     assert f"{ones} holds adapters alone (learner.lora); merge them" in capsys.readouterr().err
 
 
-async def test_verify_of_a_runs_shards_finds_what_has_changed_in_any_file_of_the_checkpoint(
+async def test_verify_finds_changes_in_any_file(
     folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those of which the weights' own format has no checksum, and the controller's: without them it is not resumed."""
@@ -243,9 +235,7 @@ async def test_verify_of_a_runs_shards_finds_what_has_changed_in_any_file_of_the
     assert f"{step}/trainer.json is missing" in capsys.readouterr().out
 
 
-def test_inspect_takes_the_checkpoint_of_a_run_that_a_resume_would(
-    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_takes_a_resumes_checkpoint(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the number, not by the name's letters."""
     for step in (999999, 1000000):
         shards = tmp_path / "checkpoints" / f"step_{step}" / "learner"
@@ -267,9 +257,7 @@ def test_differences_of_log_probs(ours: list[list[float]], theirs: list[list[flo
     assert differences(ours, theirs, 0.1)[1] == worst
 
 
-def test_convert_says_what_it_made_and_what_it_lacks(
-    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_says_what_it_made_and_lacks(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("convert", folders / "hf", tmp_path / "made") == 0
     said = capsys.readouterr()
     assert "made: megatron torch_dist, " in said.out
@@ -281,9 +269,7 @@ def test_convert_says_what_it_made_and_what_it_lacks(
 
 
 @pytest.mark.parametrize("phase", STEPS)
-def test_the_status_of_a_run_without_a_job_is_its_last_step(
-    phase: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_status_without_job_is_a_step(phase: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("status", tmp_path) == 1
     assert "it holds no run, and no job was submitted from it" in capsys.readouterr().err
     at = "2026-11-24 08:16:18,508"

@@ -150,9 +150,7 @@ def test_a_node_without_memory_for_copies_of_what_is_saved_is_told_so(asked: str
         ("0", (WAITS,), "unchecked", r"has 430 GB of memory for learner\.offload and weights\.folder=/dev/shm"),
     ],
 )
-def test_the_file_of_weights_in_a_nodes_memory_counts(
-    asked: str, keys: tuple[str, ...], kind: str | None, text: str
-) -> None:
+def test_the_file_in_a_nodes_memory_counts(asked: str, keys: tuple[str, ...], kind: str | None, text: str) -> None:
     """61.1 GB: the model's 30.5 billion parameters in bfloat16, which servers read at each push."""
     found = found_of("weights.transport=file", f"slurm.memory_per_node={asked}", *keys, for_job=True)
     assert [one.kind for one in found] == ([kind] if kind else [])
@@ -177,7 +175,7 @@ def test_the_file_of_weights_in_a_nodes_memory_counts(
         (0.067, ("run.launcher=ray",), None),  # on other machines
     ],
 )
-def test_a_file_of_weights_that_cannot_fit_in_dev_shm_is_told_before_the_run(
+def test_weights_must_fit_in_dev_shm(
     has_gb: float, keys: tuple[str, ...], said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A container has 64 MB there by default."""
@@ -254,9 +252,7 @@ def test_a_login_node_says_nothing_of_where_servers_of_a_job_are() -> None:
     assert not [one.text for one in found if one.kind == "problem"]
 
 
-def test_eval_refuses_a_file_of_weights_that_servers_cannot_read_or_that_cannot_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eval_refuses_a_file_that_servers_cannot_read_or_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_config("tiny_cpu", [f"model.cache_dir={tmp_path / 'models'}"])
     keys = ["rollout=vllm", "rollout.server.addresses=http://127.0.0.1:1", "weights.folder=/dev/shm/mine"]

@@ -295,9 +295,7 @@ def test_failures_of_the_run_in_an_earlier_job_do_not_count_but_their_nodes_are_
 
 
 @pytest.mark.parametrize("done", ["checkpoints/step_000001", "metrics.jsonl"])
-def test_a_job_of_which_several_nodes_did_not_come_up_comes_back_with_all_once_it_has_made_a_step(
-    tmp_path: Path, done: str
-) -> None:
+def test_a_job_without_several_nodes_comes_back_with_all_once_it_has_made_a_step(tmp_path: Path, done: str) -> None:
     """At a first start the options may be the cause."""
     for folder in (first := tmp_path / "first", tmp_path):
         (folder / "run").mkdir(parents=True)
@@ -420,7 +418,7 @@ def test_signals_stop_a_run_and_the_second_ctrl_c_interrupts_it(tmp_path: Path) 
         ("SIGUSR1", ["SIGTERM"], True, False),
     ],
 )
-def test_a_run_whose_job_ends_soon_exports_nothing(
+def test_a_job_that_ends_exports_nothing(
     own: str | None, of_ranks: list[str], comes_back: bool, exports: bool, tmp_path: Path
 ) -> None:
     with Progress(1, "plain", "run", run_folder=tmp_path) as progress:
@@ -460,7 +458,7 @@ def test_a_job_that_does_not_tell_its_nodes_is_refused(
         Allocation.this(tmp_path, config_of())
 
 
-async def test_a_step_that_does_not_end_is_killed_and_told_with_what_may_be_left(
+async def test_an_endless_step_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A killed srun leaves its tasks to Slurm."""

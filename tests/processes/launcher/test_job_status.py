@@ -80,9 +80,7 @@ def test_slurm_that_does_not_answer_is_waited_for_no_longer(tmp_path: Path, monk
         calls.parse_script("true")
 
 
-def test_the_users_variables_count_where_the_script_says_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_users_variables_count_where_the_script_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of a job in which the command is given does."""
     of_shell = {"ACCOUNT": "SBATCH", "GRES": "SBATCH"}
     scripts = {
@@ -105,9 +103,7 @@ def test_the_users_variables_count_where_the_script_says_nothing(
 
 
 @pytest.mark.parametrize("name", ["scontrol", "sacct"])
-def test_a_job_is_not_gone_because_slurm_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_job_is_not_gone_if_slurm_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(calls, "ANSWER_SECONDS", 0.2)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     stand_in(tmp_path / "scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
@@ -121,9 +117,7 @@ def test_a_job_is_not_gone_because_slurm_does_not_answer(
         status_of("7", tmp_path)
 
 
-def test_a_job_that_prints_elsewhere_is_known_by_what_its_script_notes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_prints_elsewhere_is_known_by_its_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of slurm/train.sbatch. Another job of its number, which prints to another file, is not taken for it."""
     written, run = tmp_path / "rl_megatron-7.txt", tmp_path / "runs" / "rl_megatron-7"
     given = f"RUN={run} PYTHON=/nowhere/python TRAIN=() REQUEUES=0 RESTARTS=0 EXCLUDE=''\n"
@@ -142,9 +136,7 @@ def test_a_job_that_prints_elsewhere_is_known_by_what_its_script_notes(
 
 
 @pytest.mark.parametrize(("log", "state"), [("other/out.txt", "RUNNING"), ("runs/mine/jobs/7.txt", "COMPLETED")])
-def test_a_job_that_has_ended_is_not_to_be_ended_by_its_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str, state: str
-) -> None:
+def test_no_ended_job_is_ended_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str, state: str) -> None:
     """Another job may have it, which accounting then speaks of, and scancel would end that one."""
     run = tmp_path / "runs" / "mine"
     (run / "jobs").mkdir(parents=True)
@@ -181,7 +173,7 @@ def test_the_status_has_the_line_that_shows_the_newest_attempt(
     assert said[4:] == (["scancel 7"] if state == "RUNNING" else [])
 
 
-def test_a_run_whose_script_was_sent_by_hand_is_known_before_it_begins(
+def test_a_script_sent_by_hand_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Once its own job has ended, or after a dry run; not by its name alone, which a run elsewhere may have, too."""
@@ -256,9 +248,7 @@ def test_an_array_has_ended_once_all_its_tasks_have(
     assert describe(run) == f"{run}: job 101, 4 COMPLETED\n{where}"
 
 
-def test_the_log_of_an_arrays_task_is_found_in_the_folder_of_its_own_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_of_an_arrays_task_is_in_its_own_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm writes it beside those of the other tasks; after a restart, which finds the folder, to the same file."""
     config = config_of("slurm.array=0-3")
     script = job_script(config, folder=tmp_path, python="/nowhere/python", package=REPO)

@@ -98,9 +98,7 @@ def started(folder: Path, planted: str, port: int) -> Iterator[subprocess.Popen[
     [(BOUND, ""), (THREAD, "the imports started threads: there are 2 (known to Python: MainThread, planted)")],
     ids=["it may", "it must not"],
 )
-def test_it_forks_its_ranks_where_it_may_and_ends_with_the_first_that_fails(
-    tmp_path: Path, planted: str, hindered: str
-) -> None:
+def test_it_forks_its_ranks_and_ends_with_the_first_that_fails(tmp_path: Path, planted: str, hindered: str) -> None:
     with (
         channel.listen("127.0.0.1", backlog=2) as listener,
         started(tmp_path, planted, listener.getsockname()[1]) as task,
@@ -206,7 +204,7 @@ async def test_ranks_end_with_it_and_say_so() -> None:
             await forks.fork(LEARNER, 2)
 
 
-async def test_ranks_are_plain_processes_where_it_must_not_fork(
+async def test_ranks_need_no_fork(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "threaded.py").write_text(
@@ -256,9 +254,7 @@ def layers(shape, layer):
 def test_users_values_stay_if_they_are_of_one_order_and_others_are_refused() -> None:
     assert list(of_one_order({})) == list(NAMES)
     assert "NCCL_ALGO" not in of_one_order({"NCCL_ALGO": "Tree"})
-    with pytest.raises(
-        ConfigError, match=r"NVTE_ALLOW_NONDETERMINISTIC_ALGO=1 in the ranks' environment: only with 0 "
-    ):
+    with pytest.raises(ConfigError, match=r"NVTE_ALLOW_NONDETERMINISTIC_ALGO=1 in the ranks' environment: only with"):
         of_one_order({"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"})
 
 

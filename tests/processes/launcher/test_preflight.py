@@ -63,9 +63,7 @@ def job(keys: tuple[str, ...], *more: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_memory_that_torch_may_move_is_not_mapped(
-    keys: tuple[str, ...], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_may_move_is_not_mapped(keys: tuple[str, ...], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = f"slurm.environment.{name}='max_split_size_mb:64,expandable_segments:True'"
     (problem,) = preflight(job(keys, given), for_job=True).texts("problem")
     said = f"{name}=max_split_size_mb:64,expandable_segments:True: weights.transport=direct maps one process's GPU"
@@ -209,7 +207,7 @@ def test_gpus_and_ranks_that_would_be_idle_are_noted(keys: tuple[str, ...], more
     ],
 )
 @pytest.mark.parametrize("mode", ["off", "drop", "refill"])
-def test_groups_that_are_left_out_although_they_teach_are_noted(
+def test_groups_that_teach_but_are_left_out(
     keys: tuple[str, ...], algorithm: tuple[str, ...], noted: bool, mode: str
 ) -> None:
     row = ("algorithm=reinforce", *(f"algorithm.{each}" for each in algorithm), f"rollout.dynamic_sampling={mode}")
@@ -227,9 +225,7 @@ def test_groups_that_are_left_out_although_they_teach_are_noted(
         (("algorithm=ppo", "train.steps=1"), None),
     ],
 )
-def test_a_run_that_never_trains_the_policy_is_noted(
-    keys: tuple[str, ...], more: tuple[str, ...], noted: str | None
-) -> None:
+def test_a_run_without_policy_steps_is_noted(keys: tuple[str, ...], more: tuple[str, ...], noted: str | None) -> None:
     texts = [text for text in preflight(job(keys, *more), for_job=True).texts("note") if "only_steps" in text]
     assert len(texts) == (noted is not None)
     assert all(text.startswith(f"{noted}, so only the critic is trained") for text in texts)
@@ -271,9 +267,7 @@ def test_the_reward_is_asked_once_about_the_first_problem(keys: tuple[str, ...])
         (("slurm.gpu_memory_gb=null",), "the memory of the GPUs, because slurm.gpu_memory_gb is not set"),
     ],
 )
-def test_what_only_the_run_can_see_is_said_to_be_unchecked(
-    keys: tuple[str, ...], more: tuple[str, ...], said: str
-) -> None:
+def test_what_only_the_run_can_see_is_unchecked(keys: tuple[str, ...], more: tuple[str, ...], said: str) -> None:
     found = preflight(job(keys, *more), for_job=True)
     assert found.texts("problem") == []
     assert any(said in text for text in found.texts("unchecked"))
@@ -324,7 +318,7 @@ def test_the_tiny_models_sizes_are_known_before_it_is_made(tmp_path: Path, more:
     assert starting_shape(config) == read_shape(starting_folder(config))
 
 
-def test_check_says_what_it_found_by_its_exit_status(
+def test_check_has_an_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -365,7 +359,7 @@ def test_all_faults_of_one_check_are_told(keys: tuple[str, ...]) -> None:
         assert sum(said in text for text in problems) == 1, problems
 
 
-def test_an_error_of_a_check_is_told_with_what_others_find(
+def test_all_checks_are_told(
     keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def torn(subject: Subject) -> Iterator[Found]:
@@ -408,9 +402,7 @@ def test_what_is_trained_on_and_held_out_is_told_before_a_process_starts(tmp_pat
         assert preflight(job(keys, *given, key), for_job=True).texts("problem") == []
 
 
-def test_a_row_to_train_on_without_its_demonstration_is_told_and_held_out_rows_need_none(
-    tmp_path: Path, keys: tuple[str, ...]
-) -> None:
+def test_training_rows_need_a_demonstration_and_held_out_ones_none(tmp_path: Path, keys: tuple[str, ...]) -> None:
     rows = [{"question": f"{n}", "answer": "1", "solution": "s" * (n < 2)} for n in range(3)]
     train = data_file(tmp_path / "train.jsonl", *rows)
     held = data_file(tmp_path / "eval.jsonl", {"question": "of nobody", "answer": "1"})
@@ -419,9 +411,7 @@ def test_a_row_to_train_on_without_its_demonstration_is_told_and_held_out_rows_n
     assert text == f"{train}:3: field 'solution' is ''; a demonstration is a text; remove the row"
 
 
-def test_an_answer_that_is_an_object_is_noted_and_a_field_in_it_can_be_named(
-    tmp_path: Path, keys: tuple[str, ...]
-) -> None:
+def test_an_answer_that_is_an_object_is_noted_and_its_field_can_be_named(tmp_path: Path, keys: tuple[str, ...]) -> None:
     """With the object as the answer, the built-in rewards give 0 to right ones."""
     path = data_file(tmp_path / "rows.jsonl", {"question": "2 + 3?", "judge": {"ground_truth": "5", "style": "rule"}})
     given = (f"data.train={path}", f"data.eval={path}", "data.on_leak=keep", "data.answer_field=judge")
@@ -492,7 +482,7 @@ def test_fields_of_published_data_that_no_key_reads_are_noted(
         ("sft_tiny", "1", ("data.prompt_field=asked",), ":1: data.prompt_field='asked' is the JSON text of a list"),
     ],
 )
-def test_answers_that_are_read_otherwise_than_they_may_be_meant_are_noted(
+def test_ambiguous_answers_are_noted(
     tmp_path: Path, recipe: str, answer: object, more: tuple[str, ...], noted: str
 ) -> None:
     path = data_file(tmp_path / "rows.jsonl", {"question": "q", "answer": answer, "asked": '[{"role": "user"}]'})

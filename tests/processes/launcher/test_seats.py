@@ -234,9 +234,7 @@ def test_a_server_of_a_recipe_has_twelve_cores_for_each_of_its_gpus(recipe: str,
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_without_a_number_of_cores_no_step_is_confined_to_some(
-    run: Path, monkeypatch: pytest.MonkeyPatch, apart: bool
-) -> None:
+def test_without_a_number_of_cores_no_step_is_confined(run: Path, monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
     """Where a cluster gives whole nodes, --cpus-per-task=1 leaves a server one core of them: it implies --exact."""
     if apart:
         three_components(monkeypatch)
@@ -259,9 +257,7 @@ def test_without_a_number_of_cores_no_step_is_confined_to_some(
         ("apptainer", [], ["apptainer", "exec", "--nv", "--bind=/data", "/vllm.sqsh"]),
     ],
 )
-def test_servers_run_in_a_container_of_their_own(
-    run: Path, runtime: str, options: list[str], prefix: list[str]
-) -> None:
+def test_servers_run_in_their_own_container(run: Path, runtime: str, options: list[str], prefix: list[str]) -> None:
     """On this node, too, by srun; the guard is run by the image's interpreter."""
     own = ("slurm.engines.container=/vllm.sqsh", "rollout.python=/opt/python", "slurm.container_mounts=/data")
     keys = (*GPUS, "learner.dp=4", "slurm.nodes=2", "rollout.server.replicas=2")
@@ -348,9 +344,7 @@ def test_servers_on_nodes_of_their_own_hold_their_gpus() -> None:
     assert {"--num-cpus=2", "--num-gpus=0", '--resources={"learner on a2": 2}'} <= set(given)
 
 
-async def test_a_server_has_the_variables_of_its_node_and_not_the_trainers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_has_the_variables_of_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm may have other GPUs of it for the job."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     order = Order(
@@ -367,9 +361,7 @@ async def test_a_server_has_the_variables_of_its_node_and_not_the_trainers(
     assert order.log.read_text() == "6,7\n"
 
 
-def test_a_run_that_is_on_none_of_the_learners_nodes_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_none_of_the_learners_nodes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a shell of salloc, where nobody would start Ray's head."""
     (tmp_path / "scontrol").write_text(SCONTROL)
     (tmp_path / "scontrol").chmod(0o755)
@@ -502,7 +494,7 @@ def started(tmp_path: Path, told: bytes, wait: float, seconds: float) -> tuple[i
     [(b"", 0.0, 3600.0, 3), (b"", 30.0, 3600.0, 1), (b"", 0.0, 0.0, 1), (COMPLETE, 0.0, 3600.0, 1)],
     ids=["slow", "ends at once", "too long", "all nodes were there"],
 )
-def test_a_slow_start_of_ray_is_tried_again_until_the_cluster_has_all_nodes(
+def test_a_slow_start_of_ray_is_tried_again(
     tmp_path: Path, told: bytes, wait: float, seconds: float, starts: int
 ) -> None:
     """Ray gives up on its raylet after 30 s, which no setting changes."""
@@ -584,9 +576,7 @@ def cluster_of(folder: Path, *keys: str) -> RayCluster:
         (TypeError("a fault of ours"), TypeError),
     ],
 )
-async def test_only_a_process_of_ray_that_fails_is_a_death(
-    tmp_path: Path, raised: Exception, seen: type[Exception]
-) -> None:
+async def test_only_a_failed_process_is_a_death(tmp_path: Path, raised: Exception, seen: type[Exception]) -> None:
     """After which a job comes back: nothing else would be another at the next try."""
 
     async def fails() -> None:
@@ -598,7 +588,7 @@ async def test_only_a_process_of_ray_that_fails_is_a_death(
     assert type(found.value) is seen
 
 
-async def test_no_call_waits_for_ray_without_a_limit(
+async def test_calls_of_ray_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As where its head was stopped: the thread of all calls hangs in the first."""

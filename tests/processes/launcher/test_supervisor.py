@@ -141,9 +141,7 @@ def stuck(fake: Fake, path: str) -> threading.Event:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-async def test_requests_of_a_server_that_dies_are_answered_once_by_what_was_refitted(
-    fakes: list[Fake], replicas: int
-) -> None:
+async def test_requests_of_a_dead_server_are_answered_once_by_a_refitted(fakes: list[Fake], replicas: int) -> None:
     """By another replica, or, where there is none, by the new server; all by the version that is served."""
     async with bed(fakes[:replicas], fakes[2:], timeout_seconds=1000.0) as it:
         await it.push(4)
@@ -233,9 +231,7 @@ async def test_a_run_continues_with_the_servers_that_are_left(fakes: list[Fake])
 
 
 @pytest.mark.parametrize("path", ["/health", "/generate"])
-async def test_a_server_that_hangs_is_ended_and_its_requests_go_elsewhere(
-    fakes: list[Fake], path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_hangs_is_left(fakes: list[Fake], path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not well when asked, or is, but makes no token of the request that it has."""
     limits = {} if path == "/health" else {"timeout_seconds": 1.5}
     if path == "/health":
@@ -254,7 +250,7 @@ async def test_a_server_that_hangs_is_ended_and_its_requests_go_elsewhere(
 
 
 @pytest.mark.parametrize("slow", ["a queue", "no health"])
-async def test_a_server_that_makes_tokens_is_healthy_however_long_a_request_takes(
+async def test_a_server_that_makes_tokens_is_healthy(
     fakes: list[Fake], slow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request waits behind others; or the server is too busy to say that it is well. Looks come thrice a limit."""
@@ -322,9 +318,7 @@ class Described(Words):
         return Description(version="1", dtype="float32", architecture=architecture, max_length=1000, problems=())
 
 
-async def test_a_server_by_address_that_was_out_of_reach_serves_again_once_it_is_refitted(
-    fakes: list[Fake], tmp_path: Path
-) -> None:
+async def test_a_server_by_address_that_was_away_serves_again_once_refitted(fakes: list[Fake], tmp_path: Path) -> None:
     """Between a broken connection and its next answer it was started again, by somebody else."""
     fake, gone = fakes[0], list[int]()
     model = make_tiny_model(TinySizes(), tmp_path / "cache", seed=0)
@@ -402,7 +396,7 @@ class Started:
 
 
 @pytest.mark.parametrize(("gpus", "alone"), [([0, 0, 0], True), ([0, 1, 2], False)])
-async def test_servers_of_one_gpu_start_one_after_the_other(
+async def test_servers_of_one_gpu_queue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[int], *, alone: bool
 ) -> None:
     """Each measures the memory that is left for its cache."""
@@ -440,16 +434,14 @@ async def check_that_the_first_fails(folder: Path, sites: list[list[Site]], why:
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-async def test_a_server_that_dies_while_it_starts_ends_a_run_and_is_left_to_its_supervisor_in_a_resume(
-    tmp_path: Path, *, resumes: bool
-) -> None:
+async def test_a_server_that_dies_as_it_starts_ends_a_run_but_not_its_resume(tmp_path: Path, *, resumes: bool) -> None:
     sites = [[Site(start=Started(each).start, number=n, count=2)] for n, each in enumerate((ENDS, OPEN))]
     why = r"(?s)^http.* ended with status 3; .*local_0\.log ends with:\n  its log"
     await check_that_the_first_fails(tmp_path, sites, why, resumes=resumes)
 
 
 @pytest.mark.parametrize(("resumes", "ends_late"), [(False, False), (True, False), (True, True)])
-async def test_a_server_that_dies_while_others_start_is_as_one_that_dies_while_it_starts(
+async def test_a_server_may_die_while_others_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resumes: bool, ends_late: bool
 ) -> None:
     """It was ready, and no supervisor watches it before all are; it may still be ending when the others are ready."""
@@ -497,14 +489,11 @@ def _listens(port: int) -> bool:
         (SILENT, 2, 600, "no such node"),
     ],
     ids=[
-        "it ends",
-        "it is silent",
-        "it is open to strangers",
-        "it is another program",
+        *("it ends", "it is silent", "it is open to strangers", "it is another program"),
         "its second node does not start",
     ],
 )
-async def test_nothing_is_left_of_a_server_that_is_restarted_and_does_not_come_up(
+async def test_nothing_is_left_of_a_failed_restart(
     tmp_path: Path, code: str, nodes: int, seconds: float, why: str
 ) -> None:
     model = make_tiny_model(TinySizes(), tmp_path / "cache", seed=0)
@@ -528,9 +517,7 @@ async def test_nothing_is_left_of_a_server_that_is_restarted_and_does_not_come_u
         await engine.close()
 
 
-async def test_a_server_that_cannot_start_is_named_while_learners_load(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_a_server_that_cannot_start_is_named_early(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Which takes minutes, and may fail too."""
     ended: list[str] = []
 

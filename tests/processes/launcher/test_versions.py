@@ -137,7 +137,7 @@ TRANSPORTS = {
         (having("2.14.1", "2.30.7", 9), "process_group", ("learner.device=cpu",), ""),
     ],
 )
-def test_ranks_that_cannot_be_one_group_are_refused_by_both_numbers_and_others_are_not(
+def test_ranks_that_cannot_be_one_group_are_refused(
     engine: Libraries, transport: str, more: tuple[str, ...], said: str
 ) -> None:
     config = load_config("tiny_cpu", [*GPU, *TRANSPORTS[transport], *more])
@@ -156,9 +156,7 @@ def test_an_engine_gets_the_settings_of_nccl_that_the_learner_has(tmp_path: Path
         assert re.search(rf"^NCCL_CUMEM_ENABLE +{shown}$", found.table, re.MULTILINE)
 
 
-def test_the_nccl_that_torch_is_linked_with_is_asked_where_none_is_beside_it(
-    tmp_path: Path, nccl: Mapping[int, Path]
-) -> None:
+def test_the_nccl_that_torch_links_is_asked_where_none_is_beside_it(tmp_path: Path, nccl: Mapping[int, Path]) -> None:
     """As in a container whose NCCL is the system's: its own path in the library, over LD_LIBRARY_PATH."""
     engine = python(tmp_path, "2.13.0", nccl[OLD], fields=9)
     (tmp_path / "packages" / "nvidia" / "nccl" / "lib").unlink()
@@ -310,9 +308,7 @@ def test_each_start_is_recorded_and_what_it_changed_is_told(tmp_path: Path, monk
     assert {row["torch"] for row in rows} == {importlib.metadata.version("torch")}
 
 
-def test_an_installed_package_is_not_of_the_commit_around_its_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_package_is_not_of_the_commit_around_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a checkout it is."""
     own, here = tmp_path / "mine/rl_megatron", tmp_path / "elsewhere"
     for folder in (own, here):

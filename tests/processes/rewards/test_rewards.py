@@ -272,9 +272,7 @@ def test_a_problem_without_usable_tests_is_named(tests: Any, said: str) -> None:
 @fenced
 def test_tests_may_be_a_field_of_an_object_and_what_a_row_has_is_said() -> None:
     assert rewarded({"inner": DOUBLE}, ["print(2 * int(input()))"], field="tests.inner") == [1.0]
-    with pytest.raises(
-        RewardError, match=r"'answer' \(reward\.tests\.field\) is not among the row's others, tests: name"
-    ):
+    with pytest.raises(RewardError, match=r"'answer' \(reward\.tests\.field\) is not among the row's others, tests"):
         rewarded(DOUBLE, ["x"], field="answer")
 
 
@@ -410,7 +408,7 @@ def test_processes_end_with_the_one_that_started_them() -> None:
 @pytest.mark.parametrize(
     "taken", [_threads, _processes_of_math_verify, _requests, _ranks, pytest.param(_programs, marks=fenced)]
 )
-def test_waits_for_what_groups_share_are_not_counted(
+def test_waits_of_groups_are_free(
     taken: Callable[[], Coroutine[None, None, None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "_COMPUTES", 0.0)  # as if each thread computed

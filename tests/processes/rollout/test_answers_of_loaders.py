@@ -110,9 +110,7 @@ def asked(url: str, answers: Path | None, ask: Callable[[Server], Coroutine[None
     return asyncio.run(run())
 
 
-def test_they_come_in_a_folder_that_both_nodes_see_and_leave_nothing(
-    other_node: str, mirror: Path, tmp_path: Path
-) -> None:
+def test_they_come_in_a_folder_of_both_nodes_and_leave_nothing(other_node: str, mirror: Path, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     said = asked(other_node, shared, lambda server: ADAPTER.boxes(server, mirror))

@@ -439,7 +439,7 @@ async def every_chance() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("staleness", [0, 1])
-async def test_turns_of_as_many_trajectories_are_in_flight_as_completions_of_groups(
+async def test_as_many_trajectories_are_in_flight(
     fakes: list[Fake], tmp_path: Path, staleness: int, ahead: bool
 ) -> None:
     of = ["environment.function=calculator", "environment.template=plain", "environment.max_tokens=64"]
@@ -452,9 +452,7 @@ async def test_turns_of_as_many_trajectories_are_in_flight_as_completions_of_gro
         await asyncio.gather(*turns.values())
 
 
-async def test_so_many_problems_of_an_evaluation_are_in_flight_also_with_more_samples_than_a_group(
-    fakes: list[Fake], tmp_path: Path
-) -> None:
+async def test_so_many_problems_are_in_flight_also_with_more_samples_a_group(fakes: list[Fake], tmp_path: Path) -> None:
     samples = ["eval.sets.one.samples=6", "eval.sets.one.temperature=1"]
     async with two_groups_of_four(fakes[0], tmp_path, *samples) as (held, engine):
         problems = asked(engine, {"a": 6, "b": 6, "c": 6}, ahead=True)

@@ -36,9 +36,7 @@ def _short_close(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("then", ["ends", "hangs", "is cut off"])
-def test_the_processes_that_it_leaves_are_killed_with_all_below_them(
-    tmp_path: Path, then: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_processes_that_it_leaves_are_killed_whole(tmp_path: Path, then: str, caplog: pytest.LogCaptureFixture) -> None:
     class Forks(Talks):
         async def step(self, reply: Reply) -> EnvironmentStep:
             script = (
@@ -132,7 +130,7 @@ def runs(pid: int) -> bool:
         as_a_daemon,
     ],
 )
-def test_processes_that_left_their_parent_are_killed_and_no_other_trajectorys(
+def test_orphans_are_killed(
     tmp_path: Path, leave: Callable[[list[str]], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     def pid_of(number: int) -> int:

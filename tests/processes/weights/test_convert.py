@@ -130,9 +130,7 @@ def test_a_text_models_part_of_the_config_has_the_dtype_that_was_written(tmp_pat
         ("layers.0.self_attn.k_proj", torch.float16, "[qkv]_proj"),
     ],
 )
-def test_what_shares_a_megatron_tensor_gets_the_widest_dtype_among_it(
-    part: str, odd: torch.dtype, widened: str, hf: Path, tmp_path: Path
-) -> None:
+def test_a_shared_tensor_is_the_widest(part: str, odd: torch.dtype, widened: str, hf: Path, tmp_path: Path) -> None:
     """Of all layers, and of the matrices that it joins; nothing is rounded. By torch's own reader."""
     mixed, shape = broken(hf, tmp_path / "mixed"), read_shape(hf)
     given = {name: t.to(odd if part in name else torch.bfloat16) for name, t in tensors(hf).items()}

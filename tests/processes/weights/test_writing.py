@@ -67,9 +67,7 @@ def test_parts_side_by_side_write_what_one_process_writes(hf: Path, megatron: Pa
     assert said_by("parts", hf, megatron, tmp_path) == ""
 
 
-def test_a_part_that_begins_while_another_writes_does_not_take_its_files_for_a_strangers(
-    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_knows_the_files_of_another(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other part begins, and writes, between this one's look for the book and what it does next."""
     is_file, others = Path.is_file, []
 
@@ -85,9 +83,7 @@ def test_a_part_that_begins_while_another_writes_does_not_take_its_files_for_a_s
     assert others
 
 
-def test_a_part_that_finds_all_done_ends_well_while_another_does_too(
-    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_with_nothing_to_do_ends_well(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both begin the hidden folder again behind its rename, and one writes there while the other removes it."""
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
     exists, rmdir, done = os.path.lexists, os.rmdir, list[str]()
@@ -112,9 +108,7 @@ def test_a_part_that_finds_all_done_ends_well_while_another_does_too(
     assert done == ["parts", "late"]
 
 
-def test_a_part_whose_hidden_folder_is_renamed_while_it_looks_at_it_ends_well(
-    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_ends_well_with_a_renamed_folder(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files were there, and then its book is not."""
     out, is_file, done = tmp_path / "out", Path.is_file, list[Path]()
     assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=1, count=2)) == [0]
@@ -130,7 +124,7 @@ def test_a_part_whose_hidden_folder_is_renamed_while_it_looks_at_it_ends_well(
     assert done
 
 
-def test_a_part_whose_hidden_folder_is_renamed_before_it_looks_for_the_others_files_ends_well(
+def test_a_part_ends_well_after_its_folder_is_renamed(
     hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, changed, done = tmp_path / "out", Files.changed, list[Files]()
@@ -147,9 +141,7 @@ def test_a_part_whose_hidden_folder_is_renamed_before_it_looks_for_the_others_fi
     assert len(done) > 2
 
 
-def test_a_part_whose_book_is_removed_by_another_late_one_ends_well(
-    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_without_its_book_still_ends_well(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both begin the hidden folder again behind its rename; the other removes it before this one reads its book."""
     out, exists, write, done = tmp_path / "out", os.path.lexists, writing.write_atomically, list[str]()
 
@@ -241,7 +233,7 @@ def rewrite(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja"])
 @pytest.mark.parametrize("change", [rewrite, Path.unlink])
-def test_a_source_whose_small_files_change_while_it_is_read_is_not_published(
+def test_a_source_that_changes_is_not_published(
     hf: Path, tmp_path: Path, name: str, change: Callable[[Path], None]
 ) -> None:
     source, out = Path(shutil.copytree(hf, tmp_path / "source")), tmp_path / "out"
@@ -275,9 +267,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_converted(megatron: Pa
 @pytest.mark.parametrize(
     ("dtype", "share"), [(None, Share()), (DType.F32, Share(index=1, count=2)), (DType.F8_E4M3, Share())]
 )
-def test_progress_ends_at_the_total_that_it_began_with(
-    megatron: Path, tmp_path: Path, dtype: DType | None, share: Share
-) -> None:
+def test_progress_ends_at_its_first_total(megatron: Path, tmp_path: Path, dtype: DType | None, share: Share) -> None:
     told = list[tuple[int, int]]()
 
     def tell(count: int, total: int) -> None:
@@ -287,9 +277,7 @@ def test_progress_ends_at_the_total_that_it_began_with(
     assert {total for _, total in told} == {sum(count for count, _ in told)}
 
 
-def test_the_progress_of_verify_has_the_pass_over_the_checksums(
-    megatron: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_progress_of_verify_counts_the_checksums(megatron: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told, forgotten, forget = list[tuple[int, int]](), list[int](), Files.forget
 
     def tell(count: int, total: int) -> None:

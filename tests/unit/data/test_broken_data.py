@@ -256,18 +256,12 @@ def test_sources_of_a_mixture_and_sets_are_compared_with_each_other(tmp_path: Pa
 
     one, other = source("one", ["a", "b"], ["x"]), source("other", ["b", "c"], ["y"])
     assert [prompt.id for prompt in load(mixed(one=one, other=other))] == ["one/one:1", "one/one:2", "other/other:2"]
-    with pytest.raises(
-        DataError, match=r"other\.jsonl:1: trained on, but held out in .*one_e\.jsonl:1 \(data.sources.one\)"
-    ):
+    with pytest.raises(DataError, match=r"other\.jsonl:1: trained on, but held out in .*one_e\.jsonl:1 \(data.sources"):
         load(mixed(one=one, other=source("other", ["x", "c"], ["y"])))
-    with pytest.raises(
-        DataError, match=r"data\.sources\.other: all 2 problems to train on are held out, or in sources"
-    ):
+    with pytest.raises(DataError, match=r"data\.sources\.other: all 2 problems to train on are held out, or"):
         load(mixed(one=one, other=source("other", ["a", "b"], ["y"])))
     aime = FileData(type="files", train=tmp_path / "aime.jsonl", eval=written(tmp_path / "aime.jsonl", ["k", "b"]))
-    with pytest.raises(
-        DataError, match=r"one\.jsonl:2: trained on, but held out in .*aime\.jsonl:2 \(eval\.sets\.aime"
-    ):
+    with pytest.raises(DataError, match=r"one\.jsonl:2: trained on, but held out in .*aime\.jsonl:2 \(eval\.sets"):
         load(mixed(one=one), {"eval.sets.aime.data": aime})
 
 
@@ -330,9 +324,7 @@ def test_a_problem_in_two_environments_is_two_and_leaks_in_both(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("weights", [None, {"a": 1.0}])
-def test_a_resume_keeps_a_new_sets_leaks_and_is_told_so_where_it_drops_them(
-    weights: Mapping[str, float] | None,
-) -> None:
+def test_a_resume_keeps_a_new_sets_leaks_or_says_that_it_drops_them(weights: Mapping[str, float] | None) -> None:
     ours = ListedTexts([f"train.jsonl:{row}" for row in range(9)], map(str, range(9)))
     new = {"eval.sets.new.data": ListedTexts(["new.jsonl:1"], ["7"])}
 

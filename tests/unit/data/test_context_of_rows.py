@@ -39,7 +39,7 @@ TOKENIZER.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}<e
 TOKENIZER.chat_template += "{% if add_generation_prompt %}assistant:{% endif %}"
 SAYS = {"role": "system", "content": "Be brief."}
 ASKS, ANSWERS, AGAIN = (
-    {"role": role, "content": text} for role, text in (("user", "1?"), ("assistant", "2"), ("user", "3?"))
+    {"role": one, "content": text} for one, text in (("user", "1?"), ("assistant", "2"), ("user", "3?"))
 )
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("4", "5"))
 TRL = {"prompt": [ASKS, ANSWERS, AGAIN], "chosen": [GOOD], "rejected": [BAD], "system": SAYS["content"]}
@@ -84,9 +84,7 @@ def shown(rows: list[WrittenRow] | Pair) -> list[tuple[list[int], Any]]:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("system", [SAYS["content"], "", None])
-def test_a_completion_is_learnt_behind_its_prompts_messages_which_are_context(
-    tmp_path: Path, suffix: str, system: str | None
-) -> None:
+def test_a_completion_is_learned_after_its_prompts_messages(tmp_path: Path, suffix: str, system: str | None) -> None:
     """As the one conversation with weights of 0 says it."""
     rows = {**TRL, "system": system}, {**TRL, "prompt": None, "chosen": [ASKS, GOOD]}
     apart = loaded(tmp_path, suffix, *rows, messages_field="chosen", context_field="prompt", system_field="system")
@@ -240,9 +238,7 @@ def test_a_question_in_another_context_is_another_problem_which_may_be_held_out(
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_developer_is_the_system_where_the_template_shows_that_alone(
-    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_developer_may_be_the_templates_system(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As train --check has it, and conversations; a template that shows the role itself gets it."""
     chats = [[{**SAYS, "role": role}, ASKS] for role in ("developer", "system")]
     own, _ = loaded(tmp_path, suffix, *of_verl(*chats), **VERL, samples=True)
@@ -418,9 +414,7 @@ def read_by_teachers(data: Any, teachers: Mapping[str, TeacherSection], long: An
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("chat", [False, True])
-def test_fields_of_the_row_are_put_in_once_and_the_chat_template_is_the_policys(
-    tmp_path: Path, suffix: str, chat: bool
-) -> None:
+def test_fields_of_the_row_are_put_in_once_by_the_policys_template(tmp_path: Path, suffix: str, chat: bool) -> None:
     rows = TAUGHT[:1]
     found = read_by_teachers(
         files(tmp_path, suffix, rows, prompt_template="Q {prompt}", chat_template=chat), {"t": teacher(most=99)}
@@ -454,9 +448,7 @@ def test_a_generated_sum_has_its_answer() -> None:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_longer_one_fails_or_is_dropped_by_its_own_key(
-    tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_longer_one_fails_or_is_dropped_by_key(tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{**row, "worth": 1} for row in TAUGHT]
     data, key = files(tmp_path, suffix, rows), "algorithm.kl.teachers.t.max_prompt_tokens=75"
     length = len(FORM.format(prompt="café", answer="3", why=SimpleNamespace(**TAUGHT[1]["why"]), worth=1).encode())

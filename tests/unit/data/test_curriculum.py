@@ -89,9 +89,7 @@ def test_draws_that_are_skipped_are_counted_from_none() -> None:
     assert table.row() == {"curriculum/retired": 1, "curriculum/skipped": 2, "curriculum/mean_pass_rate": 1.0}
 
 
-def test_those_that_retired_first_return_where_few_are_left(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_first_retired_return_first(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(prompt_table, "_MIN_LEFT", 0.3)
     ours = stream(10, retire_above=0.9)
     for step, names in enumerate(("48", "1", "0235"), 1):

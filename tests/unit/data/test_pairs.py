@@ -150,9 +150,7 @@ def test_an_answer_without_the_messages_before_it_is_no_text_to_score() -> None:
     """As TRL's files have them, whose ``prompt`` is another field."""
     one = prompt("a:2", "a:3")
     for check in (check_answers, check_texts, lambda prompts: paired_texts(prompts, conversations())):
-        with pytest.raises(
-            DataError, match=r"^prompt 'p:1': message 1 is the assistant's, which answers nobody; put one"
-        ):
+        with pytest.raises(DataError, match=r"^prompt 'p:1': message 1 is the assistant's, which answers nobody"):
             check([one])
     greeting = replace(
         one,
@@ -169,9 +167,7 @@ def test_a_conversation_that_ends_with_a_user_has_no_answer_to_score() -> None:
     one = prompt("u:1|a:2|u:thanks", "u:1|a:3")
     check_answers([one])
     for check in (check_texts, lambda prompts: paired_texts(prompts, conversations())):
-        with pytest.raises(
-            DataError, match=r"^prompt 'p:1': message 3, the last, is of the role 'user', and what is scored"
-        ):
+        with pytest.raises(DataError, match=r"^prompt 'p:1': message 3, the last, is of the role 'user', and"):
             check([one])
 
 
@@ -266,9 +262,7 @@ def loaded(
 
 @pytest.mark.parametrize("row", [LETTERS, TALK], ids=["problem", "conversation"])
 @pytest.mark.parametrize("value", ["1", None, True, [1], 1e300, 10_001, -10_001, 10**400])
-def test_a_margin_that_is_no_number_of_a_score_is_refused_before_the_run(
-    tmp_path: Path, row: dict[str, Any], value: Any
-) -> None:
+def test_a_margin_that_is_no_score_is_refused_before_the_run(tmp_path: Path, row: dict[str, Any], value: Any) -> None:
     with pytest.raises(DataError, match=r"train.jsonl:2: field 'm' is .*; it must be a finite number, from -10000 to"):
         loaded(tmp_path, row, row | {"m": value, "id": 2})
 
@@ -305,9 +299,7 @@ def test_pairs_of_equals_are_refused_with_all_their_rows(tmp_path: Path) -> None
         (TALK | {"good": json.dumps(said("u:1|a:?")).replace("?", "\\ud800")}, "its messages hold a lone surrogate"),
     ],
 )
-def test_rows_that_are_no_pair_of_texts_are_refused_by_file_and_line(
-    tmp_path: Path, row: dict[str, Any] | str, reason: str
-) -> None:
+def test_rows_that_are_no_pair_are_refused_by_line(tmp_path: Path, row: dict[str, Any] | str, reason: str) -> None:
     with pytest.raises(DataError, match=f"train.jsonl:1: {reason}"):
         loaded(tmp_path, row)
 
@@ -319,9 +311,7 @@ def test_another_worse_answer_is_another_data_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", [LETTERS, TALK], ids=["problem", "conversation"])
-def test_another_margin_is_another_data_set_and_none_is_that_of_older_checkpoints(
-    tmp_path: Path, row: dict[str, Any]
-) -> None:
+def test_another_margin_is_another_data_set_and_none_that_of_older_files(tmp_path: Path, row: dict[str, Any]) -> None:
     digests = [digest_of_prompts(loaded(tmp_path, row | {"m": margin}), "margins") for margin in (0.5, 9.0, 0, 0.5)]
     assert (len(set(digests)), digests[0]) == (3, digests[3])
     older = loaded(tmp_path, row, margin_field=None)
@@ -331,9 +321,7 @@ def test_another_margin_is_another_data_set_and_none_is_that_of_older_checkpoint
 
 
 @pytest.mark.parametrize("of", OLDER_DIGESTS[:2])
-def test_a_checkpoint_of_before_margins_or_fields_were_compared_is_resumed_where_a_template_writes_texts(
-    tmp_path: Path, of: DigestOf
-) -> None:
+def test_an_older_checkpoint_without_margins_resumes_where_templates_write(tmp_path: Path, of: DigestOf) -> None:
     row = LETTERS | {"m": 9.0}
     now = loaded(tmp_path, row, prompt_template="Q: {prompt}")
     state = {"epoch": 0, "position": 0, "num_prompts": len(now), "digest": int(digest_of_prompts(now, of)[:15], 16)}

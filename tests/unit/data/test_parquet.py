@@ -214,9 +214,7 @@ def test_it_is_a_source_of_a_mixture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("taken", [0, 7, 40])
-def test_after_reading_ahead_neither_draws_nor_states_read_files(
-    taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_reading_ahead_no_draw_reads_files(taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What reads in the event loop's thread would block it for minutes."""
     monkeypatch.setattr(pool, "_MOST_ROWS", 50)
     train = written(tmp_path / "t.parquet", made(40, values=10**6))
@@ -236,7 +234,7 @@ def test_after_reading_ahead_neither_draws_nor_states_read_files(
 
 
 @pytest.mark.parametrize("curriculum", [None, CurriculumSection(retire_above=0.9)])
-def test_no_draw_reads_files_in_its_own_thread(
+def test_no_draw_reads_files(
     curriculum: CurriculumSection | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither at an epoch's end nor where rows are passed over: it would block the event loop."""
@@ -261,9 +259,7 @@ def test_no_draw_reads_files_in_its_own_thread(
 
 
 @pytest.mark.parametrize(("large", "windows"), [(1 << 20, 16), (1 << 15, 250), (1, 1000)])
-def test_wide_rows_are_read_in_few_windows_of_an_epoch(
-    large: int, windows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wide_rows_need_few_windows(large: int, windows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reads every row group. Rows are of 4 KiB, and two are in a window in any case."""
     for name, value in (("_MOST_ROWS", 10**6), ("_WINDOW_BYTES", 1 << 13), ("_LARGE_WINDOW_BYTES", large)):
         monkeypatch.setattr(pool, name, value)
@@ -330,9 +326,7 @@ def test_a_bad_row_is_named_with_its_row_group(question: Any, answer: Any, said:
 
 
 @pytest.mark.parametrize("bad", [None, " ", b"\xff"])
-def test_many_bad_rows_are_converted_together_and_all_named(
-    bad: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_bad_rows_are_named_together(bad: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row at a time took 21 s for 50,000 of them."""
     count, converted, values_of = 2500, list[int](), parquet.values_of
     given = pa.array([bad if row % 2 else f"{row}?" for row in range(count)], pa.binary())
@@ -402,9 +396,7 @@ def test_columns_of_a_struct_are_read_and_compared_as_others(tmp_path: Path) -> 
     within = [{"of": row, "level": row["level"]} for row in rows]
     plain, nested = written(tmp_path / "p" / "t.parquet", rows), written(tmp_path / "n" / "t.parquet", within)
     fields = {"plain": ("question", "answer"), "nested": ("of.question", "of.answer")}
-    ours, theirs = (
-        ParquetRows([path], fields[name], "data.train") for name, path in (("plain", plain), ("nested", nested))
-    )
+    ours, theirs = (ParquetRows([p], fields[name], "data.train") for name, p in (("plain", plain), ("nested", nested)))
     assert theirs.are_texts()
     for texts in (1, 2):
         assert np.array_equal(ours.hashes(texts), theirs.hashes(texts))
@@ -475,7 +467,7 @@ def test_values_are_those_that_pyarrow_makes_one_by_one(seed: int) -> None:
         (pa.duration("ns"), 10**9, "0:00:01", 1, "1"),
     ],
 )
-def test_dates_that_python_has_not_are_text_and_leave_others_as_they_are(
+def test_dates_that_python_has_not_are_text(
     kind: pa.DataType, fits: int, text: str, beyond: int, its_text: str
 ) -> None:
     column = pa.array([fits, None, beyond], pa.int64() if kind != pa.date32() else pa.int32()).cast(kind)

@@ -263,9 +263,7 @@ def test_all_other_fields_of_a_row_are_the_prompts_meta(tmp_path: Path, suffix: 
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_field_of_an_object_is_named_by_a_path_and_one_of_that_whole_name_comes_first(
-    tmp_path: Path, suffix: str
-) -> None:
+def test_a_field_of_an_object_is_named_by_a_path_and_one_of_that_name_comes_first(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"rows{suffix}"
     rows = [{"extra": {"asked": "q", "deep": {"x": n}}, "judge": {"truth": "no"}, "judge.truth": "7"} for n in range(2)]
     if suffix == ".jsonl":
@@ -317,9 +315,7 @@ def test_what_json_has_not_is_null_or_text_in_meta(tmp_path: Path) -> None:
     assert load(files(table))[0][0].meta == meta
 
 
-def test_a_prompt_too_long_by_its_characters_is_never_tokenized(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_prompt_of_too_many_characters_is_never_tokenized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """20 MB would take half a minute; a tokenizer that raises shows that it is not asked."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"question": q, "answer": "a"}) + "\n" for q in ("fits", "x" * 1001)))
@@ -338,9 +334,7 @@ def test_a_prompt_too_long_by_its_characters_is_never_tokenized(
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_job_on_written_text_names_its_own_keys_of_long_prompts(
-    tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_written_text_names_keys_of_long_prompts(tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture) -> None:
     path, short = tmp_path / f"rows{suffix}", tmp_path / "short.jsonl"
     rows = [{"question": question, "answer": "a"} for question in ("fits", "x" * 30)]
     short.write_text(json.dumps({"question": "held out", "answer": "a"}) + "\n")
@@ -434,9 +428,7 @@ def dated(folder: Path, today: str) -> Pool:
 
 
 @pytest.mark.parametrize("weights", [None, {"": 1.0}])
-def test_a_run_whose_chat_template_writes_the_date_resumes_on_another_day(
-    tmp_path: Path, weights: dict[str, float] | None
-) -> None:
+def test_a_run_with_the_date_in_its_prompts_resumes_later(tmp_path: Path, weights: dict[str, float] | None) -> None:
     first = PromptStream(dated(tmp_path, "26 Nov"), seed=0, weights=weights)
     first.take(1)
     second = PromptStream(dated(tmp_path, "27 Nov"), seed=0, weights=weights)

@@ -247,7 +247,7 @@ def test_of_rows_with_text_that_is_not_utf8_each_is_named(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
-def test_answers_in_columns_of_text_are_compared_as_in_jsonl_without_an_object_a_row(
+def test_answers_in_columns_are_compared_as_in_jsonl(
     kind: pa.DataType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blanks = [chr(code) for code in range(0x3001) if chr(code).isspace()]
@@ -269,16 +269,14 @@ def test_answers_that_are_no_text_are_compared_as_in_jsonl(answers: list[Any], t
     rows = [{"q": "how many?", "good": answer} for answer in answers]
     held_out = written(tmp_path / "e.jsonl", made("answers", 1, 5))
     of_parquet, of_json = (
-        loaded("answers", written(tmp_path / f"t.{kind}", rows), held_out) for kind in ("parquet", "jsonl")
+        loaded("answers", written(tmp_path / f"t.{x}", rows), held_out) for x in ("parquet", "jsonl")
     )
     assert list(of_parquet) == list(of_json)
     assert len(of_json) == 2
 
 
 @pytest.mark.parametrize("name", ["good", "bad", "m"])
-def test_a_column_that_is_missing_is_told_once_before_rows_are_read(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_column_is_told_once_before_rows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{key: value for key, value in one.items() if key != name} for one in made("pairs of conversations", 9, 0)]
     monkeypatch.setattr(ParquetRows, "_batches", None)
     with pytest.raises(DataError, match=rf"^{tmp_path}/t\.parquet: no field '{name}'; it has "):
@@ -320,9 +318,7 @@ def test_parameters_of_tools_may_be_json_text(suffix: str, tmp_path: Path) -> No
         held_out = written(tmp_path / "e.jsonl", [{"good": talk("3", "4"), "tools": None}])
         keys = {"type": "files", "train": path, "eval": held_out, "messages_field": "good", "tools_field": "tools"}
         if number:
-            with pytest.raises(
-                DataError, match=rf"{number}\{suffix}:1: field 'tools' has a tool of parameters '.*; they"
-            ):
+            with pytest.raises(DataError, match=rf"{number}\{suffix}:1: field 'tools' has a tool of parameters '"):
                 load(FileRunData.model_validate(keys), pairs=False)
         else:
             one, other = json.loads(load(FileRunData.model_validate(keys), pairs=False)[0].text)["tools"]
@@ -331,9 +327,7 @@ def test_parameters_of_tools_may_be_json_text(suffix: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("field", ["good", "in.it"])
-def test_an_answer_that_is_messages_is_refused_and_another_list_or_object_is_none(
-    suffix: str, field: str, tmp_path: Path
-) -> None:
+def test_an_answer_of_messages_is_refused_and_other_lists_are_none(suffix: str, field: str, tmp_path: Path) -> None:
     """As TRL's files with a prompt and a completion have it, and ShareGPT's; it would be learnt as JSON."""
     held_out = written(tmp_path / "e.jsonl", [{"q": "9", "good": "9", "in": {"it": "9"}}])
     messages = talk("1", "2")[1:], talk("1", "2")[1], [{"from": "gpt", "value": "2"}]

@@ -368,9 +368,7 @@ def configured(kind: Callable[..., Any], *keys: str) -> RunConfig:
 
 
 @pytest.mark.parametrize(("kind", "said"), WRONG.items())
-def test_another_answer_than_texts_ends_the_warm_start_with_environment_and_prompt(
-    kind: Callable[..., Any], said: str
-) -> None:
+def test_another_answer_than_texts_ends_the_warm_start_with_both_names(kind: Callable[..., Any], said: str) -> None:
     config = configured(kind)
     made = made_environment(config)
     assert made is not None

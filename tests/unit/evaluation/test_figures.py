@@ -196,9 +196,7 @@ def both_ends(found: Interval) -> tuple[float, float]:
         ([1.0] * 11 + [0.9, 0.9], (1.0, 1.0), (1.0, 0.2)),
     ],
 )
-def test_the_second_rule_is_the_beta_like_draws_of_a_dirichlet(
-    values: list[float], ones: tuple[float, float], zeros: tuple[float, float]
-) -> None:
+def test_the_second_is_a_dirichlet(values: list[float], ones: tuple[float, float], zeros: tuple[float, float]) -> None:
     """``ones`` and ``zeros`` are what the problem of 1 and that of 0 count, for the low end and for the high one."""
     rng = np.random.default_rng(0)
     found, whole = (both_ends(rule(values, samples=8)) for rule in (chance_interval, share_interval))
@@ -255,9 +253,7 @@ def held(
         (all_at, 2, 1, 1, 100),
     ],
 )
-def test_intervals_of_chances_hold_the_truth(
-    figure: Callable[[int, int, int], float], k: int, a: float, b: float, problems: int
-) -> None:
+def test_chances_are_held(figure: Callable[[int, int, int], float], k: int, a: float, b: float, problems: int) -> None:
     """Of a beta's rates; all of k are right in the product of (a + i) / (a + b + i), i from 0 to k - 1."""
     every = [math.prod((one + i) / (a + b + i) for i in range(k)) for one in (a, b)]
     truth = every[0] if figure is all_at else 1 - every[1]

@@ -125,9 +125,7 @@ TESTS = ("reward.parts.tests=1",)
         (TESTS, "reward.parts.tests=2", r"reward.parts.tests.weight \(1.0 and 2.0\)"),
     ],
 )
-def test_what_a_reward_names_in_other_sections_judges_too(
-    tmp_path: Path, keys: tuple[str, ...], other: str, said: str
-) -> None:
+def test_keys_that_a_reward_names_judge_too(tmp_path: Path, keys: tuple[str, ...], other: str, said: str) -> None:
     first, second = evaluated(tmp_path, *keys), evaluated(tmp_path, *keys, other)
     with pytest.raises(DataError, match=f"set one: the two were judged otherwise, by {said}, so "):
         paired_figures(first, second)
@@ -146,9 +144,7 @@ def test_of_judges_that_differ_their_own_sections_are_not_told(tmp_path: Path) -
         ((*RANKS, "eval.sets.one.reward.function=length"), "reward_models.judge.path=b"),
     ],
 )
-def test_keys_of_other_sections_that_judge_no_sample_may_differ(
-    tmp_path: Path, keys: tuple[str, ...], free: str
-) -> None:
+def test_keys_of_other_sections_that_judge_nothing_may_differ(tmp_path: Path, keys: tuple[str, ...], free: str) -> None:
     assert len(paired_figures(evaluated(tmp_path, *keys), evaluated(tmp_path, *keys, free))) == 1
 
 
@@ -241,9 +237,7 @@ def kept(folder: Path, *keys: str, errors: int = 0, **others: Any) -> list[str]:
 
 
 @OTHER_WAYS
-def test_a_set_of_other_problems_or_that_is_drawn_or_judged_otherwise_is_not_kept(
-    tmp_path: Path, keys: list[str], mark: str
-) -> None:
+def test_a_set_of_other_problems_draws_or_rewards_is_not_kept(tmp_path: Path, keys: list[str], mark: str) -> None:
     assert "one" not in kept(tmp_path, *keys, mark=mark)
 
 

@@ -161,7 +161,7 @@ def test_an_idle_stream_is_probed_on_both_sides() -> None:
                     assert idle + between * count == 60
 
 
-def test_a_rank_tries_again_until_the_controller_has_time_or_has_ended(
+def test_a_rank_tries_again_until_it_is_served(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And says why, each reason once."""
@@ -185,9 +185,7 @@ def test_a_rank_tries_again_until_the_controller_has_time_or_has_ended(
 
 
 @pytest.mark.parametrize(("number", "tries"), [(errno.EHOSTUNREACH, 2), (errno.ENETUNREACH, 2), (errno.EACCES, 1)])
-def test_a_rank_tries_again_where_its_nodes_network_is_late(
-    number: int, tries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_tries_again_where_its_network_is_late(number: int, tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     refusals = [OSError(number, "no way"), ConnectionRefusedError("no way")]
 
     def refused(*_: object, **__: object) -> socket.socket:

@@ -113,9 +113,7 @@ async def test_models_release_their_memory_before_a_push_and_servers_before_mode
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-async def test_models_that_are_loaded_at_the_start_leave_the_gpus_before_the_first_sample(
-    tmp_path: Path, *, fresh: bool
-) -> None:
+async def test_models_loaded_at_the_start_leave_the_gpus_before_sampling(tmp_path: Path, *, fresh: bool) -> None:
     """They are loaded after a push, which has woken servers; the reference also on a resume."""
     heard: list[str] = []
     groups = {r: cast(WorkerGroup, Ranks(r, heard)) for r in ("policy", "critic", "reference")}
@@ -249,9 +247,7 @@ async def answers(it: Bed) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-async def test_a_server_that_dies_while_the_learner_has_the_gpus_starts_with_the_next_push(
-    fakes: list[Fake], replicas: int
-) -> None:
+async def test_a_server_that_dies_while_learners_have_gpus_starts_with_a_push(fakes: list[Fake], replicas: int) -> None:
     """Also where it is the only one, for which the push waits."""
     async with bed(fakes[:replicas], fakes[2:], colocated=True) as it:
         await it.push(4)
@@ -329,9 +325,7 @@ def killed(place: Place) -> tuple[asyncio.Event, asyncio.Event]:
     return ending, may_end
 
 
-async def test_the_learner_waits_for_the_processes_of_a_server_that_died(
-    fakes: list[Fake], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_learner_waits_for_a_dead_server(fakes: list[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
     """Which still hold its memory; not for ever, and then it says whose."""
     async with bed(fakes[:2], fakes[2:], colocated=True) as it:
         await it.push(4)

@@ -41,9 +41,7 @@ def test_a_full_disk_names_the_file_each_time() -> None:
     full.close()
 
 
-def test_a_file_that_is_replaced_is_named_where_the_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replaced_file_is_named_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "token_hex", lambda _: "0")
     (tmp_path / ".x.0.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"No space left on device: '.*/x'"):

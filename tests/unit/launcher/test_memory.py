@@ -215,9 +215,7 @@ def test_a_role_in_a_layout_of_its_own_needs_what_it_would_beside_a_learner_of_t
     learner = footprints(*recipe("qwen3_30b_a3b", *keys, "learner.dp=16"))
     assert [m for m in mixed if m.role == "learner"] == [m for m in learner if m.role == "learner"]
     for role, sizes in layouts.items():
-        alike = footprints(
-            *recipe("qwen3_30b_a3b", *keys, *(f"learner.{key}={n}" for key, n in (plain | sizes).items()))
-        )
+        alike = footprints(*recipe("qwen3_30b_a3b", *keys, *(f"learner.{k}={n}" for k, n in (plain | sizes).items())))
         found = [m for m in mixed if m.role == role]
         assert [(m.rank, m.stage, m.terms) for m in found] == [
             (m.rank, m.stage, m.terms) for m in alike if m.role == role
@@ -474,9 +472,7 @@ def test_servers_that_leave_the_learner_nothing_of_a_gpu_are_refused_whatever_it
 
 
 @pytest.mark.parametrize(("replicas", "here", "servers"), [(8, 8, 1), (16, 8, 2), (2, 6, 0), (2, 8, 0), (8, None, 0)])
-def test_a_server_on_a_gpu_of_a_separate_role_takes_its_part_of_it(
-    replicas: int, here: int | None, servers: int
-) -> None:
+def test_a_server_on_a_gpu_of_a_separate_role_takes_its_part(replicas: int, here: int | None, servers: int) -> None:
     """The critic's two ranks are the fullest, on GPUs 4 and 5 of one machine. In turns they keep all but
     activations there."""
     keys = ("algorithm=ppo", "roles.critic=separate", "learner.dp=4", "learner.ep=4", "learner.tp=1", "learner.pp=1")

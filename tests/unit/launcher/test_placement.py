@@ -108,15 +108,8 @@ def test_both_numbers_and_the_change_are_told() -> None:
 def test_a_person_sees_nodes_and_groups() -> None:
     text = place(ParallelDims(tp=8, ep=16, dp=16), [f"n{i}" for i in range(16)], 8).describe()
     assert text.splitlines() == [
-        "128 ranks on 16 nodes, 8 on each",
-        "  n0: ranks 0-7",
-        "  n1: ranks 8-15",
-        "  ...",
-        "  n15: ranks 120-127",
-        "  tp=8: inside a node",
-        "  dp=16: across 16 nodes",
-        "  ep=16: across 2 nodes",
-        "  edp=8: across 8 nodes",
+        *("128 ranks on 16 nodes, 8 on each", "  n0: ranks 0-7", "  n1: ranks 8-15", "  ...", "  n15: ranks 120-127"),
+        *("  tp=8: inside a node", "  dp=16: across 16 nodes", "  ep=16: across 2 nodes", "  edp=8: across 8 nodes"),
     ]
 
 
@@ -131,9 +124,7 @@ def test_a_domain_of_nvlink_may_hold_a_tensor_parallel_group() -> None:
 
 
 @given(replicas=st.integers(1, 20), tp=st.sampled_from([1, 2, 3, 4, 8]), count=st.integers(1, 5), shared=st.booleans())
-def test_servers_stay_inside_a_node_and_do_not_meet_on_gpus_of_their_own(
-    replicas: int, tp: int, count: int, shared: bool
-) -> None:
+def test_servers_stay_inside_a_node_and_meet_on_no_own_gpus(replicas: int, tp: int, count: int, shared: bool) -> None:
     section, nodes = ServerSection(replicas=replicas, tp=tp), [f"n{i}" for i in range(count)]
     fits = -(-replicas // count) * tp <= 8
     try:
@@ -160,7 +151,7 @@ def test_servers_stay_inside_a_node_and_do_not_meet_on_gpus_of_their_own(
     given_nodes=st.sampled_from([None, 1, 2, 3]),
     count=st.integers(1, 6),
 )
-def test_servers_on_several_nodes_have_neighbouring_nodes_and_gpus_of_their_own(
+def test_servers_on_several_nodes_are_neighbours(
     replicas: int, tp: int, pp: int, dp: int, given_nodes: int | None, count: int
 ) -> None:
     section = ServerSection(replicas=replicas, tp=tp, pp=pp, dp=dp, nodes=given_nodes)
@@ -211,9 +202,7 @@ def test_servers_that_do_not_fit_nodes_are_told(keys: dict[str, int], said: str)
         ("train", {"steps": 7, "learning_rate": 1e-5}, ""),
     ],
 )
-def test_a_layout_names_the_keys_that_change_a_steps_cost_alone(
-    section: str, keys: dict[str, object], text: str
-) -> None:
+def test_a_layout_names_only_keys_that_change_a_steps_cost(section: str, keys: dict[str, object], text: str) -> None:
     assert layout_said(RunConfig.model_validate({section: keys})) == f"learner dp=1{text}"
 
 
@@ -310,13 +299,8 @@ def test_the_step_has_a_task_a_node_in_its_container(keys: tuple[str, ...], expe
 def test_every_role_is_placed_before_the_job_is_sent() -> None:
     text = submit.checked(config_of(*CASES["heterogeneous"], "algorithm=ppo")).describe()
     assert text.splitlines() == [
-        "16 ranks on 2 nodes, 8 on each",
-        "  node 0: ranks 0-7",
-        "  node 1: ranks 8-15",
-        "  tp=4: inside a node",
-        "  dp=4: across 2 nodes",
-        "  ep=8: inside a node",
-        "  edp=2: across 2 nodes",
+        *("16 ranks on 2 nodes, 8 on each", "  node 0: ranks 0-7", "  node 1: ranks 8-15", "  tp=4: inside a node"),
+        *("  dp=4: across 2 nodes", "  ep=8: inside a node", "  edp=2: across 2 nodes"),
         "in every rank beside the policy: critic",
         *(f"engine {i}: node {2 + i}, GPUs 0-3" for i in range(4)),
     ]
@@ -361,9 +345,7 @@ def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path, heterogeneo
     assert "--nodelist=e1" in server
 
 
-def test_a_name_without_an_address_is_asked_for_again_and_told_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_without_an_address_is_asked_for_again_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clouds name a node that they have just made after Slurm has started the job on it."""
     allocation = Allocation(
         id="7", restart=0, here="a1", nodes=("a1", "a2"), engine_nodes=("b1",), heterogeneous=False, folder=tmp_path

@@ -146,9 +146,7 @@ def test_the_path_in_a_file_is_the_model_as_on_the_command_line(said: Said, tmp_
     assert "the model's sizes are not known; set model.path or model.name" in planned(name=None, status=1)
 
 
-def test_numbers_of_16_stages_are_whole_in_80_columns(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_16_stages_are_whole_in_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("deepseek_v3_colocated", ["model.path=/given"])
     found = footprints(config, shape := NAMED["deepseek-v3"])
     most = [max(one.total for one in found if one.stage == stage) for stage in range(16)]
@@ -224,12 +222,7 @@ def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 def test_the_best_layout_comes_with_terms_and_the_others_with_reasons(printed: Said) -> None:
     text = printed("deepseek-v3", "gpus=512", "gpu=h100", "--explain", "all-to-all")
     for words in (
-        "seconds of a step",
-        "training, by term",
-        "GB on the fullest GPU",
-        "experts",
-        "optimizer",
-        "rejected: ",
+        *("seconds of a step", "training, by term", "GB on the fullest GPU", "experts", "optimizer", "rejected: "),
     ):
         assert words in text
     assert "tokens/s, " in text

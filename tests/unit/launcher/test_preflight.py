@@ -55,9 +55,7 @@ def test_epochs_of_a_mixture_are_noted(name: str, what: str) -> None:
     sources, section = ["data=mixture", "data.sources.one.type=arithmetic"], name.removesuffix("_tiny")
     for more, noted in (((), False), (("data.sources.other.type=arithmetic", "data.sources.other.digits=3"), True)):
         config = load_config(name, [*sources, *more, f"{section}.epochs=2"])
-        said = (
-            f"{section}.epochs=2 counts the {what} of all sources, and each source is drawn by its data.sources.<name>."
-        )
+        said = f"{section}.epochs=2 counts the {what} of all sources, and each source is drawn by its data.source"
         assert any(text.startswith(said) for text in preflight(config).texts("note")) == noted
 
 
@@ -174,7 +172,7 @@ OTHER = [{"role": "user", "content": "another 1"}, {"role": "assistant", "conten
         ),
     ],
 )
-def test_what_a_job_or_the_chat_template_refuses_is_found_before_the_run(
+def test_refused_rows_are_found_early(
     tmp_path: Path, name: str, row: dict[str, object], template: str | None, said: str
 ) -> None:
     """As when rows are made, where a run would end at the step that draws one; not where such rows are left out."""
@@ -213,9 +211,7 @@ def test_what_a_job_or_the_chat_template_refuses_is_found_before_the_run(
         ("tiny_cpu", "eval.sets.own.data", "chat_template=true", ()),
     ],
 )
-def test_data_that_only_a_chat_template_shows_is_refused_without_one(
-    tmp_path: Path, name: str, key: str, given: str, more: tuple[str, ...]
-) -> None:
+def test_data_needs_its_chat_template(tmp_path: Path, name: str, key: str, given: str, more: tuple[str, ...]) -> None:
     model = model_folder(tmp_path / "model", QWEN3)
     splits = ("train", "eval") if key == "data" else ("eval",)
     rows = [f"{key}.{split}={data_file(tmp_path / split)}" for split in splits]
@@ -227,9 +223,7 @@ def test_data_that_only_a_chat_template_shows_is_refused_without_one(
 
 
 @pytest.mark.parametrize(("name", "more"), [("sft_tiny", ()), ("dpo_tiny", PAIRED), ("reward_tiny", PAIRED)])
-def test_conversations_are_refused_where_the_generated_models_template_ends_no_turn(
-    tmp_path: Path, name: str, more: tuple[str, ...]
-) -> None:
+def test_conversations_need_a_template_that_ends_turns(tmp_path: Path, name: str, more: tuple[str, ...]) -> None:
     """A reward model reads whole conversations, so that its template needs to end none."""
     rows = [f"data.{split}={data_file(tmp_path / split)}" for split in ("train", "eval")]
     config = load_config(name, ["data.type=files", "data.messages_field=talk", *rows, *more])
@@ -279,7 +273,7 @@ def test_conversations_are_read_through_while_processes_start(tmp_path: Path, na
 
 
 @pytest.mark.parametrize(("name", "more"), [("sft_tiny", ()), ("dpo_tiny", PAIRED)])
-def test_learned_answers_end_with_a_token_that_ends_sampling(
+def test_learned_answers_end_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, more: tuple[str, ...]
 ) -> None:
     """As a conversation's turns must, and as Kimi's folders do not by the tokenizer's eos_token."""
@@ -300,9 +294,7 @@ def test_learned_answers_end_with_a_token_that_ends_sampling(
     assert "learned answers end with '<pad>': the tokenizer's eos_token, '<eos>', is none of the tokens" in caplog.text
 
 
-def test_learned_answers_of_chats_end_as_the_chat_template_ends_a_turn(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_learned_answers_of_chats_end_as_the_template_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Engines stop at either token: GLM's chats end with <|user|>, and its eos_token ends a text."""
     model, none, tokenizer = (
         model_folder(tmp_path / "m", {**QWEN3, "vocab_size": 259}),
@@ -330,15 +322,11 @@ def test_learned_answers_of_chats_end_as_the_chat_template_ends_a_turn(
     assert ends == {"plain": 257, "chats": 256}
     with pytest.raises(DataError, match=r"^prompt '.*': its answer spells a token that ends sampling \(id 256\)"):
         job.units_of([replace(data.train[0], answer="2<pad>")])
-    assert (
-        "learned answers end with '<pad>': the tokenizer's eos_token, '<eos>', is not what ends a turn" in caplog.text
-    )
+    assert "learned answers end with '<pad>': the tokenizer's eos_token, '<eos>', is not what ends" in caplog.text
 
 
 @pytest.mark.parametrize(("name", "more", "rows"), [("sft_tiny", (), 1), ("dpo_tiny", PAIRED, 2)])
-def test_a_job_knows_of_the_rows_that_were_too_long_as_files_were_read(
-    tmp_path: Path, name: str, more: tuple[str, ...], rows: int
-) -> None:
+def test_a_job_knows_of_rows_that_were_too_long(tmp_path: Path, name: str, more: tuple[str, ...], rows: int) -> None:
     model, none = model_folder(tmp_path / "model", {**QWEN3, "vocab_size": 259}), cast(Any, None)
     byte_tokenizer().save_pretrained(model)
     for split, questions in (("train", ("1", "2" * 99, "3")), ("eval", ("4",))):
@@ -357,9 +345,7 @@ def test_a_job_knows_of_the_rows_that_were_too_long_as_files_were_read(
 
 @pytest.mark.parametrize("form", ["problems", "conversations"])
 @pytest.mark.parametrize(("name", "more"), [("sft_tiny", ()), ("dpo_tiny", PAIRED), ("reward_tiny", PAIRED)])
-def test_a_token_without_a_row_of_the_embedding_ends_the_run(
-    tmp_path: Path, name: str, more: tuple[str, ...], form: str
-) -> None:
+def test_a_token_without_an_embedding_ends_the_run(tmp_path: Path, name: str, more: tuple[str, ...], form: str) -> None:
     """No engine is there that would refuse it, and the learner would read zeros for it."""
     tokenizer, none = byte_tokenizer(), cast(Any, None)
     tokenizer.add_tokens(["<new>"])
@@ -425,9 +411,7 @@ def test_a_token_without_a_row_of_the_embedding_ends_the_run(
         (1024, 64, None),
     ],
 )
-def test_trajectories_that_wait_for_servers_or_servers_for_them_are_noted(
-    most: int, groups: int, said: str | None
-) -> None:
+def test_trajectories_that_wait_for_servers_or_the_reverse_are_noted(most: int, groups: int, said: str | None) -> None:
     served = ("rollout=vllm", "rollout.server.addresses=http://a:1", f"rollout.server.concurrency={groups}")
     sizes = ("rollout.prompts_per_step=8", "rollout.group_size=4", f"environment.concurrency={most}")
     config = load_config("calculator", [*served, *sizes])
@@ -451,9 +435,7 @@ def test_trajectories_that_wait_for_servers_or_servers_for_them_are_noted(
         (("algorithm=grpo", "train.max_staleness=2", "train.epochs=2"), []),
     ],
 )
-def test_an_objective_without_a_ratio_on_samples_of_an_older_policy_is_noted(
-    more: tuple[str, ...], noted: list[str]
-) -> None:
+def test_an_objective_without_a_ratio_on_older_samples_is_noted(more: tuple[str, ...], noted: list[str]) -> None:
     found = batches.check(Subject(load_config("tiny_cpu", list(more)), False))
     texts = [one.text for one in found if one.text.startswith("algorithm.objective=reinforce has no ratio")]
     assert [given for text, given in zip(texts, noted, strict=True) if given not in text] == []
@@ -526,7 +508,7 @@ def test_an_objective_of_a_package_that_is_not_there_is_found_before_ranks_start
         ("plainly.deep.mod:norm", None),
     ],
 )
-def test_a_name_that_is_not_in_its_module_is_found_without_an_import(
+def test_missing_names_need_no_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, said: str | None
 ) -> None:
     texts = {

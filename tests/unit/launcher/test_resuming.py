@@ -216,7 +216,7 @@ def test_a_key_that_this_version_lacks_was_off(
         ("sft", (), ("batch_size=2",), ("batch_size: 64 then, 2 now",)),
     ],
 )
-def test_what_is_done_with_longer_and_refused_rows_may_change_where_none_was_seen(
+def test_longer_and_refused_rows_may_change(
     job: str, then: tuple[str, ...], now: tuple[str, ...], refused: tuple[str, ...], tmp_path: Path
 ) -> None:
     """As the error of the first such row advises."""
@@ -244,7 +244,7 @@ def test_what_is_done_with_longer_and_refused_rows_may_change_where_none_was_see
         (("rollout.on_long_prompt=drop",), (), "on_long_prompt: 'drop' then, 'fail' now"),
     ],
 )
-def test_what_is_done_with_longer_prompts_may_change_where_none_was_drawn(
+def test_longer_prompts_may_change(
     then: tuple[str, ...], now: tuple[str, ...], refused: str | None, tmp_path: Path
 ) -> None:
     """As the error of the first such prompt, drawn from a parquet file, advises."""
@@ -276,9 +276,7 @@ KL = ("tiny_cpu", "algorithm.kl.coefficient=0.1", "warm_start.steps=0")
         (("sft_tiny",), None),
     ],
 )
-def test_a_frozen_reference_that_is_gone_is_named_before_ranks_start(
-    keys: tuple[str, ...], said: str | None, tmp_path: Path
-) -> None:
+def test_a_lost_reference_is_named_before_ranks_start(keys: tuple[str, ...], said: str | None, tmp_path: Path) -> None:
     config = load_config(keys[0], list(keys[1:]))
     run = run_of(tmp_path, config)
     if said is not None:
@@ -303,12 +301,12 @@ def test_a_warm_start_that_was_stopped_has_kept_no_reference_yet(tmp_path: Path)
         (("url=http://127.0.0.1:1",), (), "url: 'http://127.0.0.1:1' then, not there now"),
     ],
 )
-def test_options_of_an_environment_are_those_that_it_was_trained_with(
+def test_options_of_an_environment_are_fixed(
     then: tuple[str, ...], now: tuple[str, ...], said: str, tmp_path: Path
 ) -> None:
     keys = ["environment.function=calculator", "environment.template=plain", "warm_start.steps=0"]
     first, second = (
-        load_config("tiny_cpu", [*keys, *(f"environment.options.{one}" for one in some)]) for some in (then, now)
+        load_config("tiny_cpu", [*keys, *(f"environment.options.{x}" for x in one)]) for one in (then, now)
     )
     run = run_of(tmp_path, first)
     find(first, run)
@@ -318,9 +316,7 @@ def test_options_of_an_environment_are_those_that_it_was_trained_with(
 
 
 @pytest.mark.parametrize("above", ["data.", "data.sources.math."])
-def test_keys_of_sections_of_another_kind_that_an_older_version_lacked_had_their_defaults(
-    tmp_path: Path, above: str
-) -> None:
+def test_keys_of_another_kind_that_an_older_version_lacked_had_their_defaults(tmp_path: Path, above: str) -> None:
     kind = ["data.type=mixture"] if "sources" in above else []
     files = [*kind, *(f"{above}{key}" for key in ("type=files", "train=a.jsonl", "eval=b.jsonl"))]
     now = load_config("gsm8k_tiny" if not kind else "tiny_cpu", files)
@@ -371,7 +367,7 @@ def test_fewer_steps_than_are_made_are_refused(tmp_path: Path) -> None:
     find(epochs.model_copy(update={"train": fewer.train}), run_of(tmp_path / "epochs", epochs))
 
 
-def test_a_check_of_a_resume_refuses_what_the_resume_would(
+def test_checks_refuse_as_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -381,7 +377,7 @@ def test_a_check_of_a_resume_refuses_what_the_resume_would(
         assert said in capsys.readouterr().err
 
 
-def test_a_copied_or_moved_folder_is_no_longer_the_run_that_its_config_names(
+def test_a_copied_folder_is_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Until an override does: a resume would go on in the other folder, whose checkpoints it would remove."""
@@ -552,7 +548,7 @@ async def test_nothing_is_written_where_the_runs_folder_was(tmp_path: Path, othe
         assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "hf_step_000001", "lock"]
 
 
-def test_no_writer_begins_the_folder_anew_that_was_moved(
+def test_no_writer_begins_it_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first row, or the first stack, began a run's folder again at its old path, and the run went on there."""

@@ -119,9 +119,7 @@ class Lengths:
 
 
 @pytest.mark.parametrize("chat", ["true", "false"])
-def test_a_text_longer_than_a_micro_batch_is_cut_and_the_log_says_so_once(
-    judge: Path, chat: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_text_longer_than_a_micro_batch_is_cut(judge: Path, chat: str, caplog: pytest.LogCaptureFixture) -> None:
     """By what a chat template adds, here, or by a tokenizer unlike the policy's."""
     config = loaded(*JUDGE, f"reward_models.judge.path={judge}", f"reward.model.chat_template={chat}")
     models = RewardModels(config.reward_models)
@@ -228,7 +226,7 @@ def test_a_reference_that_can_score_is_taken(folders: dict[str, Path], reference
         ("large vocabulary", "wide", (OWN_RANKS,), "has 259 tokens, fewer than the policy's 300"),
     ],
 )
-def test_a_reference_that_cannot_score_is_refused(
+def test_bad_references(
     folders: dict[str, Path], policy: str, reference: str, more: tuple[str, ...], said: str
 ) -> None:
     (problem,) = refusals(config_of(folders, reference, *more, policy=policy))
@@ -237,7 +235,7 @@ def test_a_reference_that_cannot_score_is_refused(
 
 
 @pytest.mark.parametrize(("positions", "taken"), [(21, False), (22, False), (23, True)])
-def test_a_served_teacher_has_room_for_a_token_behind_the_longest_text(
+def test_a_served_teacher_has_room_for_one_more(
     folders: dict[str, Path], tmp_path: Path, positions: int, taken: bool
 ) -> None:
     """Servers score no text without making one, and the longest has 22 tokens."""
@@ -367,7 +365,7 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("where", ["run", "torn", "alone"])
-def test_a_converted_reward_model_has_its_runs_template_variables_or_a_note_says_why_not(
+def test_a_converted_reward_model_has_its_variables(
     where: str, reward_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shards, hf, out = tmp_path / "rm" / "checkpoints" / "step_000001" / "learner", reward_model / "hf", tmp_path / "out"
@@ -386,7 +384,7 @@ def test_a_converted_reward_model_has_its_runs_template_variables_or_a_note_says
     assert why.get(where, "") in said
 
 
-def test_a_reward_models_shards_are_converted_and_verified_with_the_model_that_training_began_from(
+def test_a_reward_models_shards_are_converted_and_verified(
     reward_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shards, out = reward_model / "shards", tmp_path / "out"

@@ -201,7 +201,7 @@ def test_a_run_of_many_steps_is_counted_in_the_room_of_a_row() -> None:
     assert taken[2] - taken[1] < 50 * len(json.dumps(row))
 
 
-def test_a_run_that_waits_has_spent_nothing_and_its_report_says_that_no_step_is_there(
+def test_a_waiting_run_has_spent_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     save_resolved(load_config("tiny_cpu", []), tmp_path / "config.yaml")
@@ -213,7 +213,7 @@ def test_a_run_that_waits_has_spent_nothing_and_its_report_says_that_no_step_is_
 
 
 @pytest.mark.parametrize("by", [None, "SIGTERM"])
-def test_a_report_is_made_beside_the_loop_and_ends_once_nobody_waits_for_it(
+def test_a_report_is_made_beside_the_loop(
     by: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As after a second Ctrl-C, or a signal: Python waits for the threads of a loop that ends."""
@@ -288,9 +288,7 @@ async def test_it_is_written_with_the_steps_of_now_and_says_when_it_is_again(tmp
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
-async def test_the_loop_goes_on_meanwhile_and_no_thread_writes_after_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_loop_runs_and_nothing_writes_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, ended = threading.Event(), list[str]()
 
     def slow(folders: list[Path], out: Path, left_out: Any, *, costs: Any, again: float) -> None:

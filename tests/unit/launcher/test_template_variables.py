@@ -141,9 +141,7 @@ def _refused(keys: list[str]) -> ConfigError | None:
 
 @pytest.mark.parametrize("vocabulary", ["tokenizer.json", "tiktoken.model"])
 @pytest.mark.parametrize("kind", ["kimi_k2", "kimi_k25"])  # transformers knows the second
-def test_a_tokenizer_that_is_code_of_the_folder_is_refused(
-    model: Path, vocabulary: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokenizers_of_code_refused(model: Path, vocabulary: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where the user would say yes. tiktoken.model alone is refused even where transformers could read it, as
     another model's."""
     monkeypatch.setattr("builtins.input", lambda _: pytest.fail("transformers asked whether to run code"))
@@ -154,9 +152,7 @@ def test_a_tokenizer_that_is_code_of_the_folder_is_refused(
     path.write_text(json.dumps(told | {"auto_map": code}))
     (model / "tokenization_kimi.py").write_text("raise SystemExit('it was run')")
     if (kind, vocabulary) != ("kimi_k25", "tokenizer.json"):
-        with pytest.raises(
-            ConfigError, match=r"never run: save its tokenizer as tokenizer\.json, and leave auto_map out"
-        ):
+        with pytest.raises(ConfigError, match=r"never run: save its tokenizer as tokenizer\.json, and leave auto_map"):
             read_tokenizer(model, {})
     (model / vocabulary).rename(model / "tokenizer.json")
     path.write_text(json.dumps(told))
@@ -166,10 +162,7 @@ def test_a_tokenizer_that_is_code_of_the_folder_is_refused(
 # The source of trajectories as a run builds it: a chat template's rows, and what the run says of the template.
 
 KEYS = (
-    "environment.template=chat",
-    "environment.max_turns=2",
-    "rollout.group_size=2",
-    "warm_start.steps=0",
+    *("environment.template=chat", "environment.max_turns=2", "rollout.group_size=2", "warm_start.steps=0"),
     "rollout.max_prompt_tokens=40",
 )
 TALKS = EnvironmentMaker(Talks)

@@ -297,7 +297,7 @@ def test_groups_with_fewer_experts_than_are_summed_are_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "fused"), [({"cp": 2}, False), ({"cp": 1}, True), ({"cp": 2, "dtype": "bfloat16"}, True)]
 )
-def test_auto_takes_transformer_engines_where_they_have_an_attention_kernel(
+def test_auto_takes_the_fused_where_it_can(
     given: dict[str, object], fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # it is installed

@@ -92,9 +92,7 @@ def played(name: str, engine: LocalEngine, thinking: Any) -> tuple[Chain, ...]:
 
 
 @pytest.mark.parametrize("thinking", ["template", "keep"])
-def test_the_learner_scores_sampled_tokens_of_conversations_with_tools_as_the_engine_did(
-    thinking: str, engine: LocalEngine, learner: RankModels
-) -> None:
+def test_learner_and_engine_score_alike(thinking: str, engine: LocalEngine, learner: RankModels) -> None:
     groups = []
     for name in FAMILIES:
         prompt = Prompt(id=name, text="", token_ids=(1,), answer="")

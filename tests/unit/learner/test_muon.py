@@ -127,9 +127,7 @@ def test_weights_travel_in_buckets_of_a_limited_size_and_one_dtype() -> None:
     ("degrees", "shared", "of_experts"),
     [({}, 1, 1), ({"tp": 4, "dp": 2, "ep": 8}, 2, 8), ({"pp": 2, "dp": 8, "ep": 2}, 16, 16)],
 )
-def test_the_planner_counts_the_products_of_the_iteration(
-    name: str, degrees: dict[str, int], shared: int, of_experts: int
-) -> None:
+def test_the_planner_counts_the_products(name: str, degrees: dict[str, int], shared: int, of_experts: int) -> None:
     """As torch counts them of the iteration itself, over the matrices of the checkpoint on disk; stages and
     data-parallel ranks share them out, dense ones ``shared`` ways, experts, with ``ep``, ``of_experts``."""
     layout, flops = hf_layout(NAMED[name]), {False: 0.0, True: 0.0}

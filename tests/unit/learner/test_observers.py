@@ -93,9 +93,7 @@ def samples() -> Samples:
     return sequences_of([6], input_ids=torch.arange(6), targets=torch.arange(6))
 
 
-def test_it_is_found_sees_steps_alone_and_its_number_is_in_the_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hf: Path
-) -> None:
+def test_it_sees_steps_alone_and_its_number_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hf: Path) -> None:
     install(tmp_path, monkeypatch, "my_observer", OBSERVER.replace("NAME", "observer/passes"))
     learner = policy(hf)
     for _ in range(2):

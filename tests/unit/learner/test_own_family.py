@@ -68,9 +68,7 @@ def theirs(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("role", ["learner", "reference"])
-def test_every_model_of_a_run_reads_by_the_family_and_has_its_layers(
-    role: str, place: Path, model: Any, tmp_path: Path
-) -> None:
+def test_every_model_of_a_run_reads_and_has_its_layers(role: str, place: Path, model: Any, tmp_path: Path) -> None:
     kept, threads = [*model.model.layers], torch.get_num_threads()
     for own in (False, True):
         roles = ("algorithm=ppo", "algorithm.kl.coefficient=0.1")

@@ -151,9 +151,7 @@ def held_by(rank: RankModels) -> list[Tensor]:
 @pytest.mark.parametrize(
     "keys", [(), ("learner.dtype=bfloat16",), ("learner.optimizer.name=muon",)], ids=["float32", "bfloat16", "muon"]
 )
-def test_after_a_reset_of_moments_the_next_steps_are_those_of_a_new_optimizer(
-    keys: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_after_a_reset_of_moments_steps_are_those_of_a_new_optimizer(keys: tuple[str, ...], tmp_path: Path) -> None:
     """To the bit, also where a checkpoint is between them."""
     policy, shards = make_tiny_model(TinySizes(num_layers=1), tmp_path, seed=0), tmp_path / "shards"
     with rank_of(policy, tmp_path / "run", *keys) as rank:

@@ -95,9 +95,7 @@ def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("overflow", [(0.0, 0.0), (50.0, 1.0), (1e12, 1.0)], ids=["all", "some", "none"])
-def test_every_expert_path_equals_a_loop_over_tokens(
-    uneven: bool, overflow: tuple[float, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_equal_a_loop(uneven: bool, overflow: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(4)
     residual, x = torch.randn(2, 40, 12, generator=generator)
     w13 = torch.randn(6, 2 * 5, 12, generator=generator)
@@ -142,9 +140,7 @@ def test_experts_that_have_all_the_tokens_give_what_dense_products_give(num_expe
 
 
 @pytest.mark.parametrize("block", [2, 4, 48])
-def test_ring_cache_equals_full_attention_across_wraps_moves_and_late_rows(
-    block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ring_cache_equals_full_attention_over_wraps_and_late_rows(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different ages in a ring that wraps three times, against attention over each row's own history."""
     monkeypatch.setattr(kv_cache, "BLOCK_COLUMNS", block)
     shape = ModelShape(

@@ -62,9 +62,7 @@ def test_the_warm_start_has_a_fifth_of_the_width_however_long_it_was() -> None:
         ([0.0, 12.0], "bytes", {"0", "5", "10"}, ["0", "12"]),
     ],
 )
-def test_bytes_are_in_the_unit_of_the_greatest(
-    values: list[float | None], unit: str, ticks: set[str], told: list[str]
-) -> None:
+def test_bytes_are_in_the_largest_unit(values: list[float | None], unit: str, ticks: set[str], told: list[str]) -> None:
     chart = line_chart("t", "bytes", [Series(label="a", style=0, points=_points(values))])
     assert (chart.unit, {tick.text for tick in chart.y_ticks}) == (unit, ticks)
     assert [text for *_, ((_, _, text),) in chart.hover] == told

@@ -82,9 +82,7 @@ def test_headlines_are_the_runs_figures(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("job", "last", "moved"), [("sft", 1.25, "better"), ("dpo", 1.75, "worse")])
-def test_headlines_of_a_job_on_written_text_are_what_it_records(
-    tmp_path: Path, job: str, last: float, moved: str
-) -> None:
+def test_headlines_of_a_job_on_written_text_are_its_records(tmp_path: Path, job: str, last: float, moved: str) -> None:
     folders = [a_run(tmp_path / name, steps=0, warm=0, job=job, train={"steps": 2}) for name in ("a", "b")]
     pairs = {"eval/preference_accuracy": 0.75} if job == "dpo" else {}
     for folder in folders:
@@ -534,9 +532,7 @@ def test_the_latest_samples_can_be_searched_and_a_prompt_is_there_once(tmp_path:
 
 
 @pytest.mark.parametrize("text", ["é" * 1000, "<" * 1000, "\ud800" * 1000])
-def test_samples_take_as_many_bytes_of_the_page_as_they_may(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_samples_take_their_bytes_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """The latest are there; each of these characters is six bytes of the page."""
     monkeypatch.setattr(report, "_MOST_SEARCHED", most := 200_000)
     folder = a_run(tmp_path / "a")

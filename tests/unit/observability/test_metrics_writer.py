@@ -79,9 +79,7 @@ def test_a_row_is_one_line_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "near"), [("los", "loss"), ("rewards/mean", "reward/mean"), ("seconds/trian", "seconds/train")]
 )
-def test_an_undocumented_name_is_refused_with_a_near_miss_and_writes_nothing(
-    tmp_path: Path, name: str, near: str
-) -> None:
+def test_an_undocumented_name_is_refused_with_a_near_one_and_not_written(tmp_path: Path, name: str, near: str) -> None:
     with pytest.raises(ValueError, match=f"{name}.*did you mean '{near}'"):
         MetricsWriter(tmp_path).write({**ROW, name: 1.0})
     assert not (tmp_path / "metrics.jsonl").exists()
@@ -158,9 +156,7 @@ def test_a_resume_writes_the_rows_of_a_run_that_was_never_stopped(tmp_path: Path
 
 
 @pytest.mark.parametrize("row", [WARM, {**ROW, "step": 0}, ROW])
-def test_a_row_that_is_written_again_takes_the_place_of_its_step_and_phase_alone(
-    row: dict[str, float | str], tmp_path: Path
-) -> None:
+def test_a_row_written_again_replaces_its_step_and_phase_alone(row: dict[str, float | str], tmp_path: Path) -> None:
     """Not that of the warm start at step 0, nor that of an evaluation beside the steps, whichever was first."""
     before = [{**WARM, "warm_start/step": 20}] if row is WARM else [WARM]
     beside = [] if row is WARM else [{"step": row["step"], "phase": "eval", "eval/accuracy": 0.25}]
@@ -193,7 +189,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume_and_keeps_the_warm_star
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
-def test_tensorboard_that_cannot_write_is_warned_of_once_with_its_file_and_the_run_goes_on(
+def test_tensorboard_that_cannot_write_is_warned_of_with_its_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By a limit in place of a full disk, above what metrics.jsonl has; later there is room again."""
@@ -246,10 +242,7 @@ def test_wandb_gets_the_run_its_axes_and_its_rows(tmp_path: Path, monkeypatch: p
     options = calls[0][1]
     assert isinstance(options, dict)
     assert (options["mode"], options["project"], options["name"], options["resume"]) == (
-        "offline",
-        "p",
-        "run7",
-        "allow",
+        *("offline", "p", "run7", "allow"),
     )
     assert calls[1:3] == [("warm_start/*", "warm_start/step"), ("*", "step")]
     assert calls[3] == ("log", {"warm_start/step": 40, "warm_start/loss": 1.25, "warm_start/eval/accuracy": 0.5})
@@ -266,9 +259,7 @@ def ids(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return given
 
 
-def test_wandb_has_one_run_for_each_that_starts_anew_whatever_its_folder_is_called(
-    tmp_path: Path, ids: list[str]
-) -> None:
+def test_wandb_has_one_run_for_each_that_starts_anew_whatever_its_folder(tmp_path: Path, ids: list[str]) -> None:
     for of, fresh in (("a", True), ("a", False), ("b", True), ("b", False), ("a", False), ("a", True), ("a", False)):
         MetricsWriter(made(tmp_path / of / "run"), wandb="offline", fresh=fresh).close()
     first, _, other, _, _, again, _ = ids
@@ -299,9 +290,7 @@ def test_a_resume_that_turns_wandb_on_begins_a_run_of_its_own_there(tmp_path: Pa
     assert len({first, other, "run"}) == 3
 
 
-def test_a_resume_of_a_run_that_wandb_has_without_an_id_goes_on_under_its_folders_name(
-    tmp_path: Path, ids: list[str]
-) -> None:
+def test_a_resume_of_a_run_that_wandb_has_without_id_keeps_its_folders_name(tmp_path: Path, ids: list[str]) -> None:
     (tmp_path / "run" / "wandb").mkdir(parents=True)
     for _ in range(2):
         MetricsWriter(tmp_path / "run", wandb="offline", fresh=False).close()
@@ -367,7 +356,7 @@ def test_wandb_has_so_much_time_for_each_call_and_is_then_left(
     assert torn_down.wait(30)
 
 
-def test_wandb_that_has_not_begun_at_a_runs_end_has_no_more_time_than_for_its_last_rows(
+def test_a_late_wandb_has_little_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As of a run that is stopped before its first row, to which a time limit leaves half a minute."""
@@ -418,7 +407,7 @@ def test_rows_of_any_names_are_read_back_as_numbers_and_none() -> None:
 
 
 @pytest.mark.parametrize(("beside", "rate"), [(False, 600.0 / 2), (True, 600.0 / 10)])
-def test_what_goes_on_beside_other_phases_has_the_seconds_of_the_step(
+def test_what_other_phases_do_not_stop_has_the_steps_seconds(
     monkeypatch: pytest.MonkeyPatch, beside: bool, rate: float
 ) -> None:
     times = iter([0, 1, 3, 10])  # the start, the phase, the row

@@ -45,9 +45,7 @@ from rl_megatron.observability.samples import (
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Span
 
 
-def test_who_waits_for_a_thread_that_writes_the_log_waits_for_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_for_the_logs_thread_waits_for_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The handler's lock is another thread's as long as the disk does not answer."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     with run_log(tmp_path, role="controller"):
@@ -67,7 +65,7 @@ def test_who_waits_for_a_thread_that_writes_the_log_waits_for_its_file(
         assert waits.ident not in in_hand()
 
 
-def test_the_log_names_role_and_rank_and_only_our_warnings_reach_stderr(
+def test_our_warnings_reach_stderr(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's would keep what no worker of it can send on
@@ -184,9 +182,7 @@ def test_a_row_that_is_written_again_is_of_the_process_that_made_the_step(tmp_pa
     assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "phase": "rl", **before, "eval/accuracy": 0.5}]
 
 
-async def test_the_loop_turns_while_rows_are_written_and_they_keep_their_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_loop_turns_and_written_rows_keep_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a disk that answers only once the loop has gone on; a caller that is cancelled leaves no part of a row."""
     synced, fsync = threading.Event(), os.fsync
 
@@ -308,9 +304,7 @@ def test_truncation_by_another_field_removes_rows_without_it(tmp_path: Path) -> 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 70_000)), max_size=12), st.integers(-1, 14))
 @settings(deadline=None, max_examples=60)
-def test_truncation_keeps_every_row_that_is_due_in_the_order_of_the_file(
-    given_rows: list[tuple[int, bool, int]], last: int
-) -> None:
+def test_truncation_keeps_every_due_row_in_the_files_order(given_rows: list[tuple[int, bool, int]], last: int) -> None:
     """Steps ascend by 0 .. 3; a row that is late has a step of any before it."""
 
     def is_late(row: Mapping[str, object]) -> bool:
@@ -463,9 +457,7 @@ def test_the_panel_says_that_no_group_teaches() -> None:
     ],
 )
 @pytest.mark.parametrize("mode", ["live", "plain"])
-def test_groups_of_equal_rewards_that_teach_are_not_said_to_teach_nothing(
-    keys: list[str], said: bool, mode: Literal["live", "plain"]
-) -> None:
+def test_groups_of_equal_rewards_may_teach(keys: list[str], said: bool, mode: Literal["live", "plain"]) -> None:
     console, file = _console(terminal=mode == "live")
     section = load_config("tiny_cpu", keys).algorithm
     with Progress(10, mode, console=console, needs_differences=section.needs_differences) as progress:

@@ -64,9 +64,7 @@ def test_a_clock_that_was_set_counts_from_then_on() -> None:
     assert (clock.offset, clock.bound) == pytest.approx((60_000 * MS, MS), abs=DRIFT * 3 * MS)
 
 
-def test_a_ranks_calls_have_their_parts_inside_and_are_put_on_the_controllers_clock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_ranks_calls_have_their_parts_inside_on_the_controllers_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank's clock runs 5 s before ours; each message takes 2 ms."""
     spans.taken()
     at = 5_000 * MS
@@ -346,9 +344,7 @@ def test_ten_thousand_steps_are_bounded_in_memory_and_on_disk(tmp_path: Path) ->
     assert {event.end - event.begin for event in steps} <= {1000, 1001}
 
 
-def test_a_disk_that_refuses_is_warned_of_once_and_ends_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_is_warned_of_once_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "trace.json").mkdir()  # which can be neither replaced by a file nor written
     (tmp_path / "trace_before.json").write_text("")
     timeline = Timeline(tmp_path)
@@ -359,9 +355,7 @@ def test_a_disk_that_refuses_is_warned_of_once_and_ends_nothing(
 
 
 @pytest.mark.parametrize("in_thread", [True, False])
-def test_a_fault_of_our_own_is_warned_of_and_ends_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, in_thread: bool
-) -> None:
+def test_our_own_fault_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture, in_thread: bool) -> None:
     """What a span says must be JSON; here it is not, in what a thread writes or in what is left for the end."""
     timeline = Timeline(tmp_path)
     spans.keep(spans.PHASES, "train", 1, 2, cast(Any, {"of": object()}))

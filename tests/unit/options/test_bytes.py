@@ -158,9 +158,7 @@ def computing(shape: ModelShape) -> Compute:
 
 @pytest.mark.parametrize(("width", "etp"), [(32, 1), (12, 1), (20, 1), (24, 1), (24, 2), (88, 2), (96, 2)])
 @pytest.mark.parametrize("generation", [8, 9, 10, 12])
-def test_what_is_planned_is_what_the_learner_does(
-    width: int, etp: int, generation: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_learner_does_as_planned(width: int, etp: int, generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Hopper and Blackwell; torch has no kernel for others."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
     rows: Any = MagicMock(is_cuda=True, dtype=torch.bfloat16, __len__=lambda self: 5)
@@ -311,9 +309,7 @@ LAYERS = ((3,), (1, 1), (2, 1), (1, 2), (1, 4, 2), (5, 1, 1, 2))
 
 @pytest.mark.parametrize("sizes", LAYERS)
 @pytest.mark.parametrize("pp", [2, 3, 8])
-def test_as_many_are_in_flight_as_megatrons_schedule_has(
-    pp: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_are_in_flight_as_megatrons(pp: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 

@@ -59,9 +59,7 @@ def ids_of(text: str, last: int = 12) -> list[int]:
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 32])
-def test_batches_give_what_each_text_alone_gives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int
-) -> None:
+def test_batches_give_what_each_text_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
     monkeypatch.setattr(in_process, "_BATCH_SIZE", batch_size)
     folder = make(tmp_path, num_labels=1, pad_token_id=0)
     wanted = expected(folder, [ids_of(PROMPT.text + text) for text in TEXTS])[:, 0]
@@ -80,7 +78,7 @@ def test_without_padding_in_its_config_a_text_is_read_at_its_last_token(tmp_path
     torch.testing.assert_close(torch.tensor(score(folder)), wanted)
 
 
-async def test_a_group_that_is_given_up_ends_with_its_batch_and_none_is_computed_beside_it(
+async def test_a_group_that_is_given_up_ends_with_its_batch_and_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without padding in its config each batch chooses one, which transformers reads at the end of a forward pass."""

@@ -133,9 +133,7 @@ def test_an_answer_that_is_too_long_is_tried_again_on_a_status_that_may_pass(ser
         (200, b" " * (1 << 20) + b"{}", "longer than 1048576 bytes"),
     ],
 )
-def test_a_bad_answer_is_named_and_not_asked_for_again(
-    server: Server, status: int, answer: bytes, message: str
-) -> None:
+def test_a_bad_answer_is_named_and_not_asked_again(server: Server, status: int, answer: bytes, message: str) -> None:
     server.answer = lambda body, number: (status, answer)
     with pytest.raises(RewardError, match=f"127.0.0.1.*'train:7'.*{message}"):
         score(server.url, "a")
