@@ -36,8 +36,7 @@ def named(test: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A mutant, the test that is recorded to kill it, and its room. ``thorough``: with all imported again, and the whole
-    of its tests.
+    """A mutant, the test recorded to kill it, and its room. ``thorough``: all is imported again, for all its tests.
 
     ``confirm``: a test kills it only if it also fails when it runs alone, so that a record names no flaky one.
     """
