@@ -1,14 +1,15 @@
-"""Faults of a cluster on a real Slurm: whatever happens to a job, no step is lost or repeated, to the bit."""
+"""Jobs on a real Slurm: whatever happens to one, no step is lost or repeated; ``--smoke``, hangs, and Ray's actors."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 
 import pytest
 
-from tests.cluster.jobs import STEPS, Cluster, Job, Record, read_record
+from tests.cluster.jobs import STEPS, TINY, Cluster, Job, Record, read_record
 from tests.exposure import check_secrets, check_sockets
 
 TWO = ("slurm.nodes=2",)
@@ -197,3 +198,79 @@ def test_what_can_never_run_is_not_sent(cluster: Cluster) -> None:
         assert "error: sbatch --test-only" in text, text
         assert not (cluster.work / "runs" / "never").exists()
     assert "never" not in cluster.call("squeue", "-h", "-o", "%j")
+
+
+# Ranks that hang on a real Slurm: the job ends with the reason, and all stacks are in the run's folder.
+def test_a_stopped_rank_on_another_node_fails_the_job_with_the_reason(cluster: Cluster) -> None:
+    limits = ("slurm.restarts=0", "run.watchdog_seconds=20", "checkpoint.every=0")  # disks have a limit of their own
+    job = cluster.submit("stopped", "slurm.nodes=2", *limits, hold="2")
+    job.until_step(2)
+    rank = job.ranks()[1]
+    rank.send_signal(signal.SIGSTOP)
+    job.go_on(2)
+    assert job.end() == "FAILED", job.said()
+    said = r"failed with status 1: error: rank 1 \(pid \d+ on (node\d+)\) makes no progress for 20 s"
+    found = re.search(said, job.log().splitlines()[-1])
+    assert found, job.said()
+    assert ", and has sent no heartbeat for " in job.log()
+    assert found[1] != job.shown()["BatchHost"]
+    written = {path.name: path.read_text() for path in (job.run / "stacks").rglob("*.txt")}
+    assert written.keys() == {"rank-0.txt", "rank-1.txt", "controller.txt"}
+    assert all("_serve" in written[f"rank-{rank}.txt"] for rank in (0, 1))
+    assert not rank.is_running()
+
+
+# ``submit --smoke`` on a real Slurm: its kill is of real ranks, and its resume is a real requeue.
+DUO = ("slurm.nodes=2", "slurm.partition=trio", "slurm.memory_per_node=3000", "slurm.time=30")
+
+
+def test_two_steps_are_made_killed_and_resumed_on_other_nodes(cluster: Cluster) -> None:
+    page = cluster.program("submit", "tiny_cpu", "--smoke", *TINY, *DUO)
+    assert page.splitlines()[-1] == "ok: no part failed"
+    assert "resumed from the checkpoint of step " in page
+    first, second = page.split("kill until the run has named a node: ")
+    for part, restart in ((first, 0), (second, 1)):
+        assert f", restart {restart}:\n  2 ranks on 2 nodes, 1 on each\n    node" in part
+    run = cluster.work / "runs" / "tiny_cpu-smoke"
+    (job,) = (line.split()[1].rstrip(":") for line in page.splitlines() if line.startswith("job "))
+    assert "\n  step 2: " in first
+    assert "resume and a step: " in second
+    assert (run / "jobs" / f"{job}-0" / "failed_node").read_text().startswith("node")
+    assert "comes back without node" in (run / "jobs" / f"{job}.txt").read_text()
+    assert f"job {job}, CANCELLED" in cluster.program("status", str(run))
+    assert not (run / "checkpoints").exists()
+
+
+# Ranks as Ray actors on a real Slurm: as on one machine, to the bit, beside another such job, and over a requeue. One
+# comes back after its notice, one because a node of it lost power, without that node.
+RAY = ("slurm.nodes=2", "run.launcher=ray")
+
+
+def test_two_jobs_of_ray_share_nodes_and_train_as_one_machine_does(cluster: Cluster) -> None:
+    first = cluster.submit("actors", *RAY, "slurm.partition=spare", hold="1 3")
+    again = cluster.submit("more-actors", *RAY, "slurm.partition=pair13", "checkpoint.every=0", hold="2")
+    again.until_step(2)
+    first.until_step(1)  # both are up
+    processes = first.processes()
+    assert set(check_sockets(processes, loopback=False)) == {"The controller", "A learner rank", "Ray"}
+    assert check_secrets(processes, first.run)  # the cluster's
+    assert {job.shown()["NodeList"] for job in (first, again)} == {"node[13-14]"}
+    first.go_on(1)
+    cluster.call("scancel", "--batch", "--signal=USR1", again.id)
+    again.until(lambda: "the run saves" in again.log(), "the script's word")
+    again.go_on(2)
+    assert again.end() == "COMPLETED", again.said()
+    assert len(again.attempts()) == 2
+    assert "2 ranks on 2 nodes, 1 on each" in (again.run / "log.txt").read_text()
+    first.until_step(3)
+    cluster.power_off("node14")  # with a rank, but neither the controller nor Ray's head
+    first.go_on(3)
+    first.until(lambda: first.shown()["Restarts"] == "1" and first.state() == "RUNNING", "the restart without the node")
+    assert first.shown()["NodeList"] == "node[13,19]"
+    assert first.end() == "COMPLETED", first.said()
+    for job in (first, again):
+        assert job.record() == cluster.local()
+    assert "COMPLETED on node[13-14]" in cluster.program("status", str(again.run))
+    for node in (13, 19):
+        for job in (first, again):
+            assert list(cluster.folder.glob(f"nodes/node{node}/tmp/rlm-{job.id}-*")) == []

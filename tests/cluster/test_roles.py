@@ -1,12 +1,9 @@
-"""A heterogeneous job: ranks of the learner and of a reference and an engine server, each on the nodes it asks for.
-
-Once the server has a rank on each of two nodes, srun starts it, and weights come over the network; once an actor of Ray
-starts it on one, where it is killed and comes back, and they come in the run's folder. In a last job the server is on
-the learner's two nodes: weights are handed on to it there and, when it was killed on one, come from a file on each.
-"""
+"""Roles on nodes of a real Slurm: a heterogeneous job, servers that span nodes, and jobs on written text."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -15,7 +12,8 @@ import psutil
 import pytest
 
 from rl_megatron.weights.servers.mirror import shapes
-from tests.cluster.jobs import REPO, Cluster, Job
+from tests.cluster.jobs import REPO, Cluster, Job, read_record
+from tests.e2e.served_teacher import serving
 
 PYTHON = REPO / ".engines" / "vllm" / "bin" / "python"
 SERVED = (
@@ -155,3 +153,129 @@ def listed(nodes: Sequence[str]) -> str:
 def weights_left(run: Path) -> list[Path]:
     """What was handed to the servers goes with them."""
     return list(run.glob("rl_megatron-*"))
+
+
+# Servers that span two nodes of a real Slurm: beside the learner's node, with pushes straight into them, or on the
+# learner's two nodes, with a file on each. vLLM with tp 2, and its loss of a node, are test_roles.py's.
+SPANNING = (
+    *("slurm.partition=trio", "rollout.server.nodes=2", "rollout.slots=64", "slurm.memory_per_node=8000"),
+    *("warm_start.steps=0", "train.steps=2", "eval.every=0"),
+)
+NODES = {  # by route
+    "process_group": ("slurm.nodes=1", "slurm.ntasks_per_node=2", "slurm.engines.nodes=2"),
+    "file": ("slurm.nodes=2", "slurm.ntasks_per_node=1"),
+}
+SERVERS = {
+    "vllm": (
+        *("rollout.server.dp=2", "rollout.server.ep=2"),
+        "rollout.server.options='--worker-extension-cls vllm_ranks.WorkerExtension'",  # stand-ins for CPUs
+        f"slurm.environment.PYTHONPATH={REPO}/tests/engines",
+    ),
+    "sglang": ("rollout.server.tp=2",),
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "route"), [("sglang", "file"), ("sglang", "process_group"), ("vllm", "process_group")]
+)
+def test_a_server_on_two_nodes_samples_what_the_learner_scores(cluster: Cluster, engine: str, route: str) -> None:
+    """vLLM in two data-parallel replicas that share the experts, SGLang in two tensor-parallel ranks. 90 seconds."""
+    python = REPO / ".engines" / engine / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"NO TEST OF {engine}: {python} is not there; make test-engines makes it")
+    keys = (
+        *SPANNING,
+        f"weights.transport={'file' if route == 'file' else 'direct'}",
+        *NODES[route],
+        f"rollout={engine}",
+        f"rollout.python={python}",
+    )
+    job = cluster.submit(f"two-{engine}-{route}", *keys, *SERVERS[engine])
+    assert job.end() == "COMPLETED", job.said()
+    rows = [row for row in job.record() if row["phase"] == "rl" and row["step"]]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert {row["weights/route"] for row in rows} == {route}
+    assert all(row["mismatch/logprob_abs_max"] < 1e-3 for row in rows)
+    placed = (job.run / "placement.txt").read_text().splitlines()
+    first = 1 if route == "process_group" else 0
+    assert placed[-2:] == [f"engine 0: node {first}", f"engine 0: node {first + 1}"]
+    assert len(list(job.run.glob(f"{engine}_0*.log"))) == 2  # one a node
+
+
+# Jobs on written text, distillations, and a run that a reward model judges, on two nodes of a real Slurm, with Ray
+# and without: as on one machine, to the bit. Two teachers, or one of them, and the reward model are on nodes of their
+# own; a server that slurm.setup starts has the other.
+STEPS = 6
+WRITTEN = (
+    *("learner.threads=1", "log.tensorboard=false", "data.num_eval=16", f"train.steps={STEPS}"),
+    *("checkpoint.every=2", "eval.every=2"),
+)
+LAST = f"hf_step_{STEPS:06d}"
+SAMPLED = ("rollout.prompts_per_step=4", "rollout.group_size=4", "warm_start.steps=0")
+TEACHERS = "algorithm.kl.teachers"
+TAUGHT = (
+    *(*SAMPLED, "algorithm=distill", "algorithm.kl.reference=null", "train.learning_rate=5e-4"),
+    *(f"{TEACHERS}.late.path=runs/local-sft/{LAST}", f"{TEACHERS}.late.weight=3"),
+    *(f"{TEACHERS}.other.path=runs/local-dpo/{LAST}", "roles.layouts.teacher_other.pp=1"),
+)
+PORT = 18999  # of the served teacher; each node has a network of its own
+OWN = {
+    "sft": ("sft.batch_size=16",),
+    "dpo": ("dpo.batch_size=16",),
+    "reward": ("reward_model.batch_size=16",),
+    "teachers": (*TAUGHT, "roles.layouts.teacher_late.tp=1"),
+    "served": (
+        *(*TAUGHT, f"{TEACHERS}.late.server=http://127.0.0.1:{PORT}"),
+        f"{TEACHERS}.late.engine=tests.e2e.served_teacher:Transformers",
+    ),
+    "judged": (
+        *(*SAMPLED, "reward.function=ranks:judge", f"reward_models.judge.path=runs/local-reward/{LAST}"),
+        "roles.layouts.reward_judge.tp=1",
+    ),
+}
+CONFIGS = {
+    **{recipe: f"{recipe}_tiny" for recipe in OWN},
+    **dict.fromkeys(("teachers", "served"), "distill_tiny"),
+    "judged": "tiny_cpu",
+}
+BEFORE = {"teachers": ("sft", "dpo"), "served": ("sft", "dpo"), "judged": ("reward",)}
+"""The recipes whose models a recipe needs."""
+SERVES = f"{sys.executable} -m tests.e2e.served_teacher runs/local-sft/{LAST} {PORT} >runs/teacher.txt 2>&1 &"
+ON_SLURM = {"served": (f"slurm.setup={SERVES}",)}
+OTHERS = {
+    "teachers": tuple(f"teacher_{name}: 1 ranks on 1 nodes" for name in ("late", "other")),
+    "served": ("teacher_other: 1 ranks on 1 nodes",),
+    "judged": ("reward_judge: 1 ranks on 1 nodes",),
+}
+"""What placement.txt says of those beside the learner."""
+
+
+def local(cluster: Cluster, recipe: str) -> Path:
+    """The recipe's run on this machine, without Slurm; made once. What was fine-tuned is the teacher or the judge."""
+    for other in BEFORE.get(recipe, ()):
+        local(cluster, other)
+    with cluster.alone(f"local {recipe}"):
+        run = cluster.work / "runs" / f"local-{recipe}"
+        if not run.exists():
+            teacher = cluster.work / "runs" / "local-sft" / LAST
+            with serving(teacher, port=PORT) if recipe == "served" else contextlib.nullcontext():
+                cluster.program("train", "--config", CONFIGS[recipe], *WRITTEN, *OWN[recipe], f"run.name={run.name}")
+        return run
+
+
+@pytest.mark.parametrize(
+    ("recipe", "launcher"),
+    [*((recipe, "slurm") for recipe in OWN), ("sft", "ray"), ("teachers", "ray"), ("judged", "ray")],
+)
+def test_a_job_on_two_nodes_is_that_of_one_machine(cluster: Cluster, recipe: str, launcher: str) -> None:
+    alone = local(cluster, recipe)
+    keys = (*WRITTEN, *OWN[recipe], "slurm.nodes=2", f"run.launcher={launcher}", *ON_SLURM.get(recipe, ()))
+    job = cluster.submit_config(CONFIGS[recipe], f"{recipe}-{launcher}", *keys)
+    assert job.end() == "COMPLETED", job.said()
+    assert [row["step"] for row in job.record()] == list(range(STEPS + 1))
+    assert job.record() == read_record(alone)
+    weights = f"{LAST}/model.safetensors"
+    assert (job.run / weights).read_bytes() == (alone / weights).read_bytes()
+    assert "2 ranks on 2 nodes" in (job.run / "log.txt").read_text()
+    placed = (job.run / "placement.txt").read_text()
+    assert all(line in placed for line in OTHERS.get(recipe, ()))

@@ -54,10 +54,7 @@ def test_files_that_a_document_names_are_there(document: Path) -> None:
     assert [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in files)] == []
 
 
-# Every command block of the documents: commands are there, take these arguments, and configurations load. These tests
-# start processes.
-
-
+# Every command block of the documents: commands are there, take these arguments, and configurations load.
 @pytest.mark.parametrize(
     "command",
     [c for c in EVERY if c.place.startswith("docs/migrating.md") and program(c) == "rl-megatron"],
@@ -95,16 +92,13 @@ def test_a_machine_with_its_own_torch_names_all_packages_that_are_missing() -> N
     assert set(ast.literal_eval(bare)) == named
 
 
-# docs/configuration.md matches the schema, key by key. These tests start processes.
-
-
+# docs/configuration.md matches the schema, key by key.
 def test_a_machine_without_torch_can_make_it() -> None:
     code = "import sys; sys.modules['torch'] = None; import rl_megatron.config.docs as d; d.render()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)
 
 
 # Examples for other schedulers: valid by publishers' schemas, scripts that start and stop, and a GPU for each rank.
-
 SCHEDULERS = Path(__file__).resolve().parents[2] / "docs" / "examples"
 STAND_IN = f"""#!{sys.executable}
 import os, shlex, signal, sys
@@ -171,7 +165,6 @@ def test_skypilots_machine_has_a_gpu_for_each_rank(tmp_path: Path) -> None:
 
 
 # docs/proof.md: every kind of complaint has threads, command, output and test; quick ones of both pages hold.
-
 KINDS = 12
 CLAIMS = list(claims())
 CLAIMS_OF_WEIGHTS = list(claims(REPO / "docs" / "weights.md"))
@@ -278,8 +271,6 @@ def test_an_output_is_stale_by_words_or_by_figures_beyond_tolerance(shown: str, 
 
 
 # Nothing grows past its budget, and a budget follows what shrinks.
-
-
 def test_nothing_grows_past_its_budget() -> None:
     budgets, now = yaml.safe_load(FILE.read_text()), counts()
     assert budgets.keys() == now.keys()

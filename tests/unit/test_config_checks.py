@@ -320,7 +320,6 @@ def test_a_demonstration_is_a_second_completion_of_its_group() -> None:
 
 # Keys that only some values of others read: set without these they are refused by name, with the reason; at their
 # defaults they are taken, so that a saved configuration is. Keys of a step: test_every_key_acts.py.
-
 ROWS = ("data=gsm8k", "data.train=a.jsonl", "data.eval=b.jsonl")
 SET = "eval.sets.hard.temperature"
 UNREAD = [  # the key, what makes it one that nothing reads, and what reads it
@@ -391,7 +390,6 @@ def test_a_file_gives_way_to_one_that_starts_from_it_but_not_to_itself(tmp_path:
 
 
 # Each shipped configuration with each choice of a group: it loads, or is refused with the reason.
-
 CONF = Path(__file__).resolve().parents[2] / "conf"
 CONFIGS = sorted(path.stem for path in CONF.glob("*.yaml"))
 CHOICES = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml"))
@@ -444,8 +442,6 @@ def loaded_or_refused_by(name: str, choice: str) -> str | None:
 
 
 # Keys, values and commands that are no longer there are answered by one table.
-
-
 @pytest.mark.parametrize("key", REMOVED)
 def test_a_removed_key_is_answered_with_what_to_do(key: str) -> None:
     named = key.replace("*", "one")

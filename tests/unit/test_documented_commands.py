@@ -208,7 +208,6 @@ def test_the_bench_of_memory_refuses_steps_without_its_baseline_before_they_run(
 
 
 # The paths and tests that documents name exist, and the site shows what their comments say.
-
 PAGES = [REPO / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")]
 PAGES += [*sorted((REPO / "docs").rglob("*.md")), REPO / "slurm" / "README.md"]
 OTHERS = ("examples/", "verl/", "areal/", "trl/", "slime/", "src/transformers/")  # files of peers
@@ -305,7 +304,6 @@ def test_the_readme_counts_the_rows_of_algorithms() -> None:
 
 
 # docs/configuration.md matches the schema, key by key.
-
 PAGE = REPO / "docs" / "configuration.md"
 ROW = re.compile(r"^\| `([\w.]+)` \| (.+?) \| (?:`(.*)`|required) \|(?: (.*?) ?\|)?$", re.MULTILINE)
 

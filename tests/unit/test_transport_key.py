@@ -225,7 +225,6 @@ def test_keys_that_act_with_servers_are_taken() -> None:
 
 
 # Which teachers behind servers fit an algorithm and its data, and what a resume may change of them.
-
 URL = "http://127.0.0.1:9"
 KEY = "algorithm.kl.teachers"
 FOLLOWS = "algorithm.kl.follow_rate=0.1"

@@ -107,9 +107,7 @@ def test_what_is_no_pinned_data_set_is_refused(keys: list[str], said: str) -> No
     assert said in str(error.value)
 
 
-# Mixtures of sources: order, resume, ids, rewards of each source, and what is refused. These tests start processes.
-
-
+# Mixtures of sources: order, resume, ids, rewards of each source, and what is refused.
 def test_a_prompt_is_scored_by_its_sources_reward_and_its_limits() -> None:
     own = {"b": RewardSection(function="math_verify"), "c": RewardSection(function="tests.never:here", on_error=-2.0)}
     sections = {name: one for name, one in own.items() if name != "c"}

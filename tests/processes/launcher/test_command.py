@@ -66,7 +66,6 @@ print(*(name for name in sys.modules if name.startswith("launcher.commands.")), 
 
 
 # A project's folder with packages of our packages' names: ours run, and its own modules are found.
-
 REPO = Path(__file__).resolve().parents[3]
 LIMIT = 600.0  # seconds
 KEY = "reward.function=its_own:score"
@@ -123,7 +122,6 @@ def test_no_program_of_ours_starts_with_the_current_folder_before_ours() -> None
 
 
 # What a job of an installed wheel has on PYTHONPATH, which other interpreters of the job read too.
-
 STUDY = {"folder": "runs/study", "axes": {"a": ["train.steps=2"]}, "seeds": [0]}
 SLURM = '#!/bin/sh\n[ "$1" = --parsable ] && echo 7\nexit 0\n'
 TWICE = """from launcher.entry import main
@@ -181,10 +179,7 @@ def test_a_wheels_code_is_there_without_packages_beside_it(packages: Path, tmp_p
     assert Path(shipped).samefile(packages / "rl_megatron" / "slurm")
 
 
-# ``rl-megatron scale`` as a user calls it: terms, reasons, JSON, and a configuration that ``submit`` takes. These
-# tests start processes.
-
-
+# ``rl-megatron scale`` as a user calls it: terms, reasons, JSON, and a configuration that ``submit`` takes.
 def test_a_written_layout_is_a_configuration_that_submit_takes_without_torch(tmp_path: Path) -> None:
     code = "import sys; sys.modules['torch'] = None; from launcher.__main__ import main; main(sys.argv[1:])"
     environment = {**os.environ, "PYTHONPATH": str(REPO)}

@@ -387,8 +387,6 @@ def test_the_interface_of_an_address_is_this_nodes_own() -> None:
 
 
 # The error about a process's death includes what it printed before it died.
-
-
 def _abort(stderr: int) -> None:
     """As gloo does, from C."""
     os.dup2(stderr, 2)
@@ -434,8 +432,6 @@ async def test_a_long_log_of_a_server_is_not_read_whole(tmp_path: Path) -> None:
 
 
 # Models that are served side by side, each by a server of the embedded engine and without a learner.
-
-
 class SaysItsGpus(EmbeddedAdapter):
     """Its servers say which GPUs they see, and answer that they are none."""
 

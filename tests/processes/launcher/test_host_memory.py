@@ -270,10 +270,7 @@ def test_eval_refuses_a_file_that_servers_cannot_read_or_fit(tmp_path: Path, mon
     assert re.match(r"weights\.folder=/dev/shm/mine needs 0\.0 GB for the file of weights, but /dev/shm ", refused())
 
 
-# What a GPU must hold that the learner shares with servers, and whether it shares one: by closed forms. These tests
-# start processes.
-
-
+# What a GPU must hold that the learner shares with servers, and whether it shares one: by closed forms.
 @pytest.mark.parametrize(
     ("gpus", "keys", "shared"),
     [
@@ -303,10 +300,7 @@ def test_on_one_machine_servers_share_gpus_where_ranks_leave_too_few(
     assert any("Largest: engine" in text for text in found) == shared
 
 
-# What GPUs must hold, and the recipes that are made to fit: published sizes, closed forms, one refusal a term. These
-# tests start processes.
-
-
+# What GPUs must hold, and the recipes that are made to fit: published sizes, closed forms, one refusal a term.
 def test_a_recipe_wants_its_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path is not given, .* model\.name=qwen3-30b-a3b; set model\.path"):
         load_config("qwen3_30b_a3b", [])
@@ -319,9 +313,7 @@ def test_a_recipe_wants_its_model(tmp_path: Path) -> None:
         preflight(load_config("qwen3_30b_a3b", [f"model.path={tmp_path}", "model.name=qwen4"])).raise_problems()
 
 
-# Hours and tokens of a run against hand-made rows. These tests start processes.
-
-
+# Hours and tokens of a run against hand-made rows.
 @pytest.mark.parametrize(
     ("signals", "finished", "requeued", "reported"),
     [

@@ -357,7 +357,6 @@ def test_of_many_nodes_that_failed_a_few_questions_find_how_many_can_be_left_out
 
 
 # Signals that a scheduler sends, to a process of its own.
-
 CODE = """
 import asyncio, os, signal
 from pathlib import Path
@@ -430,10 +429,7 @@ def test_a_job_that_ends_exports_nothing(
     assert (stop.is_set(), stop.comes_back, stop.exports) == (True, comes_back, exports)
 
 
-# The steps of a job: which nodes each role gets, and the commands that start its tasks there. These tests start
-# processes.
-
-
+# The steps of a job: which nodes each role gets, and the commands that start its tasks there.
 @pytest.mark.parametrize(
     ("scontrol", "nodes", "said"),
     [
@@ -476,7 +472,6 @@ async def test_an_endless_step_is_killed(
 
 
 # Temporary folders of processes that may run for weeks.
-
 CLEANED = """
 import fcntl, os, sys
 from pathlib import Path

@@ -18,7 +18,7 @@ from launcher.processes import stacks
 from launcher.processes.loop_watch import LoopWatch
 from launcher.processes.own_thread import OwnThread
 from rl_megatron.config.io import load_config
-from tests.unit.launcher.test_stacks import until_written, write
+from tests.unit.launcher.test_ranks import until_written, write
 
 STANDING_STILL = """
 import asyncio, sys, time
@@ -151,7 +151,6 @@ def test_garbage_collections_of_a_run_skip_what_was_there_before(tmp_path: Path)
 
 
 # A dedicated thread runs calls in order, returns errors to their caller, and never delays the process's end.
-
 STUCK = """
 import asyncio, threading
 from launcher.processes.own_thread import OwnThread
@@ -186,9 +185,7 @@ def test_a_call_that_never_ends_does_not_keep_the_process() -> None:
     assert (done.stdout, done.stderr) == ("given up\n", "")
 
 
-# Stacks as the interpreter writes them: read back, and who is behind. These tests start processes.
-
-
+# Stacks as the interpreter writes them: read back, and who is behind.
 def test_a_process_that_hangs_writes_its_stacks_at_the_signal(tmp_path: Path) -> None:
     process = write(tmp_path, still="time.sleep(1000)")
     process.send_signal(stacks.SIGNAL)

@@ -170,8 +170,6 @@ def test_ranks_share_the_cores_of_their_node_evenly() -> None:
 
 
 # The process that ranks are forked from: what it imports, and its end.
-
-
 def words_of(process: psutil.Process) -> list[str]:
     """Its command line, which the kernel shows a moment after it has told the parent that the program started."""
     eventually(process.cmdline, f"the command line of process {process.pid}")
@@ -240,7 +238,6 @@ async def test_an_import_that_ends_it_is_told(tmp_path: Path, monkeypatch: pytes
 
 
 # The variables and the mode in which a rank of ``learner.deterministic=true`` computes.
-
 NAMES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
 LAYERS = """
 import json, os, torch
@@ -287,8 +284,6 @@ def test_a_rank_has_them_when_it_builds_its_model(keys: tuple[str, ...], mode: b
 
 
 # Processes start while another thread of the controller sets environment variables, as imports of libraries do.
-
-
 @pytest.fixture
 def moving() -> Iterator[None]:
     """A thread that adds variables all the time, so that the C library moves them. Without ``env`` one start in three

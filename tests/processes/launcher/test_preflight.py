@@ -374,7 +374,6 @@ def test_all_checks_are_told(
 
 
 # The preflight's look at the first rows of files of problems.
-
 TALK = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
 
 
@@ -493,8 +492,6 @@ def test_ambiguous_answers_are_noted(
 
 
 # What a preflight sees of this machine: its GPUs and memory, and the packages of an interpreter.
-
-
 @pytest.mark.parametrize(
     ("listed", "visible", "count"),
     [(8, None, 8), (8, "0,1", 2), (8, "", 0), (8, "-1", 0), (2, "1,5,0", 1), (0, None, 0), (None, None, 0)],

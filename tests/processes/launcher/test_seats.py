@@ -318,7 +318,6 @@ def test_a_node_is_blamed_where_it_is_the_only_one(run: Path) -> None:
 
 
 # How a Ray cluster's nodes are started: a bundle a rank and a server, bound to its node, and resources that fit.
-
 PLACEMENT = place(ParallelDims(dp=4), ("a1", "a2"), 2)
 
 

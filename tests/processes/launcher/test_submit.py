@@ -337,7 +337,6 @@ def test_nothing_that_a_name_contains_is_run(tmp_path: Path, place: str) -> None
 
 
 # ``submit --smoke`` beside a scripted Slurm, whose job writes the files that a run writes.
-
 SLURM = {
     "sbatch": """case "$*" in *--test-only*) exit 0 ;; esac
 echo RUNNING >state

@@ -261,8 +261,6 @@ def test_a_stop_does_not_wait_for_an_interpreter(tmp_path: Path, monkeypatch: py
 
 
 # starts.jsonl: which code and which versions each start of a run had, on its page and beside those of other runs.
-
-
 def git(folder: Path, *arguments: str) -> str:
     who = ("-c", "user.name=a", "-c", "user.email=a@b.example")
     return subprocess.run(["git", *who, "-C", folder, *arguments], capture_output=True, text=True, check=True).stdout
@@ -371,7 +369,6 @@ def test_a_page_shows_versions_and_how_those_of_runs_differ(tmp_path: Path) -> N
 
 # The images' recipes: linted, of the versions that are tested, and their steps read by bash. No image is built here.
 # `pytest tests/images` runs the learner's steps in a new environment.
-
 REPO = Path(__file__).resolve().parents[3]
 IMAGES = REPO / "slurm" / "images"
 STEPS = ("base", "transformer_engine", "learner", "vllm", "sglang")
@@ -476,8 +473,6 @@ def test_what_cannot_be_built_is_told_with_what_can() -> None:
 
 
 # What ``rl-megatron doctor`` finds on a machine.
-
-
 def test_a_package_that_the_learner_cannot_import_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,7 +90,6 @@ def test_math_verify_refuses_an_answer_it_cannot_read() -> None:
 
 
 # The reward of code that passes its problem's tests: their forms, what counts as equal, what code cannot see.
-
 WHY = asyncio.run(why_unfenced())
 fenced = pytest.mark.skipif(bool(WHY), reason=f"this machine fences nothing: {WHY}")
 SANDBOX = SandboxSection()
@@ -325,7 +324,6 @@ def test_an_environment_that_takes_a_sandbox_is_given_it(tmp_path: Any, monkeypa
 
 
 # Texts over which math-verify computes for minutes end their own process, and cost nobody else a score.
-
 POWER = r"The answer is $\boxed{9^{9^{9}}}$."
 LOOP = "So we get\n\\[ x = \\boxed{42}\n" * 200  # brackets that stay open, as where a text is cut
 STARTER = """
@@ -401,10 +399,7 @@ def test_processes_end_with_the_one_that_started_them() -> None:
         os.close(watched)
 
 
-# A reward's time limit counts its own call, not what groups before it take of what they share. These tests start
-# processes.
-
-
+# A reward's time limit counts its own call, not what groups before it take of what they share.
 @pytest.mark.parametrize(
     "taken", [_threads, _processes_of_math_verify, _requests, _ranks, pytest.param(_programs, marks=fenced)]
 )

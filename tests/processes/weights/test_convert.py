@@ -388,7 +388,6 @@ def test_the_tools_convert_verify_and_name_what_differs(hf: Path, tmp_path: Path
 
 
 # The inspection tool's text and picture match the layout.
-
 LAYOUT = "megatron,tp=2,pp=2,ep=4,dp=2"
 
 
@@ -427,9 +426,7 @@ def test_a_stage_shows_its_layers_of_every_kind() -> None:
     assert [_layers(layout, stage) for stage in (0, 1, 23)] == ["0–1", "2–3", "46–47"]
 
 
-# Plans of public models at cluster scale: balance, volume and cost of the plan itself. These tests start processes.
-
-
+# Plans of public models at cluster scale: balance, volume and cost of the plan itself.
 def test_a_trillion_parameters_are_planned_in_few_calls_and_little_memory_without_torch() -> None:
     code = (
         "import resource, sys\n"

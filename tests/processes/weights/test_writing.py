@@ -340,7 +340,6 @@ def test_of_many_parts_to_write_the_command_names_twenty(tmp_path: Path, capsys:
 
 
 # What a killed run left in a node's memory goes with the next run there; what a living one has stays.
-
 HOLD = "import sys\nfrom pathlib import Path\nfrom rl_megatron.weights.servers.leftovers import in_use\n" + (
     "with in_use(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()\n"
 )
@@ -394,7 +393,6 @@ def hold(folder: Path) -> subprocess.Popen[str]:
 
 
 # Processes of other users, and processes that end, while ranks connect their rings.
-
 _STRANGER = """
 import os, socket, sys
 os.setgid(65534); os.setuid(65534)

@@ -135,8 +135,6 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
 
 
 # Problems that are there twice, and training problems that are held out too.
-
-
 def written(path: Path, questions: Sequence[str], answer: str = "4", **more: str) -> Path:
     lines = (json.dumps({"question": one, "answer": answer, **more}) for one in questions)
     path.write_text("".join(f"{line}\n" for line in lines))

@@ -293,7 +293,6 @@ def test_a_list_that_is_no_prompt_is_refused_by_its_place(
 
 
 # Demonstrations of rows: the text of a field or the answer, its end, and what is refused before a run or in it.
-
 BYTES = byte_tokenizer()
 END = BYTES.eos_token_id
 DEMONSTRATED = [
@@ -350,7 +349,7 @@ def test_a_row_without_one_is_refused_before_the_run(tmp_path: Path, of: Any, sa
         rows = rows[1:]  # Arrow's structs have the keys of all rows
     place = "" if suffix == ".parquet" and "targets" in said else f":{len(rows)}"  # of a column, before a row is read
     with pytest.raises(DataError, match=f"train{suffix}{place}: {said}"):
-        demonstrations(tmp_path, suffix, rows)
+        rows_shown(tmp_path, suffix, rows)
 
 
 @pytest.mark.parametrize(
@@ -381,7 +380,6 @@ def test_samples_tell_its_positions() -> None:
 
 
 # Prompts that teachers read in place of the policy's: made of their row's fields, of few enough tokens.
-
 TAUGHT = [
     {"question": "1+{answer}", "answer": "2", "why": {"steps": "one and {prompt}"}, "worth": 0.5},
     {"question": "café", "answer": "3", "why": {"steps": "long " * 9}, "worth": [1]},

@@ -242,8 +242,6 @@ def test_what_a_curriculum_refuses(overrides: list[str], said: str) -> None:
 
 
 # Values of prompts, SPO's baseline: the posterior of a Beta distribution, its draws, and its checkpoints.
-
-
 def tracked(count: int, decay: float | None = 0.875, **curriculum: float) -> tuple[PromptStream, PromptTable]:
     prompts = [Prompt(id=str(i), text="", token_ids=(i,), answer="") for i in range(count)]
     section = CurriculumSection.model_validate(curriculum)

@@ -388,8 +388,6 @@ def test_any_prompt_of_a_mixture_is_read_by_its_row(tmp_path: Path) -> None:
 
 
 # Question and answer within objects of parquet files.
-
-
 def test_columns_of_a_struct_are_read_and_compared_as_others(tmp_path: Path) -> None:
     """Question and answer within an object; null where the whole object is."""
     rows = [{**row, "answer": str(row["answer"])} for row in made(60)]
@@ -410,7 +408,6 @@ def test_columns_of_a_struct_are_read_and_compared_as_others(tmp_path: Path) -> 
 
 
 # Values of parquet columns as Python objects, beside pyarrow's own of the same columns.
-
 LEAVES: tuple[tuple[pa.DataType, tuple[Any, ...]], ...] = (
     (pa.string(), ("", "a b", "\u20ac\n")),
     (pa.large_string(), ("x",)),

@@ -368,8 +368,6 @@ def test_prompts_are_tokenized_few_at_a_time_and_stay_in_order(tmp_path: Path) -
 
 
 # The stream of prompts: its order over epochs, what is left out, and what a resume compares.
-
-
 def prompts(n: int) -> list[Prompt]:
     return [Prompt(id=str(i), text="", token_ids=(i,), answer="") for i in range(n)]
 

@@ -161,8 +161,6 @@ def test_pairs_stay_together_in_minibatches() -> None:
 
 
 # Routes of completions: compact, checked, concatenated as a column, and restored from a checkpoint.
-
-
 def chosen(positions: int, *, first: int = 0, num_experts: int = 16) -> np.ndarray:
     """[positions, 2, 3], every number below ``num_experts``; each position differs from its neighbours."""
     return (first + np.arange(positions * 6).reshape(positions, 2, 3)) % num_experts
@@ -235,7 +233,7 @@ def test_waiting_rollouts_keep_their_routes_in_a_checkpoint() -> None:
     every_byte = Routes(data=bytes(range(240)), shape=(40, 2, 3))
     groups = (routed_group([wide, None]), routed_group([every_byte], prompt=39))
     places = tuple(
-        Waiting(drawn=Drawn(ordinal=i, prompt=one.prompt, batch=1), birth=0, due=1, answered=Answered(routed_group=one))
+        Waiting(drawn=Drawn(ordinal=i, prompt=one.prompt, batch=1), birth=0, due=1, answered=Answered(group=one))
         for i, one in enumerate(groups)
     )
     counts = {"version": 3, "drawn": 2, "opened": 0, "credit": 0, "ahead": 0, "calm": 0}

@@ -95,7 +95,6 @@ def test_a_third_of_the_texts_to_learn_from_use_the_calculator() -> None:
 
 
 # The shipped game of guesses: hints, rewards of turns, and what its texts teach.
-
 Player = Callable[[list[tuple[int, str]]], int]
 
 
@@ -194,7 +193,6 @@ def test_options_that_it_refuses(options: dict[str, object], words: str) -> None
 
 
 # The environments of docs/examples are loaded as a user's own are.
-
 EXAMPLES = Path(__file__).parents[3] / "docs" / "examples" / "environments"
 
 
@@ -216,7 +214,6 @@ def test_an_example_is_an_environment_of_ones_own(function: str, option: str, mo
 
 
 # Problems of a function of one's own, written as both files or as none.
-
 HALF = "price: 3 € and \ud83d"  # a lone surrogate, as a reply that was cut has it
 Rows = list[dict[str, Any]]
 
@@ -281,7 +278,6 @@ def test_a_disk_that_is_full_leaves_nothing_that_keeps_from_repeating_it(tmp_pat
 
 
 # What an environment of the user's own may demonstrate for a warm start, told before the run and within it.
-
 SHOWN = Prompt(id="3*4", text="3*4=", token_ids=tuple(b"3*4="), answer="12", question="3*4")
 
 

@@ -163,8 +163,6 @@ def test_models_that_differ_nowhere_are_not_shown_equal() -> None:
 
 
 # Quantiles of betas against binomial tails; intervals of pass@k, all@k and maj@n against draws and simulated sets.
-
-
 @pytest.mark.parametrize(("a", "b"), [(1, 1), (1, 30), (2, 7), (9, 3), (31, 371), (400, 2), (200, 203)])
 def test_quantiles_of_a_beta_are_those_of_a_binomials_tail(a: int, b: int) -> None:
     """A beta is below x as often as a + b - 1 draws of chance x have a hits or more."""
@@ -281,8 +279,6 @@ def test_the_nearest_that_any_rule_can_be_is_the_nearest_of_all_subsets(counts: 
 
 
 # The posterior of a beta's mean against sums in plain Python and binomial tails; mean@n's intervals by simulation.
-
-
 def log_beta(a: float, b: float) -> float:
     return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
 

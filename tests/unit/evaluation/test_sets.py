@@ -282,7 +282,6 @@ def test_a_sets_files_need_no_train_and_a_saved_configuration_is_valid_again(tmp
 
 
 # A set of problems with a reward of its own: what judges which prompt, by the composition root's own functions.
-
 SETS = (
     "run.name=x",
     "reward.function=length",

@@ -199,7 +199,6 @@ def test_a_rank_tries_again_where_its_network_is_late(number: int, tries: int, m
 
 
 # Messages over a stream: tensors of every kind arrive unchanged, in separate memory; a broken stream raises.
-
 TENSORS = {
     "routes": torch.randint(0, 255, (3000, 4, 8), dtype=torch.uint8),
     "wide": torch.randint(0, 384, (3000, 2, 8), dtype=torch.int16),

@@ -438,8 +438,6 @@ def test_longer_sequences_than_an_indexer_chooses_whole_are_refused_with_both_nu
 
 
 # What a GPU must hold that the learner shares with servers, and whether it shares one: by closed forms.
-
-
 @pytest.mark.parametrize(
     ("keys", "servers"),
     [
@@ -536,7 +534,6 @@ def test_more_ranks_than_gpus_on_a_node_are_refused() -> None:
 
 
 # What a rank says whose GPU is full, by a stand-in for what CUDA reports.
-
 MODEL = {
     "model_type": "qwen3_moe",
     "vocab_size": 151936,

@@ -207,7 +207,6 @@ def test_a_layout_names_only_keys_that_change_a_steps_cost(section: str, keys: d
 
 
 # A critic and a reference in layouts of their own: their nodes, the job's request for these, and what is refused.
-
 GIVEN = (
     *("run.name=layouts", "run.launcher=slurm", "learner.device=cuda", "learner.tp=4", "learner.ep=8"),
     *("slurm.gpus_per_node=8", "slurm.nodes=2", "learner.dp=4", "algorithm=ppo", "algorithm.kl.coefficient=0.1"),
@@ -265,8 +264,6 @@ def test_what_does_not_fit_is_told_with_the_roles_keys(keys: tuple[str, ...], me
 
 
 # The steps of a job: which nodes each role gets, and the commands that start its tasks there.
-
-
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
@@ -393,7 +390,6 @@ def test_a_step_with_engine_nodes_beside_it_keeps_to_the_learners(tmp_path: Path
 
 
 # Ports that are held until a server binds them.
-
 HERE = "127.0.0.1"
 
 

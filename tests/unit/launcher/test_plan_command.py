@@ -1,23 +1,29 @@
-"""``rl-megatron plan`` and ``rl-megatron scale`` as a user calls them, and what the large recipes leave by the plan."""
+"""``rl-megatron plan`` and ``scale`` as a user calls them, what large recipes leave, and commands that fail."""
 
 from __future__ import annotations
 
 import functools
 import json
 import re
+import secrets
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from launcher.commands.plan import show_memory
+from launcher.processes import limits
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import FileKeys
+from rl_megatron.durable import write_atomically
 from rl_megatron.models.named import NAMED
+from rl_megatron.observability.files import JsonlFile
+from rl_megatron.observability.log import run_log
 from rl_megatron.scaling.estimates import estimate
 from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.memory import footprints, fullest
 from rl_megatron.weights.layouts.learner import job_shape
-from tests.unit.launcher.commands import Said
+from tests.unit.launcher.commands import Said, status_of
 from tests.unit.launcher.test_memory import CONF, QWEN3, RECIPES, recipe
 
 
@@ -208,7 +214,6 @@ def test_a_classifier_is_no_model_of_a_job_that_trains_log_probs(said: Said, tmp
 
 
 # ``rl-megatron scale`` as a user calls it: terms, reasons, JSON, and a configuration that ``submit`` takes.
-
 REPO = Path(__file__).resolve().parents[3]
 ASKED = ("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.prompts_per_step=64")
 
@@ -240,8 +245,6 @@ def test_json_has_every_term_and_they_add_up(printed: Said) -> None:
 
 
 # The large recipes take no time that a key of theirs could spare, by the plan.
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_computes_logits_again_only_where_gpus_do_not_hold_them(name: str) -> None:
     config, _ = recipe(name)
@@ -273,3 +276,82 @@ def test_an_evaluation_is_shorter_than_a_step_and_greedy_only_where_the_model_do
     assert config.eval.mode == "blocking"
     assert config.data.max_eval is not None
     assert config.data.max_eval < config.completions_per_step
+
+
+# Refusals of the system, and Ctrl-C before anything runs, give one line and no traceback.
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        ("/dev/null", "error: /dev/null: "),
+        ("/proc/nowhere", "error: /proc/nowhere"),
+        ("{tmp}/itself", "error: {tmp}/itself"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_one_line_with_its_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, said: str
+) -> None:
+    (tmp_path / "itself").symlink_to("itself")
+    assert status_of("train", f"run.dir={folder.format(tmp=tmp_path)}", f"model.cache_dir={tmp_path}") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(said.format(tmp=tmp_path))
+
+
+def test_a_full_disk_names_the_file_each_time() -> None:
+    """When a row is written, and when what is left of it is at the end."""
+    full = JsonlFile(Path("/dev/full"))
+    for act in (lambda: full.append([{"step": 1}]), full.close):
+        with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+            act()
+    full.close()
+
+
+def test_a_replaced_file_is_named_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "0")
+    (tmp_path / ".x.0.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*/x'"):
+        write_atomically(tmp_path / "x", b"1" * 10)
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.txt").symlink_to("/dev/full")
+    import logging
+
+    with run_log(tmp_path, role="controller"):
+        for _ in range(3):
+            logging.getLogger("rl_megatron").info("said")
+    assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(24, "Too many open files", "/a"), "/a: Too many open files\nthe limit of open files"),
+        (OSError(13, "Permission denied", "/a", None, "/b"), "/a: /b: Permission denied"),
+        (RuntimeError("can't start new thread"), "can't start new thread\nno thread could be started"),
+        (RuntimeError("a fault of ours"), None),
+        (TimeoutError(), None),
+    ],
+)
+def test_what_the_system_refuses_is_told_from_faults_of_ours(error: OSError | RuntimeError, said: str | None) -> None:
+    refusal = limits.refusal(error)
+    assert refusal is None if said is None else refusal is not None and refusal.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "interrupted; the run had not begun, so start it again\n"),
+        (["--resume"], "interrupted; --resume continues from the last checkpoint, or starts over if there is none\n"),
+    ],
+)
+def test_ctrl_c_before_a_run_has_its_folder_promises_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    def interrupted() -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("launcher.commands.train.uncollected", interrupted)  # around the imports, which take seconds
+    if options:
+        (tmp_path / "x").mkdir()
+    assert status_of("train", f"run.dir={tmp_path}", "run.name=x", f"model.cache_dir={tmp_path}", *options) == 130
+    assert capsys.readouterr().err == said

@@ -381,8 +381,6 @@ def test_a_token_without_an_embedding_ends_the_run(tmp_path: Path, name: str, mo
 
 
 # What the checks before a run say of a batch and of what is under way for it.
-
-
 @pytest.mark.parametrize(
     ("most", "groups", "said"),
     [
@@ -459,8 +457,6 @@ def test_the_datas_demonstrations_are_sequences_of_a_step() -> None:
 
 
 # Preflight looks for packages of the user's own; those of layers are in tests/unit/learner/test_own_family.py.
-
-
 def test_advantages_and_pair_losses_of_packages_that_are_not_there_are_found_too() -> None:
     of_rows = ("algorithm.advantage_mean", "algorithm.preference.loss")
     for recipe, key in (*(("tiny_cpu", key) for key in of_rows), ("dpo_tiny", "dpo.loss")):

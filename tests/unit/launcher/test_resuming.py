@@ -409,8 +409,6 @@ def test_what_has_no_checkpoint_starts_over(tmp_path: Path) -> None:
 
 
 # A run's lock, also on file systems that have none.
-
-
 def refuse(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     """As the kernel does for files of some file systems."""
 

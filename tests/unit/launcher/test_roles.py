@@ -189,7 +189,6 @@ def test_what_transformers_knows_of_a_folder_is_refused_as_the_reward_is_found(j
 
 # A reference or a critic of one's own: which a preflight refuses, and what a reference of another size needs on ranks
 # of its own.
-
 KL = ("algorithm=grpo", "algorithm.kl.coefficient=0.1", "learner.ep=1")
 OWN_RANKS = "roles.reference=separate"
 
@@ -343,8 +342,6 @@ def test_ranks_of_a_teacher_hold_its_weights_and_not_the_policys(folders: dict[s
 
 
 # A reward model's shards, which have no config.json, converted with that of a classifier or of a policy.
-
-
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny classifier, and shards of it without config.json."""

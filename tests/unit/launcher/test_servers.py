@@ -144,8 +144,6 @@ def test_a_server_is_started_again_as_often_as_it_may_be(
 
 
 # A controller at its limit of open files, with real HTTP.
-
-
 async def test_it_ends_the_run_with_advice_and_no_server_counts_as_dead() -> None:
     """It has no connection either for a request or for a health check."""
     with running_servers(1) as fakes:
@@ -197,7 +195,6 @@ async def test_a_restart_without_files_is_not_the_servers_fault(code: int) -> No
 
 
 # The options and files with which servers start if weights are quantised.
-
 METHODS = {"none": None, "fp8": "fp8", "int8": "compressed-tensors"}
 GPU = ["rollout=vllm", "learner.device=cuda", "learner.dtype=bfloat16"]
 

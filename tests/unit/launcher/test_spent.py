@@ -262,7 +262,6 @@ def test_an_allocation_without_a_count_of_gpus_has_those_of_its_ranks() -> None:
 
 
 # While a run trains its report is written again, in a thread that ends with it.
-
 LIMIT = 60.0
 
 

@@ -160,7 +160,6 @@ def test_tokenizers_of_code_refused(model: Path, vocabulary: str, kind: str, mon
 
 
 # The source of trajectories as a run builds it: a chat template's rows, and what the run says of the template.
-
 KEYS = (
     *("environment.template=chat", "environment.max_turns=2", "rollout.group_size=2", "warm_start.steps=0"),
     "rollout.max_prompt_tokens=40",

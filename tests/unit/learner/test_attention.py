@@ -105,7 +105,6 @@ def test_it_is_for_sequences_in_float32_where_a_library_has_avx512(monkeypatch: 
 
 
 # The gated delta rule over packed sequences: each is transformers' alone, and gradients are finite differences.
-
 HEADS, RATIO, DK, DV = 2, 3, 5, 4
 
 
@@ -165,7 +164,6 @@ def test_a_strong_decay_and_many_chunks_stay_finite() -> None:
 
 
 # Rotary frequencies against transformers' own, and what the learner refuses to build.
-
 LLAMA31 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 GPT_OSS = {"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
 DEEPSEEK = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
@@ -217,7 +215,6 @@ def test_parts_that_transformer_engine_lacks_are_named() -> None:
 
 
 # Configurations of latent attention: what megatron's own gets, and what is refused.
-
 V3 = NAMED["deepseek-v3"]
 
 
@@ -292,8 +289,6 @@ def test_groups_with_fewer_experts_than_are_summed_are_refused() -> None:
 
 
 # Which layers a learner uses.
-
-
 @pytest.mark.parametrize(
     ("given", "fused"), [({"cp": 2}, False), ({"cp": 1}, True), ({"cp": 2, "dtype": "bfloat16"}, True)]
 )

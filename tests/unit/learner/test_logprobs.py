@@ -183,8 +183,6 @@ def test_a_float32_head_holds_the_bytes_of_its_term(dtype: str, gradient: str, m
 
 
 # The hand-written gradients against autograd of the plain formulas, in value and gradient.
-
-
 @pytest.fixture(params=["oneDNN", "torch's own"])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each library of products, whichever is the faster one on this processor."""

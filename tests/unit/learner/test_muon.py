@@ -146,8 +146,6 @@ def test_the_planner_counts_the_products(name: str, degrees: dict[str, int], sha
 
 
 # The state that a fresh optimizer is given so that a checkpoint can be loaded into it.
-
-
 class FusedAdam(torch.optim.Optimizer):
     """As TransformerEngine's 2.11: its state is known by name, and ``step`` is the group's, if it has parameters."""
 

@@ -197,8 +197,6 @@ def test_what_bfloat16_would_round_away_is_kept() -> None:
 
 
 # What a critic starts from, on a rank that holds it beside the policy.
-
-
 @contextlib.contextmanager
 def critic_rank(policy: Path, folder: Path, *keys: str) -> Iterator[RankModels]:
     """The only rank of a run with a critic."""
@@ -246,8 +244,6 @@ def test_a_critic_of_another_optimizer_takes_a_checkpoints_weights_and_a_preflig
 
 
 # How a rank joins its world, and when it cannot.
-
-
 def test_all_ranks_are_in_the_first_call_of_the_default_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL connects ranks in a group's first call; that of a push would come from a part of them alone."""
     from rl_megatron.learner import world

@@ -179,7 +179,6 @@ def test_ring_cache_equals_full_attention_over_wraps_and_late_rows(block: int, m
 
 
 # The tiny model is a true Hugging Face folder, made once, whole.
-
 SPEC = TinySizes(hidden_size=16, num_heads=2, head_dim=8, num_experts=4, expert_width=8)
 
 
@@ -285,8 +284,6 @@ def test_the_chat_template_marks_roles(tokenizer: PreTrainedTokenizerBase) -> No
 
 
 # Products by the faster of two libraries, which this processor decides.
-
-
 def test_a_library_leads_where_it_uses_avx_512() -> None:
     found = torch.cpu.get_capabilities()  # of the library cpuinfo
     of_intel, wide = str(found.get("cpu_name")).startswith("Intel"), bool(found.get("avx512_f"))

@@ -372,7 +372,6 @@ def test_a_late_wandb_has_little_time(
 
 
 # Rows of metrics by column against the same rows as they are.
-
 VALUES: tuple[JsonValue, ...] = (0, 0.5, -1e300, None, "learner ep=2", True, 10**400, math.inf, -math.inf, math.nan, 7)
 
 
@@ -404,8 +403,6 @@ def test_rows_of_any_names_are_read_back_as_numbers_and_none() -> None:
 
 
 # Rates of phases: over their own seconds, or over the step's where a phase goes on beside the others.
-
-
 @pytest.mark.parametrize(("beside", "rate"), [(False, 600.0 / 2), (True, 600.0 / 10)])
 def test_what_other_phases_do_not_stop_has_the_steps_seconds(
     monkeypatch: pytest.MonkeyPatch, beside: bool, rate: float

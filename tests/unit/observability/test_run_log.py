@@ -221,8 +221,6 @@ def test_where_metrics_cannot_be_written_the_error_names_them_and_the_other_file
 
 
 # Durability of the run's JSON lines: torn tails, resumes, faults that name the line.
-
-
 def test_rows_are_read_back_in_order_and_floats_to_the_bit(tmp_path: Path) -> None:
     file = JsonlFile(tmp_path / "m.jsonl")
     rows = [
@@ -375,7 +373,6 @@ def test_nan_never_reaches_a_file(tmp_path: Path) -> None:
 
 
 # The progress display: plain lines that can be grepped, and a live panel on a terminal.
-
 RL = {"phase": "rl", "step": 4, "reward/mean": 0.5, "loss": -0.00123, "seconds/step": 2.0, "tokens/rollout": 1000}
 EQUAL = "groups/zero_advantage_fraction"
 WHITENED = ["algorithm=reinforce", "algorithm.advantage_mean=none", "algorithm.whiten=true"]

@@ -157,8 +157,6 @@ def test_a_rank_without_times_is_kept_by_its_answers() -> None:
 
 
 # The trace in a run's folder: Chrome's format, bounded, readable after a kill and a resume.
-
-
 @pytest.fixture(autouse=True)
 def _nothing_kept() -> None:
     spans.taken()
@@ -375,7 +373,6 @@ def test_a_folder_without_a_trace_and_a_line_that_is_no_event_are_named(tmp_path
 
 
 # Files of torch's profiler as events of a run's timeline.
-
 BASE = 1_700_000_000_000_000_000  # of a trace, nanoseconds since 1970
 EVENTS = [
     {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 77, "tid": 78, "ts": 10.25, "dur": 3.5},

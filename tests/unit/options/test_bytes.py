@@ -99,7 +99,6 @@ def test_attention_without_a_fused_kernel_keeps_probabilities_of_its_longest_seq
 
 
 # What a delta net holds while it computes, counted, and by the plan's formula.
-
 TOKENS = 1024
 
 
@@ -126,7 +125,6 @@ def test_it_holds_what_the_plan_says(dtype: str, heads: int, ratio: int, dk: int
 
 
 # What experts that are multiplied by in one call hold, counted, and by the plan's formulas.
-
 GPU = LearnerSection.model_validate({"device": "cuda", "dtype": "bfloat16", "layers": "torch"})
 CPU = GPU.model_copy(update={"device": "cpu"})
 SHAPES = {
@@ -193,7 +191,6 @@ def test_they_hold_what_the_plan_says(name: str, width: int) -> None:
 
 
 # What float8 keeps of a token, by TransformerEngine's source, and the copies of weights.
-
 OPTION, QWEN, DEEPSEEK = Fp8(), NAMED["qwen3-30b-a3b"], NAMED["deepseek-v3"]
 
 
@@ -253,7 +250,6 @@ def test_tokens_are_multiples_of_what_has_a_scale_of_its_own() -> None:
 
 
 # Moments in bfloat16: their bytes by hand, and where they are refused.
-
 LOW = "learner.optimizer.moments_dtype=bfloat16"
 
 
@@ -303,7 +299,6 @@ def test_moments_in_bfloat16_that_would_not_decay_are_refused(key: str) -> None:
 
 
 # How many micro-batches are in flight, beside megatron-core's own schedule.
-
 LAYERS = ((3,), (1, 1), (2, 1), (1, 2), (1, 4, 2), (5, 1, 1, 2))
 
 
@@ -330,7 +325,6 @@ def test_as_many_are_in_flight_as_megatrons(pp: int, sizes: tuple[int, ...], mon
 
 
 # ``learner.draft``: what is refused, and the bytes that the plan counts.
-
 DRAFTED = NAMED["deepseek-v3"]
 
 

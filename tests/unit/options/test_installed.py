@@ -144,7 +144,6 @@ def test_the_keys_of_every_option_here_are_the_learners_by_inheritance() -> None
 
 
 # Megatron is given, and a GPU must hold, what it was and did before: every recipe in conf/ and many layouts beside.
-
 BEFORE: dict[str, Any] = json.loads(STORED.read_text(encoding="utf-8"))
 
 

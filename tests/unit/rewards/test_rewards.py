@@ -175,7 +175,6 @@ def test_paths_that_lead_nowhere_say_why(user_module: str, path: str, message: s
 
 
 # The format and length rewards, and the section that configures them.
-
 PROMPT = Prompt(id="train:7", text="q", token_ids=(1,), answer="4")
 
 
@@ -251,7 +250,6 @@ def test_parts_are_written_short_or_long_on_the_command_line() -> None:
 
 
 # Weighted sums of rewards: their values, their faults, and their way into a step's metrics.
-
 DONE = completion((1, 2))
 PROMPTS = [Prompt(id=f"p{i}", text="", token_ids=(i,), answer=str(i)) for i in range(3)]
 
