@@ -57,10 +57,10 @@ def step_seconds():
     return statistics.median(json.loads(line).get("seconds/step", 0) for line in lines[-5:]) if lines else 0
 
 def raising(prompt, completions, texts):
-    """Raise, except in the call before the run."""
-    if prompt.id != "made-up":
+    """Raise once a test says so."""
+    if Path("raise").exists():
         raise KeyError("price list")
-    return [0.0 for _ in completions]
+    return even(prompt, completions, texts)
 
 def sometimes_nan(prompt, completions, texts):
     rewards = even(prompt, completions, texts)
