@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from rl_megatron.models.tiny import TOKENIZER_SIZE, TinySizes, make_tiny_model
 from tests.draft_models import ALONE, COPIES, save_with_drafts, save_with_qwens_draft
-from tests.e2e.processes import Place
+from tests.e2e.processes import Place, Run
 
 KEYS = (
     "reward.function=my_rewards:even",
@@ -24,7 +25,7 @@ KEYS = (
     "train.learning_rate=0.01",
     "train.lr_decay=none",
 )
-DRAFTS = {"glm4_moe": "model.layers.4.", "qwen3_next": "mtp."}
+DRAFTS, LEFT = {"glm4_moe": "model.layers.4.", "qwen3_next": "mtp."}, "glm4_moe"
 
 
 @pytest.fixture(scope="module", params=DRAFTS)
@@ -43,30 +44,32 @@ def model(
     return family, folder, tensors
 
 
-def test_trained_and_left_a_draft_layer_is_exported_beside_the_same_policy_to_the_bit(
-    place: Place, model: tuple[str, Path, dict[str, Tensor]]
-) -> None:
+def test_a_draft_layer_is_trained_and_exported(place: Place, model: tuple[str, Path, dict[str, Tensor]]) -> None:
+    """Where it is not trained it is left, beside the same policy to the bit; a run of one family shows that."""
     family, folder, tensors = model
-    prefix = DRAFTS[family]
-    left = place.fork(f"{family}-left", *KEYS, f"model.path={folder}").finish()
-    trained = place.fork(f"{family}-trained", *KEYS, f"model.path={folder}", "learner.draft.train=true").finish()
-    exports = [load_file(run.folder / "hf_step_000002/model.safetensors") for run in (left, trained)]
-    copies = {name for name in tensors if name.startswith(prefix) and name.endswith(COPIES)}
-    for run, exported in zip((left, trained), exports, strict=True):
-        assert exported.keys() == tensors.keys() - copies
-        config = json.loads((run.folder / "hf_step_000002/config.json").read_text())
-        assert config.get("num_nextn_predict_layers", 1) == 1
-    drafts = {name for name in exports[0] if name.startswith(prefix)}
+    run = place.fork(f"{family}-trained", *KEYS, f"model.path={folder}", "learner.draft.train=true").finish()
+    trained = exported(run, tensors.keys(), DRAFTS[family])
+    drafts = {name for name in trained if name.startswith(DRAFTS[family])}
     assert len(drafts) > 20
-    for name, tensor in exports[0].items():
-        if name not in drafts:
-            assert torch.equal(tensor, exports[1][name]), name
-    assert all(torch.equal(exports[0][name], tensors[name]) for name in drafts)
-    assert not torch.equal(exports[0]["lm_head.weight"], tensors["lm_head.weight"])
-    moved = {name for name in drafts if not torch.equal(exports[1][name], tensors[name])}
-    assert {name.removeprefix(prefix) for name in drafts - moved} <= {"mlp.gate.e_score_correction_bias"}
-    rows = [json.loads(line) for line in (trained.folder / "metrics.jsonl").read_text().splitlines()]
-    losses = [row["draft/loss"] for row in rows if "draft/loss" in row]
-    assert len(losses) == 2
-    assert losses[1] < losses[0]
-    assert all(row["draft/grad_norm"] > 0 for row in rows if "draft/loss" in row)
+    moved = {name for name in drafts if not torch.equal(trained[name], tensors[name])}
+    assert {name.removeprefix(DRAFTS[family]) for name in drafts - moved} <= {"mlp.gate.e_score_correction_bias"}
+    assert not torch.equal(trained["lm_head.weight"], tensors["lm_head.weight"])
+    rows = [row for row in run.rows() if "draft/loss" in row]
+    assert len(rows) == 2
+    assert rows[1]["draft/loss"] < rows[0]["draft/loss"]
+    assert all(row["draft/grad_norm"] > 0 for row in rows)
+    if family == LEFT:
+        run = place.fork(f"{family}-left", *KEYS, f"model.path={folder}").finish()
+        left = exported(run, tensors.keys(), DRAFTS[family])
+        assert [
+            name for name in left if not torch.equal(left[name], (tensors if name in drafts else trained)[name])
+        ] == []
+
+
+def exported(run: Run, names: Collection[str], prefix: str) -> dict[str, Tensor]:
+    """What it exported, which has all but what is of other tensors a copy."""
+    found = load_file(run.folder / "hf_step_000002/model.safetensors")
+    assert found.keys() == {name for name in names if not (name.startswith(prefix) and name.endswith(COPIES))}
+    config = json.loads((run.folder / "hf_step_000002/config.json").read_text())
+    assert config.get("num_nextn_predict_layers", 1) == 1
+    return found

@@ -1,4 +1,4 @@
-"""A run with servers and staleness, killed at eight points of its steps, loses no prompt and trains on none twice.
+"""A run with servers and staleness, killed at seven points of its steps, loses no prompt and trains on none twice.
 
 ``python -m tests.kills.run`` does the same at a hundred points that are drawn.
 """
@@ -24,8 +24,7 @@ POINTS = (
     Point(name="ranks have written a checkpoint", call=f"{SAVES}:CheckpointStore._publish", nth=2),
     Point(name="a checkpoint has its name, the next lines are not written", call=f"{SAVES}:publish_folder", after=True),
     Point(name="a resume has cut the ledger", call=f"{LEDGER}.restore", after=True),
-    Point(name="lines are on disk, the row is not", call=f"{LEDGER}.write", nth=3, after=True),
-    Point(name="a line is torn", call=f"{LEDGER}.write", nth=2, after=True, torn=True),
+    Point(name="lines are on disk, one torn, the row is not", call=f"{LEDGER}.write", nth=2, after=True, torn=True),
     Point(name="servers were interrupted for a checkpoint", call=f"{STREAM}.interrupt", nth=2, after=True),
 )
 
@@ -46,7 +45,7 @@ def read(finished: Run) -> Found:
 
 @pytest.mark.slow
 def test_every_kill_found_work_under_way(finished: Run, place: Place) -> None:
-    """The fixture's nine starts of controller, rank and two servers take 20 s of CPU."""
+    """The fixture's eight starts of controller, rank and two servers take 20 s of CPU."""
     kills = lines_of(place.folder / KILLED)
     assert [kill["point"] for kill in kills] == [point.name for point in POINTS]
     assert sum(kill["ledger/in_flight"] + kill["ledger/queued"] > 0 for kill in kills) >= 4
