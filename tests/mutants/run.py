@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tests.flaky import is_rerun
 from tests.mutants.draw import drawn, found_again, mutants_at
 from tests.mutants.equivalents import Equivalents, named_equivalents
 from tests.mutants.killed import FILE, Killed, changed_tests, file_of, killed_mutants, write_killed
@@ -69,7 +70,8 @@ class Trial:
     def _whole(self, served: Served) -> str | None:
         limit, quick = 60 + 3 * sum(served.seen.seconds.values()), not self.thorough
         left_out = [word for test in served.seen.failed for word in ("--deselect", test)]
-        for tests in ((self.last,) if self.last else (), self.room.first, self.room.after):
+        for every in ((self.last,) if self.last else (), self.room.first, self.room.after):
+            tests = tuple(test for test in every if served.processes or not is_rerun(test))
             status = outcome(served.tree, (*left_out, *tests), limit, quick) if tests else 0
             if status != 0 and not (tests == (self.last,) and status in NOT_FOUND):
                 test = failed_test(served.tree, status)
@@ -106,12 +108,14 @@ class Report:
         )
 
 
-def run_trials(trials: Sequence[Trial], trees: Sequence[Path], paths: Sequence[str], report: Report | None) -> Killed:
+def run_trials(
+    trials: Sequence[Trial], trees: Sequence[Path], paths: Sequence[str], report: Report | None, processes: bool = True
+) -> Killed:
     """Tries the mutants of a room's files, as many at once as there are trees. Without a report those that are killed
     are its answer alone."""
     start, room, seen, free = time.monotonic(), trials[0].room, None, []
     for tree in trees[: len(trials)]:
-        free.append(Served(tree, paths, (*room.first, *room.after), FIRST_LIMIT, seen))
+        free.append(Served(tree, paths, (*room.first, *room.after), FIRST_LIMIT, seen, processes))
         seen = free[0].seen
     for test in free[0].seen.failed:
         print(f"left out, for it fails without a mutant: {test}")
@@ -162,6 +166,7 @@ def options_of_command() -> argparse.Namespace:
     parser.add_argument("--changed", default="", metavar="REVISION", help="only recorded ones of tests changed since")
     parser.add_argument("--record", action="store_true", help=f"write what is killed, and by which test, to {FILE}")
     parser.add_argument("--thorough", action="store_true", help="try all tests, each time imported again: days")
+    parser.add_argument("--in-process", action="store_true", help="leave out tests that start processes")
     parser.add_argument("--jobs", type=int, default=2, help="mutants tried at once")
     return parser.parse_args()
 
@@ -201,7 +206,7 @@ def main() -> int:
                 report.tried += len(done)
                 trials = [trial for trial in trials if (trial.mutant.path, trial.mutant.place) not in done]
             if trials:
-                run_trials(trials, trees, files_of(room), report)
+                run_trials(trials, trees, files_of(room), report, not options.in_process)
             if options.record:
                 write_killed(killed | report.results)
     print(

@@ -84,7 +84,7 @@ def exchanges(
     ]
     function, same = bool(old.co_flags & inspect.CO_OPTIMIZED), len(inner[0]) == len(inner[1])
     if function or not same or own[0] != own[1]:
-        yield old, new if function else None, outer
+        yield old, new if function and len(old.co_freevars) == len(new.co_freevars) else None, outer
     for a, b in zip(*inner, strict=True) if same else ():
         if a != b:
             yield from exchanges(a, b, outer and not function)

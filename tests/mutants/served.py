@@ -6,10 +6,12 @@ changes elsewhere (a constant, a default, a decorator) is tried by trees.outcome
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import json
 import os
+import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,18 +20,21 @@ from typing import Any
 import coverage
 import pytest
 
+from tests.flaky import is_rerun
 from tests.mutants.selected import Seen, exchanges
 from tests.mutants.trees import MAX_EXAMPLES, QUIET, Short, enter, wait
 
 IMPORT = "import"
-MORE = 15.0  # seconds that a mutant's tests may take besides five times what they take without it
+MORE = 15.0  # seconds that a test may take besides five times what it takes without a mutant
 
 
 class Server:
     """The plugin of pytest that answers requests where pytest would run the tests."""
 
-    def __init__(self, tree: Path, files: Sequence[str], pipes: tuple[int, int], seen: coverage.Coverage) -> None:
-        self.tree, self.files, self.coverage = tree, files, seen
+    def __init__(
+        self, tree: Path, files: Sequence[str], pipes: tuple[int, int], seen: coverage.Coverage, processes: bool
+    ) -> None:
+        self.tree, self.files, self.coverage, self.processes = tree, files, seen, processes
         self.requests, self.answers = os.fdopen(pipes[0]), os.fdopen(pipes[1], "w")
         self.old = {file: compile((tree / file).read_text("utf-8"), str(tree / file), "exec") for file in files}
         self.seconds: dict[str, float] = {}
@@ -53,7 +58,7 @@ class Server:
             if isinstance(one, types.FunctionType) and one.__code__.co_filename.startswith(str(self.tree)):
                 live.setdefault(one.__code__, []).append(one)
         gc.freeze()
-        items = {item.nodeid: item for item in session.items}
+        items = {item.nodeid: item for item in session.items if self.processes or not is_rerun(item.nodeid)}
         for n, line in enumerate(self.requests):
             request = json.loads(line)
             swaps = []
@@ -64,13 +69,15 @@ class Server:
             if any(b is None or (outer and a not in live) for a, b, outer in swaps):
                 answer: dict[str, Any] = {"status": 0, "by": IMPORT}
             else:
-                chosen = [items[test] for test in request["tests"] or items if test in items]
+                limits = {
+                    test: limit for test, limit in (request["tests"] or dict.fromkeys(items)).items() if test in items
+                }
                 child = os.fork()
                 if child == 0:
                     for a, b, _ in swaps:
                         for function in live.get(a, []):
                             function.__code__ = b
-                    self.run(session, chosen, request["quick"], n == 0)
+                    self.run(session, [items[test] for test in limits], [*limits.values()], request["quick"], n == 0)
                 status = wait(child, request["limit"])
                 answer = {"status": status, "by": (self.tree / "at").read_text("utf-8")}
             if n == 0:
@@ -78,17 +85,21 @@ class Server:
             print(json.dumps(answer), file=self.answers, flush=True)
         os._exit(0)
 
-    def run(self, session: pytest.Session, items: list[pytest.Item], quick: bool, measure: bool) -> None:
+    def run(
+        self, session: pytest.Session, items: list[pytest.Item], limits: list[float], quick: bool, measure: bool
+    ) -> None:
         """In a fork: the tests in their order, until one fails; with ``measure`` all, and what each executes."""
         status = 1
         os.setsid()
         (self.tree / "at").write_text("", "utf-8")
         Short().pytest_collection_modifyitems(items, MAX_EXAMPLES if quick else 1000)
         try:
-            for item, after in zip(items, [*items[1:], None], strict=False):
+            for item, after, limit in zip(items, [*items[1:], None], limits, strict=False):
                 (self.tree / "at").write_text(item.nodeid, "utf-8")
                 if measure:
                     self.coverage.switch_context(item.nodeid)
+                if limit is not None:
+                    faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
                 session.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
                 if self.failed and not measure:
                     break
@@ -107,10 +118,19 @@ class Server:
 
 
 class Served:
-    """A room's tests in ``tree``, ready to run; ``seen`` is what another found, or found here at once."""
+    """A room's tests in ``tree``, ready to run; ``seen`` is what another found, or found here at once. Without
+    ``processes`` none that starts them."""
 
-    def __init__(self, tree: Path, files: Sequence[str], tests: Sequence[str], limit: float, seen: Seen | None) -> None:
-        self.tree = tree
+    def __init__(
+        self,
+        tree: Path,
+        files: Sequence[str],
+        tests: Sequence[str],
+        limit: float,
+        seen: Seen | None,
+        processes: bool = True,
+    ) -> None:
+        self.tree, self.processes = tree, processes
         (there, requests), (answers, back) = os.pipe(), os.pipe()
         self.child = os.fork()
         if self.child == 0:
@@ -118,16 +138,16 @@ class Served:
             enter(tree)
             covered = coverage.Coverage(None, config_file=False, include=[str(tree / file) for file in files])
             covered.start()
-            server = Server(tree, files, (there, back), covered)
+            server = Server(tree, files, (there, back), covered, processes)
             pytest.main([*QUIET, *tests], plugins=[server])
             os._exit(70)
         os.close(there), os.close(back)
         self.requests, self.answers = os.fdopen(requests, "w"), os.fdopen(answers)
-        if self._ask("", [""] if seen else [], False, limit)[0] != 0:
+        if self._ask("", {"": 0} if seen else {}, False, limit)[0] != 0:
             raise RuntimeError(f"{(tree / 'output').read_text(errors='replace')}\nwithout a mutant the tests end early")
         self.seen = seen or Seen(**json.loads((tree / "seen").read_text("utf-8")))
 
-    def _ask(self, path: str, tests: Sequence[str], quick: bool, limit: float) -> tuple[int | None, str]:
+    def _ask(self, path: str, tests: dict[str, float], quick: bool, limit: float) -> tuple[int | None, str]:
         print(
             json.dumps({"path": path, "tests": tests, "quick": quick, "limit": limit}), file=self.requests, flush=True
         )
@@ -141,8 +161,8 @@ class Served:
         if that must be imported again; None if all pass."""
         if not tests:
             return None
-        limit = MORE + 5 * sum(self.seen.seconds.get(test, 1.0) for test in tests)
-        status, by = self._ask(path, tests, quick, limit)
+        limits = {test: MORE + 5 * self.seen.seconds.get(test, 1.0) for test in tests}
+        status, by = self._ask(path, limits, quick, sum(limits.values()))
         return None if status == 0 and by != IMPORT else by
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.verify import verify
-from rl_megatron.weights.formats.quantise import dequantise, quantise
+from rl_megatron.weights.formats.quantise import block_maxima, dequantise, quantise
 from rl_megatron.weights.formats.schemes import BLOCK, is_quantised
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
@@ -220,6 +221,16 @@ def test_numbers_are_those_of_transformers() -> None:
     box = dequantise(weight[100:300, 60:200], scales, (100, 60), (BLOCK, BLOCK))
     assert torch.equal(box, read[100:300, 60:200])
     assert torch.equal(read[128:256, :128], torch.zeros(128, 128))
+
+
+def test_maxima_are_those_of_a_loop_over_the_elements_of_a_box() -> None:
+    torch.manual_seed(0)
+    for start, size, edges in (((10, 0), (8, 5), (16, 16)), ((0, 3), (2, 4), (1, 8)), ((5, 130), (40, 70), (16, 64))):
+        values, largest = torch.randn(size), dict[tuple[int, int], float]()
+        for row, column in product(*map(range, size)):
+            block = (start[0] + row) // edges[0], (start[1] + column) // edges[1]
+            largest[block] = max(largest.get(block, 0.0), abs(values[row, column].item()))
+        assert block_maxima(values, start, edges).flatten().tolist() == [largest[block] for block in sorted(largest)]
 
 
 def drop(name: str) -> Callable[[Path], None]:
