@@ -11,9 +11,12 @@ from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from tests.e2e.processes import Place
 
 TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{{ '<eos>' if m['role'] == 'assistant' else '' }}\n"
-    "{% endfor %}{{ 'assistant:' if add_generation_prompt else '' }}"
+    "{% for m in messages %}{{ m['role'] }}{{ sign }}{{ m['content'] }}"
+    "{{ '<eos>' if m['role'] == 'assistant' else '' }}\n"
+    "{% endfor %}{{ 'assistant' ~ sign if add_generation_prompt else '' }}"
 )
+SIGN = "model.template_variables.sign=':'"
+"""The key of a run that has what stands between a role and its words."""
 
 
 def prepared_with(place: Place, files: Mapping[str, Sequence[Mapping[str, object]]]) -> Path:

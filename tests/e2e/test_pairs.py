@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,10 @@ from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.metrics.table import deterministic
 from rl_megatron.rewards.classifiers.in_process import ClassifierReward
 from rl_megatron.types import Prompt
-from tests.e2e.conversations import TEMPLATE, prepared_with
+from tests.e2e.conversations import SIGN, prepared_with
 from tests.e2e.processes import Place, Run
 from tests.e2e.trl_values import assert_as_trl
+from tests.unit.launcher.commands import Said
 from tests.unit.observability.report_pages import Page
 
 SIZE, ROWS, STEPS, RATE = 6, 18, 3, 1e-3
@@ -71,7 +71,7 @@ def keys(model: Path, job: str, *more: str) -> tuple[str, ...]:
         *(f"data.train={TRAIN[job]}", "data.eval=eval.jsonl", "data.messages_field=good", "data.rejected_field=bad"),
         *(f"{job}.batch_size={SIZE}", f"{job}.max_tokens=256", f"train.steps={STEPS}", f"train.learning_rate={RATE}"),
         *("train.lr_decay=none", "eval.every=1", "learner.threads=1", "log.tensorboard=false"),
-        *("learner.optimizer.clip_grad=0.5", "learner.optimizer.weight_decay=0.1", *more),
+        *("learner.optimizer.clip_grad=0.5", "learner.optimizer.weight_decay=0.1", SIGN, *more),
     )
 
 
@@ -210,19 +210,12 @@ def test_its_report_has_the_held_out_loss_of_every_evaluation(
 def test_a_run_that_is_killed_and_resumed_is_equal_to_the_bit(
     place: Place, model: Path, job: str, more: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
-    """At step 2, when step 3's rows were drawn, which are drawn again. The model that it started from is gone, and the
-    user puts it back as the error says; then the reference has ranks of its own."""
+    """At step 2, when step 3's rows were drawn, which are drawn again. Then the reference has ranks of its own."""
     name = job.removesuffix("_model")
-    whole, arguments = request.getfixturevalue(name), keys(model, job, *more)
-    folder = place.copy(whole, f"{name}-killed", until=2)
-    if job == "dpo":
-        shutil.rmtree(folder / "hf_start")
-        refused = place.fork_alone(f"{name}-killed", *arguments, resume=True)
-        assert refused.end() == 1
-        assert f"or copy model.path={model} there, which it is, or begin" in refused.text()
-        shutil.copytree(model, folder / "hf_start")
-    apart = ("roles.reference=separate",) if job == "dpo" else ()
-    again = place.fork_alone(f"{name}-killed", *arguments, *apart, resume=True).finish()
+    whole, apart = request.getfixturevalue(name), ("roles.reference=separate",) if job == "dpo" else ()
+    place.copy(whole, f"{name}-killed", until=2)
+    again = place.fork_alone(f"{name}-killed", *keys(model, job, *more, *apart), resume=True).finish()
+    assert "resuming from" in again.text()
     assert ("2 reference processes" in again.text()) == (job == "dpo")
     assert [deterministic(row) for row in again.rows()] == [deterministic(row) for row in whole.rows()]
     last = f"hf_step_{STEPS:06d}/model.safetensors"
@@ -241,15 +234,10 @@ async def test_an_exported_reward_model_scores_texts_as_its_run_did(place: Place
     assert reward.rows()[-1]["eval/preference_margin"] == pytest.approx(found, rel=1e-4)
 
 
-def test_an_exported_reward_model_has_the_variables_that_its_texts_had(place: Place, model: Path) -> None:
-    folder = place.folder / "varied"
-    shutil.copytree(model, folder)
-    (folder / "chat_template.jinja").write_text("{{ who | default('nobody') }} asks\n" + TEMPLATE)
-    more = ("reward_model.centring=0", "model.template_variables.who=somebody", "train.steps=0", "eval.every=0")
-    run = place.fork_alone("varied", *keys(folder, "reward_model", *more)).finish()
-    tokenizer = AutoTokenizer.from_pretrained(run.folder / "hf_step_000000")
+def test_an_exported_reward_model_has_the_variables_that_its_texts_had(reward: Run) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(reward.folder / f"hf_step_{STEPS:06d}")
     shown = tokenizer.apply_chat_template([said("user", "1+1?"), said("assistant", "2")], tokenize=False)
-    assert shown == "somebody asks\nuser:1+1?\nassistant:2<eos>\n"
+    assert shown == "user:1+1?\nassistant:2<eos>\n"
 
 
 KEEPS = """
@@ -264,18 +252,15 @@ def keeps(prompt, completions, texts):
 """
 
 
-@pytest.mark.parametrize("layout", [("learner.tp=2",), ("learner.pp=2",)], ids=["tp2", "pp2"])
-def test_a_critic_begins_with_the_scores_of_a_reward_model(
-    place: Place, model: Path, reward: Run, layout: tuple[str, ...]
-) -> None:
-    """The mean over sampled tokens of transformers' scores of what stands before them."""
+def test_a_critic_begins_with_the_scores_of_a_reward_model(place: Place, model: Path, reward: Run) -> None:
+    """The mean over sampled tokens of transformers' scores of what stands before them. Each of two stages has two parts
+    of every matrix."""
     (place.folder / "keeping.py").write_text(KEEPS)
-    (place.folder / "kept.jsonl").unlink(missing_ok=True)
     (judge,) = reward.folder.glob("hf_step_*")
     run = place.fork(
-        f"critic-{layout[0][8:10]}",
+        "critic",
         *("algorithm=ppo", "reward.function=keeping:keeps", f"model.path={model}", f"algorithm.critic.path={judge}"),
-        *("warm_start.steps=0", "train.steps=1", "train.minibatches=1", "eval.every=0", *layout),
+        *("warm_start.steps=0", "train.steps=1", "train.minibatches=1", "eval.every=0", "learner.tp=2", "learner.pp=2"),
     ).finish()
     classifier: Any = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32)
     values: list[float] = []
@@ -288,91 +273,29 @@ def test_a_critic_begins_with_the_scores_of_a_reward_model(
     assert row["critic/value_mean"] == pytest.approx(sum(values) / len(values), rel=1e-4, abs=1e-6)
 
 
-def test_a_pair_loss_of_ones_own_is_trained_on(place: Place, model: Path) -> None:
-    """IPO before the first step, where policy and reference are one: (1/(2 beta))^2, held out and in training. A step
-    is profiled. The run goes on where it was killed before its first checkpoint, when it had kept its first model."""
-    ipo = "def ipo(better, worse, beta):\n    return (better - worse - 1 / (2 * beta)) ** 2\n"
-    (place.folder / "my_ipo.py").write_text(ipo)
-    arguments = keys(model, "dpo", "dpo.loss=my_ipo:ipo", "dpo.beta=0.25", "train.steps=1", "profile.steps=1")
-    run = place.fork_alone("ipo", *arguments).finish()
-    rows = run.rows()
-    assert rows[0]["eval/loss"] == pytest.approx(4.0, rel=1e-4)
-    assert rows[-1]["loss"] == pytest.approx(4.0, rel=1e-4)
-    assert rows[-1]["eval/loss"] < 3.999
-    assert (run.folder / "profile/step_000001/rank-0.json.gz").is_file()
-    shutil.rmtree(run.folder / "checkpoints")
-    again = place.fork_alone("ipo", *arguments, resume=True).finish()
-    assert [deterministic(row) for row in again.rows()] == [deterministic(row) for row in rows]
-
-
-@pytest.mark.parametrize(
-    ("job", "more", "said"),
-    [
-        (
-            "dpo",
-            ("dpo.max_tokens=20",),
-            "tokens with its answers, dpo.max_tokens=20; raise it, or set dpo.on_long=drop",
-        ),
-        ("dpo", ("data.rejected_field=good",), "train.parquet:1: fields 'good' and 'good' are equal"),
-        ("reward_model", ("data.margin_field=id2",), "train.jsonl:1: no field 'id2'; it has"),
-        ("dpo", ("data.rejected_field=worse",), "no field 'worse'; it has"),
-        ("dpo", ("dpo.loss=my_pairs:flat",), "dpo.loss=my_pairs:flat must return one finite loss for each"),
-    ],
-)
-def test_what_cannot_be_trained_on_ends_the_run_before_a_step(
-    place: Place, model: Path, job: str, more: tuple[str, ...], said: str
-) -> None:
-    (place.folder / "my_pairs.py").write_text("def flat(better, worse, beta):\n    return (better - worse).sum()\n")
-    run = place.fork_alone(f"refused-{len(place.runs)}", *keys(model, job, *more))
-    assert run.end() != 0
-    assert said in run.text().replace("\n", " ")
-    assert "Traceback" not in run.text()
-
-
-def test_a_classifier_is_no_policy(place: Place, reward: Run) -> None:
-    folder = reward.folder / f"hf_step_{STEPS:06d}"
-    run = place.fork_alone("policy", f"model.path={folder}", "train.steps=1")
-    assert run.end() != 0
-    assert "is a sequence classifier, which scores texts; job=rl needs a model with an output layer" in run.text()
-    measured = place.call_in_fork("eval", "runs/reward")
-    assert measured.end() == 1
-    assert "job=reward_model: its model scores texts and samples none" in measured.text()
+def test_a_classifier_is_no_policy(reward: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    refused = Said("train", capsys)("--check", f"model.path={reward.folder / f'hf_step_{STEPS:06d}'}", status=1)
+    assert "is a sequence classifier, which scores texts; job=rl needs a model with an output layer" in refused
+    refused = Said("eval", capsys)(str(reward.folder), status=1)
+    assert "job=reward_model: its model scores texts and samples none" in refused
 
 
 KEYS = (
-    *("--config", "reward_tiny", "learner.ep=1", "train.steps=3", "data.num_eval=16"),
+    *("--config", "reward_tiny", "learner.ep=1", "train.lr_decay=none", "data.num_eval=16"),
     *("eval.every=1", "checkpoint.every=1", "log.tensorboard=false"),
 )
-LAYOUTS = (("learner.tp=2",), ("learner.pp=2",), ("learner.cp=2",), ("learner.dp=2", "learner.ep=2"))
+LAYOUTS = (("learner.tp=2", "learner.cp=2"), ("learner.pp=2", "learner.dp=2", "learner.ep=2"), ())
 
 
-@pytest.fixture(scope="module")
-def tied(place: Place) -> tuple[str, ...]:
-    """The keys, with a model whose embedding is its output layer."""
-    return (*KEYS, f"model.path={make_tiny_model(TinySizes(tie_embeddings=True), place.cache, 0)}")
-
-
-@pytest.fixture(scope="module")
-def alone(place: Place, tied: tuple[str, ...]) -> Run:
-    return place.fork_alone("alone", *tied).finish()
-
-
-def assert_alike(run: Run, alone: Run) -> None:
+def test_every_layout_trains_the_same_reward_model_from_the_checkpoint_of_another(place: Place) -> None:
+    """Of a model whose embedding is tied to the output layer that it loses: two steps in each of two layouts, and two
+    in one process."""
+    tied = (*KEYS, f"model.path={make_tiny_model(TinySizes(tie_embeddings=True), place.cache, 0)}")
+    alone = place.fork_alone("alone", *tied, f"train.steps={2 * len(LAYOUTS)}").finish()
+    for number, layout in enumerate(LAYOUTS):
+        steps = f"train.steps={2 * number + 2}"
+        run = place.fork_alone("layouts", *tied, *layout, steps, resume=number > 0).finish()
+        assert ("resuming from" in run.text()) == (number > 0)
     for row, wanted in zip(run.rows(), alone.rows(), strict=True):
         for name in ("loss", "grad_norm", "eval/loss", "eval/preference_margin"):
             assert row.get(name, 0) == pytest.approx(wanted.get(name, 0), rel=2e-4, abs=1e-6), (name, row["step"])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda keys: keys[0])
-def test_every_layout_trains_the_same_reward_model(
-    place: Place, tied: tuple[str, ...], alone: Run, layout: tuple[str, ...]
-) -> None:
-    """Of a model whose embedding is tied to the output layer that it loses; a resume goes on in one process."""
-    name = f"layout-{len(place.runs)}"
-    place.fork_alone(name, *tied, *layout).finish()
-    run = place.runs[-1]
-    assert_alike(run, alone)
-    shutil.rmtree(run.folder / "checkpoints" / "step_000003")
-    again = place.fork_alone(name, *tied, resume=True).finish()
-    assert "resuming from" in again.text()
-    assert_alike(again, alone)

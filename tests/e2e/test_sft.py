@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from rl_megatron.models.tiny import TOKENIZER_SIZE
 from rl_megatron.observability.history import headline_figures, load_runs
 from rl_megatron.observability.metrics.table import deterministic
-from tests.e2e.conversations import prepared_with
+from tests.e2e.conversations import SIGN, prepared_with
 from tests.e2e.processes import Place, Run
 from tests.e2e.trl_values import assert_as_trl
 from tests.family_models import save_model
+from tests.unit.launcher.commands import Said
 from tests.unit.observability.report_pages import Page
 
 SIZE, ROWS, STEPS, RATE = 6, 20, 5, 3e-3
@@ -54,7 +56,7 @@ def keys(model: Path, *more: str) -> tuple[str, ...]:
         *("--config", "sft_tiny", f"model.path={model}", "data.type=files", "data.train=train.jsonl"),
         *("data.eval=eval.jsonl", "data.messages_field=messages", f"sft.batch_size={SIZE}", "sft.max_tokens=256"),
         *(f"train.learning_rate={RATE}", "eval.every=1", "learner.threads=1", "log.tensorboard=false"),
-        *("learner.optimizer.clip_grad=0.5", "learner.optimizer.weight_decay=0.1", *more),
+        *("learner.optimizer.clip_grad=0.5", "learner.optimizer.weight_decay=0.1", SIGN, *more),
     )
 
 
@@ -78,6 +80,11 @@ def tokens_of(model: Path, messages: list[dict[str, str]]) -> tuple[list[int], l
             tokens += ids
             is_answer += [learnt] * len(ids)
     return tokens, is_answer
+
+
+def length(model: Path, messages: list[dict[str, str]]) -> int:
+    """Tokens that are trained on: the last line's end is none."""
+    return len(tokens_of(model, messages)[0]) - 1
 
 
 def loss_of(reference: PreTrainedModel, model: Path, batch: list[list[dict[str, str]]]) -> torch.Tensor:
@@ -150,32 +157,49 @@ def test_its_report_has_the_held_out_loss_of_every_evaluation(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "loader", "more", "aside", "still"),
+    ("name", "loader", "more", "aside", "still", "on_long"),
     [
-        ("qwen3_5_moe_stacked", AutoModelForImageTextToText, {}, ("model.visual.",), ""),
-        ("glm_moe_dsa", AutoModelForCausalLM, {"index_topk": 256}, (), ".indexer."),
-        ("kimi_k25", AutoModelForImageTextToText, {}, ("vision_tower.", "mm_projector."), ""),
-        ("hy_v3", AutoModelForCausalLM, {}, (), "expert_bias"),
+        ("qwen3_5_moe_stacked", AutoModelForImageTextToText, {}, ("model.visual.",), "", "drop"),
+        ("glm_moe_dsa", AutoModelForCausalLM, {"index_topk": 256}, (), ".indexer.", "drop"),
+        ("kimi_k25", AutoModelForImageTextToText, {}, ("vision_tower.", "mm_projector."), "", "cut"),
+        ("hy_v3", AutoModelForCausalLM, {}, (), "expert_bias", "cut"),
     ],
 )
 def test_other_families_learn_and_their_export_is_transformers_by_the_names_that_were_read(
-    name: str, loader: type[Any], more: dict[str, int], aside: tuple[str, ...], still: str, place: Place, model: Path
+    name: str,
+    loader: type[Any],
+    more: dict[str, int],
+    aside: tuple[str, ...],
+    still: str,
+    on_long: str,
+    place: Place,
+    model: Path,
 ) -> None:
-    """``aside`` stays out of an export, and what has ``still`` in its name is there to the bit."""
+    """``aside`` stays out of an export, and what has ``still`` in its name is there to the bit. Conversations longer
+    than all that are held out are cut or left out, and counted."""
     folder = place.folder / name
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
     save_model(name, folder, vocab_size=TOKENIZER_SIZE, max_position_embeddings=256, **more)
     shutil.copy(model / "generation_config.json", folder)
-    run = place.fork_alone(f"run-{name}", *keys(folder, "learner.tp=2", "sft.epochs=3", "checkpoint.every=0")).finish()
-    losses, out = [row["eval/loss"] for row in run.rows()], run.folder / "hf_step_000010"
+    held_out, train = read(place.folder / "eval.jsonl"), read(place.folder / "train.jsonl")
+    most = max(map(partial(length, model), held_out))
+    given = ("learner.tp=2", "sft.epochs=3", "checkpoint.every=0", f"sft.max_tokens={most}", f"sft.on_long={on_long}")
+    run = place.fork_alone(f"run-{name}", *keys(folder, *given)).finish()
+    rows, out = run.rows(), run.folder / "hf_step_000010"
+    losses = [row["eval/loss"] for row in rows]
     assert losses[-1] < 0.8 * losses[0]
-    held, given = load_file(out / "model.safetensors"), load_file(folder / "model.safetensors")
-    assert given.keys() - held.keys() == {n for n in given if aside and n.startswith(aside)}
-    assert all(torch.equal(held[n], given[n]) for n in given if still and still in n)
+    held, given_model = load_file(out / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert given_model.keys() - held.keys() == {n for n in given_model if aside and n.startswith(aside)}
+    assert all(torch.equal(held[n], given_model[n]) for n in given_model if still and still in n)
     exported = loader.from_pretrained(out, dtype=torch.float32)
     with torch.no_grad():
-        found = float(loss_of(exported, folder, read(place.folder / "eval.jsonl")))
+        found = float(loss_of(exported, folder, held_out))
     assert found == pytest.approx(losses[-1], rel=1e-5)
+    long = sum(length(model, train[n]) > most for n in order()[:SIZE])
+    assert 0 < long < SIZE
+    dropped, cut = rows[1]["data/dropped"], rows[1]["data/cut"]
+    assert dropped + cut == long
+    assert (cut > 0) == (on_long == "cut")
 
 
 def test_a_run_that_is_killed_and_resumed_is_equal_to_the_bit(place: Place, model: Path, run: Run) -> None:
@@ -189,61 +213,6 @@ def test_a_run_that_is_killed_and_resumed_is_equal_to_the_bit(place: Place, mode
     assert (again.folder / last).read_bytes() == (run.folder / last).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (
-            ("sft.max_tokens=60",),
-            "tokens with its answers, sft.max_tokens=60; raise it, or set sft.on_long=drop or cut",
-        ),
-        (("data.train=formless.jsonl",), ": message 1 has content [{'type': 'image_url'}]"),
-        (("data.messages_field=chat",), "no field 'chat'; it has id, messages"),
-        (("reward.function=length",), "reward.function=length: job=sft does not read it"),
-    ],
-)
-def test_what_cannot_be_trained_on_ends_the_run_before_a_step(
-    place: Place, model: Path, more: tuple[str, ...], said: str
-) -> None:
-    last = order()[ROWS - 1]  # of the first epoch, which no step draws
-    formless = {
-        "messages": [{"role": "user", "content": [{"type": "image_url"}]}, {"role": "assistant", "content": ""}]
-    }
-    rows = (place.folder / "train.jsonl").read_text().splitlines()
-    rows[last] = json.dumps(formless | {"id": 0})
-    (place.folder / "formless.jsonl").write_text("\n".join(rows))
-    run = place.fork_alone(f"refused-{len(place.runs)}", *keys(model, "train.steps=2", *more))
-    assert run.end() != 0
-    assert said in run.text().replace("\n", " ")
-    assert "Traceback" not in run.text()
-
-
-def test_long_conversations_are_cut_or_left_out_and_counted(place: Place, model: Path) -> None:
-    found = {}
-    for how in ("cut", "drop"):
-        run = place.fork_alone(how, *keys(model, "train.steps=1", "sft.max_tokens=60", f"sft.on_long={how}")).finish()
-        found[how] = run.rows()[-1]
-    train = read(place.folder / "train.jsonl")
-    lengths = [len(tokens_of(model, train[n])[0]) - 1 for n in order()[:SIZE]]  # the last line's end is not trained on
-    long = sum(length > 60 for length in lengths)
-    assert 0 < long < SIZE
-    assert (found["drop"]["data/dropped"], found["drop"]["data/cut"]) == (long, 0)
-    assert found["cut"]["data/dropped"] + found["cut"]["data/cut"] == long
-    assert found["cut"]["data/cut"] > 0
-
-
-def test_a_run_on_problems_is_evaluated_and_reinforced_and_one_on_conversations_is_not(place: Place, run: Run) -> None:
-    sums = place.fork_alone(
-        "sums", "--config", "sft_tiny", "learner.ep=1", "train.steps=1", "data.num_eval=16", "log.tensorboard=false"
-    ).finish()
-    measured = place.call_in_fork("eval", "runs/sums")
-    assert measured.end() == 0, measured.text()
-    assert (sums.folder / "eval" / "step_000001.json").is_file()
-    then = place.fork(
-        "then",
-        *("learner.ep=1", "reward.function=my_rewards:even", "warm_start.steps=0", "train.steps=1"),
-        f"model.path={sums.folder / 'hf_step_000001'}",
-    ).finish()
-    assert [row["phase"] for row in then.rows()] == ["rl", "rl"]
-    refused = place.call_in_fork("eval", "runs/whole")
-    assert refused.end() == 1
-    assert "conversations have no answers to compare samples with; give a configuration" in refused.text()
+def test_a_run_on_conversations_is_not_evaluated_by_samples(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    refused = Said("eval", capsys)(str(run.folder), status=1)
+    assert "conversations have no answers to compare samples with; give a configuration" in refused

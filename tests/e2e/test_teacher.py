@@ -4,8 +4,8 @@ bit to one that was not."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from tests.e2e.processes import Place, Run
+from tests.e2e.processes import TINY, Place, Run
 from tests.e2e.served_teacher import serving
 from tests.e2e.trl_values import STEPS, assert_as_trl, stored
 from tests.exposure import check_secrets, check_sockets, family
@@ -41,19 +41,11 @@ GIVEN = (
     *("learner.ep=1", "warm_start.steps=0"),
 )
 OF_RANKS = ("roles.reference=separate", "roles.layouts.reference.tp=2", "algorithm.kl.reference={teacher}")
-OF_SERVER = (
-    *("algorithm.kl.teachers.wide.server={url}", "algorithm.kl.teachers.wide.path={teacher}"),
-    "algorithm.kl.teachers.wide.engine=tests.e2e.served_teacher:Transformers",
-    "algorithm.kl.teachers.wide.token_file={key}",
-)
 WHOLE = (
     *(*GIVEN, *OF_RANKS, "algorithm=gkd", "algorithm.kl.top_k=300", "algorithm.kl.beta=0.5", "train.minibatches=1"),
     *("algorithm.aggregation=token_mean", "train.lr_decay=none", "train.learning_rate=1e-3", f"train.steps={STEPS}"),
 )
 """Of a teacher's distribution over all tokens, of which each counts as much as another."""
-PLACES = pytest.mark.parametrize("of", [OF_RANKS, OF_SERVER], ids=["on ranks of its own", "behind a server"])
-
-
 Sampled = list[list[list[int]]]
 """Prompt and completion of each."""
 
@@ -75,30 +67,33 @@ def kept(place: Place) -> Sampled:
     return [json.loads(line) for line in (place.folder / "sampled.jsonl").read_text().splitlines()]
 
 
-def trained(
-    place: Place, name: str, of: tuple[str, ...], *keys: str
-) -> tuple[list[dict[str, Any]], list[list[list[int]]], list[torch.nn.Module]]:
-    """Rows of a student's run with a teacher of other sizes, what it sampled in the first step, and both models."""
-    student, teacher = models_of(place)
-    begin_to_keep(place)
+@pytest.fixture(scope="module")
+def served(place: Place) -> Iterator[tuple[str, ...]]:
+    """Keys of a teacher that a server serves which asks for a key; {name} is what the run calls it."""
+    _, teacher = models_of(place)
     (key := place.folder / "teacher.key").write_text("key-of-the-teacher")
     key.chmod(0o600)
+    with serving(teacher, key) as url:
+        given = {"server": url, "path": teacher, "engine": "tests.e2e.served_teacher:Transformers", "token_file": key}
+        yield tuple(f"algorithm.kl.teachers.{{name}}.{name}={value}" for name, value in given.items())
+
+
+def taught(place: Place, name: str, *keys: str) -> tuple[dict[str, Any], Sampled, list[torch.nn.Module]]:
+    """Row of a student's only step, what it sampled, and the models of student and teacher. Nobody else can reach the
+    run, or read the server's key in it."""
+    folders = models_of(place)
+    begin_to_keep(place)
     (hold := place.folder / "hold").touch()
-    with serving(teacher, key) if OF_SERVER[0] in of else contextlib.nullcontext("") as url:
-        judged = (one.format(teacher=teacher, url=url, key=key) for one in of)
-        run = place.fork(
-            f"{name}-{len(of)}-{len(keys)}", *GIVEN, f"algorithm={name}", *keys, f"model.path={student}", *judged
-        )
-        run.until((place.folder / "holding").exists, "what is sampled")
-        processes = family(run.process.pid)
-        assert set(check_sockets(processes)) <= {"A learner rank"}
-        check_secrets(processes, run.folder, secrets=[key.read_text()])
-        hold.unlink()
-        run.finish()
-    sampled = kept(place)
-    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (student, teacher)]
-    assert len(sampled) >= 16
-    return [row for row in run.rows() if row["step"]], sampled[:16], models
+    run = place.fork_alone(name, *TINY, *GIVEN, f"model.path={folders[0]}", "train.steps=1", *keys)
+    run.until((place.folder / "holding").exists, "what is sampled")
+    processes = family(run.process.pid)
+    assert set(check_sockets(processes)) <= {"A learner rank"}
+    check_secrets(processes, run.folder, secrets=[(place.folder / "teacher.key").read_text()])
+    hold.unlink()
+    run.finish()
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders]
+    (row,) = (row for row in run.rows() if row["step"])
+    return row, kept(place), models
 
 
 def distil(place: Place, name: str, *, resume: bool = False) -> Run:
@@ -138,108 +133,95 @@ def test_a_run_that_is_killed_and_resumed_is_equal_to_the_bit(place: Place, whol
     assert (again.folder / last).read_bytes() == (run.folder / last).read_bytes()
 
 
-@PLACES
-def test_each_token_of_a_student_is_judged_by_a_wider_and_deeper_teacher(place: Place, of: tuple[str, ...]) -> None:
-    rows, first, models = trained(place, "distill", of, "train.steps=2")
-    means = [np.mean(np.subtract(*(logprobs(model, *one) for model in models))) for one in first]
-    np.testing.assert_allclose(rows[0]["kl/reference"], np.mean(means), rtol=1e-4)
-    assert rows[0]["kl/reference"] > 0.1  # they differ
-    tokens = np.concatenate([np.subtract(*(logprobs(model, *one) for model in models)) for one in first])
-    np.testing.assert_allclose(rows[0]["advantage/mean"], -tokens.mean(), rtol=1e-4)
-    np.testing.assert_allclose(rows[0]["advantage/std"], tokens.std(), rtol=1e-4)  # minus that of each token
-    assert rows[0]["reward/mean"] == 0 < rows[0]["grad_norm"]
+def prompt_keys(name: str, form: str) -> tuple[str, ...]:
+    """Keys that have a teacher read a prompt of its own."""
+    given = {"prompt": form, "max_prompt_tokens": 24}
+    return tuple(f"algorithm.kl.teachers.{name}.{key}={value}" for key, value in given.items())
 
 
-def test_several_teachers_on_ranks_are_weighed_each_in_a_layout_of_its_own(place: Place) -> None:
-    """The student's own weights are the second, and count three times."""
-    student, _ = models_of(place)
-    keys = (
-        *("algorithm.kl.teachers.wide.path={teacher}", "roles.layouts.teacher_wide.tp=2"),
-        *(f"algorithm.kl.teachers.like_it.path={student}", "algorithm.kl.teachers.like_it.weight=3"),
-        *("roles.layouts.teacher_like_it.pp=2", "rollout.temperature=0.8"),
-    )
-    rows, first, models = trained(place, "distill", keys, "train.steps=1")
-    of_student, of_wide = (
-        np.concatenate([np.log(distribution(model, *one, 0.8)[range(len(one[1])), one[1]]) for one in first])
-        for model in models
-    )
-    wanted = (of_wide + 3 * of_student) / 4 - of_student
-    np.testing.assert_allclose(rows[0]["advantage/mean"], wanted.mean(), rtol=1e-4)
-    np.testing.assert_allclose(rows[0]["advantage/std"], wanted.std(), rtol=1e-4)
-    assert rows[0]["kl/reference"] > 0.02 < rows[0]["grad_norm"]
-
-
-@PLACES
-def test_the_tokens_that_a_teacher_names_are_learnt_from(place: Place, of: tuple[str, ...]) -> None:
-    """Of three tokens and a bucket, KL(student‖teacher), of a teacher on ranks at a temperature."""
-    temperature = 0.8 if of is OF_RANKS else 1.0
-    keys = ("algorithm.kl.top_k=3", "algorithm.kl.beta=1", f"rollout.temperature={temperature}", "train.minibatches=1")
-    rows, first, models = trained(place, "gkd", of, *keys, "train.steps=1")
-    found: list[float] = []
-    for one in first:
-        student, teacher = (distribution(model, *one, temperature=temperature) for model in models)
-        for pi, ref in zip(student, teacher, strict=True):
-            named = np.argsort(-ref)[:3]
-            p, q = (np.append(x[named], 1 - x[named].sum()) for x in (pi, ref))
-            found.append(float((p * np.log(p / q)).sum()))
-    np.testing.assert_allclose(rows[0]["loss/kl"], np.mean(found), rtol=1e-4)
-    assert rows[0]["reward/mean"] == 0 < rows[0]["grad_norm"]
-
-
-def behind_the_answer(text: str, form: str) -> list[int]:
+def behind_the_answer(prompt: list[int], form: str) -> list[int]:
     """The prompt that a teacher reads in place of such as ``37+08=``, whose answer is 540: its digits from the last."""
-    numbers = [int(one) for one in text.rstrip("=").split("+")]
-    return [*form.format(prompt=text.rstrip("="), answer=f"{sum(numbers):03}"[::-1]).encode()]
+    asked = bytes(prompt).decode().rstrip("=")
+    numbers = asked.split("+")
+    return [*form.format(prompt=asked, answer=f"{sum(map(int, numbers)):0{len(numbers[0]) + 1}}"[::-1]).encode()]
 
 
-def test_a_policy_that_reads_the_answer_teaches_itself(place: Place) -> None:
-    """The loss and its gradient's norm are autograd's, of transformers' model twice, once without a gradient."""
-    form, keys = "{answer}. {prompt}=", ("algorithm.kl.top_k=300", "train.minibatches=1", "train.steps=1")
-    escaped = form.replace("{", "{{").replace("}", "}}")
-    of = (f"algorithm.kl.teachers.me.prompt={escaped}", "algorithm.kl.teachers.me.max_prompt_tokens=11")
-    rows, first, (student, _) = trained(place, "gkd", of, *keys, "algorithm.aggregation=token_mean")
-    student.get_input_embeddings().padding_idx = None
-    total, count = torch.zeros([], dtype=torch.float64), sum(len(completion) for _, completion in first)
-    for prompt, completion in first:
-        with torch.no_grad():
-            t = logits(student, behind_the_answer(bytes(prompt).decode(), form), completion).softmax(-1)
-        p = logits(student, prompt, completion).softmax(-1)
-        m = (p + t) / 2
-        total = total + (t * (t / m).log() + p * (p / m).log()).sum() / 2 / count
-    total.backward()
-    norm = torch.stack([one.grad.norm() for one in student.parameters() if one.grad is not None]).norm()
-    np.testing.assert_allclose(rows[0]["loss/kl"], total.item(), rtol=1e-4)
-    np.testing.assert_allclose(rows[0]["grad_norm"], float(norm), rtol=1e-4)
-    assert rows[0]["reward/mean"] == 0 < rows[0]["loss/kl"]
-
-
-def test_teachers_of_all_places_read_prompts_of_their_own(place: Place) -> None:
-    """The policy itself, a wider model on ranks of its own under tensor parallelism, and the same behind a server."""
+def test_each_token_is_judged_by_teachers_of_all_places_weighed_some_behind_prompts_of_their_own(
+    place: Place, served: tuple[str, ...]
+) -> None:
+    """The policy itself, which reads the answer; a wider and deeper model on ranks under tensor parallelism, and behind
+    a server, with prompts of their own and without; and the student's own weights in two stages."""
     forms = {
         "me": "{answer} {prompt}=",
         "near": "{prompt} is {answer}, {prompt}=",
         "wide": "{prompt}={answer}\n{prompt}=",
     }
-    weights = {"me": 1, "near": 2, "wide": 3}
-    of = [*OF_SERVER, "algorithm.kl.teachers.near.path={teacher}", "roles.layouts.teacher_near.tp=2"]
-    for name, form in forms.items():
-        given = {"weight": weights[name], "prompt": form.replace("{", "{{").replace("}", "}}"), "max_prompt_tokens": 24}
-        of += [f"algorithm.kl.teachers.{name}.{key}={value}" for key, value in given.items()]
-    rows, first, (student, wide) = trained(place, "distill", tuple(of), "train.steps=1")
+    weights = {"me": 1, "near": 2, "wide": 3, "plain": 4, "like_it": 5}
+    student, teacher = models_of(place)
+    keys = (
+        *(key.format(name=name) for name in ("wide", "plain") for key in served),
+        *(f"algorithm.kl.teachers.near.path={teacher}", "roles.layouts.teacher_near.tp=2"),
+        *(f"algorithm.kl.teachers.like_it.path={student}", "roles.layouts.teacher_like_it.pp=2"),
+        *(f"algorithm.kl.teachers.{name}.weight={weight}" for name, weight in weights.items()),
+        *(key for name, form in forms.items() for key in prompt_keys(name, form)),
+    )
+    row, sampled, (policy, wide) = taught(place, "distilled", "algorithm=distill", *keys)
     found = []
-    for prompt, completion in first:
-        own = logprobs(student, prompt, completion)
+    for prompt, completion in sampled:
         of_all = [
-            weights[name]
-            * logprobs(student if name == "me" else wide, behind_the_answer(bytes(prompt).decode(), form), completion)
-            for name, form in forms.items()
+            weight
+            * logprobs(
+                policy if name in ("me", "like_it") else wide,
+                behind_the_answer(prompt, forms[name]) if name in forms else prompt,
+                completion,
+            )
+            for name, weight in weights.items()
         ]
-        found.append(sum(of_all) / 6 - own)
+        found.append(sum(of_all) / sum(weights.values()) - logprobs(policy, prompt, completion))
     tokens = np.concatenate(found)
-    np.testing.assert_allclose(rows[0]["advantage/mean"], tokens.mean(), rtol=1e-4)
-    np.testing.assert_allclose(rows[0]["advantage/std"], tokens.std(), rtol=1e-4)
-    np.testing.assert_allclose(rows[0]["kl/reference"], -np.mean([one.mean() for one in found]), rtol=1e-4)
-    assert rows[0]["kl/reference"] > 0.02 < rows[0]["grad_norm"]
+    np.testing.assert_allclose(row["advantage/mean"], tokens.mean(), rtol=1e-4)
+    np.testing.assert_allclose(row["advantage/std"], tokens.std(), rtol=1e-4)  # that of each token
+    np.testing.assert_allclose(row["kl/reference"], -np.mean([one.mean() for one in found]), rtol=1e-4)
+    assert row["kl/reference"] > 0.02 < row["grad_norm"]
+    assert row["reward/mean"] == 0
+
+
+def test_the_tokens_that_each_sources_teacher_names_are_learnt_from(place: Place, served: tuple[str, ...]) -> None:
+    """Of three tokens and a bucket, KL(student‖teacher): a model on ranks, the same behind a server, and the policy
+    itself, which reads the answer, each judge sums of another length. The gradient's norm is autograd's."""
+    digits, form = {"near": 1, "wide": 2, "me": 3}, "{answer}. {prompt}="
+    keys = (
+        *(key.format(name="wide") for key in served),
+        f"algorithm.kl.teachers.near.path={models_of(place)[1]}",
+        *prompt_keys("me", form),
+        *(f"algorithm.kl.teachers.{name}.sources=[of_{name}]" for name in digits),
+        *(f"data.sources.of_{name}.{key}" for name in digits for key in ("type=arithmetic", "num_eval=9")),
+        *(f"data.sources.of_{name}.digits={count}" for name, count in digits.items()),
+        *("algorithm.kl.top_k=3", "algorithm.kl.beta=1", "algorithm.aggregation=token_mean", "train.minibatches=1"),
+    )
+    row, sampled, (student, wide) = taught(
+        place, "named", "algorithm=gkd", "data=mixture", "rollout.prompts_per_step=6", *keys
+    )
+    student.get_input_embeddings().padding_idx = None
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in digits}
+    for prompt, completion in sampled:
+        (name,) = (name for name, count in digits.items() if len(prompt) == 2 * count + 2)
+        read = behind_the_answer(prompt, form) if name == "me" else prompt
+        with torch.no_grad():
+            teacher = logits(student if name == "me" else wide, read, completion).softmax(-1)
+        best = teacher.topk(3).indices
+        p, q = (
+            torch.cat([x.gather(1, best), 1 - x.gather(1, best).sum(1, keepdim=True)], 1)
+            for x in (logits(student, prompt, completion).softmax(-1), teacher)
+        )
+        found[name].append((p * (p / q).log()).sum(1))
+    assert all(len(of) == 8 and torch.cat(of).mean() > 1e-3 for of in found.values())
+    loss = torch.cat([one for of in found.values() for one in of]).mean()
+    loss.backward()
+    norm = torch.stack([one.grad.norm() for one in student.parameters() if one.grad is not None]).norm()
+    np.testing.assert_allclose(row["loss/kl"], loss.item(), rtol=1e-4)
+    np.testing.assert_allclose(row["grad_norm"], norm.item(), rtol=1e-4)
+    assert row["reward/mean"] == 0
 
 
 def logits(model: torch.nn.Module, prompt: list[int], completion: list[int]) -> torch.Tensor:
@@ -248,12 +230,7 @@ def logits(model: torch.nn.Module, prompt: list[int], completion: list[int]) -> 
     return found.double()
 
 
-def distribution(model: torch.nn.Module, prompt: list[int], completion: list[int], temperature: float) -> np.ndarray:
-    """Probabilities [T, V] where a completion's tokens were sampled."""
-    with torch.no_grad():
-        return (logits(model, prompt, completion) / temperature).softmax(-1).numpy()
-
-
 def logprobs(model: torch.nn.Module, prompt: list[int], completion: list[int]) -> np.ndarray:
     """Log-probs [T] of a completion's tokens."""
-    return np.log(distribution(model, prompt, completion, 1.0)[range(len(completion)), completion])
+    with torch.no_grad():
+        return logits(model, prompt, completion).log_softmax(-1)[range(len(completion)), completion].numpy()

@@ -80,6 +80,13 @@ def test_they_are_counted_and_the_first_is_named_before_the_first_step() -> None
         asyncio.run(job("fail", 400).start(fresh=True))
 
 
+def test_a_pair_that_is_too_long_is_named_and_none_is_cut() -> None:
+    config = RunConfig.model_validate({"job": "dpo", "dpo": {"max_tokens": 10}})
+    (unit,) = units_of(DATA[LONG[0] - 1 : LONG[0]])
+    with pytest.raises(DataError, match=r"dpo\.max_tokens=10; raise it, or set dpo\.on_long=drop$"):
+        written.fitted([unit * 2], config)
+
+
 @pytest.mark.parametrize("on_long", ["drop", "cut"])
 def test_what_happens_to_them_is_logged_and_rows_are_drawn_as_without_the_look(
     on_long: str, caplog: pytest.LogCaptureFixture
