@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import numpy as np
 
 from rl_megatron.rollout.servers.decoding import Judged
 from rl_megatron.rollout.servers.http import Server
+from tests.forks import FORKS
 
 
 class Transformers:
@@ -35,25 +34,26 @@ class Transformers:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *key: Path, port: int = 0) -> Iterator[str]:
-    """The server of a folder's model while the context is open: its URL. Port 0: any that is free."""
-    words = (sys.executable, "-m", "tests.e2e.served_teacher", str(folder), str(port), *map(str, key))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-        finally:
-            process.kill()
+def serving(folder: Path, key: Path | None = None, *, port: int = 0) -> Iterator[str]:
+    """The server of a folder's model in a fork while the context is open: its URL. Port 0: any that is free."""
+    ours, theirs = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=serve, args=(folder, port, key, theirs.send), daemon=True)
+    process.start()
+    theirs.close()  # so that its end is seen
+    try:
+        yield f"http://127.0.0.1:{ours.recv()}"
+    finally:
+        process.kill()
+        process.join()
 
 
-def main() -> None:
+def serve(folder: Path, port: int, key_file: Path | None, told: Callable[[int], object]) -> None:
+    """Tell the port, and answer for ever."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    folder, port, *keys = sys.argv[1:]
-    key = Path(keys[0]).read_text() if keys else ""
+    key = "" if key_file is None else key_file.read_text()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     class Handler(BaseHTTPRequestHandler):
@@ -81,9 +81,15 @@ def main() -> None:
         def log_message(self, *arguments: object) -> None:
             """Say nothing of requests."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", int(port)), Handler)
-    print(server.server_port, flush=True)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    told(server.server_port)
     server.serve_forever()
+
+
+def main() -> None:
+    """By its command."""
+    folder, port, *keys = sys.argv[1:]
+    serve(Path(folder), int(port), Path(keys[0]) if keys else None, print)
 
 
 if __name__ == "__main__":
