@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -198,9 +198,15 @@ class Place:
                 shutil.rmtree(saved)
         return folder
 
+    def training(self, name: str, *arguments: str, resume: bool = False) -> list[str]:
+        """The command line of a tiny run; later arguments overrule earlier ones."""
+        data = () if "data=gsm8k" in arguments else ("data.num_eval=16",)
+        keys = (*TINY, *data, f"model.cache_dir={self.cache}", f"run.name={name}", *arguments)
+        return ["train", *keys, *(["--resume"] if resume else [])]
+
     def start(self, name: str, *arguments: str, resume: bool = False) -> Run:
-        """Start ``rl-megatron train`` on a tiny run; later arguments overrule earlier ones."""
-        return self._start(name, self._training(name, arguments, resume))
+        """Start ``rl-megatron train`` on a tiny run (`training`)."""
+        return self._start(name, self.training(name, *arguments, resume=resume))
 
     def fork(
         self,
@@ -211,7 +217,7 @@ class Place:
         in_nursery: Callable[[], None] | None = None,
     ) -> Run:
         """The same in a fork, for tests whose subject is not how a run starts; see `Fork`."""
-        return self._fork(name, self._training(name, arguments, resume), before, in_nursery)
+        return self._fork(name, self.training(name, *arguments, resume=resume), before, in_nursery)
 
     def fork_alone(self, name: str, *arguments: str, resume: bool = False) -> Run:
         """A run of these arguments alone, in a fork."""
@@ -237,11 +243,6 @@ class Place:
         run = self.begin_in_fork(*arguments)
         run.end()
         return run
-
-    def _training(self, name: str, arguments: Sequence[str], resume: bool) -> list[str]:
-        data = () if "data=gsm8k" in arguments else ("data.num_eval=16",)
-        keys = (*TINY, *data, f"model.cache_dir={self.cache}", f"run.name={name}", *arguments)
-        return ["train", *keys, *(["--resume"] if resume else [])]
 
     def _environment(self) -> dict[str, str]:
         return {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}

@@ -11,22 +11,41 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from tests.documents import blocks
+from tests.e2e.conftest import Told
 from tests.e2e.processes import Place
 
 REPO = Path(__file__).resolve().parents[2]
-PROBLEMS = [
-    {
-        "question": f"A baker has {a} loaves and bakes {b} more. How many loaves are there?",
-        "answer": f"There are {a} + {b} = <<{a}+{b}={a + b}>>{a + b} loaves.\n#### {a + b}",
-    }
-    for a in range(1, 9)
-    for b in (10, 20)
-]
+SUMS = [(a, b) for a in range(1, 9) for b in (10, 20)]
+LAYERS = """
+from pathlib import Path
+
+from rl_megatron.learner.model.layers import torch_layer_spec
 
 
-def test_the_quickstart_is_followed_to_its_resume(place: Place) -> None:
+def spec(shape, layer):
+    with Path(__file__).with_name("layers.txt").open("a") as file:
+        file.write(f"{shape.family} {layer}\\n")
+    return torch_layer_spec(shape, layer)
+"""
+FULL = """
+import torch
+from dataclasses import replace
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from rl_megatron.learner.model.layers import torch_layer_spec
+
+class Full(TransformerLayer):
+    def {where}(self, *_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+def full(shape, layer):
+    return replace(torch_layer_spec(shape, layer), module=Full)
+"""
+
+
+def test_the_quickstart_is_followed_to_its_resume(place: Place, told: Told) -> None:
     """Its files as written, its commands in order; training is cut short by keys behind them."""
     page = REPO / "docs" / "quickstart.md"
     for block in blocks(page, "python", "yaml"):
@@ -41,46 +60,30 @@ def test_the_quickstart_is_followed_to_its_resume(place: Place) -> None:
         match words[:2]:
             case ["python", script]:
                 subprocess.run([sys.executable, script], cwd=place.folder, check=True)
-            case ["rl-megatron", "train"] if "--check" in words:
-                said.append(place.call(*words[1:]))
-            case ["rl-megatron", "train"] if "--resume" in words:
-                said.append(place.call_in_fork(*words[1:], next(steps)))
-            case ["rl-megatron", "train"]:
-                said.append(place.call_in_fork(*words[1:], *small, next(steps)))
-            case ["rl-megatron", "status" | "inspect"]:
-                said.append(place.call_in_fork(*words[1:]))
-    assert [(run.process.returncode, run.text()) for run in said if run.process.returncode != 0] == []
+            case ["rl-megatron", "train"] if "--check" not in words:
+                run = place.call_in_fork(*words[1:], *(() if "--resume" in words else small), next(steps))
+                assert run.end() == 0, run.text()
+                said.append(run.text())
+            case ["rl-megatron", "train" | "status" | "inspect"]:
+                said.append(told(*words[1:]))
     assert len(said) == 5
     shown = next(block.text for block in blocks(page, "") if block.text.startswith("reward "))
-    assert re.sub(r"in [\d.]+ s", "", said[0].text()) == re.sub(r"in [\d.]+ s", "", shown)
-    assert "step 1" in said[2].text()
-    assert "of step 1" in said[3].text()
+    assert re.sub(r"in [\d.]+ s", "", said[0]) == re.sub(r"in [\d.]+ s", "", shown)
+    assert "step 1" in said[2]
+    assert "of step 1" in said[3]
     rows = [json.loads(line) for line in (place.folder / "runs/mine/samples.jsonl").read_text().splitlines()]
     assert {row["step"] for row in rows} == {1, 2}
     for row in rows:
         assert int(row["answer"]) == int(row["prompt"].split()[1]) + 1
 
 
-LAYERS = """
-from pathlib import Path
-
-from rl_megatron.learner.model.layers import torch_layer_spec
-
-
-def spec(shape, layer):
-    with Path(__file__).with_name("layers.txt").open("a") as file:
-        file.write(f"{shape.family} {layer}\\n")
-    return torch_layer_spec(shape, layer)
-"""
-
-
 def test_parquet_with_other_names_math_verify_and_layers_beside_the_command(place: Place) -> None:
     (place.folder / "own_layers.py").write_text(LAYERS)
-    for name, problems in (("train", PROBLEMS[4:]), ("test", PROBLEMS[:4])):
+    for name, sums in (("train", SUMS[4:]), ("test", SUMS[:4])):
         columns = {
-            "problem": [p["question"] for p in problems],
-            "solution": [p["answer"].rsplit("#### ")[1] for p in problems],
-            "level": [1 for _ in problems],
+            "problem": [f"A baker has {a} loaves and bakes {b} more. How many loaves are there?" for a, b in sums],
+            "solution": [str(a + b) for a, b in sums],
+            "level": [1 for _ in sums],
         }
         pq.write_table(pa.table(columns), place.folder / f"{name}.parquet")
     run = place.fork(
@@ -93,3 +96,15 @@ def test_parquet_with_other_names_math_verify_and_layers_beside_the_command(plac
     assert (place.folder / "layers.txt").read_text().splitlines() == ["qwen3_moe 0", "qwen3_moe 1"]
     assert [row["reward/errors"] for row in run.rows() if row["step"]] == [0, 0]
     assert "user: A baker has" in (run.folder / "samples.jsonl").read_text()
+
+
+@pytest.mark.parametrize("where", ["__init__", "forward"])
+def test_a_rank_whose_memory_is_full_says_the_plan_of_it(place: Place, where: str) -> None:
+    (place.folder / f"full_{where}.py").write_text(FULL.replace("{where}", where))
+    run = place.fork(f"full{where}", "learner.ep=1", f"learner.layers=full_{where}:full")
+    assert run.end() == 1
+    text = " ".join(run.text().split())
+    assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB." in text
+    assert re.search(r"the plan of its GPU, 0\.\d+ GB: parameters 0\.000\d+, gradients 0\.000\d+, optimizer", text)
+    assert "the largest, weight push: lower weights.bucket_mb" in text
+    assert "profile.memory=true writes a snapshot of what was allocated where" in text
