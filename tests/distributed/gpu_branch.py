@@ -18,8 +18,7 @@ from rl_megatron.training.measures import Made
 from rl_megatron.types import Samples
 from rl_megatron.weights.checks.checksums import box_checksums, checksum
 from rl_megatron.weights.layouts.families import read_shape
-from tests.distributed.ragged import ragged_samples
-from tests.distributed.ranks import fill
+from tests.distributed.ranks import fill, ragged_samples
 from tests.optimizer_step import train_step
 from tests.rows import policy_loss
 

@@ -60,10 +60,6 @@ class Buffer:
         """Rows [n, h] that other ranks sent here, with the places among this rank's experts (-1: not here)."""
         if handle is not None:
             return self._exchanged([x[rows] for rows in handle[0]])[0], None, None, None, None, Event()
-        assert topk_idx is not None
-        assert topk_weights is not None
-        assert is_token_in_rank is not None
-        assert num_tokens_per_expert is not None
         rows = [column.nonzero()[:, 0] for column in is_token_in_rank.T]
         own = len(num_tokens_per_expert) // self.group.size()
         here = [topk_idx[each] // own == rank for rank, each in enumerate(rows)]
@@ -125,9 +121,7 @@ class HybridEPBuffer:
         assert given["scaling_factor"] is None
         assert hidden.shape == (self.most, self.width)  # no rank has a buffer for more, or sends less
         if handle is None:
-            assert routing_map is not None
             assert routing_map.dtype == torch.bool
-            assert probs is not None
             assert probs.dtype == torch.float32
             assert num_of_experts_per_rank == self.own
             mine = slice(self.group.rank() * self.own, (self.group.rank() + 1) * self.own)

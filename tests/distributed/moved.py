@@ -15,6 +15,7 @@ from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.types import LossInputs, LossOutput, Samples
 from rl_megatron.weights.bytes.pinned import Extent, Pinned
+from tests.distributed.low_moments import fill
 from tests.distributed.test_kept import SHAPES, samples
 from tests.samples import sequences_of
 
@@ -98,10 +99,7 @@ def passed(given: LearnerSection, device: torch.device, meter: Meter | None, sla
     from rl_megatron.learner.megatron import make_policy
 
     policy = make_policy(SHAPE, given, device, temperature=1.0)
-    g = torch.Generator().manual_seed(0)
-    for name, tensor in policy.tensors.items():
-        whole = torch.randn(tensor.shape, generator=g) * 0.02
-        tensor.copy_(torch.ones(tensor.shape) if "norm" in name else whole)
+    fill(policy, 0)
     policy.adopt()
     out: dict[str, Any] = {"steps": [], "live": [], "moved": []}
 

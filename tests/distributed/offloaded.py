@@ -12,6 +12,7 @@ import torch
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.shape import ModelShape
+from tests.distributed.low_moments import fill
 from tests.distributed.test_kept import LENGTHS, MOE, SHAPES, TOKENS, samples
 
 BEFORE = 2  # steps, then a checkpoint and another step
@@ -51,10 +52,7 @@ def rank_main(rank: int, folder: Path, name: str) -> None:
     seen: dict[str, Any] = {}
     for share in run.shares:
         policy = make_policy(run.shape, learner(share, run.pp), device, temperature=1.0)
-        g = torch.Generator().manual_seed(0)
-        for name, tensor in policy.tensors.items():
-            whole = torch.randn(tensor.shape, generator=g) * 0.02
-            tensor.copy_(torch.ones(tensor.shape) if "norm" in name else whole)
+        fill(policy, 0)
         policy.adopt()
         before = steps(policy, BEFORE)
         written = folder / f"{share}"

@@ -18,7 +18,7 @@ from rl_megatron.interfaces import Pass
 from rl_megatron.models.tiny import TinySizes
 from rl_megatron.types import Samples, Want
 from rl_megatron.weights.bytes.parked import Parked
-from tests.distributed.ragged import ragged_samples
+from tests.distributed.ranks import ragged_samples
 from tests.rows import policy_loss
 from tests.savings import hold_back
 from tests.shares import share_of
@@ -110,16 +110,11 @@ def step(worker: Worker, config: RunConfig, rank: int, *, interrupted: bool) -> 
     asked: dict[str, frozenset[Want]] = {"reference": frozenset({"logprobs"}), "critic": frozenset({"values"})}
     answers = worker.score([Pass(role=role, want=want) for role, want in asked.items()], share)
     reference, values = (scores for scores, _ in answers)
-    assert reference is not None
-    assert values is not None
-    said: dict[str, Any] = {
-        "reference": [x.tolist() for x in reference["logprobs"]],
-        "values": [x.tolist() for x in values["values"]],
-    }
+    said: dict[str, Any] = {"reference": [x.tolist() for x in reference["logprobs"]]}
+    said["values"] = [x.tolist() for x in values["values"]]
     scored = [with_scores(*each) for each in zip(row, reference["logprobs"], values["values"], strict=True)]
     for role, loss in (("policy", GRPO), ("critic", ValueLoss(clip=0.2))):
         found = worker.backward(role, share_of(scored, dims, rank, to_score=False), loss, *counts)
-        assert found is not None
         if interrupted:
             worker.release()
             said["interrupted"] = alive()

@@ -15,7 +15,9 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.optimizer import Optimizer
 from rl_megatron.options.option import Keywords
+from rl_megatron.types import Samples
 from tests.forks import FORKS
+from tests.samples import sequences_of
 
 if TYPE_CHECKING:
     from rl_megatron.learner.trained import MegatronScorer
@@ -73,3 +75,16 @@ def fill(scorer: MegatronScorer, learner: LearnerSection, rank: int, folder: Pat
     layout = megatron_layout(shape, learner.dims)
     read_boxes(HFFolder(folder), hf_layout(shape), layout, rank, dict(scorer.tensors))
     scorer.adopt()
+
+
+def ragged_samples(count: int, g: torch.Generator) -> Samples:
+    """``count`` sequences, the first two targets of each masked out; advantages and log-probs are 0."""
+    lengths = torch.randint(4, 40, (count,), generator=g)
+    n = int(lengths.sum())
+    position = torch.arange(n) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    return sequences_of(
+        lengths,
+        input_ids=torch.randint(0, 256, (n,), generator=g),
+        targets=torch.randint(0, 256, (n,), generator=g),
+        mask=position >= 2,
+    )

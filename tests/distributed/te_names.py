@@ -132,7 +132,7 @@ def fp8_main(rank: int, root: Path) -> None:
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_policy
     from rl_megatron.weights.layouts.families import read_shape
-    from tests.distributed.ragged import ragged_samples
+    from tests.distributed.ranks import ragged_samples
 
     torch.version.cuda = "12.9"  # type: ignore[assignment]  # a build for CPUs has none
     keys: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"}

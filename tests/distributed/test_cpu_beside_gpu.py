@@ -19,7 +19,7 @@ from rl_megatron.data.packing import pack
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import ParallelDims
-from tests.distributed.ragged import ragged_samples
+from tests.distributed.ranks import ragged_samples
 from tests.rows import policy_loss
 
 BESIDE_A_GPU = """

@@ -146,7 +146,6 @@ def check(folder: Path, layout: str, options: Mapping[str, Any], rank: int, devi
     from rl_megatron.learner.naming import global_parameters
 
     draft = policy._draft
-    assert draft is not None
     grads = {n: p.main_grad.clone() for n, p in global_parameters([draft.model]) if hasattr(p, "main_grad")}
     torch.save(grads, folder / f"{layout}-{rank}.pt")
     read = {name: tensor.clone() for name, tensor in policy.tensors.items()}

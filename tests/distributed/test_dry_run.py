@@ -15,7 +15,6 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner import logprobs
-from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import LatentAttention, ModelShape, Rope
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.options.fusion import FusionSection
@@ -24,6 +23,7 @@ from tests.distributed.ranks import run_ranks
 from tests.recipes.collectives import collectives, layers_of
 from tests.recipes.dry_run import counted_micro_batches, dry_runs
 from tests.recipes.meter import Meter
+from tests.small_models import TINY_MOE
 
 SEQUENCE = 128
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -31,18 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2, recomputed, float32 head": {"pp": 2, "recompute": {"uniform": 1}, "head_dtype": "float32"},
     "pp2, recomputed, scores": {"pp": 2, "recompute": {"uniform": 1}},
 }
-SHAPE = replace(
-    NAMED["qwen3-30b-a3b"],
-    num_layers=4,
-    hidden_size=128,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    num_experts=8,
-    experts_per_token=2,
-    expert_width=64,
-    vocab_size=64,  # most bytes are then a layer's
-)
+SHAPE = replace(TINY_MOE, hidden_size=128, head_dim=32, expert_width=64, vocab_size=64)  # most bytes are a layer's
 
 
 def shape_of(layout: str) -> ModelShape:

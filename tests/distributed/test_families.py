@@ -84,14 +84,8 @@ def check(folder: Path, layout: str, learner: LearnerSection, rank: int, device:
     error = logits_error(policy, torch.load(folder / "logits.pt"))
     samples, n = make_samples(), sum(LENGTHS)
     micro_batches = [samples] if learner.vpp == 1 else [samples, samples]
-    result = train_step(
-        policy,
-        micro_batches,
-        CrossEntropy(),
-        0.0,
-        num_tokens=n * len(micro_batches),
-        num_sequences=2 * len(micro_batches),
-    )
+    counts = {"num_tokens": n * len(micro_batches), "num_sequences": 2 * len(micro_batches)}
+    result = train_step(policy, micro_batches, CrossEntropy(), 0.0, **counts)
     for name, tensor in policy.tensors.items():
         held = "expert_bias" in name or ".indexer." in name
         assert not held or torch.equal(tensor, through_table[name]), f"{name}, which is not trained, moved"
@@ -156,9 +150,7 @@ def test_logits_loss_and_gradient_are_those_of_transformers(layout: str, models:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_megatron_saved_and_what_the_tool_wrote_come_back_to_the_bit(
-    name: str, models: Path, tmp_path: Path
-) -> None:
+def test_what_megatron_and_the_tool_wrote_come_back_to_the_bit(name: str, models: Path, tmp_path: Path) -> None:
     held = load_file(models / name / "model.safetensors")
     shape = read_shape(models / name)
     original = {tensor: values for tensor, values in held.items() if not is_draft(tensor, shape)}

@@ -17,8 +17,7 @@ from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.types import Loss, Samples
 from rl_megatron.weights.layouts.families import read_shape
-from tests.distributed.ragged import ragged_samples
-from tests.distributed.ranks import fill, run_ranks, worlds
+from tests.distributed.ranks import fill, ragged_samples, run_ranks, worlds
 from tests.family_models import save_model
 from tests.rows import policy_loss
 

@@ -48,11 +48,8 @@ def test_its_first_half_passes_and_prints_a_table(tmp_path: Path) -> None:
     kept = tmp_path / "figures.md"
     assert code == 0, printed[-8000:]
     assert "skipped" not in printed
-    for line in (
-        "Measured on a pretended GPU, ",
-        "| float32, policy, beside the CPU | ",
-        "| resumed, bfloat16 | equal",
-    ):
+    lines = ("Measured on a pretended GPU, ", "| float32, policy, beside the CPU | ", "| resumed, bfloat16 | equal")
+    for line in lines:
         assert line in printed
     assert f"figures are in {kept} as soon as" in printed
     assert kept.read_text() in printed

@@ -98,6 +98,12 @@ def samples(seed: int) -> Samples:
     return sequences_of(LENGTHS, input_ids=ids, targets=targets)
 
 
+def rank_of(elements: Elements, **changes: Any) -> Rank:
+    """A rank of one stage with these parameters, all of them trained."""
+    others = {"tokens": 0, "layers": (), "inputs": (), "longest": 0, "largest": 0, **changes}
+    return Rank(stage=0, parameters=elements, trained=elements, matrices=elements, **others)
+
+
 class Saved:
     """A tensor that autograd keeps, and the half of a layer that saved it."""
 
@@ -254,17 +260,7 @@ def test_recomputation_frees_what_the_plan_says_and_changes_no_bit(alone: Sequen
     without = {shape: seen for shape, _, (seen,) in alone[: len(SHAPES)]}
     for shape, learner, (seen,) in alone[len(SHAPES) : -1]:
         assert (seen["loss"], seen["norm"]) == (without[shape]["loss"], without[shape]["norm"]), learner.recompute
-        rank = Rank(
-            stage=0,
-            parameters=Elements(dense=0, experts=0),
-            trained=Elements(dense=0, experts=0),
-            matrices=Elements(dense=0, experts=0),
-            tokens=TOKENS,
-            layers=tuple(range(shape.num_layers)),
-            inputs=(),
-            longest=0,
-            largest=0,
-        )
+        rank = rank_of(Elements(dense=0, experts=0), tokens=TOKENS, layers=tuple(range(shape.num_layers)))
         planned = Recompute().memory(learner, shape, rank, {})["activations"]
         assert sum(seen["bytes"].values()) == pytest.approx(planned, rel=0.03), (shape.family, learner.recompute)
 
@@ -277,18 +273,7 @@ def test_gradients_of_bfloat16_have_half_the_bytes_and_almost_the_norm(alone: Se
     planned = {m.terms["gradients"] for m in footprints(RunConfig(learner=learner), shape)}
     assert [half["gradients"]] == pytest.approx(list(planned), rel=0.01)  # buffers are padded
     assert 2 * half["gradients"] == whole["gradients"]
-    rank = Rank(
-        stage=0,
-        parameters=PLENTY,
-        trained=PLENTY,
-        matrices=PLENTY,
-        tokens=0,
-        layers=(),
-        inputs=(),
-        longest=0,
-        largest=0,
-    )
-    per_parameter = Gradients().memory(learner, shape, rank, {"step": 0})["step"] / PLENTY.both
+    per_parameter = Gradients().memory(learner, shape, rank_of(PLENTY), {"step": 0})["step"] / PLENTY.both
     added, left = half["step"]
     assert added == pytest.approx(half["gradients"] / 2 * per_parameter, rel=0.02)
     assert whole["step"][0] < 0.7 * added  # what is there before: the norms of some gradients

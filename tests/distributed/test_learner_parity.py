@@ -22,8 +22,7 @@ from rl_megatron.scaling.memory import footprints
 from rl_megatron.training.measures import Made
 from rl_megatron.types import Batch, Samples, SkippedStep
 from rl_megatron.weights.layouts.families import read_shape
-from tests.distributed.ragged import ragged_samples
-from tests.distributed.ranks import fill, run_ranks
+from tests.distributed.ranks import fill, ragged_samples, run_ranks
 from tests.optimizer_step import train_step
 from tests.rows import policy_loss
 
@@ -64,14 +63,8 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
         seen["ids"] = [m.input_ids.tolist() for m in batch.micro_batches[dp]]
         seen["logits"] = [gap_to_logits(*each) for each in zip(logits, logprobs, batch.micro_batches[dp], strict=True)]
     for _ in range(STEPS):
-        result = train_step(
-            megatron,
-            batch.micro_batches[dp],
-            CISPO,
-            1e-3,
-            num_tokens=batch.num_tokens,
-            num_sequences=batch.num_sequences,
-        )
+        counts = {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
+        result = train_step(megatron, batch.micro_batches[dp], CISPO, 1e-3, **counts)
         if isinstance(result, Made):
             seen["steps"].append((result.loss, result.step.grad_norm))
             seen["metrics"] = {n: m.value for n, m in {**result.of_loss, **result.step.metrics}.items()}
@@ -90,12 +83,8 @@ def skipped(megatron: Any, batch: Batch, dp: int) -> list[tuple[int, int]]:
     states = [s for part in inner_optimizers(megatron._optimizer) for s in part.optimizer.state.values()]
     held = [*megatron.tensors.values(), *(p for c in megatron._chunks for p in c.parameters())]
     held += [tensor for state in states for tensor in state.values()]
-    held += [
-        p
-        for part in inner_optimizers(megatron._optimizer)
-        for group in part.optimizer.param_groups
-        for p in group["params"]
-    ]
+    groups = [group for part in inner_optimizers(megatron._optimizer) for group in part.optimizer.param_groups]
+    held += [p for group in groups for p in group["params"]]
     before = [tensor.detach().clone() for tensor in held]
     counts = {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
     megatron.backward(batch.micro_batches[dp], CISPO, **counts)
@@ -205,16 +194,8 @@ def assert_same(seen: Any, alone: Any) -> None:
             assert rank["metrics"][name] == pytest.approx(alone["metrics"][name], rel=1e-4, abs=1e-6), name
 
 
-LAYOUTS = {
-    "dp2": {"dp": 2},
-    "ep2": {"ep": 2},
-    "pp2": {"pp": 2},
-    "pp2-vpp2": {"pp": 2, "vpp": 2},
-    "tp2": {"tp": 2},
-    "tp2-ep2": {"tp": 2, "ep": 2},
-    "cp2": {"cp": 2},
-    "tp2-pp2-ep2": {"tp": 2, "pp": 2, "ep": 2},
-}
+LAYOUTS = {"dp2": {"dp": 2}, "ep2": {"ep": 2}, "pp2": {"pp": 2}, "pp2-vpp2": {"pp": 2, "vpp": 2}, "tp2": {"tp": 2}}
+LAYOUTS |= {"tp2-ep2": {"tp": 2, "ep": 2}, "cp2": {"cp": 2}, "tp2-pp2-ep2": {"tp": 2, "pp": 2, "ep": 2}}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

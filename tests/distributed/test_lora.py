@@ -1,14 +1,14 @@
-"""Adapters beside peft, of a dense model and of one with experts, in eight layouts; of other families beside
-transformers' forward with W + alpha / rank * B A in each matrix, and autograd's gradients of A and B. All layouts run
-in two processes that are started once.
-"""
+"""Adapters of a dense model and of one with experts in eight layouts, beside peft and transformers; their folders."""
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from rl_megatron.algorithms.losses import CrossEntropy, LossInputs
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.training.measures import Made
 from rl_megatron.types import LossOutput
@@ -33,6 +35,7 @@ from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, rea
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from rl_megatron.weights.plans.plan import plan
+from rl_megatron.weights.servers.beside import ADAPTERS, adapters_folder
 from tests.distributed.ranks import run_ranks, whole_gradients, worlds
 from tests.distributed.test_families import LENGTHS, logits_error, make_samples
 from tests.family_models import BASE, MODELS, save_model
@@ -64,6 +67,33 @@ PLAIN = {"timeout_seconds": 60.0, "optimizer": {"clip_grad": 0.0}}
 STEPS = 2
 
 
+_MERGED: list[weakref.ref[Tensor]] = []
+
+
+@contextmanager
+def watched_merging() -> Iterator[None]:
+    """Remember what is merged meanwhile."""
+    from rl_megatron.learner.lora import merging
+
+    merge = merging.Linear.merge
+
+    def remembered(self: Any) -> list[Tensor]:
+        made = merge(self)
+        _MERGED.extend(map(weakref.ref, made))
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merging.Linear, "merge", remembered)
+        yield
+
+
+def merged_alive() -> int:
+    """How many of the merged weights are held."""
+    gc.collect()
+    assert _MERGED
+    return sum(ref() is not None for ref in _MERGED)
+
+
 class Drawn(MadeUp):
     """Adapters as after training: no B is 0."""
 
@@ -79,9 +109,8 @@ class Watching:
         self.held: list[int] = []
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        from tests.distributed.watched import alive
 
-        self.held.append(alive())
+        self.held.append(merged_alive())
         return CrossEntropy()(inputs)
 
 
@@ -103,7 +132,6 @@ def fill(policy: MegatronLearner, folder: Path, learner: LearnerSection, rank: i
 def check(folder: Path, layout: str, learner: LearnerSection, rank: int, device: torch.device) -> dict[str, Any]:
     """What a rank saw of one model; writes its gradients and its merged weights."""
     from rl_megatron.learner.megatron import make_policy
-    from tests.distributed import watched
 
     policy = make_policy(read_shape(folder), learner, device, temperature=1.0)
     fill(policy, folder, learner, rank, Untrained)
@@ -116,7 +144,7 @@ def check(folder: Path, layout: str, learner: LearnerSection, rank: int, device:
     error = logits_error(policy, torch.load(folder / "logits.pt"))
     n, copies = sum(LENGTHS), max(learner.vpp, learner.dims.dp)  # each data-parallel rank has the same
     counts = {"num_tokens": n * copies, "num_sequences": 2 * copies}
-    with watched.merging():
+    with watched_merging():
         loss = Watching()
         result = train_step(policy, [make_samples()] * learner.vpp, loss, 0.0, **counts)
     grads = {name: p.main_grad.clone() for one in policy._adapters for name, p in one.parameters()}
@@ -172,9 +200,7 @@ IN_PEFT = {PLAIN_START: "tp2", "qwen3_moe": "tp2-ep2"}  # the layout that saved 
 
 
 def rank_main(rank: int, root: Path) -> None:
-    plain = {
-        name: LearnerSection.model_validate({**PLAIN, **keys, "lora": LORA}) for name, (keys, _) in LAYOUTS.items()
-    }
+    plain = {n: LearnerSection.model_validate({**PLAIN, **keys, "lora": LORA}) for n, (keys, _) in LAYOUTS.items()}
     for layout, learner, device in worlds(rank, root, plain):
         with whole_gradients():
             found = {name: check(root / name, layout, learner, rank, device) for name in LAYOUTS[layout][1]}
@@ -191,9 +217,7 @@ def adapters_in_files(folder: Path) -> dict[str, Tensor]:
     learner = LearnerSection.model_validate({"lora": LORA})
     shapes = layouts_of(folder, learner)[3].local_shapes(0)
     source = Drawn(folder, shapes, 3)
-    return {
-        name: source.read(name, tuple((0, size) for size in shape)).requires_grad_() for name, shape in shapes.items()
-    }
+    return {n: source.read(n, tuple((0, size) for size in shape)).requires_grad_() for n, shape in shapes.items()}
 
 
 def merged_by_formula(folder: Path, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -387,3 +411,58 @@ def test_another_layout_goes_on_as_the_one_that_saved(name: str, models: Path) -
         for resumed in (rank[0] for rank in runs[after] if rank[0]):
             assert len(resumed) == STEPS
             assert resumed == [pytest.approx(step, rel=1e-4) for step in left], (before, after)
+
+
+# What learner ranks write for servers that hold adapters beside their model: the frozen model to the bit, whatever
+# the adapters are, and a folder of these; for an export the merged model.
+KEYS = ("rollout=vllm", "learner.tp=2", "learner.ep=2", "learner.threads=1", "weights.push=adapters")
+
+
+def config_of(root: Path) -> RunConfig:
+    lora = [f"learner.lora.{key}={value}" for key, value in LORA.items()]
+    return load_config("tiny_cpu", [*KEYS, *lora, "seed=3", f"weights.folder={root}"])
+
+
+def folders_main(rank: int, root: Path) -> None:
+    from launcher.wire.greetings import Setup
+    from launcher.worker.learner_rank import Worker
+    from rl_megatron.weights.checkpoints import made_up
+
+    made_up.Untrained = Drawn  # type: ignore[misc]
+    setup = Setup(
+        config=config_of(root), model_folder=root / "model", run_folder=root, rendezvous=f"file://{root}/rendezvous"
+    )
+    worker = Worker(setup, rank, None)
+    for version, name in enumerate(("run-v0", "run-v1", "run-v2")):
+        worker.name_adapters(name, ("run-v1",))
+        assert not isinstance(worker.stage_adapters(version), Exception)
+        worker.commit_adapters(version)
+    for version, merges in enumerate((False, True, False)):
+        worker.merge(merges)
+        assert not isinstance(worker.stage(version), Exception)
+        worker.commit(version)
+        if rank == 0:
+            worker.export(root / f"export-{version}")
+    worker.close()
+
+
+def test_the_model_stays_frozen_in_pushes_and_adapters_are_beside_it(tmp_path: Path) -> None:
+    """Two ranks, tp and ep 2. 20 seconds."""
+    save_model("qwen3_moe", tmp_path / "model")
+    run_ranks(folders_main, 2, tmp_path)
+    (mirror,) = tmp_path.glob("rl_megatron-*/model.safetensors")
+    wanted = adapters_in_files(tmp_path / "model")
+    for name in ("run-v1", "run-v2"):
+        held = load_file(adapters_folder(mirror, name) / ADAPTERS)
+        assert held.keys() == {PREFIX + key for key in wanted}
+        assert all(torch.equal(held[PREFIX + key], tensor) for key, tensor in wanted.items())
+    assert not adapters_folder(mirror, "run-v0").exists()
+    assert json.loads((adapters_folder(mirror, "run-v2") / "adapter_config.json").read_text())["r"] == LORA["rank"]
+    base, merged = load_file(tmp_path / "model" / "model.safetensors"), merged_by_formula(tmp_path / "model", wanted)
+    for version, right in enumerate((base, merged, base)):
+        pushed = load_file(tmp_path / f"export-{version}" / "model.safetensors")
+        for name, tensor in right.items():
+            if right is base:
+                assert torch.equal(pushed[name], tensor), name
+            else:
+                torch.testing.assert_close(pushed[name], tensor, atol=1e-6, rtol=0)

@@ -17,7 +17,7 @@ from rl_megatron.data.packing import pack
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import GenerationRequest, ParallelDims, SamplingParams
-from tests.distributed.ragged import ragged_samples
+from tests.distributed.ranks import ragged_samples
 
 pytestmark = pytest.mark.usefixtures("forked_nursery")
 CYCLE = 25  # steps after which a rank gives back what it has freed

@@ -1,11 +1,8 @@
-"""Micro-batches that are padded to a few sizes: what padding adds counts nowhere.
-
-The oracle is the same learner without `learner.padding`, whose loss and gradient are transformers'
-(test_families.py). All layouts run in two processes that are started once.
-"""
+"""Micro-batches padded to a few sizes, and CUDA graphs of decoder layers; the oracle is the same learner without."""
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.named import NAMED
+from rl_megatron.options.cuda_graphs import CudaGraphs
+from rl_megatron.options.option import Elements
 from rl_megatron.options.padding import PaddingSection
 from rl_megatron.options.table import problems
 from rl_megatron.types import Batch
-from tests.distributed.ragged import ragged_samples
-from tests.distributed.ranks import run_ranks, worlds
+from tests.distributed.ranks import ragged_samples, run_ranks, worlds
+from tests.distributed.test_kept import rank_of
 from tests.distributed.test_overlap import make
 from tests.family_models import save_model
 from tests.rows import policy_loss
@@ -137,3 +139,152 @@ def test_kernels_see_few_shapes(layout: str, seen: Any) -> None:
 def test_sizes_that_do_not_fit_are_refused(keys: dict[str, Any], why: str) -> None:
     (said,) = problems(LearnerSection.model_validate({"max_tokens_per_micro_batch": 120, **keys}))
     assert why in said
+
+
+# CUDA graphs of decoder layers, on a CPU: megatron captures and replays over `in_place_of_cuda_graphs`. The oracle is
+# the same learner without graphs: all is equal to the bit.
+LAYERS, STEPS = 4, 3
+KEYS: dict[str, Any] = {
+    "max_tokens_per_micro_batch": 120,
+    "padding": {"tokens": "104,120", "sequences": MOST},
+    "layers": "tests.distributed.static_layers:static",
+}
+GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "padding": {"tokens": "8192", "sequences": 64}}
+
+
+def trained(policy: Any, row: Any, batch: Any) -> list[Any]:
+    """Of each step the loss, the gradients, the norm and log-probs, with the model's weights and with others."""
+    graphed = []
+    for _ in range(STEPS):
+        loss = policy.backward(row, LOSS, num_tokens=batch.num_tokens, num_sequences=batch.num_sequences)["loss"].value
+        gradients = {name: p.main_grad.clone() for name, p in policy._trained[0].named_parameters()}
+        norm = policy.step(1e-2).grad_norm
+        scores = policy.score(row, frozenset({"logprobs"}))["logprobs"]
+        halves = {name: t / 2 for name, t in policy.tensors.items()}
+        graphed.append((loss, gradients, norm, scores, policy.score(row, frozenset({"logprobs"}), halves)["logprobs"]))
+    return graphed
+
+
+def graphs_main(rank: int, root: Path) -> None:
+    torch.set_num_threads(1)
+    from tests.distributed import in_place_of_cuda_graphs as graphs
+
+    graphs.install()
+    import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here
+    from rl_megatron.learner import world
+    from rl_megatron.learner.model import build
+
+    graphs.install_generators()
+    build.refuse = lambda *_: None  # device=cpu
+    found: dict[str, Any] = {}
+    learner = LearnerSection.model_validate({**KEYS, "cuda_graphs": True})
+    device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous", seed=1)
+    batch = make_batch(learner)
+    row = batch.micro_batches[0]
+    for name in ("without", "with"):
+        keys = learner.model_copy(update={"cuda_graphs": name == "with"})
+        policy = make(root / "dense", keys, rank, device)
+        found[name] = trained(policy, row, batch)
+    found["counts"], found["micro-batches"] = dict(graphs.SEEN), len(row)
+    found["sizes"] = {len(m.input_ids) for m in policy._pack(row)}
+    many = make_batch(LearnerSection()).micro_batches[0]
+    found["fits"] = [policy._graphs.fit(row), policy._graphs.fit([*row, many[0].__class__(**wide(many[0]))])]
+    torch.save(found, root / "found.pt")
+    world.leave()
+
+
+def wide(samples: Any) -> dict[str, Any]:
+    """The fields of samples whose every position is a sequence of its own."""
+    return {**samples.columns, "cu_seqlens": torch.arange(len(samples.input_ids) + 1)}
+
+
+@pytest.fixture(scope="module")
+def graphed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a rank says of steps with graphs and without."""
+    import rl_megatron.learner.megatron  # noqa: F401, I001  before megatron is imported
+    from megatron.core.transformer import cuda_graphs
+
+    if not hasattr(cuda_graphs, "TensorReusePool"):
+        pytest.skip("this megatron-core captures otherwise, and learner.cuda_graphs is refused")
+    root = tmp_path_factory.mktemp("graphs")
+    save_model("qwen3", root / "dense")
+    run_ranks(graphs_main, 1, root)
+    return dict(torch.load(root / "found.pt", weights_only=False))
+
+
+def test_steps_and_scores_are_those_without_to_the_bit(graphed: Any) -> None:
+    for with_graphs, without in zip(graphed["with"], graphed["without"], strict=True):
+        loss, gradients, norm, scores, others = with_graphs
+        assert loss == without[0]
+        assert norm == without[2]
+        differing = [name for name, gradient in gradients.items() if not torch.equal(gradient, without[1][name])]
+        assert not differing
+        assert all(torch.equal(*pair) for pair in zip(scores, without[3], strict=True))
+        assert all(torch.equal(*pair) for pair in zip(others, without[4], strict=True))
+        assert not torch.equal(scores[0], others[0])
+
+
+def test_each_layer_is_captured_once_for_each_size_and_replayed_from_the_first_step_on(graphed: Any) -> None:
+    both_ways, forward = 2, 1
+    assert graphed["sizes"] == {104, 120}
+    assert graphed["counts"]["captures"] == LAYERS * both_ways * 2
+    assert graphed["counts"]["replays"] == STEPS * graphed["micro-batches"] * LAYERS * (both_ways + forward)
+    assert graphed["fits"] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"device": "cpu", "dtype": "float32"}, "a CPU has no such graphs"),
+        ({"layers": "torch"}, "calls of other shapes for other lengths"),
+        ({"padding": {}}, "set learner.padding.tokens=8192 and learner.padding.sequences"),
+        ({"padding": {"tokens": "8192"}}, "replays the shapes that it was captured with"),
+        ({"pp": 2}, "a graph for each micro-batch of the first step"),
+        ({"cp": 2}, "capturing attention's exchange was not tried"),
+        ({"recompute": {"uniform": 1}}, "refuses to recompute whole layers"),
+        ({"recompute": {"mlp": True}}, "its checkpointing raises an error"),
+        ({"fp8": "tensorwise"}, "weights' copies in float8 move"),
+        ({"offload": {"while_sampling": "gradients"}}, "they come back elsewhere"),
+        ({"dp": 2, "overlap": {"gradients": True}}, "hooks that reduce and gather were not tried"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(keys: dict[str, Any], why: str) -> None:
+    said = problems(LearnerSection.model_validate({**GPU, **keys, "cuda_graphs": True}))
+    (mine,) = [line for line in said if line.startswith("learner.cuda_graphs=true")]
+    assert why in mine
+
+
+def test_experts_latents_windows_and_a_missing_transformer_engine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = LearnerSection.model_validate({**GPU, "cuda_graphs": True})
+    sparse = NAMED["qwen3-30b-a3b"]
+    dense = replace(sparse, num_experts=0, experts_per_token=0, expert_width=0, dense_width=96)
+    latent = replace(dense, latent=NAMED["deepseek-v3"].latent, norm_eps=1e-6)
+    for shape, why in (
+        (sparse, "has experts, whose dispatcher waits for counts on the host"),
+        (replace(dense, windows=(128, 0) * 24), "the model has sliding windows"),
+        (latent, "rotary embeddings of latent attention wait for lengths on the host"),
+    ):
+        (said,) = problems(learner, shape)
+        assert why in said
+    assert not [*problems(learner, dense)]
+    with pytest.raises(ConfigError, match="TransformerEngine is not installed here; install it, or leave it out"):
+        CudaGraphs().megatron(learner, dense)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    assert CudaGraphs().megatron(learner, dense).model == {"cuda_graph_impl": "local"}
+
+
+def test_a_critic_beside_the_policy_is_refused() -> None:
+    keys = ["algorithm=ppo", "learner.device=cuda", "learner.padding.tokens=8192", "learner.padding.sequences=64"]
+    with pytest.raises(ConfigError, match="layers of one trained model of a process"):
+        load_config("tiny_cpu", [*keys, "learner.cuda_graphs=true", "learner.ep=1"])
+
+
+def test_the_plan_keeps_activations_as_the_graphs_own() -> None:
+    """Each position of both sizes has an input and a gradient of 2048 columns, and angles of 128 dimensions."""
+    keys = {"dtype": "bfloat16", "padding": {"tokens": "4096,8192", "sequences": 64}, "cuda_graphs": True}
+    none = Elements(dense=0, experts=0)
+    rank = rank_of(none, tokens=8192.0, layers=(0,), inputs=(2048.0,), longest=8192.0)
+    terms = {"parameters": 7.0, "activations": 1e9}
+    found = CudaGraphs().memory(LearnerSection.model_validate(keys), NAMED["qwen3-30b-a3b"], rank, terms)
+    graphs = 1e9 + (4096 + 8192) * (2 * 2048 * 2 + 128 * 4)
+    assert found == {"parameters": 7.0, "activations": 0.0, "cuda graphs": graphs}

@@ -67,9 +67,7 @@ def test_while_servers_sample_gpus_hold_what_is_planned(seen: Any, root: Path, m
             assert max(after[1:]) - min(after[1:]) < 256, name  # after the first step
 
 
-def test_the_host_holds_what_has_left_but_gradients(
-    seen: Any, model: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_host_holds_all_but_gradients(seen: Any, model: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "SLAB", parked.SLAB)
     shape = read_shape(model)
     configs = {level: parked.config_of(level, root) for level in parked.RUNS.values()}

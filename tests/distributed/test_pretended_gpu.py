@@ -77,7 +77,6 @@ def refusals(rank: int, folder: Path) -> None:
     first, _ = gpu.requires_grad_().split(1)
     for backward in (torch.autograd.backward, custom_backward):  # autograd itself makes the other part's gradient
         backward(first.sum(), None)
-    assert gpu.grad is not None
     assert gpu.grad.tolist() == [[2, 2, 2], [0, 0, 0]]
     gpu = gpu.detach()
     dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=1)

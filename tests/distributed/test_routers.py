@@ -22,8 +22,7 @@ from rl_megatron.data.packing import pack
 from rl_megatron.scaling.memory import footprints
 from rl_megatron.types import Batch, Samples, SkippedStep
 from rl_megatron.weights.layouts.families import read_shape
-from tests.distributed.ragged import ragged_samples
-from tests.distributed.ranks import fill, run_ranks, worlds
+from tests.distributed.ranks import fill, ragged_samples, run_ranks, worlds
 from tests.family_models import save_model
 from tests.rows import policy_loss
 

@@ -28,8 +28,7 @@ from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.options.optimizer import OptimizerSection
 from rl_megatron.types import Batch, GenerationRequest, Prompt, Samples, SamplingParams, Want
 from rl_megatron.weights.layouts.families import read_shape
-from tests.distributed.ragged import ragged_samples
-from tests.distributed.ranks import fill, run_ranks, whole_gradients
+from tests.distributed.ranks import fill, ragged_samples, run_ranks, whole_gradients
 from tests.optimizer_step import train_step
 
 TINY = TinySizes(num_layers=4)
@@ -183,7 +182,6 @@ def wanted_routes(micro_batches: Sequence[Samples], learner: LearnerSection) -> 
             cp_rank=parallel_state.get_context_parallel_rank(),
             device=torch.device("cpu"),
         )
-        assert samples.routes is not None
         hot = torch.zeros(len(samples.routes), TINY.num_layers, EXPERTS, dtype=torch.bool)
         hot.scatter_(2, samples.routes.long(), True)
         hot = hot[share.source] & (share.source >= 0)[:, None, None]
@@ -226,7 +224,6 @@ def oracle(model: Path) -> Oracle:
 
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     samples, logprobs = make_samples(), []
-    assert samples.routes is not None
     routers = [layer.mlp.gate for layer in reference.model.layers]
     rerouted: list[Tensor] = []
     for a, b in pairwise(samples.cu_seqlens.tolist()):

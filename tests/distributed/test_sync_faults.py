@@ -83,9 +83,7 @@ def test_delta_sends_what_changed_and_nothing_of_what_did_not(ranks: Ranks) -> N
 
 
 @pytest.mark.parametrize(("kind", "lost", "end"), [("gloo", 1, "pack"), ("shared memory", WORLD - 1, "unpack")])
-def test_a_killed_process_is_named_in_time_and_the_next_sync_repairs(
-    ranks: Ranks, kind: str, lost: int, end: str
-) -> None:
+def test_a_killed_process_is_named_and_the_next_sync_repairs(ranks: Ranks, kind: str, lost: int, end: str) -> None:
     ranks.connect(kind)
     ranks.each("train", 1, None)
     ranks.push(1)

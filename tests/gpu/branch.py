@@ -17,7 +17,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Samples
-from tests.distributed.ragged import ragged_samples
+from tests.distributed.ranks import ragged_samples
 from tests.optimizer_step import train_step
 from tests.rows import policy_loss
 from tests.small_models import TINY_MOE
