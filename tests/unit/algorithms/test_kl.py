@@ -1,15 +1,26 @@
+"""KL estimators, divergences to a teacher, and metrics of the train-rollout mismatch, in plain loops."""
+
 from __future__ import annotations
 
 import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from rl_megatron.algorithms.kl import average_age, kl_in_sequence_rewards, kl_in_token_rewards, kl_per_token
+from rl_megatron.algorithms.kl import average_age, divergence, kl_in_sequence_rewards, kl_in_token_rewards, kl_per_token
+from rl_megatron.algorithms.mismatch import POSITIONS, expert_means, expert_metrics, gap_metrics, mismatch_metrics
+from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.algorithm import KLSection
+from rl_megatron.errors import ConfigError
+from rl_megatron.learner.heads import logits_of, top_tokens
 from rl_megatron.types import LossInputs
 from tests.losses import loss_inputs
+from tests.property.test_losses_metrics import batch
 from tests.rows import policy_loss
 
 
@@ -22,9 +33,7 @@ def test_placement_in_rewards_of_tokens_and_of_sequences() -> None:
     logprobs = torch.tensor([-1.0, -1.0, math.nan, -1.0])
     kl = kl_per_token(logprobs, torch.tensor([-1.5, -2.0, math.inf, -1.0]), mask, estimator="k1")
     assert kl.tolist() == [0.5, 1.0, 0.0, 0.0]
-    assert kl_in_token_rewards(torch.tensor([0.0, 0, 0, 1]), kl, beta=0.1).tolist() == pytest.approx(
-        [-0.05, -0.1, 0, 1]
-    )
+    assert kl_in_token_rewards(torch.eye(4)[3], kl, beta=0.1).tolist() == pytest.approx([-0.05, -0.1, 0, 1])
     summed = kl_in_sequence_rewards(torch.tensor([1.0, 2.0]), kl, torch.tensor([0, 3, 4]), beta=0.1)
     assert summed.tolist() == pytest.approx([0.85, 2.0])
 
@@ -36,9 +45,7 @@ REF, OLD, ROLLOUT = (logits.log_softmax(0) for logits in _OTHERS)
 
 def expected_gradient(section: dict[str, object], sampler: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """Of the loss, in the logits of a categorical policy, over all tokens in the proportions of who sampled them."""
-    loss = policy_loss(
-        kl_coefficient=1.0, kl={"coefficient": 1.0, **section}, correction={"mode": "truncate", "high": 1.1}
-    )
+    loss = policy_loss(kl_coefficient=1, kl={"coefficient": 1, **section}, correction={"mode": "truncate", "high": 1.1})
     logits, total = LOGITS.clone().requires_grad_(), torch.zeros(V).double()
     for token in range(V):
         here = slice(token, token + 1)
@@ -83,19 +90,6 @@ def test_a_second_name_of_an_estimator_is_refused_with_the_first() -> None:
         KLSection.model_validate({"estimator": "mse"})
 
 
-def test_kl_in_the_loss_is_a_term_under_its_coefficient_and_ignores_garbage_outside_the_mask() -> None:
-    mask = torch.tensor([True, False])
-    logprobs = torch.tensor([-1.0, math.nan], requires_grad=True)
-    x = inputs(logprobs, torch.tensor([-1.0, math.inf]), mask, torch.tensor([-1.5, math.nan]))
-    loss = policy_loss(aggregation="seq_mean_token_mean", kl_coefficient=0.5)
-    output = loss(x)  # advantages are 0: nothing but the KL is left
-    output.loss.backward()
-    assert output.loss.item() == pytest.approx(0.5 * 0.106531, abs=1e-6)
-    assert output.metrics["loss/kl"].value.item() == pytest.approx(output.loss.item())
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == pytest.approx([0.5 * (1 - math.exp(-0.5) + 0.106531), 0.0], abs=1e-6)
-
-
 @pytest.mark.parametrize(("rate", "every"), [(0.25, 1), (0.6, 3), (1.0, 4)])
 def test_the_age_of_a_moving_average_is_that_of_the_policies_in_it(rate: float, every: int) -> None:
     shares = {0: 1.0}  # of the policy after each step
@@ -105,3 +99,268 @@ def test_the_age_of_a_moving_average_is_that_of_the_policies_in_it(rate: float, 
         if (step + 1) % every == 0:
             shares = {made: share * (1 - rate) for made, share in shares.items()}
             shares[step + 1] = rate
+
+
+# kl.estimator=top_k: the divergence to a teacher over its most probable tokens and one bucket of all others, beside
+# plain loops in float64 and finite differences.
+NUM_POSITIONS, VOCABULARY = 5, 11
+BETAS = (0.0, 0.1, 0.5, 1.0)
+
+
+def logits(seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return 2 * torch.randn(NUM_POSITIONS, VOCABULARY, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def in_loops(pi: list[float], ref: list[float], beta: float) -> float:
+    """Of two lists of probabilities."""
+
+    def kl(p: list[float], q: list[float]) -> float:
+        return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a)
+
+    if beta in (0, 1):
+        return kl(pi, ref) if beta else kl(ref, pi)
+    mixed = [beta * b + (1 - beta) * a for a, b in zip(pi, ref, strict=True)]
+    return beta * kl(ref, mixed) + (1 - beta) * kl(pi, mixed)
+
+
+def bucketed(of_student: Tensor, of_teacher: Tensor, k: int, beta: float) -> Tensor:
+    """As the learner has it: the teacher names k tokens, of which the student's log-probs are taken."""
+    tokens = top_tokens(of_teacher, k, VOCABULARY, 0, None)
+    ref = of_teacher.log_softmax(-1).gather(1, tokens)
+    x = logits_of(of_student, tokens, vocab_start=0, group=None)
+    return divergence(x - of_student.logsumexp(-1, keepdim=True), ref, beta=beta)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("k", [1, 4, 10])
+def test_the_others_are_one_bucket(k: int, beta: float) -> None:
+    student, teacher = logits(0), logits(1)
+    found = bucketed(student, teacher, k, beta).tolist()
+    for t in range(NUM_POSITIONS):
+        pi, ref = (x[t].softmax(-1).tolist() for x in (student, teacher))
+        order = sorted(range(VOCABULARY), key=lambda v: -ref[v])
+        cut = [[*(p[v] for v in order[:k]), sum(p[v] for v in order[k:])] for p in (pi, ref)]
+        assert found[t] == pytest.approx(in_loops(*cut, beta), rel=1e-9)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_over_the_whole_vocabulary_it_is_the_divergence_itself(beta: float) -> None:
+    student, teacher = logits(2, torch.float32), logits(3, torch.float32)
+    found = bucketed(student, teacher, VOCABULARY, beta).tolist()
+    wanted = [
+        in_loops(student[t].double().softmax(-1).tolist(), teacher[t].double().softmax(-1).tolist(), beta)
+        for t in range(NUM_POSITIONS)
+    ]
+    assert found == pytest.approx(wanted, abs=1e-6, rel=1e-6)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("k", [3, VOCABULARY])
+def test_the_gradient_is_that_of_finite_differences(k: int, beta: float) -> None:
+    student, teacher = logits(4).requires_grad_(), logits(5)
+    (gradient,) = torch.autograd.grad(bucketed(student, teacher, k, beta).sum(), student)
+    step = 1e-5
+    for t in range(NUM_POSITIONS):
+        for v in range(VOCABULARY):
+            nudge = torch.zeros_like(student)
+            nudge[t, v] = step
+            up, down = (bucketed(student.detach() + sign * nudge, teacher, k, beta).sum() for sign in (1, -1))
+            assert gradient[t, v].item() == pytest.approx(float(up - down) / (2 * step), abs=1e-7)
+
+
+def test_sure_policies_stay_finite() -> None:
+    """A teacher that is certain of one token, a student of another; the bucket is bounded from below."""
+    sure = torch.full((2, VOCABULARY), -200.0)
+    sure[0, 0] = sure[1, 1] = 200.0
+    for beta in BETAS:
+        student = sure.clone().requires_grad_()
+        value = bucketed(student, sure.flip(0), 1, beta)
+        (gradient,) = torch.autograd.grad(value.sum(), student)
+        assert torch.isfinite(value).all()
+        assert torch.isfinite(gradient).all()
+
+
+def test_the_loss_is_its_mean_over_tokens_beside_the_rewards() -> None:
+    """Positions outside the mask, where there are zeros or NaN, have no part."""
+    inputs = replace(batch([4, 3], 0, kept=0.6), ref_logprobs=None)
+    count, generator = len(inputs.mask), torch.Generator().manual_seed(8)
+    top, named = (torch.randn(count, VOCABULARY, generator=generator).log_softmax(-1)[:, :4] for _ in range(2))
+    top[~inputs.mask] = torch.nan
+    inputs = replace(inputs, top_logprobs=top, ref_top=torch.stack([torch.zeros_like(named), named], 1))
+    keys: dict[str, object] = {"objective": "reinforce", "aggregation": "token_mean"}
+    alone = policy_loss(**keys)(replace(inputs, top_logprobs=None, ref_top=None))
+    taught = policy_loss(kl_coefficient=0.3, kl={"coefficient": 0.3, "estimator": "top_k", "beta": 0.2}, **keys)(inputs)
+    mean = divergence(top, named, beta=0.2)[inputs.mask].mean()
+    assert (taught.loss - alone.loss).item() == pytest.approx(0.3 * mean.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (["algorithm=distill", "algorithm.kl.estimator=top_k"], "is no reward of the one that was; set kl.placement"),
+        (["algorithm=gkd", "algorithm.kl.importance_weighted=false"], "importance_weighted=false does nothing"),
+        (["algorithm=distill", "algorithm.kl.top_k=8"], "kl.top_k=8 does nothing.*estimator=top_k does"),
+        (["algorithm=gkd", "learner.head_dtype=float32"], "learner.head_dtype=float32 with algorithm.kl.estimator"),
+    ],
+)
+def test_what_it_cannot_use_is_refused(keys: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config("tiny_cpu", keys)
+
+
+# Metrics of the train-rollout mismatch, against a loop over tokens.
+BUCKETS = {"t0": (0, 1), "t1_7": (1, 8), "t8_63": (8, 64), "t64_511": (64, 512)}
+
+
+def test_every_metric_is_that_of_a_loop_over_tokens() -> None:
+    chosen = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([90, 1, 3, 200, 1, 40])
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    size = int(bounds[-1])
+    learner, engine = torch.randn(2, size, generator=chosen)
+    mask = torch.rand(size, generator=chosen) < 0.7
+    mask[bounds[1] : bounds[2]] = False  # a sequence without a sampled token
+    mask[bounds[4] : bounds[5]] = True  # one of a single sampled token
+    by_bucket = defaultdict(list)
+    differences = []
+    for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        place = 0
+        for at in range(start, stop):
+            if not mask[at]:
+                continue
+            d = float(learner[at]) - float(engine[at])
+            differences.append(d)
+            (name,) = (name for name, (a, b) in BUCKETS.items() if a <= place < b)
+            by_bucket[name].append(abs(d))
+            place += 1
+    row = mismatch_metrics(learner, engine, mask, bounds)
+    sizes = sorted(abs(d) for d in differences)
+    expected = {"mismatch/k1": -sum(differences) / len(differences)}
+    expected["kl/rollout"] = sum(math.exp(d) - 1 - d for d in differences) / len(differences)
+    expected |= {"mismatch/logprob_abs_mean": sum(sizes) / len(sizes), "mismatch/logprob_abs_max": sizes[-1]}
+    for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+        expected[f"mismatch/logprob_abs_{name}"] = sizes[round(share * (len(sizes) - 1))]
+    expected |= {f"mismatch/position/{name}": sum(v) / len(v) for name, v in by_bucket.items()}
+    assert len(by_bucket) == 4
+    assert row == pytest.approx(expected, abs=1e-6)
+
+
+def test_buckets_cover_every_length() -> None:
+    size = 5000
+    ones, places = torch.ones(size), torch.arange(size, dtype=torch.float64)
+    row = mismatch_metrics(places, ones * 0, torch.ones(size, dtype=torch.bool), torch.tensor([0, size]))
+    found = {name.rpartition("/")[2]: mean for name, mean in row.items() if "position" in name}
+    middles = {"t0": 0, "t1_7": 4, "t8_63": 35.5, "t64_511": 287.5, "t512_4095": 2303.5, "t4096_up": (4096 + 4999) / 2}
+    assert found == pytest.approx(middles)
+    assert list(found) == list(POSITIONS)
+    assert mismatch_metrics(ones, ones, torch.zeros(size, dtype=torch.bool), torch.tensor([0, size])) == {}
+
+
+def test_gaps_of_versions_are_those_of_a_loop_and_a_ratio_of_exact_samples_has_mean_one() -> None:
+    """Of each gap every token comes exactly as often as the engine's distribution says: sums are expectations."""
+    shares = {
+        0: ([1, 2, 5], [2, 2, 4]),
+        3: ([4, 3, 1], [4, 3, 1]),
+        1: ([6, 1, 1], [2, 3, 3]),
+    }  # eighths: engine, learner
+    tokens = [(gap, e, q) for gap, pair in shares.items() for e, q in zip(*pair, strict=True) for _ in range(e)]
+    engine, learner, mask = [], [], []
+    for _, e, q in tokens:  # what is not sampled lies between
+        engine += [9.0, math.log(e / 8)]
+        learner += [-9.0, math.log(q / 8)]
+        mask += [False, True]
+    gaps = torch.tensor([[5, 0], [3, 0], [8, 3], [0, 7], [8, 1], [0, 2]])
+    row = gap_metrics(torch.tensor(learner), torch.tensor(engine), torch.tensor(mask), gaps)
+    k1 = {gap: sum(e / 8 * math.log(e / q) for e, q in zip(*pair, strict=True)) for gap, pair in shares.items()}
+    expected = {f"mismatch/k1/v{gap}": kl for gap, kl in k1.items()} | {f"mismatch/ratio/v{gap}": 1.0 for gap in k1}
+    assert row == pytest.approx(expected, abs=1e-6)
+    assert (
+        gap_metrics(torch.tensor(learner)[:2], torch.tensor(engine)[:2], torch.tensor([False, False]), gaps[3:4]) == {}
+    )
+
+
+def test_quantiles_of_five_are_the_middle_and_the_greatest() -> None:
+    d = torch.tensor([0.1, -0.5, 0.2, -0.3, 0.4])
+    row = mismatch_metrics(d, torch.zeros(5), torch.ones(5, dtype=torch.bool), torch.tensor([0, 5]))
+    found = [row[f"mismatch/logprob_abs_{name}"] for name in ("p50", "p90", "p99")]
+    assert found == pytest.approx([0.3, 0.5, 0.5])
+
+
+def test_a_token_counts_for_every_expert_it_takes_in_every_layer() -> None:
+    routes = torch.tensor([[[0, 3], [1, 0]], [[3, 1], [0, 1]], [[0, 1], [0, 1]]])  # 2 and, in layer 1, 3 are unused
+    means, counts = expert_means(torch.tensor([0.1, 0.2, 0.6]), routes)
+    assert counts.tolist() == [[2, 2, 0, 2], [3, 3, 0, 0]]
+    expected = [[0.35, 0.4, math.nan, 0.15], [0.3, 0.3, math.nan, math.nan]]
+    torch.testing.assert_close(means, torch.tensor(expected, dtype=torch.float64), equal_nan=True, rtol=1e-6, atol=0)
+    means, counts = expert_means(torch.zeros(0), routes[:0])
+    assert (means.shape, counts.tolist()) == ((2, 1), [[0], [0]])
+
+
+def test_an_expert_of_thirty_two_tokens_is_judged_and_none_of_fewer() -> None:
+    def worst(tokens_of_expert_1: int) -> float:
+        routes = (torch.arange(100) < tokens_of_expert_1).long()[:, None, None]
+        d = torch.where(routes[:, 0, 0] == 1, 3.0, 1.0)
+        return expert_metrics(d, torch.zeros(100), torch.ones(100, dtype=torch.bool), routes)["mismatch/expert_number"]
+
+    assert (worst(31), worst(32)) == (0, 1)
+
+
+def test_the_expert_whose_tokens_differ_is_named() -> None:
+    chosen = torch.Generator().manual_seed(1)
+    size, layers, per_token = 4000, 3, 2
+    routes = torch.rand(size, layers, 8, generator=chosen).topk(per_token).indices.to(torch.uint8)
+    learner = 0.01 * torch.randn(size, generator=chosen)
+    wrong = (routes[:, 1] == 5).any(1)
+    learner[wrong] += 0.5
+    mask = torch.rand(size, generator=chosen) < 0.5
+    row = expert_metrics(learner, torch.zeros(size), mask, routes)
+    assert (row["mismatch/expert_layer"], row["mismatch/expert_number"]) == (1, 5)
+    inside, every = learner.abs()[mask & wrong].mean(), learner.abs()[mask].mean()
+    assert row["mismatch/expert_worst"] == pytest.approx(float(inside / every), rel=1e-5)
+    means, counts = expert_means(learner.abs()[mask], routes[mask])
+    assert int(counts.sum()) == int(mask.sum()) * layers * per_token
+    assert float(means[1, 5]) == pytest.approx(float(inside), rel=1e-5)
+    assert expert_metrics(learner[:20], torch.zeros(20), torch.ones(20, dtype=torch.bool), routes[:20]) == {}
+
+
+def test_places_are_counted_on_from_one_part_of_a_large_batch_to_the_next() -> None:
+    """Parts are of half a million positions; every sequence has the same |d| at the same place."""
+    length, number = 5000, 250
+    of_places = torch.arange(length).float()
+    mask = torch.ones(number, length, dtype=torch.bool)
+    mask[::2, :100] = False  # prompts
+    learner = torch.cat([of_places[: int(row.sum())].new_zeros(length).masked_scatter(row, of_places) for row in mask])
+    bounds = torch.arange(0, number * length + 1, length)
+    row = mismatch_metrics(-learner, torch.zeros(number * length), mask.view(-1), bounds)
+    last = [*range(4096, 5000)] * (number // 2) + [*range(4096, 4900)] * (number // 2)
+    middles = {"t0": 0, "t1_7": 4, "t8_63": 35.5, "t64_511": 287.5, "t512_4095": 2303.5}
+    expected = {f"mismatch/position/{name}": mean for name, mean in middles.items()}
+    expected["mismatch/position/t4096_up"] = sum(last) / len(last)
+    every = sorted([*range(5000)] * (number // 2) + [*range(4900)] * (number // 2))
+    expected["mismatch/k1"] = expected["mismatch/logprob_abs_mean"] = sum(every) / len(every)
+    expected["mismatch/logprob_abs_max"] = every[-1]
+    expected["kl/rollout"] = math.fsum(math.expm1(-min(d, 20)) + min(d, 20) for d in every) / len(every)
+    expected |= {f"mismatch/logprob_abs_p{p}": every[round(p / 100 * (len(every) - 1))] for p in (50, 90, 99)}
+    assert row == pytest.approx(expected, rel=1e-12)
+
+
+def calls(function: Callable[[], object]) -> int:
+    """Calls of functions, Python's and C's, that it makes."""
+    made: list[str] = []
+    sys.setprofile(lambda frame, event, what: made.append(event) if event in ("call", "c_call") else None)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return len(made)
+
+
+def test_a_batch_takes_few_operations_however_large_it_is() -> None:
+    length = 2**10
+    size = 2**5 * length
+    learner, engine = torch.randn(2, size)
+    routes = torch.randint(0, 128, (size, 48, 8), dtype=torch.uint8)
+    mask = torch.ones(size, dtype=torch.bool)
+    bounds = torch.arange(0, size + 1, length)
+    assert calls(lambda: mismatch_metrics(learner, engine, mask, bounds)) < 200
+    assert calls(lambda: expert_metrics(learner, engine, mask, routes)) < 100

@@ -1,22 +1,30 @@
-"""The losses of pairs: plain loops over their papers' equations, finite differences, closed forms, and what of their
-keys is refused."""
+"""Losses of pairs, of the critic and of reward models against their formulas, and what of their keys is refused."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import math
-from collections.abc import Callable, Sequence
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.auxiliary import PAIR_LOSSES, PreferenceLoss
+from rl_megatron import algorithms, types
+from rl_megatron.algorithms.auxiliary import PAIR_LOSSES, PreferenceLoss, ScoreLoss, ValueLoss
+from rl_megatron.algorithms.losses import LossOutput, loss_of
 from rl_megatron.config.io import load_config
-from rl_megatron.config.sections.algorithm import PAIR_LOSS_NAMES
+from rl_megatron.config.sections.algorithm import PAIR_LOSS_NAMES, AlgorithmSection
+from rl_megatron.data import packing
 from rl_megatron.errors import ConfigError
+from rl_megatron.training.credit import shaping, state
 from rl_megatron.types import LossInputs
+from tests.losses import loss_inputs
 from tests.property.test_losses_metrics import batch
 from tests.rows import PAIR_ROWS, pair_loss
 
@@ -181,3 +189,108 @@ def test_former_keys_that_were_off_stand_in_an_older_runs_config_and_change_noth
 def test_what_has_nothing_to_act_on_is_refused(recipe: str, keys: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(recipe, keys)
+
+
+def test_a_column_that_the_batch_lacks_is_named() -> None:
+    with pytest.raises(ValueError, match="returns"):
+        ValueLoss()(loss_inputs([1], [True], values=torch.ones(1)))
+    with pytest.raises(ValueError, match="ref_logprobs"):
+        pair_loss(0.1)(loss_inputs([1, 1], [True, True]))
+
+
+@pytest.mark.parametrize("without", [0, 1], ids=["chosen", "rejected"])
+def test_a_pair_without_a_trained_token_on_one_side_is_padding(without: int) -> None:
+    sides = [side == without for side in (0, 1)]
+    mask = [not sides[0], not sides[0], not sides[1], True, True]
+    logprobs, ref = torch.tensor([-1.0, -2.0, -3.0, -1.0, -2.0], requires_grad=True), torch.zeros(5)
+    batch = loss_inputs([2, 1, 1, 1], mask, num_sequences=2, logprobs=logprobs, ref_logprobs=ref)
+    output = pair_loss(1.0)(batch)
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(math.log(1 + math.exp(-1)))
+    assert output.metrics["preference/margin"].value.item() == pytest.approx(1.0)
+    assert logprobs.grad[:3].tolist() == [0.0] * 3
+
+
+def test_a_policy_that_is_its_own_critic_adds_its_value_loss_by_the_coefficient() -> None:
+    """Of two tokens, one has -2 log pi of 2, and of the value loss, whose clip acts on the second, a quarter counts."""
+    choices = {"objective": "reinforce", "credit": "gae", "advantage_mean": "none", "advantage_std": "none"}
+    critic = {"backbone": "policy", "coefficient": 0.25, "clip": 0.2}
+    row = AlgorithmSection.model_validate({**choices, "critic": critic})
+    loss = loss_of(row, kl_coefficient=0.0, max_new_tokens=1)
+    logprobs, values = (torch.tensor(x, requires_grad=True) for x in ([-1.0, -3.0], [1.0, 1.0]))
+    columns = {"values": values, "old_values": torch.tensor([0.5, 0.5]), "returns": torch.tensor([0.0, 2.0])}
+    batch = loss_inputs([2], [True, True], logprobs=logprobs, **columns)
+    output = loss(replace(batch, advantages=torch.tensor([2.0, 0.0])))
+    output.loss.backward()
+    of_values = (1 + 1.69) / 2 / 2
+    assert output.loss.item() == pytest.approx(2 / 2 + 0.25 * of_values)
+    assert output.metrics["critic/loss"].value.item() == pytest.approx(of_values)
+    assert not output.metrics["critic/loss"].value.requires_grad
+    assert {"clip_fraction", "critic/value_mean", "critic/clip_fraction"} <= output.metrics.keys()
+    assert logprobs.grad.tolist() == pytest.approx([-1.0, 0.0])
+    assert values.grad.tolist() == pytest.approx([0.25 * 0.5, 0.0])
+
+
+# A reward model's loss against its formula over pairs, whose gradient autograd takes.
+SCORED_LENGTHS = [2, 3, 1, 2, 4, 1]  # three pairs
+ENDS = torch.tensor(SCORED_LENGTHS).cumsum(0) - 1
+MARGINS = torch.tensor([0.5, 0.0, -0.25])
+CENTRING = 0.1
+
+
+def values() -> Tensor:
+    """NaN wherever no score is read."""
+    found = torch.full((sum(SCORED_LENGTHS),), math.nan)
+    found[ENDS] = torch.tensor([0.3, -0.2, 1.5, 2.0, -1.0, -1.25])
+    return found
+
+
+def score_loss(given: Tensor, kept: list[bool]) -> LossOutput:
+    """Of the pairs that are ``kept``; others are masked out, as sequences that fill up a micro-batch are."""
+    mask, returns = torch.zeros(len(given), dtype=torch.bool), torch.zeros(len(given))
+    mask[ENDS] = torch.tensor(kept).repeat_interleave(2)
+    returns[ENDS[::2]] = MARGINS
+    return ScoreLoss(centring=CENTRING)(loss_inputs(SCORED_LENGTHS, mask, values=given, returns=returns))
+
+
+@pytest.mark.parametrize("kept", [[True] * 3, [True, False, True], [False, True, False]], ids=str)
+def test_loss_gradient_and_metrics_are_those_of_the_formula(kept: list[bool]) -> None:
+    given = values().requires_grad_()
+    found = score_loss(given, kept)
+    found.loss.backward()
+
+    scores = values()[ENDS].requires_grad_()
+    (better, worse), of_pair = scores.view(3, 2).T, torch.tensor(kept) / 3
+    losses = torch.log1p(torch.exp(-(better - worse - MARGINS))) + CENTRING * (better + worse) ** 2
+    (losses * of_pair).sum().backward()
+
+    assert found.loss.item() == pytest.approx((losses * of_pair).sum().item(), rel=1e-6)
+    torch.testing.assert_close(given.grad[ENDS], scores.grad)
+    assert given.grad.count_nonzero() == 2 * sum(kept)
+    means = {"preference/accuracy": better > worse, "preference/margin": better - worse}
+    means["reward_model/score_mean"] = (better + worse) / 2
+    for name, of_pairs in means.items():
+        assert found.metrics[name].value.item() == pytest.approx((of_pairs * of_pair).sum().item(), abs=1e-6)
+
+
+# The values that the arithmetic returns cannot be changed, and a misspelt field is refused.
+MODULES = [
+    importlib.import_module(f"{algorithms.__name__}.{m.name}") for m in pkgutil.iter_modules(algorithms.__path__)
+]
+
+
+def values_of(module: ModuleType) -> Iterator[type]:
+    own = (kind for kind in vars(module).values() if getattr(kind, "__module__", None) == module.__name__)
+    return (kind for kind in own if isinstance(kind, type) and dataclasses.is_dataclass(kind))
+
+
+VALUES = [kind for module in (*MODULES, shaping, state, types, packing) for kind in values_of(module)]
+
+
+@pytest.mark.parametrize("kind", VALUES, ids=lambda kind: kind.__name__)
+def test_a_value_is_frozen_has_slots_and_public_ones_are_made_by_keywords(kind: type) -> None:
+    fields = dataclasses.fields(kind)
+    assert kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert set(kind.__slots__) >= {field.name for field in fields}  # type: ignore[attr-defined]
+    if not kind.__name__.startswith("_"):
+        assert all(field.kw_only for field in fields)

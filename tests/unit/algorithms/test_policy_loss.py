@@ -11,8 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.losses import CrossEntropy, PolicyLoss
-from rl_megatron.types import LossInputs, LossOutput
+from rl_megatron.algorithms.corrections import second_moment_mask
+from rl_megatron.algorithms.losses import CrossEntropy, PolicyLoss, loss_of
+from rl_megatron.config.io import load_config
+from rl_megatron.data.samples import to_samples
+from rl_megatron.data.trajectories import single_turns
+from rl_megatron.training.credit.assign import assign_credit
+from rl_megatron.training.credit.shaping import groups_to_train_on, shape_rewards
+from rl_megatron.training.credit.state import AlgorithmState
+from rl_megatron.types import Loss, LossInputs, LossOutput, Prompt, Samples
+from tests.completions import completion
 from tests.losses import loss_inputs
 from tests.rows import changed, policy_loss
 
@@ -61,75 +69,13 @@ def evaluate(loss: Callable[[LossInputs], LossOutput], inputs: LossInputs) -> tu
     return value.detach(), gradient
 
 
-def assert_same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> None:
-    torch.testing.assert_close(a[0], b[0])
-    torch.testing.assert_close(a[1], b[1])
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "expected"), [("token_mean", 2.0), ("seq_mean_token_mean", 1.75), ("seq_mean_token_sum", 3.0)]
-)
-def test_aggregations_of_a_masked_batch(aggregation: str, expected: float) -> None:
-    """With A = -1, the reinforce loss of a token is its log-prob."""
-    inputs = batch([[1, NAN], [2, 3]], advantages=[[-1, NAN], [-1, -1]], mask=[[1, 0], [1, 1]])
-    value, gradient = evaluate(policy_loss(objective="reinforce", aggregation=aggregation), inputs)
-    assert value.item() == pytest.approx(expected)
-    assert gradient[1] == 0
-
-
-@pytest.mark.parametrize(("aggregation", "expected"), [("seq_mean_token_mean", 2.35), ("token_mean", 2.2)])
-def test_aggregations_of_a_long_and_a_short_sequence(aggregation: str, expected: float) -> None:
-    inputs = batch([[1] * 4 + [10], [1] * 9 + [10]], advantages=[[-1] * 5, [-1] * 10])
-    value, _ = evaluate(policy_loss(objective="reinforce", aggregation=aggregation), inputs)
-    assert value.item() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "short", "long"),
-    [
-        ("token_mean", -2 / 11, -2 / 11),
-        ("seq_mean_token_mean", -2 / 4 / 2, -2 / 7 / 2),
-        ("seq_mean_token_sum", -2 / 2, -2 / 2),
-    ],
-)
-def test_gradient_of_a_token_in_sequences_of_4_and_7(aggregation: str, short: float, long: float) -> None:
-    inputs = batch([[-1] * 4, [-1] * 7], advantages=[[2] * 4, [2] * 7])
-    _, gradient = evaluate(policy_loss(aggregation=aggregation), inputs)
-    assert gradient.tolist() == pytest.approx([short] * 4 + [long] * 7)
-
-
-@pytest.mark.parametrize(
-    ("log_ratio", "advantage", "loss", "gradient"),
-    [
-        (math.log(1.1), 1.0, -1.1, -1.1),  # inside the band
-        (math.log(1.5), 1.0, -1.28, 0.0),  # clipped above: no more push up
-        (math.log(1.5), -1.0, 1.5, 1.5),  # pessimistic: a bad token that grew keeps its gradient
-        (math.log(0.5), -1.0, 0.8, 0.0),  # clipped below: no more push down
-        (math.log(0.5), 1.0, -0.5, -0.5),
-    ],
-)
-def test_ppo_clip_of_one_token(log_ratio: float, advantage: float, loss: float, gradient: float) -> None:
-    inputs = batch([[-1 + log_ratio]], old=[[-1]], advantages=[[advantage]])
-    value, slope = evaluate(policy_loss(clip_low=0.2, clip_high=0.28), inputs)
-    assert (value.item(), slope.item()) == pytest.approx((loss, gradient))
-
-
-def test_cispo_caps_are_absolute_ratios_and_keep_every_gradient() -> None:
-    """A cap of 5 caps at 5, not at 1 + 5."""
-    inputs = batch([[-1 + math.log(8), -1 + math.log(4)]], old=[[-1, -1]])
-    output = policy_loss(objective="cispo", cap_high=5.0)(inputs)
-    output.loss.backward()
-    assert inputs.logprobs.grad is not None
-    assert inputs.logprobs.grad.tolist() == pytest.approx([-5 / 2, -4 / 2])
-    assert output.metrics["clip_fraction"].value.item() == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("objective", ["clip", "cispo", "topr", "dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize("objective", ["clip", "cispo", "topr", "dppo_tv", "dppo_kl", "gmpo"])
 def test_a_token_of_advantage_zero_has_no_gradient_to_limit(objective: str) -> None:
     far = math.log(9)
     inputs = batch([[-3 + far, -3 - far]], old=[[-3, -3]], advantages=[[0.0, 0.0]])
-    assert policy_loss(objective=objective).row.cap_high < 9
-    assert policy_loss(objective=objective)(inputs).metrics["clip_fraction"].value.item() == 0.0
+    loss = policy_loss(objective=objective, aggregation="seq_mean_token_mean")
+    assert loss.row.cap_high < 9
+    assert loss(inputs).metrics["clip_fraction"].value.item() == 0.0
 
 
 def test_gspo_is_grpo_with_a_sequence_ratio() -> None:
@@ -137,23 +83,6 @@ def test_gspo_is_grpo_with_a_sequence_ratio() -> None:
     assert changed(grpo, ratio_level="sequence") == GSPO
     ones = [[-0.5], [-0.1]], [[-0.6], [-0.2]]
     assert_same(evaluate(grpo, batch(ones[0], old=ones[1])), evaluate(GSPO, batch(ones[0], old=ones[1])))
-
-
-def test_gspo_is_the_loss_of_its_paper() -> None:
-    """-mean over sequences of min(sA, clip(s)A), s by autograd through the sequence's mean log-ratio."""
-    for seed in range(20):
-        inputs = ragged(seed, spread=0.1)
-        loss = changed(GSPO, clip_low=0.03, clip_high=0.04)
-        logprobs = inputs.logprobs.detach().clone().requires_grad_()
-        terms = []
-        for s in range(4):
-            chosen = inputs.segment_ids == s
-            ratio = (logprobs[chosen] - inputs.old_logprobs[chosen]).mean().exp()
-            advantage = inputs.advantages[chosen][0]
-            terms.append(-torch.minimum(ratio * advantage, ratio.clamp(0.97, 1.04) * advantage))
-        value = torch.stack(terms).mean()
-        (gradient,) = torch.autograd.grad(value, logprobs)
-        assert_same(evaluate(loss, inputs), (value.detach(), gradient))
 
 
 def test_a_long_sequence_weighs_no_more_than_a_short_one_in_gspo() -> None:
@@ -165,28 +94,9 @@ def test_a_long_sequence_weighs_no_more_than_a_short_one_in_gspo() -> None:
             changed(GSPO, aggregation=aggregation)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
-def test_at_ratio_one_clip_and_uncapped_cispo_have_the_gradient_of_reinforce(aggregation: str) -> None:
-    inputs = ragged(spread=0.0)
-    reinforce = evaluate(policy_loss(objective="reinforce", aggregation=aggregation), inputs)
-    clip = evaluate(policy_loss(objective="clip", aggregation=aggregation), inputs)
-    cispo = evaluate(policy_loss(objective="cispo", aggregation=aggregation, cap_high=1e30), inputs)
-    torch.testing.assert_close(clip[1], reinforce[1])
-    assert_same(cispo, reinforce)
-
-
 def test_entropy_is_the_one_given_and_not_that_of_the_sampled_token() -> None:
     assert policy_loss()(ragged()).metrics["entropy"].value.item() == pytest.approx(0.7)
     assert CrossEntropy()(ragged()).metrics["entropy"].value.item() == pytest.approx(0.7)
-
-
-def test_kl_to_the_old_policy_is_the_k3_estimate_of_the_sampler_against_the_current() -> None:
-    """Averaged over tokens drawn from pi_old, k3 is exactly KL(pi_old‖pi): here summed over a vocabulary of 3."""
-    old, new = torch.tensor([0.5, 0.25, 0.25]).double(), torch.tensor([0.2, 0.5, 0.3]).double()
-    drawn = [0, 0, 1, 2]  # the proportions of pi_old
-    inputs = batch([new.log()[drawn].tolist()], old=[old.log()[drawn].tolist()])
-    kl = (old * (old / new).log()).sum().item()
-    assert policy_loss()(inputs).metrics["kl/old_policy"].value.item() == pytest.approx(kl)
 
 
 def test_cross_entropy_is_the_mean_over_kept_tokens() -> None:
@@ -230,13 +140,6 @@ def test_a_row_that_cannot_be_meant_is_refused_with_the_reason(choices: dict[str
         policy_loss(**choices)
 
 
-@pytest.mark.parametrize("objective", ["clip", "importance", "sapo", "vespo", "cispo", "topr"])
-def test_at_ratio_one_every_objective_has_the_gradient_of_reinforce(objective: str) -> None:
-    inputs = ragged(spread=0.0)
-    expected = evaluate(policy_loss(objective="reinforce"), inputs)[1]
-    torch.testing.assert_close(evaluate(policy_loss(objective=objective), inputs)[1], expected)
-
-
 PRODUCT = {"mode": "truncate", "level": "product", "high": 1e9}
 
 
@@ -248,9 +151,7 @@ PRODUCT = {"mode": "truncate", "level": "product", "high": 1e9}
         ({"objective": "vespo", **dict.fromkeys(("shape_positive", "shape_negative"), 9.0)}, 1),
     ],
 )
-def test_weights_are_finite_in_float32_where_ratios_are_not(
-    choices: dict[str, object], most: int, advantage: float
-) -> None:
+def test_weights_are_finite_where_ratios_are_not(choices: dict[str, object], most: int, advantage: float) -> None:
     """Tokens of log-prob -1 that were at -101, and at -201 in the engine: e^100 is no float32, A
     weight of e^20 is left, beside it in the first case the ratio at its own bound, which has no gradient."""
     rates = dict.fromkeys(("rate_positive", "rate_negative"), 1e-9) if choices["objective"] == "vespo" else {}
@@ -265,26 +166,6 @@ def test_weights_are_finite_in_float32_where_ratios_are_not(
     assert gradient.tolist() == pytest.approx([slope] * 2, rel=1e-5)
 
 
-def test_a_fixed_length_norm_is_token_sums_over_it() -> None:
-    """[[1,.],[2,3]] over 2 is 1.5; [1,1,1,1,10] and [1x9,10] over 10 are 1.4 and 1.9."""
-    fixed = policy_loss(objective="reinforce", aggregation="seq_mean_token_sum_norm", max_new_tokens=2)
-    inputs = batch([[1, NAN], [2, 3]], advantages=[[-1, NAN], [-1, -1]], mask=[[1, 0], [1, 1]])
-    assert evaluate(fixed, inputs)[0].item() == pytest.approx(1.5)
-    ten = replace(fixed, max_new_tokens=10)
-    for row, expected in (([1] * 4 + [10], 1.4), ([1] * 9 + [10], 1.9)):
-        assert evaluate(ten, batch([row], advantages=[[-1] * len(row)]))[0].item() == pytest.approx(expected)
-    seven = policy_loss(aggregation="seq_mean_token_sum_norm", max_new_tokens=7)
-    _, gradient = evaluate(seven, batch([[-1] * 4, [-1] * 7], advantages=[[2] * 4, [2] * 7]))
-    assert gradient.tolist() == pytest.approx([-2 / 14] * 11)
-
-
-def test_dual_clip_bounds_a_bad_token_that_grew() -> None:
-    inputs = batch([[-1 + math.log(10), -1 + math.log(2)]], old=[[-1, -1]], advantages=[[-1, -1]])
-    value, gradient = evaluate(policy_loss(dual_clip=3.0), inputs)
-    assert value.item() == pytest.approx((3 + 2) / 2)
-    assert gradient.tolist() == pytest.approx([0.0, 1.0])
-
-
 def test_a_token_advantage_under_a_sequence_ratio_is_gspo_token() -> None:
     """s_t = sg(s)·pi/sg(pi): every token has its own advantage, min and clip under the same ratio."""
     inputs = batch([[-1.0, -0.5, -2.0]], old=[[-1.1, -0.6, -2.3]], advantages=[[1.0, -2.0, 0.5]])
@@ -292,3 +173,217 @@ def test_a_token_advantage_under_a_sequence_ratio_is_gspo_token() -> None:
     value, gradient = evaluate(changed(GSPO, clip_low=0.5, clip_high=0.5), inputs)
     assert value.item() == pytest.approx(-s * (1.0 - 2.0 + 0.5) / 3)
     assert gradient.tolist() == pytest.approx([-s / 3, 2 * s / 3, -0.5 * s / 3])
+
+
+# Rows of conf/algorithm that must agree with one another, and a choice that must not depend on how a batch is cut.
+# Rows are read from their files, so what is compared is what a user gets by name.
+LENGTHS = [5, 9, 1, 3]
+COPG = ("coefficient=0.3", "placement=completion_reward", "estimator=k1")
+
+
+def row(*keys: str) -> Loss:
+    section = load_config("tiny_cpu", list(keys)).algorithm
+    return loss_of(section, kl_coefficient=0.0, max_new_tokens=9)
+
+
+def drawn(spread: float = 0.3, seed: int = 0) -> LossInputs:
+    """Old log-probs lie ``spread`` from the current ones, the rollout's as far from the old ones."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    old = -torch.rand(len(ids), generator=g, dtype=torch.float64)
+    noise = [spread * torch.randn(len(ids), generator=g, dtype=torch.float64) for _ in range(2)]
+    return loss_inputs(
+        LENGTHS,
+        logprobs=(old + noise[0]).requires_grad_(),
+        old_logprobs=old,
+        rollout_logprobs=old + noise[1],
+        advantages=torch.randn(len(LENGTHS), generator=g, dtype=torch.float64)[ids],
+    )
+
+
+def assert_same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> None:
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+
+
+def credited(*keys: str, rewards: tuple[float, ...] = (1.0, 0, 0.25, 0.5), given: LossInputs | None = None) -> Samples:
+    """One group of completions of unlike lengths and rewards, with the advantages of a row; log-probs as ``given``."""
+    prompt = Prompt(id="a", text="", token_ids=(1, 2), answer="")
+    group = single_turns(prompt, [completion((7,) * n) for n in LENGTHS[: len(rewards)]], rewards=rewards)
+    section, samples = load_config("tiny_cpu", list(keys)).algorithm, to_samples([group])
+    if given is not None and given.ref_logprobs is not None:
+        places = {"old_logprobs": given.old_logprobs, "ref_logprobs": given.ref_logprobs}
+        zeros = torch.zeros_like(samples.old_logprobs)
+        columns = {name: zeros.masked_scatter(samples.mask, values.float()) for name, values in places.items()}
+        samples = replace(samples, **columns)
+    shaped = shape_rewards([group], section, AlgorithmState(), max_new_tokens=9)
+    return assign_credit(samples, [group], shaped, section, success_reward=1.0)[0]
+
+
+def test_topr_weighs_a_bad_completion_by_its_product_to_the_policy_that_sampled() -> None:
+    """Its taper (arXiv:2503.14286), in the first minibatch of stale samples: the policy is the learner's old one."""
+    fresh = drawn(spread=0.0)
+    rollout = fresh.old_logprobs + 0.1
+    old = {"rollout": rollout, "learner": fresh.old_logprobs}
+    chosen = load_config("tiny_cpu", ["algorithm=topr"]).algorithm.old_logprobs
+    signs = torch.tensor([0.7, -0.4, -1.1, 0.9], dtype=torch.float64)[fresh.segment_ids]
+    x = replace(fresh, rollout_logprobs=rollout, old_logprobs=old[chosen], advantages=signs)
+    _, gradient = evaluate(row("algorithm=topr"), x)
+    slopes = [[-a * (1 if a > 0 else math.exp(-0.1 * len(of))) / len(LENGTHS) for a in of] for of in cut(x.advantages)]
+    assert gradient.tolist() == pytest.approx([slope for of in slopes for slope in of], rel=1e-6)
+
+
+def test_gspo_token_is_gspo_where_the_advantage_is_constant_in_a_sequence() -> None:
+    x = drawn()
+    assert_same(evaluate(row("algorithm=gspo_token"), x), evaluate(row("algorithm=gspo"), x))
+    by_token = credited("algorithm=gspo_token")
+    torch.testing.assert_close(by_token.advantages, credited("algorithm=gspo").advantages)
+
+
+def sequence_forms(name: str, logprobs: list[list[float]], x: LossInputs) -> list[float]:
+    """|y| min(s A, clip(s) A) of each sequence, or without its length, as the papers write them."""
+    out, starts = [], [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
+    section = load_config("tiny_cpu", [f"algorithm={name}"]).algorithm
+    for first, values in zip(starts, logprobs, strict=True):
+        old, advantage = x.old_logprobs[first : first + len(values)].tolist(), float(x.advantages[first])
+        s = math.exp(sum(a - b for a, b in zip(values, old, strict=True)) / len(values))
+        clipped = min(max(s, 1 - section.clip_low), 1 + section.clip_high)
+        out.append((len(values) if name == "luspo" else 1) * min(s * advantage, clipped * advantage))
+    return out
+
+
+@pytest.mark.parametrize("name", ["luspo", "gspo"])
+@pytest.mark.parametrize("spread", [0.3, 1e-3, 1e-5])
+def test_the_token_form_has_the_gradient_of_the_papers_sequence_form(name: str, spread: float) -> None:
+    """By finite differences, some sequences clipped and some not."""
+    x = drawn(spread=spread)
+    value, gradient = evaluate(row(f"algorithm={name}"), x)
+    flat, step = x.logprobs.detach(), 1e-6
+    assert value.item() == pytest.approx(-sum(sequence_forms(name, cut(flat), x)) / len(LENGTHS), rel=1e-9)
+    for t in range(len(flat)):
+        nudge = torch.zeros_like(flat)
+        nudge[t] = step
+        up, down = (sum(sequence_forms(name, cut(flat + sign * nudge), x)) for sign in (1, -1))
+        assert gradient[t].item() == pytest.approx(-(up - down) / (2 * step) / len(LENGTHS), rel=1e-5, abs=1e-7)
+
+
+def cut(flat: Tensor) -> list[list[float]]:
+    return [part.tolist() for part in flat.split(LENGTHS)]
+
+
+def test_luspo_moves_a_token_of_a_long_sequence_as_much_as_one_of_a_short_one() -> None:
+    """GSPO moves it less by the length: the bias that LUSPO is for."""
+    x = replace(drawn(spread=0.0), advantages=torch.ones(sum(LENGTHS), dtype=torch.float64))
+    assert evaluate(row("algorithm=luspo"), x)[1].tolist() == pytest.approx([-1 / len(LENGTHS)] * sum(LENGTHS))
+    by_length = [-1 / len(LENGTHS) / n for n in LENGTHS for _ in range(n)]
+    assert evaluate(row("algorithm=gspo"), x)[1].tolist() == pytest.approx(by_length)
+
+
+def test_dr_grpo_times_g_over_g_minus_one_is_rloo() -> None:
+    dr_grpo, rloo = credited("algorithm=dr_grpo"), credited("algorithm=rloo")
+    torch.testing.assert_close(dr_grpo.advantages * 4 / 3, rloo.advantages)
+
+
+def test_copg_is_rloo_with_the_kl_in_its_rewards_whoever_sampled() -> None:
+    """Contrastive policy gradient (arXiv:2406.19185), of each pair (ΔR - β/2·Δh)·Δh, h = log pi/ref: by autograd.
+
+    The one optimizer step of train.minibatches=1 begins at the policy that h is of.
+    """
+    keys, beta = ["algorithm=rloo", *(f"algorithm.kl.{key}" for key in COPG)], 0.3
+    x = drawn(spread=0.0)
+    x = replace(x, ref_logprobs=x.old_logprobs - torch.linspace(-1, 1, sum(LENGTHS), dtype=torch.float64))
+    made = credited(*keys, given=x)
+    _, gradient = evaluate(row(*keys), replace(x, advantages=made.advantages[made.mask].double()))
+    h = torch.stack([one.sum() for one in (x.logprobs - x.ref_logprobs).split(LENGTHS)])
+    rewards = torch.tensor([1.0, 0.0, 0.25, 0.5], dtype=torch.float64)
+    pairs = torch.combinations(torch.arange(4))
+    apart, further = rewards[pairs[:, 0]] - rewards[pairs[:, 1]], h[pairs[:, 0]] - h[pairs[:, 1]]
+    objective = ((apart - beta / 2 * further) * further).sum() / 12
+    torch.testing.assert_close(gradient, -torch.autograd.grad(objective, x.logprobs)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_group_of_two_without_a_std_has_the_pairwise_gradient_of_p3o() -> None:
+    """(r1 - r2)·∇(log pi1 - log pi2)/2 a pair (arXiv:2310.00212), over two sequences, with its ratios clipped apart."""
+    keys = ["algorithm=dr_grpo", "algorithm.aggregation=seq_mean_token_sum"]
+    made = credited(*keys, rewards=(0.7, 0.2)).advantages
+    assert made[made != 0].tolist() == pytest.approx([0.25] * LENGTHS[0] + [-0.25] * LENGTHS[1])
+    x = drawn(spread=0.0)
+    advantages = torch.tensor([0.25, -0.25, 0.0, 0.0], dtype=torch.float64)[x.segment_ids]
+    _, gradient = evaluate(row(*keys), replace(x, advantages=advantages, num_sequences=2))
+    wanted = [-0.5 / 2 / 2] * LENGTHS[0] + [0.5 / 2 / 2] * LENGTHS[1] + [0.0] * sum(LENGTHS[2:])
+    assert gradient.tolist() == pytest.approx(wanted)
+
+
+def test_gpg_is_reinforce_over_the_groups_that_dynamic_sampling_keeps() -> None:
+    """arXiv:2504.02546 times the mean over all tokens by B / (B - M), M completions of groups without a gradient."""
+    keys = ["algorithm=reinforce", "algorithm.advantage_mean=group", "rollout.dynamic_sampling=drop"]
+    config, told = load_config("tiny_cpu", keys), [[1.0, 0.0, 0.0, 1.0], [1.0] * 4, [0.0, 0.0, 1.0, 0.0], [0.0] * 4]
+    prompt, length = Prompt(id="a", text="", token_ids=(1, 2), answer=""), 3
+    groups = [single_turns(prompt, [completion((7,) * length)] * 4, rewards=rewards) for rewards in told]
+    kept = groups_to_train_on(groups, config.algorithm, max_new_tokens=9)
+    trained = [group for group, keep in zip(groups, kept, strict=True) if keep]
+    shaped = shape_rewards(trained, config.algorithm, AlgorithmState(), max_new_tokens=9)
+    made = assign_credit(to_samples(trained), trained, shaped, config.algorithm, success_reward=1.0)[0]
+    advantages = made.advantages[made.mask].double()
+    x = replace(drawn(), logprobs=torch.full_like(advantages, -0.5).requires_grad_())
+    zeros, ids = torch.zeros_like(advantages), torch.arange(len(advantages)) // length
+    x = replace(x, entropy=zeros, old_logprobs=zeros, rollout_logprobs=zeros, advantages=advantages, segment_ids=ids)
+    x = replace(x, mask=ids >= 0, segment_sum=lambda values: values.new_zeros(8).index_add_(0, ids, values))
+    _, gradient = evaluate(row(*keys), replace(x, num_tokens=len(ids), num_sequences=8))
+    alpha, tokens = 16 / (16 - 8), 16 * length
+    wanted = [-(r - sum(of) / 4) * alpha / tokens for of in (told[0], told[2]) for r in of for _ in range(length)]
+    assert gradient.tolist() == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("name", ["dapo", "decoupled_ppo", "ppo", "reinforce_plus_plus", "liteppo"])
+def test_at_ratio_one_a_clipped_row_has_the_gradient_of_reinforce(name: str) -> None:
+    x = drawn(spread=0.0)
+    torch.testing.assert_close(evaluate(row(f"algorithm={name}"), x)[1], evaluate(row("algorithm=reinforce"), x)[1])
+
+
+def test_cispo_without_caps_at_ratio_one_is_reinforce() -> None:
+    x = drawn(spread=0.0)
+    assert_same(evaluate(row("algorithm=cispo", "algorithm.cap_high=1e30"), x), evaluate(row("algorithm=reinforce"), x))
+
+
+def test_decoupled_ppo_is_ppo_where_the_proximal_policy_is_the_rollouts() -> None:
+    """By a recomputed pass that finds the engine's numbers, or interpolated with a share of 0."""
+    x = drawn()
+    same = replace(x, rollout_logprobs=x.old_logprobs)
+    ppo = evaluate(row("algorithm=ppo"), same)
+    assert_same(evaluate(row("algorithm=decoupled_ppo"), same), ppo)
+    unknown = replace(
+        same, old_logprobs=torch.full_like(x.old_logprobs, math.nan), proximal_share=torch.zeros_like(x.old_logprobs)
+    )
+    assert_same(evaluate(row("algorithm=decoupled_ppo", "algorithm.old_logprobs=interpolated"), unknown), ppo)
+
+
+def test_decoupled_ppo_at_a_share_of_one_is_the_weighted_gradient_of_reinforce() -> None:
+    """The proximal policy is the current one: ratio 1, and all of the gap is in the capped behaviour weight."""
+    x = drawn()
+    x = replace(x, proximal_share=torch.ones_like(x.old_logprobs))
+    weights = (x.logprobs.detach() - x.rollout_logprobs).exp().clamp(max=5.0)
+    expected = -weights * x.advantages / x.num_tokens
+    torch.testing.assert_close(evaluate(row("algorithm=decoupled_ppo"), x)[1], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("spread", [1e-2, 1e-3, 1e-4])
+def test_sapo_of_a_small_step_is_the_unclipped_ratio(spread: float) -> None:
+    """Its gate falls off with the square of the step: the gradient differs from that of -rho A by O(spread²)."""
+    x = drawn(spread=spread)
+    grouped = "algorithm.aggregation=seq_mean_token_mean"
+    unclipped = row("algorithm=grpo", grouped, "algorithm.clip_low=1.0", "algorithm.clip_high=1e9")
+    difference = evaluate(row("algorithm=sapo"), x)[1] - evaluate(unclipped, x)[1]
+    scale = evaluate(unclipped, x)[1].abs().max()
+    assert float(difference.abs().max() / scale) < 5 * spread**2
+
+
+def test_what_m2po_leaves_out_depends_on_the_whole_minibatch() -> None:
+    """Chosen by halves, the token of 0.3 would go: its own half's second moment is above the limit."""
+    log_ratios = torch.tensor([0.0, 0.3, 0.0, 0.0, 0.0, 0.0])
+    assert second_moment_mask(log_ratios, threshold=0.04).all()
+    halves = [second_moment_mask(part, threshold=0.04) for part in log_ratios.split(2)]
+    assert torch.cat(halves).tolist() == [True, False, True, True, True, True]
+    order = torch.tensor([5, 1, 3, 0, 2, 4])
+    moved = second_moment_mask(torch.tensor([0.0, 0.9, 0.1, 0.0, 0.0, 0.0])[order], threshold=0.04)
+    assert (order[~moved]).tolist() == [1]

@@ -1,4 +1,4 @@
-"""``best_of`` by brute force over all subsets, by the papers' closed forms, and by the gradient of pass@k itself."""
+"""Advantages by brute force and closed forms: best of k, the optimal token baseline, and shaped rewards."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import itertools
 import math
 import random
 import statistics
+from itertools import accumulate
 
 import pytest
 import torch
+from torch import Tensor
 
 from rl_megatron.algorithms.advantages import group_advantages
+from rl_megatron.algorithms.returns import less_optimal_baseline
+from rl_megatron.algorithms.shaping import drop_truncated, overlong_penalty, score_finished
 from rl_megatron.config.io import load_config
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import ConfigError
@@ -105,9 +109,7 @@ def test_leaving_the_completion_out_gives_the_gradient_of_the_best_of_k(k: int) 
     logits = torch.tensor([0.3, -0.5, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
     worth = torch.tensor([0.0, 1.0, 0.4, 2.5], dtype=torch.float64)
     probabilities = logits.softmax(0)
-    wanted = sum(
-        probabilities[list(drawn)].prod() * worth[list(drawn)].max() for drawn in itertools.product(range(4), repeat=k)
-    )
+    wanted = sum(probabilities[list(d)].prod() * worth[list(d)].max() for d in itertools.product(range(4), repeat=k))
     (gradient,) = torch.autograd.grad(wanted, logits, retain_graph=True)
     surrogate = torch.zeros((), dtype=torch.float64)
     for drawn in (list(one) for one in itertools.product(range(4), repeat=3)):
@@ -143,15 +145,9 @@ def test_the_datas_demonstration_is_one_more_completion_of_the_group() -> None:
         (["rollout.group_size=3", "algorithm.leave_one_out=true"], r"leave_one_out=true: .*rollout\.group_size=4 or"),
         (["algorithm.advantage_std=batch"], r"best_of=4 with algorithm\.advantage_std=batch: the std is that of the"),
         (["algorithm.advantage_mean=batch"], r"best_of=4 does nothing: algorithm\.advantage_mean=batch does not read"),
-        (
-            ["algorithm.advantage_of=parts"],
-            r"best_of=4 with algorithm\.advantage_of=parts: a part has bests of its own",
-        ),
+        (["algorithm.advantage_of=parts"], r"best_of=4 with algorithm\.advantage_of=parts: a part has bests of its"),
         (["algorithm.credit=turn"], r"best_of=4 with algorithm\.credit=turn: it is a group's completions"),
-        (
-            ["algorithm.preference.beta=0.1"],
-            r"best_of=4 does nothing: algorithm\.preference\.beta=0\.1 trains on pairs",
-        ),
+        (["algorithm.preference.beta=0.1"], r"best_of=4 does nothing: algorithm\.preference\.beta=0\.1 trains on"),
     ],
 )
 def test_what_is_not_of_a_groups_completions_is_refused(keys: list[str], reason: str) -> None:
@@ -173,3 +169,120 @@ def test_a_group_of_fewer_compares_nothing(std: str, leave_one_out: bool) -> Non
 def test_bests_are_of_a_group() -> None:
     with pytest.raises(ValueError, match="set mean='group', not 'batch'"):
         group_advantages(torch.rand(4), torch.zeros(4).long(), mean="batch", std="none", leave_one_out=False, best_of=2)
+
+
+# The optimal token baseline (arXiv:2602.07078): its closed form in plain loops, and the variance that it minimises.
+LENGTHS = (3, 1, 4, 2, 0, 4, 5)
+GROUPS = (7, 2, 7, 2, 7, 7, 2)
+
+
+def ragged(seed: int) -> tuple[list[list[float]], list[list[float]], Tensor, Tensor]:
+    """Returns and norms of the tokens of each sequence, and a mask in which these follow a prompt and have gaps."""
+    rng = random.Random(seed)
+    kept = [[False, *(rng.sample([True] * n + [False] * 2, n + 2))] for n in LENGTHS]
+    returns, norms = ([[draw() for _ in range(n)] for n in LENGTHS] for draw in (lambda: rng.gauss(0, 1), rng.random))
+    cu_seqlens = torch.tensor([0, *(len(row) for row in kept)]).cumsum(0)
+    return returns, norms, torch.tensor([x for row in kept for x in row]), cu_seqlens
+
+
+def placed(rows: list[list[float]], mask: Tensor) -> Tensor:
+    out = torch.full(mask.shape, torch.nan)
+    out[mask] = torch.tensor([x for row in rows for x in row])
+    return out
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_advantages_are_those_of_the_papers_closed_form(seed: int) -> None:
+    returns, norms, mask, cu_seqlens = ragged(seed)
+    found = less_optimal_baseline(
+        placed(returns, mask), placed(norms, mask), mask, cu_seqlens, group_of=torch.tensor(GROUPS)
+    )
+    wanted = []
+    for mine, own in zip(GROUPS, returns, strict=True):
+        for t, value in enumerate(own):
+            rows = [i for i, group in enumerate(GROUPS) if group == mine and LENGTHS[i] > t]
+            weights = [list(accumulate(norms[i]))[t] for i in rows]
+            mean = sum(w * returns[i][t] for i, w in zip(rows, weights, strict=True)) / sum(weights)
+            wanted.append(value - mean)
+    torch.testing.assert_close(found[mask], torch.tensor(wanted), rtol=1e-5, atol=1e-6)
+    assert not found[~mask].any()
+
+
+def test_equal_returns_and_tokens_alone_at_their_place_leave_exactly_0() -> None:
+    """Also where all weights are 0, as of tokens that are certain."""
+    _, norms, mask, cu_seqlens = ragged(0)
+    equal = torch.full(mask.shape, 0.1)
+    given = placed(norms, mask), torch.zeros(mask.shape)
+    for weights in given:
+        assert not less_optimal_baseline(equal, weights, mask, cu_seqlens, group_of=torch.tensor(GROUPS)).any()
+    alone = less_optimal_baseline(equal * torch.arange(len(mask)), given[0], mask, cu_seqlens, group_of=torch.arange(7))
+    assert not alone.any()
+    nobody = less_optimal_baseline(equal, given[0], mask & False, cu_seqlens, group_of=torch.tensor(GROUPS))
+    assert not nobody.any()
+
+
+def test_of_all_baselines_it_has_the_least_variance_of_a_bandits_gradient() -> None:
+    """A softmax over three arms, of probabilities 1/8, 2/8 and 5/8: a group that has each so often is the expectation.
+
+    The variance of grad log pi (r - b), summed over the logits, is a parabola in b, by enumeration; its minimum is the
+    vertex through three points of it. The mean reward, GRPO's, is elsewhere.
+    """
+    counts, rewards = torch.tensor([1, 2, 5]), torch.tensor([1.0, -0.3, 0.4], dtype=torch.float64)
+    p = counts / counts.sum().double()
+    scores = torch.eye(3, dtype=torch.float64) - p  # [arm, logit]
+
+    def variance(b: float) -> float:
+        gradients = scores * (rewards - b)[:, None]
+        return float(p @ (gradients - p @ gradients).square().sum(1))
+
+    at = [variance(b) for b in (-1.0, 0.0, 1.0)]
+    best = (at[0] - at[2]) / (2 * (at[0] - 2 * at[1] + at[2]))
+    arms = torch.repeat_interleave(torch.arange(3), counts)
+    returns, norms = rewards[arms].float(), (1 - 2 * p + p.square().sum())[arms].float()
+    every = torch.ones(8, dtype=torch.bool)
+    advantages = less_optimal_baseline(returns, norms, every, torch.arange(9), group_of=torch.zeros(8).long())
+    baselines = returns - advantages
+    assert baselines.tolist() == pytest.approx([best] * 8, abs=1e-6)
+    assert variance(best) < min(variance(best - 1e-3), variance(best + 1e-3))
+    assert float(p @ rewards) == pytest.approx(0.3)
+    assert abs(best - 0.3) > 0.03
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (["whiten=true", "reward_scale=2"], "reward_scale=2.0 does nothing: a later comparison"),
+        (["lam=0.5"], "lam=0.5 does nothing: algorithm.credit=optimal does not read it"),
+    ],
+)
+def test_keys_without_effect_are_refused(keys: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config("tiny_cpu", ["algorithm=otb", *(f"algorithm.{key}" for key in keys)])
+
+
+def test_equal_rewards_teach_nothing_unless_returns_are_discounted() -> None:
+    with pytest.raises(ConfigError, match=r"group_size=1 with algorithm\.credit=optimal: a group has no second"):
+        config_of("otb", "rollout.group_size=1")
+    with pytest.raises(ConfigError, match=r"from which algorithm\.gamma=0\.9 learns too"):
+        config_of("otb", "algorithm.gamma=0.9", "rollout.dynamic_sampling=refill")
+    assert config_of("otb", "rollout.dynamic_sampling=refill").algorithm.needs_differences
+    assert not config_of("otb", "algorithm.gamma=0.9").algorithm.needs_differences
+
+
+def test_overlong_penalty_grows_over_the_buffer_before_the_limit() -> None:
+    penalty = overlong_penalty(torch.tensor([100, 16384, 18432, 20480]), max_length=20480, buffer=4096)
+    assert penalty.tolist() == [0.0, 0.0, -0.5, -1.0]
+    of_a_fifth = overlong_penalty(torch.tensor([100, 16384, 18432, 20480]), max_length=20480, buffer=0.2)
+    assert of_a_fifth.tolist() == pytest.approx([0.0, 0.0, -0.5, -1.0])
+    assert overlong_penalty(torch.tensor([8, 9, 10]), max_length=10, buffer=1).tolist() == [0.0, 0.0, -1.0]
+    assert overlong_penalty(torch.tensor([15, 20, 99]), max_length=20, buffer=10, factor=3).tolist() == [-1.5, -3, -3]
+
+
+def test_truncated_sequences_leave_the_loss() -> None:
+    mask = torch.tensor([False, True, True, True])
+    assert drop_truncated(mask, torch.tensor([False, True]), torch.tensor([0, 2, 4])).tolist() == [0, 1, 0, 0]
+
+
+def test_scores_of_the_unfinished() -> None:
+    rewards = score_finished(torch.tensor([2.0, 2.0]), torch.tensor([True, False]), unfinished_reward=-1.0)
+    assert rewards.tolist() == [2.0, -1.0]
