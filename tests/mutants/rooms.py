@@ -30,10 +30,8 @@ def _under(folder: str, *names: str) -> tuple[str, ...]:
 
 _ALGORITHMS = "tests/unit/algorithms"
 _UPDATE = "tests/unit/training"
-_ADVANTAGES = _under("tests/property", "test_advantages.py", "test_advantages_returns.py")
-_LOSSES = _under(
-    "tests/property", "test_losses.py", "test_losses_corrections.py", "test_losses_terms.py", "test_losses_metrics.py"
-)
+_ADVANTAGES = "tests/property/test_advantages.py"
+_LOSSES = _under("tests/property", "test_losses.py", "test_losses_metrics.py")
 
 ROOMS = (
     Room(
@@ -43,7 +41,7 @@ ROOMS = (
             *_under("rl_megatron/algorithms", "advantages.py", "returns.py", "segments.py", "shaping.py"),
         ),
         mutants=106,
-        first=("tests/unit/training/test_credit.py", "tests/unit/algorithms/test_shaping.py", *_ADVANTAGES),
+        first=("tests/unit/training/test_credit.py", "tests/unit/algorithms/test_advantages.py", _ADVANTAGES),
         after=(_ALGORITHMS, _UPDATE, "tests/unit/test_every_key_acts.py"),
     ),
     Room(
@@ -60,17 +58,14 @@ ROOMS = (
         name="packing",
         paths=_under("rl_megatron/data", "bins.py", "packing.py"),
         mutants=34,
-        first=_under("tests/property", "test_packing_properties.py", "test_packed_micro_batch.py"),
+        first=("tests/property/test_packing_properties.py",),
         after=("tests/unit/data/test_samples.py", _UPDATE),
     ),
     Room(
         name="data",
         paths=_under("rl_megatron/data", "samples.py", "trajectories.py", "sent.py", "held.py", "shares.py"),
         mutants=60,
-        first=(
-            "tests/unit/data/test_samples.py",
-            *_under("tests/property", "test_held_properties.py", "test_samples_properties.py"),
-        ),
+        first=("tests/unit/data/test_samples.py", "tests/property/test_samples_properties.py"),
         after=(
             *_under("tests/unit/data", "test_context_of_rows.py", "test_curriculum.py", "test_written_rows.py"),
             "tests/unit/launcher/test_ranks.py",
@@ -81,32 +76,24 @@ ROOMS = (
         name="learner",
         paths=_under("rl_megatron/learner", "packed.py", "logprobs.py"),
         mutants=60,
-        first=(
-            "tests/unit/learner/test_logprobs.py",
-            *_under("tests/property", "test_packed_micro_batch.py", "test_packing_properties.py"),
-        ),
+        first=("tests/unit/learner/test_logprobs.py", "tests/property/test_packing_properties.py"),
         after=("tests/unit/learner",),
     ),
     Room(
         name="layouts",
         paths=("rl_megatron/weights/boxes.py", *_under("rl_megatron/weights", "layouts", "layouts/tables", "plans")),
         mutants=60,
-        first=(
-            *_under("tests/unit/weights", "test_layout.py", "test_families.py", "test_deepseek_table.py"),
-            *_under("tests/property", "test_boxes.py", "test_plan.py"),
-        ),
+        first=(*_under("tests/unit/weights", "test_layout.py", "test_families.py"), "tests/property/test_plan.py"),
         after=(
-            "tests/property/test_plan_deepseek.py",
-            *_under("tests/unit/weights", "test_plan_scale.py", "test_drafts.py"),
+            *_under("tests/unit/weights", "test_drafts.py", "test_checks.py", "test_transports.py"),
             "tests/processes/weights/test_convert.py",
-            *_under("tests/unit/weights", "test_recorded.py", "test_direct.py", "test_cost.py"),
         ),
     ),
     Room(
         name="transports",
         paths=_under("rl_megatron/weights/transports", "ends.py", "buckets.py", "carried.py"),
         mutants=60,
-        first=("tests/unit/weights/test_commit.py", "tests/distributed/test_carried.py"),
+        first=("tests/unit/weights/test_transports.py", "tests/distributed/test_carried.py"),
         after=(
             "tests/property/test_plan.py",
             *_under("tests/distributed", "test_sync_faults.py", "test_engine_ends.py"),
@@ -116,16 +103,10 @@ ROOMS = (
         name="checks",
         paths=("rl_megatron/weights/checks",),
         mutants=60,
-        first=_under(
-            "tests/unit/weights",
-            "test_checksums.py",
-            "test_equal_servers.py",
-            "test_recorded.py",
-            "test_served_weights.py",
-        ),
+        first=_under("tests/unit/weights", "test_checks.py", "test_served_weights.py"),
         after=(
-            *_under("tests/unit/rollout", "test_window.py", "test_decoded_answers.py", "test_running_requests.py"),
-            *_under("tests/unit/weights", "test_mirror.py", "test_served_formats.py", "test_direct.py"),
+            *_under("tests/unit/rollout", "test_window.py", "test_answers.py", "test_engine_servers.py"),
+            *_under("tests/unit/weights", "test_transports.py"),
             "tests/processes/launcher/test_versions.py",
         ),
     ),
@@ -133,7 +114,7 @@ ROOMS = (
         name="formats",
         paths=_under("rl_megatron/weights/formats", "quantise.py", "scaled.py"),
         mutants=60,
-        first=_under("tests/unit/weights", "test_quantise.py", "test_served_formats.py", "test_quantised_sources.py"),
+        first=_under("tests/unit/weights", "test_quantise.py", "test_served_weights.py"),
         after=(
             "tests/unit/launcher/test_servers.py",
             *_under("tests/unit/weights", "test_families.py"),
@@ -158,37 +139,19 @@ ROOMS = (
         name="stream",
         paths=_under("rl_megatron/rollout", "stream.py", "sampler.py"),
         mutants=60,
-        first=_under("tests/unit/rollout", "test_stream.py", "test_stream_steps.py", "test_rollout_sampler.py"),
+        first=_under("tests/unit/rollout", "test_stream.py", "test_rollout_sampler.py"),
         after=(
-            *_under("tests/unit/rollout", "test_work_under_way.py", "test_interruption.py"),
-            *_under("tests/unit/rollout", "test_asynchronous_metrics.py", "test_left_out_tokens.py"),
-            *_under("tests/unit", "training/test_stream_saved.py", "data/test_broken_data.py", "data/test_mixture.py"),
+            *_under("tests/unit/rollout", "test_asynchronous.py", "test_environments_that_fail.py"),
+            *_under("tests/unit", "training/test_checkpoints.py", "data/test_broken_data.py", "data/test_mixture.py"),
         ),
     ),
     Room(
         name="requests",
         paths=_under("rl_megatron/rollout/servers", "attempts.py", "places.py", "answers.py"),
         mutants=60,
-        first=_under(
-            "tests/unit/rollout",
-            "test_answers_in_parts.py",
-            "test_bad_answers.py",
-            "test_moved.py",
-            "test_requests_that_go_on.py",
-            "test_cancelled.py",
-        ),
+        first=_under("tests/unit/rollout", "test_answers.py", "test_requests.py", "test_suspects.py"),
         after=(
-            *_under(
-                "tests/unit/rollout",
-                "test_bad_prompts.py",
-                "test_running_requests.py",
-                "test_decoded_answers.py",
-                "test_engine_servers.py",
-                "test_running.py",
-                "test_replica_health.py",
-                "test_time_limit.py",
-                "test_engine_routes.py",
-            ),
+            *_under("tests/unit/rollout", "test_engine_servers.py", "test_local_engine.py", "test_engine_routes.py"),
             "tests/processes/rollout/test_embedded_server.py",
         ),
     ),

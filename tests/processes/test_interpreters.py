@@ -20,7 +20,7 @@ from tests.unit.models.test_reference_model import make_at_once, weights
 from tests.unit.options.test_installed import FILE, SAYS, package, run
 from tests.unit.test_config_io import REPO
 from tests.unit.test_durable import FULL, folder_with
-from tests.unit.training.test_saves import killed_at, write_steps
+from tests.unit.training.test_checkpoints import killed_at, write_steps
 
 
 def test_the_configuration_imports_no_torch() -> None:

@@ -53,6 +53,8 @@ ROWS = [DUAL, UNCLIPPED, SAPO, TOPR, VESPO, CISPO_BY_SEQUENCE, SEQUENCE_CLIP, CL
 CORRECTED = changed(
     SEQUENCE_CLIP, correction={"level": "sequence", "mode": "mask", "high": 1.0, "veto": 0.85, "off_policy_delta": 0.5}
 )
+MORE = [policy_loss(objective=f"dppo_{kind}", clip_low=0.12, clip_high=0.2, cap_high=1.6) for kind in ("tv", "kl")]
+MORE.append(policy_loss(objective="gmpo", aggregation="seq_mean_token_mean", clip_low=0.3, clip_high=0.5))
 LOSSES: dict[str, Loss] = {"policy": EVERY_TERM, "gspo": GSPO, "value": ValueLoss(clip=0.2)}
 LOSSES |= {"preference": pair_loss(0.7), "orpo": ORPO, "cross entropy": CrossEntropy()}
 pytestmark = pytest.mark.filterwarnings("error")
@@ -409,7 +411,8 @@ def test_dpo(seed: int, lengths: list[int], scale: float) -> None:
 
 
 CASES = {f"{name}-{share}": (loss, share) for name, loss in LOSSES.items() for share in (False, True)} | {
-    f"{loss.row.ratio_level}-{loss.row.objective}-{loss.row.aggregation}": (loss, False) for loss in [*ROWS, CORRECTED]
+    f"{loss.row.ratio_level}-{loss.row.objective}-{loss.row.aggregation}": (loss, False)
+    for loss in [*ROWS, CORRECTED, *MORE]
 }
 every_loss = pytest.mark.parametrize(("loss", "proximal"), CASES.values(), ids=CASES)
 pairs = st.lists(st.integers(0, 6), min_size=2, max_size=6).map(lambda lengths: lengths[: len(lengths) // 2 * 2])

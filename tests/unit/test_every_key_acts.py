@@ -80,7 +80,7 @@ ELSEWHERE = {  # keys that act outside of a step, and where that is shown
     "train.on_nonfinite": "tests/unit/training/test_bad_steps.py",
     "rollout.max_prompt_tokens": "tests/unit/data/test_prompts.py",
     "rollout.on_long_prompt": "tests/unit/data/test_prompts.py",
-    "rollout.interrupt": "tests/unit/rollout/test_interruption.py",
+    "rollout.interrupt": "tests/unit/rollout/test_rollout_sampler.py",
     "rollout.slots": "tests/unit/rollout/conftest.py",
 }
 OTHER_TEXTS = {

@@ -47,8 +47,7 @@ from rl_megatron.weights.servers.mirror import Mirror
 from tests.completions import completion
 from tests.processes.launcher.test_supervisor import Described
 from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, Fake, Words, engine_of, fakes, push
-from tests.unit.rollout.test_local_engine import request
-from tests.unit.rollout.test_running import expected, load, newer
+from tests.unit.rollout.test_local_engine import expected_by_version, load, newer, request
 
 __all__ = ["fakes", "newer"]
 TOKEN = "of-this-test"
@@ -197,7 +196,7 @@ async def test_a_push_while_requests_run_labels_every_token_with_the_weights_tha
     for one, answer in zip([*asked, LATE], [*answers, late], strict=True):
         for got in answer:
             spans.add(tuple(span.version for span in got.spans))
-            wanted = expected({1: theirs, 2: newer}, one, got, keep=False)
+            wanted = expected_by_version({1: theirs, 2: newer}, one, got, keep=False)
             np.testing.assert_allclose(got.logprobs, wanted, rtol=0, atol=1e-4)
             begins(got, known.get(one.id))
     assert (1, 2) in spans
@@ -250,7 +249,9 @@ async def test_completions_move_to_a_server_that_joins_with_every_token(
         await engine.close()
     for one, (got,) in zip(asked, answers, strict=True):
         assert (len(got.token_ids), got.finish_reason, got.spans) == (100, "length", ((0, 5),))
-        np.testing.assert_allclose(got.logprobs, expected({5: theirs}, one, got, keep=False), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(
+            got.logprobs, expected_by_version({5: theirs}, one, got, keep=False), rtol=0, atol=1e-4
+        )
 
 
 async def test_the_bench_of_streaming_serves_reports_of_this_form(monkeypatch: pytest.MonkeyPatch) -> None:

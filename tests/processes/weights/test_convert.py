@@ -430,7 +430,7 @@ def test_a_stage_shows_its_layers_of_every_kind() -> None:
 def test_a_trillion_parameters_are_planned_in_few_calls_and_little_memory_without_torch() -> None:
     code = (
         "import resource, sys\n"
-        "from tests.unit.weights.test_plan_scale import layouts\n"
+        "from tests.unit.weights.test_layout import layouts\n"
         "from rl_megatron.weights.plans.plan import plan\n"
         "learner, engines = layouts('kimi-k2', 'tp8')\n"
         "calls = [0]\n"

@@ -34,7 +34,7 @@ from rl_megatron.training.credit.shaping import shape_rewards
 from rl_megatron.training.credit.state import AlgorithmState
 from rl_megatron.types import Prompt, RolloutGroup
 from tests.turns import trajectory
-from tests.unit.training.test_little_to_train_on import EQUAL, TEACHES, WANTED, Steps, job
+from tests.unit.training.test_bad_steps import EQUAL, TEACHES, WANTED, Steps, job
 
 STATE = TypeAdapter(TrainerState)
 

@@ -35,20 +35,9 @@ MAX_PROMPT, MAX_NEW = 24, 12
 
 def make_model(seed: int = 7, **changes: Any) -> Qwen3MoeForCausalLM:
     """A tiny Qwen3-MoE with every weight random and large enough that distributions are uneven."""
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 128,
-        "norm_topk_prob": True,
-        "pad_token_id": 0,
-    }
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 128, "pad_token_id": 0, "num_key_value_heads": 2}
     torch.manual_seed(seed)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**sizes, **changes})).eval()
     with torch.no_grad():
@@ -166,10 +155,8 @@ class Transformers:
         tokens = out.sequences[:, prompt.shape[1] :]
         scores = torch.stack(out.logits if self.raw else out.scores, 1).float().log_softmax(-1)
         logprobs = scores.gather(2, tokens[:, :, None])[:, :, 0]
-        return [
-            completion(t, lp, finish="length", spans=((0, 1),))
-            for t, lp in zip(tokens.tolist(), logprobs.tolist(), strict=True)
-        ]
+        pairs = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        return [completion(t, lp, finish="length", spans=((0, 1),)) for t, lp in pairs]
 
 
 class SampledBefore(LogitsProcessor):

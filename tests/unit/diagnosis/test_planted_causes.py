@@ -32,6 +32,11 @@ from tests.unit.diagnosis.rig import (
 )
 
 
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return Policy.make(tmp_path_factory.mktemp("model"))
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_nothing_is_named_where_nothing_is_wrong(policy: Policy, temperature: float) -> None:
     engine = policy.engine()
@@ -104,9 +109,7 @@ def with_eos_behind(request: GenerationRequest) -> GenerationRequest:
 @pytest.mark.parametrize(
     ("change", "said"), [(with_bos, f"bos_token ({BOS}) put before it"), (with_eos_behind, f"({EOS}) put behind it")]
 )
-def test_another_prompt_than_was_sent(
-    policy: Policy, change: Callable[[GenerationRequest], GenerationRequest], said: str
-) -> None:
+def test_another_prompt(policy: Policy, change: Callable[[GenerationRequest], GenerationRequest], said: str) -> None:
     engine = policy.engine()
     engine.change = change
     found = diagnose(Learner(model=policy.model), engine, weights=policy.check(engine))

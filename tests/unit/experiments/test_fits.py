@@ -75,7 +75,6 @@ def test_the_band_is_that_of_the_parameters() -> None:
         return sigmoid(COMPUTE, moved[0], moved[1], float(np.exp(moved[2])), float(np.exp(moved[3])))
 
     slopes = np.stack([(at(inner + d) - at(inner - d)) / 2e-6 for d in 1e-6 * np.eye(4)], axis=1)
-    assert fit.covariance is not None
     spread = np.sqrt(np.sum((slopes @ fit.covariance) * slopes, axis=1))
     np.testing.assert_allclose(values, at(inner), rtol=1e-12)
     np.testing.assert_allclose(half, 2.7764451 * spread, rtol=1e-5)
@@ -181,14 +180,11 @@ def test_differences_are_those_of_scipy() -> None:
     results = {"a": dict(enumerate(a)), "b": dict(enumerate(b)), "none": {}}
     paired = contrast(results, {"a": 1, "b": -1}, paired=True)
     apart = contrast(results, {"a": 1, "b": -1}, paired=False)
-    assert paired is not None
-    assert apart is not None
     assert (paired.value, paired.low, paired.high) == pytest.approx((0.078, -0.012138306967539, 0.168138306967539))
     assert (apart.value, apart.low, apart.high) == pytest.approx((0.076, 0.0234964320084664, 0.1285035679915335))
     assert (paired.count, paired.excludes_zero, apart.excludes_zero) == (5, False, True)
     assert contrast(results, {"a": 1, "none": -1}, paired=True) is None
     equal = contrast({"a": {0: 0.3, 1: 0.4}, "b": {0: 0.2, 1: 0.3}}, {"a": 1, "b": -1}, paired=True)
-    assert equal is not None
     assert (equal.all_equal, equal.excludes_zero, paired.all_equal) == (True, False, False)
     alone = mean_interval([0.5])
     assert (alone.value, alone.low, alone.high) == (0.5, None, None)
@@ -200,6 +196,5 @@ def test_a_difference_without_an_interval_is_that_of_all_arms_whichever_has_one_
     means = {"a": 0.8, "b": 0.7, "c": 0.625, "d": 0.5}
     results = {arm: {0: m} if arm == alone else {1: m - 0.125, 2: m + 0.125} for arm, m in means.items()}
     found = contrast(results, weights, paired=False)
-    assert found is not None
     assert found.value == pytest.approx(0.8 - 0.7 - 0.625 + 0.5)
     assert (found.low, found.high, found.count) == (None, None, 7)

@@ -1,21 +1,40 @@
-"""A study's file: its cells, their names, and what is refused before anything starts."""
+"""A study: its file, its cells and their names, what is refused before anything starts; and its report."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import re
+from collections import Counter
 from pathlib import Path
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import yaml
 
+from launcher.preflight.checks import preflight
 from launcher.programs.experiment import cells_at_once
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.experiments.cells import Cell, cells_of, config_digest
-from rl_megatron.experiments.states import CellRecord, birth_of, find_states, record_path, states_table, write_record
+from rl_megatron.experiments.report import figure_files, write_study_report
+from rl_megatron.experiments.results import points_of
+from rl_megatron.experiments.states import (
+    CellRecord,
+    birth_of,
+    drift_of,
+    find_states,
+    record_path,
+    states_table,
+    write_record,
+)
 from rl_megatron.experiments.study import Study, outcome_folder, read_study
+from rl_megatron.models.tiny import TinySizes, make_tiny_model
+from rl_megatron.observability.history import load_runs
 from rl_megatron.observability.metrics.writer import MetricsWriter
+from rl_megatron.weights.checkpoints.upcycle import read_upcycling, upcycle
 from tests.unit.launcher.commands import status_of
 
 ALGORITHMS = ["algorithm=grpo", "algorithm=gspo"]
@@ -76,13 +95,8 @@ def test_a_folder_is_named_by_what_changes_numbers_alone(tmp_path: Path) -> None
     assert {config_digest(load_config("tiny_cpu", ["algorithm=grpo", key])) for key in same} == {
         config_digest(cell.config)
     }
-    assert (
-        len(
-            {config_digest(load_config("tiny_cpu", ["algorithm=grpo", key])) for key in other}
-            | {config_digest(cell.config)}
-        )
-        == 6
-    )
+    digests = {config_digest(load_config("tiny_cpu", ["algorithm=grpo", key])) for key in other}
+    assert len(digests | {config_digest(cell.config)}) == 6
 
 
 def test_a_run_is_found_again_under_another_label(tmp_path: Path) -> None:
@@ -124,10 +138,7 @@ def test_a_base_is_beside_the_study(tmp_path: Path) -> None:
             r"steps=x seed=0 and 2 more: train.steps='x': must be a valid integer",
         ),
         ({"axes": {"a": ["train.steps=400", "train.learning_rate=1e-3"]}}, r"are one configuration; a level changes"),
-        (
-            {"axes": {"a": [{"x": "train.steps=3"}, {"x": "train.steps=4"}]}},
-            r"two arms are named 'x'; give their levels",
-        ),
+        ({"axes": {"a": [{"x": "train.steps=3"}, {"x": "train.steps=4"}]}}, r"two arms are named 'x'; give their"),
         (
             {
                 "base": "sft_tiny",
@@ -205,9 +216,7 @@ DENSE = """{"model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "
         ("moe/dead_experts", "model.path=null", r"dense: model_type='qwen3' has no experts$"),
     ],
 )
-def test_a_metric_of_parts_that_no_cell_has_is_refused_and_one_that_an_arm_has_is_not(
-    tmp_path: Path, metric: str, override: str, why: str
-) -> None:
+def test_a_metric_that_no_cell_has_is_refused(tmp_path: Path, metric: str, override: str, why: str) -> None:
     (tmp_path / "dense").mkdir()
     (tmp_path / "dense/config.json").write_text(DENSE)
     plain = f"model.path={tmp_path / 'dense'}" if "dense" in why else "algorithm=grpo"
@@ -272,12 +281,8 @@ def test_cells_share_the_cores(tmp_path: Path) -> None:
     cores, thread = len(os.sched_getaffinity(0)), ["learner.ep=1", "learner.threads=1"]
     apart = [*thread, "algorithm=ppo", "roles.critic=separate"]  # the critic has a process of its own
     ray = [*thread, "run.launcher=ray"]  # and Ray's own take a core
-    for keys, wanted in (
-        (thread, cores),
-        (["learner.ep=1"], 1),
-        (apart, max(1, cores // 2)),
-        (ray, max(1, cores // 2)),
-    ):
+    half = max(1, cores // 2)
+    for keys, wanted in ((thread, cores), (["learner.ep=1"], 1), (apart, half), (ray, half)):
         study = study_of(tmp_path, overrides=keys)
         assert cells_at_once(study, cells_of(study)) == wanted
 
@@ -328,15 +333,9 @@ def test_overrides_of_the_command_line_come_after_the_files_and_make_other_cells
         read_study(tmp_path / "mine.yaml", ["seed=3"])
 
 
-def test_a_report_of_another_outcome_lies_in_a_folder_of_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    study = study_of(
-        tmp_path,
-        axes={"a": ALGORITHMS},
-        seeds=[0, 1],
-        overrides=["train.steps=3", "learner.ep=1", "train.route_flips=true"],
-    )
+def test_a_report_of_another_outcome_has_its_own_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["train.steps=3", "learner.ep=1", "train.route_flips=true"]
+    study = study_of(tmp_path, axes={"a": ALGORITHMS}, seeds=[0, 1], overrides=keys)
     for cell in cells_of(study):
         cell.folder.mkdir(parents=True)
         save_resolved(cell.config, cell.folder / "config.yaml")
@@ -371,3 +370,354 @@ def test_every_option_of_a_report_is_in_its_folders_name() -> None:
     names = [outcome_folder(None, None, given).name for given in alike]
     assert len(set(names)) == len(names)
     assert max(map(len, names)) < 140
+
+
+# The studies of docs/studies: the cells that each has, and that the configuration of every one is accepted.
+STUDIES = Path(__file__).parents[3] / "docs" / "studies"
+SIZES = {"loss_and_rate": (4, 12), "moe_stability": (7, 35), "moe_stability_rates": (56, 56)}
+SIZES |= {"moe_stability_smoke": (4, 8), "sizes": (12, 24), "staleness": (2, 10), "turn_credit": (4, 20)}
+
+
+def cells(name: str, *more: str) -> list[Cell]:
+    return cells_of(read_study(STUDIES / f"{name}.yaml", more))
+
+
+def problems(cell: Cell, tmp_path: Path) -> list[str]:
+    model = cell.config.model.model_copy(update={"cache_dir": tmp_path})
+    return list(preflight(cell.config.model_copy(update={"model": model})).texts("problem"))
+
+
+def test_every_study_is_listed_and_has_so_many_arms_and_cells() -> None:
+    assert {path.stem for path in STUDIES.glob("*.yaml")} == SIZES.keys()
+    for name, (arms, count) in SIZES.items():
+        found = cells(name)
+        assert (len({cell.arm for cell in found}), len(found)) == (arms, count), name
+
+
+def test_the_arms_of_moe_stability_are_as_its_page_says(tmp_path: Path) -> None:
+    found = cells("moe_stability")
+    assert Counter(cell.seed for cell in found) == dict.fromkeys(range(5), 7)
+    assert [cell.seed for cell in found[:7]] == [0] * 7
+    first = {cell.arm: cell.config for cell in found[:7]}
+    for arm, config in first.items():
+        kind, loss, *replay = arm.split()
+        tiny = config.model.tiny
+        assert tiny.experts_per_token * tiny.expert_width == 32  # equal active width
+        assert (tiny.num_experts, config.rollout.router_noise) == ((16, 0.1) if kind == "moe" else (1, 0.0))
+        assert config.algorithm.routing_replay == (replay[0] if replay else "off")
+        assert config.algorithm.ratio_level == ("sequence" if loss == "gspo" else "token")
+        assert (config.algorithm.objective == "cispo") is (loss == "cispo")
+        assert config.train.minibatches == 8
+        assert config.train.route_flips
+    assert [text for cell in found[:7] for text in problems(cell, tmp_path)] == []
+
+
+@pytest.mark.parametrize("more", ["train.minibatches=16", "rollout.router_noise=0.3"])
+def test_further_degrees_and_levels_are_other_cells_of_the_same_folder(more: str) -> None:
+    plain, others = cells("moe_stability"), cells("moe_stability", more)
+    same = {cell.folder for cell in plain} & {cell.folder for cell in others}
+    dense = {cell.folder for cell in plain if cell.arm.startswith("dense")}
+    assert same == (dense if "noise" in more else set())  # arms without experts have no noise in either
+    assert {cell.folder.parent for cell in plain} == {cell.folder.parent for cell in others}
+
+
+def test_sizes_start_from_folders_that_upcycling_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = cells("sizes")
+    assert {str(cell.config.model.path) for cell in found} == {
+        f"runs/sizes_models/w{width}-e{experts}" for width in (32, 48, 64, 96) for experts in (4, 8, 16)
+    }
+    monkeypatch.chdir(tmp_path)
+    spec = TinySizes(hidden_size=32, num_experts=1, experts_per_token=1, expert_width=16)
+    dense = make_tiny_model(spec, tmp_path / "cache", seed=0)
+    (tmp_path / "runs/sizes_models").mkdir(parents=True)
+    upcycle(dense, Path("runs/sizes_models/w32-e4"), read_upcycling("experts=4,topk=2"))
+    (smallest,) = (cell for cell in found if cell.arm == "width 32 of 4" and cell.seed == 0)
+    assert problems(smallest, tmp_path) == []
+
+
+# The page and the files of a study: its numbers are those of the runs' rows, and no cell is left out silently.
+SEEDS, STEPS = [0, 1, 2, 3], 40
+ARMS = ["moe grpo", "moe gspo", "dense grpo", "dense gspo"]
+AT = np.arange(0, STEPS + 1, 2)
+
+
+def recorded(cell: Cell, values: np.ndarray, tokens: int = 100) -> None:
+    cell.folder.mkdir(parents=True)
+    save_resolved(cell.config, cell.folder / "config.yaml")
+    writer = MetricsWriter(cell.folder)
+    for step, value in zip(AT, values, strict=False):
+        row = {"phase": "rl", "step": int(step), "eval/accuracy": float(value), "seconds/step": 2.0}
+        more = {"reward/mean": float(value), "reward/std": 0.5, **({"flops/train": 7e9} if step else {})}
+        writer.write({**row, "tokens/rollout": tokens, **more})
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, list[Cell], dict[tuple[str, int], np.ndarray]]:
+    """Sixteen cells: one has failed, one waits, one has collapsed, and one arm goes up without a bend."""
+    folder, rng = tmp_path_factory.mktemp("study"), np.random.default_rng(4)
+    model = [{"moe": "model.tiny.num_experts=8"}, {"dense": "model.tiny.num_experts=4"}]
+    path = folder / "four.yaml"
+    keys = {"overrides": [f"train.steps={STEPS}"], "seeds": SEEDS, "folder": str(folder / "runs")}
+    interaction = {"moe gspo": 1, "moe grpo": -1, "dense gspo": -1, "dense grpo": 1}
+    axes = {"model": model, "loss": ["algorithm=grpo", "algorithm=gspo"]}
+    text = {**keys, "axes": axes, "contrasts": {"interaction": interaction}, "evaluation": {"last": 2}}
+    path.write_text(yaml.safe_dump(text, sort_keys=False))
+    read = read_study(path)
+    cells, values = cells_of(read), dict[tuple[str, int], np.ndarray]()
+    for cell in cells:
+        middle = np.maximum(AT, 0.01)
+        curve = 0.1 + 0.6 / (1 + (6 / middle) ** 1.6) if cell.arm != "moe gspo" else 0.1 + 0.01 * AT
+        of_cell = curve + 0.02 * rng.normal() + 0.005 * rng.normal(size=len(AT))
+        if (cell.arm, cell.seed) == ("dense grpo", 2):
+            of_cell[15:] = 0.02
+        if (cell.arm, cell.seed) == ("dense gspo", 3):
+            continue
+        failed = (cell.arm, cell.seed) == ("moe grpo", 3)
+        recorded(cell, of_cell[:5] if failed else of_cell)
+        if failed:
+            write_record(cell, CellRecord(pid=1, began="", starts=1, seconds=9.0, status=1, reason="error: <no price>"))
+        else:
+            values[cell.arm, cell.seed] = of_cell
+    return read, cells, values
+
+
+def test_results_are_those_of_the_rows(
+    study: tuple[Study, list[Cell], dict[tuple[str, int], np.ndarray]], tmp_path: Path
+) -> None:
+    read, cells, values = study
+    page = write_study_report(read, cells, tmp_path / "out" / "report.html").read_text()
+    document = json.loads((tmp_path / "out" / "results.json").read_text())
+    last = {key: float(np.mean(of_cell[-2:])) for key, of_cell in values.items()}
+    with (tmp_path / "out" / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {(r["arm"], int(r["seed"])): float(r["result"]) for r in rows if r["result"]} == pytest.approx(last)
+    assert [r["state"] for r in rows].count("done") == len(last) == 14
+
+    pairs = [s for s in SEEDS if all((arm, s) in last for arm in ARMS)]
+    assert pairs == [0, 1, 2]
+    weights = {"moe gspo": 1, "moe grpo": -1, "dense gspo": -1, "dense grpo": 1}
+    sums = [sum(weight * last[arm, seed] for arm, weight in weights.items()) for seed in pairs]
+    half = 4.302652729749 * np.std(sums, ddof=1) / np.sqrt(3)  # t of 2 degrees
+    found = document["differences"]["interaction"]
+    assert (found["value"], found["high"], found["count"]) == pytest.approx((np.mean(sums), np.mean(sums) + half, 3))
+    assert list(document["differences"]) == [*(f"{arm} - moe grpo" for arm in ARMS[1:]), "interaction"]
+
+    fits = document["fits"]
+    assert fits["moe gspo"]["refused"].startswith("it has not bent")
+    assert fits["dense gspo"]["parameters"]["A"]["value"] == pytest.approx(0.7, abs=0.03)
+
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", "", page))
+    assert f"{cells[12].name} (failed at step 8 of {STEPS}: error: &lt;no price&gt;)" in text
+    assert f"{cells[15].name} (waiting)" in text
+    assert "moe gspo: refused, as it has not bent" in text
+    assert len(re.findall(r'<th><span class="runname s\d">[a-z]+-[a-z]+-s\d-', page)) == 15
+    assert page.count('type="checkbox"') == 4, "a colour an arm"
+    for figure in ("curves", "fit-dense-gspo"):
+        root = ElementTree.parse(tmp_path / "out" / "figures" / f"{figure}.svg").getroot()
+        assert root.tag.endswith("svg")
+        assert any(each.get("fill-opacity") for each in root.iter()), "a band"
+
+
+def test_a_study_without_a_step_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump({"folder": str(tmp_path / "runs")}))
+    read = read_study(tmp_path / "s.yaml")
+    with pytest.raises(DataError, match="no cell has recorded a step yet; start them with rl-megatron experiment run"):
+        write_study_report(read, cells_of(read), tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("compute", "spent"), [("steps", 4.0), ("tokens", 300.0), ("device_seconds", 12.0), ("flops", 1.4e10)]
+)
+def test_compute_is_what_was_spent_up_to_a_value(tmp_path: Path, compute: str, spent: float) -> None:
+    """Rows of steps 0, 2 and 4, each of 2 s and 100 tokens, the last two of 7e9 FLOPs; the default run has 2 processes.
+
+    The tables have every measure, whichever a fit takes.
+    """
+    (tmp_path / "s.yaml").write_text(
+        yaml.safe_dump({"folder": str(tmp_path / "runs"), "seeds": [0], "evaluation": {"compute": compute}})
+    )
+    read = read_study(tmp_path / "s.yaml")
+    (cell,) = cells_of(read)
+    recorded(cell, np.array([0.1, 0.2, 0.3]))
+    write_study_report(read, [cell], tmp_path / "runs" / "report.html")
+    with (tmp_path / "runs" / "curves.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    name = "step" if compute == "steps" else compute
+    assert (float(rows[-1][name]), rows[-1]["eval/accuracy"]) == (spent, "0.3")
+    every = {"tokens": 300.0, "device_seconds": 12.0, "flops": 1.4e10}
+    with (tmp_path / "runs" / "results.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert {name: float(row[name]) for name in every} == every
+    assert points_of(read, cell, load_runs([cell.folder])[0])[-1] == (4.0, spent, 0.3)
+
+
+def test_a_measure_of_compute_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(
+        yaml.safe_dump({"folder": str(tmp_path / "runs"), "seeds": [0], "evaluation": {"compute": "flops"}})
+    )
+    read = read_study(tmp_path / "s.yaml")
+    (cell,) = cells_of(read)
+    cell.folder.mkdir(parents=True)
+    for step in range(3):
+        MetricsWriter(cell.folder).write({"phase": "rl", "step": step, "eval/accuracy": 0.1})
+    save_resolved(cell.config, cell.folder / "config.yaml")
+    with pytest.raises(DataError, match=r"evaluation.compute=flops, but no row has flops/train, as those of older"):
+        write_study_report(read, [cell], tmp_path / "report.html")
+
+
+def test_compute_that_some_rows_lack_is_blank_in_tables_and_refused_where_it_is_compared(tmp_path: Path) -> None:
+    """A run that an older version began: of its steps 2 and 4 only the second has FLOPs."""
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump({"folder": str(tmp_path / "runs"), "seeds": [0]}))
+    read = read_study(tmp_path / "s.yaml")
+    (cell,) = cells_of(read)
+    recorded(cell, np.array([0.1, 0.2, 0.3]))
+    file = cell.folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    del rows[1]["flops/train"]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_study_report(read, [cell], tmp_path / "report.html")
+    with (tmp_path / "results.csv").open() as table:
+        (row,) = csv.DictReader(table)
+    assert (row["tokens"], row["flops"]) == ("300.0", "")
+    with (tmp_path / "curves.csv").open() as table:
+        assert [row["flops"] for row in csv.DictReader(table)] == ["0.0", "", ""]
+    flops = read.model_copy(update={"evaluation": read.evaluation.model_copy(update={"compute": "flops"})})
+    why = "evaluation.compute=flops, but 1 of 2 rows have no flops/train, the first of step 2, as those of older"
+    with pytest.raises(DataError, match=why):
+        write_study_report(flops, [cell], tmp_path / "report.html")
+
+
+def test_equal_differences_have_no_interval_and_the_page_says_so(tmp_path: Path) -> None:
+    """0.3 - 0.2 and 0.4 - 0.3 differ by rounding alone."""
+    axes = {"a": [{name: f"train.learning_rate={i}e-3"} for i, name in enumerate(("low", "high"), 1)]}
+    text = {"overrides": ["train.steps=0"], "seeds": [0, 1], "axes": axes, "folder": str(tmp_path / "runs")}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(text))
+    read = read_study(tmp_path / "s.yaml")
+    for cell in cells_of(read):
+        recorded(cell, np.array([{"low": 0.2, "high": 0.3}[cell.arm] + 0.1 * cell.seed]))
+    page = write_study_report(read, cells_of(read), tmp_path / "report.html").read_text()
+    found = json.loads((tmp_path / "results.json").read_text())["differences"]["high - low"]
+    assert (found["value"], found["low"], found["high"]) == (pytest.approx(0.1), None, None)
+    assert "none: all 2 are equal" in page
+    assert "their spread says nothing of the next" in page
+    low = next(row for row in re.findall(r"<tr>.*?</tr>", page, re.DOTALL) if "high - low" in row)
+    assert "<td>-</td>" in re.sub(r"\s|class=\S+", "", low), low
+
+
+def test_a_done_cell_that_ran_with_another_versions_default_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its name is the same: that is of the values that differ from the defaults."""
+    path = tmp_path / "s.yaml"
+    path.write_text(yaml.safe_dump({"overrides": ["train.steps=4"], "seeds": [0], "folder": str(tmp_path / "runs")}))
+    (cell,) = cells_of(read_study(path))
+    recorded(cell, np.array([0.1, 0.2, 0.3]))
+    assert drift_of(cell) == ""
+    train = cell.config.train.model_copy(update={"epochs": 3})
+    save_resolved(cell.config.model_copy(update={"train": train}), cell.folder / "config.yaml")
+    now = cell.config.train.epochs
+    wanted = f"it ran with train.epochs=3; now it would with train.epochs={now}: remove it to repeat"
+    assert drift_of(cell) == wanted
+    assert wanted in write_study_report(read_study(path), [cell], tmp_path / "report.html").read_text()
+    status_of("experiment", "status", str(path))
+    assert f"note: {cell.name}: {wanted}" in capsys.readouterr().out
+
+
+def test_no_ended_cell_is_left_out_or_counted_silently(tmp_path: Path) -> None:
+    """One cell was stopped by its time, one recorded no value of the metric, one went to its end."""
+    axes = {"a": [{name: f"train.learning_rate={i}e-3"} for i, name in enumerate(("spent", "mute", "whole"), 1)]}
+    keys = {"overrides": ["train.steps=4"], "seeds": [0], "budget": {"cell_minutes": 1}, "axes": axes}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump({"folder": str(tmp_path / "runs"), **keys}, sort_keys=False))
+    read = read_study(tmp_path / "s.yaml")
+    spent, mute, whole = cells_of(read)
+    recorded(spent, np.array([0.1, 0.2]))
+    write_record(spent, CellRecord(pid=1, began="", starts=1, seconds=60.5, status=0))
+    recorded(mute, np.array([]))
+    MetricsWriter(mute.folder).write({"phase": "rl", "step": 4, "reward/mean": 0.5})
+    recorded(whole, np.array([0.1, 0.2, 0.3]))
+    page = write_study_report(read, [spent, mute, whole], tmp_path / "report.html").read_text()
+    notes = re.findall(r'<p class="note">([^<]*)', page)
+    assert f"Counted as it is: {spent.name} (spent at step 2 of 4: budget.cell_minutes=1 are over)" in notes
+    assert (
+        f"Without a value of eval/accuracy, so not in means, differences and fits: {mute.name} (done at step 4 of 4)"
+        in notes
+    )
+    assert whole.name not in " ".join(notes)
+    assert "mute: refused, as no run has values to fit." in notes
+    results = json.loads((tmp_path / "results.json").read_text())
+    cells = [(each["state"], each["result"]) for each in results["cells"]]
+    assert cells == [("spent", 0.2), ("done", None), ("done", 0.3)]
+
+
+def test_tokens_of_a_job_that_samples_none_are_blank(tmp_path: Path) -> None:
+    keys = {"base": "sft_tiny", "overrides": ["train.steps=2"], "seeds": [0], "evaluation": {"metric": "eval/loss"}}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump({"folder": str(tmp_path / "runs"), **keys}))
+    read = read_study(tmp_path / "s.yaml")
+    (cell,) = cells_of(read)
+    cell.folder.mkdir(parents=True)
+    for step in range(3):
+        MetricsWriter(cell.folder).write({"phase": "sft", "step": step, "eval/loss": 3.0 - step})
+    save_resolved(cell.config, cell.folder / "config.yaml")
+    write_study_report(read, [cell], tmp_path / "report.html")
+    with (tmp_path / "results.csv").open() as table:
+        assert [row["tokens"] for row in csv.DictReader(table)] == [""], "the job samples none"
+
+
+@pytest.mark.parametrize("last", [1, 3])
+def test_a_run_whose_last_value_is_not_finite_has_no_result(tmp_path: Path, last: int) -> None:
+    """Its values from before it diverged stand for nothing; rows without the metric measured nothing."""
+    axes = {"a": [{name: f"train.learning_rate={i}e-3"} for i, name in enumerate(("diverged", "whole"), 1)]}
+    keys = {"overrides": [f"train.steps={STEPS}"], "seeds": [0], "axes": axes, "evaluation": {"last": last}}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump({"folder": str(tmp_path / "runs"), **keys}, sort_keys=False))
+    read = read_study(tmp_path / "s.yaml")
+    diverged, whole = cells_of(read)
+    values = 0.1 + 0.6 / (1 + (6 / np.maximum(AT, 0.01)) ** 1.6)
+    recorded(diverged, np.append(values[:-1], np.nan))
+    recorded(whole, values)
+    MetricsWriter(whole.folder).write({"phase": "rl", "step": STEPS, "reward/mean": 0.5})
+    page = write_study_report(read, [diverged, whole], tmp_path / "report.html").read_text()
+    notes = re.findall(r'<p class="note">([^<]*)', page)
+    why = "Without finite last values of eval/accuracy, so not in means, differences and fits"
+    assert f"{why}: {diverged.name} (done at step {STEPS} of {STEPS})" in notes
+    assert "diverged: refused, as no run has values to fit." in notes
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert [each["result"] for each in found["cells"]] == [None, pytest.approx(values[-last:].mean())]
+    assert found["fits"]["whole"]["refused"] is None
+    assert [each.value for each in find_states(read, [diverged, whole])] == [None, pytest.approx(values[-1])]
+
+
+def test_the_mean_under_a_fit_is_taken_step_by_step(tmp_path: Path) -> None:
+    """Runs sample 90, 100 and 110 tokens a step, so that no two values are at the same compute."""
+    study = {"folder": str(tmp_path / "runs"), "overrides": [f"train.steps={STEPS}"], "seeds": [0, 1, 2]}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump({**study, "evaluation": {"compute": "tokens"}}))
+    read = read_study(tmp_path / "s.yaml")
+    cells, rng = cells_of(read), np.random.default_rng(3)
+    for cell, tokens in zip(cells, (90, 100, 110), strict=True):
+        curve = 0.1 + 0.6 / (1 + (6 / (AT + 2)) ** 1.6)
+        recorded(cell, curve + 0.01 * rng.normal() + 0.003 * rng.normal(size=len(AT)), tokens=tokens)
+    write_study_report(read, cells, tmp_path / "report.html")
+    root = ElementTree.parse(tmp_path / "figures" / "fit-base.svg").getroot()
+    (dotted,) = [each for each in root.iter() if each.get("stroke-dasharray") and each.get("d", "").count("L") > 1]
+    assert dotted.get("d", "").count("L") == len(AT) - 1
+
+
+def test_a_report_that_is_made_again_leaves_no_figure_of_the_one_before(tmp_path: Path) -> None:
+    """An arm that has another name now; a file of the user's stays."""
+    found = []
+    for arm in ("before", "after"):
+        axes = {"model": [{arm: "model.tiny.num_experts=4"}]}
+        study = {"folder": str(tmp_path / arm), "overrides": [f"train.steps={STEPS}"], "seeds": [0], "axes": axes}
+        (tmp_path / "s.yaml").write_text(yaml.safe_dump(study))
+        read = read_study(tmp_path / "s.yaml")
+        (cell,) = cells_of(read)
+        recorded(cell, 0.1 + 0.6 / (1 + (6 / (AT + 2)) ** 1.6))
+        write_study_report(read, [cell], tmp_path / "report.html")
+        found.append(sorted(path.name for path in (tmp_path / "figures").iterdir()))
+        (tmp_path / "figures" / "mine.svg").touch()
+    assert found == [["curves.svg", "fit-before.svg"], ["curves.svg", "fit-after.svg", "mine.svg"]]
+
+
+def test_figures_of_names_that_come_out_alike_are_numbered() -> None:
+    names = ["curves", "fit a b", "fit a/b", "fit β", "fit γ"]
+    assert figure_files(names) == ["curves", "fit-a-b", "fit-a-b-2", "fit", "fit-2"]

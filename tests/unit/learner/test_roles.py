@@ -31,7 +31,7 @@ from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.bytes.moving_average import MovingAverage
 from rl_megatron.weights.checkpoints.contents import contents
 from rl_megatron.weights.checkpoints.convert import megatron_to_hf
-from tests.distributed.test_plane import sampled
+from tests.distributed.test_role_layouts import sampled
 
 RATE = 0.25
 GIVEN = ("algorithm=grpo", "algorithm.kl.coefficient=0.1", f"algorithm.kl.follow_rate={RATE}", "learner.ep=1")

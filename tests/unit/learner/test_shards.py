@@ -32,7 +32,7 @@ from rl_megatron.options.lora import LoraSection
 from rl_megatron.types import Loss, Metric, Samples, StepResult
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.layouts.families import read_shape
-from tests.distributed.ragged import ragged_samples
+from tests.distributed.ranks import ragged_samples
 from tests.samples import sequences_of
 from tests.savings import assert_same_state, held_back, read_back
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.servers import attempts
 from rl_megatron.weights.layouts.families import read_shape
+from tests.unit.diagnosis.rig import make_model
 
 
 @pytest.fixture(autouse=True)
@@ -22,25 +23,7 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def theirs() -> Qwen3MoeForCausalLM:
-    config = Qwen3MoeConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        vocab_size=41,
-        max_position_embeddings=128,
-        norm_topk_prob=True,
-    )
-    torch.manual_seed(7)
-    model = Qwen3MoeForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
-    return model
+    return make_model()
 
 
 @pytest.fixture(scope="session")

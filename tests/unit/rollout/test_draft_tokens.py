@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from launcher.servers.checks import ServerChecks
 from launcher.servers.degrees import degree_problems
@@ -21,15 +22,14 @@ from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.rollout.servers.adapter import Description
-from rl_megatron.rollout.servers.http import Server
+from rl_megatron.rollout.servers.http import AttemptFailed, Refused, Server
 from rl_megatron.rollout.servers.sglang import drafts as sglang_drafts
 from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
 from rl_megatron.rollout.servers.vllm import drafts
 from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.weights.checks.reports import Report, packed_report
 from tests.unit.rollout.test_engine_routes import ASKED, OPTIONS
-from tests.unit.rollout.test_engine_servers import Fake, Words, engine_of, push, running
-from tests.unit.rollout.test_running_requests import Asked
+from tests.unit.rollout.test_engine_servers import Asked, Fake, Words, engine_of, push, running
 
 DEEPSEEK = NAMED["deepseek-v3"]
 TRAINED = ("rollout=vllm", "learner.draft.train=true", "rollout.server.draft_tokens=1")
@@ -140,22 +140,14 @@ class Answering(Server):
 
     async def sampled(self, path: str, body: object, read: Callable[[bytes], Any]) -> Any:
         told = [{"spec_num_proposed_drafts": a, "spec_num_correct_drafts": b} for a, b in self._counts] or [{}]
-        ends = {
-            "output_token_logprobs": [[-1.0, 2, None]],
-            "finish_reason": {"type": "length"},
-            "weight_version": "1@t",
-        }
+        ends = {"output_token_logprobs": [[-1.0, 2, None]], "finish_reason": {"type": "length"}}
+        ends["weight_version"] = "1@t"
         return read(json.dumps([{"meta_info": ends | one} for one in told]).encode())
 
 
 def test_a_server_of_sglang_that_would_sample_from_another_distribution_is_refused() -> None:
-    settings = {
-        "speculative_algorithm": "EAGLE",
-        "speculative_num_steps": 2,
-        "speculative_eagle_topk": 1,
-        "speculative_accept_threshold_single": 1.0,
-        "speculative_accept_threshold_acc": 1.0,
-    }
+    settings = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 2, "speculative_eagle_topk": 1}
+    settings |= {"speculative_accept_threshold_single": 1.0, "speculative_accept_threshold_acc": 1.0}
     assert (sglang_drafts.proposed_by(settings), sglang_drafts.obstacles(settings)) == (2, [])
     assert (sglang_drafts.proposed_by({"speculative_algorithm": None, "speculative_num_steps": None})) == 0
     assert sglang_drafts.obstacles({"speculative_algorithm": None}) == []
@@ -211,10 +203,7 @@ def test_where_no_layer_would_propose_or_none_be_pushed_it_is_refused(keys: tupl
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (
-            ("learner.device=cpu",),
-            r"rollout\.engine=sglang and learner\.device=cpu: on CPUs SGLang takes the most probable",
-        ),
+        (("learner.device=cpu",), r"rollout\.engine=sglang and learner\.device=cpu: on CPUs SGLang takes the most"),
         (("rollout.server.colocated=true",), r"colocated=true: after a release of memory SGLang restores"),
     ],
 )
@@ -246,3 +235,37 @@ def test_a_server_that_proposes_as_many_as_the_run_says_is_taken(tmp_path: Path)
     checks._raise_misfits([("http://a", told)])
     with pytest.raises(ConfigError, match=r"its draft layer proposes 0 tokens at a step, but .*=1; make them"):
         checks._raise_misfits([("http://a", replace(told, draft_tokens=0))])
+
+
+# Servers in which a run that was killed left an update of weights open take the next run's.
+class Open(Holding):
+    """A server with an update that is open: as vLLM and SGLang do, it refuses to begin another, or to end none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = True
+
+    @override
+    async def post(self, path: str, body: object = None, *, params: Any = None) -> Any:
+        answer = await super().post(path, body, params=params)
+        if path in ("/start_weight_update", "/begin_weight_update"):
+            if self.open:
+                raise AttemptFailed("500: already active") if path[1] == "s" else Refused("400: already open")
+            self.open = True
+        elif path in ("/finish_weight_update", "/end_weight_update"):
+            if not self.open:
+                raise Refused("400: none is open")
+            self.open = False
+        elif path == "/collective_rpc" and isinstance(body, dict):
+            self.open = self.open and body["method"] != "rl_megatron_end_update"
+        return answer
+
+
+@pytest.mark.parametrize("engine", SERVERS)
+@pytest.mark.parametrize("left", [True, False])
+def test_the_next_update_is_begun_and_ended(engine: str, tmp_path: Path, *, left: bool) -> None:
+    server = Open()
+    server.open, server.paused = left, True
+    reports = asyncio.run(SERVERS[engine](DEEPSEEK).load(server, tmp_path / "weights", 4, private=()))
+    assert len(reports) == 1
+    assert not server.open

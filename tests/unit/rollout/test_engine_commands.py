@@ -1,30 +1,42 @@
-"""The commands that start servers on several GPUs and nodes."""
+"""The commands that start servers, the options that a user may give them, and what they say of themselves."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
+from typing_extensions import override
 
+from launcher.preflight.sizes import check
+from launcher.preflight.subject import Subject
 from launcher.servers.checks import ServerChecks
 from launcher.servers.degrees import degree_problems
-from launcher.servers.engines import SERVERS, longest_sequence
+from launcher.servers.engines import SERVERS, engine_problems, longest_sequence
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers.adapter import Description, StartOptions, words_of
+from rl_megatron.observability.timeline import spans
+from rl_megatron.rollout.environments.waves import Waves
+from rl_megatron.rollout.servers import gauges
+from rl_megatron.rollout.servers.adapter import Description, EngineGauges, StartOptions, words_of
 from rl_megatron.rollout.servers.answers import rest_of
-from rl_megatron.rollout.servers.http import Server
-from rl_megatron.types import Completion
+from rl_megatron.rollout.servers.gauges import GaugesInTurn
+from rl_megatron.rollout.servers.http import AttemptFailed, Server
+from rl_megatron.rollout.servers.replicas import Event, ReplicaSet
+from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
+from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
+from rl_megatron.types import Prompt
 from rl_megatron.weights.servers.probe import Probe
+from tests.completions import completion, drawn
+from tests.scripted_engine import Scripted, sampler, trajectories
 from tests.unit.rollout.test_engine_routes import ASKED, OPTIONS
 from tests.unit.rollout.test_engine_servers import Words
 
@@ -124,9 +136,7 @@ def test_sglangs_watchdog_outlives_a_pause_and_a_load(limit: float, least: float
         (replace(MOE, family="gpt_oss"), {}, None),
     ],
 )
-def test_sglangs_experts_stay_as_a_push_can_write_to_them(
-    shape: ModelShape, changes: dict[str, Any], kernels: str | None
-) -> None:
+def test_sglangs_experts_can_be_written_to(shape: ModelShape, changes: dict[str, Any], kernels: str | None) -> None:
     """On Blackwell it would choose flashinfer_trtllm, whose blocks its loader refuses at the first push."""
     assert _last(replace(OPTIONS, **changes), "--moe-runner-backend", shape) == kernels
 
@@ -152,21 +162,14 @@ def _last(options: StartOptions, name: str, shape: ModelShape = MOE) -> str | No
         ("vllm", MOE, ("--attention-backend=triton_attn",), None),
         ("vllm", MOE, (), None),
         ("sglang", MOE, ("--attention-backend=flashinfer",), None),
-        (
-            "sglang",
-            LATENT,
-            ("--attention-backend=flashinfer",),
-            r"'deepseek_v3' that does not depend .* fa3, fa4, triton",
-        ),
+        ("sglang", LATENT, ("--attention-backend=flashinfer",), r"'deepseek_v3' that does not .* fa3, fa4, triton"),
         ("sglang", MOE, ("--attention-b", "torch_native"), "with --attention-backend torch_native"),
         ("sglang", MOE, ("--decode-attention-backend", "torch_native"), "--decode-attention-backend torch_native: "),
         ("sglang", MOE, ("--attention-backend=fa3", "--attention-backend=torch_native"), "backend torch_native"),
         ("sglang", MOE, ("--attention-backend", "torch_native"), "set one of them, or leave it to SGLang"),
     ],
 )
-def test_attention_that_depends_on_the_batch_is_refused(
-    engine: str, shape: ModelShape, extra: tuple[str, ...], said: str | None
-) -> None:
+def test_other_attention_is_refused(engine: str, shape: ModelShape, extra: tuple[str, ...], said: str | None) -> None:
     problem = SERVERS[engine](shape).batch_problem(extra)
     assert re.search(said, problem) if said else problem == ""
 
@@ -180,10 +183,7 @@ def test_an_engine_without_such_a_mode_says_so() -> None:
     [
         ((), r"rollout\.engine=local samples in the learner's processes with torch's products"),
         (("rollout=vllm",), r"the engines' kernels for it need GPUs, but learner\.device=cpu"),
-        (
-            ("rollout=vllm", "rollout.server.addresses=http://a:1"),
-            r"addresses=http://a:1 are running ones; start those",
-        ),
+        (("rollout=vllm", "rollout.server.addresses=http://a:1"), r"addresses=http://a:1 are running ones; start"),
     ],
 )
 def test_batch_invariance_is_refused_where_no_server_has_it(keys: tuple[str, ...], said: str) -> None:
@@ -227,9 +227,7 @@ def test_sglang_gets_another_seed_for_each_completion_of_a_group_and_for_each_re
             return []
 
     request = replace(ASKED, num_completions=3)
-    nothing = Completion(
-        token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), finish_reason="abort", spans=()
-    )
+    nothing = completion((), finish="abort", spans=())
     for one in (request, request, *(rest_of(request, nothing, place) for place in range(3))):
         asyncio.run(SERVERS["sglang"](MOE).generate(cast(Any, Said()), one, "id"))
     seeds = [tuple(params["sampling_seed"] for params in body["sampling_params"]) for body in bodies]
@@ -242,14 +240,8 @@ def test_what_engines_cannot_do_is_told() -> None:
     with pytest.raises(ConfigError, match=r"server\.pp=2: a stage of SGLang 0\.5\.21 hands a push on to the next"):
         options_of("sglang", pp=2)
     for keys, said in (
-        (
-            ("rollout.server.tp=2", "rollout.server.dp=2", "rollout.server.ep=2"),
-            r"set rollout\.server\.ep=tp\*dp=4, or 1",
-        ),
-        (
-            ("rollout.server.tp=3", "rollout.server.nodes=2"),
-            r"nodes=2 does not divide its tp\*pp\*dp = 3\*1\*1 = 3 GPUs",
-        ),
+        (("rollout.server.tp=2", "rollout.server.dp=2", "rollout.server.ep=2"), r"set rollout\.server\.ep=tp\*dp=4"),
+        (("rollout.server.tp=3", "rollout.server.nodes=2"), r"nodes=2 does not divide its tp\*pp\*dp = 3\*1\*1 = 3"),
         (("rollout.server.addresses=http://a:1", "rollout.server.dp=2"), r"leave out rollout\.server\.dp=2"),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -338,3 +330,282 @@ def test_the_pages_command_of_a_server_has_the_options_of_a_runs_own(engine: str
             assert float(there[name]) == float(after)
         else:
             assert there[name].strip("'") == after
+
+
+# Which options of engines a user may give to servers.
+@pytest.mark.parametrize(
+    ("engine", "extra", "said"),
+    [
+        ("vllm", "-tp=8", r"has -tp=8, which rollout\.server\.tp sets; use that key"),
+        ("vllm", "-t=8", r"has -t=8, which rollout\.server\.tp sets; use that key"),
+        ("vllm", "-n2", r"has -n2, which rollout\.server\.nodes sets"),
+        ("vllm", "--tensor-par", r"has --tensor-par, which rollout\.server\.tp sets"),
+        ("vllm", "-q", r"has -q, which rollout\.server\.quantization sets; use that key"),
+        ("vllm", "-qfp8", r"has -qfp8, which rollout\.server\.quantization sets"),
+        ("vllm", "--quantization-config.linear=fp8", r"which rollout\.server\.quantization sets; use that key"),
+        ("vllm", "--hf-overrides.quantization_config.bits=4", r"which rollout\.server\.quantization sets"),
+        ("vllm", r'--hf-overrides={"quantization_\u0063onfig":{}}', r"which rollout\.server\.quantization sets"),
+        ("vllm", '--hf-over={"quantization_config": {}}', r"which rollout\.server\.quantization sets"),
+        ("sglang", "--modelopt-quant", r"which rollout\.server\.quantization sets"),
+        ("sglang", "--quantize-and-serve", r"which rollout\.server\.quantization sets"),
+        ("sglang", "--rl-quant-profile", r"which rollout\.server\.quantization sets"),
+        ("sglang", "--kt-weight-path", r"no push reaches them; leave it out"),
+        ("vllm", "-sc", r"which rollout\.server\.draft_tokens has a server use; set that"),
+        ("vllm", "-s.method=ngram", r"which rollout\.server\.draft_tokens has a server use"),
+        ("vllm", "--spec-method", r"which rollout\.server\.draft_tokens has a server use"),
+        ("vllm", "--api-server-count=2", r"its request may be in another; leave it out"),
+        ("vllm", "-asc", r"its request may be in another; leave it out"),
+        ("sglang", "--tokenizer-worker-num", r"its processes ask for no token, and have no path for aborts"),
+        ("sglang", "--json-model-override-args", r"no end-of-sequence token of the model's ends a completion"),
+        ("sglang", "--preferred-sampling-params", r"sampled by what they do not say, as log-probs would not be"),
+        ("vllm", "--headless", r"has --headless, which rollout\.server\.nodes sets"),
+        ("vllm", "--enable-eplb", r"has --enable-eplb: it moves experts between ranks"),
+        ("sglang", "--enable-eplb", r"has --enable-eplb: it moves experts between ranks"),
+        ("vllm", "-dpl", r"has -dpl, which rollout\.server\.nodes sets"),
+        ("vllm", "--data-parallel-start-rank=1", r"which rollout\.server\.nodes sets"),
+        ("vllm", "-dpn", r"answer for some of its replicas, and the run knows of no other"),
+        ("vllm", "--data-parallel-hybrid-lb", r"answer for some of its replicas"),
+        ("vllm", "-dpe", r"answer for some of its replicas"),
+        ("vllm", "--data-parallel-multi", r"answer for some of its replicas"),
+        ("vllm", "--enable-elastic-ep", r"it moves experts between ranks"),
+        ("sglang", "--elastic-ep-backend", r"pushes go to those of its start"),
+        ("sglang", "--ep-num-redundant-experts", r"where a rank has an expert twice"),
+        ("vllm", "--speculative-config={}", r"which rollout\.server\.draft_tokens has a server use; set that"),
+        ("sglang", "--speculative-algorithm", r"which rollout\.server\.draft_tokens has a server use; set that"),
+        ("sglang", "--specul", r"which rollout\.server\.draft_tokens has a server use"),
+        ("sglang", "--nccl-init-addr", r"which rollout\.server\.nodes sets"),
+        ("sglang", "--ep", r"has --ep, which rollout\.server\.ep sets"),
+        ("sglang", "--enable-dp-attention", r"which rollout\.server\.dp sets"),
+    ],
+)
+def test_degrees_have_one_key(engine: str, extra: str, said: str) -> None:
+    assert re.search(said, SERVERS[engine](MOE).options_problem((extra,)))
+    assert not SERVERS[engine](MOE).options_problem(("--seed", "-1", "--enforce-eager", "--hf-overrides.x", "1"))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("--host 0.0.0.0", "--host=0.0.0.0", "--hos 0.0.0.0", "--ho 0.0.0.0", "--port 80", "--api-key k"),
+        *("--api_key=k", "--admin-api-key k", "--grpc", "--grpc-port 9", "--smg-grpc-mode", "--uds s"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_options_decide_neither_who_reaches_a_server_nor_by_which_key(engine: str, option: str) -> None:
+    said = r"without --[a-z-]+: the run gives each server its address"
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_config("tiny_cpu", [f"rollout={engine}", f"rollout.server.options=--seed 1 {option}"])
+    load_config("tiny_cpu", [f"rollout={engine}", "rollout.server.options=--seed 1 --h"])
+    assert "rollout.server.options=" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--trust-remote-code", "it runs code that a model's folder brings; leave it out, or install the code"),
+        ("--trust_remote_code", "it runs code that a model's folder brings"),
+        ("--trust-r", "it runs code that a model's folder brings"),
+        ("--config engine.yaml", "a file of options would replace what the run starts a server with"),
+        ("--config=engine.yaml", "a file of options would replace"),
+        ("--enable-custom-logit-processor", "requests could bring code"),
+        ("--middleware mine.Open", "the run gives each server its model, what loads it, and what asks for the token"),
+        ("--load-format auto", "the run gives each server its model"),
+        ("--model-path other", "the run gives each server its model"),
+        ("--max-num-seqs 4", r"rollout\.slots sets it; use that key"),
+        ("--context-length=99", r"rollout\.max_prompt_tokens and max_new_tokens set it"),
+        ("--dtype auto", r"learner\.dtype sets it"),
+        ("--dt auto", r"learner\.dtype sets it"),
+        ("--weight-transfer-config.backend nccl", "the run gives each server its model"),
+        ("--mem-fraction-static 0.5", r"rollout\.server\.memory_fraction sets it"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_options_bring_no_code_of_strangers_and_replace_none_of_a_run(engine: str, option: str, said: str) -> None:
+    name = re.split("[=. ]", option)[0].replace("_", "-")
+    with pytest.raises(ConfigError, match=rf"options='--seed 1 .*: must be without {name}: {said}"):
+        load_config("tiny_cpu", [f"rollout={engine}", f"rollout.server.options=--seed 1 {option}"])
+
+
+@pytest.mark.parametrize("option", ["--config-format hf", "--language-model-only", "--fp8-gemm-backend triton", "-O3"])
+def test_other_options_are_taken(option: str) -> None:
+    load_config("tiny_cpu", ["rollout=vllm", f"rollout.server.options={option}"])
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "said"),
+    [
+        ("sglang", "SGLANG_GRPC_PORT=40000", "the server of gRPC that it opens asks for no token; unset it"),
+        ("sglang", "SGLANG_RUST_SERVER=true", "its server asks for no token; unset it"),
+        ("sglang", "SGLANG_RETURN_ORIGINAL_LOGPROB=1", "log-probs would be those of temperature 1"),
+        ("sglang", "SGLANG_MAX_NEW_TOKENS_LIMIT=64", "rollout.max_new_tokens is the limit; use that key"),
+        ("sglang", "SGLANG_SIMULATE_ACC_LEN=2", "it accepts drafted tokens that the model did not sample"),
+        ("vllm", "VLLM_USE_RUST_FRONTEND=1", "its server asks for no token; unset it"),
+        ("vllm", "VLLM_DP_SIZE=2", "rollout.server.dp sets it; use that key"),
+        ("vllm", "VLLM_BATCH_INVARIANT=1", "rollout.server.batch_invariant sets it; use that key"),
+    ],
+)
+def test_variables_do_no_more_than_options(engine: str, given: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("tiny_cpu", [f"rollout={engine}"])
+    name, value = given.split("=")
+    (problem,) = engine_problems(config, SERVERS[engine](MOE), MOE, {name: value})
+    assert problem.startswith(f"{given} in the environment of servers: {said}")
+    for off in ("", "0", "False"):
+        assert not engine_problems(config, SERVERS[engine](MOE), MOE, {name: off})
+    attached = load_config("tiny_cpu", [f"rollout={engine}", "rollout.server.addresses=http://node:1"])
+    assert not engine_problems(attached, SERVERS[engine](MOE), MOE, {name: value})
+    monkeypatch.setenv(name, value)
+    assert problem in [one.text for one in check(Subject(config=config, for_job=False))]
+    monkeypatch.delenv(name)
+    job = load_config("tiny_cpu", [f"rollout={engine}", f"slurm.environment.{name}='{value}'"])
+    assert problem in [one.text for one in check(Subject(config=job, for_job=True))]
+
+
+# What servers say of themselves, in the timeline: asked in turn, off the hot path, and never the end of a run.
+SHAPE = NAMED["qwen3-30b-a3b"]
+Said = list[tuple[str, str, dict[str, float]]]
+
+METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 0.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 5.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 9.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.25
+vllm:generation_tokens_total{engine="0",model_name="m"} 1.0e+06
+vllm:generation_tokens_total{engine="1",model_name="m"} 2.0
+"""
+LOADS = {
+    "loads": [
+        {"num_running_reqs": 3, "num_waiting_reqs": 1, "token_usage": 0.5, "gen_throughput": 100.5},
+        {"num_running_reqs": 4, "num_waiting_reqs": 0, "token_usage": 0.0, "gen_throughput": 1.0},
+    ]
+}
+
+
+class Answers(Server):
+    """A server whose answers are known."""
+
+    def __init__(self, answer: object) -> None:
+        super().__init__("http://127.0.0.1:9", token=None, timeout_seconds=1)
+        self.answer = answer
+
+    @override
+    async def text(self, path: str) -> str:
+        assert path == "/metrics"
+        return str(self.answer)
+
+    @override
+    async def get(self, path: str) -> object:
+        assert path == "/v1/loads"
+        return self.answer
+
+
+async def test_vllm_and_sglang_say_it_over_all_of_their_ranks() -> None:
+    """By their formats: Prometheus's text, of vLLM 0.32.0; the JSON of SGLang 0.5.21's /v1/loads."""
+    vllm, sglang = await VLLMAdapter(SHAPE).gauges(Answers(METRICS)), await SGLangAdapter(SHAPE).gauges(Answers(LOADS))
+    assert vllm == EngineGauges(running=7, waiting=5, cache=0.375, tokens=1_000_002)
+    assert sglang == EngineGauges(running=7, waiting=1, cache=0.25, tokens_per_second=101.5)
+
+
+class Busy(Words):
+    """Says what the ``say`` of a server is."""
+
+    def __init__(self, say: dict[str, Callable[[], EngineGauges]]) -> None:
+        super().__init__()
+        self.say, self.asked = say, list[str]()
+
+    @override
+    async def gauges(self, server: Server) -> EngineGauges:
+        self.asked.append(server.url)
+        if server.url == "http://hangs":
+            await asyncio.Event().wait()
+        return self.say[server.url]()
+
+
+def followed(adapter: Busy, urls: list[str], turns: int, dead: int | None = None) -> Said:
+    """What is kept of servers that are asked every 2 ms, until there were so many questions or no more come."""
+    spans.taken()
+
+    async def run() -> None:
+        replicas = ReplicaSet("words", [Server(url, token=None, timeout_seconds=1) for url in urls])
+        if dead is not None:
+            replicas.all[dead].apply(Event.DIED, "of this test")
+        in_turn = GaugesInTurn(adapter, replicas, 0.002)
+        async with in_turn.asked():
+            for _ in range(5000):
+                if len(adapter.asked) >= turns:
+                    break
+                await asyncio.sleep(0.002)
+
+    asyncio.run(run())
+    return [(lane.process, name, dict(said or {})) for lane, name, _, _, said in spans.taken()[0]]
+
+
+def test_servers_are_asked_in_turn_and_one_that_is_dead_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred times as many are asked no more often. Speeds are differences of counts by the time between them."""
+    at = 0
+
+    def now() -> int:
+        nonlocal at
+        at += 10**9
+        return at
+
+    monkeypatch.setattr(spans, "now", now)
+    made = iter(range(0, 10_000, 500))
+    adapter = Busy(
+        {
+            "http://a": lambda: EngineGauges(running=2, waiting=1, tokens=next(made)),
+            "http://b": lambda: EngineGauges(running=0, waiting=0, cache=0.25, tokens_per_second=7.0),
+            "http://c": lambda: EngineGauges(running=9, waiting=9),
+        }
+    )
+    kept = followed(adapter, ["http://a", "http://b", "http://c"], 4, dead=2)
+    assert adapter.asked[:4] == ["http://a", "http://b"] * 2
+    # a's clock: its requests at 1 s, counted at 2 s; b takes 3 to 6 s; again requests at 7 s, counted at 8 s
+    assert kept[:5] == [
+        ("replica 0", "requests", {"running": 2, "waiting": 1}),
+        ("replica 1", "requests", {"running": 0, "waiting": 0}),
+        ("replica 1", "cache", {"share": 0.25}),
+        ("replica 1", "tokens", {"per_second": 7.0}),
+        ("replica 0", "requests", {"running": 2, "waiting": 1}),
+    ]
+    assert kept[5] == ("replica 0", "tokens", {"per_second": pytest.approx(500 / 6, abs=0.1)})
+
+
+def test_one_that_fails_or_hangs_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gauges, "_LIMIT_SECONDS", 0.01)
+
+    def fails() -> EngineGauges:
+        raise AttemptFailed("503")
+
+    adapter = Busy({"http://fails": fails, "http://a": lambda: EngineGauges(running=1, waiting=0)})
+    kept = followed(adapter, ["http://fails", "http://hangs", "http://a"], 6)
+    assert adapter.asked[:6] == ["http://fails", "http://hangs", "http://a"] * 2
+    assert kept[0] == ("replica 2", "requests", {"running": 1, "waiting": 0})
+
+
+def test_an_answer_of_another_form_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    def another() -> EngineGauges:
+        raise KeyError("num_requests_running")
+
+    adapter = Busy({"http://a": another})
+    with caplog.at_level(logging.WARNING):
+        assert followed(adapter, ["http://a"], 1) == []
+    assert adapter.asked == ["http://a"]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == "the timeline has no load of servers: http://a: KeyError('num_requests_running')"
+
+
+# What the timeline has of requests for completions.
+def test_each_turn_of_an_environment_is_a_generation() -> None:
+    engine = Scripted(lambda text: "!12" if ":" in text else "?3*4")
+    spans.taken()
+    prompt = Prompt(id="3*4", text="3*4=", token_ids=(1,), answer="12")
+    found = asyncio.run(sampler(Waves(engine)).groups(drawn([prompt], 1)))
+    kept = [(lane.process, said) for lane, name, _, _, said in spans.taken()[0] if name == "generate" and said]
+    assert {process for process, _ in kept} == {"sampling"}
+    assert sorted(str(said["request"]) for _, said in kept) == sorted(one.id for one in engine.asked)
+    turns = [turn for one in trajectories(found) for chain in one.chains for turn in chain.turns]
+    assert sum(int(said["tokens"]) for _, said in kept) == sum(turn.stop - turn.start for turn in turns)

@@ -1,8 +1,9 @@
-"""Environments that hang, block, refuse to be cancelled, exit or leave processes: each is given up within its limit."""
+"""Environments that hang, block, exit or leave processes; trajectories over their time; what is then left out."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -14,15 +15,21 @@ import numpy as np
 import pytest
 import torch
 
-from rl_megatron.environments.protocol import EnvironmentStep, Observed, Reply
-from rl_megatron.environments.registry import EnvironmentMaker
+from rl_megatron.environments.protocol import EnvironmentStep, LimitReached, Model, Observed, Reply
+from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.errors import EnvironmentFailed, PoisonPrompt
 from rl_megatron.rollout.batch import Answered, RolloutBatch
 from rl_megatron.rollout.environments import playing as playing_module
+from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest, Prompt
 from tests.completions import drawn
-from tests.scripted_engine import Scripted, sampler, trajectories
+from tests.scripted_engine import EOS, Scripted, sampler, trajectories
+from tests.streams import Source, stream_over
+from tests.unit.rollout.test_engine_servers import SECTION, Words, push, running
 from tests.unit.rollout.test_environment_source import PROMPTS, Talks
+from tests.unit.rollout.test_requests import Slow
+from tests.virtual_time import run_at_once
 
 FOR_EVER, LIMIT = 1000.0, 60.0  # seconds; no test is near the second on any machine
 
@@ -246,3 +253,220 @@ def test_one_that_a_limit_ends_is_trained_on() -> None:
     (one,) = played(sampler(engine, EnvironmentMaker(Talks), on_error="drop", max_turns=1))
     assert [trajectory.stop for trajectory in trajectories([one])] == ["turns"] * 3
     assert len(engine.asked) == 3
+
+
+# What is under way when ``environment.seconds`` run out: a turn, a step, an agent's tool, an agent's reward.
+async def agent_that_hangs(task: Prompt, model: Model, turns: int = 0) -> float:
+    for _ in range(turns):
+        await model.reply([{"role": "user", "content": task.text}])
+    await asyncio.sleep(FOR_EVER)
+    raise AssertionError
+
+
+async def agent_that_scores_at_the_limit(task: Prompt, model: Model) -> float:
+    with contextlib.suppress(LimitReached):
+        while True:
+            await model.reply([{"role": "user", "content": task.text}])
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(1.1)
+    return 0.5
+
+
+def test_an_agent_has_the_seconds_of_a_trajectory() -> None:
+    keys = {"seconds": 0.2, "step_seconds": 0.1, "group_size": 1}
+    function = f"{__name__}:agent_that_hangs"
+    (one,) = played(sampler(Scripted(lambda text: "a"), function=function, on_error="drop", **keys))
+    assert one.reason == "environment_error"
+    assert "the function did not end within environment.seconds=0.2" in one.problem
+
+
+def test_an_agent_that_hangs_behind_a_turn_is_trained_on_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    keys = {"seconds": 2.0, "step_seconds": 0.1, "group_size": 1, "options": {"turns": 2}}
+    (one,) = trajectories(played(sampler(Scripted(lambda text: "a"), function=f"{__name__}:agent_that_hangs", **keys)))
+    assert (one.stop, one.reward, len(one.turns)) == ("seconds", 0.0, 2)
+    assert "trajectory 0 of step 1, turn 2: the function did not end within environment.seconds=2" in caplog.text
+
+
+def test_an_agent_may_take_step_seconds_for_its_reward_at_the_limit() -> None:
+    keys = {"seconds": 0.2, "step_seconds": LIMIT, "group_size": 1, "max_turns": 1000}
+    function = f"{__name__}:agent_that_scores_at_the_limit"
+    (one,) = trajectories(played(sampler(Scripted(lambda text: "a"), function=function, **keys)))
+    assert (one.stop, one.reward) == ("seconds", 0.5)
+
+
+def test_a_step_that_runs_past_the_end_of_the_trajectory_ends_it_as_it_is() -> None:
+    class Works(Talks):
+        async def step(self, reply: Reply) -> EnvironmentStep:
+            await asyncio.sleep(1.2)
+            return await super().step(reply)
+
+    keys = {"seconds": 1.0, "step_seconds": LIMIT, "group_size": 1}
+    (one,) = trajectories(played(sampler(Scripted(lambda text: "a"), EnvironmentMaker(Works), **keys)))
+    assert (one.stop, one.reward, len(one.turns)) == ("seconds", 1.0, 1)
+
+
+@pytest.mark.parametrize(("turn", "parts"), [(0, [[98]]), (1, [[98]]), (0, [[], [98]])])
+async def test_a_turn_that_a_server_samples_ends_with_what_it_has(turn: int, parts: list[list[int]]) -> None:
+    """Without a token the first waits for a slot, and gets twice as long."""
+    slow = Slow(*parts)
+
+    def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        if path == "/generate" and f"turn {turn}" not in body["id"]:
+            return 200, {"label": "7@t", "tokens": [97, EOS]}
+        return slow(path, body, number)
+
+    with running(1) as (fake,):
+        server = Server(fake.url, token="t", timeout_seconds=LIMIT)
+        engine = ServedEngine(Words(), [server], SECTION, max_length=300, vocab_size=259)
+        await push(engine, 7)
+        fake.answer = answer
+        keys = {"seconds": 1.0, "step_seconds": LIMIT, "group_size": 1, "on_error": "drop"}
+        async with asyncio.timeout(LIMIT):
+            (one,) = trajectories(await sampler(engine, EnvironmentMaker(Talks), **keys).groups(drawn(PROMPTS[:1])))
+        await engine.close()
+    assert one.stop == "seconds"
+    assert [(each.finish_reason, len(each.logprobs)) for each in one.turns] == [("stop", 2)] * turn + [("length", 1)]
+
+
+class Hanging(Scripted):
+    """Never answers the request for a turn."""
+
+    def __init__(self, turn: int) -> None:
+        super().__init__(lambda text: "a")
+        self.turn = turn
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        if f"turn {self.turn}" in request.id:
+            await asyncio.sleep(FOR_EVER)
+        return await super().generate(request)
+
+
+def test_a_later_turn_that_no_engine_ends_is_left_out() -> None:
+    keys = {"seconds": 3.0, "step_seconds": 1.0, "group_size": 1}
+    (one,) = trajectories(played(sampler(Hanging(1), EnvironmentMaker(Talks), **keys)))
+    assert (one.stop, one.reward, len(one.turns)) == ("seconds", 1.0, 1)
+
+
+async def asks(task: Prompt, model: Model) -> float:
+    await model.reply([{"role": "user", "content": task.text}])
+    raise AssertionError
+
+
+def test_an_agent_whose_first_turn_does_not_come_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
+    keys = {"seconds": 3.0, "step_seconds": 1.0, "group_size": 1}
+    (one,) = played(sampler(Hanging(0), function=f"{__name__}:asks", **keys))
+    assert one.reason == "nothing_sampled"
+    said = "prompt '3*4', trajectory 0 of step 1 has no turn: environment.seconds=3 passed before its first"
+    assert said in one.problem
+    assert said in caplog.text
+
+
+def test_one_without_a_turn_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class SaysNothing(Scripted):
+        async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+            (one,) = await super().generate(request)
+            if "trajectory 1," not in request.id:
+                return [one]
+            return [replace(one, token_ids=np.array([], np.int32), logprobs=np.array([], np.float32))]
+
+    keys = {"on_error": "drop", "max_turns": 1}
+    (dropped,) = played(sampler(SaysNothing(lambda text: "a"), EnvironmentMaker(Talks), **keys))
+    assert (dropped.group, dropped.reason) == (None, "nothing_sampled")
+    assert "trajectory 1 of step 1 has no turn: it ended as length" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("named", "turns", "stop"), [("seconds", 8, "seconds"), ("tokens", 8, "tokens"), ("tokens", 1, "turns")]
+)
+def test_an_agent_that_ends_itself_names_its_limit_where_the_run_has_none(named: Any, turns: int, stop: str) -> None:
+    async def leads(task: Prompt, model: Model) -> float:
+        with contextlib.suppress(LimitReached):
+            for _ in range(2):
+                await model.reply([{"role": "user", "content": task.text}])
+        raise LimitReached(named)
+
+    (one,) = trajectories(played(sampler(Scripted(lambda text: "a"), Agent(leads), group_size=1, max_turns=turns)))
+    assert (one.stop, one.reward) == (stop, 0.0)
+
+
+def test_a_limit_that_there_is_not_is_an_error_of_the_agent() -> None:
+    async def leads(task: Prompt, model: Model) -> float:
+        raise LimitReached("hours")  # type: ignore[arg-type]
+
+    said = r"raised ValueError: LimitReached\('hours'\): a trajectory ends by one of done, length, turns, tokens"
+    with pytest.raises(EnvironmentFailed, match=said):
+        played(sampler(Scripted(lambda text: "a"), Agent(leads), group_size=1))
+
+
+# What is not trained on is counted: tokens of what failed and of groups whose rewards are equal, and failures.
+@pytest.mark.parametrize("fail", [set[int](), {1}, {0, 1, 2}])
+def test_what_those_that_fail_or_are_poison_sampled_is_counted(fail: set[int]) -> None:
+    class TwoTurns(Talks):
+        async def start(self, task: Prompt, seed: int) -> Any:
+            self.number, self.turns = numbers[seed], 0
+            return await super().start(task, seed)
+
+        async def step(self, reply: Reply) -> EnvironmentStep:
+            self.turns += 1
+            if self.turns == 2 and self.number in fail:
+                raise KeyError(self.number)
+            return EnvironmentStep(reward=1.0, observation=None if self.turns == 2 else Observed(said="."))
+
+    class PoisonBehind(Scripted):
+        async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+            if "trajectory 2, turn 1" in request.id and not fail:
+                raise PoisonPrompt("servers ended under it")
+            return await super().generate(request)
+
+    engine = PoisonBehind(lambda text: "ab")
+    ours = sampler(engine, on_error="drop")
+    numbers = {ours._place(PROMPTS[0], "step 1", number).seed: number for number in range(12)}
+    (one,) = played(replace(ours, made=EnvironmentMaker(TwoTurns)))
+    assert one.group is None
+    assert RolloutBatch.of([one]).num_tokens == sum(map(len, engine.sampled.values()))
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_those_of_a_kept_group_stay_counted_where_its_rewards_are_equal(equal: bool) -> None:
+    class Spared(Source):
+        def _answer(self, prompt: Prompt) -> Answered:
+            return replace(super()._answer(prompt), left_out_tokens=5)
+
+    async def taken() -> RolloutBatch:
+        source = Spared(lambda _: 1.0, dropped=lambda _: equal)
+        stream = stream_over(source, size=4, staleness=0, dynamic_sampling="drop")
+        stream.start_over()
+        try:
+            return await stream.take(1)
+        finally:
+            await stream.close()
+
+    batch = run_at_once(taken())
+    assert (len(batch.groups), batch.filtered_groups > 0) == (0 if equal else 4, equal)
+    assert batch.num_tokens == 5 * (len(batch.groups) + batch.filtered_groups)
+
+
+class SaysMuch(Talks):
+    async def start(self, task: Prompt, seed: int) -> Observed:
+        return Observed(said=task.text * 40)
+
+
+class Poisonous(Scripted):
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        raise PoisonPrompt("servers ended under it")
+
+
+@pytest.mark.parametrize(
+    ("made", "engine", "seconds", "reason"),
+    [
+        (SaysMuch, Scripted, LIMIT, "long_prompt"),
+        (Talks, Poisonous, LIMIT, "poison"),
+        (Talks, Scripted, 1e-6, "nothing_sampled"),
+    ],
+)
+def test_other_failures_are_no_errors(made: type[Talks], engine: type[Scripted], seconds: float, reason: str) -> None:
+    ours = sampler(engine(lambda text: "a"), EnvironmentMaker(made), on_error="drop", seconds=seconds)
+    ours = replace(ours, rollout=ours.rollout.model_copy(update={"on_long_prompt": "drop"}))
+    (one,) = played(ours)
+    batch = RolloutBatch.of([one])
+    assert (one.reason, batch.dropped_groups, batch.reward_errors) == (reason, 1, 0)

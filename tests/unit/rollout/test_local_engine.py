@@ -4,21 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import Qwen3MoeForCausalLM
+from safetensors.torch import load_file
+from transformers import (
+    MinPLogitsWarper,
+    Qwen3MoeForCausalLM,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.cache_utils import DynamicCache
 
 from rl_megatron.config.io import load_config
+from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.data.routes import decode_routes
 from rl_megatron.errors import EngineError
 from rl_megatron.models.delta import DeltaStates
 from rl_megatron.models.named import NAMED
 from rl_megatron.rollout.local.engine import LocalEngine
+from rl_megatron.rollout.local.sampling import RowSampling, choose_tokens, stream_keys, uniforms
+from rl_megatron.rollout.servers.embedded.running import Ended, RunningBatch
 from rl_megatron.scaling.memory import fullest
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
+from rl_megatron.weights.formats.hf_folder import is_draft
+from rl_megatron.weights.layouts.families import FAMILIES, hf_layout, read_shape
+from rl_megatron.weights.layouts.layout import float32_in_files
 from tests.completions import plain
+from tests.family_models import MODELS, SPARSE, save_model
 
 MakeEngine = Callable[[int], LocalEngine]
 LENGTHS = (1, 5, 2, 17, 9, 1, 30)
@@ -69,9 +90,7 @@ def test_recorded_logprobs_equal_transformers(
 
 
 @pytest.mark.parametrize("slots", [64, 2])
-def test_greedy_tokens_equal_transformers_generate(
-    theirs: Qwen3MoeForCausalLM, make_engine: MakeEngine, slots: int
-) -> None:
+def test_greedy_tokens_are_transformers(theirs: Qwen3MoeForCausalLM, make_engine: MakeEngine, slots: int) -> None:
     requests = ragged(temperature=0.0, max_new_tokens=40)
     for asked, (got,) in zip(requests, make_engine(slots).generate(requests), strict=True):
         ids = torch.tensor([asked.token_ids])
@@ -134,9 +153,7 @@ def test_a_stop_token_at_the_limit_is_a_stop(make_engine: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("slots", [64, 3])
-def test_routes_of_prompt_and_completion_are_transformers_top_k(
-    theirs: Qwen3MoeForCausalLM, make_engine: MakeEngine, slots: int
-) -> None:
+def test_routes_are_transformers_top_k(theirs: Qwen3MoeForCausalLM, make_engine: MakeEngine, slots: int) -> None:
     asked = [replace(r, routes=i != 2) for i, r in enumerate(ragged(num=3, stop_token_ids=tuple(range(0, 41, 6))))]
     answers = make_engine(slots).generate(asked)
     assert [[got.routes is None for got in group] for group in answers] == [[i == 2] * 3 for i in range(len(asked))]
@@ -195,9 +212,7 @@ def test_new_weights_and_version_are_served(make_engine: MakeEngine) -> None:
         (request("x", (3,), stop_token_ids=(41,)), r"stop_token_ids=\(41,\)"),
     ],
 )
-def test_requests_that_cannot_be_served_are_refused(
-    make_engine: MakeEngine, bad: GenerationRequest, message: str
-) -> None:
+def test_unservable_requests_are_refused(make_engine: MakeEngine, bad: GenerationRequest, message: str) -> None:
     with pytest.raises(EngineError, match=message):
         make_engine(2).generate([request("fine", (3,)), bad])
 
@@ -220,3 +235,414 @@ def test_the_plan_has_the_bytes_of_the_cache() -> None:
     states = DeltaStates.zeros(shape, 1, torch.float32, meta)
     keys = 2 * layers * torch.empty(row, device=meta).nbytes
     assert planned == keys + states.taps.nbytes + states.states.nbytes
+
+
+# The in-process engine samples each family's models: its own tensors, and log-probs as transformers' forward has
+# them. Prompts are ragged and completions long, so that rows end apart, others take their places and windows leave
+# tokens out.
+PROMPT_LENGTHS = (1, 9, 2, 17, 5)
+VOCABULARY = 61
+
+
+@pytest.fixture(params=[name for name in MODELS if FAMILIES[MODELS[name][0]].serves])
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Any, LocalEngine]:
+    theirs = save_model(request.param, tmp_path)
+    shape = read_shape(tmp_path)
+    engine = LocalEngine(shape, slots=4, dtype=torch.float32, device="cpu", max_length=128)
+    saved = load_file(tmp_path / "model.safetensors")
+    checkpoint = {name: tensor for name, tensor in saved.items() if not is_draft(name, shape)}
+    assert {n: t.shape for n, t in engine.tensors.items()} == {n: t.shape for n, t in checkpoint.items()}
+    for name, tensor in checkpoint.items():
+        engine.tensors[name].copy_(tensor)
+    return request.param, theirs, engine
+
+
+def requests(*, routes: bool) -> list[GenerationRequest]:
+    generator = torch.Generator().manual_seed(7)
+    params = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=30, stop_token_ids=(), seed=5)
+    return [
+        GenerationRequest(
+            id=str(length),
+            token_ids=tuple(torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()),
+            num_completions=2,
+            params=replace(params, stop_token_ids=(3, 19, 42)) if length > 2 else params,
+            routes=routes,
+        )
+        for length in PROMPT_LENGTHS
+    ]
+
+
+@torch.no_grad()
+def expected(theirs: Any, asked: GenerationRequest, got: Completion) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """By one plain forward of the whole text: log-probs of the completion's tokens, and the experts [positions, k] that
+    each layer with experts computes."""
+    text = [*asked.token_ids, *got.token_ids.tolist()]
+    chosen: list[torch.Tensor] = []
+    experts = [module for name, module in theirs.named_modules() if name.endswith(".experts")]
+    hooks = [one.register_forward_pre_hook(lambda _, given: chosen.append(given[1])) for one in experts]
+    logits = theirs(torch.tensor([text[:-1]])).logits[0, len(asked.token_ids) - 1 :]
+    for hook in hooks:
+        hook.remove()
+    return logits.log_softmax(-1).gather(1, torch.tensor(text[len(asked.token_ids) :])[:, None])[:, 0], chosen
+
+
+def test_what_it_samples_has_the_log_probs_and_routes_of_transformers(served: tuple[str, Any, LocalEngine]) -> None:
+    name, theirs, engine = served
+    shape, asked, lengths = engine.model.shape, requests(routes=name in SPARSE), set()
+    for request, group in zip(asked, engine.generate(asked), strict=True):
+        for got in group:
+            lengths.add(len(got.token_ids))
+            logprobs, chosen = expected(theirs, request, got)
+            assert (torch.tensor(got.logprobs) - logprobs).abs().max() < 1e-4
+            assert len(chosen) == len(shape.moe_layers)
+            assert (got.routes is not None) == bool(chosen) == (name in SPARSE)
+            if got.routes is not None:
+                own = torch.tensor(decode_routes(got.routes)).long()
+                torch.testing.assert_close(own.sort(-1).values, torch.stack(chosen, 1).sort(-1).values)
+    assert max(lengths) == 30 > max(shape.windows or (0,))
+    assert min(lengths) < 30
+
+
+def test_logits_of_whole_texts_are_those_of_transformers(served: tuple[str, Any, LocalEngine]) -> None:
+    _, theirs, engine = served
+    # Two of a delta net's chunks, whose rounding is 1.2e-4 on a Xeon; from 140 tokens on it is 1e-3.
+    length, gap = (80, 5e-4) if engine.model.shape.delta else (40, 1e-4)
+    ids = torch.randint(0, VOCABULARY, (3, length), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        torch.testing.assert_close(engine.model.logits(ids), theirs(ids).logits, rtol=1e-4, atol=gap)
+
+
+def test_every_family_is_served() -> None:
+    assert [kind for kind, family in FAMILIES.items() if not family.serves] == []
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "hunyuan-3"])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_it_holds_in_float32_what_files_of_weights_in_bfloat16_do(name: str, drafts: bool) -> None:
+    """So that its checksums are those of what it loads, and no export rounds."""
+    shape = replace(NAMED[name], num_layers=4, drafts=drafts)
+    if shape.indexer is not None:
+        shape = replace(shape, indexer=replace(shape.indexer, layers=(0, 1, 2, 3, *range(4, 4 + shape.draft_layers))))
+    engine = LocalEngine(shape, slots=1, dtype=torch.bfloat16, device="meta", max_length=8)
+    found = {tensor for tensor, held in engine.tensors.items() if held.dtype == torch.float32}
+    assert found == float32_in_files(hf_layout(shape))
+    assert found
+
+
+# Requests that come and go in a server of the in-process engine, and pushes while they run, against transformers.
+@pytest.fixture(scope="module")
+def newer(theirs: Qwen3MoeForCausalLM) -> Qwen3MoeForCausalLM:
+    """The weights of the next version."""
+    model = deepcopy(theirs)
+    torch.manual_seed(8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.03 * torch.randn_like(parameter))
+    return model
+
+
+def load(engine: LocalEngine, model: Qwen3MoeForCausalLM, version: int) -> None:
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        checkpoint = load_file(Path(folder) / "model.safetensors")
+    for name, tensor in engine.tensors.items():
+        tensor.copy_(checkpoint[name])
+    engine.serve(version)
+
+
+def staggered() -> list[GenerationRequest]:
+    generator = torch.Generator().manual_seed(11)
+    lengths = ((1, 30), (5, 3), (17, 25), (9, 14), (2, 30), (30, 9), (12, 1), (5, 28))
+    prompts = [tuple(torch.randint(0, 41, (length,), generator=generator).tolist()) for length, _ in lengths]
+    return [
+        request(f"p{i}", prompt, 2, seed=i, max_new_tokens=most)
+        for i, (prompt, (_, most)) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+
+
+def drive(
+    running: RunningBatch, asked: list[GenerationRequest], between: Callable[[int], Ended] = lambda _: []
+) -> dict[str, list[Completion]]:
+    """Every other step one more request comes. ``between`` is called after each, with its number."""
+    done: dict[str, list[Completion]] = {}
+    coming, number = list(asked), 0
+    while coming or running.unfinished:
+        if coming and number % 2 == 0:
+            one = coming.pop(0)
+            running.start(one.id, one)
+        done |= dict(running.step())
+        done |= dict(between(number))
+        number += 1
+    return done
+
+
+@torch.no_grad()
+def expected_by_version(
+    models: dict[int, Qwen3MoeForCausalLM], asked: GenerationRequest, got: Completion, *, keep: bool
+) -> torch.Tensor:
+    """Log-probs of each token by its version, from the whole text; or with what older versions have cached."""
+    text = [*asked.token_ids, *got.token_ids.tolist()]
+    starts = [span.start for span in got.spans]
+    out, cache = [], DynamicCache()
+    for span, (start, stop) in zip(got.spans, pairwise([*starts, len(got.token_ids)]), strict=True):
+        first = len(asked.token_ids) - 1 + start  # the position of the token before
+        given = text[cache.get_seq_length() if keep else 0 : first + stop - start]
+        cache = cache if keep else DynamicCache()
+        logits = models[span.version](torch.tensor([given]), past_key_values=cache, use_cache=True).logits[0]
+        logprobs = logits[len(logits) - (stop - start) :].double().log_softmax(-1)
+        out.append(logprobs[range(stop - start), got.token_ids[start:stop].tolist()])
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("slots", [32, 3])
+@pytest.mark.parametrize("mode", ["recompute", "keep_cache"])
+def test_each_token_is_of_its_version_whatever_came_and_went(
+    theirs: Qwen3MoeForCausalLM, newer: Qwen3MoeForCausalLM, make_engine: MakeEngine, slots: int, mode: RunningRequests
+) -> None:
+    engine, asked, models = make_engine(slots), staggered(), {0: theirs, 1: newer, 2: theirs}
+    running = RunningBatch(engine, slots=slots)
+
+    def push(number: int) -> Ended:
+        if number in (12, 21):
+            assert running.pause(mode) == []
+            version = 1 + (number == 21)
+            load(engine, models[version], version)
+            running.resume()
+        return []
+
+    done = drive(running, asked, push)
+    assert done.keys() == {one.id for one in asked}
+    versions = set()
+    for one in asked:
+        for got in done[one.id]:
+            versions.add(tuple(span.version for span in got.spans))
+            assert len(got.token_ids) == one.params.max_new_tokens
+            wanted = expected_by_version(models, one, got, keep=mode == "keep_cache")
+            np.testing.assert_allclose(got.logprobs, wanted, rtol=0, atol=1e-4)
+    assert len(versions) >= 3
+    assert (0, 1, 2) in versions
+
+
+def test_what_was_cached_before_a_push_shows_in_later_tokens(
+    theirs: Qwen3MoeForCausalLM, newer: Qwen3MoeForCausalLM, make_engine: MakeEngine
+) -> None:
+    """Else the test above would not tell the modes apart."""
+    engine, (asked, *_) = make_engine(4), staggered()
+    running = RunningBatch(engine, slots=4)
+
+    def push(number: int) -> Ended:
+        if number == 12:
+            running.pause("keep_cache")
+            load(engine, newer, 1)
+            running.resume()
+        return []
+
+    for got in drive(running, [asked], push)[asked.id]:
+        again = expected_by_version({0: theirs, 1: newer}, asked, got, keep=False)
+        assert np.abs(got.logprobs - again.numpy())[13:].max() > 0.01
+
+
+def test_a_completion_depends_on_its_request_alone_and_its_own_random_numbers(make_engine: MakeEngine) -> None:
+    def tokens(slots: int, asked: list[GenerationRequest], *, pushed: bool) -> dict[str, list[list[int]]]:
+        engine = make_engine(slots)
+        running = RunningBatch(engine, slots=slots)
+
+        def push(number: int) -> Ended:
+            if pushed and number % 5 == 4:  # the same weights again
+                running.pause("recompute")
+                running.resume()
+            return []
+
+        done = drive(running, asked, push)
+        return {name: [one.token_ids.tolist() for one in completions] for name, completions in done.items()}
+
+    asked = staggered()
+    alone = {name: made for one in asked for name, made in tokens(32, [one], pushed=False).items()}
+    assert tokens(3, asked, pushed=False) == alone
+    assert tokens(3, asked, pushed=True) == alone
+    assert all(first != second for first, second in alone.values() if len(first) > 8)
+
+
+def test_aborts_end_completions_where_they_are(theirs: Qwen3MoeForCausalLM, make_engine: MakeEngine) -> None:
+    running, asked = RunningBatch(make_engine(3), slots=3), staggered()
+
+    def between(number: int) -> Ended:
+        if number == 10:
+            return running.abort("p0")
+        return running.pause("abort") if number == 16 else []
+
+    done = drive(running, asked, between)
+    assert done.keys() == {one.id for one in asked}
+    aborted = [got for completions in done.values() for got in completions if got.finish_reason == "abort"]
+    assert {len(got.token_ids) > 0 for got in aborted} == {True, False}  # some had no slot yet
+    for one in asked:
+        for got in done[one.id]:
+            wanted = expected_by_version({0: theirs}, one, got, keep=False)
+            np.testing.assert_allclose(got.logprobs, wanted, rtol=0, atol=1e-4)
+            assert (got.finish_reason == "length") == (len(got.token_ids) == one.params.max_new_tokens)
+
+
+def test_after_an_abort_whole_texts_are_seen_in_a_ring(theirs: Qwen3MoeForCausalLM, make_engine: MakeEngine) -> None:
+    running = RunningBatch(make_engine(2), slots=2)
+    older, younger = (request(name, (3, 5), most, seed=1, max_new_tokens=100) for name, most in (("a", 1), ("b", 1)))
+    done: dict[str, list[Completion]] = {}
+    running.start(older.id, older)
+    for _ in range(60):
+        running.step()
+    running.start(younger.id, younger)
+    running.step()
+    running.abort(older.id)
+    while running.unfinished:  # past the cache's 128 columns
+        done |= dict(running.step())
+    (got,) = done[younger.id]
+    wanted = expected_by_version({0: theirs}, younger, got, keep=False)
+    np.testing.assert_allclose(got.logprobs, wanted, rtol=0, atol=1e-4)
+
+
+def test_weights_that_are_not_finite_end_every_request_and_leave_no_slot_taken(make_engine: MakeEngine) -> None:
+    engine, (asked, other, *_) = make_engine(2), staggered()
+    running = RunningBatch(engine, slots=2)
+    norm = engine.tensors["model.norm.weight"]
+    kept = norm.clone()
+    running.start(asked.id, asked)
+    running.step()
+    norm.fill_(torch.nan)
+    with pytest.raises(EngineError, match="not finite"):
+        drive(running, [])
+    assert running.drop() == [asked.id]
+    norm.copy_(kept)
+    assert [len(got.token_ids) for got in drive(running, [other])[other.id]] == [3, 3]
+
+
+# Token choice against closed-form distributions.
+LOGITS = torch.tensor([1.0, -0.5, 2.0, 0.3, -3.0, 1.9, -math.inf, 0.0])
+DRAWS = 40_000
+
+
+def splitmix64(state: int) -> int:
+    """The published generator's output function (Steele, Lea and Flood, 2014), in Python's exact integers."""
+    z = state & 0xFFFFFFFFFFFFFFFF
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return z ^ (z >> 31)
+
+
+def rows(
+    num: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    greedy: bool = False,
+    top_k: float = math.inf,
+    min_p: float = 0.0,
+) -> RowSampling:
+    return RowSampling(
+        inverse_temperature=torch.full((num, 1), 1 / temperature),
+        top_p=torch.full((num, 1), top_p),
+        top_k=torch.full((num, 1), top_k),
+        min_p=torch.full((num, 1), min_p),
+        greedy=torch.full((num, 1), greedy),
+        any_greedy=greedy,
+        any_limit=top_p < 1 or top_k < math.inf or min_p > 0,
+    )
+
+
+def test_uniforms_are_splitmix64() -> None:
+    golden = 0x9E3779B97F4A7C15
+    seeds, completions, counters = [0, 1, -5, 2**63 - 1], [0, 3, 1, 7], [0, 1, 100, 2**31]
+    got = uniforms(stream_keys(torch.tensor(seeds), torch.tensor(completions)), torch.tensor(counters))
+    keys = [splitmix64(splitmix64(s * golden) + c * golden) for s, c in zip(seeds, completions, strict=True)]
+    expected = [(splitmix64(k + (n + 1) * golden) >> 40) / 2**24 for k, n in zip(keys, counters, strict=True)]
+    assert got.tolist() == expected
+
+
+def test_streams_are_uniform_and_unrelated() -> None:
+    keys = stream_keys(torch.arange(50).repeat_interleave(50), torch.arange(50).repeat(50))
+    draws = torch.stack([uniforms(keys, torch.full_like(keys, step)) for step in range(32)]).double()
+    assert len(set(keys.tolist())) == 2500
+    counts = torch.histc(draws, bins=64, min=0, max=1)
+    assert float(((counts - 1250) ** 2 / 1250).sum()) < 63 + 4 * math.sqrt(2 * 63)
+    assert torch.corrcoef(draws).fill_diagonal_(0).abs().max() < 5 / math.sqrt(2500)
+    assert torch.corrcoef(draws.T.reshape(50, -1)).fill_diagonal_(0).abs().max() < 5 / math.sqrt(1600)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (2.0, 1.0), (1.0, 0.7), (1.5, 0.9), (1.0, 1e-6)]
+)
+def test_frequencies_and_logprobs_follow_the_closed_form(temperature: float, top_p: float) -> None:
+    exact = (LOGITS.double() / temperature).softmax(-1)
+    kept, mass = torch.zeros(8, dtype=torch.bool), 0.0
+    for token in exact.argsort(descending=True).tolist():
+        if mass < top_p and exact[token] > 0:
+            kept[token] = True
+            mass += float(exact[token])
+    exact = torch.where(kept, exact, 0.0) / mass
+
+    keys = stream_keys(torch.full((DRAWS,), 17), torch.arange(DRAWS))
+    uniform = uniforms(keys, torch.zeros_like(keys))
+    tokens, logprobs = choose_tokens(LOGITS.repeat(DRAWS, 1), uniform, rows(DRAWS, temperature, top_p))
+    torch.testing.assert_close(logprobs.double(), exact.log()[tokens], rtol=0, atol=1e-5)
+    counts, expected = tokens.bincount(minlength=8)[kept], exact[kept] * DRAWS
+    assert counts.sum() == DRAWS
+    degrees = int(kept.sum()) - 1
+    assert float(((counts - expected) ** 2 / expected).sum()) <= degrees + 4 * math.sqrt(2 * degrees)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k", "min_p"),
+    [(1.0, 1.0, 3, 0.0), (1.5, 1.0, math.inf, 0.2), (0.7, 0.8, 4, 0.0), (2.0, 0.9, 5, 0.3), (1.0, 0.8, 3, 0.0)],
+)
+def test_top_k_and_min_p_are_as_in_transformers(temperature: float, top_p: float, top_k: float, min_p: float) -> None:
+    warpers = [TemperatureLogitsWarper(temperature)]
+    warpers += [MinPLogitsWarper(min_p)] if min_p else []
+    warpers += [TopKLogitsWarper(int(top_k))] if top_k < math.inf else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    left = LOGITS.double()[None]
+    for warper in warpers:
+        left = warper(None, left)
+    exact = left[0].softmax(-1)
+    uniform = (torch.arange(DRAWS) + 0.5) / DRAWS  # each token as often as its probability says, to one draw
+    tokens, logprobs = choose_tokens(
+        LOGITS.repeat(DRAWS, 1), uniform, rows(DRAWS, temperature, top_p, top_k=top_k, min_p=min_p)
+    )
+    torch.testing.assert_close(logprobs.double(), exact.log()[tokens], rtol=0, atol=1e-5)
+    assert (tokens.bincount(minlength=8) - exact * DRAWS).abs().max() <= 1
+
+
+def test_limits_of_one_row_change_no_bit_of_another() -> None:
+    uniform = torch.linspace(0.0, 0.999, 64)
+    mixed = rows(64, 1.3, 0.9)
+    alone = choose_tokens(LOGITS.repeat(64, 1), uniform, mixed)
+    mixed.top_k[::2] = 2.0
+    beside = choose_tokens(LOGITS.repeat(64, 1), uniform, mixed)
+    assert [one[1::2].tolist() for one in beside] == [one[1::2].tolist() for one in alone]
+
+
+def test_greedy_takes_the_first_best_and_reports_the_models_logprob() -> None:
+    tokens, logprobs = choose_tokens(LOGITS.repeat(4, 1), torch.tensor([0.0, 0.3, 0.7, 0.999]), rows(4, greedy=True))
+    assert tokens.tolist() == [2] * 4
+    torch.testing.assert_close(logprobs, LOGITS.log_softmax(-1)[2].expand(4))
+
+
+def test_the_ends_of_the_unit_interval_never_hit_an_impossible_token() -> None:
+    logits = torch.tensor([-math.inf, 3.0, -math.inf, 1.0, -math.inf]).repeat(2, 1)
+    for top_p in (1.0, 0.999):
+        tokens, _ = choose_tokens(logits.clone(), torch.tensor([0.0, 1 - 2.0**-24]), rows(2, top_p=top_p))
+        assert tokens.tolist() == [1, 3]
+
+
+def test_rows_keep_their_own_parameters() -> None:
+    mixed = RowSampling(
+        inverse_temperature=torch.tensor([[1.0], [1.0], [4.0], [1.0]]),
+        top_p=torch.tensor([[1.0], [1.0], [1.0], [0.3]]),
+        greedy=torch.tensor([[True], [False], [False], [False]]),
+        any_greedy=True,
+        top_k=torch.full((4, 1), math.inf),
+        min_p=torch.zeros(4, 1),
+        any_limit=True,
+    )
+    uniform = torch.full((4,), 0.99)
+    together = choose_tokens(LOGITS.repeat(4, 1), uniform, mixed)
+    singles = [(1.0, 1.0, True), (1.0, 1.0, False), (0.25, 1.0, False), (1.0, 0.3, False)]
+    for row, (temperature, top_p, greedy) in enumerate(singles):
+        alone = choose_tokens(LOGITS.repeat(1, 1), uniform[:1], rows(1, temperature, top_p, greedy))
+        assert (together[0][row], together[1][row]) == (alone[0][0], alone[1][0])

@@ -1,4 +1,4 @@
-"""Prompts that end servers are found among those that are only in flight beside them: random worlds, virtual clock."""
+"""Prompts that end servers or fail on them, and completions that move: random worlds on a virtual clock."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ import json
 import logging
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from pydantic import TypeAdapter
 
+from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import EngineError, PoisonPrompt
 from rl_megatron.rollout.batch import Answered
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import AttemptFailed, Broken, Server, Unreachable
+from rl_megatron.rollout.servers.places import surplus
 from rl_megatron.rollout.servers.replicas import Event, Replica
+from rl_megatron.training.checkpoints import TrainerState
+from rl_megatron.training.jobs.rl import Reinforcement
 from rl_megatron.types import Completion, GenerationRequest, Prompt
 from tests.completions import completion
 from tests.streams import PROMPTS, Source, stream_over
@@ -328,3 +336,205 @@ def test_what_was_dropped_long_ago_counts_no_more() -> None:
         return dropped
 
     assert run_at_once(run()) == 3
+
+
+# Prompts that servers answer with an error while they live on and answer others, in random worlds on a virtual clock;
+# and those that were dropped, which are drawn no more.
+@dataclass
+class FailingWorld:
+    """Groups of requests at servers of which none dies."""
+
+    seed: int
+    failures: Counter[str] = field(default_factory=Counter)  # by prompt
+    dropped: set[str] = field(default_factory=set)
+    answered: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        r = self.random = random.Random(self.seed)
+        self.groups = [f"p{n}" for n in range(r.randint(6, 60))]
+        self.bad = set(r.sample(self.groups, r.choice([2, 2, 3, 4, 6])))
+        self.members, self.replicas, self.seconds = r.choice([1, 4]), r.randint(1, 3), r.choice([0.0, 1.0, 20.0])
+
+    async def run(self) -> None:
+        section = ServerSection()
+        seats: list[Any] = [Seat(number) for number in range(self.replicas)]
+        engine = ServedEngine(Failing(self), seats, section, max_length=99, vocab_size=99)
+        await push(engine, 1)
+        await asyncio.gather(*(self.group(engine, name) for name in self.groups))
+
+    async def group(self, engine: ServedEngine, name: str) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(self.members):
+                    tasks.create_task(engine.generate(replace(REQUEST, group=name, id=f"{name}, completion {number}")))
+            self.answered.add(name)
+        except* PoisonPrompt:
+            self.dropped.add(name)
+
+
+class Failing(Deadly):
+    """Answers after some seconds: to bad prompts always with an error."""
+
+    world: Any
+
+    async def generate(self, server: Any, request: GenerationRequest, request_id: str) -> list[Completion]:
+        name = str(request.group)
+        await asyncio.sleep(self.world.seconds * self.world.random.random())
+        if name in self.world.bad:
+            self.world.failures[name] += 1
+            raise AttemptFailed(f"{server.url}: status 500")
+        return [completion([5], spans=((0, 1),))] * request.num_completions
+
+
+@pytest.fixture(scope="module")
+def failing_worlds() -> Sequence[FailingWorld]:
+    found = [FailingWorld(seed) for seed in range(40)]
+    logging.disable(logging.CRITICAL)  # thousands of lines
+    try:
+        for world in found:
+            run_at_once(world.run())  # raises what ends a run
+    finally:
+        logging.disable(logging.NOTSET)
+    return found
+
+
+def test_each_is_found_and_all_others_are_answered(failing_worlds: Sequence[FailingWorld]) -> None:
+    """None of them ends the run, though what one failed beside another counted for both at first."""
+    for world in failing_worlds:
+        assert (world.dropped, world.answered) == (world.bad, set(world.groups) - world.bad), world.seed
+
+
+def test_each_is_asked_a_few_times(failing_worlds: Sequence[FailingWorld]) -> None:
+    tries = sorted(world.failures[name] / world.members for world in failing_worlds for name in world.bad)
+    assert len(tries) > 100
+    assert tries[-1] < 20
+
+
+def test_what_was_dropped_is_asked_once_in_a_run_of_three_epochs_that_is_resumed() -> None:
+    """From what a checkpoint has; its place goes to the next prompt."""
+    prompts, as_json, asked = PROMPTS[:10], TypeAdapter(TrainerState), Counter[str]()
+
+    class Noting(Poisoned):
+        async def groups(self, drawn: Any) -> Any:
+            asked.update(one.prompt.id for one in drawn)
+            return await super().groups(drawn)
+
+    def job() -> Any:
+        stream = stream_over(Noting(lambda _: 1.0, poison={"p3"}), size=2, staleness=0, prompts=prompts)
+        weights = SimpleNamespace(push=lambda _: asyncio.sleep(0))
+        return Reinforcement(
+            config=load_config("tiny_cpu", []),
+            roles=cast(Any, SimpleNamespace(weights=weights)),
+            stream=stream,
+            prompts=stream._prompts,
+            **dict.fromkeys(("evaluation", "start_folder", "recorder", "route"), cast(Any, None)),
+            update=cast(Any, SimpleNamespace(state=None, of_models=())),
+        )
+
+    async def run() -> int:
+        now, dropped = job(), 0
+        for step in range(1, 15):
+            now.number, batch = step, await now.stream.take(step)
+            dropped += batch.dropped_groups
+            now.stream.pushed(step)
+            if step == 6:
+                saved, now = as_json.dump_json(now.state()), job()
+                await now.restore(as_json.validate_json(saved))
+        return dropped
+
+    assert run_at_once(run()) == 1
+    assert asked["p3"] == 1
+    assert sum(asked.values()) == 28
+    assert {asked[prompt.id] for prompt in prompts} == {1, 3}
+
+
+# Completions move from busy servers to less busy ones: the rule, on a virtual clock, and by real servers.
+ROW_SECONDS = 0.01  # of a token, for each row of the server
+LONG, SHORT = 400, 10
+
+
+def too_uneven(running: Sequence[int]) -> bool:
+    return max(running) - min(running) > max(2, min(running) // 4)
+
+
+def test_as_few_move_as_level_the_servers() -> None:
+    """Against all ways to share the completions out."""
+    draw = random.Random(0)
+    for _ in range(60):
+        running = [draw.randint(0, 9) for _ in range(draw.randint(1, 3))]
+        level = [
+            shares
+            for shares in product(range(sum(running) + 1), repeat=len(running))
+            if sum(shares) == sum(running) and not too_uneven(shares)
+        ]
+        least = min(sum(max(0, a - b) for a, b in zip(running, shares, strict=True)) for shares in level)
+        moved = surplus(running)
+        assert sum(moved) == least, running
+        assert all(0 <= count <= has for count, has in zip(moved, running, strict=True))
+    assert surplus([]) == []
+    assert surplus([160, 130, 128]) == [0, 0, 0]  # a quarter
+    assert surplus([161, 128, 128]) == [1, 0, 0]
+
+
+class Rows(Still):
+    """A server's rows get a token each in turn, the n-th token n; so with fewer rows they are faster."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, int]] = []  # request, server, tokens that it has
+        self.ended: set[str] = set()
+        self.lengths: dict[str, int] = {}  # those that the second server is sent are short
+
+    async def generate(self, server: Any, request: GenerationRequest, request_id: str) -> list[Completion]:
+        first = len(request.token_ids) - len(REQUEST.token_ids)
+        length = self.lengths.setdefault(request.id, LONG if server.number == 0 else SHORT)
+        self.asked.append((request.id, server.url, first))
+        made = first
+        while made < length and request_id not in self.ended:
+            await asyncio.sleep(ROW_SECONDS * server.in_flight)
+            made += 1
+        finish = "stop" if made == length else "abort"
+        return [completion(list(range(first, made)), finish=finish, spans=((0, 1),))]
+
+    async def abort(self, server: Any, request: GenerationRequest, request_id: str) -> None:
+        self.ended.add(request_id)
+
+
+async def sampled(adapter: Rows, *, grouped: bool) -> float:
+    """Seconds of twelve completions by two servers, of which six are long."""
+    seats: list[Any] = [Seat(0), Seat(1)]
+    engine = ServedEngine(adapter, seats, ServerSection(), max_length=2000, vocab_size=2000)
+    await push(engine, 1)
+    params = replace(REQUEST.params, max_new_tokens=LONG, stop_token_ids=())
+    one = replace(REQUEST, group="a" if grouped else None, params=params)
+    answers = await asyncio.gather(*(engine.generate(replace(one, id=f"{n}")) for n in range(12)))
+    for n, (answer,) in enumerate(answers):
+        assert answer.token_ids.tolist() == list(range(adapter.lengths[f"{n}"]))
+        assert answer.finish_reason == "stop"
+        assert answer.spans == ((0, 1),)
+    seconds = asyncio.get_running_loop().time()
+    await engine.close()
+    return seconds
+
+
+def test_long_completions_of_a_busy_server_go_on_at_an_idle_one_from_their_tokens() -> None:
+    """Six rows until five seconds after the short ones; four and two until five after these two; three and one."""
+    adapter = Rows()
+    first = 6 * ROW_SECONDS * SHORT + 5
+    made = first / (6 * ROW_SECONDS)
+    second = (LONG - made) * 2 * ROW_SECONDS + 5
+    later = made + second / (4 * ROW_SECONDS)
+    seconds = run_at_once(sampled(adapter, grouped=True))
+    assert seconds == pytest.approx(first + second + (LONG - later) * 3 * ROW_SECONDS, abs=1.0)
+    again = adapter.asked[12:]
+    assert [server for _, server, _ in again] == ["seat 1"] * 3
+    assert [tokens for _, _, tokens in again] == pytest.approx([made, made, later], abs=20)
+    long = [request for request, server, _ in adapter.asked[:12] if server == "seat 0"]
+    assert {request for request, _, _ in again[:2]} == set(long[-2:])  # sent last
+    assert again[2][0] == long[-3]
+
+
+def test_evaluations_and_groups_of_one_request_stay() -> None:
+    adapter = Rows()
+    seconds = run_at_once(sampled(adapter, grouped=False))
+    assert len(adapter.asked) == 12
+    assert seconds == pytest.approx(LONG * 6 * ROW_SECONDS, abs=0.5)

@@ -45,9 +45,7 @@ class Arrivals:
         names = {module: prefix for prefix, module in model.named_modules()}
         self.taken: dict[str, Tensor] = {}
         self.held = record(self._load, shapes(), self.params, dict.fromkeys(shapes(), torch.float32))
-        modules = {
-            module: {"weight": f"{prefix}.weight"} for module, prefix in names.items() if hasattr(module, "weight")
-        }
+        modules = {m: {"weight": f"{prefix}.weight"} for m, prefix in names.items() if hasattr(m, "weight")}
 
         def take(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             assert names[module] not in self.taken
@@ -101,9 +99,7 @@ def test_layers_are_given_to_kernels_whole_through_memory_for_two(arrivals: Arri
     arrivals.window.release()
     assert arrivals.memory() == 0
     assert LAYER_BYTES <= report.window <= LAYER_BYTES + max(LAYER_BYTES, HEAD_BYTES)
-    assert {name: sum_ for name, _, sum_ in report.read} == {
-        name: checksum(t, shapes()[name]) for name, t in sent.items()
-    }
+    assert {n: sum_ for n, _, sum_ in report.read} == {n: checksum(t, shapes()[n]) for n, t in sent.items()}
     assert torch.equal(arrivals.taken["head"][:HEAD], sent["head"])
     assert not arrivals.taken["head"][HEAD:].any()  # padding
     for i in range(LAYERS):
@@ -115,9 +111,7 @@ def test_what_arrived_of_a_failed_version_is_gone(arrivals: Arrivals) -> None:
     """Its whole layers are the kernels' by then; of the others nothing is taken, nor left for the next version."""
     sent = {name: torch.full(shape, torch.nan) for name, shape in shapes().items()}
     order = in_turn(arrivals.held, 0)
-    half = [one for one in order if one.hf.split(".")[0] in ("head", "0", "1")] + [
-        one for one in order if one.hf == "2.q"
-    ]
+    half = [x for x in order if x.hf.split(".")[0] in ("head", "0", "1")] + [x for x in order if x.hf == "2.q"]
     arrivals.taken.clear()
     arrivals.window.begin()
     arrivals.arrive(sent, half)

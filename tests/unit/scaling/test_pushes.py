@@ -14,10 +14,12 @@ import torch
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import SpeedsSection
+from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import TinySizes, tiny_shape
+from rl_megatron.placement.files import weights_folder, writers_of_files
 from rl_megatron.scaling.estimates import estimate, floor_seconds
 from rl_megatron.scaling.memory import WINDOW_LAYERS, check_memory, server_weights
 from rl_megatron.scaling.pushes import engine_layout, push_cost, served_bytes
@@ -141,7 +143,6 @@ def test_stages_of_servers_have_the_layers_that_vllm_gives_them(pp: int, layers:
     """94 layers by vLLM 0.32.0's rule: those left over go to the stages before the last."""
     keys = [f"rollout.server.pp={pp}", "rollout.server.nodes=1", "rollout.server.tp=1", "rollout.server.replicas=1"]
     found = engine_layout(job("qwen3_235b_a22b", "rollout=vllm", *keys), NAMED["qwen3-235b-a22b"])
-    assert found is not None
     assert found.stages == layers
 
 
@@ -204,9 +205,7 @@ def test_each_node_of_servers_has_a_file_that_its_own_ranks_write(server: str) -
     keys = ["slurm.nodes=2", "learner.ep=4", "learner.dp=4", server]
     keys += ["rollout.server.nodes=2"] if server.endswith("tp=2") else []
     config, tensors = tiny("rollout=vllm", *keys), hf_layout(SHAPE).local_shapes(0)
-    model, experts = (
-        4 * sum(prod(size) for name, size in tensors.items() if part in name) for part in ("", ".experts.")
-    )
+    model, experts = (4 * sum(prod(size) for n, size in tensors.items() if part in n) for part in ("", ".experts."))
     filled, written, read = push_cost(config, SHAPE).hops
     assert (filled.total, filled.received, filled.sent) == (experts, experts // 4, experts // 4)
     assert (written.total, written.sent, read.total, read.received) == (2 * model, model / 2, 2 * model, model)
@@ -309,7 +308,6 @@ def test_what_takes_more_than_a_tenth_of_a_stated_step_is_warned_of(keys: Sequen
 @pytest.mark.parametrize("stated", [(), ("slurm.speeds.step_seconds=100",)])
 def test_a_job_that_leaves_less_than_a_step_is_noted(stated: Sequence[str]) -> None:
     usual = estimate(config := job("qwen3_30b_a3b", *stated), named(config))
-    assert usual.step is not None
     ends = usual.step.seconds
     for seconds, found in ((math.ceil(ends), []), (math.ceil(ends) - 1, [f"a step takes {ends:,.0f} s"])):
         config = job("qwen3_30b_a3b", *stated, f"slurm.signal_seconds={seconds}")
@@ -336,3 +334,57 @@ def test_each_speed_acts(key: str) -> None:
 def test_plans_and_layouts_that_do_not_fit_are_refused_as_the_learners() -> None:
     with pytest.raises(ConfigError, match="learner: ep = 3 does not divide"):
         push_cost(tiny("learner.ep=3"), SHAPE)
+
+
+# What the bytes of a push cross, and where servers find files of weights.
+@pytest.mark.parametrize(
+    ("keys", "route"),
+    [
+        (("rollout=vllm",), "a file in /dev/shm, on one node"),
+        (("rollout=vllm", "weights.folder=/fast"), "a node's loopback and then through a file in /fast, on one node"),
+        (
+            ("rollout=vllm", "rollout.server.addresses=http://localhost:1,http://127.0.0.1:2"),
+            "a file in /dev/shm, on one node",
+        ),
+        (
+            ("rollout=vllm", "slurm.nodes=2"),  # the server is on the first
+            "a node's loopback and the network and then through a file in /dev/shm, on one node",
+        ),
+        (
+            ("rollout=vllm", "slurm.nodes=2", "rollout.server.replicas=2", "weights.folder=/dev/shm/x"),
+            "a node's loopback and the network and then through a file in /dev/shm/x on each of 2 nodes",
+        ),
+        (("rollout=vllm", "weights.transport=direct", "run.launcher=local"), "a node's loopback"),
+        (("rollout=vllm", "weights.transport=direct", "slurm.engines.nodes=1"), "the network"),
+        (
+            ("rollout=vllm", "weights.transport=direct", "slurm.nodes=2", "rollout.server.replicas=2"),
+            "a node's loopback and the network, to the learner rank beside each of the servers' ranks",
+        ),
+        (("slurm.nodes=2",), "a node's loopback and the network"),
+        (("learner.device=cuda", "slurm.gpus_per_node=2", "weights.transport=direct"), "NVLink"),
+    ],
+)
+def test_the_route_says_what_bytes_cross(keys: Sequence[str], route: str) -> None:
+    found = route_of(tiny(*keys))
+    assert found.describe() == route
+    assert not found.shared
+
+
+@pytest.mark.parametrize(
+    ("addresses", "folder"),
+    [
+        ("http://10.0.0.7:8000", None),
+        ("http://localhost:1,http://node7:8000", None),
+        ("http://[::1]:1,http://127.0.0.1:2", NODE_MEMORY),
+    ],
+)
+def test_servers_by_address_find_their_weights_in_the_runs_folder(addresses: str, folder: Path | None) -> None:
+    """They do not see this machine's /dev/shm."""
+    config = tiny("rollout=sglang", f"rollout.server.addresses={addresses}")
+    assert weights_folder(config) == folder
+    assert writers_of_files(config) == [range(2 if folder else 1)]
+
+
+def test_a_run_on_this_machine_has_its_file_here() -> None:
+    assert not route_of(load_config("tiny_cpu", ["rollout=vllm", "weights.transport=file"])).shared
+    assert not route_of(tiny("rollout=vllm", "weights.folder=/dev/shm/x")).shared

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from launcher.programs.scale import asked_of, configuration_file
 from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED
 from rl_megatron.scaling import rollouts
@@ -14,9 +15,21 @@ from rl_megatron.scaling.constants import FITTED, MEMORY
 from rl_megatron.scaling.flops import training_flops
 from rl_megatron.scaling.hardware import GPUS
 from rl_megatron.scaling.memory import weights_served
+from rl_megatron.scaling.planner.fitting import PlannedRun
+from rl_megatron.scaling.planner.layouts import Wanted, with_keys
+from rl_megatron.scaling.planner.places import SLOTS, placements
+from rl_megatron.scaling.planner.search import search
 from rl_megatron.scaling.pushes import push_cost
 from rl_megatron.scaling.rl_step import forward_seconds, learner_work, push_bytes, rl_step, score_seconds, server_shape
-from rl_megatron.scaling.rollouts import Sampled, ServerShape, cache_bytes, lengths_of, sampled, token_seconds
+from rl_megatron.scaling.rollouts import (
+    Sampled,
+    ServerShape,
+    cache_bytes,
+    lengths_of,
+    rows_that_fit,
+    sampled,
+    token_seconds,
+)
 from rl_megatron.scaling.time import step_terms
 from rl_megatron.types import ParallelDims
 
@@ -149,17 +162,8 @@ def test_sampling_takes_as_long_as_if_each_token_is_simulated(waves: int, slots:
     """Up to 12 %: the queue's rows are taken at their mean length, and the last ones as if all had just begun."""
     lengths = lengths_of(1000, 4096)
     order = [lengths[i * 37 % 64] for i in range(64)] * (waves * slots // 64)
-    found = sampled(
-        SHAPE,
-        SERVER,
-        H100,
-        replicas=1,
-        completions=len(order),
-        group=len(order),
-        prompt=0,
-        lengths=lengths,
-        slots=slots,
-    )
+    group = {"replicas": 1, "completions": len(order), "group": len(order), "prompt": 0}
+    found = sampled(SHAPE, SERVER, H100, **group, lengths=lengths, slots=slots)
     assert found.alone == pytest.approx(simulated(order, slots, 0), rel=0.12)
     assert found.steady < found.alone
 
@@ -180,9 +184,7 @@ def in_groups(groups: list[list[float]], requests: int) -> float:
 
 
 @pytest.mark.parametrize(("requests", "group"), [(4, 8), (16, 4)])
-def test_requests_in_flight_that_wait_for_their_longest_completion_hold_the_servers_back(
-    requests: int, group: int
-) -> None:
+def test_requests_that_wait_for_their_longest_completion_hold_servers_back(requests: int, group: int) -> None:
     """rollout.server.concurrency counts requests, each of a group: its other completions' places stay empty."""
     lengths, count = lengths_of(1000, 4096), 12 * requests
     drawn = random.Random(0)
@@ -214,9 +216,7 @@ def test_quantised_servers_read_their_own_bytes() -> None:
     assert quantised.experts == pytest.approx(1 + 4 / 128**2)
     attention, head = 48 * 2048 * (2 * 32 + 2 * 4) * 128, 151936 * 2048
     router = 48 * 2048 * 128
-    assert quantised.others == pytest.approx(
-        (attention + 2 * head + 2 * router) / (attention + head + router), rel=1e-2
-    )
+    assert quantised.others == pytest.approx((attention + 2 * (head + router)) / (attention + head + router), rel=1e-2)
     freed = quantised.cache - plain.cache
     assert freed == pytest.approx((48 * 128 * 3 * 2048 * 768 + attention) / 8, rel=0.01)  # a byte of each, on 8 GPUs
     fast, slow = (token_seconds(SHAPE, one, H100, 8, 1000) for one in (quantised, plain))
@@ -367,11 +367,8 @@ def test_norms_of_logits_gradients_read_logits_again_and_a_float32_head_multipli
 
 def test_a_policy_that_teaches_itself_makes_one_more_pass_over_longer_sequences() -> None:
     """As much longer as its prompt's limit is: of 400 tokens in place of 100, behind which are 500."""
-    teacher = [
-        "algorithm=gkd",
-        "algorithm.kl.teachers.me.prompt={prompt}",
-        "algorithm.kl.teachers.me.max_prompt_tokens=800",
-    ]
+    teacher = ["algorithm=gkd", "algorithm.kl.teachers.me.prompt={prompt}"]
+    teacher += ["algorithm.kl.teachers.me.max_prompt_tokens=800"]
     config = load_config("qwen3_30b_a3b", [*teacher, "model.path=x", "rollout.max_prompt_tokens=200"])
     parts = rl_step(config, SHAPE, H100, [500.0], prompt=100.0).parts
     wanted = forward_seconds(learner_work(config, SHAPE, H100, 900.0), config.train.minibatches)
@@ -389,3 +386,56 @@ def test_demonstrations_are_trained_on_and_not_sampled() -> None:
     each = [load_config("qwen3_30b_a3b", [*row, *keys]) for row in given]
     shown, more = (rl_step(one, SHAPE, H100, [500.0], prompt=100.0).parts for one in each)
     assert (shown["training"], shown["rollout"] < more["rollout"]) == (pytest.approx(more["training"]), True)
+
+
+# How many sequences the servers of a plan have at once, where the user does not say.
+def room_of(plan: PlannedRun, wanted: Wanted) -> float:
+    """The rows that the cache of a plan's server holds."""
+    config, shape = plan.config, wanted.shape
+    server = server_shape(config, config.rollout.server, weights_served(config, shape), shape, wanted.gpu)
+    return rows_that_fit(shape, server, wanted.mean)
+
+
+def test_servers_have_the_slots_that_take_the_least_time_of_those_that_their_cache_holds() -> None:
+    keys = ("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.prompts_per_step=256", "learner.pp=2", "learner.vpp=1")
+    given = asked_of(keys)
+    best = search(given.wanted).plans[0]
+    each = {slots: search(asked_of((*keys, f"rollout.slots={slots}")).wanted).plans[0] for slots in SLOTS}
+    fitting = [plan.step.seconds for slots, plan in each.items() if slots <= room_of(plan, given.wanted)]
+    assert best.step.seconds <= min(fitting)
+    assert best.step.seconds < 0.9 * each[512].step.seconds
+    slots = best.config.rollout.slots
+    assert best.keys["rollout.slots"] == slots > 512
+    assert f"slots: {slots}\n" in configuration_file(given, best)
+    assert "rollout.slots" not in each[512].keys
+
+
+def test_several_servers_are_planned_where_one_would_gather_too_many_rows() -> None:
+    """A GPU of 128 reads 3.5 GB of experts of Qwen3-235B-A22B for a token, one of 32 14 GB, 5 ms more; but to gather
+    and scatter 3,072 rows of 8 KB in 94 layers, over a node's eight links of 50 GB/s, takes 17 ms, and 768 rows 3 ms.
+    """
+    wanted = asked_of(("qwen3-235b-a22b", "gpus=512", "gpu=h100", "slurm.engines.nodes=48")).wanted
+    ((_, placed),) = placements(wanted)
+    server = with_keys(wanted.base, placed).rollout.server
+    assert (server.count, server.ranks) == (12, 32)
+
+
+def test_servers_get_no_more_slots_than_their_cache_holds() -> None:
+    """Of long completions, of which it holds fewer than the default's 512."""
+    keys = ("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.max_new_tokens=39936", "slurm.engines.nodes=1")
+    wanted = asked_of(keys).wanted
+    best = search(wanted).plans[0]
+    assert best.config.rollout.slots <= room_of(best, wanted) < 512
+
+
+def test_each_replica_of_a_server_has_the_slots_of_a_request_and_a_cache_is_used_whole() -> None:
+    """vLLM refuses servers of fewer; between two of the values that are tried lies up to half of a cache."""
+    keys = ("qwen3-235b-a22b", "gpus=64", "gpu=h100", "rollout.max_new_tokens=39936")
+    for group in (16, 64):
+        wanted = asked_of((*keys, f"rollout.group_size={group}")).wanted
+        for _, placed in placements(wanted):
+            rollout = with_keys(wanted.base, placed).rollout
+            assert rollout.slots // rollout.server.dp >= group
+    few = asked_of((*keys, "rollout.group_size=2")).wanted
+    found = {with_keys(few.base, placed).rollout.slots for _, placed in placements(few)}
+    assert any(64 < slots < 512 for slots in found - {*SLOTS})

@@ -90,7 +90,6 @@ def test_a_plan_fits_by_the_projects_own_plan_and_fills_the_gpus() -> None:
         assert config.learner.dims.world_size == config.slurm.nodes * 8
         assert (config.slurm.nodes + config.slurm.engines.nodes) * 8 == 16
         most = check_memory(config, given.wanted.shape)
-        assert most is not None
         assert most.total == plan.footprint.total <= 80 * GB
         assert dict(most.terms) == dict(plan.footprint.terms)
 
@@ -247,7 +246,6 @@ def test_no_data_parallel_rank_computes_less_than_a_sequence() -> None:
 def test_a_thousand_gpus_of_a_model_with_61_layers_have_uneven_stages() -> None:
     best = search(asked("deepseek-v3", "gpus=1024", "gpu=h100", "rollout.prompts_per_step=512").wanted).plans[0]
     stages = best.config.learner.stages
-    assert stages is not None
     assert sum(stages) == 61
     assert stages[-1] < max(stages)
 

@@ -241,7 +241,6 @@ class PlainUpdate:
                         term = term.clamp(max=-a.dual_clip * advantage)
                 term = term * self._correction(s, t, old)
                 if s.shown:
-                    assert a.demonstration_gamma is not None
                     term = -logp.exp() / (logp.exp() + a.demonstration_gamma) * advantage
                 if s.held[t]:
                     term = term + a.tokens.kl_coefficient * (logp - old).abs()

@@ -1,18 +1,40 @@
-"""The trainer's small rules: learning rate, seeds, and metrics over several optimizer steps."""
+"""The trainer's small rules: learning rate, seeds, minibatches, metrics over steps, and the reference."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
+from torch.nn.functional import logsigmoid
 
 from rl_megatron.algorithms.losses import MEANS_OF_RATIOS
 from rl_megatron.algorithms.ratios import histogram
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
+from rl_megatron.data.packing import Packer, with_own_columns
+from rl_megatron.data.samples import WrittenRow
+from rl_megatron.errors import ConfigError
+from rl_megatron.interfaces import Roles
+from rl_megatron.models.named import NAMED
+from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.scaling.memory import footprints
+from rl_megatron.seeds import seed_of
+from rl_megatron.training.jobs.written import Preferences
 from rl_megatron.training.measures import Made, critic_row, policy_row
-from rl_megatron.training.optimizer_steps import critic_learning_rate, learning_rate, steps_of
-from rl_megatron.types import Counts, Metric, StepResult
+from rl_megatron.training.optimizer_steps import OptimizerSteps, critic_learning_rate, learning_rate, steps_of
+from rl_megatron.types import Counts, Metric, ParallelDims, Samples, StepResult
+from tests.rows import pair_loss
+from tests.samples import sequences_of
+from tests.toy_roles import VOCABULARY, Toy, ToyEngine, ToyWeights, table
+from tests.unit.test_every_key_acts import BASE, STARTED, Rig
 
 
 def rates(count: int = 10, **train: object) -> list[float]:
@@ -38,12 +60,8 @@ def test_warm_up_then_decay() -> None:
 @pytest.mark.parametrize(
     ("epochs", "rows", "batch_size", "steps"),
     [
-        (1.1, 100, 10, 11),
-        (2.2, 7000, 100, 154),
-        (0.29, 100, 1, 29),
-        (1.0, 100, 30, 4),
-        (1e-7, 100, 10, 1),
-        (3, 7, 7, 3),
+        *((1.1, 100, 10, 11), (2.2, 7000, 100, 154), (0.29, 100, 1, 29), (1.0, 100, 30, 4)),
+        *((1e-7, 100, 10, 1), (3, 7, 7, 3)),
     ],
 )
 def test_epochs_take_the_steps_that_hold_their_rows(epochs: float, rows: int, batch_size: int, steps: int) -> None:
@@ -156,3 +174,203 @@ def test_a_metric_is_of_the_optimizer_steps_that_have_it() -> None:
     row = policy_row([Made({"loss": Metric(value=0.0)}, StepResult(grad_norm=1.0, metrics=one)) for one in said])
     own = {"observer/first": 1.0, "observer/second": 3.0, "observer/in_part": 5.0}
     assert row == {"loss": 0.0, "grad_norm": 1.0, **own}
+
+
+# K epochs over a rollout batch: every sequence once an epoch, in an order of each epoch's own.
+def numbered(count: int) -> Samples:
+    """Sequences of one position that hold their number."""
+    numbers = torch.arange(count)
+    return sequences_of([1] * count, input_ids=numbers, targets=numbers, nll_weights=0.1 * (numbers % 2))
+
+
+def parts_of(samples: Samples, seeds: Sequence[int], *, most: int, unit: int = 1) -> list[Samples]:
+    """Each minibatch fits one micro-batch; sequences of one length keep their order there."""
+    packer = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0, unit=unit)
+    made = packer.minibatches(samples, most=most, seeds=seeds)
+    return [with_own_columns(batch).micro_batches[0][0] for batch in made]
+
+
+def orders(*, step: int, epochs: int) -> list[list[int]]:
+    seeds = [seed_of(0, step, epoch) for epoch in range(epochs)]
+    parts = parts_of(numbered(12), seeds, most=3)
+    assert len(parts) == 3 * epochs
+    return [torch.cat([p.input_ids for p in parts[i : i + 3]]).tolist() for i in range(0, len(parts), 3)]
+
+
+def test_each_epoch_and_step_shuffles_anew_and_repeats_itself() -> None:
+    found = orders(step=1, epochs=4) + orders(step=2, epochs=4)
+    assert len({tuple(order) for order in found}) == 8
+    assert all(sorted(order) == list(range(12)) for order in found)
+    assert orders(step=1, epochs=4) == found[:4]
+
+
+def test_fewer_sequences_than_minibatches_are_one_each() -> None:
+    assert [part.num_sequences for part in parts_of(numbered(5), [1], most=8)] == [1] * 5
+
+
+def test_pairs_stay_together_and_fewer_than_minibatches_are_one_each() -> None:
+    parts = parts_of(numbered(6), [1], most=8, unit=2)
+    assert sorted(part.input_ids.tolist() for part in parts) == [[0, 1], [2, 3], [4, 5]]
+
+
+GROUPS = torch.tensor([0, 0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 5])
+
+
+def groups_of_parts(seed: int, dp: int) -> list[list[int]]:
+    """The groups of each minibatch's sequences, in the order of the batch."""
+    samples = replace(numbered(12), group_of=GROUPS)
+    packer = Packer(dims=ParallelDims(dp=dp), max_tokens=3, whole_groups=True, attention_cost=0.0)
+    ranks, out = packer.ranks(samples, most=3, seed=seed), []
+    for batch in packer.minibatches(samples, most=3, seeds=[seed]):
+        for d, row in enumerate(batch.sequences):
+            assert set(ranks[torch.cat(row).numpy()]) <= {d}
+        numbers = sorted(torch.cat([torch.cat(row) for row in batch.sequences]).tolist())
+        out.append(GROUPS[numbers].tolist())
+    return out
+
+
+def test_whole_groups_are_in_one_minibatch_each_whatever_the_ranks() -> None:
+    for seed in range(20):
+        parts = groups_of_parts(seed, dp=1)
+        assert [len(set(part)) for part in parts] == [2, 2, 2]
+        assert sorted(number for part in parts for number in part) == GROUPS.tolist()  # none in two parts, none twice
+        assert all(part.count(number) == GROUPS.tolist().count(number) for part in parts for number in part)
+        assert groups_of_parts(seed, dp=2) == groups_of_parts(seed, dp=4) == parts
+    assert len({str(groups_of_parts(seed, dp=1)) for seed in range(20)}) > 10
+
+
+def test_fewer_groups_than_minibatches_are_one_each_and_without_the_key_groups_are_cut() -> None:
+    samples = replace(numbered(12), group_of=GROUPS)
+    packer = Packer(dims=ParallelDims(), max_tokens=100, whole_groups=True, attention_cost=0.0)
+    assert len(list(packer.minibatches(samples, most=12, seeds=[0]))) == 6
+    assert [part.num_sequences for part in parts_of(samples, [0], most=3)] == [4, 4, 4]
+
+
+def test_nll_weights_are_over_the_right_tokens_of_their_minibatch() -> None:
+    for part in parts_of(numbered(12), [1], most=3):
+        right = int((part.input_ids % 2).sum())
+        assert abs(part.nll_weights.sum().item() - (0.1 if right else 0.0)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (["train.minibatches=1"], "with train.minibatches=1 a minibatch is the whole batch"),
+        (["algorithm=dpo"], "preference.beta=0.1 keeps each group's pair together"),
+        (["algorithm=spo"], "a group is one completion"),
+        (["rollout.prompts_per_step=3", "train.minibatches=4"], r"more than the 3 whole groups .*prompts_per_step=3\)"),
+    ],
+)
+def test_whole_groups_that_move_nothing_or_are_too_few_are_refused(keys: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config("tiny_cpu", ["train.whole_groups=true", *keys])
+
+
+# When a reference that follows the policy takes its weights, and where it is from at a start and at a resume.
+FOLLOWS = ("algorithm=grpo", "algorithm.kl.coefficient=0.1", "algorithm.kl.follow_rate=0.25")
+
+
+async def heard(folder: Path, *keys: str, fresh: bool) -> tuple[list[Any], list[Any], list[Any]]:
+    """What the policy is asked for the reference in two steps, and the reference but for scores; and the ages in the
+    rows."""
+    config = load_config("tiny_cpu", [*BASE, *FOLLOWS, *keys])
+    policy, reference = (Toy(table(VOCABULARY, VOCABULARY, seed=seed)) for seed in (1, 3))
+    engine = ToyEngine(policy, STARTED)
+    roles: Any = Roles(
+        learners={"policy": policy}, frozen={"reference": reference}, engine=engine, weights=ToyWeights(engine)
+    )
+    rig = Rig(folder, asyncio.get_running_loop())
+    job = rig._trainer(config, roles)
+    await job.start_models(fresh=fresh)
+    rows = [await job.step(STARTED + number, Stopwatch()) for number in (1, 2)]
+    await job.close()
+    rig.recorder.close()
+    led = [call[-1] for call in policy.heard if call[0] in {"lead", "reset moments"}]
+    started = [call for call in reference.heard if call[0] == "start from"]
+    return led, started, [row.get("kl/reference_age") for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("keys", "led", "ages"),
+    [
+        ((), [0.25, 0.25], [3.0, 3.0]),  # 60 steps are nearly all that there will be: (1 - rate) / rate
+        (("algorithm.kl.follow_every=31",), [0.25], [0.75 * 31 + 29, 0.75 * 31 + 30]),  # after step 62
+        (
+            ("algorithm.kl.follow_rate=1.0", "algorithm.kl.follow_every=100", "algorithm.kl.reset_moments=true"),
+            [],
+            [60, 61],
+        ),
+        (
+            ("algorithm.kl.follow_rate=1.0", "algorithm.kl.follow_every=31", "algorithm.kl.reset_moments=true"),
+            [1.0, "reset moments"],
+            [29, 30],
+        ),
+        (("algorithm.kl.follow_rate=null",), [], [None, None]),
+    ],
+)
+def test_weights_are_taken_when_due(keys: tuple[str, ...], led: list[Any], ages: list[Any], tmp_path: Path) -> None:
+    found, _, in_rows = asyncio.run(heard(tmp_path, *keys, fresh=True))
+    assert found == led
+    assert in_rows == pytest.approx(ages)
+
+
+@pytest.mark.parametrize(("keys", "loads"), [((), 0), (("algorithm.kl.follow_rate=null",), 1)])
+def test_a_resume_has_it_from_the_checkpoint(keys: tuple[str, ...], loads: int, tmp_path: Path) -> None:
+    """A frozen one is read again from where the run began."""
+    assert len(asyncio.run(heard(tmp_path, *keys, fresh=True))[1]) == 1
+    assert len(asyncio.run(heard(tmp_path, *keys, fresh=False))[1]) == loads
+
+
+# ``job=dpo`` with ``dpo.reference_free=true``: steps and held-out pairs without a frozen model or its memory.
+NONE = cast(Any, None)
+RATE = 0.5
+PAIRS = (((1, 2, 3), (1, 4, 5, 6)), ((2, 7), (2, 5, 1)))
+
+
+def rows() -> list[WrittenRow]:
+    """Prompts of one token, each with a better and a worse answer."""
+    return [
+        WrittenRow(id=str(p), token_ids=np.array(side, np.int32), turns=((1, len(side)),))
+        for p, pair in enumerate(PAIRS)
+        for side in pair
+    ]
+
+
+async def test_a_step_and_held_out_pairs_are_those_of_plain_means_and_no_model_starts() -> None:
+    weights = table(VOCABULARY, VOCABULARY, seed=1)
+    policy = Toy(weights)
+    samples = Preferences.samples_of(rows())
+    job = Preferences(
+        loss=pair_loss(2.0, per_token=True, reference_free=True, target_margin=1.0),
+        roles=Roles(learners={"policy": policy}, frozen={}, engine=NONE, weights=NONE),
+        packer=Packer(dims=ParallelDims(), max_tokens=30, attention_cost=0.0, unit=2),
+        optimizer_steps=OptimizerSteps(name="policy", most=0),
+        parts=[samples],
+        reference=None,
+    )
+    watch = Stopwatch()
+    await job.begin(fresh=True)
+    held_out, made = await job.held_out(), await job.step(samples, RATE, [], watch)
+    plain = weights.double().requires_grad_()
+    logprobs = plain.log_softmax(-1)
+    means = [[sum(logprobs[x, y] for x, y in pairwise(s)) / (len(s) - 1) for s in pair] for pair in PAIRS]
+    loss = sum(-logsigmoid(2.0 * (better - worse) - 1.0) for better, worse in means) / 2
+    loss.backward()
+    assert held_out["eval/loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert made.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert (policy.weights - (weights - RATE * plain.grad)).abs().max() < 1e-6
+    assert "seconds/reference" not in watch.row()
+
+
+def test_a_plan_has_no_memory_of_a_reference() -> None:
+    for recipe, keys, without in (
+        ("dpo_tiny", (), "dpo.reference_free=true"),
+        ("tiny_cpu", ("algorithm=dpo",), "algorithm.preference.reference_free=true"),
+    ):
+        shape = NAMED["qwen3-30b-a3b"]
+        beside, alone = (
+            footprints(load_config(recipe, ["model.path=/given", *given]), shape) for given in (keys, (*keys, without))
+        )
+        assert all(one.terms["reference"] > 0 for one in beside)
+        assert [one.terms | {"reference": 0.0} for one in beside] == [one.terms for one in alone]
+        assert not load_config(recipe, [*keys, without]).needs_reference

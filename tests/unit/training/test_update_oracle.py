@@ -3,25 +3,55 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import math
 import random
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from rl_megatron.algorithms.aggregation import token_weight
+from rl_megatron.algorithms.corrections import proximal_share
 from rl_megatron.config.run import RunConfig
+from rl_megatron.data.packing import Packer
+from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns
+from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles
-from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.observability.recorder import Row, Stopwatch
+from rl_megatron.training.credit.shaping import groups_to_train_on
+from rl_megatron.training.measures import gaps_of, token_versions
 from rl_megatron.training.update import Update
-from rl_megatron.types import Batch, Completion, Counts, Loss, Metric, Prompt, RolloutGroup, Routes
+from rl_megatron.types import (
+    Batch,
+    Chain,
+    Completion,
+    Counts,
+    Loss,
+    LossInputs,
+    Metric,
+    ParallelDims,
+    Prompt,
+    RolloutGroup,
+    Routes,
+    Samples,
+    Span,
+    Trajectory,
+    Turn,
+)
 from tests.completions import completion
+from tests.rows import config_of
 from tests.toy_roles import NAMED, VOCABULARY, Toy, table
+from tests.turns import branched, group, trajectory
+from tests.turns import groups as groups_of_turns
 from tests.unit.training.plain_update import PlainUpdate
 
 CRITIC = {"credit": "gae", "advantage_mean": "none", "advantage_std": "none"}
@@ -185,18 +215,12 @@ def assert_as_plain_loops(config: RunConfig) -> None:
 @pytest.mark.parametrize(
     ("old_logprobs", "routing_replay", "asked"),
     [
-        ("learner", "off", ["score"]),
-        ("learner", "r2", ["score with routes"]),
-        ("learner", "r3", ["score"]),
-        ("rollout", "off", []),
-        ("rollout", "r2", ["score with routes"]),
-        ("rollout", "r3", []),
-        ("interpolated", "off", []),
+        *(("learner", "off", ["score"]), ("learner", "r2", ["score with routes"]), ("learner", "r3", ["score"])),
+        *(("rollout", "off", []), ("rollout", "r2", ["score with routes"])),
+        *(("rollout", "r3", []), ("interpolated", "off", [])),
     ],
 )
-def test_the_learner_is_asked_before_it_trains_only_for_what_is_used(
-    old_logprobs: str, routing_replay: str, asked: list[str]
-) -> None:
+def test_the_learner_is_asked_only_for_what_is_used(old_logprobs: str, routing_replay: str, asked: list[str]) -> None:
     """A pass over the batch costs a third of a step."""
     algorithm = {"old_logprobs": old_logprobs, "routing_replay": routing_replay}
     config = RunConfig.model_validate({"algorithm": algorithm, "train": {"minibatches": 1}})
@@ -298,3 +322,245 @@ def test_what_visits_every_token_runs_beside_the_event_loop() -> None:
     of_tokens = {"to_samples", "assign_credit", "mismatch_row", "advantage_row", "metrics", "tokens_of"}
     assert not in_loops_thread & (of_tokens | {"unpack", "plan_packing", "reference_kl"})
     assert "shape_rewards" in in_loops_thread  # of completions, not of tokens
+
+
+# A trajectory as one row or as a row a turn: the same losses and the same models after two epochs.
+AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"]
+ROWS: dict[str, dict[str, Any]] = {
+    **{name: {"aggregation": name} for name in AGGREGATIONS},
+    "turns": {
+        "credit": "turn", "gamma_turn": 0.5, "ratio_level": "turn", "aggregation": "seq_mean_token_mean",
+        "clip_low": 0.02, "clip_high": 0.02,
+    },
+    "states": {
+        "credit": "turn", "gamma_turn": 0.5, "turn_baseline": "state", "turn_compared": "returns", "turn_weight": 1.0,
+    },
+    "cut ones are left out": {"aggregation": "seq_mean_token_mean", "drop_truncated": True},
+    "right ones again": {"aggregation": "prompt_mean", "nll_coefficient": 0.3},
+    "KL in rewards": {
+        "aggregation": "seq_mean_token_mean", "advantage_std": "none",
+        "kl": {"coefficient": 0.3, "placement": "completion_reward"},
+    },
+}  # fmt: skip
+TWO_STEPS = (1, 2)
+ENVIRONMENT = {"function": "calculator", "template": "plain", "max_tokens": 40}
+
+
+def config(algorithm: dict[str, Any], **train: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "algorithm": algorithm,
+            **({"environment": ENVIRONMENT} if "turn" in algorithm.values() else {}),
+            "train": {"minibatches": 2, "epochs": 2, "learning_rate": 1.0, **train},
+            "rollout": {
+                "engine": "vllm",
+                "prompts_per_step": 4,
+                "group_size": 4,
+                "max_prompt_tokens": 2,
+                "max_new_tokens": 40,
+            },
+            "learner": {"max_tokens_per_micro_batch": 90},
+        }
+    )
+
+
+def apart(sampled: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """Every second trajectory as a row for each of its turns."""
+    return [
+        replace(g, trajectories=tuple(branched(t) if n % 2 else t for n, t in enumerate(g.trajectories)))
+        for g in sampled
+    ]
+
+
+def policy() -> Toy:
+    return Toy(table(VOCABULARY, VOCABULARY, seed=1))
+
+
+def made(c: RunConfig, toy: Toy) -> Update:
+    unused = Toy(torch.zeros(1))
+    reference = {"reference": Toy(table(VOCABULARY, VOCABULARY, seed=3))} if c.algorithm.needs_reference else {}
+    roles: Any = Roles(learners={"policy": toy}, frozen=reference, engine=unused, weights=unused)
+    return Update(config=c, roles=roles, attention_cost=0.0)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_a_trajectory_change_neither_loss_nor_model(name: str) -> None:
+    one, other = policy(), policy()
+    whole, rows = (made(config(ROWS[name]), each) for each in (one, other))
+    for step in TWO_STEPS:
+        sampled = groups_of_turns(step)
+        expected, found = (
+            asyncio.run(update(some, step, Stopwatch())) for update, some in ((whole, sampled), (rows, apart(sampled)))
+        )
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6, abs=1e-6)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        torch.testing.assert_close(other.weights, one.weights, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(one.weights, policy().weights)
+
+
+@functools.cache
+def ragged() -> list[RolloutGroup]:
+    """Two prompts: 2 and 3 trained tokens, of two turns; 1 trained token, and 4 in two rows."""
+    return [
+        group("a", [trajectory([2]), trajectory([1, 2])]),
+        group("b", [trajectory([1]), branched(trajectory([3, 1]))]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("seq_mean_token_mean", [1 / 8] * 2 + [1 / 12] * 3 + [1 / 4] + [1 / 16] * 4),
+        ("seq_mean_token_sum", [1 / 4] * 10),
+        ("seq_mean_token_sum_norm", [1 / 40] * 10),
+        ("prompt_mean", [1 / 10] * 5 + [1 / 10] * 5),
+    ],
+)
+def test_weights_count_trajectories_and_prompts(name: str, expected: list[float]) -> None:
+    samples = to_samples(ragged(), groups_of=True)
+    weights = token_weight(samples, name, max_length=10)
+    assert weights[samples.mask].tolist() == pytest.approx(expected)
+    assert not weights[~samples.mask].any()
+
+
+def test_weights_of_a_part_count_what_is_in_it() -> None:
+    """Sequences 0, 3 and 4: a part of each prompt."""
+    samples, part = to_samples(ragged(), groups_of=True), torch.tensor([0, 3, 4])
+    of_prompts = token_weight(samples, "prompt_mean", max_length=1, part=part)
+    assert of_prompts[samples.mask].tolist() == pytest.approx([1 / 4] * 2 + [0] * 4 + [1 / 8] * 4)
+    of_trajectories = token_weight(samples, "seq_mean_token_mean", max_length=1, part=part)
+    assert of_trajectories[samples.mask].tolist() == pytest.approx([1 / 4] * 2 + [0] * 4 + [1 / 8] * 4)
+
+
+def test_no_weights_are_sent_where_the_counts_give_them() -> None:
+    branches, single = to_samples(ragged()), to_samples([group("a", [trajectory([2])])])
+    assert token_weight(branches, "token_mean", max_length=1) is None
+    assert all(token_weight(single, name, max_length=1) is None for name in AGGREGATIONS[:-1])
+
+
+def test_rows_of_a_trajectory_stay_in_one_minibatch_and_on_the_ranks_foreseen() -> None:
+    samples = to_samples(apart(groups_of_turns(2)))
+    packer = Packer(dims=ParallelDims(dp=2), max_tokens=64, attention_cost=0.0)
+    ranks, seen = packer.ranks(samples, most=3, seed=7), []
+    for batch in packer.minibatches(samples, most=3, seeds=[7]):
+        for d, row in enumerate(batch.sequences):
+            assert ranks[torch.cat(row).numpy()].tolist() == [d] * sum(map(len, row))
+        seen.append(torch.cat([torch.cat(row) for row in batch.sequences]))
+    owners = [set(samples.trajectory_of[rows].tolist()) for rows in seen]
+    assert sum(map(len, owners)) == len(set.union(*owners)) == 9
+    assert sorted(torch.cat(seen).tolist()) == list(range(samples.num_sequences))
+    many = list(packer.minibatches(samples, most=99, seeds=[7]))
+    assert len(many) == 9
+
+
+def test_pairs_of_several_rows_are_refused() -> None:
+    toy, unused = policy(), Toy(torch.zeros(1))
+    roles: Any = Roles(learners={"policy": toy}, frozen={"reference": policy()}, engine=unused, weights=unused)
+    c = config({"preference": {"beta": 0.1}, "old_logprobs": "rollout"})
+    pair = [trajectory([2], total=1.0), branched(trajectory([1, 2], total=0.0))]
+    with pytest.raises(DataError, match="pairs completions of one row"):
+        asyncio.run(Update(config=c, roles=roles, attention_cost=0.0)([group("a", pair)], 1, Stopwatch()))
+
+
+class Poisoned(Toy):
+    """Its losses are given inf and NaN at every position outside the mask."""
+
+    def _inputs(self, samples: Samples, batch: Batch, weights: torch.Tensor) -> LossInputs:
+        inputs = super()._inputs(samples, batch, weights)
+        junk = torch.from_numpy(np.resize([math.nan, math.inf, -math.inf], len(inputs.mask))).float()
+        names = ("logprobs", "entropy", "advantages", "rollout_logprobs", "old_logprobs", "token_weight")
+        columns: dict[str, Any] = {name: torch.where(inputs.mask, getattr(inputs, name), junk) for name in names}
+        return replace(inputs, **columns)
+
+
+def test_what_stands_in_context_changes_nothing() -> None:
+    one, other = policy(), Poisoned(policy().weights)
+    for toy in (one, other):
+        asyncio.run(made(config(ROWS["turns"]), toy)(apart(groups_of_turns(2)), 1, Stopwatch()))
+    assert torch.equal(one.weights, other.weights)
+    assert one.weights.isfinite().all()
+
+
+# Groups with a demonstration: which teach, and what of a step's figures is of the sampled ones alone.
+ENGINE = table(VOCABULARY, VOCABULARY, seed=4)
+
+
+def row_of(sampled: list[RolloutGroup], **algorithm: Any) -> Row:
+    given = {"algorithm": {"demonstration_gamma": 0.1, **algorithm}, "train": {"minibatches": 1, "max_staleness": 2}}
+    policy, unused = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(torch.zeros(1))
+    roles: Any = Roles(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
+    update = Update(config=RunConfig.model_validate(given), roles=roles, attention_cost=0.0)
+    return asyncio.run(update(sampled, 3, Stopwatch()))
+
+
+def test_figures_of_engine_ratio_and_entropy_are_those_without_demonstrations() -> None:
+    sampled = groups(3, ENGINE)
+    found, wanted = row_of(with_demonstrations(sampled)), row_of(sampled)
+    alike = [key for key in wanted if key.startswith(("mismatch/", "kl/", "ratio/", "clip_fraction", "entropy"))]
+    assert {"mismatch/k1", "mismatch/ratio/v0", "kl/rollout", "kl/old_policy", "ratio/mean", "entropy"} <= {*alike}
+    for key in alike:
+        assert abs(found[key] - wanted[key]) < 1e-6, key  # type: ignore[operator]
+    assert wanted["demonstration/share"] == 0
+    assert "demonstration/probability" not in wanted
+    tokens = sum(one.num_sampled for group in sampled for one in group.trajectories)
+    assert abs(found["demonstration/share"] - 6 / (tokens + 6)) < 1e-6  # type: ignore[operator]
+
+
+def test_a_step_of_demonstrations_alone_has_no_figures_of_the_others() -> None:
+    cut = [
+        single_turns(group.prompt, [completion([3], finish="length")] * 2, rewards=[0.0, 0.5])
+        for group in groups(3, ENGINE)
+    ]
+    row = row_of(with_demonstrations(cut), drop_truncated=True)
+    assert row["demonstration/share"] == 1
+    assert row["grad_norm"] > 0  # type: ignore[operator]
+    assert not [key for key in row if key.startswith(("ratio/", "clip_fraction", "entropy", "kl/old_policy"))]
+
+
+def test_a_group_teaches_where_the_demonstration_differs_from_equal_completions() -> None:
+    equal = [
+        replace(group, trajectories=(replace(group.trajectories[0], reward=float(place % 2)),) * 2)
+        for place, group in enumerate(groups(3, ENGINE))
+    ]
+    rewards = [
+        [
+            one.reward
+            for one in (*group.trajectories, *(group.demonstration.trajectories if group.demonstration else ()))
+        ]
+        for group in with_demonstrations(equal)
+    ]
+    assert [len(each) for each in rewards] == [2, 3, 3, 3]
+    section = config_of("luffy").algorithm
+    found = groups_to_train_on(with_demonstrations(equal), section, max_new_tokens=6)
+    assert found == [len(set(each)) > 1 for each in rewards]
+    assert any(found)
+    assert not any(groups_to_train_on(equal, section, max_new_tokens=6))
+
+
+# Each token's own weight version, from engines' spans to the share of the proximal policy.
+def turn(start: int, count: int, *spans: tuple[int, int]) -> Turn:
+    logprobs = np.full(count, -0.5, np.float32)
+    return Turn(start=start, logprobs=logprobs, finish_reason="stop", spans=tuple(Span(*s) for s in spans), text="")
+
+
+def test_tokens_of_rows_with_several_turns_and_versions() -> None:
+    """Positions 0 ... L - 2 of a row have tokens 1 ... L - 1 as targets."""
+    long = Chain(
+        token_ids=np.arange(10, dtype=np.int32), turns=(turn(2, 4, (0, 1), (3, 2)), turn(7, 3, (0, 2), (1, 4)))
+    )
+    short = Chain(token_ids=np.arange(3, dtype=np.int32), turns=(turn(1, 2, (0, 3)),))
+    group = RolloutGroup(
+        prompt=Prompt(id="p", text="", token_ids=(0,), answer=""),
+        trajectories=(Trajectory(chains=(long, short), reward=1.0),),
+    )
+    samples = to_samples([group])
+    versions = token_versions([group], samples)
+    assert versions.tolist() == [1, 1, 1, 1, 2, 1, 2, 4, 4, 3, 3]
+    sampled = samples.mask.tolist()
+    assert sampled == [False, True, True, True, True, False, True, True, True, True, True]
+    lengths, ages = gaps_of([group], step=6).T  # which begins with version 5
+    of_tokens = torch.repeat_interleave(ages, lengths)
+    assert of_tokens.tolist() == [5 - version for version in versions[samples.mask].tolist()]
+    share = proximal_share(versions, proximal_version=4, version=5)
+    closed = [Fraction(4 - v, 5 - v) for v in (1, 1, 1, 2, 2, 4, 4, 3, 3)]
+    assert torch.equal(share[samples.mask], torch.tensor([float(one) for one in closed]))

@@ -42,9 +42,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder, save_with_drafts(request.param, folder, count=2)
 
 
-def test_a_conversion_carries_them_to_the_bit_but_for_copies(
-    saved: tuple[Path, dict[str, Tensor]], tmp_path: Path
-) -> None:
+def test_a_conversion_carries_all_but_copies_to_the_bit(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     folder, tensors = saved
     convert.hf_to_megatron(folder, tmp_path / "megatron")
     convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
@@ -58,9 +56,7 @@ def test_a_conversion_carries_them_to_the_bit_but_for_copies(
     assert convert.left_out(tmp_path / "megatron") is None
 
 
-def test_a_matrix_that_is_no_copy_is_named_by_a_conversion_and_a_comparison(
-    saved: tuple[Path, dict[str, Tensor]], tmp_path: Path
-) -> None:
+def test_a_matrix_that_is_no_copy_is_named_in_both_cases(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     folder, tensors = saved
     copies = sorted(name for name in tensors if name.startswith("model.layers.") and name.endswith(COPIES))
     own, other = copies[0], "model.embed_tokens.weight" if "embed" in copies[0] else "lm_head.weight"
@@ -84,9 +80,7 @@ def test_a_matrix_that_is_no_copy_is_named_by_a_conversion_and_a_comparison(
         ("qwen3_5_moe_stacked", True, "model.visual: only the text model"),
     ],
 )
-def test_qwens_one_is_carried_to_the_bit_whatever_experts_the_decoder_has(
-    name: str, stacked: bool, left: str | None, tmp_path: Path
-) -> None:
+def test_qwens_is_carried_to_the_bit(name: str, stacked: bool, left: str | None, tmp_path: Path) -> None:
     """Qwen3.5 is published with the decoder's experts in one tensor and the draft layer's one by one, Qwen3.6 with both
     in one; each comes back as it was."""
     folder = tmp_path / "hf"
@@ -99,9 +93,7 @@ def test_qwens_one_is_carried_to_the_bit_whatever_experts_the_decoder_has(
     assert read_shape(tmp_path / "megatron") == read_shape(folder)
     told = convert.left_out(folder)
     assert told is None if left is None else (told or "").startswith(left)
-    assert [dict(contents(tmp_path / kind).facts)["draft layers"] for kind in ("hf", "megatron")] == [
-        "mtp.layers.0"
-    ] * 2
+    assert [dict(contents(tmp_path / k).facts)["draft layers"] for k in ("hf", "megatron")] == ["mtp.layers.0"] * 2
 
 
 def test_a_folder_of_qwens_without_one_has_none_after_a_conversion(tmp_path: Path) -> None:
@@ -116,9 +108,7 @@ def test_a_folder_of_qwens_without_one_has_none_after_a_conversion(tmp_path: Pat
     assert not convert.converted_shape(tmp_path / "megatron").drafts
 
 
-def test_megatron_finds_each_where_its_own_layers_save_it(
-    saved: tuple[Path, dict[str, Tensor]], tmp_path: Path
-) -> None:
+def test_megatron_finds_each_where_its_layers_save_it(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     """Keys of megatron-core 0.16's MultiTokenPredictionBlock, read by torch: layers from 0 on, experts stacked."""
     folder, tensors = saved
     convert.hf_to_megatron(folder, tmp_path / "megatron")
@@ -170,9 +160,7 @@ def test_they_are_on_the_last_stage_and_cut_like_the_last_layer() -> None:
     assert held["mtp.layers.61.eh_proj.weight"] == (7168 // 2, 2 * 7168)
 
 
-def test_a_model_without_them_reads_the_folder_and_a_lost_tensor_is_named(
-    saved: tuple[Path, dict[str, Tensor]], tmp_path: Path
-) -> None:
+def test_without_them_a_folder_is_read_and_losses_named(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     folder, tensors = saved
     shape = read_shape(folder)
     found = {name: torch.empty(size) for name, size in hf_layout(shape).local_shapes(0).items()}
@@ -203,9 +191,7 @@ def test_those_of_a_family_without_rows_are_left_out_and_told(tmp_path: Path) ->
         convert.hf_to_megatron(tmp_path / "hf", tmp_path / "other")
 
 
-def test_a_comparison_says_of_which_checkpoint_they_were_left_out(
-    saved: tuple[Path, dict[str, Tensor]], tmp_path: Path
-) -> None:
+def test_a_comparison_says_whose_were_left_out(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     folder, tensors = saved
     shutil.copytree(folder, tmp_path / "without")
     drafts = {name for name in tensors if name.startswith(("model.layers.4.", "model.layers.5."))}
@@ -260,9 +246,7 @@ def test_a_merge_is_continued_only_with_its_own_adapters(saved: tuple[Path, dict
     assert begun(tmp_path / "earlier", share=Share(index=1, count=2)) == []
 
 
-def test_a_merge_of_adapters_that_change_while_they_are_read_is_refused(
-    saved: tuple[Path, dict[str, Tensor]], tmp_path: Path
-) -> None:
+def test_a_merge_of_adapters_that_change_is_refused(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     adapters = save_adapters(tmp_path / "adapters", read_shape(saved[0]))
     file = next(adapters.glob("*.distcp"))
     with pytest.raises(CheckpointError, match=f"the source changed while it was read: {file}: "):
@@ -271,9 +255,7 @@ def test_a_merge_of_adapters_that_change_while_they_are_read_is_refused(
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_the_folder_of_a_mirror_says_whether_it_holds_them(
-    drafts: bool, saved: tuple[Path, dict[str, Tensor]], tmp_path: Path
-) -> None:
+def test_a_mirrors_config_says_it(drafts: bool, saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     """vLLM skips tensors of draft layers by this number, and refuses them as unknown where it is 0."""
     shape = replace(read_shape(saved[0]), drafts=drafts)
     path = tmp_path / "private" / "weights"

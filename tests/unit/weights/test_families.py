@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -12,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     DeepseekV32Config,
@@ -26,22 +31,26 @@ from transformers import (
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
+from rl_megatron.models.families.fields import ConfigFields
 from rl_megatron.models.families.refused import REFUSED
 from rl_megatron.models.named import NAMED
-from rl_megatron.models.shape import Router
+from rl_megatron.models.shape import LatentAttention, ModelShape, Router
 from rl_megatron.scaling.parameters import elements, trained_elements
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.contents import contents
-from rl_megatron.weights.checkpoints.safetensors_io import HFFolder
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.formats.hf_folder import is_draft
 from rl_megatron.weights.layouts import families
 from rl_megatron.weights.layouts.families import FAMILIES, family_of, hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.lora import learner_adapters
+from rl_megatron.weights.layouts.tables.deepseek_v3 import HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3
+from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE
 from rl_megatron.weights.plans.plan import plan
 from tests.family_models import MODELS, save_model
+from tests.small_models import SMALL_MOE
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +85,8 @@ def test_the_hf_table_is_what_transformers_saves(name: str, saved: Path) -> None
 def test_the_planner_counts_every_parameter_that_transformers_saves(name: str, saved: Path) -> None:
     """But an indexer's float32 ones and the bias for the choice of experts, which are small."""
     shape = read_shape(saved / name)
-    small = (
-        "expert_bias",
-        "e_score_correction_bias",
-        "indexer.k_norm.weight",
-        "indexer.k_norm.bias",
-        "weights_proj.weight",
-    )
+    small = ("expert_bias", "e_score_correction_bias", "weights_proj.weight")
+    small += ("indexer.k_norm.weight", "indexer.k_norm.bias")
     files = {key: size for key, size in HFFolder(saved / name).shapes().items() if not is_draft(key, shape)}
     wanted = sum(prod(size) for key, size in files.items() if not key.endswith(small))
     assert elements(replace(megatron_layout(shape), vocab_multiple=1), 0).both == wanted
@@ -121,9 +125,7 @@ def test_the_named_hunyuan_3_is_that_of_transformers(tmp_path: Path) -> None:
         ("glm-5", GlmMoeDsaConfig, {"rope_type": "default", "rope_theta": 1e6}),
     ],
 )
-def test_the_named_models_with_indexers_are_those_of_transformers(
-    name: str, kind: Any, rope: dict[str, Any], tmp_path: Path
-) -> None:
+def test_named_models_with_indexers_are_correct(name: str, kind: Any, rope: dict[str, Any], tmp_path: Path) -> None:
     """An indexer's norm and weights of heads are held in float32 and counted nowhere: 0.02 % of a layer's bytes."""
     config = kind(rope_parameters=rope)
     config.save_pretrained(tmp_path)
@@ -150,14 +152,11 @@ def test_the_named_models_with_indexers_are_those_of_transformers(
         ({"index_topk_freq": 2, "index_skip_topk_offset": 3}, (0, 1, 2, 4)),
     ],
 )
-def test_glm_5_says_in_several_ways_which_layers_have_an_indexer(
-    spelling: dict[str, Any], layers: tuple[int, ...], saved: Path, tmp_path: Path
-) -> None:
+def test_glm_5_names_indexers(spelling: dict[str, Any], layers: tuple[int, ...], saved: Path, tmp_path: Path) -> None:
     """As transformers' class derives them."""
     given = {"num_hidden_layers": 6, "mlp_layer_types": ["dense"] + ["sparse"] * 5, "indexer_types": None, **spelling}
     shape = read_shape(changed(saved / "glm_moe_dsa", tmp_path / "other", **given))
     kinds = GlmMoeDsaConfig(num_hidden_layers=6, **spelling).indexer_types
-    assert shape.indexer is not None
     assert shape.indexer.layers == layers == tuple(n for n, kind in enumerate(kinds) if kind == "full")
 
 
@@ -267,19 +266,11 @@ def test_transformers_4_wrote_ropes_otherwise(saved: Path, tmp_path: Path) -> No
         ("glm4_moe_lite", {"first_k_dense_replace": 1}, "mlp_layer_types=.* with first_k_dense_replace=1 is not"),
         ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave=False is not supported; allowed: True"),
         ("glm4_moe_lite", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported; allowed: True"),
-        (
-            "qwen3_next",
-            {"layer_types": ["sliding_attention"] * 4},
-            "layer_types=.* allowed: 'linear_attention' or 'full_",
-        ),
+        ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "layer_types=.* allowed: 'linear_attention' or '"),
         ("qwen3_next", {"layer_types": ["full_attention"] * 3}, "layer_types=.* for each of 4 layers"),
         ("qwen3_next", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported; allowed: \[\]"),
         ("qwen3_next", {"linear_num_value_heads": 6}, "4 key heads of delta nets do not divide their 6 value heads"),
-        (
-            "glm_moe_dsa",
-            {"indexer_types": ["full", "short"] * 2},
-            "indexer_types=.* allowed: 'full' or 'shared' for each",
-        ),
+        ("glm_moe_dsa", {"indexer_types": ["full", "short"] * 2}, "indexer_types=.* allowed: 'full' or 'shared' for"),
         ("glm_moe_dsa", {"indexer_types": ["shared", "full"] * 2}, "the first layer has no indexer; its indexer_types"),
         ("deepseek_v32", {"q_lora_rank": None}, "no q_lora_rank; fetch the file again"),
         ("hy_v3", {"route_norm": False}, "route_norm=False is not supported; allowed: True"),
@@ -287,23 +278,13 @@ def test_transformers_4_wrote_ropes_otherwise(saved: Path, tmp_path: Path) -> No
         ("hy_v3", {"num_shared_experts": 0}, "num_shared_experts=0: Input should be greater than or equal to 1"),
         ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts=0: Input should be greater than or equal to 1"),
         ("kimi_k25", {"text_config": None}, "no text_config; fetch the file again"),
-        (
-            "glm4_moe",
-            {"model_type": "nemotron_h"},
-            "model_type='nemotron_h' is not supported: its mamba layers are not",
-        ),
-        (
-            "glm4_moe",
-            {"model_type": "ernie4_5_moe"},
-            "'ernie4_5_moe' is not supported: its routers add a bias to softm",
-        ),
+        ("glm4_moe", {"model_type": "nemotron_h"}, "model_type='nemotron_h' is not supported: its mamba layers are"),
+        ("glm4_moe", {"model_type": "ernie4_5_moe"}, "'ernie4_5_moe' is not supported: its routers add a bias to soft"),
         ("glm4_moe", {"model_type": "granitemoe"}, "'granitemoe' is not supported: factors of its config.json"),
         ("glm4_moe", {"model_type": "glm5"}, "model_type='glm5' is not supported; allowed: 'qwen2', 'qwen3'"),
     ],
 )
-def test_what_the_rows_do_not_cover_is_refused(
-    name: str, values: dict[str, Any], message: str, saved: Path, tmp_path: Path
-) -> None:
+def test_the_rest_is_refused(name: str, values: dict[str, Any], message: str, saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         read_shape(changed(saved / name, tmp_path / "other", **values))
 
@@ -386,9 +367,7 @@ def test_glm_flash_says_in_two_ways_which_layers_are_dense(spelling: dict[str, A
         ("glm_moe_dsa", ("e_score_correction_bias", "k_norm.weight", "k_norm.bias", "weights_proj.weight")),
     ],
 )
-def test_a_cast_leaves_buffers_in_float32_alone(
-    family: str, kept: tuple[str, ...], saved: Path, tmp_path: Path
-) -> None:
+def test_a_cast_leaves_float32_buffers_alone(family: str, kept: tuple[str, ...], saved: Path, tmp_path: Path) -> None:
     convert.hf_to_megatron(saved / family, tmp_path / "megatron", dtype=DType.BF16)
     convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back", dtype=DType.F16)
     original, back = (load_file(x / "model.safetensors") for x in (saved / family, tmp_path / "back"))
@@ -397,3 +376,241 @@ def test_a_cast_leaves_buffers_in_float32_alone(
             assert torch.equal(tensor, original[name])
         else:
             assert tensor.dtype == torch.float16
+
+
+# A key that a family's config.json lacks is what transformers' configuration class of that family makes of it.
+_OWN: Mapping[str, Mapping[str, Any]] = {  # where a class's own defaults are no model
+    "deepseek_v2": {"num_experts_per_tok": 6, "first_k_dense_replace": 1},
+    "glm4_moe": {"head_dim": 128},
+}
+_CLASSES = {"kimi_k2": "deepseek_v3"}
+_OLDER: Mapping[str, Any] = {  # spellings of transformers 4
+    "rope_theta": 2e4,
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+}
+
+
+def shape_of(config: Mapping[str, Any], folder: Path) -> ModelShape:
+    (folder / "config.json").write_text(json.dumps(config))
+    return replace(read_shape(folder), draft_layers=0)  # of the key alone, as fields.py says
+
+
+def trimmed(config: dict[str, Any], keys: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Without each of ``keys`` and each part of the ropes' and the text model's, or with null for it."""
+    paths: list[tuple[str, ...]] = [(key,) for key in config if key in keys]
+    paths += [(key, part) for key in ("rope_parameters", "text_config") for part in config.get(key) or ()]
+    for *above, last in paths:
+        for null in (False, True):
+            changed = deepcopy(config)
+            inner = changed[above[0]] if above else changed
+            if null:
+                inner[last] = None
+            else:
+                del inner[last]
+            yield ".".join((*above, f"{last}={'null' if null else 'missing'}")), changed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_config_lacks_is_as_transformers_has_it_or_refused(family: str, tmp_path: Path) -> None:
+    kind = CONFIG_MAPPING[_CLASSES.get(family, family)]
+    full = json.loads(json.dumps(kind(**_OWN.get(family, {})).to_dict() | {"model_type": family}, default=str))
+    older = {} if "text_config" in full else {**full, "rope_parameters": None, **_OLDER}
+    found, compared = {}, 0
+    for config, keys in ((full, ConfigFields.model_fields.keys() - {"model_type"}), (older, _OLDER)):
+        for name, less in trimmed(config, keys):
+            try:
+                known = kind.from_dict(deepcopy(less)).to_dict() | {"model_type": family}
+                wanted = shape_of(json.loads(json.dumps(known, default=str)), tmp_path)
+            except (
+                ConfigError,
+                StrictDataclassError,
+                ArithmeticError,
+                KeyError,
+                TypeError,
+            ):  # transformers has no such model, or this package
+                continue
+            try:
+                read = shape_of(less, tmp_path)
+            except ConfigError:
+                continue
+            compared += 1
+            if read != wanted:
+                found[name] = (read, wanted)
+    assert not found
+    assert compared > 10
+
+
+SHAPE = replace(
+    SMALL_MOE,
+    num_layers=3,
+    hidden_size=16,
+    num_kv_heads=4,
+    head_dim=6,
+    expert_width=8,
+    latent=LatentAttention(query_rank=10, kv_rank=12, nope_dim=4, rope_dim=2, value_dim=5),
+    dense_layers=1,
+    dense_width=24,
+    shared_width=16,
+    family="deepseek_v3",
+    router=Router(score="sigmoid", selection_bias=True, scaling=2.5),
+    qk_norm=None,
+)
+
+
+V2_LITE = replace(
+    SHAPE,
+    family="deepseek_v2",
+    normalize_top_k=False,
+    latent=LatentAttention(query_rank=None, kv_rank=12, nope_dim=4, rope_dim=2, value_dim=5),
+    router=Router(),
+)
+
+
+def save_with_transformers(shape: ModelShape, folder: Path) -> None:
+    """A random model of ``shape``, written by transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    latent = shape.latent
+    v2: Mapping[str, Any] = {"topk_method": "greedy", "norm_topk_prob": False}
+    v3: Mapping[str, Any] = {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0}
+    config = AutoConfig.for_model(
+        shape.family,
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.dense_width,
+        moe_intermediate_size=shape.expert_width,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_heads,
+        n_shared_experts=2,
+        n_routed_experts=shape.num_experts,
+        num_experts_per_tok=shape.experts_per_token,
+        kv_lora_rank=latent.kv_rank,
+        q_lora_rank=latent.query_rank,
+        qk_rope_head_dim=latent.rope_dim,
+        v_head_dim=latent.value_dim,
+        qk_nope_head_dim=latent.nope_dim,
+        first_k_dense_replace=shape.dense_layers,
+        max_position_embeddings=shape.max_positions,
+        **(v2 if shape.family == "deepseek_v2" else v3),
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for key, value in (*model.named_parameters(), *model.named_buffers()):
+            if key in model.state_dict():
+                value.normal_()
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module", params=[SHAPE, V2_LITE], ids=["v3", "v2-lite"])
+def deepseek(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelShape, Path]:
+    folder = tmp_path_factory.mktemp("deepseek")
+    save_with_transformers(request.param, folder)
+    return request.param, folder
+
+
+def test_the_hf_table_is_what_transformers_writes(deepseek: tuple[ModelShape, Path]) -> None:
+    shape, folder = deepseek
+    assert read_shape(folder) == shape
+    assert HFFolder(folder).shapes() == hf_layout(shape).local_shapes(0)
+
+
+def test_megatrons_tensors_are_those_that_mbridge_makes(deepseek: tuple[ModelShape, Path]) -> None:
+    from mbridge.models.deepseek_v3 import DeepseekV3Bridge
+
+    shape, folder = deepseek
+    bridge = object.__new__(DeepseekV3Bridge)  # its rules alone: they need neither model nor process groups
+    bridge.dtype = bridge.make_vocab_size_divisible_by = None
+    layout, hf = replace(megatron_layout(shape), vocab_multiple=1), load_file(folder / "model.safetensors")
+    ours = {name: torch.full(size, torch.nan) for name, size in layout.local_shapes(0).items()}
+    read_boxes(HFFolder(folder), hf_layout(shape), layout, 0, ours)
+    used: set[str] = set()
+    for name, tensor in ours.items():
+        sources = bridge._weight_name_mapping_mcore_to_hf(name)
+        used.update(sources)
+        assert torch.equal(tensor, bridge._weight_to_mcore_format(name, [hf[source] for source in sources])), name
+    assert used == hf.keys()
+
+
+def megatrons_own_shapes() -> dict[str, tuple[int, ...]]:
+    """Parameters of the GPTModel that megatron-core itself builds, by the names that they have without TE."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    latent = SHAPE.latent
+    config = MLATransformerConfig(
+        num_layers=SHAPE.num_layers,
+        hidden_size=SHAPE.hidden_size,
+        num_attention_heads=SHAPE.num_heads,
+        ffn_hidden_size=SHAPE.dense_width,
+        q_lora_rank=latent.query_rank,
+        kv_lora_rank=latent.kv_rank,
+        qk_head_dim=latent.nope_dim,
+        qk_pos_emb_head_dim=latent.rope_dim,
+        v_head_dim=latent.value_dim,
+        rope_type="rope",
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        num_moe_experts=SHAPE.num_experts,
+        moe_ffn_hidden_size=SHAPE.expert_width,
+        moe_shared_expert_intermediate_size=SHAPE.shared_width,
+        moe_layer_freq=[0, 1, 1],
+        moe_router_topk=SHAPE.experts_per_token,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        use_cpu_initialization=True,
+    )
+    parallel_state.initialize_model_parallel()
+    try:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+        for layer in spec.layer_specs:  # the torch attention has no parameters, and takes no latent head sizes
+            layer.submodules.self_attention.submodules.core_attention = IdentityOp
+        model = GPTModel(
+            config,
+            spec,
+            vocab_size=24,  # 21 padded to a multiple of 8
+            max_sequence_length=SHAPE.max_positions,
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+        )
+    finally:
+        parallel_state.destroy_model_parallel()
+    tensors = [*model.named_parameters(), *(b for b in model.named_buffers() if b[0].endswith("expert_bias"))]
+    return {name: tuple(tensor.shape) for name, tensor in tensors}
+
+
+def test_the_megatron_table_is_what_megatron_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its local spec has no TransformerEngine: the norms that TE fuses into the next projection stand by themselves."""
+    from megatron.core.transformer import multi_latent_attention
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # where the rotary frequencies are made
+    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False)  # true where even its stand-in is missing
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        own = megatrons_own_shapes()
+    finally:
+        dist.destroy_process_group()
+    spelled = {}
+    for name, shape in own.items():
+        fused = name.replace("q_layernorm.weight", "linear_q_up_proj.layer_norm_weight")
+        fused = fused.replace("kv_layernorm.weight", "linear_kv_up_proj.layer_norm_weight")
+        fused = re.sub(r"(layers\.0)\.pre_mlp_layernorm\.weight", r"\1.mlp.linear_fc1.layer_norm_weight", fused)
+        fused = re.sub(r"local_experts\.(\d+)\.(linear_fc[12])\.weight", r"\2.weight\1", fused)
+        spelled[fused] = shape
+    assert spelled == Layout(table=MEGATRON_DEEPSEEK_V3, shape=SHAPE).local_shapes(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen3-30b-a3b", 30.5), ("qwen3-235b-a22b", 235.1), ("deepseek-v3", 671.0), ("kimi-k2", 1026.4)],
+)
+def test_named_shapes_have_their_published_size(name: str, billions: float) -> None:
+    table = HF_DEEPSEEK_V3 if NAMED[name].latent else HF_QWEN3_MOE
+    sizes = Layout(table=table, shape=NAMED[name]).local_shapes(0).values()
+    assert sum(prod(size) for size in sizes) / 1e9 == pytest.approx(billions, abs=0.06)

@@ -1,16 +1,22 @@
+"""Layouts of ranks, and plans between them: volume, balance and cost, also of public models at cluster scale."""
+
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError, WeightError
+from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.pipeline import Pipeline, layer_counts
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Piece, coordinates
+from rl_megatron.weights.layouts.tables import deepseek_v3, qwen3_moe
 from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.plans.cost import Cost, Links, broadcast_cost, plan_cost
 from rl_megatron.weights.plans.plan import plan
 from tests.small_models import SMALL_MOE
 
@@ -138,3 +144,125 @@ def test_two_destination_ranks_cannot_share_a_process() -> None:
     hf = Layout(table=HF_QWEN3_MOE, shape=SHAPE, dims=ParallelDims(dp=2))
     with pytest.raises(WeightError, match="two destination ranks into one process"):
         plan(hf, hf, placement={0: 0, 1: 0})
+
+
+HF = Layout(table=HF_QWEN3_MOE, shape=SMALL_MOE).local_shapes(0)
+MODEL = sum(prod(shape) for shape in HF.values())
+EXPERTS = sum(prod(shape) for name, shape in HF.items() if ".experts." in name)
+BYTES, LINKS = 2, Links(nic=100.0, nvlink=1000.0, per_node=2)
+
+
+def costs(dims: ParallelDims, engines: int) -> tuple[Cost, Cost]:
+    """Ours and the usual way, into full copies in processes of their own behind the learner's."""
+    learner = Layout(table=MEGATRON_QWEN3_MOE, shape=SMALL_MOE, dims=dims)
+    target = Layout(table=HF_QWEN3_MOE, shape=SMALL_MOE, dims=ParallelDims(dp=engines))
+    placement = {rank: dims.world_size + rank for rank in range(engines)}
+    moves = plan(learner, target, placement=placement)
+    return (plan_cost(moves, BYTES, LINKS), broadcast_cost(learner, placement.values(), BYTES, LINKS))
+
+
+def test_two_replicas_feed_two_engines_at_the_speed_of_a_port() -> None:
+    ours, usual = costs(ParallelDims(dp=2), 2)
+    assert (ours.within, ours.across) == (0, 2 * MODEL * BYTES)
+    assert ours.received == {2: MODEL * BYTES, 3: MODEL * BYTES}
+    assert max(ours.sent.values()) <= 1.05 * MODEL * BYTES
+    assert ours.bound == max(ours.sent.values()) / LINKS.nic
+    assert (usual.within, usual.across) == (MODEL * BYTES, MODEL * BYTES)  # one copy enters the node, one is passed on
+    assert usual.expected == usual.bound == MODEL * BYTES / LINKS.nic
+
+
+def test_a_gather_costs_what_each_rank_lacks() -> None:
+    _, usual = costs(ParallelDims(ep=2, dp=2), 1)
+    assert usual.within == EXPERTS * BYTES  # half of the experts into each of two ranks of one node
+    gather, push = EXPERTS / 2 * BYTES / LINKS.nvlink, MODEL * BYTES / LINKS.nic
+    assert (usual.bound, usual.expected) == pytest.approx((push, gather + push))
+    _, usual = costs(ParallelDims(ep=4, dp=4), 1)
+    near, far = EXPERTS // 4, EXPERTS // 2  # a node has half of the experts, a rank a quarter
+    assert (usual.within, usual.across) == (4 * near * BYTES, (4 * far + MODEL) * BYTES)
+    assert usual.received[0] == (near + far) * BYTES
+    gather = max(near * BYTES / LINKS.nvlink, far * BYTES / LINKS.nic)
+    assert usual.expected == pytest.approx(gather + MODEL * BYTES / LINKS.nic)
+
+
+def test_the_expected_time_counts_waiting_in_rounds() -> None:
+    ours, _ = costs(ParallelDims(pp=2), 2)
+    first, second = (ours.sent[rank] / 2 / LINKS.nic for rank in (0, 1))
+    assert (first + second) * LINKS.nic == MODEL * BYTES
+    # rounds: 0 to 2 and 1 to 3; then 0 to 3 and 1 to 2, where each waits for the larger half of the model
+    assert ours.expected == pytest.approx(2 * max(first, second))
+    assert ours.bound == pytest.approx(max(2 * first, 2 * second, first + second))
+
+
+def test_engines_inside_the_node_use_its_links() -> None:
+    learner = Layout(table=MEGATRON_QWEN3_MOE, shape=SMALL_MOE, dims=ParallelDims(ep=2, dp=2))
+    moves = plan(learner, Layout(table=HF_QWEN3_MOE, shape=SMALL_MOE, dims=ParallelDims(dp=2)))
+    ours = plan_cost(moves, BYTES, LINKS)
+    assert (ours.within, ours.across) == (EXPERTS * BYTES, 0)
+    assert ours.expected == ours.bound == pytest.approx(EXPERTS / 2 * BYTES / LINKS.nvlink)
+
+
+# Plans of public models at cluster scale: balance, volume and cost of the plan itself.
+LEARNERS = {
+    "qwen3-235b-a22b": (ParallelDims(tp=4, pp=8, ep=16, dp=16), "11+12*6+11"),
+    "deepseek-v3": (ParallelDims(tp=4, pp=8, ep=32, dp=16), "7+8*6+6"),
+    "kimi-k2": (ParallelDims(tp=2, pp=16, ep=16, dp=16), "3+4*14+2"),
+}
+ENGINES = {
+    "full copies": ParallelDims(dp=256),
+    "tp8": ParallelDims(tp=8, etp=8, dp=32),
+    "dp attention, ep64": ParallelDims(dp=256, ep=64),
+}
+
+
+def layouts(model: str, engine: str) -> tuple[Layout, Layout]:
+    shape = NAMED[model]
+    dims, counts = LEARNERS[model]
+    if shape.latent:
+        hf, engines = deepseek_v3.HF_DEEPSEEK_V3, deepseek_v3.ENGINE_DEEPSEEK_V3
+        megatron = deepseek_v3.MEGATRON_DEEPSEEK_V3
+    else:
+        hf, engines, megatron = qwen3_moe.HF_QWEN3_MOE, qwen3_moe.ENGINE_QWEN3_MOE, qwen3_moe.MEGATRON_QWEN3_MOE
+    table = hf if engine == "full copies" else engines
+    return (
+        Layout(table=megatron, shape=shape, dims=dims, stages=layer_counts(counts)),
+        Layout(table=table, shape=shape, dims=ENGINES[engine]),
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("model", LEARNERS)
+def test_replicas_send_alike_and_receivers_get_what_they_hold(model: str, engine: str) -> None:
+    learner, engines = layouts(model, engine)
+    ranks, placement = learner.dims.world_size, {r: learner.dims.world_size + r for r in range(256)}
+    moves = plan(learner, engines, placement=placement)
+    sent, received = [0] * ranks, [0] * 256
+    for (a, b), elements in moves.traffic().items():
+        sent[a] += elements
+        received[b - ranks] += elements
+    replicas: dict[object, list[int]] = {}
+    for rank in range(ranks):
+        replicas.setdefault(coordinates(learner.dims, rank), []).append(sent[rank])
+    stages = [sent[start : start + ranks // learner.dims.pp] for start in range(0, ranks, ranks // learner.dims.pp)]
+    for group in (*replicas.values(), *stages):
+        assert max(group) * len(group) <= 1.05 * sum(group)
+    vocab = NAMED[model].vocab_size
+    for rank in (0, 101, 255):
+        padding = 0
+        shapes = engines.local_shapes(rank)
+        if engine != "full copies":
+            each = shapes["lm_head.weight"][0]
+            mine = max(0, min(each, vocab - coordinates(engines.dims, rank).tp * each))
+            padding = 2 * (each - mine) * NAMED[model].hidden_size
+        assert received[rank] == sum(prod(shape) for shape in shapes.values()) - padding
+
+
+def test_one_engine_is_fed_evenly_too() -> None:
+    """Few destinations: a rank's part of the embedding is a sixth of what a rank sends, unless it is cut."""
+    learner, _ = layouts("qwen3-235b-a22b", "tp8")
+    engine = Layout(table=qwen3_moe.ENGINE_QWEN3_MOE, shape=learner.shape, dims=ParallelDims(tp=8, etp=8))
+    sent = [0] * 512
+    for (a, _), elements in plan(learner, engine, placement={r: 512 + r for r in range(8)}).traffic().items():
+        sent[a] += elements
+    for first in range(0, 512, 64):
+        stage = sent[first : first + 64]
+        assert max(stage) * 64 <= 1.05 * sum(stage)

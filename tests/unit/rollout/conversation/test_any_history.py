@@ -28,21 +28,7 @@ from tests.unit.rollout.conversation.families import (
 )
 
 WORDS = (
-    "so",
-    "37",
-    " ",
-    "\n",
-    "naïve",
-    "日本語",
-    "🙂",
-    "{",
-    '"a"',
-    "  ",
-    "</tool_call",
-    "é",
-    "\t",
-    "<think",
-    "e\u0301",
+    *("so", "37", " ", "\n", "naïve", "日本語", "🙂", "{", '"a"', "  ", "</tool_call", "é", "\t", "<think", "e\u0301"),
 )
 CONVERSATIONS, TURNS = 10, 6
 LEAST = dict.fromkeys(FAMILIES, 1.0) | {"qwen3": 0.5, "glm": 0.5, "gptoss": 0.4}  # of turns that go on from a row
@@ -175,9 +161,7 @@ def templated(template: str) -> ChatTemplate:
         (templated(WHOLE), {"provider_specific_fields": {"refusal": None}}, {"edited": 3}),
     ],
 )
-def test_keys_that_a_client_adds_to_turns_begin_rows_where_the_template_shows_them(
-    template: ChatTemplate, others: dict[str, Any], branches: dict[str, int]
-) -> None:
+def test_keys_added_begin_rows(template: ChatTemplate, others: dict[str, Any], branches: dict[str, int]) -> None:
     rng, conversation = random.Random(4), Conversation(template)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "1+1?"}]
     for number in range(4):

@@ -1,0 +1,549 @@
+"""The openai client and plain HTTP at the endpoint, whose turns take what it says; who gets in, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import http.client
+import http.server
+import json
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import openai
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
+
+from rl_megatron.rollout.conversation.chat import ChatTemplate
+from rl_megatron.rollout.conversation.templates import PlainText, text_of
+from rl_megatron.rollout.endpoint import bodies, server
+from rl_megatron.rollout.endpoint.keys import OpenConversation
+from rl_megatron.rollout.environments.figures import environment_row, of_requests
+from rl_megatron.rollout.local.engine import LocalEngine
+from rl_megatron.types import Chain, Completion, GenerationRequest, SamplingParams, Trajectory, Turn
+from tests.unit.rollout.conversation.families import FAMILIES, TOOLS
+from tests.unit.rollout.endpoint.serving import (
+    ASK,
+    CALLS,
+    STOP,
+    TOKENIZER,
+    Saying,
+    Serving,
+    client_of,
+    episode,
+    post,
+    trained,
+)
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    one = Serving()
+    yield one
+    one.do(one.endpoint.stop())
+    one.loop.call_soon_threadsafe(one.loop.stop)
+
+
+def test_calls_at_once_and_their_results_are_one_row_of_the_sampled_tokens(serving: Serving) -> None:
+    engine = Saying(CALLS, "The sum is 23.")
+    turns = serving.turns(engine)
+    client = client_of(serving.open(turns))
+    asked = {"model": "policy", "messages": [*ASK], "tools": TOOLS}
+    first = client.chat.completions.create(**asked, max_tokens=180)
+    message = first.choices[0].message
+    assert [call.function.arguments for call in message.tool_calls or ()] == ['{"a": 1}', '{"a": 22}']
+    assert (first.choices[0].finish_reason, message.content) == ("tool_calls", None)
+    assert message.reasoning_content == "Add."  # type: ignore[attr-defined]
+    asked["messages"].append(message)
+    for call in message.tool_calls or ():
+        asked["messages"].append({"role": "tool", "tool_call_id": call.id, "content": "23"})
+    second = client.chat.completions.create(**asked, max_completion_tokens=100)
+    assert (second.choices[0].message.content, second.choices[0].finish_reason) == ("The sum is 23.", "stop")
+    (row,) = turns.chains()
+    sampled = [[*TOKENIZER(text)["input_ids"], STOP] for text in engine.texts]
+    assert trained(turns) == sampled
+    assert tuple(row.token_ids[: row.turns[1].start].tolist()) == engine.asked[1].token_ids
+    assert [one.params.max_new_tokens for one in engine.asked] == [180, 100]
+    assert second.usage.prompt_tokens == len(engine.asked[1].token_ids)
+    assert second.usage.completion_tokens == len(sampled[1])
+
+
+def test_streams_have_the_whole_message_and_its_usage(serving: Serving) -> None:
+    turns = serving.turns(Saying(CALLS))
+    client = client_of(serving.open(turns))
+    with client.chat.completions.stream(
+        model="policy", messages=ASK, tools=TOOLS, stream_options={"include_usage": True}
+    ) as stream:
+        final = stream.get_final_completion()
+    calls = final.choices[0].message.tool_calls or ()
+    assert [call.function.arguments for call in calls] == ['{"a": 1}', '{"a": 22}']
+    assert final.choices[0].finish_reason == "tool_calls"
+    assert final.usage.completion_tokens == len(trained(turns)[0])
+
+
+async def test_the_async_client_leads_many_conversations_at_once_that_never_mix(serving: Serving) -> None:
+    many = [serving.turns(Saying(f"I am {place}.", f"Still {place}."), f"c{place}") for place in range(8)]
+    served = [serving.open(turns) for turns in many]
+
+    async def lead(one: tuple[str, str]) -> list[str]:
+        async with openai.AsyncOpenAI(base_url=one[0], api_key=one[1]) as client:
+            messages: list[Any] = [*ASK]
+            for _ in range(2):
+                answer = await client.chat.completions.create(model="policy", messages=messages)
+                messages += [answer.choices[0].message, {"role": "user", "content": "Sure?"}]
+            return [messages[1].content, messages[3].content]
+
+    said = await asyncio.gather(*map(lead, served))
+    assert said == [[f"I am {place}.", f"Still {place}."] for place in range(8)]
+    for place, turns in enumerate(many):
+        assert [text_of(TOKENIZER, np.array(ids)) for ids in trained(turns)] == said[place]
+
+
+@pytest.fixture
+def dropping(serving: Serving) -> Iterator[Callable[[str], str]]:
+    """Stands before a server, and drops its first answer."""
+    dropped = list[bytes]()
+
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            to = http.client.HTTPConnection(*target)
+            to.request("POST", self.path, body, dict(self.headers))
+            answer = to.getresponse()
+            text = answer.read()
+            to.close()
+            if not dropped:
+                dropped.append(text)
+                self.close_connection = True
+                return
+            assert json.loads(text) == json.loads(dropped[0]) | {"created": json.loads(text)["created"]}
+            self.send_response(answer.status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: object) -> None: ...
+
+    target: tuple[str, int] = ("", 0)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def before(base_url: str) -> str:
+        nonlocal target
+        parts = urlsplit(base_url)
+        target = (str(parts.hostname), parts.port or 0)
+        return f"http://127.0.0.1:{server.server_port}{parts.path}"
+
+    yield before
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_dropped_answer_asked_for_again_is_the_same_turn(serving: Serving, dropping: Callable[[str], str]) -> None:
+    engine = Saying("first", "second")
+    turns = serving.turns(engine)
+    base_url, key = serving.open(turns)
+    answer = client_of((dropping(base_url), key)).chat.completions.create(model="policy", messages=ASK)
+    assert answer.choices[0].message.content == "first"
+    assert (len(engine.asked), len(trained(turns))) == (1, 1)
+    assert serving.endpoint.requests(key).retried == 1
+    again = client_of((base_url, key)).chat.completions.create(model="policy", messages=ASK)
+    assert again.choices[0].message.content == "second"  # another request, though equal: its count of retries is 0
+    assert len(turns.chains()) == 2
+
+
+def test_equal_requests_at_once_are_turns_of_their_own(serving: Serving) -> None:
+    engine = Saying("one", "two", "three")
+    turns = serving.turns(engine)
+    served = serving.open(turns)
+    body = json.dumps({"messages": ASK}).encode()
+    engine.go.clear()
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        asking = [threads.submit(post, served, body) for _ in range(3)]
+        while len(turns._turn._waiters or ()) + serving.endpoint.requests(served[1]).retried < 2:
+            concurrent.futures.wait(asking, timeout=0.01)
+        engine.go.set()
+        answers = [one.result()[1] for one in asking]
+    assert {one["choices"][0]["message"]["content"] for one in answers} == {"one", "two", "three"}
+    assert len(trained(turns)) == 3
+
+
+def test_equal_requests_get_the_turns_whose_clients_went_away_each_one(serving: Serving) -> None:
+    engine = Saying("one", "two", "three")
+    turns = serving.turns(engine)
+    served = serving.open(turns)
+    line = serving.endpoint._keys.line({b"authorization": f"Bearer {served[1]}".encode()})
+    body = json.dumps({"messages": ASK}).encode()
+    engine.go.clear()
+    leave(served, line, body, 2)
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        asking = [threads.submit(post, served, body) for _ in range(3)]
+        until(lambda: len(line.sampling) == 3 and line.requests.retried == 2)
+        engine.go.set()
+        answers = [one.result()[1] for one in asking]
+    assert {one["choices"][0]["message"]["content"] for one in answers} == {"one", "two", "three"}
+    assert len(engine.asked) == len(trained(turns)) == 3
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_clients_that_time_out_on_equal_requests_get_turns_of_their_own(serving: Serving, sampled: bool) -> None:
+    engine = Saying("fail", "one", "two", "three")
+    turns = serving.turns(engine)
+    served = serving.open(turns)
+    line = serving.endpoint._keys.line({b"authorization": f"Bearer {served[1]}".encode()})
+    body = json.dumps({"messages": ASK}).encode()
+    engine.go.clear()
+    leave(served, line, body, 1, x_stainless_retry_count="0")
+    engine.go.set()
+    until(lambda: not line.left)  # it failed, and is nobody's answer
+    engine.go.clear()
+    leave(served, line, body, 3, x_stainless_retry_count="0")
+    if sampled:
+        engine.go.set()
+        until(lambda: line.requests.answered == 3)
+    else:
+        leave(served, line, body, 3, x_stainless_retry_count="1")
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        asking = [threads.submit(post, served, body, x_stainless_retry_count="2") for _ in range(3)]
+        until(lambda: line.requests.retried == (3 if sampled else 6))
+        engine.go.set()
+        answers = [one.result()[1] for one in asking]
+    assert {one["choices"][0]["message"]["content"] for one in answers} == {"one", "two", "three"}
+    assert len(engine.asked) == 1 + len(trained(turns)) == 4
+    last = post(served, body, x_stainless_retry_count="3")[1]  # no client has gone
+    assert last["choices"][0]["message"]["content"] == "three"
+
+
+def leave(served: tuple[str, str], line: OpenConversation, body: bytes, clients: int, **headers: str) -> None:
+    """Ask, all at once, and go away before the answer."""
+    parts = urlsplit(served[0])
+    gone = [http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=30) for _ in range(clients)]
+    sent = {"Authorization": f"Bearer {served[1]}", **{key.replace("_", "-"): value for key, value in headers.items()}}
+    for one in gone:
+        one.request("POST", "/v1/chat/completions", body, sent)
+    until(lambda: len(line.sampling) == clients and not line.left)
+    for one in gone:
+        one.close()
+    until(lambda: sum(map(len, line.left.values())) == clients)
+
+
+def until(so: Callable[[], bool]) -> None:
+    late = time.monotonic() + 20
+    while not so():
+        assert time.monotonic() < late
+        time.sleep(0.001)
+
+
+def test_a_conversation_that_ends_gives_up_all_equal_requests_at_once(serving: Serving) -> None:
+    """As of the best of n: each is a turn of its own, and all but the first wait for the turn before theirs."""
+    engine = Saying("one", "two", "three")
+    turns = serving.turns(engine)
+    served = serving.open(turns)
+    body = json.dumps({"messages": ASK}).encode()
+    engine.go.clear()
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        asking = [threads.submit(post, served, body, x_stainless_retry_count="0") for _ in range(3)]
+        while len(turns._turn._waiters or ()) < 2:
+            concurrent.futures.wait(asking, timeout=0.01)
+        serving.close(served[1])
+        engine.go.set()
+        assert [one.result()[0] for one in asking] == [410] * 3
+    assert len(engine.asked) == 1
+
+
+def test_an_engine_that_fails_is_said_and_not_tried_again(serving: Serving) -> None:
+    engine = Saying("fail", "well")
+    client = client_of(serving.open(serving.turns(engine)))
+    with pytest.raises(openai.InternalServerError, match="no server is left"):
+        client.chat.completions.create(model="policy", messages=ASK)
+    assert len(engine.asked) == 1
+    assert client.chat.completions.create(model="policy", messages=ASK).choices[0].message.content == "well"
+
+
+async def test_turns_are_in_the_order_of_sampling_whatever_rows_they_are_in() -> None:
+    turns = episode(Saying("begun", "helped", "read", "answered"))
+    begun = await turns.complete([5, 6], None)
+    await turns.complete([7], None)
+    await turns.reply(ASK, ())
+    await turns.complete([5, 6, *begun.completion.token_ids.tolist(), 8], None)
+    one = Trajectory(chains=turns.chains((0.0, 0.1, None)), reward=1.0)
+    assert [[turn.text for turn in row.turns] for row in one.chains] == [["read"], ["begun", "answered"], ["helped"]]
+    assert [turn.text for turn in one.turns] == ["begun", "helped", "read", "answered"]
+    assert [turn.reward for turn in one.turns] == [0.0, 0.1, None, None]
+
+
+def test_tokens_in_are_rows_by_prefix(serving: Serving) -> None:
+    engine = Saying("abc", "de", "f")
+    turns = serving.turns(engine)
+    served = serving.open(turns)
+
+    def ask(token_ids: list[int], **params: Any) -> list[int]:
+        given = {"temperature": 1.0, "logprobs": 1, "skip_special_tokens": False, **params}
+        body = json.dumps({"model": "policy", "token_ids": token_ids, "sampling_params": given}).encode()
+        status, answer = post(served, body, "/inference/v1/generate")
+        assert status == 200, answer
+        (choice,) = answer["choices"]
+        content = choice["logprobs"]["content"]
+        assert [one["token"] for one in content] == [f"token_id:{one}" for one in choice["token_ids"]]
+        np.testing.assert_allclose([one["logprob"] for one in content], np.linspace(-2, -1, len(content)), atol=1e-6)
+        return choice["token_ids"]
+
+    first = ask([5, 6, 7], stop_token_ids=[STOP])
+    second = ask([5, 6, 7, *first, 8, 9], max_tokens=50)
+    third = ask([5, 6])
+    rows = turns.chains()
+    assert [row.token_ids.tolist() for row in rows] == [[5, 6, 7, *first, 8, 9, *second], [5, 6, *third]]
+    assert [[(turn.start, turn.stop) for turn in row.turns] for row in rows] == [
+        [(3, 3 + len(first)), (5 + len(first), len(rows[0].token_ids))],
+        [(2, 2 + len(third))],
+    ]
+    bad = json.dumps({"token_ids": [1], "sampling_params": {"stop_token_ids": [3]}}).encode()
+    assert post(served, bad, "/inference/v1/generate")[0] == 400
+    for foreign in ([5, len(TOKENIZER)], []):  # which an engine would fail on
+        asked = len(engine.asked)
+        status, answer = post(served, json.dumps({"token_ids": foreign}).encode(), "/inference/v1/generate")
+        assert (status, len(engine.asked), turns.failed) == (400, asked, None)
+        assert f"ids in [0, {len(TOKENIZER)}) are needed, got {foreign}" in answer["error"]["message"]
+    said = asdict(serving.endpoint.requests(served[1]))
+    assert len(said.pop("own_ms")) == 3
+    assert said == {"answered": 3, "retried": 0, "refused": 3, "overridden": 0}
+
+
+def test_what_is_trained_on_is_what_the_tiny_model_sampled(
+    serving: Serving, make_engine: Callable[[int], LocalEngine], theirs: Qwen3MoeForCausalLM
+) -> None:
+    """Its log-probs are transformers' of the whole row, with what the client said between turns."""
+    letters = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({chr(97 + i): i for i in range(41)}, "a")))
+    letters.backend_tokenizer.pre_tokenizer = Split("", "isolated")
+    letters.backend_tokenizer.decoder = Fuse()
+    local = make_engine(4)
+
+    class InProcess:
+        async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+            return local.generate([request])[0]
+
+    turns = serving.turns(
+        InProcess(),
+        template=PlainText(letters),
+        parser=None,
+        params=SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=10, stop_token_ids=(), seed=1),
+    )
+    client = client_of(serving.open(turns))
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    for said in ("abc", "de", "f"):
+        cut = client.chat.completions.create(model="policy", messages=messages, max_tokens=9).choices[0]
+        assert cut.finish_reason == "length"  # at the client's own limit, so that others may follow
+        messages += [cut.message, {"role": "user", "content": said}]
+    (row,) = turns.chains()
+    assert [turn.stop - turn.start for turn in row.turns] == [9, 9, 9]
+    with torch.no_grad():
+        scores = theirs(torch.tensor(row.token_ids[None].astype(np.int64))).logits[0].double().log_softmax(-1)
+    for turn in row.turns:
+        places = range(turn.start, turn.stop)
+        expected = [float(scores[at - 1, row.token_ids[at]]) for at in places]
+        np.testing.assert_allclose(turn.logprobs, expected, atol=1e-4)
+
+
+# What the endpoint says it took for a turn, beside what a client waited for and what an engine took.
+ENGINE, HELD = 0.05, 0.5  # seconds
+LONG = [{"role": "user", "content": "The quick brown fox adds 12 and 30; " * 5000}]
+
+
+class Busy(Saying):
+    """Computes for `ENGINE` seconds, and says how long it took."""
+
+    def __init__(self) -> None:
+        super().__init__("So it is.")
+        self.took = list[float]()
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        began = time.perf_counter()
+        while time.perf_counter() < began + ENGINE:
+            pass
+        answer = await super().generate(request)
+        self.took.append(time.perf_counter() - began)
+        return answer
+
+
+def chat(served: tuple[str, str], messages: Sequence[object], **headers: str) -> float:
+    """Seconds that a client waits for its turn."""
+    body = json.dumps({"model": "policy", "messages": messages}).encode()
+    began = time.perf_counter()
+    status, _ = post(served, body, **headers)
+    assert status == 200
+    return time.perf_counter() - began
+
+
+@pytest.mark.parametrize("by", ["messages", "tokens"])
+def test_own_time_is_less_than_the_clients_without_the_engines(serving: Serving, by: str) -> None:
+    engine = Busy()
+    turns = serving.turns(engine, max_prompt_tokens=100_000)
+    served = serving.open(turns)
+    counts = serving.endpoint.requests(served[1])
+    if by == "messages":
+        waited = [chat(served, messages) for messages in (LONG, ASK, [*ASK, *ASK])]
+    else:
+        body, began = json.dumps({"token_ids": [5] * 100}).encode(), time.perf_counter()
+        assert post(served, body, "/inference/v1/generate")[0] == 200
+        waited = [time.perf_counter() - began]
+    assert len(counts.own_ms) == len(waited) == counts.answered
+    for own, client, sampling in zip(counts.own_ms, waited, engine.took, strict=True):
+        assert 0 < own / 1000 < client - sampling
+    if by == "messages":
+        template, alone = ChatTemplate(TOKENIZER, options=FAMILIES["qwen3"].options), list[float]()
+        for _ in range(3):
+            began = time.thread_time()
+            template.begin(LONG, ())
+            alone.append(time.thread_time() - began)
+        assert counts.own_ms[0] / 1000 > min(alone) / 2
+
+
+def test_a_turn_that_waits_for_another_or_is_asked_for_again_takes_no_more(serving: Serving) -> None:
+    engine = Saying("One.")
+    turns = serving.turns(engine)
+    served = serving.open(turns)
+    counts = serving.endpoint.requests(served[1])
+    engine.go.clear()
+    with ThreadPoolExecutor() as threads:
+        asking = [threads.submit(chat, served, [*ASK, *more]) for more in ([], ASK)]
+        while not engine.asked or not turns._turn._waiters:
+            pass
+        ends = time.perf_counter() + HELD
+        while time.perf_counter() < ends:
+            pass
+        engine.go.set()
+    chat(served, ASK, x_stainless_retry_count="1")
+    assert (counts.answered, counts.retried, len(counts.own_ms)) == (2, 1, 2)
+    assert max(counts.own_ms) / 1000 < max(one.result() for one in asking) - HELD
+
+
+def test_quantiles_are_of_all_turns_of_a_step(serving: Serving) -> None:
+    """Of trajectories with 1, 3 and 96 turns, as numpy has them; one without clients has no part in it."""
+    took = [float(one) for one in np.random.default_rng(0).gamma(2.0, size=100)]
+    counts = serving.endpoint.requests(serving.open(serving.turns(Saying("a")))[1])
+    turn = Turn(start=1, logprobs=np.zeros(1, np.float32), finish_reason="stop", spans=(), text="")
+    row, led = Chain(token_ids=np.zeros(2, np.int32), turns=(turn,)), list[Trajectory]()
+    fixed = {"seconds": 1.0, "tool_calls": 0.0, "bad_calls": 0.0, "gone_on": 0.0}
+    for part in (took[:1], took[1:4], took[4:]):
+        counts.answered = len(part)
+        metrics = fixed | of_requests(counts)
+        led.append(Trajectory(chains=(row,), reward=0.0, metrics=metrics, overhead_ms=tuple(part)))
+    found = environment_row([*led, Trajectory(chains=(row,), reward=0.0, metrics=fixed)])
+    assert found["endpoint/overhead_ms_p50"] == sorted(took)[50]
+    assert found["endpoint/overhead_ms_p99"] == sorted(took)[99]
+    assert found["endpoint/answered"] == pytest.approx(100 / 3)
+    assert not [
+        name for name in environment_row([Trajectory(chains=(row,), reward=0.0, metrics=fixed)]) if "ms" in name
+    ]
+
+
+# Who gets in, what is refused, and that neither costs a turn.
+def test_keys_and_bodies_that_are_refused_cost_no_turn(serving: Serving) -> None:
+    engine = Saying("fine")
+    turns = serving.turns(engine)
+    served = url, key = serving.open(turns)
+    good = json.dumps({"messages": ASK}).encode()
+    for path in ("/health", "/v1/models", "/v1/chat/completions", "/docs"):
+        assert post((url, ""), None, path, "GET", Authorization="")[0] == 401
+        assert post((url, key[:-1] + ("0" if key[-1] != "0" else "1")), None, path, "GET")[0] == 401
+    assert post(served, None, "/health", "GET") == (200, {"status": "ok"})
+    assert post(served, None, "/v1/models", "GET")[1]["data"][0]["max_model_len"] == 4000
+    assert post(served, good, "/v1/responses")[0] == 404
+    assert post(served, None, "/v1/chat/completions", "GET")[0] == 405
+    assert post(served, b" " * (33 * 2**20))[0] == 413
+    wrong: list[bytes] = [good[:end] for end in range(0, len(good), 2)]
+    wrong += [b"\xff\xfe", b"[]", b"null", b'{"messages": []}', b'{"messages": [1]}', b'{"messages": [{"role": 1}]}']
+    wrong += [b'{"messages": [{"role": "user", "content": %s}]}' % (b"[" * n + b"]" * n) for n in (2000, 10**6)]
+    wrong += [
+        json.dumps({"messages": ASK, **given}).encode()
+        for given in (
+            *({"n": 2}, {"stop": ["\n"]}, {"max_tokens": 0}, {"tools": "add"}, {"tool_choice": "required"}),
+            *({"response_format": {"type": "json_object"}}, {"logprobs": True}),
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"messages": [{"role": "user", "content": "long " * 5000}]},
+        )
+    ]
+    for body in wrong:
+        status, answer = post(served, body)
+        assert (status, bool(answer["error"]["message"])) == (400, True), body[:100]
+    assert not engine.asked
+    assert post(served, good)[0] == 200
+    serving.close(key)
+    assert post(served, good)[0] == 410
+    with pytest.raises(openai.APIStatusError, match="has ended"):
+        client_of(served).chat.completions.create(model="policy", messages=ASK)
+
+
+def test_a_body_or_a_head_that_does_not_arrive_holds_nothing(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_BODY_SECONDS", 0.1)
+    monkeypatch.setattr(server, "_HEAD_SECONDS", 0.1)
+    engine = Saying("fine")
+    served = url, key = serving.open(serving.turns(engine))
+    parts = urlsplit(url)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 99\r\n"
+    for sent, answer in ((f'{head}\r\n{{"mess', b"HTTP/1.1 408 "), (head, b"")):
+        with socket.create_connection((str(parts.hostname), parts.port), timeout=30) as slow:
+            slow.sendall(sent.encode())
+            assert slow.recv(13) == answer
+    with socket.create_connection((str(parts.hostname), parts.port), timeout=30) as slow:  # after one that was in time
+        slow.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        with slow.makefile("rb") as said:
+            assert said.readline().startswith(b"HTTP/1.1 401 ")
+            length = next(int(line.split()[1]) for line in said if line.lower().startswith(b"content-length"))
+            assert said.readline() == b"\r\n"
+            assert len(said.read(length)) == length
+            slow.sendall(b"GET /health HTTP/1.1\r\nHo")
+            assert said.read(1) == b""
+    assert not engine.asked
+    assert post(served, json.dumps({"messages": ASK}).encode())[0] == 200
+
+
+def test_silent_connections_use_no_files_and_keep_nobody_out(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond a quarter of them one that asks nothing is closed, never one that is being answered."""
+    engine = Saying("fine")
+    served = url, _ = serving.open(serving.turns(engine))
+    address = urlsplit(url).hostname, urlsplit(url).port
+    engine.go.clear()
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
+        stack.callback(engine.go.set)
+        answered = pool.submit(post, served, json.dumps({"messages": ASK}).encode())
+        while not engine.asked:
+            serving.do(asyncio.sleep(0))
+        monkeypatch.setattr(resource, "getrlimit", lambda which: (16, 16))
+        silent = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(40)]
+        assert post(served, None, "/health", "GET") == (200, {"status": "ok"})
+        ended = 0
+        for stream in silent:
+            stream.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                ended += stream.recv(1) == b""
+        assert 38 <= ended < 40  # there are four: that of the turn, that of /health, and two of these
+        engine.go.set()
+        assert answered.result(30)[0] == 200
+
+
+def test_what_can_be_read_but_is_too_deep_to_be_written_is_refused(serving: Serving) -> None:
+    """The deepest that are read leave no room for the template, which writes them from deeper in the stack."""
+    statuses = []
+    for deep in range(940, 1000, 5):
+        nested = b'{"a":' * deep + b"1" + b"}" * deep
+        tool = b'{"type": "function", "function": {"name": "f", "parameters": %s}}' % nested
+        body = b'{"messages": [{"role": "user", "content": "x"}], "tools": [%s]}' % tool
+        served = serving.open(serving.turns(Saying("fine"), str(deep), max_prompt_tokens=100_000))
+        statuses.append(post(served, body)[0])
+    assert set(statuses) <= {200, 400}, statuses
