@@ -55,8 +55,7 @@ CORRECTED = changed(
 )
 MORE = [policy_loss(objective=f"dppo_{kind}", clip_low=0.12, clip_high=0.2, cap_high=1.6) for kind in ("tv", "kl")]
 MORE.append(policy_loss(objective="gmpo", aggregation="seq_mean_token_mean", clip_low=0.3, clip_high=0.5))
-LOSSES: dict[str, Loss] = {"policy": EVERY_TERM, "gspo": GSPO, "value": ValueLoss(clip=0.2)}
-LOSSES |= {"preference": pair_loss(0.7), "orpo": ORPO, "cross entropy": CrossEntropy()}
+LOSSES: list[Loss] = [EVERY_TERM, GSPO, ValueLoss(clip=0.2), pair_loss(0.7), ORPO, CrossEntropy()]
 pytestmark = pytest.mark.filterwarnings("error")
 
 
@@ -410,11 +409,8 @@ def test_dpo(seed: int, lengths: list[int], scale: float) -> None:
     close(output.metrics["preference/accuracy"].value, right)
 
 
-CASES = {f"{name}-{share}": (loss, share) for name, loss in LOSSES.items() for share in (False, True)} | {
-    f"{loss.row.ratio_level}-{loss.row.objective}-{loss.row.aggregation}": (loss, False)
-    for loss in [*ROWS, CORRECTED, *MORE]
-}
-every_loss = pytest.mark.parametrize(("loss", "proximal"), CASES.values(), ids=CASES)
+CASES = [*product(LOSSES, (False, True)), *((loss, False) for loss in [*ROWS, CORRECTED, *MORE])]
+every_loss = pytest.mark.parametrize(("loss", "proximal"), CASES)
 pairs = st.lists(st.integers(0, 6), min_size=2, max_size=6).map(lambda lengths: lengths[: len(lengths) // 2 * 2])
 
 
