@@ -109,7 +109,7 @@ def test_a_folder_without_a_checkpoint_that_is_read_says_why(message: str, tmp_p
     ("change", "message"),
     [
         ({"num_hidden_layers": 1}, r"linear_qkv.weight has shape \(2, 128, 32\); it should have \(1, 128, 32\)"),
-        ({"moe_intermediate_size": 8}, r"linear_fc1.weight shape \(2, 2, 32, 32\); it should have \(2, 2, 16, 32\)"),
+        ({"moe_intermediate_size": 8}, r"fc1.weight has shape \(2, 2, 32, 32\); it should have \(2, 2, 16, 32\)"),
         ({"vocab_size": 5000}, r"embedding.word_embeddings.weight has shape \(264, 32\); it should have \(5000, 32\)"),
         ({"tie_word_embeddings": True}, r"output_layer.weight \(264, 32\) is unknown; the model has no such tensor"),
         ({"num_hidden_layers": 3}, r"linear_qkv.weight has shape \(2, 128, 32\); it should have \(3, 128, 32\)"),
