@@ -118,7 +118,7 @@ ROOMS = (
         after=(
             "tests/unit/launcher/test_servers.py",
             *_under("tests/unit/weights", "test_families.py"),
-            *_under("tests", "distributed/test_quantised.py", "processes/weights/test_convert.py"),
+            *_under("tests", "distributed/test_engine_ends.py", "processes/weights/test_convert.py"),
         ),
     ),
     Room(
