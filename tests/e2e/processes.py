@@ -123,17 +123,8 @@ class Run:
         assert true(), f"the run ended ({self.process.returncode}) before {what}:\n{self.text()}"
 
     def until_row(self, **wanted: object) -> None:
-        """Wait for a row of metrics; ``warm_start_step`` is the metric warm_start/step."""
-        names = {"warm_start_step": "warm_start/step"}
-
-        def there() -> bool:
-            return any(all(row.get(names.get(k, k)) == v for k, v in wanted.items()) for row in self.rows())
-
-        self.until(there, f"row {wanted}")
-
-    def until_file(self, pattern: str) -> None:
-        """Wait for something under the run's folder."""
-        self.until(lambda: next(self.folder.glob(pattern), None), pattern)
+        """Wait for a row of metrics that has these values."""
+        self.until(lambda: any(wanted.items() <= row.items() for row in self.rows()), f"row {wanted}")
 
     def kill(self) -> None:
         """SIGKILL to the controller alone; checks that everything that it started ends with it."""
@@ -224,23 +215,15 @@ class Place:
         keys = (f"model.cache_dir={self.cache}", f"run.name={name}", *arguments)
         return self._fork(name, ["train", *keys, *(["--resume"] if resume else [])])
 
-    def begin(self, *arguments: str) -> Run:
-        """Start the given command line."""
-        return self._start("none", list(arguments))
-
     def call(self, *arguments: str) -> Run:
         """Run the given command line to its end."""
-        run = self.begin(*arguments)
+        run = self._start("none", list(arguments))
         run.end()
         return run
 
-    def begin_in_fork(self, *arguments: str) -> Run:
-        """Start the given command line in a fork."""
-        return self._fork("none", list(arguments))
-
     def call_in_fork(self, *arguments: str) -> Run:
         """Run the given command line to its end, in a fork."""
-        run = self.begin_in_fork(*arguments)
+        run = self._fork("none", list(arguments))
         run.end()
         return run
 
