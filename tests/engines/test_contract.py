@@ -147,7 +147,7 @@ def outputs_of(model: Any, text: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
 @pytest.mark.parametrize(
     ("seed", "layer", "tokens", "rounding"), [(44, 0, [191], 1e-4), (232, 1, [139], 1e-4), (307, 0, [84, 336], 2e-4)]
 )
-def test_near_ties_fall_so(
+def test_near_ties_fall_as_the_engine_says(
     models: tuple[Path, Path], seed: int, layer: int, tokens: list[int], rounding: float
 ) -> None:
     """The texts have one, or two: 2e-7 to 2e-5 between the router's second and third logit. An engine's rounding is

@@ -21,7 +21,7 @@ from tests.engines.test_restarts import check, process_of, while_sampling
 
 
 @pytest.mark.parametrize("transport", ["process_group", "carried"])
-def test_shards_go_straight(
+def test_shards_go_straight_into_engines(
     server: ServedBench, models: tuple[Path, Path], transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Log-probs are of what was pushed, and no byte more than a rank needs was sent; then through the file again."""
@@ -51,7 +51,7 @@ def test_shards_go_straight(
     assert server.generate(request())[0][0].spans == ((0, 5),)
 
 
-def test_a_lone_server_comes_back_with_what_it_was_sent(
+def test_a_lone_server_that_is_killed_comes_back_with_what_went_straight_into_it(
     start: Callable[[str], ServedBench], models: tuple[Path, Path]
 ) -> None:
     """And goes on with the requests that it had; the next version goes straight into the new one. 30 seconds."""

@@ -103,7 +103,7 @@ async def given_up(replica: Replica) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SERVERS))
-def test_lost_servers_are_spared(
+def test_a_server_that_is_not_started_again_is_done_without(
     models: tuple[Path, Path], tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With 8 completions in flight: the other samples those that it had, each in a second attempt. 60 seconds."""

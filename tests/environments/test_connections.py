@@ -10,7 +10,7 @@ from json_server import JsonServer
 
 
 @pytest.mark.parametrize(("idle", "connections"), [(1.0, 1), (4.9, 2)])
-async def test_a_closing_connection_is_not_used_again(
+async def test_a_connection_is_not_used_again_when_its_server_may_be_closing_it(
     idle: float, connections: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = 0

@@ -153,13 +153,8 @@ def test_the_server_gets_the_row_and_the_transcript() -> None:
     assert body["response"]["incomplete_details"] is None
     output = body["response"]["output"]
     assert [(item["type"], item.get("call_id")) for item in output] == [
-        ("reasoning", None),
-        ("function_call", "call_0"),
-        ("function_call", "call_1"),
-        ("function_call_output", "call_0"),
-        ("function_call_output", "call_1"),
-        ("message", None),
-        ("message", None),
+        *(("reasoning", None), ("function_call", "call_0"), ("function_call", "call_1")),
+        *(("function_call_output", "call_0"), ("function_call_output", "call_1"), ("message", None), ("message", None)),
         ("message", None),
     ]
     assert output[0]["summary"] == [{"type": "summary_text", "text": "hm"}]

@@ -33,13 +33,8 @@ def run(folder: Path, files: dict[str, str], *options: str) -> tuple[int, str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "tests"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "tests"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -63,13 +63,7 @@ def test_an_overlong_buffer_that_leaves_no_length_without_a_penalty_is_refused(p
         ([*TURNS, "algorithm.turn_baseline=index", ONE], "group_size=1 with algorithm.advantage_mean"),
         (["algorithm=reinforce", "algorithm.advantage_mean=none", ONE, REFILL], "=refill drops every group of one"),
         (
-            [
-                "algorithm=reinforce",
-                "algorithm.advantage_mean=mine:f",
-                "algorithm.normalise_rewards=batch",
-                ONE,
-                REFILL,
-            ],
+            ["algorithm=reinforce", "algorithm.advantage_mean=m:f", "algorithm.normalise_rewards=batch", ONE, REFILL],
             "=refill drops every group of one",
         ),
         (["algorithm=ppo", REFILL], "from which algorithm.credit=gae learns"),
@@ -150,10 +144,7 @@ def test_a_job_on_pairs_asks_for_the_worse_answer_of_every_source(job: str) -> N
             "margin_field=m: job=sft does not read it, job=reward_model",
         ),
         (["job=reward_model", "learner.head_dtype=float32"], "head_dtype=float32: job=reward_model does not read it"),
-        (
-            ["job=reward_model", "roles.reference=separate"],
-            "roles.reference=separate: job=reward_model does not read it",
-        ),
+        (["job=reward_model", "roles.reference=separate"], "roles.reference=separate: job=reward_model does not read"),
         (["job=dpo", "algorithm=dpo"], "algorithm.preference.beta=0.1: job=dpo does not read it, job=rl may"),
         (["job=dpo", "learner.padding.sequences=1"], "the two sequences of a pair are of one micro-batch"),
         (["job=dpo", "dpo.max_tokens=9000"], "less than the pair of the longest sequences, 2 * (dpo.max_tokens=9000)"),
@@ -253,13 +244,10 @@ def test_an_interpreter_or_a_share_of_gpus_is_for_engines_that_have_one() -> Non
         assert said.startswith(f"{given} does nothing: {reason}")
 
 
-def test_the_in_process_engine_takes_every_key_of_servers_back() -> None:
+def test_the_in_process_engine_takes_every_key_of_servers_back_and_loads_a_file() -> None:
     group = yaml_text.read(REPO / "conf" / "rollout" / "local.yaml")
     assert isinstance(group, dict)
     assert group["server"] == ServerSection().model_dump(mode="json")
-
-
-def test_servers_of_the_in_process_engine_on_nodes_of_their_own_load_a_file() -> None:
     keys = ["rollout=local", "rollout.server.replicas=2", "run.launcher=slurm", "slurm.engines.nodes=2"]
     assert load_config("tiny_cpu", keys).transport.name == "file"
 
@@ -294,10 +282,7 @@ FILES = ["data.type=files", "data.train=a", "data.eval=b", "warm_start.steps=0"]
             [LUFFY, "environment.function=calculator", "environment.template=plain", "warm_start.steps=0"],
             "environment.function=calculator: a demonstration is the text of one answer, which no environment leads",
         ),
-        (
-            ["algorithm=dpo", "algorithm.demonstration_gamma=0.1"],
-            "demonstration_gamma=0.1 does nothing: algorithm.pref",
-        ),
+        (["algorithm=dpo", "algorithm.demonstration_gamma=0.1"], "demonstration_gamma=0.1 does nothing:"),
         (
             [*FILES, "data.demonstration_field=x"],
             "demonstration_field='x' does nothing without algorithm.demonstration",

@@ -69,9 +69,6 @@ def test_defaults_compose_under_the_file_that_names_them(conf: Path) -> None:
     assert (config.learner.ep, config.learner.optimizer.beta1, config.learner.optimizer.beta2) == (2, 0.7, 0.6)
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (3e-4, 0.2)
     assert config.data == ArithmeticRunData(digits=1)
-
-
-def test_a_group_is_swapped_whole_and_before_single_values(conf: Path) -> None:
     config = load_config("run", ["algorithm.clip_low=0.1", "algorithm=wide", "data=mine"], conf)
     assert config.algorithm.ratio_level == "token"
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.1, 9.0)
@@ -340,7 +337,7 @@ THREE_KEYS = {
 @given(**THREE_KEYS)
 @example(name="off", template="\x85", score=0.0)
 @example(name="off", template="\x85 \u2028", score=0.0)
-def test_written_text_reads_back(
+def test_what_is_written_reads_back_equal(
     tmp_path_factory: pytest.TempPathFactory, name: str, template: str, score: float
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "written.yaml"
@@ -352,7 +349,7 @@ def test_written_text_reads_back(
 @given(**THREE_KEYS)
 @example(name="off", template="\x85 \u2028", score=0.0)
 @settings(max_examples=15)  # of all keys: 0.1 s each
-def test_a_resolved_config_is_equal(
+def test_a_resolved_config_reads_back_equal(
     tmp_path_factory: pytest.TempPathFactory, name: str, template: str, score: float
 ) -> None:
     data = FileRunData(type="files", train=Path("a b.jsonl"), eval=Path("c#.parquet"), prompt_template=template)
@@ -409,9 +406,6 @@ def test_every_key_with_nasty_values_is_taken_or_refused_in_words() -> None:
         group = ["data=gsm8k"] if key.startswith("data.") and key not in {"data.digits", "data.num_eval"} else []
         for value in VALUES[number % 5 :: 5]:
             outcome("tiny_cpu", [*group, f"{key}={value}"])
-
-
-def test_an_empty_list_is_refused_in_words() -> None:
     assert outcome("tiny_cpu", ["profile.ranks=[]"]).endswith("profile.ranks='[]': must be at least 1 of them")
 
 

@@ -46,18 +46,7 @@ DOCUMENTS = sorted(
     if path.name != "CHANGELOG.md"
 )
 SHELL = {
-    "mkdir",
-    "ln",
-    "install",
-    "openssl",
-    "cp",
-    "source",
-    "cd",
-    "export",
-    "git",
-    "sbatch",
-    "lm_eval",
-    "vllm",
+    *("mkdir", "ln", "install", "openssl", "cp", "source", "cd", "export", "git", "sbatch", "lm_eval", "vllm")
 }  # the shell's and others': not ours to parse
 A_COMMAND = r"(\$ )?(rl-megatron|python[\d.]*|pip|make|export|cd|source|git|srun|sbatch|bash|[\w./-]*bin/\S+) "
 
@@ -229,14 +218,11 @@ def test_tests_that_a_document_names_are_there(document: Path) -> None:
     assert [f"{path}::{test}" for path, test in named if test not in there[path]] == []
 
 
-def test_the_page_of_running_has_a_row_for_each_check_before_a_run() -> None:
+def test_pages_of_running_and_in_the_sites_navigation() -> None:
     page = (REPO / "docs" / "running.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"^\| check \|.*\n\|---.*\n((?:\|.*\n)*)", page, re.M)
     assert re.findall(r"^\| ([a-z ]+) \|", table, re.M) == list(CHECKS)
-
-
-def test_every_page_is_in_the_sites_navigation_once() -> None:
-    """``make docs`` says so too, later."""
+    # ``make docs`` says so too, later.
     listed = re.findall(r"^ +- (\S+\.md)$", (REPO / "docs" / "site.yaml").read_text(encoding="utf-8"), re.M)
     pages = [str(path.relative_to(REPO)) for path in [*PAGES, REPO / "CHANGELOG.md"]]
     assert sorted(listed) == sorted(pages)
@@ -285,17 +271,14 @@ def test_each_feature_beside_other_frameworks_names_a_test_that_a_command_runs()
     assert [name for name in sorted(named) if not re.search(r"`[\w/]+\.py::\w+`", tests[name])] == []
 
 
-def test_the_extras_that_install_md_lists_are_those_of_the_wheel() -> None:
+def test_install_md_and_the_readme_count_extras_and_algorithms() -> None:
     """Others are for those who work on this project."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     text = (REPO / "docs" / "install.md").read_text(encoding="utf-8").partition("| extra | for |")[2]
     listed = re.findall(r"^\| `(\w+)` \|", text.partition("\n\n")[0], re.M)
     assert {*listed} == {*project["optional-dependencies"]} - {"test", "dev", "mutants"}
     assert {"ray", "wandb", "vllm", "sglang", "te", "docs"} <= {*listed}
-
-
-def test_the_readme_counts_the_rows_of_algorithms() -> None:
-    """And docs/algorithms.md has a line for each."""
+    # And docs/algorithms.md has a line for each.
     rows = {path.stem for path in (REPO / "conf" / "algorithm").glob("*.yaml")}
     (counted,) = re.findall(r"\*\*(\d+) algorithms as rows", (REPO / "README.md").read_text())
     page = (REPO / "docs/algorithms.md").read_text()
@@ -352,12 +335,9 @@ def test_all_kinds_of_data_are_there() -> None:
     )
 
 
-def test_every_key_whose_name_does_not_say_it_has_a_meaning() -> None:
+def test_keys_have_meanings_values_words_and_one_line() -> None:
     silent = [key for key, _, _, meaning in ROW.findall(render()) if not meaning]
     assert [key for key in silent if not key.startswith("model.tiny.") and key != "data.type"] == []
-
-
-def test_values_are_said_in_words() -> None:
     kinds = {key: kind for key, kind, *_ in ROW.findall(render())}
     assert kinds["data.digits"] == "integer ≥ 1, ≤ 6"
     assert kinds["rollout.top_p"] == "number > 0, ≤ 1"
@@ -365,9 +345,6 @@ def test_values_are_said_in_words() -> None:
     assert kinds["reward.on_error"] == "`fail`, `drop` or number"
     assert kinds["learner.device"] == "`cpu`, `cuda`"
     assert kinds["model.path"] == "path or `null`"
-
-
-def test_the_row_of_a_mapping_is_one_line() -> None:
     schema = Named.model_json_schema(schema_generator=_Described)
     page = "".join(_section("made", schema, {}))
     assert "| `made.names.<name>` | text | not there | Values by name, with `more` below. |\n" in page

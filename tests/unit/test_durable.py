@@ -230,20 +230,14 @@ class Trap:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (
-            lambda path: np.save(path, np.array([Trap()]), allow_pickle=True),
-            "is no column of int32: Object arrays cannot",
-        ),
+        (lambda path: np.save(path, np.array([Trap()]), allow_pickle=True), "is no column of int32: Object arrays"),
         (lambda path: np.save(path, np.zeros(4, np.int64)), "is no column of int32: it has int64 of shape"),
         (lambda path: np.save(path, np.zeros((2, 2), np.int32)), r"it has int32 of shape \(2, 2\)"),
         (lambda path: np.save(path, np.zeros(4, ">i4")), "is no column of int32: it has >i4"),
         (lambda path: path.write_bytes(b"PK\x03\x04" + bytes(80)), "is no column of int32: the magic string"),
         (lambda path: path.write_bytes(b""), "is no column of int32"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is no column of int32"),
-        (
-            lambda path: np.save(path, np.zeros(3, np.int32)),
-            r"has 3 numbers, of which 3 are of other .* has its 1 at 3",
-        ),
+        (lambda path: np.save(path, np.zeros(3, np.int32)), r"has 3 numbers, of which 3 are of other .* has its 1 at"),
         (lambda path: np.save(path, np.zeros(5, np.int32)), "has 5 numbers, of which 4 are completions'"),
     ],
 )

@@ -83,11 +83,8 @@ ELSEWHERE = {  # keys that act outside of a step, and where that is shown
     "rollout.interrupt": "tests/unit/rollout/test_rollout_sampler.py",
     "rollout.slots": "tests/unit/rollout/conftest.py",
 }
-OTHER_TEXTS = {
-    "reward.function": ["exact_match", "length"],
-    "reward.format.pattern": ["a+"],
-    "reward.model.label": ["a"],
-}
+OTHER_TEXTS = {"reward.format.pattern": ["a+"], "reward.model.label": ["a"]}
+OTHER_TEXTS["reward.function"] = ["exact_match", "length"]
 BATCHES = ("no step", f"step {STARTED + 1}:")  # in the second all groups of the first step have equal rewards
 NUMBERS = [0.01, 2, 0.3, 0.5, 0.9, 1, 1.01, 3, 7, 100]  # the first two act in most places
 

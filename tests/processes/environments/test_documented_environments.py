@@ -72,10 +72,7 @@ def test_the_function(name: str) -> None:
         ({"function": "kalkulator"}, "'kalkulator' is unknown; did you mean 'calculator'"),
         ({"function": "my_env:Gues"}, "'Gues' of my_env is not there; did you mean 'Guess'"),
         ({"function": "my_env:EnvironmentStep"}, "is a class without start, step, score, close; give it"),
-        (
-            {"function": "my_env:solve", "max_observation_tokens": 9},
-            "environment.max_observation_tokens=9: .* and has neither",
-        ),
+        ({"function": "my_env:solve", "max_observation_tokens": 9}, "environment.max_observation_tokens=9: .* and has"),
         ({"function": "my_env:Guess", "options": {"lots": 3}}, "environment.options.lots: got an unexpected"),
         ({"function": "my_env:solve", "options": {"lots": 3}}, "environment.options.lots: got an unexpected"),
     ],

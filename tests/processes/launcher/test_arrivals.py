@@ -86,6 +86,11 @@ async def once_all_have_come(count: int) -> str:
     return await loop.create_future()
 
 
+def awaits(folder: Path, blamed: list[Sequence[str]], placement: Any, started: Any, seconds: int) -> Awaited:
+    given = {"placement": placement, "token": TOKEN, "started": started, "seconds": seconds, "blame": blamed.append}
+    return Awaited(folder=folder, files="rank-*.txt", **given)
+
+
 def arrived(folder: Path, absent: Collection[int], blamed: list[Sequence[str]]) -> Mapping[int, ConnectedRank]:
     """Those that `arrivals` returns when all but the ``absent`` connect at once. Checks that every stream is whole."""
     held: dict[int, Connection] = {}
@@ -94,15 +99,7 @@ def arrived(folder: Path, absent: Collection[int], blamed: list[Sequence[str]]) 
     async def main() -> list[ConnectedRank]:
         with channel.listen("127.0.0.1", backlog=RANKS) as listener:
             last = connect(listener, set(range(RANKS)) - set(absent), held)
-            awaited = Awaited(
-                placement=place(DIMS, NODES, EACH),
-                token=TOKEN,
-                started=once_all_have_come(RANKS - len(absent)),
-                seconds=900,
-                folder=folder,
-                files="rank-*.txt",
-                blame=blamed.append,
-            )
+            awaited = awaits(folder, blamed, place(DIMS, NODES, EACH), once_all_have_come(RANKS - len(absent)), 900)
             try:
                 return await arrivals(listener, awaited)
             finally:
@@ -138,15 +135,8 @@ async def test_strangers_that_say_nothing_hold_up_no_rank(tmp_path: Path) -> Non
         listener = stack.enter_context(channel.listen("127.0.0.1", backlog=200))
         connected = [socket.create_connection(listener.getsockname(), 5) for _ in range(100)]
         strangers = [stack.enter_context(stranger) for stranger in connected]
-        awaited = Awaited(
-            placement=place(ParallelDims(), ["node0"], 1),
-            token=TOKEN,
-            started=asyncio.get_running_loop().create_future(),
-            seconds=600,
-            folder=tmp_path,
-            files="rank-*.txt",
-            blame=blamed.append,
-        )
+        started = asyncio.get_running_loop().create_future()
+        awaited = awaits(tmp_path, blamed, place(ParallelDims(), ["node0"], 1), started, 600)
         waiting = asyncio.create_task(arrivals(listener, awaited))
         for stranger in strangers[: -1 - _STRANGERS]:
             assert len(await asyncio.to_thread(stranger.recv, 100)) == channel.PROOF_BYTES
@@ -207,11 +197,7 @@ async def test_a_dead_rank_is_told_without_its_output(tmp_path: Path, monkeypatc
     ("scancel", "seconds", "warned"),
     [
         ('echo "$@" >"$0".said', 60.0, None),
-        (
-            "exec sleep 600",
-            0.05,
-            r"rank 3 on node0 was not continued, if it was stopped: .*scancel.* timed out after 0\.05",
-        ),
+        ("exec sleep 600", 0.05, r"rank 3 on node0 was not continued, if it was stopped: .*scancel.* timed out after"),
         ("echo away >&2; exit 1", 60.0, "was not continued, if it was stopped: scancel: status 1: away$"),
     ],
     ids=["sends it", "hangs", "fails"],

@@ -41,13 +41,8 @@ def test_a_removed_current_folder_is_named(tmp_path: Path) -> None:
 def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[3])])
-    done = subprocess.run(
-        [sys.executable, "-c", "from launcher.entry import main; main()"],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command, own = [sys.executable, "-c", "from launcher.entry import main; main()"], {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (130, "")
 
 
@@ -167,13 +162,8 @@ def test_a_wheels_code_is_there_without_packages_beside_it(packages: Path, tmp_p
     before, cut, _ = script.read_text().partition("\nPYTHON=")
     assert cut
     command = [sys.executable, "-P", "-S", "-c", FINDS, "launcher", "rl_megatron", "tools", "torch_of_the_learner"]
-    asked = subprocess.run(
-        ["bash", "-c", f'{before}\nexec "$@"', "job", *command],
-        env={"PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command, own = ["bash", "-c", f'{before}\nexec "$@"', "job", *command], {"PATH": os.environ["PATH"]}
+    asked = subprocess.run(command, env=own, capture_output=True, text=True, check=True)
     found, shipped = asked.stdout.splitlines()
     assert found == "['launcher', 'rl_megatron', 'tools']"
     assert Path(shipped).samefile(packages / "rl_megatron" / "slurm")

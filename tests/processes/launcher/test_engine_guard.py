@@ -363,7 +363,7 @@ def test_folders_go_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     eventually(lambda: not folder.exists() and not other.exists(), "both folders to go", 10)
 
 
-def test_the_end_waits_no_longer_than_its_limit(
+def test_the_end_of_a_trainer_waits_no_longer_than_its_limit_for_files_to_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A large file of weights takes longer than that to go; here the process that removes it is stopped meanwhile."""
@@ -522,7 +522,7 @@ async def test_each_server_sees_gpus_of_its_own(tmp_path: Path, memory: Path, mo
         (("replicas=2", "tp=8"), "replicas=2 of tp=8 need 16 GPUs, and this machine has 4; lower them"),
     ],
 )
-def test_gpus_of_a_server(
+def test_which_gpus_are_a_servers_own(
     keys: tuple[str, ...], seen: Sequence[tuple[int, ...]] | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the first on, whatever ranks the configuration has."""

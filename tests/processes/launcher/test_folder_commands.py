@@ -211,7 +211,7 @@ def test_verify_reads_adapters_and_models(folders: Path, tmp_path: Path, capsys:
     assert f"{ones} holds adapters alone (learner.lora); merge them" in capsys.readouterr().err
 
 
-async def test_verify_finds_changes_in_any_file(
+async def test_verify_of_a_runs_shards_finds_what_has_changed_in_any_file_of_the_checkpoint(
     folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those of which the weights' own format has no checksum, and the controller's: without them it is not resumed."""

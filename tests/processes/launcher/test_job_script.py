@@ -417,7 +417,7 @@ def test_signals_stop_a_run_and_the_second_ctrl_c_interrupts_it(tmp_path: Path) 
         ("SIGUSR1", ["SIGTERM"], True, False),
     ],
 )
-def test_a_job_that_ends_exports_nothing(
+def test_a_run_whose_job_ends_soon_exports_nothing(
     own: str | None, of_ranks: list[str], comes_back: bool, exports: bool, tmp_path: Path
 ) -> None:
     with Progress(1, "plain", "run", run_folder=tmp_path) as progress:
@@ -454,7 +454,7 @@ def test_a_job_that_does_not_tell_its_nodes_is_refused(
         Allocation.this(tmp_path, config_of())
 
 
-async def test_an_endless_step_is_killed(
+async def test_a_step_that_does_not_end_is_killed_and_told_with_what_may_be_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A killed srun leaves its tasks to Slurm."""

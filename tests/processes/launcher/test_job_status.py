@@ -83,13 +83,7 @@ def test_slurm_that_does_not_answer_is_waited_for_no_longer(tmp_path: Path, monk
 def test_the_users_variables_count_where_the_script_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of a job in which the command is given does."""
     of_shell = {"ACCOUNT": "SBATCH", "GRES": "SBATCH"}
-    scripts = {
-        "PARTITION": "SBATCH",
-        "TIMELIMIT": "SBATCH",
-        "SIGNAL": "SBATCH",
-        "NO_REQUEUE": "SBATCH",
-        "WAIT": "SBATCH",
-    }
+    scripts = dict.fromkeys(("PARTITION", "TIMELIMIT", "SIGNAL", "NO_REQUEUE", "WAIT"), "SBATCH")
     monkeypatch.setenv("SBATCH_CLUSTERS", "given")  # of sbatch alone; the other commands must ask there, too
     of_job = {"JOB_ID": "SLURM", "EXPORT_ENV": "SLURM", "CPU_BIND": "SRUN"}
     for name, whose in {**of_shell, **scripts, **of_job}.items():
@@ -173,7 +167,7 @@ def test_the_status_has_the_line_that_shows_the_newest_attempt(
     assert said[4:] == (["scancel 7"] if state == "RUNNING" else [])
 
 
-def test_a_script_sent_by_hand_is_known(
+def test_a_run_whose_script_was_sent_by_hand_is_known_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Once its own job has ended, or after a dry run; not by its name alone, which a run elsewhere may have, too."""

@@ -202,7 +202,7 @@ async def test_ranks_end_with_it_and_say_so() -> None:
             await forks.fork(LEARNER, 2)
 
 
-async def test_ranks_need_no_fork(
+async def test_ranks_are_plain_processes_where_it_must_not_fork(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "threaded.py").write_text(

@@ -107,11 +107,7 @@ def test_the_tiny_model_has_a_chat_template() -> None:
     ("break_it", "more", "said"),
     [
         (remove("model/tokenizer.json"), (), "model: it has no tokenizer (tokenizer.json"),
-        (
-            remove("model/model.safetensors"),
-            (),
-            "model: it has neither model.safetensors.index.json nor model.safetensors",
-        ),
+        (remove("model/model.safetensors"), (), "it has neither model.safetensors.index.json nor model.safetensors"),
         (cut, (), "model.safetensors is torn"),
         (remove("model/chat_template.jinja"), (), "data.chat_template=true, but the tokenizer of model.path="),
         (
@@ -126,17 +122,9 @@ def test_the_tiny_model_has_a_chat_template() -> None:
         (remove("vllm/bin/python"), (), "vllm/bin/python: no such file; set the interpreter that vllm is installed"),
         (None, ("rollout=sglang",), "sglang is not installed in "),
         (None, ("reward.function=preflight_rewards:nope",), "'nope' of preflight_rewards is not there"),
-        (
-            None,
-            ("reward.function=preflight_rewards:short",),
-            "returned 1 rewards for 2 completions; it must return one",
-        ),
+        (None, ("reward.function=preflight_rewards:short",), "returned 1 rewards for 2 completions; it must return"),
         (None, ("reward.function=preflight_rewards:raising",), "raised KeyError: 'price list'; fix it, or set"),
-        (
-            None,
-            ("reward.function=preflight_rewards:blocking", "reward.timeout_seconds=0.2"),
-            "no answer within reward.",
-        ),
+        (None, ("reward.function=preflight_rewards:blocking", "reward.timeout_seconds=0.2"), "no answer within"),
         (None, ("reward.function=hf:judge",), "reward 'hf:judge': it has no config.json"),
         (None, ("learner.ep=3", "learner.tp=1", "learner.dp=3"), "learner: ep = 3 does not divide 128 experts"),
         (None, ("slurm.gpu_memory_gb=40",), "slurm.gpu_memory_gb=40: rank 0 needs"),
@@ -207,7 +195,7 @@ def test_gpus_and_ranks_that_would_be_idle_are_noted(keys: tuple[str, ...], more
     ],
 )
 @pytest.mark.parametrize("mode", ["off", "drop", "refill"])
-def test_groups_that_teach_but_are_left_out(
+def test_groups_that_are_left_out_although_they_teach_are_noted(
     keys: tuple[str, ...], algorithm: tuple[str, ...], noted: bool, mode: str
 ) -> None:
     row = ("algorithm=reinforce", *(f"algorithm.{each}" for each in algorithm), f"rollout.dynamic_sampling={mode}")
@@ -318,7 +306,7 @@ def test_the_tiny_models_sizes_are_known_before_it_is_made(tmp_path: Path, more:
     assert starting_shape(config) == read_shape(starting_folder(config))
 
 
-def test_check_has_an_exit_status(
+def test_check_says_what_it_found_by_its_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -359,7 +347,7 @@ def test_all_faults_of_one_check_are_told(keys: tuple[str, ...]) -> None:
         assert sum(said in text for text in problems) == 1, problems
 
 
-def test_all_checks_are_told(
+def test_an_error_of_a_check_is_told_with_what_others_find(
     keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def torn(subject: Subject) -> Iterator[Found]:
@@ -454,26 +442,11 @@ def test_fields_of_published_data_that_no_key_reads_are_noted(
 @pytest.mark.parametrize(
     ("recipe", "answer", "more", "noted"),
     [
-        (
-            "gsm8k_tiny",
-            r"We have $\boxed{\frac{1}{2}}$.",
-            (),
-            ":1: the answer is a formula, as of 1 of the first 1 rows",
-        ),
+        ("gsm8k_tiny", r"We have $\boxed{\frac{1}{2}}$.", (), ":1: the answer is a formula, as of 1 of the first 1"),
         ("gsm8k_tiny", r"\frac{1}{2}", ("reward.function=math_verify",), ""),
         ("gsm8k_tiny", r"$\frac{4}{2}$ is 2\n#### 2", (), ""),
-        (
-            "gsm8k_tiny",
-            ["1", "2"],
-            (),
-            ":1: data.answer_field='answer' is a list, and completions are compared with its",
-        ),
-        (
-            "sft_tiny",
-            ["a", "b"],
-            (),
-            ":1: data.answer_field='answer' is a list, and its JSON is learnt; write one answer",
-        ),
+        ("gsm8k_tiny", ["1", "2"], (), ":1: data.answer_field='answer' is a list, and completions are compared with"),
+        ("sft_tiny", ["a", "b"], (), ":1: data.answer_field='answer' is a list, and its JSON is learnt; write one"),
         ("sft_tiny", r"\frac{1}{2}", (), ""),
         ("gsm8k_tiny", '["34"]', (), ":1: data.answer_field='answer' is the JSON text of a list, and completions are"),
         ("gsm8k_tiny", "[3, 4)", (), ""),
@@ -481,7 +454,7 @@ def test_fields_of_published_data_that_no_key_reads_are_noted(
         ("sft_tiny", "1", ("data.prompt_field=asked",), ":1: data.prompt_field='asked' is the JSON text of a list"),
     ],
 )
-def test_ambiguous_answers_are_noted(
+def test_answers_that_are_read_otherwise_than_they_may_be_meant_are_noted(
     tmp_path: Path, recipe: str, answer: object, more: tuple[str, ...], noted: str
 ) -> None:
     path = data_file(tmp_path / "rows.jsonl", {"question": "q", "answer": answer, "asked": '[{"role": "user"}]'})

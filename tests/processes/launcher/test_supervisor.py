@@ -250,7 +250,7 @@ async def test_a_server_that_hangs_is_left(fakes: list[Fake], path: str, monkeyp
 
 
 @pytest.mark.parametrize("slow", ["a queue", "no health"])
-async def test_a_server_that_makes_tokens_is_healthy(
+async def test_a_server_that_makes_tokens_is_healthy_however_long_a_request_takes(
     fakes: list[Fake], slow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request waits behind others; or the server is too busy to say that it is well. Looks come thrice a limit."""
@@ -395,7 +395,7 @@ class Started:
 
 
 @pytest.mark.parametrize(("gpus", "alone"), [([0, 0, 0], True), ([0, 1, 2], False)])
-async def test_servers_of_one_gpu_queue(
+async def test_servers_of_one_gpu_start_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[int], *, alone: bool
 ) -> None:
     """Each measures the memory that is left for its cache."""
@@ -440,7 +440,7 @@ async def test_a_server_that_dies_as_it_starts_ends_a_run_but_not_its_resume(tmp
 
 
 @pytest.mark.parametrize(("resumes", "ends_late"), [(False, False), (True, False), (True, True)])
-async def test_a_server_may_die_while_others_start(
+async def test_a_server_that_dies_while_others_start_is_as_one_that_dies_while_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resumes: bool, ends_late: bool
 ) -> None:
     """It was ready, and no supervisor watches it before all are; it may still be ending when the others are ready."""
@@ -492,7 +492,7 @@ def _listens(port: int) -> bool:
         "its second node does not start",
     ],
 )
-async def test_nothing_is_left_of_a_failed_restart(
+async def test_nothing_is_left_of_a_server_that_is_restarted_and_does_not_come_up(
     tmp_path: Path, code: str, nodes: int, seconds: float, why: str
 ) -> None:
     model = make_tiny_model(TinySizes(), tmp_path / "cache", seed=0)
@@ -569,7 +569,7 @@ async def pushed(servers: ServedEngines, engine: ServedEngine, version: int) -> 
 
 
 @pytest.mark.parametrize(("refusal", "health"), [(401, 401), (403, 403), (403, 200)])
-async def test_a_new_token_ends_nothing(
+async def test_a_token_that_rotates_ends_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int, health: int
 ) -> None:
     """Both servers refuse the one of before, ``health`` their health check. The file is late the second time."""

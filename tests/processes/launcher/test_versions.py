@@ -137,7 +137,7 @@ TRANSPORTS = {
         (having("2.14.1", "2.30.7", 9), "process_group", ("learner.device=cpu",), ""),
     ],
 )
-def test_ranks_that_cannot_be_one_group_are_refused(
+def test_ranks_that_cannot_be_one_group_are_refused_by_both_numbers_and_others_are_not(
     engine: Libraries, transport: str, more: tuple[str, ...], said: str
 ) -> None:
     config = load_config("tiny_cpu", [*GPU, *TRANSPORTS[transport], *more])
@@ -327,12 +327,8 @@ def test_an_installed_package_is_not_of_the_commit_around_it(tmp_path: Path, mon
 def test_a_damaged_record_is_named_and_ends_neither_the_start_nor_the_page(tmp_path: Path) -> None:
     """In the middle, as a last line, torn too; nothing that a resume needs is in the file."""
     path, last = (run := a_run(tmp_path / "a")) / "starts.jsonl", '{"step": 1, "torch": "2.0"}'
-    for before, lines in (
-        (f"x\n\x00\n[]\n{last}\n", (1, 2, 3)),
-        (f"{last}\nx\n", (2,)),
-        (f'{last}\n\n{{"st', (2,)),
-        ("x", ()),
-    ):
+    texts = {f"x\n\x00\n[]\n{last}\n": (1, 2, 3), f"{last}\nx\n": (2,), f'{last}\n\n{{"st': (2,), "x": ()}
+    for before, lines in texts.items():
         path.write_text(before)
         said = record_start(run, step=2, engine=None)
         damaged = [line for line in said if line.startswith(f"{path}:")]
@@ -402,10 +398,7 @@ def test_steps_are_read_by_bash_and_can_be_run(script: str) -> None:
 
 def test_both_recipes_run_the_same_steps_in_the_same_order() -> None:
     assert re.findall(r"^FROM (\S+) AS (\S+)$", DOCKERFILE, re.M) == [
-        ("${BASE}", "base"),
-        ("base", "transformer_engine"),
-        ("transformer_engine", "learner"),
-        ("learner", "vllm"),
+        *(("${BASE}", "base"), ("base", "transformer_engine"), ("transformer_engine", "learner"), ("learner", "vllm")),
         ("learner", "sglang"),
     ]
     assert re.findall(r"^RUN slurm/images/(\w+)\.sh$", DOCKERFILE, re.M) == list(STEPS)
@@ -457,13 +450,8 @@ def test_the_builder_is_given_the_base_and_the_stage(tmp_path: Path, arguments: 
     stand_in = tmp_path / arguments.split()[0]
     stand_in.write_text('#!/bin/sh\necho "$(basename "$0") $*"\npwd\n')
     stand_in.chmod(0o755)
-    done = subprocess.run(
-        [IMAGES / "build.sh", *arguments.split()],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    given, own = [IMAGES / "build.sh", *arguments.split()], {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(given, env=own, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout.splitlines()) == (0, [command.format(**VERSIONS), str(REPO)])
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import pytest
 from typing_extensions import override
 
@@ -32,7 +31,7 @@ from rl_megatron.sandbox import subprocess as here
 from rl_megatron.sandbox.protocol import Executor, Limits, Ran, SandboxProgram
 from rl_megatron.sandbox.subprocess import why_unfenced
 from rl_megatron.sandbox.table import Sandbox, _Slots
-from rl_megatron.types import Completion, Prompt, Scored, Span
+from rl_megatron.types import Prompt, Scored
 from tests.completions import completion
 from tests.unit.rewards.test_rewards import LATEX, score
 from tests.unit.rewards.test_time_limit import _processes_of_math_verify, _programs, _ranks, _requests, _threads
@@ -94,9 +93,7 @@ WHY = asyncio.run(why_unfenced())
 fenced = pytest.mark.skipif(bool(WHY), reason=f"this machine fences nothing: {WHY}")
 SANDBOX = SandboxSection()
 DOUBLE = {"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10\n"]}
-DONE = Completion(
-    token_ids=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop", spans=(Span(0, 0),)
-)
+DONE = completion((0,))
 
 
 def rewarded(tests: Any, texts: Sequence[str], sandbox: SandboxSection = SANDBOX, **keys: Any) -> list[float]:
@@ -403,7 +400,7 @@ def test_processes_end_with_the_one_that_started_them() -> None:
 @pytest.mark.parametrize(
     "taken", [_threads, _processes_of_math_verify, _requests, _ranks, pytest.param(_programs, marks=fenced)]
 )
-def test_waits_of_groups_are_free(
+def test_waits_for_what_groups_share_are_not_counted(
     taken: Callable[[], Coroutine[None, None, None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "_COMPUTES", 0.0)  # as if each thread computed

@@ -441,7 +441,7 @@ async def every_chance() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("staleness", [0, 1])
-async def test_as_many_trajectories_are_in_flight(
+async def test_turns_of_as_many_trajectories_are_in_flight_as_completions_of_groups(
     fakes: list[Fake], tmp_path: Path, staleness: int, ahead: bool
 ) -> None:
     of = ["environment.function=calculator", "environment.template=plain", "environment.max_tokens=64"]

@@ -130,7 +130,7 @@ def runs(pid: int) -> bool:
         as_a_daemon,
     ],
 )
-def test_orphans_are_killed(
+def test_processes_that_left_their_parent_are_killed_and_no_other_trajectorys(
     tmp_path: Path, leave: Callable[[list[str]], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     def pid_of(number: int) -> int:

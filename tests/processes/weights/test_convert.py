@@ -412,16 +412,10 @@ def test_the_picture_is_svg_with_a_box_for_what_each_rank_holds(tmp_path: Path) 
     root = ET.parse(tmp_path / "layout.svg").getroot()  # our own file
     boxes = root.findall("{http://www.w3.org/2000/svg}rect")
     assert len(boxes) == 1 + 8 * 9 + 4 + 4 * 2  # the ground, the layers' rows, embedding, final norm and output layer
-
-
-def test_a_layout_that_does_not_fit_is_refused() -> None:
     refused = inspect("megatron,pp=7")
     assert refused.returncode == 1
     assert "does not divide 48 layers" in refused.stderr
-
-
-def test_a_stage_shows_its_layers_of_every_kind() -> None:
-    """Qwen3-Next has attention in each fourth layer alone."""
+    # Qwen3-Next has attention in each fourth layer alone.
     layout = parse_layout("x", "megatron,pp=24", model_shape("qwen3-next-80b-a3b"))
     assert [_layers(layout, stage) for stage in (0, 1, 23)] == ["0–1", "2–3", "46–47"]
 

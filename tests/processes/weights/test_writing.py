@@ -124,9 +124,7 @@ def test_a_part_ends_well_with_a_renamed_folder(hf: Path, tmp_path: Path, monkey
     assert done
 
 
-def test_a_part_ends_well_after_its_folder_is_renamed(
-    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_ends_well_if_its_folder_is_renamed(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, changed, done = tmp_path / "out", Files.changed, list[Files]()
     assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=1, count=2)) == [0]
 
@@ -233,7 +231,7 @@ def rewrite(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja"])
 @pytest.mark.parametrize("change", [rewrite, Path.unlink])
-def test_a_source_that_changes_is_not_published(
+def test_a_source_whose_small_files_change_while_it_is_read_is_not_published(
     hf: Path, tmp_path: Path, name: str, change: Callable[[Path], None]
 ) -> None:
     source, out = Path(shutil.copytree(hf, tmp_path / "source")), tmp_path / "out"

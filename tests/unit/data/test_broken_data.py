@@ -113,23 +113,14 @@ def columns(*names: str) -> Any:
     return pa.table([pa.array(["a", "b"])] * len(names), names=names)
 
 
-def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_odd_columns_and_names_are_refused_in_short(tmp_path: Path) -> None:
     pq.write_table(columns("question", "answer", "answer"), tmp_path / "x.parquet")
     assert "2 columns are called 'answer'; keep one of them" in said(tmp_path / "x.parquet")
-
-
-def test_many_columns_are_not_all_listed(tmp_path: Path) -> None:
     pq.write_table(columns("question", *(f"column {i}" for i in range(2000))), tmp_path / "x.parquet")
     assert len(said(tmp_path / "x.parquet")) < 1000
-
-
-def test_a_name_that_no_file_can_have_is_told(tmp_path: Path) -> None:
     assert "cannot be read: File name too long" in said(tmp_path / f"{'x' * 300}.jsonl")
     assert "no such file" in said(tmp_path / "a\0b.jsonl")
     assert "unknown extension" in said(tmp_path / f"x.{'y' * 9000}")
-
-
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").mkdir()
     assert "no such file" in said(tmp_path / "x.jsonl")
 

@@ -164,12 +164,8 @@ def test_a_field_that_nothing_reads_is_refused(keys: dict[str, Any], said: str) 
 
 
 CALLS = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]}
-CHATS = [
-    [ASKS],
-    [SAYS, AGAIN],
-    [SAYS, ASKS, ANSWERS, AGAIN],
-    [ASKS, CALLS, {"role": "tool", "content": "1", "name": "f"}],
-]
+TOOL = {"role": "tool", "content": "1", "name": "f"}
+CHATS = [[ASKS], [SAYS, AGAIN], [SAYS, ASKS, ANSWERS, AGAIN], [ASKS, CALLS, TOOL]]
 VERL = {"prompt_field": "prompt", "answer_field": "reward_model.ground_truth", "chat_template": True}
 
 
@@ -214,11 +210,7 @@ def test_a_question_in_another_context_is_another_problem_which_may_be_held_out(
     """What is held out is so with any system, as a text or as a message; other earlier turns ask another thing."""
     long = {"role": "system", "content": "Be long."}
     chats = [
-        [AGAIN],
-        [SAYS, AGAIN],
-        [long, AGAIN],
-        [SAYS, AGAIN],
-        [ASKS, ANSWERS, AGAIN],
+        *([AGAIN], [SAYS, AGAIN], [long, AGAIN], [SAYS, AGAIN], [ASKS, ANSWERS, AGAIN]),
         [ASKS, {**ANSWERS, "content": "3"}, AGAIN],
     ]
     found = loaded(tmp_path, suffix, *of_verl(*chats), **VERL, samples=True)
@@ -230,11 +222,8 @@ def test_a_question_in_another_context_is_another_problem_which_may_be_held_out(
     assert [one.id for one in found] == [f"train:{line}" for line in (5, 6)]
     rows = [{"q": "1?", "a": "2", "s": text} for text in ("Be brief.", "Be long.", None, "Be  brief.")]
     keys = {"prompt_field": "q", "answer_field": "a", "system_field": "s", "chat_template": True}
-    assert [one.id for one in loaded(tmp_path, suffix, *rows, **keys, samples=True)] == [
-        "train:1",
-        "train:2",
-        "train:3",
-    ]
+    found = loaded(tmp_path, suffix, *rows, **keys, samples=True)  # type: ignore[arg-type]
+    assert [one.id for one in found] == ["train:1", "train:2", "train:3"]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -264,21 +253,9 @@ def test_a_developer_may_be_the_templates_system(tmp_path: Path, suffix: str, mo
         ([{"from": "human", "value": "1?"}], {}, "item 1 must be a message, an object with role and content; from and"),
         ([{"role": "user", "content": [{"type": "text"}]}], {}, r"the content of message 1 is \[\{.*; it must be text"),
         (["1?"], {}, "item 1 must be a message"),
-        (
-            [SAYS, ASKS],
-            {"system_field": "data_source"},
-            "and field 'data_source' has a text of the system, too; keep one",
-        ),
-        (
-            [ASKS],
-            {"chat_template": False},
-            "it must be text, or a list of messages, which data.chat_template=true rend",
-        ),
-        (
-            [{**ASKS, "role": "lost"}],
-            {},
-            "the tokenizer's chat template does not write message 1, of the role 'lost', as",
-        ),
+        ([SAYS, ASKS], {"system_field": "data_source"}, "and field 'data_source' has a text of the system, too; keep"),
+        ([ASKS], {"chat_template": False}, "it must be text, or a list of messages, which data.chat_template=true"),
+        ([{**ASKS, "role": "lost"}], {}, "the tokenizer's chat template does not write message 1, of the role 'lost',"),
     ],
 )
 def test_a_list_that_is_no_prompt_is_refused_by_its_place(
@@ -401,11 +378,15 @@ def files(folder: Path, suffix: str, rows: list[dict[str, Any]], **keys: Any) ->
     return FileRunData(type="files", train=train, eval=held_out, **keys)
 
 
+def prompts_for(data: Any, teachers: Mapping[str, TeacherSection], long: Any = "fail", **keys: Any) -> Any:
+    """The training and the held-out prompts."""
+    more = {"max_prompt_tokens": 40, "on_long_prompt": long, "seed": 0, "teachers": teachers, **keys}
+    return load_prompts(data, byte_tokenizer(), **more)
+
+
 def read_by_teachers(data: Any, teachers: Mapping[str, TeacherSection], long: Any = "fail") -> list[dict[str, str]]:
     """What the teachers read of each prompt to train on."""
-    train, held_out = load_prompts(
-        data, byte_tokenizer(), max_prompt_tokens=40, on_long_prompt=long, seed=0, teachers=teachers
-    )
+    train, held_out = prompts_for(data, teachers, long)
     assert not any(prompt.read_by for prompt in held_out)
     return [{name: bytes(ids).decode() for name, ids in prompt.read_by.items()} for prompt in train]
 
@@ -426,16 +407,14 @@ def test_fields_of_the_row_are_put_in_once_by_the_policys_template(tmp_path: Pat
 def test_the_place_of_another_completion_is_between_the_tokens_around_it(tmp_path: Path, chat: bool) -> None:
     form = teacher("{answer}: {right_completion}\n{prompt}", most=45 if chat else 17)
     data = files(tmp_path, ".jsonl", TAUGHT[:1], chat_template=chat)
-    train, _ = load_prompts(
-        data, byte_tokenizer(), max_prompt_tokens=40, on_long_prompt="fail", seed=0, teachers={"t": form}
-    )
+    train, _ = prompts_for(data, {"t": form})
     ids = train[0].read_by["t"]
     before, behind = ids[: ids.index(-1)], ids[ids.index(-1) + 1 :]
     wanted = ("user: 2: ", "\n1+{answer}\nassistant: ") if chat else ("2: ", "\n1+{answer}")
     assert (bytes(before).decode(), bytes(behind).decode()) == wanted
     short = form.model_copy(update={"max_prompt_tokens": len(before) + len(behind) - 1})
     with pytest.raises(DataError, match=f"the prompt has {len(before) + len(behind)} tokens, algorithm.kl.teachers.t"):
-        load_prompts(data, byte_tokenizer(), max_prompt_tokens=40, on_long_prompt="fail", seed=0, teachers={"t": short})
+        prompts_for(data, {"t": short})
 
 
 def test_a_generated_sum_has_its_answer() -> None:
@@ -468,9 +447,7 @@ def test_a_field_that_a_row_lacks_or_that_is_null_is_named_with_the_row(tmp_path
 
     def load(folder: Path, rows: list[dict[str, Any]], name: str, **keys: Any) -> None:
         data, taught = files(folder, suffix, rows), {"t": teacher(f"{{prompt}} {{{name}}}")}
-        load_prompts(
-            data, byte_tokenizer(), max_prompt_tokens=40, on_long_prompt="fail", seed=0, teachers=taught, **keys
-        )
+        prompts_for(data, taught, **keys)
 
     rows = [{"question": "1", "answer": "2", "hint": "3"}]
     row = "" if suffix == ".parquet" else ":1"  # of a parquet file its footer says so
@@ -495,14 +472,7 @@ def test_a_field_of_a_parquet_file_that_is_no_text_is_named_before_it_is_drawn(t
     broken = pa.array([b"a", b"\xff", b"b"]).view(pa.string())
     pq.write_table(table.set_column(2, "why", broken), data.train)
     with pytest.raises(DataError, match=r"train.parquet:2: field 'why' cannot be read: .*UTF8.*, for algorithm"):
-        load_prompts(
-            data,
-            byte_tokenizer(),
-            max_prompt_tokens=40,
-            on_long_prompt="fail",
-            seed=0,
-            teachers={"t": teacher("{prompt} {why}")},
-        )
+        prompts_for(data, {"t": teacher("{prompt} {why}")})
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -511,9 +481,7 @@ def test_a_resume_refuses_other_texts_of_a_teacher(tmp_path: Path, suffix: str) 
 
     def stream(row: dict[str, Any]) -> PromptStream:
         data, taught = files(tmp_path, suffix, [row]), {"t": teacher("{prompt} {why.steps}")}
-        train, _ = load_prompts(
-            data, byte_tokenizer(), max_prompt_tokens=40, on_long_prompt="fail", seed=0, teachers=taught
-        )
+        train, _ = prompts_for(data, taught)
         return PromptStream(train, seed=0)
 
     state, other = stream(TAUGHT[0]).state(), {**TAUGHT[0], "why": {"steps": "one and 1"}}
@@ -524,15 +492,12 @@ def test_a_resume_refuses_other_texts_of_a_teacher(tmp_path: Path, suffix: str) 
         stream(other).restore(state)
 
 
-def test_prompts_of_a_source_have_those_of_its_own_teachers(tmp_path: Path) -> None:
+def test_sources_have_their_own_teachers_and_evaluations_none(tmp_path: Path) -> None:
     made = {name: {"type": "arithmetic", "digits": digits, "num_eval": 9} for name, digits in (("one", 1), ("two", 2))}
     data = MixtureData.model_validate({"type": "mixture", "sources": made})
     found = read_by_teachers(data, {"both": teacher("{prompt}"), "of_two": teacher("{prompt}", sources=("two",))})
     assert {tuple(sorted(one)) for one in found if len(one["both"]) == 3} == {("both",)}
     assert {tuple(sorted(one)) for one in found if len(one["both"]) == 5} == {("both", "of_two")}
-
-
-def test_an_evaluation_has_no_teachers_and_wants_no_field_of_theirs(tmp_path: Path) -> None:
     byte_tokenizer().save_pretrained(tmp_path)
     data = files(tmp_path, ".jsonl", TAUGHT[:1])
     given = ["algorithm=distill", "data.type=files", f"data.train={data.train}", f"data.eval={data.eval}"]

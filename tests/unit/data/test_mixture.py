@@ -27,6 +27,7 @@ from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.rollout.batch import Answered, Drawn, RolloutBatch, Waiting
 from rl_megatron.training.group_job import GroupJob
 from rl_megatron.types import Completion, Prompt, Span
+from tests.completions import completion
 from tests.documents import blocks
 from tests.unit.data.test_prompts import byte_tokenizer
 
@@ -57,9 +58,6 @@ def test_sources_follow_each_other_by_weight_and_each_has_epochs_of_its_own() ->
     assert "".join(id_[0] for id_ in taken) == "aaab" * 4
     assert a == [*shuffled("a", 5, 0), *shuffled("a", 5, 1), *shuffled("a", 5, 2)][:12]
     assert b == [*shuffled("b", 3, 0), *shuffled("b", 3, 1)][:4]
-
-
-def test_a_mixture_of_one_has_the_order_of_its_source_alone() -> None:
     alone = PromptStream(of("a", 5), seed=7).take(23)
     assert mixture(of("a", 5), a=0.5).take(23) == alone
     assert [p.id for p in alone[:10]] == [*shuffled("a", 5, 0), *shuffled("a", 5, 1)]
@@ -87,9 +85,6 @@ def test_another_file_of_a_source_is_refused() -> None:
         mixture(of("a", 5), a=1.0).restore(state)
     with pytest.raises(CheckpointError, match="made with one source of prompts"):
         mixture().restore(PromptStream(MIXED, seed=7).state())
-
-
-def test_what_is_left_out_leaves_shares_as_they_are() -> None:
     stream = mixture()
     for prompt in MIXED[:4]:
         stream.leave_out(prompt)
@@ -159,10 +154,7 @@ def test_a_mixture_is_saved_checked_and_its_weights_may_change(yaml: Path, tmp_p
         (["data.sources.math.digits=2"], "data.sources.math.digits=2: a source with type=files reads problems"),
         (["data.sources.math.wait=2"], "data.sources.math.wait=2: no such key (did you mean"),
         (["data.sources.math.max_eval=x"], "data.sources.math.max_eval='x': must be"),
-        (
-            ["data.sources.files.weight=1"],
-            "data.sources.files.type: required, but not given; one of: arithmetic, files, hub",
-        ),
+        (["data.sources.files.weight=1"], "files.type: required, but not given; one of: arithmetic, files, hub"),
         (["data.sources.math.rejected_field=bad"], "math.rejected_field=bad: job=rl does not read it, job=dpo or job="),
         (["data.digits=2"], "data.digits=2: data.type=mixture has these keys in each of data.sources"),
         (
@@ -180,10 +172,7 @@ def test_a_mixture_is_saved_checked_and_its_weights_may_change(yaml: Path, tmp_p
             ],
             "every source of data.sources and every set of eval.sets with data of its own has a reward",
         ),
-        (
-            ["data.sources.sums.environment.max_turns=1"],
-            "data.sources.sums.environment without a function: name one, or",
-        ),
+        (["data.sources.sums.environment.max_turns=1"], "data.sources.sums.environment without a function: name one,"),
         ([*LED, "warm_start.steps=2"], "data.sources.sums.environment.function=calculator with warm_start.steps=2: a"),
         ([*LED, "data.sources.sums.reward.function=length"], "data.sources.sums.reward with data.sources.sums.env"),
         ([*LED, "algorithm.overlong_buffer=2", "algorithm.overlong_factor=1"], "have other greatest lengths, and the"),
@@ -241,32 +230,20 @@ class Engine:
     """Every completion has one token."""
 
     async def generate(self, request: Any) -> list[Completion]:
-        return [completion(1)] * request.num_completions
-
-
-def completion(tokens: int) -> Completion:
-    return Completion(
-        token_ids=np.ones(tokens, np.int32),
-        logprobs=np.zeros(tokens, np.float32),
-        finish_reason="stop",
-        spans=(Span(0, 0),),
-    )
+        return [completion((1,))] * request.num_completions
 
 
 def test_metrics_of_a_source() -> None:
     """Of a two groups with rewards 0, 1 and 1, 1, of b one that was dropped: all by hand."""
 
     def place(ordinal: int, prompt: Prompt, rewards: tuple[float, ...], *, kept: bool = True) -> Waiting:
-        group = single_turns(prompt, [completion(ordinal + 1)] * len(rewards), rewards=rewards)
+        group = single_turns(prompt, [completion([1] * (ordinal + 1))] * len(rewards), rewards=rewards)
         answered = Answered(group=group if kept else None, reason=None if kept else "equal_rewards", rewards=rewards)
         drawn = Drawn(ordinal=ordinal, prompt=prompt, batch=1)
         return Waiting(drawn=drawn, birth=0, due=1, answered=answered)
 
-    places = (
-        place(0, MIXED[0], (0.0, 1.0)),
-        place(1, MIXED[1], (1.0, 1.0)),
-        place(2, MIXED[5], (0.0, 0.0), kept=False),
-    )
+    places = (place(0, MIXED[0], (0.0, 1.0)), place(1, MIXED[1], (1.0, 1.0)))
+    places = (*places, place(2, MIXED[5], (0.0, 0.0), kept=False))
     batch = replace(RolloutBatch.of([one.answered for one in places if one.answered]), places=places)
     prompts = mixture()
     prompts.take(8)

@@ -234,7 +234,7 @@ def test_after_reading_ahead_no_draw_reads_files(taken: int, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("curriculum", [None, CurriculumSection(retire_above=0.9)])
-def test_no_draw_reads_files(
+def test_no_draw_reads_files_in_its_own_thread(
     curriculum: CurriculumSection | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither at an epoch's end nor where rows are passed over: it would block the event loop."""
@@ -464,9 +464,7 @@ def test_values_are_those_that_pyarrow_makes_one_by_one(seed: int) -> None:
         (pa.duration("ns"), 10**9, "0:00:01", 1, "1"),
     ],
 )
-def test_dates_that_python_has_not_are_text(
-    kind: pa.DataType, fits: int, text: str, beyond: int, its_text: str
-) -> None:
+def test_dates_that_python_lacks_are_text(kind: pa.DataType, fits: int, text: str, beyond: int, its_text: str) -> None:
     column = pa.array([fits, None, beyond], pa.int64() if kind != pa.date32() else pa.int32()).cast(kind)
     wanted = [text, None, its_text]
     assert values_of(column) == wanted
@@ -490,21 +488,15 @@ def test_floats_of_fewer_bits_are_their_shortest_decimals(kind: pa.DataType, typ
     assert repr(values_of(pa.FixedSizeListArray.from_arrays(column, 3))) == repr([wanted[:3], wanted[3:6], wanted[6:]])
 
 
-def test_text_of_a_column_stays_bytes_and_inside_of_lists_is_text() -> None:
+def test_values_of_columns_by_hand() -> None:
     assert values_of(pa.array(["a", None])) == [b"a", None]
     assert values_of(pa.array([["a"], None])) == [["a"], None]
-
-
-def test_values_behind_null_lists_and_structs_are_left_out() -> None:
-    """Their buffers hold values all the same, and those of other lists follow."""
+    # Their buffers hold values all the same, and those of other lists follow.
     texts = pa.array(["a", "b", "c", "d"])
     lists = pa.ListArray.from_arrays(pa.array([0, 1, 3, 4], pa.int32()), texts, mask=pa.array([False, True, False]))
     assert values_of(lists) == lists.to_pylist() == [["a"], None, ["d"]]
     structs = pa.StructArray.from_arrays([texts], ["x"], mask=pa.array([True, False, True, False]))
     assert values_of(structs) == structs.to_pylist() == [None, {"x": "b"}, None, {"x": "d"}]
-
-
-def test_fields_of_one_name_and_bad_text_are_refused_as_pyarrow_does() -> None:
     twice = pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], ["a", "a"])
     bad = pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), pa.array([b"\xff"]).view(pa.string()))
     for column, said in ((twice, "duplicate field names"), (bad, "can't decode byte 0xff")):

@@ -72,20 +72,14 @@ def test_all_sums_are_there_and_no_held_out_sum_is_trained_on_in_either_order(di
     assert len({p.id for p in train + held_out}) == len(train) + len(held_out)
 
 
-def test_large_numbers_are_sampled_without_replacement() -> None:
+def test_sums_are_sampled_and_split_by_the_seed() -> None:
     train, held_out = load(ArithmeticData(digits=6))
     assert len({p.id for p in train}) == len(train) > 30_000
     assert max(max(addends(p)) for p in train) > 990_000
     assert not {tuple(sorted(addends(p))) for p in train} & {tuple(sorted(addends(p))) for p in held_out}
-
-
-def test_the_split_depends_on_the_seed() -> None:
     first, again, other = (load(ArithmeticData(num_eval=8), seed=seed)[1] for seed in (0, 0, 1))
     assert first == again
     assert first != other
-
-
-def test_holding_out_every_sum_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match=r"data.num_eval=256 .* data.digits=1 has 55"):
         load(ArithmeticData(digits=1))
 
@@ -137,17 +131,10 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     good = json.dumps(ROWS[0]).encode()
     lines = [
-        good,
-        b'{"question": "x"',
-        b"[1]",
-        b"",
-        b'{"question": "\xff", "answer": "1"}',
-        b'{"questoin": "x", "answer": "1"}',
-        b'{"question": 72, "answer": "x"}',
-        b'{"question": [{"role": "user", "content": "x"}], "answer": "x"}',
-        b'{"question": "x", "answer": null}',
-        b'{"question": "x", "answer": " "}',
-        b'{"question": "\\ud800", "answer": "1"}',
+        *(good, b'{"question": "x"', b"[1]", b"", b'{"question": "\xff", "answer": "1"}'),
+        *(b'{"questoin": "x", "answer": "1"}', b'{"question": 72, "answer": "x"}'),
+        *(b'{"question": [{"role": "user", "content": "x"}], "answer": "x"}', b'{"question": "x", "answer": null}'),
+        *(b'{"question": "x", "answer": " "}', b'{"question": "\\ud800", "answer": "1"}'),
         b"[" * 100_000,
         b'{"question": "\\ud83d\\ude00", "answer": "1", "from": {"title": "\\u00e4 \\uD83D"}}',
         b'{"question": "\\ud83d\\ude00", "answer": "1", "a\\udc00": 1}',
@@ -178,14 +165,11 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
         assert text in line
 
 
-def test_a_file_of_bad_lines_is_not_printed_whole(tmp_path: Path) -> None:
+def test_bad_rows_are_named_and_not_printed_whole(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text("x\n" * 1000)
     with pytest.raises(DataError, match="and 980 more bad rows"):
         load(files(path))
-
-
-def test_bad_parquet_rows_are_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.parquet"
     questions = pa.array([b"ok", None, b"\xff"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"question": questions, "answer": ["1", "2", "3"]}), path)
@@ -372,14 +356,11 @@ def prompts(n: int) -> list[Prompt]:
     return [Prompt(id=str(i), text="", token_ids=(i,), answer="") for i in range(n)]
 
 
-def test_an_epoch_is_numpys_permutation_of_its_number() -> None:
+def test_an_epoch_is_numpys_permutation_of_every_prompt() -> None:
     """A resume of an older checkpoint goes on in the same order."""
     held = prompts(50)
     wanted = [held[row] for epoch in (0, 1) for row in np.random.default_rng([5, epoch]).permutation(50).tolist()]
     assert PromptStream(held, seed=5).take(100) == wanted
-
-
-def test_an_epoch_holds_every_prompt_once_and_epochs_differ() -> None:
     stream = PromptStream(prompts(20), seed=0)
     epochs = [[p.id for p in stream.take(20)] for _ in range(3)]
     assert all(sorted(epoch, key=int) == [str(i) for i in range(20)] for epoch in epochs)

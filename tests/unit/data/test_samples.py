@@ -49,7 +49,7 @@ def samples() -> Samples:
     return to_samples(groups)
 
 
-def test_tokens_are_shifted_by_one_and_only_completion_tokens_are_masked_in(samples: Samples) -> None:
+def test_tokens_are_shifted_and_only_completion_tokens_are_masked_in(samples: Samples) -> None:
     assert samples.cu_seqlens.tolist() == [0, 4, 7, 9]
     assert samples.input_ids.tolist() == [1, 2, 3, 4, 1, 2, 3, 7, 8]
     assert samples.targets.tolist() == [2, 3, 4, 5, 2, 3, 6, 8, 9]
@@ -57,15 +57,9 @@ def test_tokens_are_shifted_by_one_and_only_completion_tokens_are_masked_in(samp
     assert not samples.advantages.any()
     assert samples.rollout_logprobs.tolist() == [0, 0, -0.5, -0.25, 0, 0, -1, -2, -4]
     assert torch.equal(samples.old_logprobs, samples.rollout_logprobs)
-
-
-def test_dtypes_are_those_of_the_contract(samples: Samples) -> None:
     wanted = [torch.int64, torch.int64, torch.bool, torch.float32, torch.float32, torch.float32]
     assert [getattr(samples, name).dtype for name in COLUMNS] == wanted
     assert samples.cu_seqlens.dtype == torch.int64
-
-
-def test_old_logprobs_share_no_memory_with_the_rollouts(samples: Samples) -> None:
     samples.old_logprobs.fill_(9.0)
     assert samples.rollout_logprobs.max() <= 0
 
@@ -91,6 +85,8 @@ def test_select_takes_whole_sequences_in_the_order_asked(samples: Samples) -> No
     for name in COLUMNS:
         column = getattr(samples, name)
         assert torch.equal(getattr(picked, name), torch.cat([column[7:9], column[0:4]])), name
+    nothing = select(samples, torch.tensor([], dtype=torch.int64))
+    assert (nothing.num_sequences, len(nothing.input_ids)) == (0, 0)
 
 
 def test_what_ends_a_supervised_target_ends_sampling_and_is_a_token_of_the_tokenizer() -> None:
@@ -119,11 +115,6 @@ def test_an_answer_that_spells_what_ends_sampling_is_refused(answer: str, said: 
                 check_ends(rows, (256, 257))
 
 
-def test_select_of_nothing_is_an_empty_batch(samples: Samples) -> None:
-    nothing = select(samples, torch.tensor([], dtype=torch.int64))
-    assert (nothing.num_sequences, len(nothing.input_ids)) == (0, 0)
-
-
 def test_minibatches_hold_every_sequence_once_and_depend_on_the_seed_alone() -> None:
     parts = split_minibatches(11, 3, seed=1)
     assert [len(part) for part in parts] == [4, 4, 3]
@@ -133,9 +124,6 @@ def test_minibatches_hold_every_sequence_once_and_depend_on_the_seed_alone() -> 
     again, other = (np.concatenate(split_minibatches(11, 3, seed=seed)).tolist() for seed in (1, 2))
     assert order == again
     assert order != other
-
-
-def test_more_minibatches_than_sequences_is_an_error() -> None:
     with pytest.raises(DataError, match="3 sequences into 4 minibatches"):
         split_minibatches(3, 4, seed=0)
 
@@ -203,9 +191,6 @@ def test_samples_hold_every_positions_routes_in_the_order_of_the_completions() -
     picked = select(samples, torch.tensor([2, 0]))
     assert picked.routes is not None
     assert picked.routes.tolist() == np.concatenate([arrays[2], arrays[0]]).tolist()
-
-
-def test_without_routes_there_is_no_column() -> None:
     samples = to_samples([routed_group([None, None])])
     assert samples.routes is None
     assert "routes" not in samples.columns

@@ -247,7 +247,7 @@ def test_of_rows_with_text_that_is_not_utf8_each_is_named(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
-def test_answers_in_columns_are_compared_as_in_jsonl(
+def test_answers_in_columns_of_text_are_compared_as_in_jsonl_without_an_object_a_row(
     kind: pa.DataType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blanks = [chr(code) for code in range(0x3001) if chr(code).isspace()]

@@ -39,16 +39,13 @@ def test_pass_at_and_all_at_are_the_shares_of_all_subsets(samples: int) -> None:
         assert all_at(right, samples, k) == pytest.approx(float(every), abs=1e-15)
 
 
-def test_pass_at_is_unbiased_and_stands_large_numbers() -> None:
+def test_pass_at_is_unbiased_and_refuses_what_cannot_be() -> None:
     p, samples, k = 0.1, 8, 4
     weights = [math.comb(samples, c) * p**c * (1 - p) ** (samples - c) for c in range(samples + 1)]
     expected = math.fsum(w * pass_at(c, samples, k) for c, w in enumerate(weights))
     assert expected == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
     exact = 1 - Fraction(math.comb(99_000, 500), math.comb(100_000, 500))  # its binomials are no floats
     assert pass_at(1_000, 100_000, 500) == pytest.approx(float(exact), rel=1e-12)
-
-
-def test_what_cannot_be_is_refused() -> None:
     for right, samples, k in ((1, 4, 0), (1, 4, 5), (5, 4, 1), (-1, 4, 1)):
         with pytest.raises(ValueError, match="right of"):
             pass_at(right, samples, k)
@@ -149,12 +146,9 @@ def test_paired_intervals_of_pass_at_k_hold_the_truth(k: int, samples: int, prob
     assert np.mean(inside) == pytest.approx(0.95, abs=0.02)
 
 
-def test_draws_are_the_steps_of_a_value() -> None:
+def test_draws_are_steps_and_equal_models_are_not_shown_equal() -> None:
     for samples, k in ((4, 1), (4, 3), (16, 8), (16, 16)):
         assert draws_of(samples, k) == len({pass_at(right, samples, k) for right in range(samples + 1)}) - 1
-
-
-def test_models_that_differ_nowhere_are_not_shown_equal() -> None:
     same = difference_interval([1.0] * 30, [1.0] * 30)
     assert same.value == 0.0
     assert same.high == pytest.approx(1.95996 * math.sqrt(2 / 31 / 32), rel=1e-4)  # 30 gaps of 0, one of 1, one of -1

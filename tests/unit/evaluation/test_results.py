@@ -181,13 +181,9 @@ def way(*keys: str, mark: str = "", tests: str = "") -> str:
 OTHER_WAYS = pytest.mark.parametrize(
     ("keys", "mark"),
     [
-        (["eval.sets.one.limit=1"], ""),
-        (["eval.sets.one.data.type=arithmetic"], ""),
-        ([], "<user>"),
-        (["eval.sets.one.temperature=0.5"], ""),
-        (["eval.sets.one.top_p=0.9"], ""),
-        (["eval.sets.one.max_new_tokens=3"], ""),
-        (["eval.sets.one.reward.function=final_number"], ""),
+        *((["eval.sets.one.limit=1"], ""), (["eval.sets.one.data.type=arithmetic"], ""), ([], "<user>")),
+        *((["eval.sets.one.temperature=0.5"], ""), (["eval.sets.one.top_p=0.9"], "")),
+        *((["eval.sets.one.max_new_tokens=3"], ""), (["eval.sets.one.reward.function=final_number"], "")),
         (["eval.success_reward=0.5"], ""),
     ],
 )

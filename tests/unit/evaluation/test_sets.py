@@ -32,8 +32,9 @@ from rl_megatron.observability.metrics.table import documented
 from rl_megatron.rewards.registry import resolve_reward, resolve_rewards
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.training.evaluation import Evaluation
-from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, Span, limits_of
+from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, limits_of
 from tests import scripted_engine
+from tests.completions import completion
 
 ANSWERS = {  # by problem: the texts of its four samples
     "solved": ("7", "7", "7", "7"),
@@ -54,15 +55,7 @@ class Written(RolloutEngine):
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
         self.asked.append(request)
         texts = self.answers[request.id.rpartition(": ")[2]][: request.num_completions]
-        return [
-            Completion(
-                token_ids=np.array([ord(letter) for letter in text] or [32], np.int32),
-                logprobs=np.zeros(max(1, len(text)), np.float32),
-                finish_reason="stop" if text else "length",
-                spans=(Span(0, 0),),
-            )
-            for text in texts
-        ]
+        return [completion([*map(ord, text or " ")], finish="stop" if text else "length") for text in texts]
 
     def so_far(self, request_id: str) -> Completion | None:
         return None
@@ -70,13 +63,13 @@ class Written(RolloutEngine):
     async def interrupt(self) -> None: ...
 
 
-def sampler(engine: RolloutEngine, reward: str = "final_number") -> RolloutSampler:
+def sampler(engine: RolloutEngine, reward: Any = "final_number", **section: Any) -> RolloutSampler:
     return RolloutSampler(
         engine=engine,
-        reward_function=resolve_reward(reward),
+        reward_function=resolve_reward(reward) if isinstance(reward, str) else reward,
         decode=lambda tokens: "".join(map(chr, tokens)).strip(),
         rollout=RolloutSection(max_new_tokens=5),
-        reward=RewardSection(),
+        reward=RewardSection(**section),
         stop_token_ids=(0,),
         seed=3,
     )
@@ -159,16 +152,7 @@ def test_a_reward_that_reads_no_answer_has_no_majority_and_failed_ones_count_as_
 
     from rl_megatron.rewards.threads import Async
 
-    ours = RolloutSampler(
-        engine=Written(),
-        reward_function=Async(strict),
-        decode=lambda tokens: "".join(map(chr, tokens)),
-        rollout=RolloutSection(),
-        reward=RewardSection(on_error="drop"),
-        stop_token_ids=(),
-        seed=0,
-    )
-    measured = asyncio.run(measure(ours, one, EvalSection()))
+    measured = asyncio.run(measure(sampler(Written(), Async(strict), on_error="drop"), one, EvalSection()))
     assert measured.votes is None
     assert (measured.right, measured.errors) == ((4, 2, 2, 0), 2)
 
@@ -211,12 +195,8 @@ def test_each_set_is_due_at_its_own_steps() -> None:
     sets = (held_out("first"), held_out("rare", every=40), held_out("ends", every=0), held_out("often", every=7))
     ours = evaluation(Written(), *sets, every=10)
     when = {one.name: [n for n in range(101) if one in ours._due(n)] for one in sets}
-    assert when == {
-        "first": list(range(0, 101, 10)),
-        "rare": [0, 40, 80, 100],
-        "ends": [0, 100],
-        "often": [*range(0, 99, 7), 100],
-    }
+    assert (when["first"], when["rare"]) == (list(range(0, 101, 10)), [0, 40, 80, 100])
+    assert (when["ends"], when["often"]) == ([0, 100], [*range(0, 99, 7), 100])
     assert ours.due(7)
     assert not ours.due(8)
     row = asyncio.run(ours.row(7))
@@ -344,10 +324,7 @@ def test_the_preflight_asks_the_reward_of_each_set(model: Path) -> None:
     [
         ("eval.sets.exact.reward.length.max_tokens=5", r"eval\.sets\.exact\.reward\.length\.max_tokens=5 does nothing"),
         ("environment.function=calculator", "the environment gives the reward"),
-        (
-            "eval.sets.plain.reward.parts.exact_match=0",
-            "eval.sets.plain.reward.parts: the weights of exact_match are all 0",
-        ),
+        ("eval.sets.plain.reward.parts.exact_match=0", "eval.sets.plain.reward.parts: the weights of exact_match are"),
     ],
 )
 def test_what_says_nothing_is_refused_with_its_key(more: str, message: str) -> None:

@@ -23,7 +23,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import pack
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.interfaces import Launcher, Roles, RolloutEngine, WeightSync
+from rl_megatron.interfaces import Launcher, Roles
 from rl_megatron.models.tiny import TinySizes, tiny_shape
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.rollout.servers import replicas
@@ -85,19 +85,18 @@ class Servers:
             (folder / "config.json").touch()
 
 
+def roles_of(servers: Servers, policy: Any, critic: Any, reference: Any) -> Roles:
+    learners, weights = {"policy": policy, "critic": critic}, cast(Any, servers)
+    return colocated(
+        Roles(learners=learners, frozen={"reference": reference}, engine=weights, weights=weights), weights
+    )
+
+
 async def test_models_release_their_memory_before_a_push_and_servers_before_models_compute() -> None:
     heard: list[str] = []
     models = {role: learner(cast(WorkerGroup, Ranks(role, heard)), role) for role in "abc"}
     servers = Servers(heard)
-    roles = colocated(
-        Roles(
-            learners={"policy": models["a"], "critic": models["b"]},
-            frozen={"reference": models["c"]},
-            engine=cast(RolloutEngine, None),
-            weights=cast(WeightSync, servers),
-        ),
-        cast(ReplicaWeights, servers),
-    )
+    roles = roles_of(servers, *(models[role] for role in "abc"))
     batch = pack(sequences_of([2]), dims=ParallelDims(), max_tokens=2)
     await roles.weights.push(1)
     await roles.frozen["reference"].score(batch, frozenset())
@@ -124,15 +123,7 @@ async def test_models_loaded_at_the_start_leave_the_gpus_before_sampling(tmp_pat
         heard.append("servers sample")
         return {"eval/accuracy": 0.5}
 
-    roles = colocated(
-        Roles(
-            learners={"policy": models["policy"], "critic": models["critic"]},
-            frozen={"reference": models["reference"]},
-            engine=cast(RolloutEngine, None),
-            weights=cast(WeightSync, servers),
-        ),
-        cast(ReplicaWeights, servers),
-    )
+    roles = roles_of(servers, *(models[role] for role in groups))
     keys = ("rollout=vllm", "rollout.server.colocated=true", "algorithm=ppo", "algorithm.kl.coefficient=0.1")
     config, none = load_config("tiny_cpu", keys), cast(Any, None)
     stream = SimpleNamespace(restore=lambda *_: None, table=None, read_ahead=lambda: None, digest=dict)

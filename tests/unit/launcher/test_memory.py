@@ -223,31 +223,22 @@ def test_a_role_in_a_layout_of_its_own_needs_what_it_would_beside_a_learner_of_t
         assert len(found) == sizes.get("pp", 1)
 
 
-def test_a_critic_has_a_value_layer_in_place_of_the_output_layer() -> None:
+def test_terms_by_hand() -> None:
     config, shape = recipe("qwen3_30b_a3b", "algorithm=ppo", "rollout.server.memory_fraction=0.3")
     (policy, *_) = (m.terms for m in footprints(config, shape))
     lacks = 151936 // 4 * 2048 - (2048 + 1)  # tp 4; a row of weights and a bias
     trained = sum(policy[term] for term in ("parameters", "gradients", "optimizer"))
     assert trained - policy["critic"] == lacks * (2 + 4 + 12 / 2)  # dp 2 shares the optimizer's state
-
-
-def test_the_step_copies_gradients_of_bfloat16_in_float32() -> None:
     keys = ("learner.gradient_dtype=bfloat16", "learner.max_tokens_per_micro_batch=8192")
     terms = fullest(*recipe("qwen3_30b_a3b", *keys)).terms
     copies = terms["optimizer"] / 12 * 4  # of the parameters that the rank steps
     assert terms["step"] == pytest.approx(copies - terms["activations"] - terms["logits"])
     assert fullest(*recipe("qwen3_30b_a3b", keys[1])).terms["step"] == 0
-
-
-def test_torch_pins_powers_of_two() -> None:
     assert [pinned(size) for size in (0, 1, 4096, 4097, 3 * 2**29)] == [0, 1, 4096, 8192, 2**31]
     config, shape = recipe("qwen3_30b_a3b_disaggregated")
     # Of an expert 2 * 768 * 2048 and 768 * 2048 numbers: 12 and 6 MiB in float32, for which 16 and 8 are pinned.
     whole = shape.num_layers * shape.num_experts * 3 * 768 * 2048
     assert host_bytes(config, shape) == pytest.approx(whole * (8 + 2 * 4 * 16 / 12), rel=0.1)  # other weights are few
-
-
-def test_logits_of_the_last_stage_by_hand() -> None:
     tokens, vocab, chunk, hidden = 16384, 129280 // 4, 1024, 7168
     logits, chunks, states = 2 * 2 * tokens * vocab, 2 * 4 * chunk * vocab, 2 * 2 * tokens * hidden
     for layers, of_weight in (("auto", 2 * vocab * hidden), ("torch", 0)):  # torch frees logits before that
@@ -339,9 +330,6 @@ def folder_of(tmp_path: Path, **changes: object) -> Path:
 def test_a_degree_that_does_not_fit_is_told_as_the_learners() -> None:
     with pytest.raises(ConfigError, match=r"^learner: ep = 3 does not divide 128 experts; lower ep$"):
         learner_layout(load_config("tiny_cpu", ["learner.ep=3"]), NAMED["qwen3-30b-a3b"])
-
-
-def test_without_the_size_of_a_gpu_nothing_is_refused() -> None:
     config, shape = recipe("qwen3_30b_a3b", "slurm.gpu_memory_gb=null")
     assert check_memory(config, replace(shape, num_layers=480)) is None
 
@@ -380,23 +368,17 @@ def told(config: RunConfig, shape: ModelShape) -> str:
     return "\n".join(found.text for found in size_problems(config, shape))
 
 
-def test_only_what_the_engine_runs_starts() -> None:
+def test_what_the_learner_cannot_build_is_told_before_a_process_starts() -> None:
     config = RunConfig()
     assert told(config, SHAPE) == ""
     assert told(config, replace(SHAPE, rope=Rope(kind="yarn"))) == ""
     assert told(config, replace(SHAPE, family="mixtral", qk_norm=None)) == ""
-
-
-def test_what_the_learner_cannot_build_is_told_before_a_process_starts() -> None:
     biased = replace(SHAPE, expert_bias=True)
     cut = RunConfig.model_validate({"learner": {"tp": 2, "etp": 2}, "rollout": {"engine": "vllm"}})
     assert told(cut, SHAPE) == ""
     assert "learner.etp=2: experts with biases cannot be sharded" in told(cut, biased)
     few = replace(SHAPE, router=replace(SHAPE.router, score="sigmoid"), normalize_top_k=False)
     assert "a sigmoid router with num_experts_per_tok=8 and norm_topk_prob=False" in told(RunConfig(), few)
-
-
-def test_one_of_several_experts_with_a_weight_of_1_is_refused_and_one_of_one_is_not() -> None:
     one = replace(SHAPE, experts_per_token=1)
     assert "num_experts_per_tok=1 of 128 experts with norm_topk_prob=True" in told(RunConfig(), one)
     assert told(RunConfig(), replace(one, normalize_top_k=False)) == ""

@@ -151,7 +151,7 @@ def test_servers_stay_inside_a_node_and_meet_on_no_own_gpus(replicas: int, tp: i
     given_nodes=st.sampled_from([None, 1, 2, 3]),
     count=st.integers(1, 6),
 )
-def test_servers_on_several_nodes_are_neighbours(
+def test_servers_on_several_nodes_have_neighbouring_nodes_and_gpus_of_their_own(
     replicas: int, tp: int, pp: int, dp: int, given_nodes: int | None, count: int
 ) -> None:
     section = ServerSection(replicas=replicas, tp=tp, pp=pp, dp=dp, nodes=given_nodes)
@@ -425,12 +425,9 @@ def test_no_two_hold_one_port_and_the_system_gives_none_of_them_away(monkeypatch
                 free_port(address)
 
 
-def test_servers_of_one_run_never_meet_on_another_node() -> None:
+def test_ports_meet_on_no_node_and_lie_below_the_systems() -> None:
     drawn = [{any_port(number, 300) for _ in range(40)} for number in range(300)]
     assert sum(map(len, drawn)) == len(set().union(*drawn))
     assert all(len(each) > 1 for each in drawn)  # one that is taken there is not drawn for ever
-
-
-def test_ports_lie_below_those_that_the_system_hands_out() -> None:
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert all(1024 <= any_port(number % 7, 7) <= lowest - ports.BLOCK for number in range(1000))

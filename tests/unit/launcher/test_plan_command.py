@@ -78,15 +78,9 @@ def test_a_folder_needs_only_its_config(said: Said, tmp_path: Path) -> None:
         (("kimi-k3", "src=hf", "dst=hf"), "kimi-k3 is neither a folder nor a known model; known: qwen3-30b-a3b"),
         (("kimi-k2", "src=hf"), "layouts: src=hf given; give both, for example src=megatron"),
         (("kimi-k2", "src=hf", "dst=vllm,tp=8"), "dst=vllm,tp=8: there is no table 'vllm'; allowed: hf, megatron"),
-        (
-            ("kimi-k2", "src=megatron,tpp=4", "dst=hf"),
-            "src=megatron,tpp=4: 'tpp=4' is not a setting; allowed: a positive tp",
-        ),
+        (("kimi-k2", "src=megatron,tpp=4", "dst=hf"), "src=megatron,tpp=4: 'tpp=4' is not a setting; allowed: a"),
         (("kimi-k2", "src=megatron,tp=x", "dst=hf"), "'tp=x' is not a setting"),
-        (
-            ("kimi-k2", "src=megatron", "dst=hf,tp=2"),
-            "dst=hf,tp=2: an hf layout consists of full copies; give dp alone",
-        ),
+        (("kimi-k2", "src=megatron", "dst=hf,tp=2"), "dst=hf,tp=2: an hf layout consists of full copies; give dp"),
         (("kimi-k2", "src=megatron,pp=4", "dst=hf"), "pp*vpp = 4*1 = 4 does not divide 61 layers"),
         (("kimi-k2", "src=megatron,pp=4,first=17", "dst=hf"), "each stage, as stages=11+12*6+11"),
         (("kimi-k2", "src=megatron,pp=2,stages=30+0", "dst=hf"), "'stages=30+0' is not a setting"),
@@ -224,7 +218,7 @@ def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return Said("scale", capsys)
 
 
-def test_the_best_layout_comes_with_terms_and_the_others_with_reasons(printed: Said) -> None:
+def test_scale_has_terms_and_reasons_also_as_json(printed: Said) -> None:
     text = printed("deepseek-v3", "gpus=512", "gpu=h100", "--explain", "all-to-all")
     for words in (
         *("seconds of a step", "training, by term", "GB on the fullest GPU", "experts", "optimizer", "rejected: "),
@@ -233,9 +227,6 @@ def test_the_best_layout_comes_with_terms_and_the_others_with_reasons(printed: S
     assert "tokens/s, " in text
     assert "all-to-all: tokens to the ranks of their experts and back" in text
     assert "--explain speed: no such term; terms: linears" in printed(*ASKED, "--explain", "speed", status=1)
-
-
-def test_json_has_every_term_and_they_add_up(printed: Said) -> None:
     tree = json.loads(printed(*ASKED, "--json"))
     best = tree["plans"][0]
     assert sum(best["training"].values()) == pytest.approx(best["parts"]["training"])

@@ -458,9 +458,6 @@ def test_a_rank_keeps_the_routes_of_its_own_layers() -> None:
             assert found.routes is not None
             assert whole.routes is not None
             assert torch.equal(found.routes, whole.routes[:, [1, 3]])
-
-
-def test_routes_of_another_model_are_refused() -> None:
     with pytest.raises(RLMegatronError, match="have 3 MoE layers, but the learner's model has 4"):
         score(packed(samples(3)))
 
@@ -536,19 +533,13 @@ def push(ranks: TwoRanks) -> WeightUpdate:
     return asyncio.run(WeightGroup(cast(WorkerGroup, ranks)).push(5))
 
 
-def test_every_rank_stages_before_any_commits() -> None:
+def test_every_rank_stages_before_any_commits_and_corrupted_weights_move_once_more() -> None:
     ranks = TwoRanks(corrupted=0)
     assert push(ranks) == WeightUpdate(version=5, num_bytes=7, seconds=2.0, verify_seconds=0.5)
     assert ranks.calls == [("stage", 5), ("commit", 5)]
-
-
-def test_corrupted_weights_are_moved_again_once() -> None:
     ranks = TwoRanks(corrupted=1)
     assert push(ranks).num_bytes == 3 + 3 + 4
     assert ranks.calls == [("stage", 5), ("stage", 5), ("commit", 5)]
-
-
-def test_weights_corrupted_twice_are_never_committed() -> None:
     ranks = TwoRanks(corrupted=2)
     with pytest.raises(CorruptionError, match="layer 3 on rank 1"):
         push(ranks)
@@ -620,9 +611,6 @@ def test_a_wait_for_a_collective_under_way_counts_as_one(tmp_path: Path) -> None
     file.write_text("def finish(handle):\n    handle.wait()\n")
     stack = read(f'Current thread 0x01 (most recent call first):\n  File "{file}", line 2 in finish\n')
     assert stack == Stack(frames=(Frame(file=str(file), line=2, name="finish"),), collective="a collective under way")
-
-
-def test_no_stacks_are_none() -> None:
     assert read("") is None
 
 
@@ -672,7 +660,9 @@ def row(ranks: Sequence[Any], slowest: SlowestRank, *seconds: float) -> dict[str
     return slowest.row()
 
 
-def test_it_is_logged_with_its_node_once_and_where_it_is_far_from_the_median(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_slowest_is_logged_with_its_node_once_and_where_it_is_far_from_the_median(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ranks = workers(3)
     slowest = SlowestRank(ranks)
     with caplog.at_level(logging.WARNING):
@@ -682,15 +672,9 @@ def test_it_is_logged_with_its_node_once_and_where_it_is_far_from_the_median(cap
             assert row(ranks, slowest, 1.0, 1.1, 3.0)["ranks/slowest"] == 2
         assert caplog.messages == ["rank 2 (pid 7 on node2) took 3.0 s for its passes, the median rank 1.1 s"]
     assert [rank.pass_seconds for rank in ranks] == [0.0] * 3
-
-
-def test_one_rank_and_steps_without_passes_have_no_row() -> None:
     alone, ranks = workers(1), workers(2)
     assert row(alone, SlowestRank(alone), 1.0) == {}
     assert row(ranks, SlowestRank(ranks), 1.0, 0.0) == {}
-
-
-def test_seconds_of_a_call_are_those_in_which_it_ran() -> None:
     spans = [
         ("calls", "step", 0, 9, CALL),
         ("calls", "forward", 12, 14, None),

@@ -151,7 +151,9 @@ def test_layout_limits_and_lengths_are_free_and_numbers_are_not(key: str, free: 
     assert (fixed(load_config("tiny_cpu", ours)) == fixed(load_config("tiny_cpu", [*ours, key]))) == free
 
 
-def test_keys_that_an_older_version_held_fixed_are_free_and_those_it_lacked_had_their_defaults(tmp_path: Path) -> None:
+def test_keys_that_an_older_version_held_fixed_are_free_and_those_that_it_left_free_are_fixed_later(
+    tmp_path: Path,
+) -> None:
     keys = ["learner.ep=1"], ["learner.ep=2"], ["learner.router.frozen=true"]
     then, now, other = (load_config("tiny_cpu", [*given]) for given in keys)
     held = {key: value for key, value in fixed(then).items() if key != "learner.router.frozen"}
@@ -160,9 +162,6 @@ def test_keys_that_an_older_version_held_fixed_are_free_and_those_it_lacked_had_
     find(now, run)
     with pytest.raises(CheckpointError, match=r"learner\.router\.frozen: False then, True now"):
         find(other, run)
-
-
-def test_a_key_that_an_older_version_left_free_is_fixed_from_the_next_checkpoint_on(tmp_path: Path) -> None:
     then, other = (load_config("tiny_cpu", [f"eval.success_reward={value}"]) for value in (0.5, 0.75))
     find(then, run_of(tmp_path / "old", then, {key: fixed(then)[key] for key in fixed(then).keys() - FREE_BEFORE}))
     with pytest.raises(CheckpointError, match=r"eval\.success_reward: 0\.5 then, 0\.75 now"):
@@ -216,7 +215,7 @@ def test_a_key_that_this_version_lacks_was_off(
         ("sft", (), ("batch_size=2",), ("batch_size: 64 then, 2 now",)),
     ],
 )
-def test_longer_and_refused_rows_may_change(
+def test_what_is_done_with_longer_and_refused_rows_may_change_where_none_was_seen(
     job: str, then: tuple[str, ...], now: tuple[str, ...], refused: tuple[str, ...], tmp_path: Path
 ) -> None:
     """As the error of the first such row advises."""
@@ -244,7 +243,7 @@ def test_longer_and_refused_rows_may_change(
         (("rollout.on_long_prompt=drop",), (), "on_long_prompt: 'drop' then, 'fail' now"),
     ],
 )
-def test_longer_prompts_may_change(
+def test_what_is_done_with_longer_prompts_may_change_where_none_was_drawn(
     then: tuple[str, ...], now: tuple[str, ...], refused: str | None, tmp_path: Path
 ) -> None:
     """As the error of the first such prompt, drawn from a parquet file, advises."""
@@ -301,7 +300,7 @@ def test_a_warm_start_that_was_stopped_has_kept_no_reference_yet(tmp_path: Path)
         (("url=http://127.0.0.1:1",), (), "url: 'http://127.0.0.1:1' then, not there now"),
     ],
 )
-def test_options_of_an_environment_are_fixed(
+def test_options_of_an_environment_are_those_that_it_was_trained_with(
     then: tuple[str, ...], now: tuple[str, ...], said: str, tmp_path: Path
 ) -> None:
     keys = ["environment.function=calculator", "environment.template=plain", "warm_start.steps=0"]
@@ -367,7 +366,7 @@ def test_fewer_steps_than_are_made_are_refused(tmp_path: Path) -> None:
     find(epochs.model_copy(update={"train": fewer.train}), run_of(tmp_path / "epochs", epochs))
 
 
-def test_checks_refuse_as_resumes(
+def test_a_check_of_a_resume_refuses_what_the_resume_would(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -377,7 +376,7 @@ def test_checks_refuse_as_resumes(
         assert said in capsys.readouterr().err
 
 
-def test_a_copied_folder_is_no_run(
+def test_a_copied_or_moved_folder_is_no_longer_the_run_that_its_config_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Until an override does: a resume would go on in the other folder, whose checkpoints it would remove."""
@@ -546,7 +545,7 @@ async def test_nothing_is_written_where_the_runs_folder_was(tmp_path: Path, othe
         assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "hf_step_000001", "lock"]
 
 
-def test_no_writer_begins_it_anew(
+def test_no_writer_begins_the_folder_anew_that_was_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first row, or the first stack, began a run's folder again at its old path, and the run went on there."""

@@ -132,14 +132,11 @@ def test_a_text_longer_than_a_micro_batch_is_cut(judge: Path, chat: str, caplog:
     assert "reads the last learner.max_tokens_per_micro_batch=20, and so of all" in said
 
 
-def test_each_has_ranks_and_nodes_of_its_own_and_sets_may_ask_another() -> None:
+def test_each_has_ranks_and_nodes_of_its_own_or_is_in_the_commands_process() -> None:
     keys = ("reward_models.other.path=tests", "eval.sets.sums.reward.function=ranks:other")
     config = loaded(*JUDGE, *keys, "roles.layouts.reward_judge.tp=4", "reward.model.max_tokens=8")
     assert ranks_by_role(config) == {"learner": 2, "reward_judge": 4, "reward_other": 2}
     assert beside(config) == {"reward_judge": 2, "reward_other": 1}
-
-
-def test_a_command_without_ranks_has_them_in_its_own_process() -> None:
     config = loaded(
         "reward_models.judge.path=tests", "reward.parts.judge.function=ranks:judge", "reward.parts.format=2"
     )
@@ -225,7 +222,7 @@ def test_a_reference_that_can_score_is_taken(folders: dict[str, Path], reference
         ("large vocabulary", "wide", (OWN_RANKS,), "has 259 tokens, fewer than the policy's 300"),
     ],
 )
-def test_bad_references(
+def test_a_reference_that_cannot_score_is_refused(
     folders: dict[str, Path], policy: str, reference: str, more: tuple[str, ...], said: str
 ) -> None:
     (problem,) = refusals(config_of(folders, reference, *more, policy=policy))
@@ -234,7 +231,7 @@ def test_bad_references(
 
 
 @pytest.mark.parametrize(("positions", "taken"), [(21, False), (22, False), (23, True)])
-def test_a_served_teacher_has_room_for_one_more(
+def test_a_served_teacher_has_room_for_a_token_behind_the_longest_text(
     folders: dict[str, Path], tmp_path: Path, positions: int, taken: bool
 ) -> None:
     """Servers score no text without making one, and the longest has 22 tokens."""
@@ -362,7 +359,7 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("where", ["run", "torn", "alone"])
-def test_a_converted_reward_model_has_its_variables(
+def test_a_converted_reward_model_has_its_runs_template_variables_or_a_note_says_why_not(
     where: str, reward_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shards, hf, out = tmp_path / "rm" / "checkpoints" / "step_000001" / "learner", reward_model / "hf", tmp_path / "out"
@@ -381,7 +378,7 @@ def test_a_converted_reward_model_has_its_variables(
     assert why.get(where, "") in said
 
 
-def test_a_reward_models_shards_are_converted_and_verified(
+def test_a_reward_models_shards_are_converted_and_verified_with_the_model_that_training_began_from(
     reward_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shards, out = reward_model / "shards", tmp_path / "out"

@@ -235,9 +235,6 @@ def test_a_model_without_such_a_format_is_refused_before_anything_starts(tmp_pat
     config = config_with("rollout.server.quantization=fp8")
     with pytest.raises(ConfigError, match=r"experts\.\w+ \[.*\] is not a matrix, and stacked experts cannot"):
         ServedEngines(config, VLLMAdapter(shape), tmp_path, tmp_path, shape)
-
-
-def test_the_probe_tolerates_what_quantising_does_unless_a_tolerance_is_given() -> None:
     fp8, given = "rollout.server.quantization=fp8", "rollout.server.probe_tolerance=0.5"
     assert [_tolerance(config_with(*more)) for more in ((), (fp8,), (fp8, given))] == [0.25, 1.0, 0.5]
 

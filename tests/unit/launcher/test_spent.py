@@ -93,12 +93,9 @@ def test_hours_of_rows_that_name_their_devices_need_no_machine_that_has_them(mon
     assert "devices/learner" not in recorded(config)  # it has none of them
 
 
-def test_roles_with_nodes_of_their_own_hold_them_all_the_time() -> None:
+def test_roles_with_nodes_of_their_own_hold_them_all_the_time_and_written_text_its_steps() -> None:
     found = spent(job("qwen3_235b_a22b"), ROWS)
     assert found.hours == pytest.approx({"learner": 96 * 0.05, "engines": 32 * 0.05})
-
-
-def test_a_job_on_written_text_has_spent_its_own_steps() -> None:
     config = load_config("dpo_tiny", ["learner.threads=3"])
     found = spent(config, [{"phase": "dpo", "step": n, "seconds/step": 90.0, "tokens/train": 5000} for n in (1, 2)])
     assert (found.steps, found.trained, found.sampled) == (2, 10000, 0)
@@ -129,16 +126,8 @@ def test_what_the_plan_says_of_metrics_is_the_learners_and_of_gpus_alone() -> No
     assert guess.step.predicted is not None
     parts = guess.step.predicted.step.parts
     seconds = {name: value for name, value in found.items() if name.startswith("seconds/")}
-    assert seconds == {
-        f"seconds/{name}": parts[part]
-        for name, part in (
-            ("train", "training"),
-            ("rollout", "rollout"),
-            ("logprobs", "log-probs"),
-            ("weights", "push"),
-        )
-        if part in parts
-    }
+    names = {"train": "training", "rollout": "rollout", "logprobs": "log-probs", "weights": "push"}
+    assert seconds == {f"seconds/{name}": parts[part] for name, part in names.items() if part in parts}
     assert seconds.keys() >= {"seconds/train", "seconds/rollout", "seconds/weights"}
     assert found["response/length_mean"] == 7168 / 2
     text = "\n".join(guess.step.lines())
@@ -201,7 +190,7 @@ def test_a_run_of_many_steps_is_counted_in_the_room_of_a_row() -> None:
     assert taken[2] - taken[1] < 50 * len(json.dumps(row))
 
 
-def test_a_waiting_run_has_spent_nothing(
+def test_a_run_that_waits_has_spent_nothing_and_its_report_says_that_no_step_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     save_resolved(load_config("tiny_cpu", []), tmp_path / "config.yaml")
@@ -213,7 +202,7 @@ def test_a_waiting_run_has_spent_nothing(
 
 
 @pytest.mark.parametrize("by", [None, "SIGTERM"])
-def test_a_report_is_made_beside_the_loop(
+def test_a_report_is_made_beside_the_loop_and_ends_once_nobody_waits_for_it(
     by: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As after a second Ctrl-C, or a signal: Python waits for the threads of a loop that ends."""

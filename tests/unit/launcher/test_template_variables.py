@@ -253,10 +253,7 @@ def test_prompts_of_a_source_with_an_environment_are_led_by_it_and_others_are_ju
     prompts = [
         Prompt(id=f"{source}/{text}", text=text, token_ids=tuple(text.encode()), answer=answer, source=source)
         for source, text, answer in (
-            ("products", "3*4=", "12"),
-            ("sums", "3+4=", "7"),
-            ("products", "5*5=", "25"),
-            ("sums", "5+5=", "10"),
+            *(("products", "3*4=", "12"), ("sums", "3+4=", "7"), ("products", "5*5=", "25"), ("sums", "5+5=", "10")),
         )
     ]
     params = ours.params(temperature=1.0)

@@ -144,7 +144,7 @@ def test_gradients_are_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda a, b: convolve(a, b, chunks), [x, weight])
 
 
-def test_the_convolution_sees_its_own_sequence_alone() -> None:
+def test_the_delta_rule_sees_its_own_sequence_alone_and_stays_finite() -> None:
     lengths = [9, 1, 0, 2, 17]
     x = torch.randn(sum(lengths), 6, generator=torch.Generator().manual_seed(1))
     weight = torch.randn(6, 1, 4, generator=torch.Generator().manual_seed(2))
@@ -153,9 +153,6 @@ def test_the_convolution_sees_its_own_sequence_alone() -> None:
         if len(part):
             wanted = causal_conv1d_fn(part.t()[None], weight.squeeze(1), None, activation="silu")
             torch.testing.assert_close(out, wanted[0].t())
-
-
-def test_a_strong_decay_and_many_chunks_stay_finite() -> None:
     q, k, v, _, b = (x.requires_grad_() for x in inputs((700, 300)))
     decay = torch.full_like(b, -40.0).requires_grad_()
     gated_delta_rule(q, k, v, decay, b, cut_into_chunks(starts((700, 300)), gap=3)).square().sum().backward()
@@ -279,10 +276,7 @@ def test_groups_that_megatron_rates_otherwise_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"a group of experts by its best 1; megatron scores it by its best .* = 2"):
         make_config(v2, LearnerSection())
     make_config(replace(v2, experts_per_token=3), LearnerSection())
-
-
-def test_groups_with_fewer_experts_than_are_summed_are_refused() -> None:
-    """torch says so only in the first pass: "selected index k out of range"."""
+    # torch says so only in the first pass: "selected index k out of range".
     single = replace(V3, router=replace(V3.router, groups=V3.num_experts, top_groups=V3.experts_per_token // 2))
     with pytest.raises(ConfigError, match=rf"{V3.num_experts} groups of 1 of .* best 2 count: set n_group in config"):
         make_config(single, LearnerSection())
@@ -292,7 +286,7 @@ def test_groups_with_fewer_experts_than_are_summed_are_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "fused"), [({"cp": 2}, False), ({"cp": 1}, True), ({"cp": 2, "dtype": "bfloat16"}, True)]
 )
-def test_auto_takes_the_fused_where_it_can(
+def test_auto_takes_transformer_engines_where_they_have_an_attention_kernel(
     given: dict[str, object], fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # it is installed

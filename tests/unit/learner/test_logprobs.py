@@ -31,7 +31,7 @@ from tests.small_models import TINY_MOE
 @pytest.mark.parametrize(("vocab", "rows"), [(37, 37), (37, 48)])
 @pytest.mark.parametrize("chunk", [3, 64])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_are_those_of_log_softmax(
+def test_value_entropy_and_gradient_are_those_of_log_softmax(
     dtype: torch.dtype, vocab: int, rows: int, chunk: int, temperature: float
 ) -> None:
     g = torch.Generator().manual_seed(0)
@@ -220,7 +220,7 @@ def test_linear() -> None:
     assert_equal_with_gradients(fused.linear, F.linear, [x, weight])
 
 
-def test_rms_norm_of_a_strided_input() -> None:
+def test_rms_norm_and_rotate() -> None:
     def through_slice(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda x, weight: function(x[..., 8:40], weight)
 
@@ -229,9 +229,6 @@ def test_rms_norm_of_a_strided_input() -> None:
 
     ours = through_slice(lambda x, weight: fused.rms_norm(x, weight, 1e-6))
     assert_equal_with_gradients(ours, through_slice(plain), [random(9, 3, 64), random(32)])
-
-
-def test_rotate() -> None:
     angle = random(11, 1, 8)
     assert_equal_with_gradients(
         lambda x: fused.rotate(x, angle.cos(), angle.sin()),

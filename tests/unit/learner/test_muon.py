@@ -113,9 +113,6 @@ def test_ranks_get_equal_shares_of_the_state_and_each_parameter_once() -> None:
     assert sorted(p.numel() for rank in owners for p in rank) == sorted(sizes)
     assert [sum(p.numel() for p in rank) for rank in owners] == [700, 500, 186]
     assert {id(p) for rank in owners for p in rank} == {id(p) for p in parameters}
-
-
-def test_weights_travel_in_buckets_of_a_limited_size_and_one_dtype() -> None:
     half = torch.empty(_BUCKET // 8, device="meta")
     small = torch.empty(3, dtype=torch.bfloat16, device="meta")
     found = [len(bucket) for bucket in _buckets([half, half, half, small, small])]

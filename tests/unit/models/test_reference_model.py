@@ -203,10 +203,7 @@ def test_it_loads_with_transformers_and_has_the_sizes_asked_for(folder: Path) ->
     shape = read_shape(folder)
     assert (shape.hidden_size, shape.num_experts, shape.expert_width, shape.vocab_size) == (16, 4, 8, 259)
     assert model.generation_config.eos_token_id == 257
-
-
-def test_no_token_starts_at_zero(folder: Path) -> None:
-    """The norm behind it would make 1 / sqrt(eps) = 1,000 of the gradient of the first that is sampled."""
+    # The norm behind it would make 1 / sqrt(eps) = 1,000 of the gradient of the first that is sampled.
     sizes = weights(folder)["model.embed_tokens.weight"].norm(dim=1)
     assert sizes.min() > 0.3 * sizes.mean()
 
@@ -225,16 +222,13 @@ def test_it_is_made_once_and_its_name_tells_seed_sizes_and_vocabulary_apart(fold
     assert sorted(cache.iterdir()) == sorted(others | {folder}), "nothing half-made is left"
 
 
-def test_weights_follow_the_seed_and_leave_the_global_generator_alone(folder: Path, tmp_path: Path) -> None:
+def test_weights_follow_the_seed_and_a_larger_vocabulary_is_never_used(folder: Path, tmp_path: Path) -> None:
     before = torch.get_rng_state()
     again, other = make_tiny_model(SPEC, tmp_path, 3), make_tiny_model(SPEC, tmp_path, 4)
     assert torch.equal(before, torch.get_rng_state())
     first = weights(folder)
     assert all(torch.equal(value, first[name]) for name, value in weights(again).items())
     assert any(not torch.equal(value, first[name]) for name, value in weights(other).items())
-
-
-def test_a_larger_vocabulary_has_ids_the_tokenizer_never_uses(tmp_path: Path) -> None:
     folder = make_tiny_model(SPEC, tmp_path, 0, vocab_size=512)
     assert read_shape(folder).vocab_size == 512
     assert len(AutoTokenizer.from_pretrained(folder)) == 259
@@ -272,13 +266,10 @@ def test_text_that_others_change_stays(tokenizer: PreTrainedTokenizerBase, text:
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
-def test_special_tokens_follow_the_bytes(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_special_tokens_follow_the_bytes_and_the_chat_template_marks_roles(tokenizer: PreTrainedTokenizerBase) -> None:
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (256, 257, 258)
     assert len(tokenizer) == 259
     assert tokenizer.decode([*b"ok", 257, 256], skip_special_tokens=True) == "ok"
-
-
-def test_the_chat_template_marks_roles(tokenizer: PreTrainedTokenizerBase) -> None:
     chat = [{"role": "user", "content": "hi"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == "user: hi\nassistant: "
 

@@ -133,12 +133,8 @@ def test_each_recorded_point_can_be_read_by_hovering(tmp_path: Path) -> None:
     charts = Page(write_report([a_run(tmp_path / "a")], tmp_path / "r.html")).charts()
     points = charts["Held-out accuracy"]["points"]
     assert [(label, values[0][2]) for _, label, values in points] == [
-        ("warm-start step 0", "0"),
-        ("warm-start step 10", "0.1"),
-        ("warm-start step 20", "0.2"),
-        ("step 2", "0.3"),
-        ("step 4", "0.6"),
-        ("step 6", "0.9"),
+        *(("warm-start step 0", "0"), ("warm-start step 10", "0.1"), ("warm-start step 20", "0.2"), ("step 2", "0.3")),
+        *(("step 4", "0.6"), ("step 6", "0.9")),
     ]
     assert [x for x, _, _ in points] == sorted(x for x, _, _ in points)
     reward = charts["Reward"]["points"][1]
@@ -269,18 +265,8 @@ def test_every_number_of_a_run_has_a_place_on_the_page() -> None:
     shown = {name for c in curves for name in (c.metric, c.spread, c.low, c.high, c.peak)} - {None}
     shown |= {f"seconds/{phase}" for phase in PHASE_SECONDS}
     axes_and_totals = {
-        "step",
-        "phase",
-        "warm_start/step",
-        "tokens/rollout",
-        "tokens/train",
-        "flops/train",
-        "weights/bytes",
-        "weights/route",
-        "checkpoint/bytes",
-        "checkpoint/step",
-        "devices/<name>",
-        "devices/layout",
+        *("step", "phase", "warm_start/step", "tokens/rollout", "tokens/train", "flops/train", "weights/bytes"),
+        *("weights/route", "checkpoint/bytes", "checkpoint/step", "devices/<name>", "devices/layout"),
     }
     assert METRICS.keys() - shown - axes_and_totals == {"metrics/non_finite"}
     assert shown <= METRICS.keys()
@@ -637,13 +623,10 @@ def _chart(values: list[float | None], **kwargs: tuple[float, float]) -> Chart:
     return line_chart("t", "", [Series(label="a", style=0, points=_points(values))], **kwargs)
 
 
-def test_a_line_goes_from_the_left_to_the_right_and_up_with_its_values() -> None:
+def test_a_line_goes_up_with_its_values_and_a_null_breaks_it() -> None:
     chart = _chart([0.0, 0.5, 1.0], limits=(0.0, 1.0))
     middle = ((LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2)
     assert chart.marks[0].path == f"M{LEFT} {BOTTOM}L{middle[0]} {middle[1]}L{RIGHT} {TOP}"
-
-
-def test_a_null_breaks_the_line_and_a_lone_point_is_a_dot() -> None:
     path = _chart([1.0, None, 2.0, None, 3.0, 4.0]).marks[0].path
     assert re.sub(r"[\d. ]", "", path) == "MhMhML"
 
@@ -671,13 +654,10 @@ def test_bytes_are_in_the_largest_unit(values: list[float | None], unit: str, ti
     assert [text for *_, ((_, _, text),) in chart.hover] == told
 
 
-def test_a_band_beyond_the_limits_ends_at_the_frame() -> None:
+def test_a_band_is_closed_around_its_line_and_ends_at_the_frame() -> None:
     points = [Point(x=x, y=0.9, label="", low=-0.3, high=2.1) for x in (0, 1)]
     band, _ = line_chart("t", "", [Series(label="a", style=0, points=points)], (0.0, 1.0)).marks
     assert band.path == f"M{LEFT} {TOP}L{RIGHT} {TOP}L{RIGHT} {BOTTOM}L{LEFT} {BOTTOM}Z"
-
-
-def test_a_band_is_closed_around_its_line() -> None:
     points = [Point(x=x, y=0.5, label="", low=0.25, high=0.75) for x in (0, 1)]
     band, line = line_chart("t", "", [Series(label="a", style=0, points=points)], (0.0, 1.0)).marks
     low, high = BOTTOM - 0.25 * (BOTTOM - TOP), BOTTOM - 0.75 * (BOTTOM - TOP)
@@ -685,7 +665,7 @@ def test_a_band_is_closed_around_its_line() -> None:
     assert band.path == f"M{LEFT} {high}L{RIGHT} {high}L{RIGHT} {low}L{LEFT} {low}Z"
 
 
-def test_a_long_run_is_thinned_without_losing_its_spikes_or_ends() -> None:
+def test_long_runs_are_thinned_without_losing_spikes_or_ends() -> None:
     values: list[float | None] = [float(i % 7) for i in range(20_000)]
     values[7_777], values[12_345] = 100.0, -50.0
     chart = _chart(values)
@@ -693,9 +673,6 @@ def test_a_long_run_is_thinned_without_losing_its_spikes_or_ends() -> None:
     assert len(shown) <= MAX_POINTS + 2
     assert (shown["step 7778"], shown["step 12346"]) == ("100", "-50")
     assert {"step 1", "step 20000"} <= shown.keys()
-
-
-def test_many_long_lines_are_drawn_by_means_of_their_steps() -> None:
     values = [(-0.5, "warm", 9.0), *((float(x), f"step {x}", float(x % 2)) for x in range(1000))]
     warm, *means = averaged(values)
     assert warm == Point(x=-0.5, y=9.0, label="warm")

@@ -43,12 +43,9 @@ def _rows(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_docs_are_the_table() -> None:
+def test_the_docs_are_the_table_of_one_row_a_metric() -> None:
     docs = Path(__file__).parents[3] / "docs" / "metrics.md"
     assert docs.read_text() == render_docs(), "run python -m rl_megatron.observability.metrics.table > docs/metrics.md"
-
-
-def test_every_metric_is_one_row_of_three_cells_in_the_docs() -> None:
     table = [line.replace(r"\|", "") for line in render_docs().splitlines() if line.startswith("| `")]
     assert len(table) == len(METRICS)
     assert all(line.count("|") == 4 for line in table)
@@ -122,9 +119,6 @@ def test_values_that_are_not_finite_become_null_are_counted_and_warned(caplog: p
 def test_deterministic_leaves_out_the_clock_alone() -> None:
     assert deterministic(ROW) == {"step": 3, "phase": "rl", "loss": 0.25, "reward/mean": 0.5}
     assert deterministic({"tokens/rollout": 5, "weights/bytes": 8}) == {"tokens/rollout": 5, "weights/bytes": 8}
-
-
-def test_the_head_of_the_docs_names_what_depends_on_the_clock() -> None:
     said = render_docs().split("Metrics in ")[1].split("depend on the clock")[0]
     units, names = said.split(", and those of ")
     for name, metric in METRICS.items():
@@ -189,7 +183,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume_and_keeps_the_warm_star
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
-def test_tensorboard_that_cannot_write_is_warned_of_with_its_file(
+def test_tensorboard_that_cannot_write_is_warned_of_once_with_its_file_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By a limit in place of a full disk, above what metrics.jsonl has; later there is room again."""
@@ -356,7 +350,7 @@ def test_wandb_has_so_much_time_for_each_call_and_is_then_left(
     assert torn_down.wait(30)
 
 
-def test_a_late_wandb_has_little_time(
+def test_wandb_that_has_not_begun_at_a_runs_end_has_no_more_time_than_for_its_last_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As of a run that is stopped before its first row, to which a time limit leaves half a minute."""
@@ -404,7 +398,7 @@ def test_rows_of_any_names_are_read_back_as_numbers_and_none() -> None:
 
 # Rates of phases: over their own seconds, or over the step's where a phase goes on beside the others.
 @pytest.mark.parametrize(("beside", "rate"), [(False, 600.0 / 2), (True, 600.0 / 10)])
-def test_what_other_phases_do_not_stop_has_the_steps_seconds(
+def test_what_goes_on_beside_other_phases_has_the_seconds_of_the_step(
     monkeypatch: pytest.MonkeyPatch, beside: bool, rate: float
 ) -> None:
     times = iter([0, 1, 3, 10])  # the start, the phase, the row

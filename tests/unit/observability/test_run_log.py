@@ -65,7 +65,7 @@ def test_who_waits_for_the_logs_thread_waits_for_its_file(tmp_path: Path, monkey
         assert waits.ident not in in_hand()
 
 
-def test_our_warnings_reach_stderr(
+def test_the_log_names_role_and_rank_and_only_our_warnings_reach_stderr(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's would keep what no worker of it can send on
@@ -262,7 +262,7 @@ def test_rows_from_the_end_are_the_rows(tmp_path: Path, lengths: list[int], torn
         assert rest == due or (rest == due[1:] and len(due[0]["text"]) >= 65_500)
 
 
-def test_the_last_row_of_a_long_file_is_read_alone(tmp_path: Path) -> None:
+def test_the_last_rows_of_a_long_file_are_read_alone_and_a_broken_one_is_named(tmp_path: Path) -> None:
     """64 GiB, most of them a hole."""
     path = tmp_path / "m.jsonl"
     path.touch()
@@ -270,9 +270,6 @@ def test_the_last_row_of_a_long_file_is_read_alone(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b'\n{"step": 7}\n')
     assert next(from_the_end(path)) == {"step": 7}
-
-
-def test_a_broken_line_near_the_end_is_named_by_its_number(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}{"st\n{"step": 3}\n')
     rows = from_the_end(path)
@@ -281,7 +278,7 @@ def test_a_broken_line_near_the_end_is_named_by_its_number(tmp_path: Path) -> No
         next(rows)
 
 
-def test_truncation_keeps_the_checkpoints_step_and_the_bytes_before_it(tmp_path: Path) -> None:
+def test_truncation_keeps_the_checkpoints_step_and_removes_rows_without_the_field(tmp_path: Path) -> None:
     file = JsonlFile(tmp_path / "m.jsonl")
     file.append([{"step": 0, "warm_start/step": k} for k in range(3)] + [{"step": s} for s in (1, 2, 3, 4)])
     before = file.path.read_bytes()
@@ -291,9 +288,6 @@ def test_truncation_keeps_the_checkpoints_step_and_the_bytes_before_it(tmp_path:
     assert file.truncate_after(-1) == 5
     assert file.path.read_bytes() == b""
     assert os.listdir(tmp_path) == ["m.jsonl"]
-
-
-def test_truncation_by_another_field_removes_rows_without_it(tmp_path: Path) -> None:
     file = JsonlFile(tmp_path / "m.jsonl")
     file.append([*({"step": 0, "warm_start/step": k} for k in range(4)), {"step": 0, "phase": "rl"}, {"step": 1}])
     assert file.truncate_after(1, "warm_start/step") == 4

@@ -219,11 +219,7 @@ def test_what_a_kill_left_and_a_resume_wrote_are_one_trace(tmp_path: Path) -> No
         events = json.loads(gzip.decompress(data) if name.endswith("gz") else data)
         threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
         assert [(e["name"], threads[e["pid"], e["tid"]]) for e in events if e["ph"] == "X"] == [
-            ("phase 0", "phases"),
-            ("phase 1", "phases"),
-            ("phase 2", "phases"),
-            ("push", "pushes"),
-            ("a", "phases"),
+            *(("phase 0", "phases"), ("phase 1", "phases"), ("phase 2", "phases"), ("push", "pushes"), ("a", "phases"))
         ]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"all.json", "all.json.gz"}
 
@@ -278,11 +274,8 @@ def test_threads_are_in_order_and_arrows_go_from_a_generation_to_its_requests(tm
 
 
 def test_a_request_without_a_generation_is_forgotten_with_its_file(tmp_path: Path) -> None:
-    file, replica, sampling = (
-        TraceFile(tmp_path, 1),
-        spans.Lane("replica 0", "request 0"),
-        spans.Lane("sampling", "request 0"),
-    )
+    file = TraceFile(tmp_path, 1)
+    replica, sampling = spans.Lane("replica 0", "request 0"), spans.Lane("sampling", "request 0")
     file.append([(replica, "attempt", 0, 1 * MS, {"request": "a"})])
     file.append([(spans.PUSHES, "push", 1 * MS, 2 * MS, {"version": 2})])  # in the next file
     file.append([(sampling, "generate", 2 * MS, 3 * MS, {"request": "a"})])

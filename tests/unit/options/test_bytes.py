@@ -205,11 +205,9 @@ def test_linears_keep_their_inputs_in_a_byte_but_for_what_others_keep_too() -> N
     assert fewer == 2048 + 8 * (2048 + 768)
     product = freed(learner(None), QWEN, 0)["moe_act"] - freed(learner("tensorwise"), QWEN, 0)["moe_act"]
     assert product == 8 * 768
-
-
-def test_of_latent_attention_normed_latents_have_a_byte_and_its_input_as_many_as_linears_read_it() -> None:
-    """DeepSeek-V3, a layer of experts: 8 of 2048 and one shared, h 7168, latents of 1536 and 512. Two linears read what
-    the first norm gives, each with a copy of a byte; routers keep what the second gives, for shared experts too."""
+    # DeepSeek-V3, a layer of experts: 8 of 2048 and one shared, h 7168, latents of 1536 and 512. Two linears
+    # read what the first norm gives, each with a copy of a byte; routers keep what the second gives, for shared
+    # experts too.
     fewer = kept(learner(None), DEEPSEEK, 60) - kept(learner("blockwise"), DEEPSEEK, 60)
     assert fewer == 8 * (7168 + 2048) + 2048 + 1536 + 512
 
@@ -243,9 +241,6 @@ def test_blocks_of_128_are_gathered_whole() -> None:
     narrow = replace(DEEPSEEK, latent=replace(DEEPSEEK.latent, kv_rank=520, rope_dim=56))
     (problem,) = OPTION.problems(learner("tensorwise"), narrow)
     assert "the 520 columns of a latent are no multiple of 16" in problem
-
-
-def test_tokens_are_multiples_of_what_has_a_scale_of_its_own() -> None:
     assert [rows(learner(fp8)) for fp8 in (None, "tensorwise", "blockwise", "mxfp8")] == [1, 16, 128, 32]
 
 

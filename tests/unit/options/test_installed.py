@@ -118,13 +118,10 @@ def test_megatron_is_given_its_keyword_beside_the_others(residual: Option, monke
     assert given == keywords(TINY_MOE, LearnerSection(), installed=False)["DecoderConfig"]
 
 
-def test_a_keyword_of_another_option_is_refused(residual: Option, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keywords_and_keys_of_others_are_refused(residual: Option, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residual, "megatron", lambda *_: Keywords(model={"bf16": True}), raising=False)
     with pytest.raises(ConfigError, match="the options 'dtype' and 'residual' both give megatron-core bf16; drop one"):
         table.keywords(LearnerSection(), TINY_MOE)
-
-
-def test_a_key_that_is_there_already_is_refused(residual: Option) -> None:
     section = table.with_installed_keys(LearnerSection)
     with pytest.raises(ConfigError, match=r"the option 'residual' brings learner\.residual_copies, which is there"):
         table.with_installed_keys(section)

@@ -78,7 +78,7 @@ def test_without_padding_in_its_config_a_text_is_read_at_its_last_token(tmp_path
     torch.testing.assert_close(torch.tensor(score(folder)), wanted)
 
 
-async def test_a_group_that_is_given_up_ends_with_its_batch_and_alone(
+async def test_a_group_that_is_given_up_ends_with_its_batch_and_none_is_computed_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without padding in its config each batch chooses one, which transformers reads at the end of a forward pass."""

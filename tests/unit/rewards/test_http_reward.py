@@ -91,9 +91,6 @@ def test_the_server_is_asked_as_documented_and_its_numbers_are_the_rewards(serve
     assert body["completions"][0] == {"text": "four", "num_tokens": 3, "finish_reason": "length"}
     rest = {key: value for key, value in body.items() if key != "completions"}
     assert rest == {"prompt_id": "train:7", "prompt": "2+2=", "answer": "4", "meta": {"level": "easy"}}
-
-
-def test_a_null_is_no_reward_of_that_completion_alone(server: Server) -> None:
     server.answer = lambda body, number: (200, b'{"rewards": [1, null], "model": "m"}')
     first, second = score(server.url, "a", "b")
     assert first == 1.0
@@ -183,7 +180,7 @@ def test_a_server_that_drips_is_left_and_its_connection_closed() -> None:
     assert [t for t in threading.enumerate() if t not in threads and t.name == "reward"] == []
 
 
-def test_an_answer_cut_by_a_broken_connection_is_asked_for_again() -> None:
+def test_a_broken_answer_is_asked_for_again_and_a_server_named_after_all_attempts() -> None:
     answers = iter([(50, b'{"rewards": [1'), (16, b'{"rewards": [1]}')])
 
     def serve(connection: socket.socket, _: threading.Event) -> None:
@@ -191,9 +188,6 @@ def test_an_answer_cut_by_a_broken_connection_is_asked_for_again() -> None:
 
     for url, _ in raw(serve, times=2):
         assert score(url, "a") == [1.0]
-
-
-def test_no_server_is_named_after_all_attempts() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # and does not listen
         with pytest.raises(RewardError, match=r"ConnectError.*attempts made: 4"):

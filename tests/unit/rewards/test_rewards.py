@@ -81,9 +81,6 @@ def test_final_number_reads_the_answer_behind_the_hashes() -> None:
     answer = "48+24 = <<48+24=72>>72 clips, 3 left.\n#### 72"
     assert score("final_number", answer, "The answer is 72.", "72.0", "72, or 71", "144/2", "") == [1, 1, 0, 1, 0]
     assert score("final_number", "it is 3", "3") == [1]
-
-
-def test_an_answer_without_a_number_names_the_prompt() -> None:
     with pytest.raises(RewardError, match="'train:7'"):
         score("final_number", "3 are left.\n#### none", "3")
 
@@ -135,9 +132,6 @@ def test_functions_of_the_user_may_be_plain_async_or_objects(user_module: str) -
     assert score(f"{user_module}:by_length", "a", "xx", "") == [2, 0]
     assert score(f"{user_module}:later", "a", "a", "b") == [1, 0]
     assert score(f"{user_module}:scorer", "a", "a", "b") == [0.5, 0.5]
-
-
-def test_what_a_plain_function_raises_is_named(user_module: str) -> None:
     with pytest.raises(RewardError, match=r"^raised ZeroDivisionError: mine$"):
         score(f"{user_module}:broken", "a", "x")
 
@@ -325,14 +319,11 @@ def test_a_bound_on_no_other_part_is_refused(other: str) -> None:
         RewardSection.model_validate({"parts": {"right": 1.0, "late": {"when": {other: 1.0}}}})
 
 
-def test_infinities_do_not_cancel_to_a_number(mine: types.ModuleType) -> None:
+def test_infinities_and_unknown_parts(mine: types.ModuleType) -> None:
     for first, second in ((math.inf, -math.inf), (math.nan, 1.0), (1.7e308, 1.7e308)):
         mine.first, mine.second = (lambda *_, x=first: [x]), (lambda *_, x=second: [x])
         (one,) = parts_of(parts(a=("parts_for_test:first", 1.0), b=("parts_for_test:second", 1.0)), "")
         assert not math.isfinite(one.total)
-
-
-def test_an_unknown_part_is_named_by_its_key() -> None:
     with pytest.raises(ConfigError, match=r"reward\.parts\.exact\.function='exact' is unknown; did you mean"):
         resolve_reward(RewardSection(parts={"exact": 1.0}))
     with pytest.raises(ConfigError, match=r"reward\.parts\.mine\.function='nowhere_at_all:f': no module"):

@@ -114,7 +114,7 @@ def test_a_server_that_is_away_is_waited_for(waits: list[float]) -> None:
 
 
 @pytest.mark.parametrize("refusal", [401, 403])
-def test_each_attempt_has_a_token(
+def test_a_token_that_rotates_is_read_for_each_attempt(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int
 ) -> None:
     token = tmp_path / "token"
