@@ -413,8 +413,7 @@ def test_another_layout_goes_on_as_the_one_that_saved(name: str, models: Path) -
             assert resumed == [pytest.approx(step, rel=1e-4) for step in left], (before, after)
 
 
-# What learner ranks write for servers that hold adapters beside their model: the frozen model to the bit, whatever
-# the adapters are, and a folder of these; for an export the merged model.
+# What learner ranks write for servers with adapters: the frozen model to the bit, a folder; for an export, all merged.
 KEYS = ("rollout=vllm", "learner.tp=2", "learner.ep=2", "learner.threads=1", "weights.push=adapters")
 
 

@@ -321,8 +321,7 @@ def test_gradients_that_are_being_reduced_are_waited_for_and_the_step_can_wait_a
     assert [one.grad_reduce_handle is not None for one in (*dense, *experts)] == [True, False, True]
 
 
-# Sending tokens to experts: `learner.dispatcher`, and shared experts that compute meanwhile. DeepEP and HybridEP need
-# GPUs; `in_place_of_deep_ep` sends for them over gloo, behind megatron's own calls.
+# Sending tokens to experts; DeepEP and HybridEP need GPUs, so `in_place_of_deep_ep` sends for them over gloo.
 GPUS = {"device": "cuda", "dtype": "bfloat16", "ep": 2}
 ONE_SIZE: dict[str, Any] = {"max_tokens_per_micro_batch": 128, "padding": {"tokens": "128"}}
 SHARED: dict[str, dict[str, Any]] = {"ep2": {"ep": 2}, "tp2-ep2": {"tp": 2, "ep": 2}, "tp2-etp2": {"tp": 2, "etp": 2}}

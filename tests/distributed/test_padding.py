@@ -141,8 +141,7 @@ def test_sizes_that_do_not_fit_are_refused(keys: dict[str, Any], why: str) -> No
     assert why in said
 
 
-# CUDA graphs of decoder layers, on a CPU: megatron captures and replays over `in_place_of_cuda_graphs`. The oracle is
-# the same learner without graphs: all is equal to the bit.
+# CUDA graphs of decoder layers, on a CPU, over `in_place_of_cuda_graphs`: equal to the bit to the learner without.
 LAYERS, STEPS = 4, 3
 KEYS: dict[str, Any] = {
     "max_tokens_per_micro_batch": 120,

@@ -167,8 +167,7 @@ def test_a_step_of_two_data_parallel_ranks_with_two_stages(tmp_path: Path) -> No
         asyncio.run(run())
 
 
-# A critic and a reference in layouts of their own beside a learner of two data-parallel ranks: what they say, and
-# what the critic learns, is what they do on the learner's ranks.
+# A critic and a reference in layouts of their own: what they say and learn is what they do on the learner's ranks.
 COLUMN_LENGTHS = [7, 12, 30, 19, 12, 23, 12, 8]
 GIVEN = (
     *("learner.threads=1", "learner.ep=1", "learner.dp=2", "learner.max_tokens_per_micro_batch=64"),
@@ -233,8 +232,7 @@ def test_scores_and_steps_are_those_of_the_learners_layout(tmp_path: Path) -> No
         torch.testing.assert_close(one.next_values, other.next_values, atol=1e-5, rtol=0)
 
 
-# A reference that follows the policy in two layouts: what it says is transformers', with numpy's moving average of
-# the exported weights, and a checkpoint of one layout goes on in the other.
+# A reference that follows the policy in two layouts: transformers', with numpy's moving average of exported weights.
 RATE, SAVED, STEPS = 0.3, 2, 3
 FOLLOWS = (
     *("learner.threads=1", "learner.max_tokens_per_micro_batch=64", "rollout.temperature=1.0"),
@@ -299,8 +297,7 @@ def test_it_is_the_average_of_what_was_exported_in_every_layout(tmp_path: Path) 
         assert (said - far).abs().max() > 0.01  # the policy itself says something else
 
 
-# Reward models on ranks of their own, of two families and in several layouts: the scores are transformers' of the
-# same texts, which are read by each model's own tokenizer.
+# Reward models on ranks of their own, of two families: scores are transformers', by each model's own tokenizer.
 SCORED_PROMPT = Prompt(id="p", text="12+34=", token_ids=(1, 2), answer="46")
 GROUPS = (
     ["46", "a much longer answer, of several words: 46", "", "4", "é 7"],

@@ -238,8 +238,7 @@ def test_a_process_that_is_lost_is_told_as_a_sync_that_failed(tmp_path: Path) ->
     run_ranks(words_main, 2, tmp_path)
 
 
-# Reduce-scatter and all-gather of buffers between ranks on CPUs, in place and beside, through memory that they share
-# or by sends.
+# Reduce-scatter and all-gather of buffers between ranks on CPUs, through memory that they share or by sends.
 SHARD, ROUNDS = 40, 10  # a shard is exchanged in pieces of 64 bytes at most
 
 

@@ -101,8 +101,7 @@ def test_the_age_of_a_moving_average_is_that_of_the_policies_in_it(rate: float, 
             shares[step + 1] = rate
 
 
-# kl.estimator=top_k: the divergence to a teacher over its most probable tokens and one bucket of all others, beside
-# plain loops in float64 and finite differences.
+# kl.estimator=top_k: the divergence over a teacher's most probable tokens and one bucket, beside plain loops.
 NUM_POSITIONS, VOCABULARY = 5, 11
 BETAS = (0.0, 0.1, 0.5, 1.0)
 

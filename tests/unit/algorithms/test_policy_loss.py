@@ -341,11 +341,6 @@ def test_at_ratio_one_a_clipped_row_has_the_gradient_of_reinforce(name: str) -> 
     torch.testing.assert_close(evaluate(row(f"algorithm={name}"), x)[1], evaluate(row("algorithm=reinforce"), x)[1])
 
 
-def test_cispo_without_caps_at_ratio_one_is_reinforce() -> None:
-    x = drawn(spread=0.0)
-    assert_same(evaluate(row("algorithm=cispo", "algorithm.cap_high=1e30"), x), evaluate(row("algorithm=reinforce"), x))
-
-
 def test_decoupled_ppo_is_ppo_where_the_proximal_policy_is_the_rollouts() -> None:
     """By a recomputed pass that finds the engine's numbers, or interpolated with a share of 0."""
     x = drawn()

@@ -209,8 +209,7 @@ def test_temperatures_that_the_engine_does_not_sample_at_are_refused(keys: tuple
     assert [one[: len(said or "")] for one in problems] == ([] if said is None else [said])
 
 
-# Versions of adapters beside a model: which one a request names, what stays loaded, restarts and refusals, with real
-# HTTP, mirror file and probe, and servers and a learner of a few lines.
+# Versions of adapters beside a model: which one a request names, what stays loaded, restarts, refusals; real HTTP.
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=2, stop_token_ids=(), seed=0)
 REQUEST = GenerationRequest(id="one", token_ids=(1, 2), num_completions=1, params=PARAMS)
 SIZE = 7

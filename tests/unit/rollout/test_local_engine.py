@@ -237,9 +237,7 @@ def test_the_plan_has_the_bytes_of_the_cache() -> None:
     assert planned == keys + states.taps.nbytes + states.states.nbytes
 
 
-# The in-process engine samples each family's models: its own tensors, and log-probs as transformers' forward has
-# them. Prompts are ragged and completions long, so that rows end apart, others take their places and windows leave
-# tokens out.
+# Each family's models: the engine's own tensors, and log-probs of long ragged completions as transformers' forward.
 PROMPT_LENGTHS = (1, 9, 2, 17, 5)
 VOCABULARY = 61
 

@@ -338,8 +338,7 @@ def test_what_was_dropped_long_ago_counts_no_more() -> None:
     assert run_at_once(run()) == 3
 
 
-# Prompts that servers answer with an error while they live on and answer others, in random worlds on a virtual clock;
-# and those that were dropped, which are drawn no more.
+# Prompts that servers answer with an error while they answer others, and those dropped, which are drawn no more.
 @dataclass
 class FailingWorld:
     """Groups of requests at servers of which none dies."""
