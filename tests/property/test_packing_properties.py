@@ -143,6 +143,8 @@ def test_a_micro_batch_has_bounded_sequences(lengths: list[int], dims: ParallelD
 def test_the_most_sequences_alone_decide_how_many_micro_batches_short_ones_make() -> None:
     plan = plan_packing(np.array([2] * 30), dims=ParallelDims(dp=2), max_tokens=1000, most=4)
     assert [[len(ids) for ids in row] for row in plan] == [[4, 4, 4, 3], [4, 4, 4, 3]]
+    pairs = plan_packing(np.array([2] * 30), dims=ParallelDims(dp=2), max_tokens=1000, unit=2, most=5)
+    assert [[len(ids) for ids in row] for row in pairs] == [[4, 4, 4, 4], [4, 4, 4, 2]]
 
 
 @settings(deadline=None, max_examples=50)
