@@ -37,12 +37,16 @@ class Mutant:
     def statements(self) -> set[int]:
         """The numbers of the lines of the innermost statements that change; of those with a body, of what is before."""
         out: set[int] = set()
-        nodes = [node for node in ast.walk(ast.parse(self.source)) if isinstance(node, ast.stmt | ast.excepthandler)]
+        nodes = [
+            (min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))]), node)
+            for node in ast.walk(ast.parse(self.source))
+            if isinstance(node, ast.stmt | ast.excepthandler)
+        ]
         for row in {row for start, end, _, _ in self._changes() for row in range(start + 1, max(end, start + 1) + 1)}:
-            around = [node for node in nodes if node.lineno <= row <= node.end_lineno]
-            for node in sorted(around, key=lambda node: node.lineno)[-1:]:
+            around = [(first, node) for first, node in nodes if first <= row <= node.end_lineno]
+            for first, node in sorted(around, key=lambda one: one[0])[-1:]:
                 body = getattr(node, "body", None)
-                out |= {*range(node.lineno, max(node.lineno, body[0].lineno - 1 if body else node.end_lineno) + 1)}
+                out |= {*range(first, max(first, body[0].lineno - 1 if body else node.end_lineno) + 1)}
         return out
 
     def diff(self) -> str:
@@ -61,9 +65,9 @@ class Seen:
     lines: dict[str, dict[str, list[str]]]
 
     def at(self, mutant: Mutant) -> set[str]:
-        """The tests that execute a changed line, and "" if an import does."""
-        lines = self.lines.get(mutant.path, {})
-        return {test for line in mutant.statements() for test in lines.get(str(line), [])}
+        """The tests that execute a changed line, and "" if an import does, or none is known."""
+        lines, rows = self.lines.get(mutant.path, {}), mutant.statements()
+        return {test for row in rows for test in lines.get(str(row), [])} if rows else {""}
 
     def groups(self, mutant: Mutant) -> list[list[str]]:
         """The tests to try: what executes a changed line, the quickest first; and what starts processes, whose lines

@@ -41,17 +41,17 @@ def test_a_recorded_test_is_there() -> None:
 
 
 def test_a_mutant_is_tried_with_the_tests_that_execute_its_statement_the_quickest_first() -> None:
-    source = "def f(x):\n    return g(\n        x + 1)\nLIMIT = 1\n"
+    source = "def f(x):\n    return g(\n        x + 1)\n@d\nclass A: LIMIT = 1\n"
     mutant = Mutant("f.py", "", source, source.replace("+", "-"))
-    constant = Mutant("f.py", "", source, source.replace("= 1", "= 2"))
+    others = [Mutant("f.py", "", source, source.replace(*words)) for words in (("= 1", "= 2"), ("@d\n", ""))]
     slow, quick, other, process = "tests/unit/a.py::a", "tests/unit/b.py::b", "tests/unit/c.py::c", "tests/e2e/d.py::d"
     seen = Seen(
         seconds={slow: 2.0, quick: 1.0, other: 0.5, process: 9.0},
         failed=[],
-        lines={"f.py": {"1": [""], "2": [slow, quick], "4": [""]}},
+        lines={"f.py": {"1": [""], "2": [slow, quick], "4": [""], "5": [""]}},
     )
     assert seen.groups(mutant) == [[quick, slow], [process]]
-    assert (seen.at(mutant), seen.at(constant)) == ({slow, quick}, {""})
+    assert [seen.at(one) for one in (mutant, *others)] == [{slow, quick}, {""}, {""}]
 
 
 def test_functions_get_the_code_of_a_mutant_and_a_constant_must_be_imported() -> None:
