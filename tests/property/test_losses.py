@@ -292,6 +292,22 @@ def test_float32_stays_finite_at_extreme_ratios(seed: int, lengths: list[int]) -
         assert all(torch.isfinite(value) for value in values(output, "mean").values())
 
 
+@pytest.mark.parametrize("loss", MORE[:2], ids=["tv", "kl"])
+def test_dppo_leaves_a_token_alone_beyond_its_limit_in_the_direction_of_its_advantage(loss: PolicyLoss) -> None:
+    """Also at an advantage of 0, which no limit acts on, at a certain token and at one that was impossible."""
+    zero, far = 0.0, math.log(0.1)
+    rows = [(far, -0.1, 1.0), (-0.1, far, 1.0), (far, -0.1, -1.0), (-0.1, far, -1.0), (far, -0.1, 0.0)]
+    rows += [(-0.1, far, 0.0), (zero, zero, 1.0), (zero, -60.0, -1.0), (-60.0, zero, 1.0), (-60.0, -60.0, 0.0)]
+    old, new, advantages = torch.tensor(rows, dtype=torch.float64).T
+    base = plain_inputs([[Token(**dict.fromkeys(COLUMNS, 0.25), mask=True)] * len(rows)])
+    columns = {"old_logprobs": old, "logprobs": new.clone().requires_grad_(), "advantages": advantages}
+    output, grads = gradients(loss, replace(base, **columns))
+    gets = [False, True, True, False, False, False, True, False, False, False]
+    assert (grads["logprobs"] != 0).tolist() == gets
+    assert torch.isfinite(output.loss)
+    close(output.metrics["clip_fraction"].value, 5 / len(rows))
+
+
 @pytest.mark.parametrize(("estimator", "aggregation"), list(product(ESTIMATORS, AGGREGATIONS)))
 @quick
 @given(seed=seeds, lengths=ragged, scale=scales, weighted=st.booleans())
