@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 MAX_EXAMPLES = 20
 WITHOUT_PROCESSES = ("tests/unit/", "tests/property/")
@@ -25,16 +25,24 @@ def _watch(event: str, arguments: tuple[object, ...]) -> None:
         _starts.append(f"{event} {arguments[0] if arguments else ''}")
 
 
-sys.addaudithook(_watch)
+def limit_examples(items: list[pytest.Item], limit: int, phases: Sequence[Phase]) -> None:
+    """Limits the examples of each property test to ``limit``, found in ``phases``."""
+    for item in items:
+        test = getattr(item, "function", None)
+        given = getattr(test, "_hypothesis_internal_use_settings", None)
+        if given is not None:
+            few = settings(given, max_examples=min(limit, given.max_examples), phases=phases)
+            test._hypothesis_internal_use_settings = few  # type: ignore[union-attr]
+
+
+def pytest_configure() -> None:
+    """Watches what tests start from here on."""
+    sys.addaudithook(_watch)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Limits the examples of each property test."""
-    for item in items:
-        test = getattr(item, "function", None)
-        given = getattr(test, "_hypothesis_internal_use_settings", None)
-        if given is not None and given.max_examples > MAX_EXAMPLES:
-            test._hypothesis_internal_use_settings = settings(given, max_examples=MAX_EXAMPLES)  # type: ignore[union-attr]
+    limit_examples(items, MAX_EXAMPLES, tuple(Phase))
 
 
 @pytest.hookimpl(wrapper=True)

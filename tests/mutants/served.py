@@ -9,9 +9,11 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import itertools
 import json
 import os
 import sys
+import traceback
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,9 +24,11 @@ import pytest
 
 from tests.flaky import is_rerun
 from tests.mutants.selected import Seen, exchanges
-from tests.mutants.trees import MAX_EXAMPLES, QUIET, Short, enter, wait
+from tests.mutants.trees import QUIET, Short, enter, wait
+from tests.quick import MAX_EXAMPLES
 
 IMPORT = "import"
+TOOL = 70  # the exit status of a fork in which these files fail, and no test
 MORE = 15.0  # seconds that a test may take besides five times what it takes without a mutant
 
 
@@ -89,12 +93,13 @@ class Server:
         self, session: pytest.Session, items: list[pytest.Item], limits: list[float], quick: bool, measure: bool
     ) -> None:
         """In a fork: the tests in their order, until one fails; with ``measure`` all, and what each executes."""
-        status = 1
+        status = TOOL
         os.setsid()
         (self.tree / "at").write_text("", "utf-8")
         Short().pytest_collection_modifyitems(items, MAX_EXAMPLES if quick else 1000)
         try:
-            for item, after, limit in zip(items, [*items[1:], None], limits, strict=False):
+            for (item, after), limit in zip(itertools.pairwise([*items, None]), limits, strict=True):
+                assert item
                 (self.tree / "at").write_text(item.nodeid, "utf-8")
                 if measure:
                     self.coverage.switch_context(item.nodeid)
@@ -113,7 +118,13 @@ class Server:
                 (self.tree / "seen").write_text(json.dumps(seen), "utf-8")
             status = int(bool(self.failed) and not measure)
             session._setupstate.teardown_exact(None)
+        except (KeyboardInterrupt, SystemExit, pytest.exit.Exception):
+            status = 1  # a test's, which the mutant changed
+        except BaseException:
+            traceback.print_exc()
+            raise
         finally:
+            sys.stdout.flush()
             os._exit(status)
 
 
@@ -140,7 +151,7 @@ class Served:
             covered.start()
             server = Server(tree, files, (there, back), covered, processes)
             pytest.main([*QUIET, *tests], plugins=[server])
-            os._exit(70)
+            os._exit(TOOL)
         os.close(there), os.close(back)
         self.requests, self.answers = os.fdopen(requests, "w"), os.fdopen(answers)
         if self._ask("", {"": 0} if seen else {}, False, limit)[0] != 0:
@@ -163,6 +174,8 @@ class Served:
             return None
         limits = {test: MORE + 5 * self.seen.seconds.get(test, 1.0) for test in tests}
         status, by = self._ask(path, limits, quick, sum(limits.values()))
+        if status == TOOL:
+            raise RuntimeError((self.tree / "output").read_text(errors="replace"))
         return None if status == 0 and by != IMPORT else by
 
     def close(self) -> None:

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import Phase
 
 from tests.flaky import AGAIN
 from tests.mutants.rooms import REPO
+from tests.quick import MAX_EXAMPLES, limit_examples
 
-MAX_EXAMPLES = 20  # as in tests/quick.py, which importing would switch on
 QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
 PRELOADED = [
     "torch",
@@ -66,14 +66,7 @@ class Short:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item], limit: int = MAX_EXAMPLES) -> None:
         """Gives each property test such settings."""
-        for item in items:
-            test = getattr(item, "function", None)
-            given = getattr(test, "_hypothesis_internal_use_settings", None)
-            if given is not None:
-                few = settings(
-                    given, max_examples=min(limit, given.max_examples), phases=[Phase.explicit, Phase.generate]
-                )
-                test._hypothesis_internal_use_settings = few
+        limit_examples(items, limit, (Phase.explicit, Phase.generate))
 
 
 def run_tests(tree: Path, tests: Sequence[str], quick: bool) -> None:
