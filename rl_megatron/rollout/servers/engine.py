@@ -212,7 +212,7 @@ class ServedEngine:
         server = self.servers[0]
         body = {"prompt": text, "add_special_tokens": add_special_tokens}
         try:
-            if "/tokenize" not in (await server.get("/openapi.json"))["paths"]:
+            if "/tokenize" not in (await server.get("/openapi.json")).get("paths", ()):
                 return None
             answer = await server.post("/tokenize", body)
         except AttemptFailed as error:

@@ -177,6 +177,7 @@ async def test_a_push_while_requests_run_labels_every_token_with_the_weights_tha
     server = Server(urls[0], token=TOKEN, timeout_seconds=60)
     await describes_itself(adapter, server)
     engine = ServedEngine(adapter, [server], ServerSection(), max_length=128, vocab_size=41)
+    assert await engine.tokenized("a", add_special_tokens=True) is None  # its description names no paths
     try:
         await push(theirs, 1)
         await scores(adapter, server, theirs)
