@@ -9,8 +9,7 @@ from pathlib import Path
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.models.families.fields import ConfigFields
-from rl_megatron.models.json_files import read_json
+from rl_megatron.models.families.fields import read_config
 from rl_megatron.rollout.servers.adapter import Adapter, Description
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 
@@ -52,8 +51,8 @@ class ServerChecks:
 
     def _raise_misfits(self, found: Sequence[tuple[str, Description]]) -> None:
         wanted, top_p = self.config.learner.dtype, self.config.rollout.top_p
-        known = read_json(self.model_folder / "config.json", ConfigFields)
-        architecture, problems = ",".join(known.architectures or ()), []
+        known = read_config(self.model_folder).get("architectures") or ()
+        architecture, problems = ",".join(known), []
         if top_p < 1 and not self.adapter.renormalises_top_p:
             problems.append(
                 f"rollout.top_p={top_p}: {self.adapter.name} computes log-probs before top_p is applied, so "

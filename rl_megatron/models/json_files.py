@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from typing_extensions import override
 
 from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError, shorten
 from rl_megatron.json_text import parse
@@ -57,11 +58,23 @@ def tensor_names(folder: Path) -> Collection[str]:
 
 
 class Fields(dict[str, Any]):
-    """Values of a file by key; ``[]`` raises ConfigError for a missing key."""
+    """Values of a file by key. Reading a key checks its value against the type that ``kind`` has for the key.
 
-    def __init__(self, values: Mapping[str, Any], path: Path, above: str = "") -> None:
+    Both ``get`` and ``[]`` raise ConfigError for a value of another type, ``[]`` also for a missing or null key.
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: Path, kind: type[JsonFields], above: str = "") -> None:
         super().__init__(values)
-        self._path, self._above = path, above
+        self._path, self._kind, self._above = path, kind, above
+
+    @override
+    def get(self, key: str, default: Any = None) -> Any:
+        if key not in self or key not in self._kind.model_fields:
+            return super().get(key, default)
+        try:
+            return getattr(self._kind.model_validate({key: super().get(key)}, strict=True), key)
+        except ValidationError as wrong:
+            raise ConfigError("\n".join(_lines(self._path, wrong, self._above))) from wrong
 
     def __getitem__(self, key: str) -> Any:
         value = self.get(key)
@@ -83,12 +96,12 @@ def _bytes_of(path: Path, error: type[RLMegatronError]) -> bytes:
     return data
 
 
-def _lines(path: Path, wrong: ValidationError) -> list[str]:
+def _lines(path: Path, wrong: ValidationError, above: str = "") -> list[str]:
     found = wrong.errors(include_url=False)
     if found[0]["type"] == "json_invalid":
         return [f"{path} is torn or no JSON ({found[0]['msg'][:200]}); fetch it again"]
     lines = [
-        f"{path}: {shorten('.'.join(map(str, one['loc'])))[1:-1]}={shorten(one['input'])}: {one['msg'][:200]}"
+        f"{path}: {above}{shorten('.'.join(map(str, one['loc'])))[1:-1]}={shorten(one['input'])}: {one['msg'][:200]}"
         for one in found[:_MAX_LINES]
     ]
     return lines + ([f"and {len(found) - _MAX_LINES} more"] if len(found) > _MAX_LINES else [])

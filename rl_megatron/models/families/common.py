@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron.errors import ConfigError, shorten
+from rl_megatron.models.families.fields import ConfigFields, RopeFields
 from rl_megatron.models.json_files import Fields
 from rl_megatron.models.shape import Rope
 
@@ -25,16 +26,16 @@ _NULLABLE = {"q_lora_rank", "sliding_window", "num_key_value_heads", "n_group", 
 def text_model(raw: Mapping[str, Any], path: Path) -> Fields:
     """The keys of the text model of a model for images and text, whose config.json has them under ``text_config``."""
     above = {key: raw[key] for key in ("model_type", "tie_word_embeddings") if raw.get(key) is not None}
-    return Fields({**raw["text_config"], **above}, path, "text_config.")
+    return Fields({**raw["text_config"], **above}, path, ConfigFields, "text_config.")
 
 
 def with_defaults(raw: dict[str, Any], defaults: Mapping[str, object]) -> dict[str, Any]:
     """The keys with the family's ``defaults`` for those that are missing, or null where that says nothing."""
-    filled = copy(raw)  # which names missing keys in its errors
+    filled, given = copy(raw), dict(raw)  # the first names keys in its errors
     filled.update(
         (key, value)
         for key, value in defaults.items()
-        if key not in raw or (raw.get(key) is None and key not in _NULLABLE)
+        if key not in given or (given[key] is None and key not in _NULLABLE)
     )
     return filled
 
@@ -54,7 +55,7 @@ def read_rope(raw: Mapping[str, Any], path: Path, *, head_dim: int, turns_part: 
     ``partial_rotary_factor``. Raises ConfigError for a kind that is not known, and for a key that its class does not
     read.
     """
-    given = Fields(raw.get("rope_scaling") or raw.get("rope_parameters") or {}, path, "rope_parameters.")
+    given = Fields(raw.get("rope_scaling") or raw.get("rope_parameters") or {}, path, RopeFields, "rope_parameters.")
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in _KINDS:
         raise ConfigError(
@@ -168,9 +169,9 @@ def dense_first(raw: Mapping[str, Any], path: Path, default: int) -> int:
 def windows(raw: Mapping[str, Any], path: Path, kinds: Sequence[str] | None = None) -> tuple[int, ...]:
     """Sliding windows by layer, from ``layer_types`` or, without them, ``kinds``, or for all layers."""
     window, layers = int(raw.get("sliding_window") or 0), int(raw["num_hidden_layers"])
-    kinds = raw.get("layer_types") or kinds
     if not window:
         return ()
+    kinds = raw.get("layer_types") or kinds
     refuse_others(raw, path, {"use_sliding_window": True})  # which no class with these windows reads
     if kinds is None:
         return (window,) * layers

@@ -112,9 +112,9 @@ def read_indexed(raw: dict[str, Any], path: Path) -> ModelShape:
 def _indexers(raw: Mapping[str, Any], path: Path) -> Sequence[str]:
     """Of each layer "full" or "shared": a list, a word of their initials, or every so many from an offset on."""
     layers = raw["num_hidden_layers"]
-    every, first = max(1, given(raw, "index_topk_freq", 1)), given(raw, "index_skip_topk_offset", 2)
     kinds = raw.get("indexer_types") or raw.get("index_topk_pattern")
     if kinds is None:
+        every, first = max(1, given(raw, "index_topk_freq", 1)), given(raw, "index_skip_topk_offset", 2)
         kinds = ["shared" if max(0, layer - first + 1) % every else "full" for layer in range(layers)]
     if isinstance(kinds, str):
         kinds = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in kinds]
@@ -127,8 +127,10 @@ def _indexers(raw: Mapping[str, Any], path: Path) -> Sequence[str]:
 
 
 def _grouped(raw: Mapping[str, Any], router: Router, score: Any) -> Router:
-    groups, best = raw.get("n_group") or 1, raw.get("topk_group") or 1
-    return router if groups == 1 else replace(router, groups=groups, top_groups=best, group_score=score)
+    groups = raw.get("n_group") or 1
+    if groups == 1:
+        return router
+    return replace(router, groups=groups, top_groups=raw.get("topk_group") or 1, group_score=score)
 
 
 def _decoder(raw: dict[str, Any], path: Path, *, router: Router, normalize_top_k: bool, dense: int) -> ModelShape:

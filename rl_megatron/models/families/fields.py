@@ -1,16 +1,18 @@
 """The keys of ``config.json`` that are read, with their types and the sizes that a model can have.
 
-A key that is null or not there is as transformers' default for its family, which the family's reader has, or an error.
-Draft layers are those of the key alone, for transformers' default is 1 also where a file has no weights of them.
+A key is checked when a reader asks for it, so keys that only other families read may have any value. A key that is null
+or not there is as transformers' default for its family, which the family's reader has, or an error. Draft layers are
+those of the key alone, for transformers' default is 1 also where a file has no weights of them.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from rl_megatron.models.json_files import JsonFields
+from rl_megatron.models.json_files import Fields, JsonFields, read_json
 
 _Count = Annotated[int, Field(ge=1, le=100_000)] | None  # of layers, heads, experts: things that have names
 _Some = Annotated[int, Field(ge=0, le=100_000)] | None
@@ -76,15 +78,10 @@ CLASSIFIER = "ForSequenceClassification"
 """Ends the architecture of a model that scores a text."""
 
 
-class FamilyField(JsonFields):
-    """config.json: the key that says whose the other keys are."""
-
-    model_type: _Text = None
-
-
-class ConfigFields(FamilyField):
+class ConfigFields(JsonFields):
     """config.json: the keys of every family; a reader asks for its own."""
 
+    model_type: _Text = None
     architectures: list[str] | None = None
     dtype: _Text = None
     torch_dtype: _Text = None
@@ -135,8 +132,8 @@ class ConfigFields(FamilyField):
     mlp_layer_types: list[str] | None = None
     rms_norm_eps: _Number = None
     rope_theta: _Number = None
-    rope_parameters: RopeFields | None = None
-    rope_scaling: RopeFields | None = None
+    rope_parameters: dict[str, Any] | None = None  # of `RopeFields`
+    rope_scaling: dict[str, Any] | None = None
     partial_rotary_factor: _Share = None
     routed_scaling_factor: _Number = None
     router_scaling_factor: _Number = None
@@ -147,10 +144,16 @@ class ConfigFields(FamilyField):
     use_qk_norm: _Flag = None
     use_mtp: _Flag = None
     topk_method: _Text = None
-    quantization_config: QuantizationFields | None = None
-    text_config: ConfigFields | None = None
+    quantization_config: dict[str, Any] | None = None  # of `QuantizationFields`
+    text_config: dict[str, Any] | None = None  # of these
     stacked_experts: _Flag = None  # this package's own, as the next: of megatron checkpoints
     stacked_drafts: _Flag = None
+
+
+def read_config(folder: Path) -> Fields:
+    """The keys of a folder's config.json. Raises ConfigError if it is missing or torn."""
+    path = folder / "config.json"
+    return Fields(read_json(path, JsonFields).model_extra or {}, path, ConfigFields)
 
 
 class GenerationFields(JsonFields):

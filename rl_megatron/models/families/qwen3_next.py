@@ -69,8 +69,11 @@ def read_text_model(raw: dict[str, Any], path: Path) -> ModelShape:
 
 
 def _kinds(raw: Mapping[str, Any], path: Path) -> list[str]:
-    layers, every = raw["num_hidden_layers"], raw["full_attention_interval"]
-    kinds: list[str] = raw.get("layer_types") or [_DELTA if (n + 1) % every else _FULL for n in range(layers)]
+    layers = raw["num_hidden_layers"]
+    kinds: list[str] | None = raw.get("layer_types")
+    if not kinds:
+        every = raw["full_attention_interval"]
+        kinds = [_DELTA if (n + 1) % every else _FULL for n in range(layers)]
     if set(kinds) - {_DELTA, _FULL} or len(kinds) != layers:
         raise ConfigError(
             f"{path}: layer_types={shorten(kinds)} is not supported; allowed: {_DELTA!r} or {_FULL!r} for each of "

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from rl_megatron.errors import CheckpointError
-from rl_megatron.json_text import parse
 from rl_megatron.models.json_files import JsonFields, read_json
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.kind import is_megatron, total_bytes
@@ -49,14 +49,6 @@ class Contents:
     parts: tuple[Part, ...]
 
 
-class _TextLayers(JsonFields):
-    num_hidden_layers: int | None = None
-
-
-class _Layers(_TextLayers):
-    text_config: _TextLayers | None = None  # of a text model in the folder of one that sees
-
-
 class _AdapterFields(JsonFields):
     peft_type: str
     base_model_name_or_path: str | None = None
@@ -71,10 +63,10 @@ def contents(folder: Path) -> Contents:
     """
     if (folder / _ADAPTER).is_file():
         return _adapters(folder)
-    megatron, facts = is_megatron(folder), _model(folder)
-    layers = _num_layers(folder)
+    megatron, config = is_megatron(folder), _config(folder)
+    layers = num if isinstance(num := config.get("num_hidden_layers"), int) else None
     held = list(_megatron(folder, layers) if megatron else _hugging_face(folder, layers))
-    facts = {**facts, **(_megatron_facts(folder) if megatron else _hugging_face_facts(folder))}
+    facts = {**_model(config), **(_megatron_facts(folder) if megatron else _hugging_face_facts(folder))}
     drafts = sorted({draft for name, *_ in held if (draft := _draft_of(name, layers)) is not None})
     if drafts:
         facts["draft layers"] = ", ".join(drafts)
@@ -161,30 +153,22 @@ def _draft_of(name: str, layers: int | None) -> str | None:
     return found[0].removesuffix(".")
 
 
-def _num_layers(folder: Path) -> int | None:
+def _config(folder: Path) -> Mapping[str, Any]:
+    """The keys of config.json, with those of a text model in it first; none if there is no such file."""
     path = folder / "config.json"
-    if not path.is_file():
-        return None
-    told = read_json(path, _Layers, CheckpointError)
-    return told.num_hidden_layers or (told.text_config.num_hidden_layers if told.text_config else None)
+    raw = (read_json(path, JsonFields, CheckpointError).model_extra or {}) if path.is_file() else {}
+    text = raw.get("text_config")
+    return {**raw, **text, "model_type": raw.get("model_type")} if isinstance(text, dict) else raw
 
 
-def _model(folder: Path) -> Mapping[str, str]:
+def _model(config: Mapping[str, Any]) -> Mapping[str, str]:
     """Facts from config.json, of any family."""
-    path = folder / "config.json"
-    if not path.is_file():
+    if not config:
         return {"model": "unknown: there is no config.json"}
-    try:
-        raw = parse(path.read_text())
-        raw = {**raw.get("text_config", {}), **raw}
-        layers, hidden = raw.get("num_hidden_layers", "?"), raw.get("hidden_size", "?")
-        experts = next((raw[k] for k in ("num_experts", "n_routed_experts", "num_local_experts") if raw.get(k)), 0)
-        return {
-            "model": f"{raw.get('model_type')}: {layers} layers, hidden size {hidden}, "
-            + (f"{experts} experts" if experts else "no experts")
-        }
-    except (ValueError, AttributeError, TypeError, OSError) as error:
-        raise CheckpointError(f"{path}: not readable ({error}); fetch it again") from error
+    layers, hidden = config.get("num_hidden_layers", "?"), config.get("hidden_size", "?")
+    keys = ("num_experts", "n_routed_experts", "num_local_experts")
+    experts = next((f"{config[key]} experts" for key in keys if config.get(key)), "no experts")
+    return {"model": f"{config.get('model_type')}: {layers} layers, hidden size {hidden}, {experts}"}
 
 
 def _hugging_face_facts(folder: Path) -> Mapping[str, str]:

@@ -13,7 +13,7 @@ from pydantic import Field
 from rl_megatron.chat_templates import TemplateValue, setting
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import CheckpointError, WeightError, shorten
-from rl_megatron.models.families.fields import CLASSIFIER, ConfigFields
+from rl_megatron.models.families.fields import CLASSIFIER, read_config
 from rl_megatron.models.json_files import JsonFields, read_json
 from rl_megatron.models.shape import STACKED, ModelShape
 from rl_megatron.weights.boxes import Shape
@@ -212,7 +212,7 @@ def config_text(
     texts. ``stacked`` are of `STACKED`: a megatron checkpoint's config.json says which experts are one tensor a layer.
     """
     old = (source_folder / "config.json").read_text()
-    read_json(source_folder / "config.json", ConfigFields)  # raises if it is torn
+    read_config(source_folder)  # raises if it is torn
     config: dict[str, object] = json.loads(old)
     new = {key: value for key, value in config.items() if key not in ("quantization_config", *STACKED)}
     if isinstance(text := config.get("text_config"), dict):

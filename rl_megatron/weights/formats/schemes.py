@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rl_megatron.errors import ConfigError, shorten
-from rl_megatron.models.families.fields import ConfigFields, NumberFields, QuantizationFields
-from rl_megatron.models.json_files import read_json
+from rl_megatron.models.families.fields import ConfigFields, NumberFields, QuantizationFields, read_config
+from rl_megatron.models.json_files import Fields
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.dtypes import DType
 
@@ -108,14 +108,21 @@ class Quantised:
 def scheme_of(folder: Path) -> Scheme | None:
     """How the checkpoint in ``folder`` is quantised; None if it is not. Raises ConfigError naming a format not read."""
     path = folder / "config.json"
-    config = read_json(path, ConfigFields) if path.is_file() else ConfigFields()
-    given = config.quantization_config or (config.text_config or config).quantization_config
-    if given is None:
+    if not path.is_file():
         return None
-    make = _METHODS.get(given.quant_method or "")
+    config = read_config(folder)
+    text = dict(config).get("text_config")  # may be anything if the family has no such key
+    keys = config.get("quantization_config")
+    if keys is None and isinstance(text, dict):
+        keys = Fields(text, path, ConfigFields, "text_config.").get("quantization_config")
+    if keys is None:
+        return None
+    given = Fields(keys, path, QuantizationFields, "quantization_config.")
+    method = given.get("quant_method")
+    make = _METHODS.get(method)
     if make is None:
-        _refuse(path, f"quant_method={shorten(given.quant_method)}", ", ".join(map(repr, _METHODS)))
-    name = config.dtype or config.torch_dtype or "bfloat16"
+        _refuse(path, f"quant_method={shorten(method)}", ", ".join(map(repr, _METHODS)))
+    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if name not in _PLAIN:
         raise ConfigError(f"{path}: dtype={shorten(name)} is not supported; allowed: {', '.join(_PLAIN)}")
     return make(given, path, DType(name))
@@ -125,10 +132,10 @@ def _refuse(path: Path, told: str, allowed: str) -> NoReturn:
     raise ConfigError(f"{path}: quantization_config has {told}, which is not read; allowed: {allowed}. {_ADVICE}")
 
 
-def _fp8(given: QuantizationFields, path: Path, dtype: DType) -> Scheme:
-    edges = given.weight_block_size
-    if given.fmt not in ("e4m3", DType.F8_E4M3, None) or (edges is not None and len(edges) != 2):
-        told = f"fmt={shorten(given.fmt)}, weight_block_size={shorten(edges)}"
+def _fp8(given: Fields, path: Path, dtype: DType) -> Scheme:
+    edges, fmt = given.get("weight_block_size"), given.get("fmt")
+    if fmt not in ("e4m3", DType.F8_E4M3, None) or (edges is not None and len(edges) != 2):
+        told = f"fmt={shorten(fmt)}, weight_block_size={shorten(edges)}"
         _refuse(path, told, f"fmt='e4m3' or '{DType.F8_E4M3}', and a weight_block_size as [128, 128] or none")
     return Scheme(
         dtype=dtype,
@@ -149,13 +156,13 @@ _COMPRESSED: Mapping[tuple[str, str], tuple[DType, tuple[int, ...]]] = {  # by f
 _ORDERS = (None, False, "weight", "static")  # of columns when they were quantised; others permute the groups
 
 
-def _compressed(given: QuantizationFields, path: Path, dtype: DType) -> Scheme:
+def _compressed(given: Fields, path: Path, dtype: DType) -> Scheme:
     """All modules must be quantised alike: which of them is in which group is not read."""
-    if given.transform_config:
+    if given.get("transform_config"):
         _refuse(path, "a transform_config, which rotates weights", "none")
     kinds = {
-        _told(group.format or given.format, group.weights): (group.format or given.format, group.weights)
-        for group in (given.config_groups or {}).values()
+        _told(kind := group.format or given.get("format"), group.weights): (kind, group.weights)
+        for group in (given.get("config_groups") or {}).values()
         if group.weights is not None
     }
     if len(kinds) != 1:
@@ -188,13 +195,13 @@ def _told(kind: str | None, weights: NumberFields) -> str:
     return ", ".join([f"format={shorten(kind)}", *parts])
 
 
-def _mxfp4(_: QuantizationFields, __: Path, dtype: DType) -> Scheme:
+def _mxfp4(_: Fields, __: Path, dtype: DType) -> Scheme:
     return Scheme(
         dtype=dtype, stored=DType.U8, numbers="_blocks", weight="", scales=("_scales",), bits=4, edges=(1, _GROUP)
     )
 
 
-_METHODS: Mapping[str, Callable[[QuantizationFields, Path, DType], Scheme]] = {
+_METHODS: Mapping[str, Callable[[Fields, Path, DType], Scheme]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
     "compressed-tensors": _compressed,

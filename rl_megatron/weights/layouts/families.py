@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl_megatron.errors import ConfigError, shorten
-from rl_megatron.models.families.fields import CLASSIFIER, ConfigFields, FamilyField
+from rl_megatron.models.families.fields import CLASSIFIER, read_config
 from rl_megatron.models.families.refused import REFUSED
-from rl_megatron.models.json_files import Fields, read_json, tensor_names
+from rl_megatron.models.json_files import tensor_names
 from rl_megatron.models.shape import STACKED, ModelShape, shape_problems
 from rl_megatron.types import ParallelDims
 from rl_megatron.user_code import load_named
@@ -55,13 +55,13 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
     if not path.is_file():
         gone = "it has no config.json" if folder.is_dir() else f"there is no such folder, as seen from {Path.cwd()}"
         raise ConfigError(f"model.path={folder}: {gone}; give a Hugging Face checkpoint folder")
-    model_type = read_json(path, FamilyField).model_type  # first: another family's keys may have other types
+    raw = read_config(folder)
+    model_type = raw.get("model_type")
     if model_type is None or model_type not in known:
         allowed = ", ".join(map(repr, known)) + (f", of {family}" if family else "")
         why = REFUSED.get(str(model_type))
         told = f"model_type={shorten(model_type)} is not supported" + (f": {why}" if why else "")
         raise ConfigError(f"{path}: {told}; allowed: {allowed}")
-    raw = Fields(read_json(path, ConfigFields).model_dump(exclude_unset=True), path)
     scores = any(name.endswith(CLASSIFIER) for name in raw.get("architectures") or ())
     shape = replace(known[model_type].read(raw, path), family=model_type, family_at=family)
     if scores:

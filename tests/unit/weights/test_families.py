@@ -42,6 +42,7 @@ from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.contents import contents
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.formats.hf_folder import is_draft
+from rl_megatron.weights.formats.schemes import scheme_of
 from rl_megatron.weights.layouts import families
 from rl_megatron.weights.layouts.families import FAMILIES, family_of, hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
@@ -438,6 +439,49 @@ def test_what_a_config_lacks_is_as_transformers_has_it_or_refused(family: str, t
                 found[name] = (read, wanted)
     assert not found
     assert compared > 10
+
+
+class Asked(dict[str, Any]):
+    """A config that notes which keys its reader asks for."""
+
+    keys_read: set[str] = set()  # noqa: RUF012 (of all copies)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.get(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.keys_read.add(key)
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_key_that_the_family_does_not_read_may_have_any_value(name: str, saved: Path, tmp_path: Path) -> None:
+    """As Qwen3-Coder has ``shared_expert_intermediate_size: 0``."""
+    config = json.loads((saved / name / "config.json").read_text())
+    wanted = read_shape(saved / name)
+    (tmp_path / "model.safetensors").symlink_to(saved / name / "model.safetensors")
+    Asked.keys_read.clear()
+    FAMILIES[config["model_type"]].read(Asked(config), tmp_path)
+    read = Asked.keys_read | {"architectures", "quantization_config", "stacked_experts", "stacked_drafts"}
+    others = sorted(ConfigFields.model_fields.keys() - read)
+    assert len(others) > 20
+    for value in (0, -1, None, 0.5, 1 << 40, "other", [], {"factor": -1}, True):
+        (tmp_path / "config.json").write_text(json.dumps(config | dict.fromkeys(others, value)))
+        assert read_shape(tmp_path) == wanted
+        assert scheme_of(tmp_path) is None
+        assert contents(tmp_path).parts == contents(saved / name).parts
+
+
+def test_keys_of_other_kinds_of_ropes_and_quantisations_may_have_any_value(saved: Path, tmp_path: Path) -> None:
+    config = json.loads((saved / "llama_linear" / "config.json").read_text())
+    rope = {**config["rope_parameters"], "beta_fast": -1, "low_freq_factor": "x", "original_max_position_embeddings": 0}
+    quantised = {"quant_method": "fp8", "weight_block_size": [16, 16], "config_groups": 0, "transform_config": -1}
+    config |= {"rope_parameters": rope, "quantization_config": quantised}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_shape(tmp_path) == read_shape(saved / "llama_linear")
+    scheme = scheme_of(tmp_path)
+    assert scheme is not None
+    assert scheme.edges == (16, 16)
 
 
 SHAPE = replace(

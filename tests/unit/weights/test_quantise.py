@@ -552,5 +552,5 @@ def test_what_is_not_read_is_refused_by_name(message: str, stored: tuple[Path, P
 def test_a_config_of_another_type_is_told(stored: tuple[Path, Path], tmp_path: Path) -> None:
     shutil.copytree(stored[0], tmp_path / "bad")
     set_config(tmp_path / "bad", quantization_config={"quant_method": "compressed-tensors", "config_groups": [1]})
-    with pytest.raises(ConfigError, match=r"config_groups=\[1\]: Input should be an object"):
+    with pytest.raises(ConfigError, match=r"config_groups=\[1\]: Input should be a valid dictionary"):
         HFFolder(tmp_path / "bad")

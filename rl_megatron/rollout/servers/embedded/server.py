@@ -27,8 +27,7 @@ from starlette.routing import Route
 
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import EngineError, RLMegatronError
-from rl_megatron.models.families.fields import ConfigFields
-from rl_megatron.models.json_files import read_json
+from rl_megatron.models.families.fields import read_config
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.servers.embedded import wire
 from rl_megatron.rollout.servers.embedded.running import Ended, RunningBatch
@@ -256,7 +255,7 @@ def application(options: argparse.Namespace) -> Starlette:
         device="cpu",
         max_length=options.max_length,
     )
-    known = read_json(options.model / "config.json", ConfigFields).architectures or ()
+    known = read_config(options.model).get("architectures") or ()
     described = {
         "protocol": wire.PROTOCOL,
         "dtype": options.dtype,
