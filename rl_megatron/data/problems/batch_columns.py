@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_megatron.data.problems.records import null_field, shortened
+from rl_megatron.data.problems.records import bytes_field, has_bytes, null_field, shortened, values_of
 
 
 def column_at(batch: Any, name: str) -> Any:
@@ -31,6 +31,9 @@ def unread_rows(batch: Any, names: Sequence[str], key: str) -> Iterator[tuple[in
         if pa.types.is_floating(column.type):
             is_null = pc.invert(pc.fill_null(pc.is_finite(column), False))
         yield from ((row, null_field(name, key)) for row in np.flatnonzero(is_null).tolist())
+        if "binary" in str(column.type):
+            bad = [row for row, value in enumerate(values_of(column)) if has_bytes(value)]
+            yield from ((row, f"{bytes_field(name)}, for {key}") for row in bad)
         try:
             column.validate(full=True)
         except pa.ArrowInvalid:
@@ -42,10 +45,14 @@ def unread_rows(batch: Any, names: Sequence[str], key: str) -> Iterator[tuple[in
 
 
 def is_text(kind: Any) -> bool:
-    """Whether an Arrow type, or the types of a struct's fields (`kinds_of`), is of text."""
+    """True if an Arrow type, or the types of a struct's fields (`kinds_of`), is of text or bytes."""
     import pyarrow as pa
 
     if isinstance(kind, dict):  # a struct's fields
         return False
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+    of = pa.types
+    is_bytes = (
+        of.is_binary(kind) or of.is_large_binary(kind) or of.is_fixed_size_binary(kind) or of.is_binary_view(kind)
+    )
+    return bool(is_bytes or of.is_string(kind) or of.is_large_string(kind) or of.is_string_view(kind))

@@ -9,7 +9,15 @@ from typing import Any
 
 from rl_megatron.config.sections.data import TURNS_IN_TEXT, FileKeys
 from rl_megatron.data.problems.leaks import spaced
-from rl_megatron.data.problems.records import Record, equal_fields, missing_field, start_of, without_null_keys
+from rl_megatron.data.problems.records import (
+    Record,
+    bytes_field,
+    equal_fields,
+    has_bytes,
+    missing_field,
+    start_of,
+    without_null_keys,
+)
 from rl_megatron.errors import DataError
 from rl_megatron.json_text import parse, value_at
 from rl_megatron.types import Prompt
@@ -70,10 +78,7 @@ def margin_of(record: Record, place: str, data: FileKeys) -> float:
     """The number in the field of margins; 0 without a field. Raises DataError for anything else there."""
     if data.margin_field is None:
         return 0.0
-    try:
-        value = record.at(data.margin_field)
-    except KeyError:
-        raise DataError(f"{place}: {missing_field(data.margin_field, record.others)}") from None
+    value = _value_at(record.others, place, data.margin_field)
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_MOST_MARGIN <= value <= _MOST_MARGIN:
         raise DataError(
             f"{place}: field {data.margin_field!r} is {start_of(value)}; it must be a finite number, from "
@@ -84,10 +89,7 @@ def margin_of(record: Record, place: str, data: FileKeys) -> float:
 
 def demonstration_in(row: Mapping[str, Any], place: str, name: str) -> str:
     """The text of a demonstration in a row. Raises DataError for anything else there."""
-    try:
-        value = value_at(row, name)
-    except KeyError:
-        raise DataError(f"{place}: {missing_field(name, row)}") from None
+    value = _value_at(row, place, name)
     if not (isinstance(value, str) and value.strip()):
         raise DataError(f"{place}: field {name!r} is {start_of(value)}; a demonstration is a text; remove the row")
     return value
@@ -97,10 +99,7 @@ def system_of(record: Record, place: str, data: FileKeys) -> str:
     """The text of the system's message in a row, empty without one. Raises DataError for anything else there."""
     if data.system_field is None:
         return ""
-    try:
-        value = record.at(data.system_field)
-    except KeyError:
-        raise DataError(f"{place}: {missing_field(data.system_field, record.others)}") from None
+    value = _value_at(record.others, place, data.system_field)
     if not isinstance(value, str | None):
         raise DataError(f"{place}: field {data.system_field!r} is {start_of(value)}; a system's message is a text")
     return value if value and value.strip() else ""
@@ -185,10 +184,7 @@ def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs:
 
 def _list_at(record: Record, name: str, place: str, *, in_structs: bool) -> list[dict[str, Any]]:
     """The list of objects in a field, which may be its JSON text; empty where it is null. Raises DataError."""
-    try:
-        found = value = record.at(name)
-    except KeyError:
-        raise DataError(f"{place}: {missing_field(name, record.others)}") from None
+    found = value = _value_at(record.others, place, name)
     if isinstance(value, str) and value.startswith("["):
         try:
             found = json.loads(value)
@@ -200,6 +196,17 @@ def _list_at(record: Record, name: str, place: str, *, in_structs: bool) -> list
         advice = f". {TURNS_IN_TEXT}" if isinstance(value, str) and "\n\nHuman:" in value else ""
         raise DataError(f"{place}: field {name!r} is {start_of(value)}; it must be a list of objects{advice}")
     return found or []
+
+
+def _value_at(row: Mapping[str, Any], place: str, name: str) -> Any:
+    """The value of a field. Raises DataError where the row lacks it, or it has bytes that are not text."""
+    try:
+        value = value_at(row, name)
+    except KeyError:
+        raise DataError(f"{place}: {missing_field(name, row)}") from None
+    if has_bytes(value):
+        raise DataError(f"{place}: {bytes_field(name)}")
+    return value
 
 
 def _is_message(value: object) -> bool:

@@ -283,7 +283,8 @@ class ParquetRows:
                     nan = pa.types.is_floating(column.type)
                     empty = pc.invert(pc.is_finite(column)) if nan else pc.is_null(column)
                 else:
-                    empty = pc.equal(pc.utf8_trim_whitespace(_plain(column)), "")
+                    text = _plain(column)
+                    empty = pc.or_(pc.equal(pc.utf8_trim_whitespace(text), ""), pc.match_substring(text, "\0"))
                 bad |= pc.fill_null(empty, True).to_numpy(zero_copy_only=False)
         except pa.ArrowInvalid:  # bad UTF-8, of which each row is asked
             bad[:] = True
@@ -318,7 +319,8 @@ def _is_list(kind: Any) -> bool:
 
 
 def _plain(column: Any) -> Any:
-    """A column of text, not as a dictionary or as views, for which not all of pyarrow's functions are there."""
+    """A column of text, not as a dictionary, as views or as bytes, for which not all of pyarrow's functions are there.
+    Raises ArrowInvalid for bytes that are not UTF-8."""
     import pyarrow as pa
 
     return column.cast(pa.large_string())

@@ -7,6 +7,7 @@ import difflib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import islice
@@ -27,16 +28,18 @@ _MAX_SHOWN = 500  # characters of a file's or a library's text in an error
 _MAX_PROBLEMS_SHOWN = 20
 
 
+class Base64(str):
+    """Base64 of a parquet file's bytes that are not UTF-8 text."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """A row's requested fields as text, and all other fields as JSON values."""
 
     texts: tuple[str, ...]
     others: Mapping[str, Any]
-
-    def at(self, name: str) -> Any:
-        """As `value_at` of the other fields."""
-        return value_at(self.others, name)
 
 
 def listed(problems: Sequence[str]) -> str:
@@ -54,6 +57,8 @@ def record_of(row: Mapping[str, object], fields: tuple[str, ...], *, lists: bool
             value = value_at(row, name)
         except KeyError:
             return missing_field(name, row)
+        if has_bytes(value):
+            return bytes_field(name)
         if not isinstance(value, str):
             if value is None or (name == fields[0] and not (lists and isinstance(value, list))):
                 wanted = _NO_VALUE if value is None else NESTED if isinstance(value, list | dict) else _QUOTED
@@ -152,14 +157,18 @@ def decoded_row(row: dict[str, Any]) -> Mapping[str, object] | str:
 
 
 def as_json(value: object) -> object:
-    """Convert a value of a parquet column to JSON: bytes to base64, dates and decimals to text, NaN to null."""
+    """Convert a value of a parquet column to JSON: bytes to their UTF-8 text, or `Base64` where they are none or have a
+    NUL, as UTF-16 has; dates and decimals to text, NaN to null."""
     match value:
         case str() | None | bool() | int():
             return value
         case float():
             return value if math.isfinite(value) else None
         case bytes():
-            return base64.b64encode(value).decode()
+            with suppress(UnicodeDecodeError):
+                if b"\0" not in value:
+                    return value.decode()
+            return Base64(base64.b64encode(value).decode())
         case dict():
             return {str(key): as_json(inner) for key, inner in value.items()}
         case list() | tuple():
@@ -197,6 +206,18 @@ def without_null_keys(value: object) -> object:
     if isinstance(value, dict):
         return {key: without_null_keys(inner) for key, inner in value.items() if inner is not None}
     return [without_null_keys(inner) for inner in value] if isinstance(value, list) else value
+
+
+def has_bytes(value: object) -> bool:
+    """True if the value, or one in its lists and objects, is `Base64`."""
+    if isinstance(value, dict | list):
+        return any(map(has_bytes, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Base64)
+
+
+def bytes_field(name: str) -> str:
+    """Say that a field has `Base64`."""
+    return f"field {name!r} has bytes that are not UTF-8 text; write the column as text"
 
 
 def unread_field(name: str, row: Mapping[str, Any], key: str) -> str:

@@ -9,6 +9,7 @@ import random
 import threading
 import tracemalloc
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import CurriculumSection, MixtureData, RunKeys
+from rl_megatron.config.sections.data import CurriculumSection, FileRunData, MixtureData, RunKeys
 from rl_megatron.data.problems import parquet, pool
 from rl_megatron.data.problems.parquet import ParquetRows
 from rl_megatron.data.problems.pool import Pool
@@ -53,9 +54,9 @@ def written(path: Path, rows: Sequence[Mapping[str, Any]], group: int = 7) -> Pa
     return path
 
 
-def loaded(train: Path, held_out: Path, leak: str = "drop", **more: Any) -> Pool:
-    keys = {"type": "files", "train": train, "eval": held_out, "on_leak": leak}
-    return load(RunConfig.model_validate({"data": keys}).data, **more)
+def loaded(train: Path, held_out: Path, leak: str = "drop", limit: int = 99, long: Any = "fail", **keys: Any) -> Pool:
+    data = {"type": "files", "train": train, "eval": held_out, "on_leak": leak, **keys}
+    return load(FileRunData.model_validate(data), limit, long)
 
 
 def load(data: Any, limit: int = 99, long: Any = "fail") -> Pool:
@@ -405,6 +406,111 @@ def test_columns_of_a_struct_are_read_and_compared_as_others(tmp_path: Path) -> 
     assert not ParquetRows([nested], ("of.question", "level"), "data.train").are_texts()
     with pytest.raises(DataError, match=r"no field 'of.answr'; it has level, of.answer, .* did you mean 'of.answer'"):
         ParquetRows([nested], ("of.question", "of.answr"), "data.train")
+
+
+BYTES = {
+    "binary": pa.binary(),
+    "large_binary": pa.large_binary(),
+    "of three": pa.binary(3),
+    "dictionary": pa.dictionary(pa.int32(), pa.binary()),
+}
+
+
+def in_bytes(kind: pa.DataType) -> pa.DataType:
+    """The type with bytes where it has text."""
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, in_bytes(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(in_bytes(kind.value_type))
+    return pa.binary() if pa.types.is_string(kind) else kind
+
+
+def as_bytes(value: Any) -> Any:
+    """The value with bytes for text."""
+    if isinstance(value, dict):
+        return {name: as_bytes(one) for name, one in value.items()}
+    return (
+        list(map(as_bytes, value)) if isinstance(value, list) else value.encode() if isinstance(value, str) else value
+    )
+
+
+@pytest.mark.parametrize("kind", BYTES)
+def test_text_in_a_column_of_bytes_is_read_as_text(kind: str, tmp_path: Path) -> None:
+    """As Impala, Hive and older Spark write it: in training and held-out files, also in fields that no key names."""
+    names, texts = ("question", "answer", "bad", "level"), ["1+1", "2+2", "3+3", "4+4"]
+    for name, type_ in (("bytes", BYTES[kind]), ("text", pa.string())):
+        for split, part in (("t", texts[:2]), ("e", texts[2:])):
+            column = pa.array([text.encode() for text in part]).cast(type_)
+            path = tmp_path / name / f"{split}.parquet"
+            path.parent.mkdir(exist_ok=True)
+            pq.write_table(pa.table(dict.fromkeys(names, column)), path)
+    both = []
+    for folder in (tmp_path / "bytes", tmp_path / "text"):
+        data = FileRunData(type="files", train=folder / "t.parquet", eval=folder / "e.parquet")
+        both.append(load_prompts(data, byte_tokenizer(), max_prompt_tokens=99, on_long_prompt="fail", seed=0))
+    (ours, held), (theirs, held_text) = both
+    assert list(ours) == list(theirs)
+    assert held == held_text
+    assert [(one.text, one.answer, one.meta["level"]) for one in ours] == [(text,) * 3 for text in texts[:2]]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"prompt_field": "of.asked", "answer_field": "of.answers", "chat_template": True, "system_field": "says"},
+        {"messages_field": "talk", "tools_field": "tools", "system_field": "says"},
+        {"prompt_field": "chat", "answer_field": "says", "chat_template": True},
+    ],
+)
+def test_text_of_bytes_in_lists_and_structs_is_read_as_text(keys: dict[str, Any], tmp_path: Path) -> None:
+    asks, says = {"role": "user", "content": "1?"}, {"role": "assistant", "content": "é"}
+    tool = {"type": "function", "function": {"name": "f", "parameters": "{}"}}
+    row: dict[str, Any] = {"of": {"asked": "1?", "answers": ["2", "3"]}, "talk": [asks, says], "chat": [asks]}
+    row |= {"tools": [tool], "says": "s"}
+    table = pa.Table.from_pylist([row])
+    schema = pa.schema([(field.name, in_bytes(field.type)) for field in table.schema])
+    pq.write_table(table, tmp_path / "text.parquet")
+    pq.write_table(pa.Table.from_pylist([as_bytes(row)], schema), tmp_path / "bytes.parquet")
+    (theirs,), (ours,) = (
+        loaded(tmp_path / f"{name}.parquet", tmp_path / f"{name}.parquet", "keep", **keys) for name in ("text", "bytes")
+    )
+    assert replace(ours, id=theirs.id) == theirs
+
+
+@pytest.mark.parametrize("bad", [b"\xff\xd8", "4".encode("utf-16-le")])
+@pytest.mark.parametrize(
+    ("field", "keys"),
+    [
+        ("question", {}),
+        ("answer", {}),
+        ("bad", {"rejected_field": "bad"}),
+        ("system", {"system_field": "system", "chat_template": True}),
+        ("shown", {"demonstration_field": "shown"}),
+        ("talk", {"messages_field": "talk"}),
+        ("chat", {"prompt_field": "chat", "chat_template": True}),
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_bytes_that_are_no_text_are_refused_by_column_and_row(
+    bad: bytes, field: str, keys: dict[str, Any], split: str, tmp_path: Path
+) -> None:
+    """Where a key names their column; a picture is not text."""
+
+    def row(at: int, value: bytes) -> dict[str, Any]:
+        texts = {name: f"{name} {at}".encode() for name in ("question", "answer", "bad", "system", "shown")}
+        talks = {name: [{"role": role, "content": b"."}] for name, role in (("talk", "assistant"), ("chat", "user"))}
+        one = {**texts, **talks, "picture": b"\xff"}
+        return one | {field: [{**one[field][0], "content": value}] if field in talks else value}
+
+    files = {name: [row(at, b"7") for at in range(2)] for name in ("train", "eval")}
+    files[split].append(row(2, bad))
+    train, held_out = (written(tmp_path / f"{name}.parquet", rows) for name, rows in files.items())
+    if (field, split) == ("shown", "eval"):  # held-out rows need none
+        assert len(loaded(train, held_out, "keep", **keys)) == 2
+        return
+    said = f"{split}.parquet:3: field '{field}' has bytes that are not UTF-8 text; write the column as text"
+    with pytest.raises(DataError, match=said):
+        list(loaded(train, held_out, "keep", **keys))  # a demonstration is looked at when it is drawn
 
 
 # Values of parquet columns as Python objects, beside pyarrow's own of the same columns.
