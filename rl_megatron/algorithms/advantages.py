@@ -18,6 +18,7 @@ from torch import Tensor
 from rl_megatron.algorithms.segments import (
     dense,
     differ,
+    difference,
     discounted_sum,
     segment_mean,
     segment_range,
@@ -57,8 +58,8 @@ def group_advantages(
     its variance over n - 1, or over n if not ``unbiased``. ``group_ids`` [n] int64 are any integers, equal within a
     group. ``leave_one_out`` takes the mean of the *others*. Above 1 ``best_of`` compares as `best_of_subsets`, and the
     std of a group is that of its bests, or with ``leave_one_out`` of its rewards. If the rewards under the mean or the
-    std are all equal, as in a group of one, the advantage is exactly 0, never NaN. Raises ValueError for a reward that
-    is not finite, leave-one-out without a mean, or ``best_of`` without the group's.
+    std are all equal up to rounding, as in a group of one, the advantage is exactly 0, never NaN. Raises ValueError for
+    a reward that is not finite, leave-one-out without a mean, or ``best_of`` without the group's.
     """
     mean_of, std_of = LEVELS.get(mean), LEVELS["batch" if std == "advantages" else std]
     if leave_one_out and mean_of is None:
@@ -140,8 +141,8 @@ def best_of_subsets(
 def bests_differ(rewards: Tensor, group_ids: Tensor, k: int, *, leave_one_out: bool) -> Tensor:
     """Whether `best_of_subsets` compares two different bests in a group, [K] bool: so many are below its best reward
     that a subset can do without that."""
-    below = rewards < segment_range(rewards, group_ids)[1][group_ids]
-    return segment_sum(below.int(), group_ids) >= k - leave_one_out
+    below = difference(rewards, segment_range(rewards, group_ids)[1][group_ids])
+    return segment_sum((below < 0).int(), group_ids) >= k - leave_one_out
 
 
 @functools.cache
@@ -171,7 +172,7 @@ def _own(name: str) -> tuple[Callable[..., Tensor], bool]:
 
 def of_each_group(name: str, rewards: Tensor, group_ids: Tensor, lengths: Tensor | None) -> Tensor:
     """Advantages [n] float64 by the user's function, which gets one group's rewards [n] float64 at a time, and their
-    ``lengths`` [n] float64 where it has that argument.
+    ``lengths`` [n] float64 where it has that argument. A group with none beyond `ROUNDING` has exactly 0.
 
     Raises ConfigError if it raises, or returns anything but as many finite numbers.
     """
@@ -193,15 +194,15 @@ def of_each_group(name: str, rewards: Tensor, group_ids: Tensor, lengths: Tensor
         if not (isinstance(found, Tensor) and found.shape == rewards[mine].shape and found.isfinite().all()):
             shown = found.tolist() if isinstance(found, Tensor) else type(found).__name__
             raise ConfigError(f"{told}, must return a tensor of as many finite advantages; it returned {shown!s:.200}")
-        advantages[mine] = found.double()
+        advantages[mine] = found.double() * bool((found.abs() > ROUNDING).any())
     return advantages
 
 
 def own_gives(name: str, rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
     """Whether the user's function gives a group any advantage beyond rounding [K], of ``group_ids`` 0 .. K - 1. Raises
     as `of_each_group`."""
-    found = of_each_group(name, rewards.double(), group_ids, lengths).abs() > ROUNDING
-    return segment_sum(found.int(), group_ids) > 0
+    found = of_each_group(name, rewards.double(), group_ids, lengths)
+    return segment_sum((found != 0).int(), group_ids) > 0
 
 
 def turn_advantages(of_turns: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
@@ -214,7 +215,7 @@ def turn_advantages(of_turns: Tensor, lengths: Tensor, *, gamma: float) -> Tenso
 
 def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     """Reward less that of the greedy completion of the same prompt, [n] float32 (arXiv:2310.10505)."""
-    return (_finite(rewards).double() - _finite(greedy_rewards).double()).float()
+    return difference(_finite(rewards).double(), _finite(greedy_rewards).double()).float()
 
 
 def moving_baseline(baseline: float, rewards: Tensor, *, decay: float) -> float:

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.segments import (
+    ROUNDING,
     dense,
+    differ,
     discounted_sum,
     segment_range,
     segment_sum,
@@ -59,7 +61,7 @@ def less_optimal_baseline(
     places = torch.arange(len(ids), device=mask.device) - (lengths.cumsum(0) - lengths)[ids]
     alike = dense(dense(group_of)[ids] * (int(lengths.max()) + 1) + places)
     kept = returns[mask].double()
-    above = kept - segment_range(kept, alike)[0][alike]
+    above = torch.where(differ(kept, alike)[alike], kept - segment_range(kept, alike)[0][alike], 0.0)
     least = torch.finfo(torch.float64).tiny  # where all weights are 0, so is the gradient
     baseline = segment_sum(weights * above, alike) / segment_sum(weights, alike).clamp(min=least)
     return _scatter(above - baseline[alike], mask)
@@ -106,14 +108,16 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Values [N] of the whole global batch less their mean, over the std + 1e-8 of what is left, float32; 0 outside
     ``mask``.
 
-    Both are over the masked-in positions, the std over n - 1. Values that are all equal leave exactly 0; a single one
-    is not divided.
+    Both are over the masked-in positions, the std over n - 1. Values that are all equal up to `ROUNDING` leave exactly
+    0. So does a 0 among values whose mean is 0 up to `ROUNDING` of the largest, as after a group's mean.
     """
     kept = values[mask].double()
-    if len(kept):
-        kept = torch.zeros_like(kept) if bool((kept == kept[0]).all()) else kept - kept.mean()
-    if len(kept) > 1:
+    if len(kept) > 1 and bool(differ(kept, kept.new_zeros(len(kept), dtype=torch.int64))):
+        mean = kept.mean()
+        kept = kept - mean * (mean.abs() > ROUNDING * kept.abs().max())
         kept = kept / ((kept.square().sum() / (len(kept) - 1)).sqrt() + 1e-8)
+    else:
+        kept = torch.zeros_like(kept)
     return _scatter(kept, mask)
 
 

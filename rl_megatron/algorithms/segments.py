@@ -11,6 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+ROUNDING = 2**-21
+"""Four units of float32's last place, relative: values that differ by less are equal but for rounding."""
 _BLOCK = 32
 _PART = 2**19
 
@@ -51,9 +53,15 @@ def segment_range(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def differ(values: Tensor, ids: Tensor) -> Tensor:
-    """Whether a segment has two different values, [K]; exact, unlike a variance with its rounding noise."""
+    """Whether a segment has two values that differ beyond `ROUNDING` of its largest, [K]."""
     low, high = segment_range(values, ids)
-    return high > low
+    return high - low > ROUNDING * torch.maximum(high.abs(), low.abs())
+
+
+def difference(values: Tensor, others: Tensor) -> Tensor:
+    """Values [n] less the others [n], exactly 0 where they differ by `ROUNDING` or less."""
+    found = values - others
+    return torch.where(found.abs() > ROUNDING * torch.maximum(values.abs(), others.abs()), found, 0.0)
 
 
 def whole_sequences(cu_seqlens: Tensor) -> Iterator[tuple[slice, slice]]:

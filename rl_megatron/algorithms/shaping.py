@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.segments import segment_range, sequence_ids
+from rl_megatron.algorithms.segments import differ, difference, segment_range, sequence_ids
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: float, factor: float = 1.0) -> Tensor:
@@ -35,4 +35,4 @@ def to_unit_range(values: Tensor, ids: Tensor, rewards: Tensor, ids_of_rewards: 
     ``values`` [K] may be the ``rewards`` [n] themselves, or others under the same ``ids``, 0 .. without gaps.
     """
     low, high = segment_range(rewards, ids_of_rewards)
-    return (values - low[ids]) / torch.where(high > low, high - low, 1.0)[ids]
+    return difference(values, low[ids]) / torch.where(differ(rewards, ids_of_rewards), high - low, 1.0)[ids]

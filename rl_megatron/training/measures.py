@@ -15,6 +15,7 @@ from torch import Tensor
 from rl_megatron.algorithms.losses import MEANS_OF_RATIOS
 from rl_megatron.algorithms.mismatch import expert_metrics, gap_metrics, mismatch_metrics
 from rl_megatron.algorithms.ratios import ratio_quantiles
+from rl_megatron.algorithms.segments import differ
 from rl_megatron.config.run import RunConfig
 from rl_megatron.observability.recorder import Row
 from rl_megatron.types import Counts, Metric, Over, RolloutGroup, Samples, StepResult, Want
@@ -76,8 +77,9 @@ def explained_variance(samples: Samples) -> float:
     assert samples.returns is not None
     assert samples.old_values is not None
     returns, values = (x[samples.mask].double() for x in (samples.returns, samples.old_values))
-    spread = float(returns.var(correction=0))
-    return 1 - float((returns - values).var(correction=0)) / spread if spread > 0 else 0.0
+    if not differ(returns, torch.zeros_like(returns, dtype=torch.int64)).any():
+        return 0.0
+    return 1 - float((returns - values).var(correction=0)) / float(returns.var(correction=0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,17 @@ from rl_megatron.algorithms.returns import (
     has_gaps,
     last_token_rewards,
     length_adaptive_lambda,
+    less_optimal_baseline,
     whiten,
 )
 from rl_megatron.algorithms.segments import discounted_sum, whole_sequences
+from rl_megatron.algorithms.shaping import to_unit_range
 
 seeds = st.integers(0, 2**32)
 sizes = st.lists(st.integers(1, 6), min_size=1, max_size=6)
 levels = st.sampled_from(["none", "group", "batch"])
 quick = settings(max_examples=150, deadline=None, derandomize=True)
+fewer = settings(max_examples=100, deadline=None, derandomize=True)
 
 
 def draw(seed: int, group_sizes: list[int]) -> tuple[list[float], list[int]]:
@@ -116,6 +119,37 @@ def test_equal_rewards_give_exactly_zero(reward: float, size: int, leave_one_out
         assert actual.tolist() == [0.0] * size
 
 
+@fewer
+@given(seeds, st.integers(2, 8), st.sampled_from([1e-3, 0.3, 1.0, 100.0, -7e4]))
+def test_rewards_that_differ_by_rounding_alone_give_exactly_zero(seed: int, size: int, reward: float) -> None:
+    """Each division, by a std, a range or a batch's std, would make rounding an advantage of about 1."""
+    rng = random.Random(seed)
+    noise = [rng.choice([-1, 0, 1]) * 2.0**-23 for _ in range(size)]
+    rewards = torch.tensor([reward * (1 + one) for one in noise])
+    ids, cu_seqlens, every = torch.zeros(size).long(), torch.arange(size + 1), torch.ones(size, dtype=torch.bool)
+    for std, best_of in (("none", 1), ("group", 1), ("batch", 1), ("advantages", 1), ("none", 2), ("group", 2)):
+        given = {"mean": "group", "std": std, "leave_one_out": False, "best_of": best_of}
+        assert not group_advantages(rewards, ids, **given).any(), given  # type: ignore[arg-type]  # of several types
+    assert not to_unit_range(rewards, ids, rewards, ids).any()
+    assert not whiten(rewards, every).any()
+    optimal = less_optimal_baseline(rewards, torch.rand(size), every, cu_seqlens, group_of=ids)
+    assert not whiten(optimal, every).any()
+    assert not whiten(remax_advantages(rewards, rewards.flip(0)), every).any()
+
+
+@fewer
+@given(seeds, st.sampled_from([0.1, 1.0, 30.0]), st.sampled_from(["none", "group"]))
+def test_whitening_leaves_zeros_of_equal_groups_at_zero(seed: int, scale: float, std: str) -> None:
+    """The mean of other groups' advantages is 0 but for rounding, and is not to be subtracted from exact zeros."""
+    rng = random.Random(seed)
+    rewards = torch.tensor([scale] * 5 + [scale * rng.gauss(0, 1) for _ in range(15)])
+    ids = torch.arange(20) // 5
+    centred = group_advantages(rewards, ids, mean="group", std=std, leave_one_out=False)
+    found = whiten(centred, torch.ones(20, dtype=torch.bool))
+    assert found[:5].tolist() == [0.0] * 5
+    assert found[5:].double().std() == pytest.approx((14 / 19) ** -0.5, rel=0.02)
+
+
 def test_no_rewards_give_no_advantages() -> None:
     empty = group_advantages(torch.zeros(0), torch.zeros(0).long(), mean="group", std="batch", leave_one_out=False)
     assert empty.shape == (0,)
@@ -135,7 +169,6 @@ def test_leaving_one_out_of_no_mean_is_refused() -> None:
 # GAE, returns and whitening against a backward loop over the tokens of each sequence.
 ragged = st.lists(st.integers(0, 9), min_size=1, max_size=5)
 rates = st.sampled_from([0.0, 0.5, 0.99, 1.0])
-fewer = settings(max_examples=100, deadline=None, derandomize=True)
 
 
 def boundaries(lengths: list[int]) -> torch.Tensor:

@@ -24,7 +24,7 @@ from rl_megatron.algorithms.returns import (
     less_optimal_baseline,
     whiten,
 )
-from rl_megatron.algorithms.segments import sequence_ids
+from rl_megatron.algorithms.segments import difference, sequence_ids
 from rl_megatron.algorithms.shaping import drop_truncated
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.errors import DataError
@@ -194,9 +194,10 @@ def _completion_advantages(groups: Sequence[RolloutGroup], rewards: Rewards, sec
         return remax_advantages(values, rewards.greedy[ids])
     if mean == "tracked":
         assert rewards.tracked is not None
-        values, mean = values - rewards.tracked[ids], "batch"
+        values, mean = difference(values, rewards.tracked[ids]), "batch"
     if mean == "moving":
-        values, mean = values - (float(values.double().mean()) if before is None else before), "none"
+        baseline = values.double().mean() if before is None else torch.tensor(before, dtype=torch.float64)
+        values, mean = difference(values.double(), baseline).float(), "none"
     return row_advantages(values, ids, lengths, section, mean=mean)
 
 
