@@ -37,6 +37,7 @@ def check(subject: Subject) -> Iterator[Found]:
             "rollout.dynamic_sampling=off"
         )
     yield from _without_ratio(config)
+    yield from _limited(config)
     alone = config.algorithm.critic.only_steps
     if config.algorithm.needs_critic and alone >= config.train.steps:
         yield note(
@@ -60,6 +61,23 @@ def _without_ratio(config: RunConfig) -> Iterator[Found]:
         yield note(
             f"{given} train.max_staleness={train.max_staleness} has them sampled by older ones; set "
             "algorithm.correction.mode=truncate, or train.max_staleness=0"
+        )
+
+
+def _limited(config: RunConfig) -> Iterator[Found]:
+    """Notes ratios of tokens to the engine, of which ``rollout.top_p`` leaves out tokens."""
+    a, top_p = config.algorithm, config.rollout.top_p
+    readers = {
+        "algorithm.correction": a.correction.acts,
+        f"algorithm.tokens.choose={a.tokens.choose}": a.tokens.choose == "second_moment",
+        "algorithm.kl.importance_weighted=true": a.kl.coefficient > 0
+        and (a.kl.placement, a.kl.importance_weighted, a.needs_top) == ("loss", True, False),
+        f"algorithm.objective={a.objective}, if it reads rollout_logprobs": ":" in a.objective,
+    }
+    if top_p < 1 and config.kind.samples and not a.pairs and (read := [key for key, reads in readers.items() if reads]):
+        yield note(
+            f"rollout.top_p={top_p:g}: the engine's log-probs are of the tokens that it keeps and the learner's of "
+            f"all, so ratios of tokens are too small by up to {top_p:g} in {', '.join(read)}; set rollout.top_p=1"
         )
 
 

@@ -68,6 +68,8 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
             "batch in one call of the learner's processes, which ends no completion before the others; set "
             "rollout.server.replicas, or rollout=vllm or sglang, or leave it out"
         )
+    if c.rollout.top_p < 1 and c.kind.samples:
+        yield from _of_top_p(c)
     if c.rollout.interrupt.earliest:
         yield from _of_interruptions(c)
     if c.rollout.max_in_flight is not None:
@@ -209,6 +211,24 @@ def _of_staleness(c: RunConfig) -> Iterator[str]:
         yield (
             f"{given} with algorithm.advantage_mean=greedy: weights may be pushed between a group's completions and "
             "its greedy one, whose reward would be another policy's baseline; set one of them to its default"
+        )
+
+
+def _of_top_p(c: RunConfig) -> Iterator[str]:
+    """Ratios to the engine that top_p makes useless: a product over a sequence, and those of the loss itself."""
+    a, one, top_p = c.algorithm, c.algorithm.correction, c.rollout.top_p
+    near_one = one.level == "sequence" and one.mode in {"mask", "band"} and one.low > top_p
+    in_rewards = a.kl.coefficient > 0 and a.kl.placement != "loss"
+    no_ratio = a.objective == "reinforce" and a.old_kl_limit is None and a.tokens.choose != "kl_cov" and not in_rewards
+    readers = {
+        f"algorithm.old_logprobs={a.old_logprobs}": a.old_logprobs != "learner" and not (a.pairs or no_ratio),
+        f"algorithm.correction.level={one.level}": one.mode != "none" and (one.level == "product" or near_one),
+    }
+    for key in (key for key, reads in readers.items() if reads):
+        yield (
+            f"rollout.top_p={top_p:g} with {key}: the engine's log-probs are of the tokens that top_p keeps and the "
+            f"learner's of all, so each token's ratio is too small by up to {top_p:g}, and a sequence's by all of its "
+            "tokens'; set rollout.top_p=1, or algorithm.old_logprobs=learner without correction"
         )
 
 

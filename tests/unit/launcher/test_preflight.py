@@ -386,6 +386,54 @@ def test_an_objective_without_a_ratio_on_older_samples_is_noted(more: tuple[str,
     assert [given for text, given in zip(texts, noted, strict=True) if given not in text] == []
 
 
+_KL, _FIX = "algorithm.kl.coefficient=0.01", "algorithm.correction"
+
+
+@pytest.mark.parametrize(
+    ("more", "refused", "noted"),
+    [
+        (("algorithm=grpo",), "", ""),
+        (("algorithm=dpo",), "", ""),  # pairs have no ratio to the engine
+        (("algorithm=gspo", "algorithm.correction.mode=truncate"), "", "in algorithm.correction;"),
+        (("algorithm=grpo", _KL), "", "in algorithm.kl.importance_weighted=true;"),
+        (("algorithm=grpo", "algorithm.objective=mine:loss"), "", "if it reads rollout_logprobs;"),
+        (("algorithm=reinforce", "algorithm.old_logprobs=rollout"), "", ""),
+        (("algorithm=reinforce", "algorithm.old_logprobs=rollout", _KL), "", "importance_weighted=true;"),
+        (
+            ("algorithm=rloo", "algorithm.old_logprobs=rollout", _KL, "algorithm.kl.placement=completion_reward"),
+            "algorithm.old_logprobs=rollout",
+            "",
+        ),
+        (
+            ("algorithm=grpo", "algorithm.correction.mode=truncate", "algorithm.correction.level=product"),
+            "=product",
+            "",
+        ),
+        (
+            ("algorithm=gspo", f"{_FIX}.mode=band", f"{_FIX}.level=sequence", f"{_FIX}.low=0.999"),
+            "algorithm.correction.level=sequence",
+            "",
+        ),
+        *(
+            ((f"algorithm={row}",), "algorithm.old_logprobs=rollout", "")
+            for row in ("vespo", "topr", "dppo_tv", "m2po")
+        ),
+        (("algorithm=grpo", "algorithm.old_logprobs=interpolated"), "algorithm.old_logprobs=interpolated", ""),
+    ],
+)
+def test_ratios_to_an_engine_that_leaves_tokens_out(more: tuple[str, ...], refused: str, noted: str) -> None:
+    """The engine renormalises over top_p's tokens, so every token's ratio is below that of the two policies."""
+    load_config("tiny_cpu", list(more))
+    if refused:
+        with pytest.raises(ConfigError, match=rf"rollout\.top_p=0\.95 with \S*{refused}: "):
+            load_config("tiny_cpu", [*more, "rollout.top_p=0.95"])
+        return
+    found = batches.check(Subject(load_config("tiny_cpu", [*more, "rollout.top_p=0.95"]), False))
+    texts = [one.text for one in found if one.text.startswith("rollout.top_p=0.95: ")]
+    assert len(texts) == bool(noted)
+    assert all(noted in text for text in texts)
+
+
 def test_pairs_and_demonstrations_are_sequences_of_a_step() -> None:
     """Of groups of 16, of which the other 14 are not trained on."""
     keys = ["algorithm=dpo", "learner.ep=1", "learner.dp=4", "rollout.prompts_per_step=3", "rollout.group_size=16"]
