@@ -13,7 +13,7 @@ from typing import Any
 from rl_megatron.config.sections.jobs import JobName
 from rl_megatron.data.problems.records import listed
 from rl_megatron.errors import DataError
-from rl_megatron.rollout.conversation.messages import ChatMessage, MessagesRefused, tidied
+from rl_megatron.rollout.conversation.messages import LOSABLE, REASONING, ChatMessage, MessagesRefused, tidied
 from rl_megatron.rollout.conversation.templates import Tools
 from rl_megatron.types import Prompt
 
@@ -49,6 +49,12 @@ class WrittenConversation:
         turns = [place for place in said if _weight(place, self.messages[place])]
         if turns[:1] == [0]:
             raise MessagesRefused(_ANSWERS_NOBODY)
+        for place in turns:
+            if not any(str(known[place].get(key) or "").strip() for key in ("content", *LOSABLE, *REASONING)):
+                raise MessagesRefused(
+                    f"message {place + 1} has neither content nor tool_calls, so a model would learn to say nothing; "
+                    "name its text content, or give it a weight of 0"
+                )
         return known, turns
 
     def scored(self) -> tuple[ChatMessage, ...]:

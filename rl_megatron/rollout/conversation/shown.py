@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from rl_megatron.config.sections.jobs import JobName
 from rl_megatron.errors import DataError
@@ -22,7 +21,6 @@ from rl_megatron.rollout.conversation.forms import (
 )
 from rl_megatron.rollout.conversation.messages import (
     LOSABLE,
-    REASONING,
     ChatMessage,
     MessagesRefused,
     in_parts,
@@ -87,11 +85,6 @@ class ShownConversations:
         (known, turns), tools, rows = conversation.learnt(), conversation.tools, list[RowTexts]()
         self._check_parts(conversation, known)
         for place in turns:
-            if not _says_anything(conversation.messages[place]):
-                raise MessagesRefused(
-                    f"message {place + 1} has neither content nor tool_calls, so a model would learn to say nothing; "
-                    "name its text content, or give it a weight of 0"
-                )
             _check_turn(place, known[place])
             prompt, turn = self._prompt_and_turn(known[: place + 1], tools)
             turn += self._ending(prompt + turn, known, place, tools)
@@ -185,11 +178,6 @@ _SHOWS: Mapping[JobName, Callable[[ShownConversations, Prompt], object]] = {
     "dpo": lambda shown, prompt: [shown.texts(side) for side in behind_common(prompt)],
     "reward_model": lambda shown, prompt: [shown.whole(side) for side in written_sides(prompt)],
 }
-
-
-def _says_anything(message: Mapping[str, Any]) -> bool:
-    """Whether an assistant's message has a text, which may be empty, or what stands for one."""
-    return message.get("content") is not None or any(message.get(key) for key in (*LOSABLE, *REASONING))
 
 
 def _check_turn(place: int, message: ChatMessage) -> None:

@@ -115,6 +115,7 @@ def test_of_two_conversations_what_is_behind_their_common_messages_is_learnt() -
         ("u:1|a:2", "u:1|a:2|u:3|a:4", "one conversation of its pair begins with the whole of the other"),
         ("u:1|a:2", "u:9|a:2", "its conversations first differ in message 1, of the role 'user'; a pair has two"),
         ("u:1|a:2", "u:1|u:3|a:2", "its conversations first differ in message 2, of the role 'user'"),
+        *((*texts, "message 2 has neither content nor") for texts in (("u:1|a:", "u:1|a:2"), ("u:1|a:2", "u:1|a: "))),
     ],
 )
 def test_conversations_that_are_no_pair_are_refused_by_name(better: str, worse: str, reason: str) -> None:

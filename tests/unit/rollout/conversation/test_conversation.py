@@ -642,6 +642,13 @@ def test_turns_that_are_marked_as_not_learnt_are_context(mark: str, no: object, 
             r"message 2: train_detail=\[\] names parts of it",
         ),
         ([{"content": "a"}], "message 1 is .*it must be an object with a role"),
+        *(
+            ([{"role": "user", "content": "a"}, {"role": "assistant", **one}, *MORE_TURNS], "message 2 has neither")
+            for one in (
+                *({"content": text} for text in ("", " \n", None, [], [{"type": "text", "text": " "}])),
+                {"content": "", "tool_calls": [], "reasoning_content": "\n", "refusal": " ", "function_call": {}},
+            )
+        ),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "message 1 has content .*a list of texts"),
     ],
 )
