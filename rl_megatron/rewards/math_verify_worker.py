@@ -14,10 +14,12 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from decimal import Decimal
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
+from rl_megatron.rewards.symbols import mark_formulas, to_latex
 from rl_megatron.sandbox import kernel
 
 _MARKED = ("$", r"\boxed", r"\(", r"\[")  # by which the package knows LaTeX
@@ -25,6 +27,9 @@ _MEASURE = re.compile(  # a number, with its thousands and words for its unit, o
     r"[-+]?[€£¥]?(?:\d{1,3}(?:[ ,]\d{3})+|\d*)(?:\.\d+)?\s*%?(?:\s+[A-Za-z]{3,})*", re.ASCII
 )
 _SCIENTIFIC = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\w|\.\d)", re.ASCII)
+
+_LETTER = re.compile(r"\(?[A-J]\)?")  # of a multiple choice
+_CHOICE = re.compile(r"(?:(?i:\b(?:answer|option|choice)(?: is)?)|^)[ :*_(]*([A-J])\b[)*_.]* *$", re.MULTILINE)
 
 
 def main() -> int:
@@ -44,21 +49,44 @@ def _told(seconds: float, answer: str, text: str | None) -> dict[str, Any]:
     math-verify's own limits are off. They are handlers of Python's, which do not run within the power of two integers.
     """
     try:
-        from math_verify import parse, verify
+        from math_verify import grader, parse, verify
     except ImportError as error:
         return {"missing": str(error)}
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+    if not isinstance(grader.sympy_numeric_eq, partial):  # verify calls it for each number, also within sets
+        grader.sympy_numeric_eq = partial(_equal, grader.sympy_numeric_eq)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     wanted = _expression(answer)
     if text is None:
         told: dict[str, Any] = {"known": bool(wanted)}
     else:
-        read = parse(_positional(text), parsing_timeout=None)
+        read = parse(_readable(text, answer), parsing_timeout=None)
         told = {"total": float(verify(wanted, read, timeout_seconds=None, raise_on_error=False)), "answer": ""}
         with contextlib.suppress(ValueError, RecursionError):  # too deep, or too many digits, to be written
             told["answer"] = str(read[0]) if read else ""
     signal.setitimer(signal.ITIMER_PROF, 0)
     return told
+
+
+def _equal(package: Callable[..., bool], one: Any, other: Any, *places: int) -> bool:
+    """Whether the package finds two numbers equal, and their difference is within 1e-5 of them if one is a decimal,
+    else within 1e-30; it compares six decimal places. Decimals that are equal as fractions are equal."""
+    from math_verify.grader import Float, Rational, get_pct_val
+
+    same = package(one, other, *places)
+    if get_pct_val(one) or get_pct_val(other):  # 9 % is 9, and 0.09
+        return same
+    try:
+        fractions = [x.xreplace({f: Rational(str(f)) for f in x.atoms(Float)}).doit() for x in (one, other)]
+        difference = fractions[0] - fractions[1]
+        if not same:
+            return bool(difference == 0)
+        sizes = [abs(x.evalf(chop=False)) for x in (difference, *fractions)]
+        if difference == 0 or not all(size.is_Float or size.is_Integer for size in sizes):
+            return same
+        return bool(sizes[0] <= max(sizes[1:]) * Rational(1, 10 ** (5 if one.has(Float) or other.has(Float) else 30)))
+    except (AttributeError, TypeError, ValueError):  # matrices
+        return same
 
 
 @lru_cache(maxsize=256)
@@ -67,11 +95,19 @@ def _expression(answer: str) -> list[Any]:
     dollars, so only a number is read as plain text first."""
     from math_verify import parse
 
-    answer = _positional(answer)
-    readings = [answer, f"${answer}$"]
+    answer = _positional(to_latex(answer))
+    readings = [mark_formulas(answer), f"${answer}$"]
     if not _MEASURE.fullmatch(answer) and not any(mark in answer for mark in _MARKED):
         readings.reverse()
     return next(filter(None, (parse(one, parsing_timeout=None) for one in readings)), [])
+
+
+def _readable(text: str, answer: str) -> str:
+    """The text of a completion, with what the package would overlook or read in part as LaTeX."""
+    text = _positional(to_latex(text))
+    if not any(mark in text for mark in _MARKED) and _LETTER.fullmatch(answer) and (found := _CHOICE.findall(text)):
+        return rf"{text} \boxed{{{found[-1]}}}"
+    return mark_formulas(text)
 
 
 def _positional(text: str) -> str:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +27,7 @@ from rl_megatron.errors import ConfigError, RewardError, SandboxError
 from rl_megatron.rewards import math_verify, threads
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rewards.scoring import score as judged
+from rl_megatron.rewards.symbols import mark_formulas, to_latex
 from rl_megatron.rewards.tests import code_of, same_output
 from rl_megatron.sandbox import subprocess as here
 from rl_megatron.sandbox.protocol import Executor, Limits, Ran, SandboxProgram
@@ -81,6 +83,49 @@ def test_math_verify_reads_the_whole_answer(answer: str, right: str, wrong: str)
 )
 def test_math_verify_reads_powers_of_ten(answer: str, right: str, wrong: str) -> None:
     assert score("math_verify", answer, rf"$\boxed{{{right}}}$", rf"$\boxed{{{wrong}}}$") == [1, 0]
+
+
+SYMBOLS = (  # an answer, completions that are right, and wrong ones
+    ("2√3", ("so 2√3 cm", r"\boxed{2\sqrt{3}}", "√12", "x = 2 sqrt(3)"), ("2", "3", "2√5", "x = 2√30")),
+    ("10", ("10", "it is 10 m²."), ("10²", "it is 10²!", "10⁻¹", "10½", "10√2", "10π", "10·2", "x¹⁰", "10∞")),
+    ("3", ("3", "$3$", "∛27"), ("3×10⁸", "3⋅2", r"so it is 3\pi", "3¼", "√3", "3∕4", "3³")),
+    ("3×10⁸", ("300000000", "3e8", "speed 3 · 10⁸ m/s", r"$3 \times 10^8$", "３×１０⁸"), ("3", "10⁸")),
+    ("-2½", ("-5/2", "−2 1/2", r"$-2\frac{1}{2}$"), ("-2", "-3/2", "2½")),
+    ("–5", ("-5", "−5", "so x = —5", "$−5$"), ("5", "x–6")),
+    ("-∞", (r"\boxed{-\infty}", "−∞"), ("∞", "0")),
+    ("(−∞, 3] ∪ [4, 5]", (r"$(-\infty,3]\cup[4,5]$", "the set (−∞, 3] ∪ [4, 5]."), ("[4, 5]", "$(−∞, 3]$")),
+    ("x ≤ 5", (r"$x \leq 5$", "thus 5 ≥ x."), ("x ≥ 5", "x ≤ 6", "$x < 5$")),
+    ("x²+x₁", ("$x_1+x^2$", "it is x² + x₁."), ("$2x+x_1$", "x³+x₁")),
+    ("sin²θ", (r"$\sin^2\theta$", "it is sin²θ."), ("θ", "sin²α")),
+    ("90°", ("90", r"$90^\circ$", "９０ °"), ("9",)),
+    ("70\u2009000", ("70,000", r"\boxed{70\,000}"), ("70", "0")),
+    (r"0.\overline{3}", ("1/3", "0.3̅"), ("0", "0.3")),
+    ("ℝ", (r"$\mathbb{R}$", "ℝ"), ("R", "0")),
+    ("B", ("The answer is **B**.", "(B)", "$B$"), ("The answer is A.", "It is not B.", "A or B")),
+    ("1e-7", ("0.0000001", "10⁻⁷", r"\frac{1}{10^7}"), ("2e-7", "0", r"$1.01\times10^{-7}$")),
+    (r"\frac{1}{2^{99}}", (r"$2^{-99}$",), (r"$\frac{1}{2^{98}}$",)),
+    (r"\{10^{-20}, 1\}", (r"$\{1, 10^{-20}\}$",), (r"$\{1, 2\times10^{-20}\}$",)),
+    ("6.02e23", (r"$6.02 \times 10^{23}$", "6.02×10²³"), ("6.03e23",)),
+    ("1/3", ("0.333333",), ("0.333",)),
+    ("9", (r"$9\%$",), ("0.09",)),
+)
+
+
+@pytest.mark.parametrize(("answer", "right", "wrong"), SYMBOLS, ids=[answer for answer, _, _ in SYMBOLS])
+def test_math_verify_reads_symbols_and_tiny_numbers(
+    answer: str, right: tuple[str, ...], wrong: tuple[str, ...]
+) -> None:
+    assert score("math_verify", answer, *right, *wrong) == [1] * len(right) + [0] * len(wrong)
+
+
+def test_symbols_are_rewritten_in_linear_time() -> None:
+    def seconds(unit: str, length: int) -> float:
+        text, start = unit * (length // len(unit)), time.process_time()
+        mark_formulas(to_latex(text))
+        return time.process_time() - start
+
+    for unit in ("√(", "√((a)", "$", r"\(", r"\boxed{", "2√3 ", "½", "2 1/2 ", "(", " ", "1,", r"\sqrt{3}", "0.3̅", "["):
+        assert seconds(unit, 30_000) < 2.6 * max(seconds(unit, 15_000), 0.02), unit
 
 
 def test_math_verify_refuses_an_answer_it_cannot_read() -> None:

@@ -66,13 +66,24 @@ def test_exact_match_looks_past_white_space_only() -> None:
         ("1e5000", "5000"),
         ("2e-3x", "3"),
         ("$1{,}000{,}000$", "1000000"),
+        ("10² or 2⁻²", "1/4"),
+        ("½", "1/2"),
+        ("2½", "5/2"),
+        ("it is 1 1/2.", "3/2"),
+        ("x = –5", "-5"),
+        ("pages 3–5", "5"),
+        ("７０ ０００", "70000"),
+        ("3 × 10⁸", "300000000"),
+        ("0.1̅6̅", "16/99"),
     ],
 )
 def test_the_last_number_is_read_exactly(text: str, value: str) -> None:
     assert last_number(text) == Fraction(value)
 
 
-@pytest.mark.parametrize("text", ["", "none", "5/0", "9" * 5000, "\u0663", "-", "$"])
+@pytest.mark.parametrize(
+    "text", ["", "none", "5/0", "9" * 5000, "\u0663", "-", "$", "2√3", "√(3)", "9⁹⁹⁹⁹", "1e999⁹", "0⁻¹"]
+)
 def test_what_is_no_number_is_none(text: str) -> None:
     assert last_number(text) is None
 

@@ -1,0 +1,134 @@
+"""Rewrites mathematical symbols of Unicode as ASCII or LaTeX: the rules that compare numbers read nothing else."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_SMALL = {chr(code): unicodedata.normalize("NFKC", chr(code)) for code in (0xB2, 0xB3, 0xB9, *range(0x2070, 0x208F))}
+_SMALL |= {"⁻": "-", "₋": "-"}  # for a minus outside of ASCII
+_NAMES = r"""times cdot cdot cdot div pm mp infty le le le ge ge ge ne approx to in cup cap emptyset setminus mathbb{R}
+mathbb{Z} mathbb{N} mathbb{Q} mathbb{C} lfloor rfloor lceil rceil sqrt sqrt[3] sqrt[4] sum prod int"""
+_COMMANDS = dict(zip("×⋅·∙÷±∓∞≤⩽≦≥⩾≧≠≈→∈∪∩∅∖ℝℤℕℚℂ⌊⌋⌈⌉√∛∜∑∏∫", _NAMES.split(), strict=True))
+_KEPT = {*_SMALL, *"√∛∜…¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}  # for the patterns below
+_THOUSANDS = re.compile(r"(?<=\d)(?:[\u00a0\u2007-\u2009\u202f]|\\[,!]|\{,\})(?=\d{3}(?!\d))")
+_LONG_DASH = re.compile(r"(?<![^\s(\[{=$,:])[—―](?=[\d.√∞π(])")  # elsewhere it is punctuation
+_DEGREES = re.compile(r"(?<=\d) ?[°º˚](?:[CF]\b)?")
+_AREA = re.compile(r"(\d(?: (?:m|in)| ?(?:[kcdm]m|ft|yd|mi))(?:/s)?)[²³](?! ?[-+*/=<>^×·⋅−]|[\w⁺⁻])")
+_TENS = re.compile(r"(?<=\d) ?[×·⋅] ?10(?:([⁺⁻]?[⁰¹²³⁴-⁹]{1,3})|\^\{?([-+−]?\d{1,3})\}?)(?![\w⁰-⁹^{]|\.\d)")
+_REPEATING = re.compile(r"(?<!\d)(\d{0,15})\.(\d{0,15}?)(?:\\overline\{(\d{1,15})\}|((?:\d\u0305){1,15}))")
+_FRACTION = re.compile(
+    r"(?<![\d.,/])(?:(\d{1,15}) ?)?(?:([¼½¾⅐-⅞])|(?<= )(\d{1,15})/(\d{1,15})(?![\d/]|[.,]\d))", re.ASCII
+)
+_ROOT = re.compile(
+    r"([√∛∜]|(?<![A-Za-z\\])sqrt(?=\()) ?(?:\(((?:[^()]++|\([^()]*+\))*+)\)"
+    r"|((?:\d++(?:\.\d++)?|\\[A-Za-z]++|[A-Za-zπ])(?:\{\d+\})*+[⁰¹²³⁴-⁹]*+))"
+)
+_SCRIPT = re.compile(r"([⁰¹²³⁴-ⁿ]+)|[₀-₎]+")
+_FUNCTION = re.compile(r"(?<![A-Za-z\\])(?=(?:sin|cos|tan|log|ln)(?:[_^]\{|\\))")
+_OPENING = re.compile(r"\\boxed\s*\{|\\begin\{|\\[(\[]|\$\$|(?<![\d\\])\$")  # of what math-verify reads as LaTeX
+_CLOSING = {"\\begin{": "\\end{", "\\(": "\\)", "\\[": "\\]", "$$": "$$", "$": "$"}
+_BARE = re.compile(  # a formula outside of these, with spaces around its operators and commas alone
+    r"(?: ?[-+*/=<>]+ ?| ?\\[A-Za-z]+ *|\d+(?:[.,]\d+)*|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])|[\^_(){}\[\]|]"
+    r"|, ?(?=[-\w\\.^{} ]{1,40}[)\]]))+"
+)
+_OPERATORS = {r"\times": "*", r"\cdot": "*", r"\div": "/"}  # as math-verify reads them in plain text
+
+
+class _Table(dict[int, str]):
+    """The replacement of each character, by its code."""
+
+    def __missing__(self, code: int) -> str:
+        sign, category = chr(code), unicodedata.category(chr(code))
+        kind, _, letter = unicodedata.name(sign, "").replace("MDA", "MBDA").partition(" LETTER ")
+        self[code] = sign if sign in _KEPT else unicodedata.normalize("NFKC", sign)
+        if sign in _COMMANDS and sign not in _KEPT:
+            self[code] = f"\\{_COMMANDS[sign]} "
+        elif kind in ("GREEK SMALL", "GREEK CAPITAL") and letter.isalpha():
+            self[code] = f"\\{letter.lower() if kind == 'GREEK SMALL' else letter.capitalize()} "
+        elif category in ("Cf", "Pd", "Zs"):
+            self[code] = {"Cf": "", "Pd": "-", "Zs": " "}[category]
+        return self[code]
+
+
+_TABLE = _Table({ord(sign): plain for sign, plain in zip("⁄∕−—―〜", "//-—―〜", strict=True)})
+
+
+def to_ascii(text: str, fraction: str = "{}/{}") -> str:
+    """Writes digits, signs, letters, fractions and spaces between thousands in ASCII; ``2½`` and ``2 1/2`` as
+    ``fraction`` of 5 and 2. Roots, superscripts and subscripts stay."""
+
+    def write(match: re.Match[str]) -> str:
+        whole, sign, top, bottom = match.groups()
+        if sign is not None:
+            top, bottom = unicodedata.normalize("NFKC", sign).split("⁄")
+        elif whole is None or int(top) >= int(bottom):
+            return match[0]
+        return fraction.format(int(whole or 0) * int(bottom) + int(top), bottom)
+
+    def repeat(match: re.Match[str]) -> str:
+        start, period = match[1] + match[2], match[3] or match[4].replace("\u0305", "")
+        bottom = (10 ** len(period) - 1) * 10 ** len(match[2])
+        return fraction.format(int(start + period) - int(start or 0), bottom)
+
+    text = _REPEATING.sub(repeat, _THOUSANDS.sub("", text))
+    if not text.isascii():
+        text = _TENS.sub(lambda match: f"e{number_of(match[1] or match[2].replace('−', '-'))}", text)
+        text = _AREA.sub(r"\1", _DEGREES.sub("", _LONG_DASH.sub("-", text))).translate(_TABLE)
+    return _FRACTION.sub(write, text)
+
+
+def number_of(digits: str) -> int:
+    """Reads superscripts, or digits, as an integer."""
+    return int(unicodedata.normalize("NFKC", digits).replace("−", "-"))
+
+
+def to_latex(text: str) -> str:
+    """Writes the symbols of ``text`` as LaTeX, ``2√3`` as ``2\\sqrt{3}``."""
+    text = _ROOT.sub(_root, to_ascii(text, r"\frac{{{}}}{{{}}}"))
+    text = _SCRIPT.sub(lambda run: f"{'^' if run[1] else '_'}{{{''.join(map(_SMALL.__getitem__, run[0]))}}}", text)
+    return _FUNCTION.sub(r"\\", text)
+
+
+def _root(match: re.Match[str]) -> str:
+    return f"\\{_COMMANDS.get(match[1], 'sqrt')}{{{match[3] or _ROOT.sub(_root, match[2])}}}"
+
+
+def mark_formulas(text: str) -> str:
+    """Puts dollars around the formulas of LaTeX text that stand outside of mathematics, which math-verify reads in
+    part: 2 of ``2\\sqrt{3}``."""
+    pieces, at, missing = [], 0, set()
+    for mark in _OPENING.finditer(text):
+        if mark.start() < at or mark[0] in missing:
+            continue
+        closing = _CLOSING.get(mark[0], "")
+        end = text.find(closing, mark.end()) + len(closing) if closing else _end_of_braces(text, mark.end())
+        if end < mark.end():
+            missing.add(mark[0])
+        elif mark[0] != "$" or "\n" not in text[mark.end() : end]:
+            pieces += [_BARE.sub(_marked, text[at : mark.start()]), text[mark.start() : end]]
+            at = end
+    return "".join(pieces) + _BARE.sub(_marked, text[at:])
+
+
+def _end_of_braces(text: str, start: int) -> int:
+    depth = 1
+    for brace in re.compile("[{}]").finditer(text, start):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return brace.end()
+    return len(text)
+
+
+def _marked(match: re.Match[str]) -> str:
+    run = match[0]
+    formula = run.lstrip(" +*/=<>,)]|").rstrip(" -+*/=<>,([|").removeprefix("- ")
+    opened = len(re.findall(r"[(\[]", formula)) - len(re.findall(r"[)\]]", formula))  # more than closed
+    formula = formula.rstrip(")] ") if opened < 0 else formula.lstrip("([ ") if opened > 0 else formula
+    if not any(mark in formula for mark in ("\\", "^", "_{")) or formula.count("{") != formula.count("}"):
+        return run
+    before, after = run.split(formula, 1)
+    plain = set(re.findall(r"\\[A-Za-z]+|[A-Za-z^]", formula)) <= _OPERATORS.keys()
+    if plain and (after + match.string[match.end() :][:1] + " ")[0] in " .,:)\n":
+        return before + re.sub(r"\\[a-z]+ ?", lambda command: _OPERATORS[command[0].strip()], formula) + after
+    return f"{before}${formula}${after}"
