@@ -32,6 +32,7 @@ from rl_megatron.sandbox import kernel, room
 _START_SECONDS = 30.0  # until bubblewrap has made the namespaces
 _LOOK_SECONDS = 0.02
 _MOST_ENTRIES = 4096  # files and folders of a program
+_DESCRIPTOR_BYTES, _SOCKET_BYTES, _MAPPING_BYTES = 1 << 16, 1 << 19, 256  # the kernel keeps at most this for each
 
 
 def main() -> int:
@@ -149,6 +150,7 @@ class _Watch:
         self._lines = b""
         self._news: dict[str, Any] = {}
         self._status: int | None = None
+        self._cpu: dict[tuple[int, str], tuple[float, float]] = {}  # (pid, start) -> CPU seconds of its own, and added
 
     def until_the_end(self) -> dict[str, Any]:
         """Returns once the program has ended by itself, or has reached a limit; its processes may still run."""
@@ -177,7 +179,7 @@ class _Watch:
             elif sum(map(len, self._texts.values())) > self._order["output_bytes"]:
                 ended = "output"
             elif started and now - looked >= _LOOK_SECONDS:
-                ended, looked = self._over(), now
+                ended, looked = self._over(now - looked), now
         seconds = time.monotonic() - began
         if ended == "start":
             raise kernel.FenceRefused(f"the program did not start within {_START_SECONDS:g} s")
@@ -234,16 +236,27 @@ class _Watch:
             if not ready:
                 return
 
-    def _over(self) -> str:
-        """The limit of all the program's processes together that is reached; empty if none is."""
+    def _over(self, passed: float) -> str:
+        """Returns the limit that all the program's processes together have reached, or an empty text.
+
+        ``passed``: seconds since the last look.
+        """
         first = self._news.get("child-pid")
         pids = list(_below(os.getpid() if first is None else first))
         if len(pids) > self._order["processes"]:
             return "processes"
-        if sum(map(_resident_bytes, pids)) > self._order["memory_bytes"] or _entries(first) > _MOST_ENTRIES:
+        if _memory_bytes(pids, first) > self._order["memory_bytes"] or _entries(first) > _MOST_ENTRIES:
             return "memory"
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-        used = ended.ru_utime + ended.ru_stime + sum(map(_cpu_seconds, pids if first is None else [first, *pids]))
+        counted = ended.ru_utime + ended.ru_stime
+        for pid in pids if first is None else [first, *pids]:
+            start, share, own, children = _cpu_seconds(pid)
+            counted += own + children
+            # A process that is seen running for the first time stands for others that came and went unseen.
+            added = self._cpu.get((pid, start), (0.0, max(0.0, passed * share - own)))[1]
+            self._cpu[pid, start] = own, added
+        # The kernel forgets the time of a child that nobody waits for, as its parent ignores SIGCHLD.
+        used = max(counted, sum(map(sum, self._cpu.values())))
         return "time" if used > self._order["cpu_seconds"] else ""
 
 
@@ -277,10 +290,27 @@ def _below(pid: int) -> Iterator[int]:
         yield from _below(child)
 
 
-def _resident_bytes(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        return int(kernel.read_file(f"/proc/{pid}/statm").split()[1]) * resource.getpagesize()
-    return 0
+def _memory_bytes(pids: list[int], first: int | None) -> int:
+    """Memory of the processes, each shared mapping once whether or not it is touched, and of the kernel for them."""
+    shared: dict[str, int] = {}
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            status = dict(line.split(":", 1) for line in kernel.read_file(f"/proc/{pid}/status").splitlines())
+            total += sum(int(status.get(kind, "0").split()[0]) << 10 for kind in ("RssAnon", "RssFile", "VmSwap"))
+            total += len(os.listdir(f"/proc/{pid}/fd")) * _DESCRIPTOR_BYTES
+            for line in kernel.read_file(f"/proc/{pid}/maps").splitlines():
+                total += _MAPPING_BYTES
+                span, rights, _, device, inode, *_ = line.split()
+                if rights[3] == "s" and device == "00:01":  # anonymous
+                    start, end = (int(part, 16) for part in span.split("-"))
+                    shared[inode] = max(shared.get(inode, 0), end - start)
+    with contextlib.suppress(OSError):  # of the network of a fenced program
+        total += int(kernel.read_file(f"/proc/{first}/net/sockstat").split()[2]) * _SOCKET_BYTES
+        for kind in ("tcp", "tcp6"):
+            for line in kernel.read_file(f"/proc/{first}/net/{kind}").splitlines()[1:]:
+                total += sum(int(queue, 16) for queue in line.split()[4].split(":"))
+    return total + sum(shared.values())
 
 
 def _entries(first: int | None) -> int:
@@ -291,12 +321,14 @@ def _entries(first: int | None) -> int:
     return 0
 
 
-def _cpu_seconds(pid: int) -> float:
-    """What it and its children that have ended took."""
+def _cpu_seconds(pid: int) -> tuple[str, float, float, float]:
+    """Returns when a process started, its share of a core now, and CPU seconds: its own, those of awaited children."""
     with contextlib.suppress(OSError):
-        ticks = kernel.read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()[11:15]
-        return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
-    return 0.0
+        fields = kernel.read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        own, children = (sum(map(int, fields[at : at + 2])) / os.sysconf("SC_CLK_TCK") for at in (11, 13))
+        ran, waited = map(int, kernel.read_file(f"/proc/{pid}/schedstat").split()[:2])
+        return fields[19], ran / (ran + waited + 1) if fields[0] == "R" else 0.0, own, children
+    return "", 0.0, 0.0, 0.0
 
 
 def _line_of(one: int) -> bytes:

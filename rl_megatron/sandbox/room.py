@@ -91,6 +91,7 @@ def set_limits(pid: int, order: Mapping[str, Any]) -> None:
         limits[resource.RLIMIT_FSIZE] = order["files_bytes"]
     else:  # elsewhere it counts all processes of the user; process 1 is the same user's, unless that is root
         limits[resource.RLIMIT_NPROC] = order["processes"] + (os.geteuid() != 0)
+        limits[resource.RLIMIT_SIGPENDING] = _MOST_FILES  # signals and timers that wait, in the kernel's memory
     for kind, value in limits.items():
         hard = resource.prlimit(pid, kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
+import re
 import socket
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from rl_megatron.config.sections.reward import SandboxSection
 from rl_megatron.environments import marks
 from rl_megatron.errors import SandboxError
 from rl_megatron.rollout.environments.processes import began
+from rl_megatron.sandbox import kernel
 from rl_megatron.sandbox import subprocess as here
 from rl_megatron.sandbox.keeper import clear_away
 from rl_megatron.sandbox.protocol import Limits, Ran
@@ -127,6 +130,137 @@ def test_memory_and_files_that_one_process_asks_for_are_refused_to_it(unfenced: 
 def test_files_that_are_empty_take_the_kernels_memory() -> None:
     one = ran("n = 0\nwhile True:\n open(str(n), 'w').close()\n n += 1")
     assert (one.ended, one.exit) == ("memory", None)
+
+
+@fenced
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import socket\nfor _ in range(100):\n for end in socket.socketpair():\n  held.append(end)\n  fill(end)",
+        "import socket\nserver = socket.create_server(('127.0.0.1', 0))\nfor _ in range(100):\n"
+        " held += [socket.create_connection(server.getsockname()), server.accept()[0]]\n"
+        " for end in held[-2:]:\n  for _ in range(20): fill(end); time.sleep(0.001)",
+        "import mmap\nfor number in range(4):\n held.append(mmap.mmap(-1, 20 << 20))\n"
+        " for place in range(0, 20 << 20, 4096): held[-1][place] = 1\n"
+        " held[-1].madvise(mmap.MADV_DONTNEED)\n if number % 2 and os.fork() == 0: held.clear()\n"
+        " elif number % 2: time.sleep(60)",
+        "for _ in range(3):\n if os.fork() == 0: break\nfor _ in range(120):\n held.append(os.pipe())",
+    ],
+    ids=["Unix sockets", "TCP sockets", "shared mappings", "pipes"],
+)
+def test_memory_that_the_kernel_holds_for_a_program_counts(code: str) -> None:
+    begin = """
+import os, time
+held = []
+def fill(end):
+    end.setblocking(False)
+    try:
+        while True: end.send(bytes(65536))
+    except BlockingIOError: pass
+"""
+    one = ran(f"{begin}{code}\ntime.sleep(0.5)\nprint('held')", memory_bytes=64 << 20)
+    assert (one.ended, one.exit, one.stdout) == ("memory", None, "")
+
+
+@fenced
+@pytest.mark.parametrize("unfenced", [False, True])
+def test_calls_of_no_use_and_other_sockets_are_refused(unfenced: bool) -> None:
+    names = ("semget", "shmget", "msgget", "io_setup", "mq_open", "inotify_init1", "io_uring_setup")
+    numbers = {"x86_64": (64, 29, 68, 206, 240, 294, 425), "aarch64": (190, 194, 186, 0, 180, 26, 425)}
+    code = f"""
+import ctypes, errno, mmap, os, signal, socket
+libc = ctypes.CDLL(None, use_errno=True)
+for name, number in zip({names}, {numbers[platform.machine()]}):
+    answer = libc.syscall(number, 0, 32, 0o1600, 0, 0)
+    print(name, answer, errno.errorcode[ctypes.get_errno()])
+def tried(call, *given):
+    try:
+        return call(*given) and "done"
+    except OSError as error:
+        return errno.errorcode[error.errno]
+families = [one for one in range(46) if any(tried(socket.socket, one, kind) == "done" for kind in (1, 2, 5))]
+print(families, tried(socket.socket, 2, 1, 132), tried(mmap.mmap, -1, 2 << 20, 0x40022))
+signal.pthread_sigmask(signal.SIG_BLOCK, [34])
+print(sum(libc.sigqueue(os.getpid(), 34, None) == 0 for _ in range(1000)))
+"""
+    *lines, families, queued = ran(code, unfenced=unfenced).stdout.splitlines()
+    assert lines == [f"{name} -1 {'ENOSYS' if name == 'io_uring_setup' else 'EPERM'}" for name in names]
+    assert families == "[1, 2, 10, 16] EPROTONOSUPPORT ENOMEM"
+    assert unfenced or queued == "256"
+
+
+def test_the_numbers_of_calls_are_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = {
+        "x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h",
+        "aarch64": "/usr/include/asm-generic/unistd.h",
+    }
+    if not all(Path(header).exists() for header in headers.values()):
+        pytest.skip("there are no headers of Linux")
+    for machine, header in headers.items():
+        text = Path(header).read_text().replace("__NR3264_fstatat", "__NR_newfstatat").replace("__NR3264_", "__NR_")
+        known = {name: int(number) for name, number in re.findall(r"#define __NR_(\w+)\s+(\d+)\n", text)}
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        calls = kernel.allowed_calls()
+        calls.pop("fchmodat2")  # newer than the headers
+        assert calls == {name: known[name] for name in calls}
+        assert {"clone", "execve", "futex", "openat", "socket"} <= set(calls)
+
+
+@fenced
+@pytest.mark.parametrize("unfenced", [False, True])
+def test_programs_as_models_write_them_run(unfenced: bool) -> None:
+    code = """
+import asyncio, multiprocessing, os, shutil, signal, sqlite3, subprocess, tempfile, threading
+async def served():
+    async def answer(reader, writer):
+        writer.write(await reader.readline())
+        writer.close()
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    writer.write(b"line\\n")
+    print(await reader.readline())
+    child = await asyncio.create_subprocess_exec("echo", "child", stdout=asyncio.subprocess.PIPE)
+    print(await child.communicate())
+def squared(number):
+    return number * number
+if __name__ == "__main__":
+    asyncio.run(served())
+    with multiprocessing.Pool(2) as pool:
+        print(pool.map(squared, range(4)))
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(".", folder + "/copy", ignore=shutil.ignore_patterns("tmp*"))
+        print(os.listdir(folder + "/copy"))
+    database = sqlite3.connect("data.db")
+    print(database.execute("select 1").fetchall())
+    signal.signal(signal.SIGALRM, lambda *_: print("alarm"))
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    signal.pause()
+    thread = threading.Thread(target=print, args=("thread",))
+    thread.start()
+    thread.join()
+    print(subprocess.check_output("timeout 5 echo a | sort && mkfifo pipe && mv pipe moved", shell=True))
+"""
+    one = ran(code, unfenced=unfenced)
+    lines = ["b'line\\n'", "(b'child\\n', None)", "[0, 1, 4, 9]", "['main.py']", "[(1,)]", "alarm", "thread", "b'a\\n'"]
+    assert (one.stdout.splitlines(), one.stderr) == (lines, "")
+
+
+@fenced
+@pytest.mark.parametrize("unfenced", [False, True])
+def test_processor_time_of_children_that_nobody_waits_for_counts(unfenced: bool) -> None:
+    code = """
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+while True:
+    if os.fork() == 0:
+        while time.process_time() < 0.1: pass
+        os._exit(0)
+    try: os.wait()
+    except ChildProcessError: print("one", flush=True)
+"""
+    one = ran(code, unfenced=unfenced, cpu_seconds=0.6, seconds=60)
+    assert one.ended == "time"
+    assert len(one.stdout.splitlines()) < 12
 
 
 @fenced
