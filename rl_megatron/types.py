@@ -198,6 +198,7 @@ class Scored:
     steps: tuple[tuple[int, float], ...] = ()  # the end of each in the text, in characters, and its part of the total
     error: ForeignText | None = None  # why there is no finite reward
     late: bool = False  # it was not there within its time limit, which is the error
+    abstains: bool = False  # the function gave no reward, which is an error unless other parts of a sum gave one
     answer: ForeignText | None = None  # of the completion, alike for equal answers; "": none there; None: none read
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Sequence
 
 from rl_megatron.config.sections.reward import HttpSection
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.http.client import TryAgain, beginning_of, check_status, post_json, retried
 from rl_megatron.http.urls import split_url
-from rl_megatron.rewards.scoring import turn_of
+from rl_megatron.rewards.scoring import ABSTAINS, turn_of
 from rl_megatron.types import Completion, Prompt, Scored
 
 MAX_ANSWER_BYTES = 1 << 20
@@ -75,7 +74,7 @@ def _request(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[
 
 
 def _rewards(answer: bytes, count: int) -> list[Scored]:
-    """The rewards of ``{"rewards": [...]}``, NaN for a null. Raises ValueError that shows the answer."""
+    """The rewards of ``{"rewards": [...]}``; a null abstains. Raises ValueError that shows the answer."""
     if len(answer) > MAX_ANSWER_BYTES:
         raise ValueError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
     try:
@@ -90,4 +89,4 @@ def _rewards(answer: bytes, count: int) -> list[Scored]:
     for i, reward in enumerate(rewards):
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
             raise ValueError(f"rewards[{i}] is {reward!r:.80}; it must be a number or null")
-    return [Scored(total=math.nan if reward is None else float(reward)) for reward in rewards]
+    return [ABSTAINS if reward is None else Scored(total=float(reward)) for reward in rewards]

@@ -50,24 +50,29 @@ class WeightedSum:
         by_completion = zip(*(task.result() for task in parts), strict=True)
         return [self._sum(dict(zip(self._functions, totals, strict=True))) for totals in by_completion]
 
-    def _sum(self, given: Mapping[str, float]) -> Scored:
-        """NaN if a term is not finite: ``fsum`` raises on inf - inf, and on a finite sum that overflows."""
+    def _sum(self, answers: Mapping[str, float | None]) -> Scored:
+        """Sums the parts that do not abstain; abstains if all with a weight do. NaN if a term is not finite: ``fsum``
+        raises on inf - inf, and on a finite sum that overflows."""
+        given = {name: value for name, value in answers.items() if value is not None}
+        if not any(self._parts[name].weight for name in given):
+            return Scored(total=math.nan, parts=given, abstains=True)
         parts = {name: value if self._counts(name, given) else 0.0 for name, value in given.items()}
         terms = [self._parts[name].weight * value for name, value in parts.items()]
         finite = all(map(math.isfinite, terms)) and abs(sum(terms)) < math.inf
         return Scored(total=math.fsum(terms) if finite else math.nan, parts=parts)
 
     def _counts(self, name: str, given: Mapping[str, float]) -> bool:
-        """Whether all that the part's ``when`` names are enough; one that is not finite is shown as it is."""
-        return not math.isfinite(given[name]) or all(given[o] >= least for o, least in self._parts[name].when.items())
+        """True if all that the part's ``when`` names are enough, or if its value is not finite, which is shown."""
+        bounds = self._parts[name].when.items()
+        return not math.isfinite(given[name]) or all(given.get(other, -math.inf) >= least for other, least in bounds)
 
 
 async def _part(
     name: str, function: RewardFunction, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
-) -> list[float]:
+) -> list[float | None]:
     try:
         with running():
-            return [one.total for one in await function(prompt, completions, texts)]
+            return [None if one.abstains else one.total for one in await function(prompt, completions, texts)]
     except Exception as error:
         raise RewardError(f"part {name!r} {describe_error(error)}") from error
 

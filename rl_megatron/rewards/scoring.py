@@ -18,6 +18,7 @@ from rl_megatron.interfaces import LARGEST_REWARD, RewardFunction
 from rl_megatron.types import Completion, Prompt, Scored
 from rl_megatron.user_code import describe_error
 
+ABSTAINS = Scored(total=math.nan, abstains=True)
 _MOST_NAMED = 3  # completions without a finite reward that a message names
 
 
@@ -59,6 +60,10 @@ def _finite(index: int, one: Scored) -> Scored:
     if math.isfinite(one.total):
         said = f"completion {index} got {one.total}, which is beyond {LARGEST_REWARD:g}"
         return replace(one, total=math.nan, error=said)
+    if one.abstains:
+        return replace(
+            one, total=math.nan, error=f"completion {index} got no reward: the function, or every part, abstains"
+        )
     parts = [f"{name}: {value}" for name, value in one.parts.items() if not math.isfinite(value)]
     named = f" ({', '.join(parts)})" if parts else ""
     return replace(one, total=math.nan, error=f"completion {index} got {one.total}, which is not finite{named}")

@@ -24,7 +24,7 @@ from typing import SupportsIndex, TypeVar
 from weakref import WeakKeyDictionary
 
 from rl_megatron.errors import RewardError
-from rl_megatron.rewards.scoring import queued
+from rl_megatron.rewards.scoring import ABSTAINS, queued
 from rl_megatron.types import Completion, Prompt, Scored
 from rl_megatron.user_code import describe_error
 
@@ -231,8 +231,8 @@ class Async:
 
 
 def scored(given: object, texts: Sequence[str], *, steps: bool = False) -> tuple[Scored, ...]:
-    """Check that a function returned a number for each text (NaN and infinity count), reading at most one more; with
-    ``steps``, instead of any of them, the (end, reward) of each of its steps, whose sum is the number.
+    """Check that a function returned a number for each text (NaN and infinity count), or None to abstain, reading at
+    most one more; with ``steps``, instead of any of them, the (end, reward) of each of its steps, whose sum is it.
 
     Raises RewardError that says what it returned instead, and whatever converting a value to float raises.
     """
@@ -242,13 +242,16 @@ def scored(given: object, texts: Sequence[str], *, steps: bool = False) -> tuple
         raise RewardError(f"returned {_a(given)}; {wanted}")
     rewards = []
     for i, value in enumerate(islice(given, count + 1)):
-        if value is None or isinstance(value, str | bytes):
+        if isinstance(value, str | bytes):
             raise RewardError(f"returned {_a(value)} for completion {i}; {wanted}")
-        if isinstance(value, list | tuple) and not steps:
+        if not isinstance(value, list | tuple):
+            rewards.append(ABSTAINS if value is None else Scored(total=float(value)))
+        elif steps:
+            rewards.append(_of_steps(value, i, texts))
+        else:
             raise RewardError(
                 f"returned {_a(value)} for completion {i}; {wanted}. Steps are read with reward.steps=true"
             )
-        rewards.append(_of_steps(value, i, texts) if isinstance(value, list | tuple) else Scored(total=float(value)))
     if len(rewards) != count:
         many = len(given) if isinstance(given, Sized) else f"more than {count}" if rewards[count:] else len(rewards)
         raise RewardError(f"returned {many} rewards for {count} completions; it must return one for each")

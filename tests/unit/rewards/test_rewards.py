@@ -324,6 +324,24 @@ def test_a_part_counts_only_where_those_it_names_are_enough(mine: types.ModuleTy
     assert wrong.total == 0.0
 
 
+def test_a_part_that_abstains_is_left_out_of_the_sum(mine: types.ModuleType) -> None:
+    mine.some = lambda prompt, completions, texts: [None if text == "?" else 2.0 for text in texts]
+    section = parts(right=("exact_match", 1.0), some=("parts_for_test:some", 0.5))
+    judged, abstaining = parts_of(section, "1", "?")
+    assert judged == Scored(total=2.0, parts={"right": 1, "some": 2})
+    assert abstaining == Scored(total=0.0, parts={"right": 0})
+    gate = {"some": {"function": "parts_for_test:some"}, "right": {"function": "exact_match", "when": {"some": 1.0}}}
+    assert [one.total for one in parts_of(RewardSection.model_validate({"parts": gate}), "1", "?")] == [3.0, 0.0]
+    alone = parts(seen=("exact_match", 0.0), some=("parts_for_test:some", 0.5))
+    with pytest.raises(RewardError, match="completion 1 got no reward: the function, or every part, abstains"):
+        asyncio.run(sampler(alone, lambda t: "1" if t[0] < 99 else "?").groups(drawn(PROMPTS)))
+    batch = RolloutBatch.of(
+        asyncio.run(sampler(section, lambda t: str(t[0]) if t[0] < 99 else "?").groups(drawn(PROMPTS)))
+    )
+    assert batch.part_means() == {"reward/part/right": 0.5, "reward/part/some": 2.0}
+    assert batch.part_counts == {"right": 6, "some": 3}
+
+
 @pytest.mark.parametrize("other", ["late", "length"])
 def test_a_bound_on_no_other_part_is_refused(other: str) -> None:
     with pytest.raises(ValueError, match=rf"parts\.late\.when\.{other}: '{other}' is not another part; the others are"):

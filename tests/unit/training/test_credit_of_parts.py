@@ -578,7 +578,7 @@ def test_ends_within_one_token_are_one_step_and_a_number_is_none() -> None:
         ([[(4, 1.0)]], "from 1 to the 3 characters of its text"),
         ([[1.0, 2.0]], r"returned a float as a step of completion 0; it must be \(end, reward\)"),
         ([[(1.5, 2.0)]], r"must be \(end, reward\)"),
-        ([None], "returned None for completion 0; .*, or a list of its steps"),
+        (["1"], "returned a str '1' for completion 0; .*, or a list of its steps"),
         ([1.0, [(1, 1.0)]], "steps of completion 1"),
     ],
 )
