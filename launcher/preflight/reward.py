@@ -161,7 +161,8 @@ def _asked(function: RewardFunction, section: RewardSection, prompt: Prompt) -> 
         yield note(f"{said}; reward.on_error={section.on_error}")
     elif scored is not None:
         answer, other = (one.total for one in scored)
-        yield fact(f"reward {name!r} gives {answer:g} for the answer itself, {other:g} for {MADE_UP!r}")
+        said = f"reward {name!r} gives {answer:g} for the answer itself, {other:g} for {MADE_UP!r}"
+        yield fact(said) if answer != other or ":" not in name else note(f"{said}: does it read the answer?")
 
 
 def _ask(function: RewardFunction, prompt: Prompt, limit: float) -> tuple[Scored, ...] | None:

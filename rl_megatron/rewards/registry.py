@@ -27,6 +27,7 @@ from rl_megatron.rewards.math_verify import math_verify
 from rl_megatron.rewards.scoring import queued, running
 from rl_megatron.rewards.tests import PassedTests
 from rl_megatron.rewards.threads import Async, Plain
+from rl_megatron.rewards.trl import as_trl, is_trl
 from rl_megatron.sandbox.table import Sandbox
 from rl_megatron.types import Completion, Prompt, Scored
 from rl_megatron.user_code import describe_error, load_named
@@ -124,8 +125,8 @@ def resolve_reward(
 
     A function is a registered name, an http:// or https:// URL, ``hf:<folder>`` of a sequence classifier (loaded here),
     ``ranks:<name>`` of one on the run's ranks, or ``package.module:function``. Your own takes (prompt, completions,
-    texts) and returns one float per completion; it may be ``async``, else it runs in a thread and may block. A section
-    with parts becomes their weighted sum.
+    texts) or TRL's keywords, and returns a float or None per completion; it may be ``async``, else it runs in a thread
+    and may block. A section with parts becomes their weighted sum.
     Raises ConfigError that names the unknown function, after the section's ``key``, and the nearest known one.
     """
     section = RewardSection(function=reward) if isinstance(reward, str) else reward
@@ -165,6 +166,5 @@ def _function(name: str, section: RewardSection, key: str, sandbox: Sandbox, mod
 
 def _own(path: str, key: str, section: RewardSection) -> RewardFunction:
     function = load_named(path, key, "function", callable)
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-        return Async(function, steps=section.steps)
-    return Plain(function, steps=section.steps)
+    waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    return (Async if waits else Plain)(as_trl(function) if is_trl(function) else function, steps=section.steps)

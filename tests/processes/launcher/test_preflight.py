@@ -43,6 +43,9 @@ def raising(prompt, completions, texts):
 
 async def blocking(prompt, completions, texts):
     over.wait()
+
+def of_trl(prompts, completions, answer, **kwargs):
+    return [float(answer == completions) for _ in completions]
 """
 GPUS = ("learner.device=cuda", "slurm.gpus_per_node=8")
 
@@ -230,6 +233,12 @@ def test_the_reward_is_asked_once_about_the_first_problem(keys: tuple[str, ...])
         "reward 'preflight_rewards:good' gives 1 for the answer itself, 0 for 'a made-up completion'"
     )
     preflight_rewards.asked.clear()
+
+
+def test_equal_rewards_for_right_and_wrong_are_noted(keys: tuple[str, ...]) -> None:
+    found = preflight(job(keys, "reward.function=preflight_rewards:of_trl"), for_job=True)
+    said = "reward 'preflight_rewards:of_trl' gives 0 for the answer itself, 0 for 'a made-up completion': does it read"
+    assert any(text.startswith(said) for text in found.texts("note"))
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,55 @@ def test_functions_of_the_user_may_be_plain_async_or_objects(user_module: str) -
         score(f"{user_module}:broken", "a", "x")
 
 
+TRL = """
+def columns(prompts, completions, answer, level, **kwargs):
+    assert (prompts, answer, level) == (["1+1?"] * 2, ["2"] * 2, [3] * 2)
+    assert kwargs == {"completion_ids": [[1], [1]], "tags": [["a"]] * 2}
+    return [None if text == "?" else float(text == wanted) for text, wanted in zip(completions, answer)]
+def named(completions, solution):
+    return [float(text == wanted) for text, wanted in zip(completions, solution, strict=True)]
+async def later(*, prompts, completions, completion_ids, level=None):
+    return [float(level[0] + len(ids)) for ids in completion_ids]
+def chat(completions, prompts, **kwargs):
+    assert prompts[0] == [{"role": "user", "content": "1+1?"}]
+    return [float(message["content"] == "2") for (message,) in completions]
+def lost(prompts, completions, answer, colour, **kwargs):
+    return [1.0 for _ in completions]
+def logs(prompts, completions, log_metric):
+    return [1.0 for _ in completions]
+class Judge:
+    def __call__(self, prompts, completions, **kwargs):
+        return [float(text == "2") for text in completions]
+judge = Judge()
+def ours(prompts, completions, texts):
+    return [float(text == prompts.answer) for text in texts]
+"""
+
+
+def test_functions_of_trl_are_called_in_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As TRL's GRPOTrainer does: keywords, and lists of one value for each completion."""
+    (tmp_path / "trl_rewards_for_test.py").write_text(TRL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    row = {"level": 3, "tags": ["a"]}
+    texts = Prompt(id="p", text="<user>1+1?", question="1+1?", token_ids=(1,), answer="2", meta=row)
+    messages = replace(texts, question='[{"role": "user", "content": "1+1?"}]')
+
+    def called(name: str, prompt: Prompt = texts) -> Sequence[Scored]:
+        reward = resolve_reward(f"trl_rewards_for_test:{name}")
+        return asyncio.run(reward(prompt, [completion((1,))] * 2, ["2", "?"]))
+
+    right, abstaining = called("columns")
+    assert (right.total, abstaining.abstains) == (1.0, True)
+    for name, prompt in (("named", texts), ("chat", messages), ("judge", texts), ("ours", texts)):
+        assert [one.total for one in called(name, prompt)] == [1.0, 0.0], name
+    assert [one.total for one in called("later")] == [4.0, 4.0]
+    for name, parameter in (("lost", "colour"), ("logs", "log_metric")):
+        with pytest.raises(
+            RewardError, match=f"its parameters {parameter} are not fields of the row, which has answer, level"
+        ):
+            called(name)
+
+
 async def test_a_function_that_never_returns_can_be_left(user_module: str) -> None:
     prompt = Prompt(id="p", text="", token_ids=(1,), answer="")
     with pytest.raises(TimeoutError):
