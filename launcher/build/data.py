@@ -1,39 +1,29 @@
-"""Loads the tokenizer and both splits of the data.
-
-Reads a model's tokenizer, and sets variables of its chat template, for a run.
-"""
+"""Loads the tokenizer and both splits of the data."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_megatron.chat_templates import setting
-from rl_megatron.config.run import TemplateVariable
-from rl_megatron.errors import ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-import logging
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING
-
 from rl_megatron.config.beside import with_own_prompt
 from rl_megatron.config.environments import begun_by_messages
-from rl_megatron.config.run import RunConfig
+from rl_megatron.config.run import RunConfig, TemplateVariable
 from rl_megatron.config.sections.data import DataSection, FileKeys, data_sources, name_of
 from rl_megatron.config.sections.eval import EvalSetSection, RunData
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.problems.pool import Pool
 from rl_megatron.data.problems.prompts import load_held_out, load_prompts
 from rl_megatron.data.samples import EndTokens, end_of_answers
-from rl_megatron.errors import DataError
+from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.evaluation.sets import ProblemSet
 from rl_megatron.models.families.fields import GenerationFields
 from rl_megatron.models.json_files import read_json
@@ -45,6 +35,7 @@ from rl_megatron.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 
 _SAVED = (
     "code of a model's folder is never run: save its tokenizer as tokenizer.json, and leave auto_map out of "
@@ -58,6 +49,7 @@ def read_tokenizer(folder: Path, variables: Mapping[str, TemplateVariable]) -> P
     Raises ConfigError if transformers cannot read it without code of the folder, or the template does not read a
     variable.
     """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads would take the learners' cores
     from transformers import AutoTokenizer
 
     if (folder / "tiktoken.model").is_file() and not (folder / "tokenizer.json").is_file():
@@ -86,9 +78,6 @@ def read_tokenizer(folder: Path, variables: Mapping[str, TemplateVariable]) -> P
     return tokenizer
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
     """The tokenizer, the tokens that end a completion, those of them after answers that are learnt, both splits, and
@@ -102,13 +91,16 @@ class Data:
     sets: Sequence[ProblemSet]  # at least one: without ``eval.sets`` it is the held-out prompts
 
 
-def load_data(config: RunConfig, model_folder: Path, teachers: Mapping[str, TeacherSection] | None = None) -> Data:
-    """Read tokenizer and data, and what ``teachers`` (by name) read in place of prompts to train on. Raises
-    ConfigError, and DataError that names the row."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads would take the learners' cores
+def load_data(
+    config: RunConfig,
+    model_folder: Path,
+    teachers: Mapping[str, TeacherSection] | None = None,
+    *,
+    vocab_size: int = sys.maxsize,
+) -> Data:
+    """Read tokenizer and data, and what ``teachers`` (by name) read in place of prompts to train on. The model has
+    ``vocab_size`` tokens. Raises ConfigError, and DataError that names the row."""
     tokenizer = read_tokenizer(model_folder, config.model.template_variables)
-    led = config.training_environments
-    own = {key: led.get(f"{key}.environment", led.get("environment")) for key in data_sources(config.data)}
     train, held_out = load_prompts(
         config.data,
         tokenizer,
@@ -120,9 +112,10 @@ def load_data(config: RunConfig, model_folder: Path, teachers: Mapping[str, Teac
         limit_keys=config.prompt_limit_keys,
         on_leak=config.data.on_leak,
         sets=config.eval.data_of_sets,
-        environments={key: one for key, one in own.items() if one is not None},
+        environments=config.environments_of_sources,
         begun_by_messages=begun_by_messages(config),
         teachers=teachers,
+        vocab_size=vocab_size,
     )
     load = partial(
         load_held_out,
@@ -132,24 +125,25 @@ def load_data(config: RunConfig, model_folder: Path, teachers: Mapping[str, Teac
         seed=config.seed,
         pairs=config.kind.pairs,
         limit_keys=config.prompt_limit_keys,
+        vocab_size=vocab_size,
     )
-    stops = stop_token_ids(model_folder, tokenizer)
+    stops = stop_token_ids(model_folder, tokenizer, vocab_size)
     return Data(
         tokenizer=tokenizer,
         stop_token_ids=stops,
-        end_token_ids=_ends(config.data, tokenizer, stops),
+        end_token_ids=end_tokens(config.data, tokenizer, stops),
         train=train,
         held_out=held_out,
         sets=problem_sets(config, held_out, load),
     )
 
 
-def training_data(config: RunConfig, model_folder: Path) -> Data:
+def training_data(config: RunConfig, model_folder: Path, *, vocab_size: int = sys.maxsize) -> Data:
     """As `load_data`, of which a job on written text can make rows, and teachers can read. May take minutes.
 
     Rows without the form of a conversation end the run by a DataError, or are left out as they are drawn, where
     ``on_refused`` says so."""
-    data = load_data(config, model_folder, with_own_prompt(config))
+    data = load_data(config, model_folder, with_own_prompt(config), vocab_size=vocab_size)
     if _learns_answers(config):
         _tell_ends(data)
     check = FORMS.get(config.job)
@@ -161,7 +155,7 @@ def training_data(config: RunConfig, model_folder: Path) -> Data:
     return data
 
 
-def _ends(data: DataSection, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> EndTokens:
+def end_tokens(data: DataSection, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> EndTokens:
     """The token after answers of each source: of chats and of conversations, the one with which the chat template ends
     a turn, if known."""
     sources = {name_of(key): one for key, one in data_sources(data).items()}
@@ -217,13 +211,25 @@ def problem_sets(
     return sets
 
 
-def stop_token_ids(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens that end a completion: the generation config's ``eos_token_id`` (one or several), else the tokenizer's."""
+def stop_token_ids(
+    model_folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int = sys.maxsize
+) -> tuple[int, ...]:
+    """Tokens that end a completion: the generation config's ``eos_token_id`` (one or several), else the tokenizer's.
+
+    Raises ConfigError without one, and for one that the model, of ``vocab_size`` tokens, lacks.
+    """
     path = model_folder / "generation_config.json"
     given = read_json(path, GenerationFields).eos_token_id if path.is_file() else None
     ids = tokenizer.eos_token_id if given is None else given
-    if ids is None:
+    if ids is None or ids == []:
         raise ConfigError(
-            f"{model_folder}: neither generation_config.json nor the tokenizer names an end-of-sequence token"
+            f"{model_folder}: neither generation_config.json nor the tokenizer names an end-of-sequence token; "
+            "give its id as eos_token_id in generation_config.json"
         )
-    return tuple(ids) if isinstance(ids, list) else (ids,)
+    ends = tuple(ids) if isinstance(ids, list) else (ids,)
+    if wrong := [one for one in ends if not 0 <= one < vocab_size]:
+        raise ConfigError(
+            f"{path if given is not None else model_folder}: the end-of-sequence token {wrong[0]} is not in the model "
+            f"(allowed 0 to {vocab_size - 1}); set eos_token_id in generation_config.json to a token of the model"
+        )
+    return ends

@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from launcher.build.data import Data
 from launcher.build.environment import demonstrations, made_environment
@@ -20,12 +21,13 @@ from launcher.runs.resume import START_FOLDER
 from rl_megatron.algorithms.auxiliary import PreferenceLoss, ScoreLoss
 from rl_megatron.algorithms.own import check_own_pair_loss
 from rl_megatron.config.resume import fixed
+from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import weights_of
 from rl_megatron.config.sections.jobs import JobName
 from rl_megatron.data.packing import Packer, packer_of
 from rl_megatron.data.problems.conversations import refuse_bad_answers
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.data.samples import answer_pairs, check_ends, check_tokens, scored_pairs, supervised_rows
+from rl_megatron.data.samples import EndTokens, answer_pairs, check_ends, check_tokens, scored_pairs, supervised_rows
 from rl_megatron.evaluation.results import measured_by
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
@@ -41,7 +43,7 @@ from rl_megatron.training.checkpoints import CheckpointStore
 from rl_megatron.training.evaluation import Evaluation, EvaluationBeside
 from rl_megatron.training.group_job import GroupJob
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
-from rl_megatron.training.jobs.warm_start import WarmStart, answers
+from rl_megatron.training.jobs.warm_start import WarmStart, answers, warm_start_rows
 from rl_megatron.training.jobs.written import (
     FineTuning,
     HeldOutLoss,
@@ -61,25 +63,42 @@ from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.training.update import Update
 from rl_megatron.types import Prompt, Samples
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 @dataclass(kw_only=True)
-class _Rows:
-    """Makes the rows of prompts, which are problems, with tokens, or conversations, without."""
+class LearnedRows:
+    """Makes the rows that are learned of prompts: problems, with tokens, or conversations, without."""
 
-    data: Data
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: Sequence[int]
+    end_token_ids: EndTokens
     vocab_size: int  # of the model that is trained
+
+    def units(self, config: RunConfig) -> UnitsOf:
+        """The method that makes the rows of the job of ``config``."""
+        if config.kind.samples:
+            return partial(self.warm, config=config)
+        return {"sft": self.learned, "dpo": self.preferred, "reward_model": self.scored}[config.job]
 
     @cached_property
     def _conversations(self) -> WrittenConversations:
-        return WrittenConversations(self.data.tokenizer, self.data.stop_token_ids)
+        return WrittenConversations(self.tokenizer, self.stop_token_ids)
 
-    def learnt(self, prompts: Sequence[Prompt]) -> list[Unit]:
+    def warm(self, prompts: Sequence[Prompt], config: RunConfig) -> list[Unit]:
+        """The answers that a warm start learns, one a unit. Raises as `warm_start_rows`."""
+        ends, stops = self.end_token_ids, self.stop_token_ids
+        targets, vocab_size = answers(prompts, 0), self.vocab_size
+        return [(row,) for row in warm_start_rows(prompts, targets, config, self.tokenizer, ends, stops, vocab_size)]
+
+    def learned(self, prompts: Sequence[Prompt]) -> list[Unit]:
         """The rows to train on, one a unit: the answer of a problem, or the turns of a conversation. Raises DataError
         for one that is marked as bad."""
-        made, tokenizer = list[Unit](), self.data.tokenizer
+        made = list[Unit]()
         for is_problem, some in _runs(prompts):
             if is_problem:
-                rows = supervised_rows(some, answers(some, 0), tokenizer, self.data.end_token_ids)
+                rows = supervised_rows(some, answers(some, 0), self.tokenizer, self.end_token_ids)
             else:
                 refuse_bad_answers(some)
                 rows = self._conversations.rows(some)
@@ -91,7 +110,7 @@ class _Rows:
         made = list[Unit]()
         for is_problem, some in _runs(prompts):
             if is_problem:
-                made += answer_pairs(some, self.data.tokenizer, self.data.end_token_ids)
+                made += answer_pairs(some, self.tokenizer, self.end_token_ids)
             else:
                 made += paired_answers(some, self._conversations)
         return self._known(made)
@@ -106,14 +125,14 @@ class _Rows:
                 if is_problem
                 else paired_texts(some, self._conversations)
             )
-            made += scored_pairs(some, texts, self.data.tokenizer, add_special_tokens=is_problem)
+            made += scored_pairs(some, texts, self.tokenizer, add_special_tokens=is_problem)
         return self._known(made)
 
     def _known(self, units: list[Unit]) -> list[Unit]:
         """Raises as `check_tokens` and `check_ends`."""
         rows = [row for unit in units for row in unit]
         check_tokens(rows, self.vocab_size)
-        check_ends(rows, self.data.stop_token_ids)
+        check_ends(rows, self.stop_token_ids)
         return units
 
 
@@ -129,60 +148,59 @@ class _Building:
     parts: Parts
     roles: Roles
     data: Data
-    rows: _Rows
+    units_of: UnitsOf
     attention_cost: float
     steps: OptimizerSteps
 
-    def held_out(self, units_of: UnitsOf, samples_of: SamplesOf) -> list[Samples]:
-        return held_out_parts(self.data.held_out, units_of, samples_of, self.parts.config)
+    def held_out(self, samples_of: SamplesOf) -> list[Samples]:
+        return held_out_parts(self.data.held_out, self.units_of, samples_of, self.parts.config)
 
     def packer(self, unit: int = 1, role: str = LEARNER) -> Packer:
         return packer_of(self.parts.config.learner_of(role), attention_cost=self.attention_cost, unit=unit)
 
 
-def _fine_tuning(b: _Building) -> tuple[UnitsOf, FineTuning]:
-    policy, packer, units_of = b.roles.policy, b.packer(), b.rows.learnt
-    return units_of, FineTuning(
+def _fine_tuning(b: _Building) -> FineTuning:
+    policy, packer = b.roles.policy, b.packer()
+    return FineTuning(
         supervised=SupervisedSteps(learner=policy, packer=packer, optimizer_steps=b.steps),
-        loss=HeldOutLoss(learner=policy, packer=packer, parts=b.held_out(units_of, FineTuning.samples_of)),
+        loss=HeldOutLoss(learner=policy, packer=packer, parts=b.held_out(FineTuning.samples_of)),
     )
 
 
-def _preferences(b: _Building) -> tuple[UnitsOf, Preferences]:
-    section, units_of = b.parts.config.dpo, b.rows.preferred
+def _preferences(b: _Building) -> Preferences:
+    section = b.parts.config.dpo
     check_own_pair_loss(section)
     reference = Reference(
         packer=b.packer(unit=2, role="reference"),
         folder=section.reference,
         start_folder=b.parts.folder / START_FOLDER,
     )
-    return units_of, Preferences(
+    return Preferences(
         loss=PreferenceLoss(row=section, beta=section.beta),
         roles=b.roles,
         packer=b.packer(unit=2),
         optimizer_steps=b.steps,
-        parts=b.held_out(units_of, Preferences.samples_of),
+        parts=b.held_out(Preferences.samples_of),
         reference=None if section.reference_free else reference,
     )
 
 
-def _scoring(b: _Building) -> tuple[UnitsOf, Scoring]:
-    units_of = b.rows.scored
-    return units_of, Scoring(
+def _scoring(b: _Building) -> Scoring:
+    return Scoring(
         loss=ScoreLoss(centring=b.parts.config.reward_model.centring),
         roles=b.roles,
         packer=b.packer(unit=2),
         optimizer_steps=b.steps,
-        parts=b.held_out(units_of, Scoring.samples_of),
+        parts=b.held_out(Scoring.samples_of),
     )
 
 
-_OBJECTIVES: Mapping[JobName, tuple[str, Callable[[_Building], tuple[UnitsOf, JobObjective]]]] = {
+_OBJECTIVES: Mapping[JobName, tuple[str, Callable[[_Building], JobObjective]]] = {
     "sft": ("fine-tuning", _fine_tuning),
     "dpo": ("preferences", _preferences),
     "reward_model": ("reward model", _scoring),
 }
-"""What progress calls a job, and the builder of its rows and its objective."""
+"""What progress calls a job, and the builder of its objective."""
 
 
 def written_job(
@@ -197,11 +215,16 @@ def written_job(
     """The job of ``parts.config.job``, which samples nothing and shows by ``note`` how far its look at the data is.
     ``attention_cost`` as in `causal_attention_cost`."""
     config = parts.config
-    rows = _Rows(data=data, vocab_size=shape.vocab_size)
+    units_of = LearnedRows(
+        tokenizer=data.tokenizer,
+        stop_token_ids=data.stop_token_ids,
+        end_token_ids=data.end_token_ids,
+        vocab_size=shape.vocab_size,
+    ).units(config)
     name, built = _OBJECTIVES[config.job]
     steps = OptimizerSteps(name="policy", most=config.train.most_skipped)
-    units_of, objective = built(
-        _Building(parts=parts, roles=roles, data=data, rows=rows, attention_cost=attention_cost, steps=steps)
+    objective = built(
+        _Building(parts=parts, roles=roles, data=data, units_of=units_of, attention_cost=attention_cost, steps=steps)
     )
     return WrittenJob(
         config=config,

@@ -77,7 +77,7 @@ async def _start(
     launcher = await thread(_launcher, parts, model_folder, shape, stop)  # it looks up nodes' names
     starting = asyncio.create_task(stack.enter_async_context(launcher.start(config, progress.note)))
     try:
-        data = await thread(training_data, config, model_folder)
+        data = await thread(training_data, config, model_folder, vocab_size=shape.vocab_size)
     except BaseException:  # an error in the data is raised before all processes are up
         starting.cancel()
         await asyncio.wait([starting])

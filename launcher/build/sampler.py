@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from launcher.build.data import Data
 from launcher.build.environment import environment_sampler, made_environment
@@ -17,6 +18,9 @@ from rl_megatron.rollout.conversation.templates import tokens_of_text
 from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.policy_sampler import PolicySampler
 from rl_megatron.rollout.sampler import RolloutSampler, SamplerBySource
+
+if TYPE_CHECKING:
+    from launcher.build.jobs import LearnedRows
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,7 @@ def _single_turns(
     config: RunConfig, engine: RolloutEngine, reward: RewardFunction, data: Data, vocab_size: int
 ) -> RolloutSampler:
     decode = partial(data.tokenizer.decode, skip_special_tokens=True)
+    shows = config.algorithm.demonstration_gamma is not None
     return RolloutSampler(
         engine=engine,
         reward_function=reward,
@@ -67,12 +72,13 @@ def _single_turns(
         seed=config.seed,
         greedy_baseline=config.algorithm.advantage_mean == "greedy",
         routes=config.asks_for_routes is not None,
-        demonstrate=None if config.algorithm.demonstration_gamma is None else _demonstrations(config, data, vocab_size),
+        demonstrate=demonstrations_of(config, data, vocab_size) if shows else None,
         apart=config.one_by_one,
     )
 
 
-def _demonstrations(config: RunConfig, data: Data, vocab_size: int) -> Demonstrations:
+def demonstrations_of(config: RunConfig, data: Data | LearnedRows, vocab_size: int) -> Demonstrations:
+    """The demonstrations of prompts to train on, for a model of ``vocab_size`` tokens."""
     sources = data_sources(config.data)
     return Demonstrations(
         fields={name_of(key): getattr(one, "demonstration_field", None) for key, one in sources.items()},

@@ -1,4 +1,4 @@
-"""The table of checks, and a function that runs them all. They need no torch and take seconds, for a login node."""
+"""The table of checks, and a function that runs them all, in seconds. Without torch, no row is tokenized."""
 
 from __future__ import annotations
 

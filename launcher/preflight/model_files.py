@@ -27,6 +27,8 @@ from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.families.fields import CLASSIFIER
 from rl_megatron.models.json_files import tensor_names
 from rl_megatron.models.shape import ModelShape, length_problem
+from rl_megatron.rollout.conversation.chat import ChatTemplate
+from rl_megatron.rollout.conversation.rendering import ChatRenderer, unwritten_header
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.hugging_face import own_in_drafts
 from rl_megatron.weights.checkpoints.kind import is_megatron
@@ -105,9 +107,8 @@ def _policy(subject: Subject) -> Iterator[Found]:
             f"model.path={folder}: it has no tokenizer (tokenizer.json, tokenizer.model, ...); copy one from "
             "the model that this one was made from"
         )
-    elif not _has_chat_template(folder):
-        for key, advice in _shown_by_template(subject.config):
-            yield problem(f"{key}, but the tokenizer of model.path={folder} has no chat template; {advice}")
+    else:
+        yield from found_by("model files", _tokenizer(subject, folder))
     yield from _without_rows(folder, subject.shape.vocab_size)
     if subject.config.model.random_weights:
         return
@@ -118,6 +119,31 @@ def _policy(subject: Subject) -> Iterator[Found]:
     yield from found
     if subject.config.learner.draft.train and not found:
         yield from _draft(subject, folder)
+
+
+def _tokenizer(subject: Subject, folder: Path) -> Iterator[Found]:
+    """Yields a problem if the run cannot use the tokenizer, its end tokens or its chat template, and a note if the
+    template writes no generation prompt."""
+    tokenizer = subject.tokenizer
+    if tokenizer is None:
+        yield unchecked("the tokenizer and its chat template, because torch is not installed here")
+        return
+    try:
+        assert subject.stop_token_ids
+    except RLMegatronError as error:
+        yield problem(str(error))
+    keys = dict(_shown_by_template(subject.config))
+    if not tokenizer.chat_template:
+        for key, advice in keys.items():
+            yield problem(f"{key}, but the tokenizer of model.path={folder} has no chat template; {advice}")
+    elif keys:
+        splices = any(not key.endswith("chat_template=true") for key in keys)
+        template = ChatTemplate(tokenizer) if splices else ChatRenderer(tokenizer)
+        if header := unwritten_header(template):
+            yield note(
+                f"{next(iter(keys))}: the chat template of model.path={folder} ignores add_generation_prompt, so a "
+                f"prompt ends without {header!r:.60}, which the policy samples; give it a template that writes it"
+            )
 
 
 def _draft(subject: Subject, folder: Path) -> Iterator[Found]:
@@ -323,14 +349,3 @@ def _weights(folder: Path, key: str) -> Iterator[Found]:
             read_header(MappedFile(folder / name))
         except (RLMegatronError, ValueError, OSError) as error:  # ValueError: nothing to map in an empty file
             yield problem(f"{key}: {folder / name}: {error}")
-
-
-def _has_chat_template(folder: Path) -> bool:
-    """Whether there is a chat template, in its own file or in the tokenizer's configuration."""
-    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
-        return True
-    path = folder / "tokenizer_config.json"
-    try:
-        return path.is_file() and bool(parse(path.read_text()).get("chat_template"))
-    except (ValueError, AttributeError, OSError):
-        return False

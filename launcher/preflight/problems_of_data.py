@@ -1,48 +1,38 @@
-"""Checks that the files of problems exist, that their first rows have the configured fields, and that none of those
-that are held out is trained on."""
+"""Checks that the files of problems exist, that the run can read, tokenize and learn their first rows, and that none of
+those that are held out is trained on."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
-from pathlib import Path
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from launcher.preflight.subject import Found, Subject, note, problem, unchecked
-from rl_megatron.chat_templates import setting
+from rl_megatron.config.beside import with_own_prompt
 from rl_megatron.config.environments import begun_by_messages
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
 from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.data.problems.conversations import (
-    bad_answer,
-    check_pair,
-    compared_text,
-    conversation_text,
-    messages_of,
-)
-from rl_megatron.data.problems.files import files_in, local_files, read_records
-from rl_megatron.data.problems.leaks import ListedTexts, leaked, leaks_named, spaced
-from rl_megatron.data.problems.prompts import check_template
-from rl_megatron.data.problems.records import Record, listed
-from rl_megatron.data.problems.rendering import fields_of
-from rl_megatron.errors import ConfigError, DataError, RLMegatronError
+from rl_megatron.data.problems.file_rows import file_rows
+from rl_megatron.data.problems.files import files_in, local_files
+from rl_megatron.data.problems.prompts import check_template, formed, read_problems, taught_in, without_leaks
+from rl_megatron.data.problems.records import listed
+from rl_megatron.data.problems.rendering import Problem, RowForm, unrendered
+from rl_megatron.errors import DataError, RLMegatronError
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.json_text import parse
 from rl_megatron.rewards.final_number import final_number, is_formula
 from rl_megatron.rewards.registry import REWARDS
 from rl_megatron.rollout.conversation.forms import FORMS
-from rl_megatron.rollout.conversation.messages import MessagesRefused, tidied
 from rl_megatron.types import Prompt
-from rl_megatron.weights.formats.hf_folder import chat_template, special_tokens
 
 if TYPE_CHECKING:
-    from rl_megatron.rollout.conversation.rendering import ChatRenderer
+    from launcher.build.jobs import LearnedRows
 
 ROWS = 1000
-_SHOWN_ROWS = 100  # of them, that the chat template is asked to show: 2 s at most, where each has ten turns
+_SHOWN = 10_000  # squares of a row's messages that a chat template shows, each turn after all before it: some 2 s
 _OF_SYSTEM = "name it in {key}.system_field"
 _OF_ROWS: Mapping[str, str] = {
     "system": f"{_OF_SYSTEM}, with {{key}}.chat_template=true",
@@ -57,47 +47,185 @@ _OF_CONVERSATIONS: Mapping[str, str] = {
 """What to do with fields of these names that no key reads: published data sets have parts of prompts there."""
 
 
-@dataclass(slots=True)
-class _Texts:
-    """Problems of first rows, with where each is."""
-
-    places: list[str] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-
-    def add(self, place: str, text: str) -> None:
-        self.places.append(place)
-        self.texts.append(spaced(text))
-
-    def listed(self) -> ListedTexts:
-        return ListedTexts(self.places, self.texts)
-
-
 def check(subject: Subject) -> Iterator[Found]:
-    """Reads the first rows of ``train`` and ``eval`` of each source, and of ``eval`` of each set, and yields why one
-    cannot be read, and which of them are trained on and held out."""
-    config = subject.config
-    trained, held_out, template = _Texts(), dict[str, _Texts](), None
-    try:
-        template = _template(subject)
-    except RLMegatronError as error:
-        yield problem(str(error))
-    except OSError:  # the check of the model's files tells it
-        pass
-    for key, data in data_sources(config.data).items():
-        if isinstance(data, FileKeys):
-            compared = _compared(config, config.source_rewards.get(name_of(key)))
-            into = {"train": trained, "eval": held_out.setdefault(key, _Texts())}
-            yield from _of(key, data, into, config, template, compared=compared, learns=not config.kind.samples)
-    for key, data in config.eval.data_of_sets.items():
-        if isinstance(data, FileKeys):
-            compared = _compared(config, config.own_rewards.get(key.removesuffix(".data")))
-            into = {"eval": held_out.setdefault(key, _Texts())}
-            yield from _of(key, data, into, config, template, compared=compared, learns=False)
-    if config.data.on_leak == "fail":
-        texts = trained.listed()
-        rows, places = leaked(texts, texts.hashes(), {key: theirs.listed() for key, theirs in held_out.items()})
-        if len(rows):
-            yield problem(leaks_named(texts, rows, places))
+    """Reads the first rows of ``train`` and ``eval`` of each source, and of ``eval`` of each set, as the run does, and
+    yields why one is refused, and which of them are trained on and held out."""
+    config, reader = subject.config, _Reader(subject.config)
+    sources = {key: one for key, one in data_sources(config.data).items() if isinstance(one, FileKeys)}
+    sets = {key: one for key, one in config.eval.data_of_sets.items() if isinstance(one, FileKeys)}
+    if sources or sets:
+        yield from reader.prepare(subject)
+    trained, held_out = dict[str, list[Problem]](), dict[str, list[Problem]]()
+    for key, data in sources.items():
+        trained[key] = yield from reader.split(key, data, "train")
+        held_out[key] = yield from reader.split(key, data, "eval")
+    for key, data in sets.items():
+        held_out[key] = yield from reader.split(key, data, "eval")
+    if sources or sets:
+        yield from reader.unread()
+    read, on_leak = {key: problems for key, problems in trained.items() if problems}, config.data.on_leak
+    if read and (on_leak == "fail" or not reader.longer):
+        try:
+            without_leaks(read, held_out, on_leak, config.environments_of_sources, samples=config.kind.samples)
+        except DataError as error:
+            yield problem(str(error))
+
+
+class _Reader:
+    """Reads the first rows of files by the functions of the run of ``config``."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._rows: LearnedRows | None = None  # None: the tokenizer cannot be read here
+        self.longer = list[str]()  # files with more rows than are read
+        self._unshown = list[str]()  # files with rows that the chat template is not asked to show
+
+    def prepare(self, subject: Subject) -> Iterator[Found]:
+        """Reads what the run makes tokens by, and yields why that fails, unless another check does."""
+        try:
+            tokenizer = subject.tokenizer
+        except (RLMegatronError, OSError):  # the check of the model's files tells it
+            return
+        if tokenizer is None:
+            yield unchecked("the tokens of rows, because the tokenizer or torch is missing here")
+            return
+        from launcher.build.data import end_tokens
+        from launcher.build.jobs import LearnedRows
+
+        try:
+            stops, size = subject.stop_token_ids, subject.shape.vocab_size
+        except (RLMegatronError, OSError):  # the check of the model's files tells it
+            stops, size = (), sys.maxsize
+        ends = end_tokens(self._config.data, tokenizer, stops)
+        self._rows = LearnedRows(tokenizer=tokenizer, stop_token_ids=stops, end_token_ids=ends, vocab_size=size)
+
+    def unread(self) -> Iterator[Found]:
+        """Yields which rows were not read, or not in full."""
+        if self.longer:
+            yield unchecked(f"rows of {' and '.join(self.longer)} after the first {ROWS}")
+        if self._unshown:
+            yield unchecked(f"how the chat template shows {' and '.join(self._unshown)}")
+
+    def split(self, section: str, data: FileKeys, name: str) -> Generator[Found, None, list[Problem]]:
+        """Yields what is wrong in the file ``name`` of ``data``, and what may not be meant. Returns its problems."""
+        config, key = self._config, f"{section}.{name}"
+        try:
+            data = local_files(data, section, (name,))
+            problems = self._problems(section, data, name)
+        except RLMegatronError as error:
+            yield problem(str(error))
+            return []
+        path, learns = getattr(data, name), not config.kind.samples and section in data_sources(config.data)
+        is_whole = len(problems) < ROWS or len(problems) == data.max_eval
+        if not is_whole:
+            self.longer.append(str(path))
+        compared = _compared(config, config.own_rewards.get(name_of(section).removesuffix(".data")))
+        for odd in _odd_answers(problems, data, compared, learns):
+            yield note(odd.replace("{key}", section))
+        for unread in _unread(problems, data, learns) if name == "train" else ():
+            yield note(f"{path}: {unread.replace('{key}', section)}")
+        if data.messages_field is not None and path.suffix == ".jsonl":
+            yield from _null_arguments(problems)
+        try:
+            prompts = self._prompts(section, data, name, problems)
+        except RLMegatronError as error:
+            is_refused = is_whole or config.on_long_prompt == "fail"
+            yield (problem if is_refused else note)(str(error))
+        else:
+            yield from self._learned(key, prompts, is_whole)
+        return problems
+
+    def _problems(self, section: str, data: FileKeys, name: str) -> list[Problem]:
+        """The problems of the first rows. Raises ConfigError, and DataError that names all bad rows."""
+        check_template(data, section)
+        path, key, most = getattr(data, name), f"{section}.{name}", ROWS
+        lists = data.chat_template or section in begun_by_messages(self._config)
+        if name == "eval":
+            data, most = data.of_held_out, min(ROWS, data.max_eval or ROWS)
+        elif (files := files_in(path, key))[0].suffix == ".parquet":
+            file_rows(files, data, key, lists=lists)
+        tokenizer = None if self._rows is None else self._rows.tokenizer
+        if tokenizer is None or not tokenizer.chat_template:
+            data = data.model_copy(update={"chat_template": False})
+        return read_problems(path, key, data, tokenizer, most, lists=lists)
+
+    def _prompts(self, section: str, data: FileKeys, name: str, problems: Sequence[Problem]) -> list[Prompt]:
+        """The prompts of problems, with tokens where the tokenizer is here, named by their places. Raises DataError."""
+        named, source, config = [replace(one, id=one.place) for one in problems], name_of(section), self._config
+        if self._rows is None:
+            return [] if data.messages_field is None else unrendered(named)
+        form = RowForm(
+            tokenizer=self._rows.tokenizer,
+            max_tokens=config.longest_prompt,
+            on_long=config.on_long_prompt,
+            keys=config.prompt_limit_keys,
+            vocab_size=self._rows.vocab_size,
+            teachers=taught_in(source, with_own_prompt(config)) if name == "train" else {},
+        )
+        return [replace(one, source=source) for one in formed(named, data, form)]
+
+    def _learned(self, key: str, prompts: Sequence[Prompt], is_whole: bool) -> Iterator[Found]:
+        """Yields why the run cannot learn one of the prompts of the file of ``key``."""
+        config, rows = self._config, self._rows
+        if config.kind.samples:
+            if rows is not None and key.startswith("data") and key.endswith(".train"):
+                yield from self._taught(prompts, rows)
+            return
+        if config.written.on_refused == "fail":
+            try:
+                FORMS[config.job]([one for one in prompts if not one.token_ids])
+            except DataError as error:
+                yield problem(str(error))
+                return
+        if rows is None:
+            return
+        from rl_megatron.training.jobs.written import fitted, made_units, or_left_out
+
+        shown, units_of = _some(prompts), rows.units(config)
+        if len(shown) < len(prompts):
+            self._unshown.append(f"rows of {key} after the first {len(shown)}")
+        try:
+            units, without = made_units(shown, units_of, config)
+            fit = fitted(units, config).units
+        except DataError as error:
+            refused = _refused(shown, units_of)
+            yield problem("\n".join([listed(refused), or_left_out(config)]) if refused else str(error))
+            return
+        told = without.told(f"the first {len(shown)} rows of {key}", config)
+        if is_whole and shown and len(shown) == len(prompts) and not fit:
+            yield problem(f"{key}: no row is left: {'; '.join(told) or 'all are too long'}")
+        else:
+            yield from map(note, told)
+
+    def _taught(self, prompts: Sequence[Prompt], rows: LearnedRows) -> Iterator[Found]:
+        """Yields why the answers of prompts cannot be learned in a warm start, or their demonstrations."""
+        config = self._config
+        learns_answers = config.warm_start.steps > 0 and config.environment.function is None
+        if learns_answers and (refused := _refused(prompts, rows.units(config))):
+            yield problem(f"{listed(refused)}\nor set warm_start.steps=0")
+        if config.algorithm.demonstration_gamma is not None:
+            from launcher.build.sampler import demonstrations_of
+
+            show = demonstrations_of(config, rows, rows.vocab_size)
+            if refused := _refused(prompts, lambda some: [show(one) for one in some]):
+                yield problem(listed(refused))
+
+
+def _refused(prompts: Sequence[Prompt], units_of: Callable[[Sequence[Prompt]], list[Any]]) -> list[str]:
+    """Why prompts are refused, of each that is."""
+    from rl_megatron.training.jobs.written import units_of_each
+
+    return [why for _, why in units_of_each(prompts, units_of)[1]]
+
+
+def _some(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    """The first prompts, as many as a chat template shows in a few seconds."""
+    size = 0
+    for at, prompt in enumerate(prompts):
+        size += 0 if prompt.token_ids else prompt.text.count('"role"') ** 2
+        if size > _SHOWN:
+            return prompts[: max(at, 1)]
+    return prompts
 
 
 def _compared(config: RunConfig, own: RewardSection | None) -> set[RewardFunction]:
@@ -107,84 +235,50 @@ def _compared(config: RunConfig, own: RewardSection | None) -> set[RewardFunctio
     return {REWARDS[name] for name in (own or config.reward).functions.values() if name in REWARDS}
 
 
-def _of(
-    section: str,
-    data: FileKeys,
-    into: Mapping[str, _Texts],
-    config: RunConfig,
-    template: ChatRenderer | None,
-    *,
-    compared: Collection[RewardFunction],
-    learns: bool,
-) -> Iterator[Found]:
-    """What is wrong in these files of ``data``, by the names of their keys; their problems go ``into`` the texts of
-    that name. ``compared``: the rewards that compare completions with the answers; ``learns``: answers are learnt."""
-    try:
-        data = local_files(data, section, into)
-    except RLMegatronError as error:
-        yield problem(str(error))
-        return
-    longer, lists = [], data.chat_template or section in begun_by_messages(config)
-    for name, found in into.items():
-        path, key = getattr(data, name), f"{section}.{name}"
-        most = min(ROWS, data.max_eval or ROWS) if name == "eval" else ROWS
-        try:
-            first, *others = files_in(path, key)
-            rows = read_records(first, fields_of(data), key=key, limit=most, lists=lists)
-            of = data.of_held_out if name == "eval" else data
-            with_nulls = _add(rows, first, of, found, config, template, without=_without_bad(config, name))
-        except RLMegatronError as error:
-            yield problem(str(error))
-        else:
-            for odd in _odd_answers(rows, data, compared, learns):
-                yield note(f"{first}{odd.replace('{key}', section)}")
-            for unread in _unread(rows, data, learns) if name == "train" else ():
-                yield note(f"{first}: {unread.replace('{key}', section)}")
-            longer += [str(path)] if others or len(rows) == ROWS else []
-            if with_nulls:
-                yield note(
-                    f"{with_nulls[0]}: a call of a tool has null for an argument, as in {len(with_nulls)} of the first "
-                    f"{len(rows)} rows: it is read as meant. If the file was written of a table of Arrow's, where each "
-                    "call has the keys of other functions, leave these out or train on the parquet file"
-                )
-    if longer:
-        yield unchecked(f"rows of {' and '.join(longer)} after the first {ROWS}")
-    try:
-        check_template(data, section)
-    except ConfigError as error:
-        yield problem(str(error))
-    yield unchecked(f"whether prompts fit in {config.prompt_limit_keys[0]}")
-
-
 def _odd_answers(
-    rows: Sequence[Record], data: FileKeys, compared: Collection[RewardFunction], learns: bool
+    problems: Sequence[Problem], data: FileKeys, compared: Collection[RewardFunction], learns: bool
 ) -> Iterator[str]:
-    """Of questions and answers that are read otherwise than their file may mean them, the line and what is done with
-    them."""
+    """Notes on questions and answers that the run may read otherwise than their file means them: the first row of each
+    kind, and how many there are."""
     if data.messages_field is not None:
         return
-    question, answer = (_list_in(text) for text in rows[0].texts[:2])
-    if question and isinstance(question[0], dict) and data.prompt_field not in rows[0].others:
-        yield (
-            f":1: {{key}}.prompt_field={data.prompt_field!r} is the JSON text of a list, and the policy reads that; "
-            "write messages as a list, which {key}.chat_template=true renders"
+    asked, answer = data.prompt_field, data.answer_field
+    field, counts = f"{{key}}.answer_field={answer!r}", f"of the first {len(problems)} rows"
+    end = "completions are compared with its JSON" if compared else "its JSON is learned"
+
+    def first(is_odd: Callable[[Problem], bool], text: str) -> Iterator[str]:
+        if odd := [one for one in problems if is_odd(one)]:
+            yield f"{odd[0].place}: {text} ({len(odd)} {counts})"
+
+    def value(one: Problem) -> object:
+        return one.meta.get(answer)
+
+    yield from first(
+        lambda one: asked not in one.meta and isinstance(next(iter(_list_in(one.raw)), None), dict),
+        f"{{key}}.prompt_field={asked!r} is the JSON text of a list, and the policy reads that; write messages as a "
+        "list, which {key}.chat_template=true renders",
+    )
+    if compared:
+        yield from first(
+            lambda one: answer not in one.meta and bool(_list_in(one.answer)),
+            f"{field} is the JSON text of a list, and completions are compared with it; write one answer as text",
         )
-    if answer and compared and data.answer_field not in rows[0].others:
-        yield (
-            f":1: {{key}}.answer_field={data.answer_field!r} is the JSON text of a list, and completions are compared "
-            "with it; write one answer as text"
+        yield from first(
+            lambda one: isinstance(value(one), bool), f"{field} is true or false, and {end}; write the answer as text"
         )
-    value, field_of = rows[0].others.get(data.answer_field), f"{{key}}.answer_field={data.answer_field}"
-    kind = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else ""
-    if kind and (compared or learns):
-        what = "completions are compared with its JSON" if compared else "its JSON is learnt"
-        advice = f"a field in it is named {field_of}.<field>" if isinstance(value, dict) else "write one answer as text"
-        yield f":1: {{key}}.answer_field={data.answer_field!r} is {kind}, and {what}; {advice}"
-    formulas = [line for line, row in enumerate(rows, 1) if final_number in compared and is_formula(row.texts[1])]
-    if formulas and not kind:
-        yield (
-            f":{formulas[0]}: the answer is a formula, as of {len(formulas)} of the first {len(rows)} rows, and "
-            "final_number compares its last number alone, 2 of \\frac{1}{2}; reward.function=math_verify reads it whole"
+    if compared or learns:
+        yield from first(
+            lambda one: isinstance(value(one), dict),
+            f"{field} is an object, and {end}; a field in it is named {{key}}.answer_field={answer}.<field>",
+        )
+        yield from first(
+            lambda one: isinstance(value(one), list), f"{field} is a list, and {end}; write one answer as text"
+        )
+    if final_number in compared:
+        yield from first(
+            lambda one: not isinstance(value(one), dict | list) and is_formula(one.answer),
+            "the answer is a formula, and final_number compares its last number alone, 2 of \\frac{1}{2}; "
+            "reward.function=math_verify reads it whole",
         )
 
 
@@ -197,7 +291,7 @@ def _list_in(text: str) -> list[object]:
     return found if isinstance(found, list) else []
 
 
-def _unread(rows: Sequence[Record], data: FileKeys, learns: bool) -> Iterator[str]:
+def _unread(problems: Sequence[Problem], data: FileKeys, learns: bool) -> Iterator[str]:
     """Fields of rows to train on that look like a part of the prompt, and that no key reads, and what to do with each.
     Only what ``learns`` answers has the ``input`` of Alpaca's rows; where completions are sampled, a reward may read
     it."""
@@ -206,91 +300,21 @@ def _unread(rows: Sequence[Record], data: FileKeys, learns: bool) -> Iterator[st
     for name, advice in known.items():
         if name in named or (name == "input" and not learns):
             continue
-        if count := sum(row.others.get(name) not in (None, "", [], {}, "[]") for row in rows):
+        if count := sum(one.meta.get(name) not in (None, "", [], {}, "[]") for one in problems):
             yield (
-                f"{count} of the first {len(rows)} rows have a field {name!r}, which no key of {{key}} names, so the "
-                f"policy does not read it; {advice}, if it should"
+                f"{count} of the first {len(problems)} rows have a field {name!r}, which no key of {{key}} names, so "
+                f"the policy does not read it; {advice}, if it should"
             )
 
 
-def _add(
-    rows: Sequence[Record],
-    file: Path,
-    data: FileKeys,
-    found: _Texts,
-    config: RunConfig,
-    template: ChatRenderer | None,
-    *,
-    without: str | None,
-) -> list[str]:
-    """The places of rows of JSON lines with a null argument. Raises DataError that names all bad rows, and of
-    conversations those without the form of the job's, or that the ``template`` does not show, unless these are left
-    out. ``without`` as of `_without_bad`."""
-    bad, with_nulls, talks = list[str](), list[str](), list[Prompt]()
-    for line, row in enumerate(rows, 1):
-        place = f"{file}:{line}"
-        try:
-            if data.messages_field is not None:
-                in_structs = file.suffix == ".parquet"
-                found.add(place, text := conversation_text(row, place, data, in_structs=in_structs))
-                talks.append(Prompt(id=place, text=text, token_ids=(), answer=""))
-                if not in_structs and _has_null_argument(text):
-                    with_nulls.append(place)
-            else:
-                check_pair(row, place, data)
-                messages = messages_of(row, place, data, in_structs=file.suffix == ".parquet")
-                found.add(place, compared_text(messages, system=False))
-                if template is not None and data.chat_template and line <= _SHOWN_ROWS:
-                    template.render(tidied(messages), ())
-            if without is not None and (why := bad_answer(row.others, "".join(row.texts[1:]))):
-                bad.append(f"{place}: {why}, or {without}")
-        except DataError as error:
-            bad.append(str(error))
-        except MessagesRefused as error:
-            bad.append(f"{place}: {error}")
-    if bad:
-        raise DataError(listed(bad))
-    if talks and config.written.on_refused == "fail":
-        FORMS[config.job](talks)
-        if template is not None:
-            from rl_megatron.rollout.conversation.shown import check_shown
-
-            check_shown(talks[:_SHOWN_ROWS], config.job, template)
-    return with_nulls
-
-
-def _without_bad(config: RunConfig, name: str) -> str | None:
-    """How a run goes without the answers in the files ``name`` that are marked as bad; None where it learns none, or
-    leaves them out."""
-    if config.job == "sft" and config.sft.on_refused == "fail":
-        return "leave such rows out with sft.on_refused=drop"
-    demonstrated = config.environment.function is not None
-    return "set warm_start.steps=0" if name == "train" and config.warm_start.steps and not demonstrated else None
-
-
-def _template(subject: Subject) -> ChatRenderer | None:
-    """The chat template of the model's folder, if it shows data; None for a tiny model's, and for several by name."""
-    sources = {**data_sources(subject.config.data), **subject.config.eval.data_of_sets}.values()
-    folder = subject.model_folder
-    if folder is None or not any(
-        isinstance(one, FileKeys) and (one.chat_template or one.messages_field) for one in sources
-    ):
-        return None
-    if (source := chat_template(folder)) is None:
-        return None
-    from rl_megatron.rollout.conversation.rendering import ChatRenderer  # transformers takes half a second to import
-
-    source = setting(subject.config.model.template_variables, source)
-    now = {"strftime_now": datetime.now().astimezone().strftime}
-    return ChatRenderer(_OfFolder(source, special_tokens(folder)), now)
-
-
-@dataclass(frozen=True, slots=True)
-class _OfFolder:
-    """As of a folder's tokenizer, without it."""
-
-    chat_template: str
-    special_tokens_map: Mapping[str, str]
+def _null_arguments(problems: Sequence[Problem]) -> Iterator[Found]:
+    """Yields which conversations have a call of a tool with null for an argument."""
+    if nulls := [one.place for one in problems if _has_null_argument(one.text)]:
+        yield note(
+            f"{nulls[0]}: a call of a tool has null for an argument, as in {len(nulls)} of the first {len(problems)} "
+            "rows: it is read as meant. If the file was written of a table of Arrow's, where each call has the keys of "
+            "other functions, leave these out or train on the parquet file"
+        )
 
 
 def _has_null_argument(text: str) -> bool:

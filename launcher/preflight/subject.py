@@ -9,13 +9,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from launcher.build.model import starting_shape
 from launcher.processes import limits
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.tiny import byte_tokenizer
+from rl_megatron.weights.formats.hf_folder import has_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +54,29 @@ class Subject:
     def model_folder(self) -> Path | None:
         """The configured model folder; None for a tiny model."""
         return self.config.model.path
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The run's tokenizer; None if the model's folder has none, or torch is not installed here. Raises ConfigError
+        if it cannot be read."""
+        folder, variables = self.model_folder, self.config.model.template_variables
+        try:
+            from launcher.build.data import read_tokenizer
+        except ImportError:
+            return None
+        if folder is None:
+            return byte_tokenizer()
+        return read_tokenizer(folder, variables) if has_tokenizer(folder) else None
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a completion, where ``tokenizer`` is not None. Raises ConfigError."""
+        from launcher.build.data import stop_token_ids
+
+        assert self.tokenizer is not None
+        if self.model_folder is None:
+            return (int(self.tokenizer.eos_token_id),)
+        return stop_token_ids(self.model_folder, self.tokenizer, self.shape.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)

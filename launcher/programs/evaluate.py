@@ -62,7 +62,7 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
         config = of_folder(target.config, folder)
         shape = job_shape(config, read_shape(folder, config.learner.model))
         raise_unread_files(config, shape)
-        data = load_data(config, folder)
+        data = load_data(config, folder, vocab_size=shape.vocab_size)
         sets = ", ".join(f"{one.name or WHOLE} ({len(one.prompts)} x {one.section.samples})" for one in data.sets)
         said = f"{target.source}: {sets}, by {config.rollout.engine}{shown_variables(config)}"
         print(said, flush=True)

@@ -13,7 +13,14 @@ from pydantic import Field, model_validator
 
 from rl_megatron.config.checks import problems_of
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.config.sections.data import ArithmeticRunData, FileRunData, HubRunData, MixtureData, environments_of
+from rl_megatron.config.sections.data import (
+    ArithmeticRunData,
+    FileRunData,
+    HubRunData,
+    MixtureData,
+    data_sources,
+    environments_of,
+)
 from rl_megatron.config.sections.eval import EvalSection
 from rl_megatron.config.sections.jobs import (
     JOBS,
@@ -273,6 +280,13 @@ class RunConfig(Section):
     def training_environments(self) -> dict[str, EnvironmentSection]:
         """Those of what is trained on: the run's, and those of sources of a mixture."""
         return environments_of(self.data) | ({"environment": self.environment} if self.environment.function else {})
+
+    @property
+    def environments_of_sources(self) -> dict[str, EnvironmentSection]:
+        """The environment of each source of data that has one, its own or the run's, by the key of the source."""
+        led = self.training_environments
+        own = {key: led.get(f"{key}.environment", led.get("environment")) for key in data_sources(self.data)}
+        return {key: one for key, one in own.items() if one is not None}
 
     @property
     def longest_completion(self) -> int:

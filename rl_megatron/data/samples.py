@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from rl_megatron.chat_templates import begun_once
+from rl_megatron.data.problems.records import beyond_embedding
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt, Samples
 
@@ -218,10 +219,7 @@ def check_tokens(rows: Iterable[WrittenRow], vocab_size: int) -> None:
     token; of what is written without one the learner would read zeros for it."""
     for row in rows:
         if (most := int(row.token_ids.max())) >= vocab_size:
-            raise DataError(
-                f"prompt {row.id!r} has the token {most}, but the model's embedding has {vocab_size} rows; give the "
-                "model its own tokenizer, or resize its embedding to the tokenizer (resize_token_embeddings)"
-            )
+            raise DataError(f"prompt {row.id!r} {beyond_embedding(most, vocab_size)}")
 
 
 def check_ends(rows: Iterable[WrittenRow], stop_token_ids: Sequence[int]) -> None:

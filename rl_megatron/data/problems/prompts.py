@@ -74,6 +74,7 @@ def load_prompts(
     environments: Mapping[str, EnvironmentSection] | None = None,
     begun_by_messages: Collection[str] = (),
     teachers: Mapping[str, TeacherSection] | None = None,
+    vocab_size: int = sys.maxsize,
 ) -> tuple[Pool, list[Prompt]]:
     """(train, held-out) prompts, in an order that depends on ``data`` and ``seed`` alone; of a mixture each source's
     follow each other, and their ids begin with its name.
@@ -86,8 +87,8 @@ def load_prompts(
     ``sets`` (by the key of their section), and of equal ones the first alone is trained on then; None: nobody trains on
     them. Those of sources whose ``environments`` (by the source's key) have another function or other options are never
     equal, nor, where nothing ``samples``, those with different answers. ``begun_by_messages``: as of the function of
-    this name. What is trained on has the prompts that its ``teachers`` (by name) read in their place. Raises DataError
-    that names files and lines.
+    this name. What is trained on has the prompts that its ``teachers`` (by name) read in their place. The model's
+    embedding has ``vocab_size`` rows. Raises DataError that names files and lines.
     """
     sources = data_sources(data)
     given = {key: (key, source, tokenizer, seed) for key, source in {**sources, **(sets or {})}.items()}
@@ -96,16 +97,21 @@ def load_prompts(
     if on_leak is not None:
         held = {key: held_out for key, (_, held_out) in splits.items()}
         held |= {key: _held_out(*given[key], lists=key in begun_by_messages) for key in sets or {}}
-        played = {key: _played_in((environments or {}).get(key)) for key in sources}
         trained = {key: train for key, (train, _) in splits.items()}
-        kept |= _without_leaks(trained, played, held, on_leak, samples=samples)
+        kept |= without_leaks(trained, held, on_leak, environments or {}, samples=samples)
     pools, held_out = list[Pool](), list[Prompt]()
-    of_row = RowForm(tokenizer=tokenizer, max_tokens=max_prompt_tokens, on_long=on_long_prompt, keys=limit_keys)
+    of_row = RowForm(
+        tokenizer=tokenizer,
+        max_tokens=max_prompt_tokens,
+        on_long=on_long_prompt,
+        keys=limit_keys,
+        vocab_size=vocab_size,
+    )
     of_drawn = of_row if samples else replace(of_row, max_tokens=sys.maxsize)
     for key, source in sources.items():
         name = name_of(key) if isinstance(data, MixtureData) else ""
         train, theirs = splits[key]
-        taught = {one: teacher for one, teacher in (teachers or {}).items() if name in (teacher.sources or (name,))}
+        taught = taught_in(name, teachers)
         mask = kept[key]
         if isinstance(train, FileRows):
             rows = np.arange(len(train.rows)) if mask is None else np.flatnonzero(mask)
@@ -114,9 +120,9 @@ def load_prompts(
             pools.append(RowsOfPrompts(train, mask, replace(of_drawn, teachers=taught), source=name))
         else:
             ours = train if mask is None else [train[row] for row in np.flatnonzero(mask).tolist()]
-            made = _named(_formed(ours, source, replace(of_row, teachers=taught)), name)
+            made = _named(formed(ours, source, replace(of_row, teachers=taught)), name)
             pools.append(Listed(made, len(ours) - len(made)))
-        held_out += _named(_formed(theirs, source, of_row), name)
+        held_out += _named(formed(theirs, source, of_row), name)
     return pools[0] if len(pools) == 1 else Joined(pools), held_out
 
 
@@ -130,15 +136,27 @@ def load_held_out(
     pairs: bool = False,
     limit_keys: LimitKeys = SAMPLED,
     lists: bool = False,
+    vocab_size: int = sys.maxsize,
 ) -> list[Prompt]:
     """The held-out prompts of `load_prompts`, without a look at what is trained on; ``lists``: they may be ones, with
     which an environment begins."""
-    form = RowForm(tokenizer=tokenizer, max_tokens=max_prompt_tokens, on_long=on_long_prompt, keys=limit_keys)
-    return _formed(_held_out("data", data, tokenizer, seed, pairs=pairs, lists=lists), data, form)
+    form = RowForm(
+        tokenizer=tokenizer,
+        max_tokens=max_prompt_tokens,
+        on_long=on_long_prompt,
+        keys=limit_keys,
+        vocab_size=vocab_size,
+    )
+    return formed(_held_out("data", data, tokenizer, seed, pairs=pairs, lists=lists), data, form)
 
 
-def _formed(problems: Sequence[Problem], source: OneSource, form: RowForm) -> list[Prompt]:
-    """Conversations as they are, and others tokenized."""
+def taught_in(source: str, teachers: Mapping[str, TeacherSection] | None) -> dict[str, TeacherSection]:
+    """The ``teachers``, by name, that read the prompts of a source of a mixture; empty for the only source."""
+    return {name: one for name, one in (teachers or {}).items() if source in (one.sources or (source,))}
+
+
+def formed(problems: Sequence[Problem], source: OneSource | FileKeys, form: RowForm) -> list[Prompt]:
+    """The prompts of a source's problems: conversations without tokens, others with them. Raises as `tokenized`."""
     if isinstance(source, FileKeys) and source.messages_field is not None:
         return unrendered(problems)
     return tokenized(problems, form, chat=isinstance(source, FileKeys) and source.chat_template)
@@ -149,16 +167,17 @@ def _played_in(section: EnvironmentSection | None) -> str:
     return "" if section is None else json.dumps([section.function, dict(section.options)], sort_keys=True)
 
 
-def _without_leaks(
+def without_leaks(
     train: Mapping[str, Sequence[Problem] | FileRows],
-    played: Mapping[str, str],
     held_out: Mapping[str, Sequence[Problem]],
     on_leak: OnLeak,
+    environments: Mapping[str, EnvironmentSection],
     *,
     samples: bool,
 ) -> dict[str, NDArray[np.bool_]]:
-    """Which problems of each source to train on: each once as it is ``played``, and without leaks where they are
-    dropped."""
+    """Which problems of each source to train on: each once in each of the ``environments`` (by source), and without
+    leaks where they are dropped. Raises as `rows_to_keep`, and for a source without any."""
+    played = {key: _played_in(environments.get(key)) for key in train}
     both = {
         key: one.compared(samples=samples) if isinstance(one, FileRows) else _compared(one, samples=samples)
         for key, one in train.items()
@@ -212,7 +231,7 @@ def _problems(
     train = (
         file_rows(files, data, f"{key}.train", lists=lists or data.chat_template)
         if files[0].suffix == ".parquet"
-        else _all_problems(data.train, f"{key}.train", data, tokenizer, lists=lists)
+        else read_problems(data.train, f"{key}.train", data, tokenizer, lists=lists)
     )
     return train, _held_out(key, source, tokenizer, seed, lists=lists)
 
@@ -225,7 +244,7 @@ def _held_out(
         return _arithmetic_problems(key, source, seed, pairs=pairs)[1]
     _check_templates(source, tokenizer, key)
     data = local_files(source, key, ("eval",)).of_held_out
-    return _all_problems(data.eval, f"{key}.eval", data, tokenizer, data.max_eval, lists=lists)
+    return read_problems(data.eval, f"{key}.eval", data, tokenizer, data.max_eval, lists=lists)
 
 
 def check_template(data: FileKeys, key: str) -> None:
@@ -291,16 +310,17 @@ def wrong(problem: Problem) -> str:
     return f"{other + (other >= int(right)):0{len(right)}}"
 
 
-def _all_problems(
+def read_problems(
     path: Path,
     key: str,
     data: FileKeys,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     most: int | None = None,
     *,
     lists: bool,
 ) -> list[Problem]:
-    """Of the files' first ``most`` rows: no others are read. Raises DataError that names all bad rows."""
+    """The problems of the files' first ``most`` rows; no others are read. Only ``chat_template`` needs the tokenizer.
+    Raises DataError that names all bad rows."""
     fields, found, bad = fields_of(data), list[Problem](), list[str]()
     for file in files_in(path, key):
         left = None if most is None else most - len(found)

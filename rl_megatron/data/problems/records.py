@@ -238,6 +238,14 @@ def equal_fields(better: str, worse: str) -> str:
     return f"fields {better!r} and {worse!r} are equal, so nothing says which is better; remove the row"
 
 
+def beyond_embedding(token: int, vocab_size: int) -> str:
+    """Say that the embedding lacks a token of a text, and what to do."""
+    return (
+        f"has the token {token}, but the model's embedding has {vocab_size} rows; give the model its own tokenizer, or "
+        "resize its embedding to the tokenizer (resize_token_embeddings)"
+    )
+
+
 def start_of(value: object) -> str:
     """The start of a bad value, for errors."""
     return f"{value!r:.80}"

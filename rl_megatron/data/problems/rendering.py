@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, tee
@@ -21,7 +22,7 @@ from rl_megatron.data.problems.conversations import (
     messages_of,
 )
 from rl_megatron.data.problems.leaks import spaced
-from rl_megatron.data.problems.records import Record, null_field, unread_field
+from rl_megatron.data.problems.records import Record, beyond_embedding, null_field, unread_field
 from rl_megatron.errors import DataError
 from rl_megatron.json_text import value_at
 from rl_megatron.types import Prompt
@@ -52,6 +53,7 @@ class RowForm:
     max_tokens: int
     on_long: OnLongPrompt
     keys: LimitKeys
+    vocab_size: int = sys.maxsize  # rows of the model's embedding
     teachers: Mapping[str, TeacherSection] = field(default_factory=dict)
 
 
@@ -104,7 +106,9 @@ def fields_of(data: FileKeys) -> tuple[str, ...]:
     return data.prompt_field, data.answer_field, *pairs
 
 
-def rendered(record: Record, path: Path, line: int, data: FileKeys, tokenizer: PreTrainedTokenizerBase) -> Problem:
+def rendered(
+    record: Record, path: Path, line: int, data: FileKeys, tokenizer: PreTrainedTokenizerBase | None
+) -> Problem:
     """The problem in a row of a file, with its templates. Raises DataError as `check_pair` and `messages_of` do, and
     where the tokenizer's template fails."""
     place = f"{path}:{line}"
@@ -113,6 +117,7 @@ def rendered(record: Record, path: Path, line: int, data: FileKeys, tokenizer: P
     messages = messages_of(record, place, data, in_structs=path.suffix == ".parquet")
     text = data.prompt_template.replace("{prompt}", messages[-1]["content"])
     if data.chat_template:
+        assert tokenizer is not None
         text = _as_chat(text, messages, place, tokenizer)
     return Problem(
         id=f"{path.stem}:{line}",
@@ -204,7 +209,8 @@ def _with_fields(problem: Problem, parts: Sequence[tuple[str, str | None]], key:
 
 def tokenized(problems: Sequence[Problem], form: RowForm, *, chat: bool = False) -> list[Prompt]:
     """The prompts in their order, ``chat``: their texts are chats. One that is too long, or whose prompt of a teacher
-    is, raises DataError, or is dropped with a warning. Raises DataError for a field that a teacher's prompt lacks."""
+    is, raises DataError, or is dropped with a warning. Raises DataError for a field that a teacher's prompt lacks, and
+    for a token that the model's embedding lacks."""
     prompts: list[Prompt] = []
     long: list[tuple[Problem, TooLong]] = []
     for problem, prompt in zip(problems, _prompts(problems, form, chat), strict=True):
@@ -237,6 +243,9 @@ def _prompts(problems: Sequence[Problem], form: RowForm, chat: bool) -> Iterator
     theirs = {name: _of_teacher(problems, form.tokenizer, name, one, chat) for name, one in form.teachers.items()}
     for problem, ids in zip(problems, own, strict=True):
         read_by = {name: next(of_teacher) for name, of_teacher in theirs.items()}
+        for one in (ids, *read_by.values()):
+            if not isinstance(one, TooLong) and (most := max(one, default=0)) >= form.vocab_size:
+                raise DataError(f"{problem.place} {beyond_embedding(most, form.vocab_size)}")
         long = [one for one in (ids, *read_by.values()) if isinstance(one, TooLong)]
         if long or isinstance(ids, TooLong):
             yield long[0]

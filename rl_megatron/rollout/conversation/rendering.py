@@ -203,6 +203,19 @@ def template_of(tokenizer: Templated, *, with_tools: bool) -> str:
     raise ConfigError("the model's tokenizer has no chat template; give it one")
 
 
+def unwritten_header(template: ChatRenderer) -> str:
+    """The text that the template writes between a prompt and the assistant's answer, if it ignores
+    ``add_generation_prompt``; else empty."""
+    asked, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": _SHOWN}
+    try:
+        closed, prompt = (template.render([asked], (), opened=opened) for opened in (False, True))
+        whole = template.render([asked, answer], (), opened=False)
+    except MessagesRefused:
+        return ""
+    ignored = closed == prompt and whole.startswith(prompt)
+    return whole[len(prompt) :].partition(_SHOWN)[0].strip() if ignored else ""
+
+
 def without_thinking(message: ChatMessage) -> ChatMessage:
     """The message without reasoning, neither as such nor, in an assistant's, before ``</think>`` in its content."""
     kept = {key: value for key, value in message.items() if key != REASONING[0]}

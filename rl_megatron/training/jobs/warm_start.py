@@ -48,6 +48,31 @@ def answers(prompts: Sequence[Prompt], step: int) -> list[tuple[str]]:
     return [(prompt.answer,) for prompt in prompts]
 
 
+def warm_start_rows(
+    prompts: Sequence[Prompt],
+    targets: Sequence[Sequence[str]],
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    end_token_ids: EndTokens,
+    stop_token_ids: Sequence[int],
+    vocab_size: int,
+) -> list[WrittenRow]:
+    """The rows that a step learns of the prompts and their targets. Raises DataError that names a prompt with more
+    tokens than a micro-batch holds, a token that the model lacks, or a text that ends sampling."""
+    rows = supervised_rows(prompts, targets, tokenizer, end_token_ids)
+    check_tokens(rows, vocab_size)
+    check_ends(rows, stop_token_ids)
+    steps, most = config.warm_start.steps, config.learner.max_tokens_per_micro_batch
+    for row in rows:
+        if (positions := len(row.token_ids) - 1) > most:
+            raise DataError(
+                f"prompt {row.id!r} has {positions} positions with what warm_start.steps={steps} learns of it, but "
+                f"learner.max_tokens_per_micro_batch={most}; raise the latter, leave the row out, or set "
+                "warm_start.steps=0"
+            )
+    return rows
+
+
 @dataclass(slots=True, kw_only=True)
 class WarmStart:
     """A Job of ``training.loop``: cross-entropy on ``targets``, configured by ``warm_start``."""
@@ -106,7 +131,7 @@ class WarmStart:
     async def _drawn(self, number: int) -> tuple[list[Prompt], list[WrittenRow]]:
         """The next prompts, and what step ``number`` learns of them, in a thread: the targets may be the user's code.
 
-        Raises as `_rows`, and EnvironmentFailed after ``run.watchdog_seconds``.
+        Raises as `warm_start_rows`, and EnvironmentFailed after ``run.watchdog_seconds``.
         """
         limit, function = self.config.watchdog_seconds, self.config.environment.function
         try:
@@ -123,23 +148,10 @@ class WarmStart:
 
     def _taken(self, number: int) -> tuple[list[Prompt], list[WrittenRow]]:
         prompts = self.prompts.take(self.config.warm_start.batch_size)
-        return prompts, self._ahead.pop(number, None) or self._rows(prompts, number)
-
-    def _rows(self, prompts: Sequence[Prompt], number: int) -> list[WrittenRow]:
-        """What step ``number`` learns of them. Raises what the targets raise, and DataError that names a prompt of
-        which that is more than a micro-batch holds, a token that the model lacks, or one that ends sampling."""
-        rows = supervised_rows(prompts, self.targets(prompts, number), self.tokenizer, self.end_token_ids)
-        check_tokens(rows, self.vocab_size)
-        check_ends(rows, self.stop_token_ids)
-        steps, most = self.config.warm_start.steps, self.config.learner.max_tokens_per_micro_batch
-        for row in rows:
-            if (positions := len(row.token_ids) - 1) > most:
-                raise DataError(
-                    f"prompt {row.id!r} has {positions} positions with what warm_start.steps={steps} learns of it, but "
-                    f"learner.max_tokens_per_micro_batch={most}; raise the latter, leave the row out, or set "
-                    "warm_start.steps=0"
-                )
-        return rows
+        if (ahead := self._ahead.pop(number, None)) is not None:
+            return prompts, ahead
+        texts, ends, stops = self.targets(prompts, number), self.end_token_ids, self.stop_token_ids
+        return prompts, warm_start_rows(prompts, texts, self.config, self.tokenizer, ends, stops, self.vocab_size)
 
     def _row(self) -> Row:
         return {"step": 0, "phase": "warm_start", "warm_start/step": self.number}

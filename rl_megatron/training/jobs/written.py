@@ -127,7 +127,7 @@ def made_units(prompts: Sequence[Prompt], units_of: UnitsOf, config: RunConfig) 
     except DataError as error:
         if config.written.on_refused == "fail":
             raise DataError(f"{error}; {or_left_out(config)}") from error
-        units, refused = _of_each(prompts, units_of)
+        units, refused = units_of_each(prompts, units_of)
     known = {unit[0].id for unit in units}.union(name for name, _ in refused)
     unlearnt = tuple(prompt.id for prompt in prompts if prompt.id not in known)
     return units, LeftOut(refused=tuple(why for _, why in refused), unlearnt=unlearnt)
@@ -138,7 +138,7 @@ def or_left_out(config: RunConfig) -> str:
     return f"or leave such rows out with {config.job}.on_refused=drop, which a resume may set"
 
 
-def _of_each(prompts: Sequence[Prompt], units_of: UnitsOf) -> tuple[list[Unit], list[tuple[str, str]]]:
+def units_of_each(prompts: Sequence[Prompt], units_of: UnitsOf) -> tuple[list[Unit], list[tuple[str, str]]]:
     """The units of ``prompts``, and the ids of others with why they are refused."""
     units, refused = list[Unit](), list[tuple[str, str]]()
     for prompt in prompts:

@@ -86,7 +86,7 @@ def test_a_sound_job_has_no_problem_and_says_what_nobody_looked_at(keys: tuple[s
     assert costs[0] == "a push of weights by cuda_ipc, through NVLink:"
     assert costs[-1] == "all speeds are assumed, none is measured (slurm.speeds)"
     assert found.describe().splitlines()[-1] == (
-        "not checked: whether prompts fit in rollout.max_prompt_tokens; the GPUs of the job's nodes; "
+        "not checked: the GPUs of the job's nodes; "
         "that a node has 447 GB of memory for checkpoint.async_save; that vllm starts; "
         f"{keys[-1].partition('=')[2]}: the versions of its libraries cannot be read: Permission denied"
     )
@@ -415,7 +415,7 @@ def test_an_answer_that_is_an_object_is_noted_and_its_field_can_be_named(tmp_pat
     (said,) = {text for text in found.texts("note") if "object" in text}
     assert said == (
         f"{path}:1: data.answer_field='judge' is an object, and completions are compared with its JSON; a field "
-        "in it is named data.answer_field=judge.<field>"
+        "in it is named data.answer_field=judge.<field> (1 of the first 1 rows)"
     )
     own = preflight(job(keys, *given, "reward.function=length"), for_job=True)
     assert own.texts("note") == []
@@ -451,11 +451,11 @@ def test_fields_of_published_data_that_no_key_reads_are_noted(
 @pytest.mark.parametrize(
     ("recipe", "answer", "more", "noted"),
     [
-        ("gsm8k_tiny", r"We have $\boxed{\frac{1}{2}}$.", (), ":1: the answer is a formula, as of 1 of the first 1"),
+        ("gsm8k_tiny", r"We have $\boxed{\frac{1}{2}}$.", (), ":1: the answer is a formula, and final_number comp"),
         ("gsm8k_tiny", r"\frac{1}{2}", ("reward.function=math_verify",), ""),
         ("gsm8k_tiny", r"$\frac{4}{2}$ is 2\n#### 2", (), ""),
         ("gsm8k_tiny", ["1", "2"], (), ":1: data.answer_field='answer' is a list, and completions are compared with"),
-        ("sft_tiny", ["a", "b"], (), ":1: data.answer_field='answer' is a list, and its JSON is learnt; write one"),
+        ("sft_tiny", ["a", "b"], (), ":1: data.answer_field='answer' is a list, and its JSON is learned; write one"),
         ("sft_tiny", r"\frac{1}{2}", (), ""),
         ("gsm8k_tiny", '["34"]', (), ":1: data.answer_field='answer' is the JSON text of a list, and completions are"),
         ("gsm8k_tiny", "[3, 4)", (), ""),
@@ -471,6 +471,18 @@ def test_answers_that_are_read_otherwise_than_they_may_be_meant_are_noted(
     found = preflight(load_config(recipe, [*given, *more])).texts("note")
     said = {text.removeprefix(str(path)) for text in found if text.startswith(f"{path}:1: ")}
     assert (len(said), all(text.startswith(noted) for text in said)) == (bool(noted), True)
+
+
+def test_notes_on_answers_look_at_all_first_rows(tmp_path: Path) -> None:
+    answers = ["1", ["2", "3"], "4", True, {"a": 1}, ["5"]]
+    path = data_file(tmp_path / "rows.jsonl", *({"question": f"{n}", "answer": one} for n, one in enumerate(answers)))
+    keys = [f"data.{key}" for key in (f"train={path}", f"eval={path}", "type=files", "on_leak=keep")]
+    notes = preflight(load_config("gsm8k_tiny", keys)).texts("note")
+    for line, kind, count in ((2, "a list", 2), (4, "true or false", 1), (5, "an object", 1)):
+        (said,) = [
+            text for text in notes if text.startswith(f"{path}:{line}: data.answer_field='answer' is {kind}, and")
+        ]
+        assert said.endswith(f"({count} of the first 6 rows)")
 
 
 # What a preflight sees of this machine: its GPUs and memory, and the packages of an interpreter.

@@ -166,7 +166,7 @@ def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
     )
     assert "a checkpoint, every 20 steps: 428.0 GB, up to 428.0 GB by one node" in done.stdout
     assert (
-        "not checked: whether vllm takes what servers are given: torch cannot be imported here; whether prompts fit"
+        "not checked: whether vllm takes what servers are given: torch cannot be imported here; the tokens of rows"
         in (done.stdout)
     )
     assert "16 ranks on 2 nodes, 8 on each" in done.stdout

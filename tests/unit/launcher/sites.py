@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 
+from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import header_bytes
 
@@ -17,10 +20,19 @@ def model_folder(folder: Path, config: dict[str, object]) -> Path:
     """A Hugging Face folder of such a model, whole but for all its tensors."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    for name, text in _tokenizer_files().items():
+        (folder / name).write_bytes(text)
+    (folder / "chat_template.jinja").write_text("{{ messages }}{{ add_generation_prompt }}")
     (folder / "model.safetensors").write_bytes(header_bytes([("x", DType.F32, (1,))]) + bytes(4))
     return folder
+
+
+@cache
+def _tokenizer_files() -> dict[str, bytes]:
+    """The files of the tiny model's tokenizer, without its chat template."""
+    with tempfile.TemporaryDirectory() as folder:
+        byte_tokenizer().save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).glob("*.json")}
 
 
 def environment(folder: Path, module: str) -> Path:

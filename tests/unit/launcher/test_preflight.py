@@ -134,8 +134,13 @@ OTHER = [{"role": "user", "content": "another 1"}, {"role": "assistant", "conten
         ("reward", {"talk": TALK, "worse": TALK[:1] * 2 + TALK[1:] + TALK[:1]}, SHOWS, "is of the role 'user'"),
         ("reward", {"talk": TALK, "worse": OTHER}, "{{ raise_exception('no') }}", "chat template refuses these"),
         ("gsm8k", {"talk": TALK[:1], "answer": "2", "label": False}, SHOWS, "or set warm_start.steps=0"),
-        ("gsm8k", {"talk": TALK[:1], "answer": "2"}, "{{ raise_exception('no') }}", "chat template refuses these"),
-        ("gsm8k", {"talk": TALK[:1], "answer": "2"}, SHOWS.replace("messages", "messages[1:]"), "over message 1"),
+        ("gsm8k", {"talk": TALK[:1], "answer": "2"}, "{{ raise_exception('no') }}", "chat template fails at it"),
+        (
+            "gsm8k",
+            {"talk": TALK[:1], "answer": "2"},
+            SHOWS.replace("messages", "messages[1:]"),
+            "does not write message 1",
+        ),
     ],
 )
 def test_what_a_job_or_the_chat_template_refuses_is_found_before_the_run(
@@ -162,7 +167,7 @@ def test_what_a_job_or_the_chat_template_refuses_is_found_before_the_run(
         assert bool(found("warm_start.steps=0")) == ("label" not in row)  # whose answer is not learnt then
         return
     job = {"reward": "reward_model"}.get(name, name)
-    assert found(f"{job}.on_refused=drop") == []
+    assert all("no row is left" in text for text in found(f"{job}.on_refused=drop"))
 
 
 @pytest.mark.parametrize(

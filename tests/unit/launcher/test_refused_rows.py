@@ -1,0 +1,234 @@
+"""Every row that a test of the readers knows as refused, read by a run and by its preflight: both refuse it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from launcher.build.data import training_data
+from launcher.build.jobs import LearnedRows, written_job
+from launcher.build.model import starting_shape
+from launcher.build.roles import Parts
+from launcher.build.sampler import demonstrations_of
+from launcher.preflight import model_files, problems_of_data
+from launcher.preflight.subject import Subject, found_by
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.interfaces import Roles
+from rl_megatron.models.tiny import byte_tokenizer
+from rl_megatron.training.jobs.written import fitted, held_out_parts, made_units
+from rl_megatron.types import Samples
+from tests.unit.data import test_context_of_rows, test_pairs, test_written_rows
+from tests.unit.launcher.sites import data_file, model_folder
+from tests.unit.launcher.test_memory import QWEN3
+from tests.unit.rollout.conversation import test_conversation
+
+TEMPLATE = (
+    "{% for m in messages if m.role != 'lost' %}{{ m.role }}:{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+USER, SAYS = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
+ADD = {"function": {"name": "add", "arguments": "{a:1"}}
+TALKS, PAIRS = {"messages_field": "good"}, {"messages_field": "good", "rejected_field": "bad"}
+CHAT = {"prompt_field": "prompt", "answer_field": "reward_model.ground_truth", "chat_template": "true"}
+TRL = {"messages_field": "chosen", "rejected_field": "rejected", "context_field": "prompt", "system_field": "system"}
+Case = tuple[str, Mapping[str, Any], Any]
+"""The recipe, the keys of its data, and a row, which may be the text of a line."""
+
+
+def table(test: Callable[..., None], *names: str) -> list[tuple[Any, ...]]:
+    """The values of these parameters in the cases of a test."""
+    for mark in cast(Any, test).pytestmark:
+        if mark.name == "parametrize" and set(names) <= set(given := mark.args[0]):
+            return [tuple(case[given.index(name)] for name in names) for case in mark.args[1]]
+    raise AssertionError(f"{test.__name__} has no table of {names}")
+
+
+def of_other_tests() -> Iterator[Case]:
+    forms = test_written_rows.FORMS
+    for (row,) in table(test_pairs.test_rows_that_are_no_pair_are_refused_by_line, "row"):
+        form = "pairs of answers" if isinstance(row, dict) and "q" in row else "pairs of conversations"
+        yield "reward_tiny", forms[form], row
+    for form, bad in table(test_written_rows.test_bad_rows_are_named_by_file_and_row, "form", "bad"):
+        recipe = "reward_tiny" if "pairs" in form else "sft_tiny"
+        yield recipe, forms[form], test_written_rows.row(form, "9", "1", "3") | bad
+    for (row,) in table(test_context_of_rows.test_what_is_no_context_is_refused_by_its_place, "row"):
+        yield "dpo_tiny", TRL, row
+    for chat, keys in table(test_context_of_rows.test_a_list_that_is_no_prompt_is_refused_by_its_place, "chat", "keys"):
+        given = {name: str(value).lower() for name, value in keys.items()}
+        yield "gsm8k_tiny", CHAT | given, test_context_of_rows.of_verl(chat)[0]
+    for (of,) in table(test_context_of_rows.test_a_row_without_one_is_refused_before_the_run, "of"):
+        row = {"question": "1", "answer": "2", "of": of}
+        yield "gsm8k_tiny", {"demonstration_field": "of.target", "algorithm": "luffy"}, row
+    long = test_context_of_rows.test_one_that_no_policy_would_sample_is_refused_with_its_prompt
+    for (answer,) in table(long, "answer"):
+        yield "gsm8k_tiny", {"algorithm": "luffy"}, {"question": "1", "answer": answer.replace("|", "<eos>") * 9}
+    for (messages,) in table(test_conversation.test_messages_that_cannot_be_a_prompt_are_refused, "messages"):
+        yield "sft_tiny", TALKS, {"good": messages and [*messages, SAYS]}
+    for (turn,) in table(test_conversation.test_a_hidden_turn_is_refused, "turn"):
+        yield "sft_tiny", TALKS, {"good": [USER, {"role": "assistant", **turn}]}
+        yield "reward_tiny", PAIRS, {"good": [USER, SAYS], "bad": [USER, {"role": "assistant", **turn}]}
+
+
+def more() -> Iterator[Case]:
+    """Rows of which a run said no once its ranks were up."""
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    yield "sft_tiny", TALKS, {"good": [USER | {"content": [image, {"type": "text", "text": "1"}]}, SAYS]}
+    yield "sft_tiny", TALKS, {"good": [USER, SAYS | {"content": "", "tool_calls": [ADD]}]}
+    yield "sft_tiny", TALKS, {"good": [USER, SAYS, {"role": "tool", "content": {"r": 1}}, SAYS]}
+    yield "sft_tiny", TALKS, {"good": [USER, SAYS | {"weight": 2}]}
+    yield "sft_tiny", TALKS, {"good": [USER, SAYS | {"content": "2<eos>3"}]}
+    yield "sft_tiny", TALKS, {"good": [USER, SAYS | {"content": "2<new>"}]}
+    yield "sft_tiny", TALKS, {"good": [USER, SAYS | {"content": "2" * 999}]}
+    yield "sft_tiny", TALKS, {"good": [USER, SAYS], "label": False}
+    for keys in ({}, {"chat_template": "true"}):
+        yield "sft_tiny", keys, {"question": "1", "answer": "2<eos>3"}
+        yield "sft_tiny", keys, {"question": "1<new>", "answer": "2"}
+        yield "gsm8k_tiny", keys, {"question": "1<new>", "answer": "2"}
+        yield "gsm8k_tiny", keys, {"question": "1" * 5000, "answer": "2"}
+        yield "gsm8k_tiny", keys | {"warm_start.steps": "1"}, {"question": "1", "answer": "2<eos>3"}
+        yield "gsm8k_tiny", keys | {"warm_start.steps": "1"}, {"question": "1", "answer": "2", "label": False}
+    yield "sft_tiny", TALKS | {"tools_field": "tools"}, {"good": [USER, SAYS], "tools": [{"name": "add"}]}
+    yield "dpo_tiny", PAIRS, {"good": [USER, SAYS], "bad": [USER | {"content": "1?"}, SAYS]}
+    yield "dpo_tiny", PAIRS, {"good": [USER, SAYS], "bad": [USER, SAYS, USER, SAYS]}
+    yield "reward_tiny", PAIRS, {"good": [USER, SAYS], "bad": [USER, SAYS, USER]}
+    of_rows = (b'{"question": "\xff", "answer": "1"}', b'{"question": 7, "answer": "1"}')
+    for line in (b'{"question"', b"[1]", b"", *of_rows):
+        yield "gsm8k_tiny", {}, line
+        yield "sft_tiny", {}, line
+
+
+CASES = [*of_other_tests(), *more()]
+
+
+@cache
+def model(folder: Path) -> Path:
+    """A model whose tokenizer has a token more than its embedding has rows."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.chat_template, tokenizer.split_special_tokens = TEMPLATE, False
+    made = model_folder(folder / "model", {**QWEN3, "vocab_size": 259})
+    tokenizer.save_pretrained(made)
+    return made
+
+
+def written(path: Path, row: Any) -> bool:
+    """Whether the file could be written."""
+    if path.suffix == ".parquet":
+        if not isinstance(row, dict):
+            return False
+        try:
+            pq.write_table(pa.Table.from_pylist([row]), path)
+        except (pa.ArrowException, TypeError):  # a column of several types
+            return False
+        return True
+    path.write_bytes(row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode())
+    return True
+
+
+def run_refuses(config: RunConfig, folder: Path) -> str:
+    """Why a run ends before its first step, as it reads and makes its rows; empty if it does not."""
+    none, shape = cast(Any, None), starting_shape(config)
+    try:
+        data = training_data(config, folder, vocab_size=shape.vocab_size)
+        if not config.kind.samples:
+            parts = Parts(config=config, folder=folder, reward=none, allocation=None)
+            roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
+            job = written_job(parts, shape, roles, data, attention_cost=1.0, note=print)
+            fitted(made_units(data.train[:], job.units_of, config)[0], config)
+            held_out_parts(data.train[:], job.units_of, lambda rows: cast(Samples, rows), config)
+            return ""
+        rows = LearnedRows(
+            tokenizer=data.tokenizer,
+            stop_token_ids=data.stop_token_ids,
+            end_token_ids=data.end_token_ids,
+            vocab_size=shape.vocab_size,
+        )
+        if config.warm_start.steps:
+            rows.warm(data.train[:], config)
+        for prompt in data.train[:]:
+            if config.algorithm.demonstration_gamma is not None:
+                demonstrations_of(config, data, shape.vocab_size)(prompt)
+    except RLMegatronError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model(tmp_path_factory.mktemp("refused"))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_a_row_that_a_run_refuses_is_refused_by_its_check(
+    tmp_path: Path, folder: Path, number: int, suffix: str, request: pytest.FixtureRequest
+) -> None:
+    recipe, given, row = CASES[number]
+    path = tmp_path / f"rows{suffix}"
+    if not written(path, row):
+        return
+    whole = ("algorithm", "warm_start.steps")
+    keys = [f"{name if name in whole else f'data.{name}'}={value}" for name, value in given.items()]
+    keys += [] if "warm_start.steps" in given or recipe != "gsm8k_tiny" else ["warm_start.steps=0"]
+    keys += ["data.type=files", f"data.train={path}", f"data.eval={path}", "data.on_leak=keep", f"model.path={folder}"]
+    config = load_config(recipe, keys)
+    subject = Subject(config, for_job=False)
+    found = [*found_by("data", problems_of_data.check(subject)), *found_by("files", model_files.check(subject))]
+    problems = [one.text for one in found if one.kind == "problem"]
+    refused = run_refuses(config, folder)
+    assert bool(refused) == bool(problems), refused or problems
+    assert refused or number < len(CASES) - len([*more()]) or suffix == ".parquet"
+
+
+ENDS = "generation_config.json"
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "said"),
+    [
+        (
+            {"tokenizer_config.json": {"eos_token": None}},
+            (),
+            "names an end-of-sequence token; give its id as eos_token",
+        ),
+        (
+            {ENDS: {"eos_token_id": []}},
+            (),
+            "names an end-of-sequence token; give its id as eos_token_id in generation_",
+        ),
+        ({ENDS: {"eos_token_id": [2, 99999]}}, (), f"{ENDS}: the end-of-sequence token 99999 is not in the model"),
+        ({ENDS: {"eos_token_id": "2"}}, (), "eos_token_id"),
+        (
+            {"chat_template.json": {"chat_template": TEMPLATE}},
+            ("data.chat_template=true",),
+            "has no chat template; set",
+        ),
+        ({"tokenizer.json": {"model": {}}}, (), "transformers cannot read its tokenizer"),
+        ({}, ("data.chat_template=true", "model.template_variables.thinking=true"), "does not read thinking"),
+    ],
+)
+def test_a_folder_that_a_run_refuses_is_refused_by_its_check(
+    tmp_path: Path, change: dict[str, dict[str, Any]], more: tuple[str, ...], said: str
+) -> None:
+    """End tokens, chat templates and tokenizers, as its files have them."""
+    folder = model(tmp_path)
+    for name, keys in change.items():
+        path = folder / name
+        path.write_text(json.dumps((json.loads(path.read_text()) if path.is_file() else {}) | keys))
+    if "chat_template.json" in change:
+        (folder / "chat_template.jinja").unlink()
+    path = data_file(tmp_path / "rows.jsonl")
+    files = (f"data.train={path}", f"data.eval={path}", "data.on_leak=keep", f"model.path={folder}")
+    config = load_config("gsm8k_tiny", [*files, "warm_start.steps=0", "data.chat_template=false", *more])
+    problems = [one.text for one in found_by("files", model_files.check(Subject(config, for_job=False)))]
+    assert any(said in text for text in problems), problems
+    assert run_refuses(config, folder)
