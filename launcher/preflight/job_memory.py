@@ -44,6 +44,7 @@ def check(subject: Subject) -> Iterator[Found]:
     """Compares the learner's memory with ``slurm.gpu_memory_gb``, what a run keeps in a node's memory with that, and
     the file of weights with the file system that it is in, if that is this machine's, and who reads it."""
     config = subject.config
+    yield from _usable(config, here=not subject.for_job)
     if _is_here(subject):
         when = " at the run's end, and when a server is restarted" if sent_straight(config) else ""
         yield from found_by("memory", _fits(config, filled_bytes(config, subject.shape), when))
@@ -91,6 +92,17 @@ def _fits(config: RunConfig, needed: int, when: str = "") -> Iterator[Found]:
         )
 
 
+def _usable(config: RunConfig, *, here: bool) -> Iterator[Found]:
+    """Yields a problem if the file of weights cannot be made in ``weights.folder``; ``here``: on this machine."""
+    folder = config.weights.folder if config.rollout.served else None
+    if folder is None:
+        return
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    if not nearest.is_dir() or (here and not os.access(nearest, os.W_OK | os.X_OK)):
+        what = "it cannot be written to" if nearest.is_dir() else "it is not a folder"
+        yield problem(f"weights.folder={folder}: the file of weights cannot be made in {nearest}: {what}; give another")
+
+
 def _seen(config: RunConfig) -> Iterator[Found]:
     """Yields a problem if servers by address on another machine are to read a file in this one's memory."""
     folder, addresses = weights_folder(config), config.rollout.server.addresses
@@ -129,7 +141,7 @@ def raise_unread_files(config: RunConfig, shape: ModelShape) -> None:
     fit in this machine's memory, where it is there."""
     folder = weights_folder(config) if config.rollout.served else None
     needed = served_bytes(config, shape) if folder is not None and folder.is_relative_to(NODE_MEMORY) else 0
-    if problems := [found.text for found in (*_seen(config), *_fits(config, needed))]:
+    if problems := [found.text for found in (*_usable(config, here=True), *_seen(config), *_fits(config, needed))]:
         raise ConfigError("\n".join(problems))
 
 

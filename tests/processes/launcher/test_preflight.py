@@ -485,6 +485,26 @@ def test_notes_on_answers_look_at_all_first_rows(tmp_path: Path) -> None:
         assert said.endswith(f"({count} of the first 6 rows)")
 
 
+@pytest.mark.parametrize("inside", ["", "deep/er"])
+def test_a_folder_for_weights_that_no_run_can_use_is_refused(tmp_path: Path, inside: str) -> None:
+    """A job's nodes may have a folder that is not here."""
+    (file := tmp_path / "w").touch()
+    served = ("rollout=local", "rollout.server.replicas=2")
+
+    def found(folder: Path, *, for_job: bool = False) -> list[str]:
+        config = load_config("tiny_cpu", [*served, f"weights.folder={folder}"])
+        return [text for text in preflight(config, for_job=for_job).texts("problem") if "weights.folder" in text]
+
+    for for_job in (False, True):
+        (said,) = found(file / inside, for_job=for_job)
+        assert said.endswith(f"cannot be made in {file}: it is not a folder; give another")
+    assert found(tmp_path / "new" / "er") == found(Path("/nonexistent"), for_job=True) == []
+    if os.access("/proc", os.W_OK):
+        return
+    (said,) = found(Path("/proc/x"))
+    assert said.endswith("cannot be made in /proc: it cannot be written to; give another")
+
+
 # What a preflight sees of this machine: its GPUs and memory, and the packages of an interpreter.
 @pytest.mark.parametrize(
     ("listed", "visible", "count"),
