@@ -174,10 +174,15 @@ def verify_script(prepared: Prepared, *, cluster: bool) -> None:
         parse_script(prepared.script.read_text(encoding="utf-8"))
         if cluster:
             call_slurm(["sbatch", "--test-only"], prepared.script)
-    except ConfigError:
+    except ConfigError as error:
         if prepared.created:
             remove_folder(prepared.folder)
-        raise
+        if "generic resource" not in str(error):
+            raise
+        raise ConfigError(
+            f"{error}; Slurm has no such GPUs here: request a kind that it has, as slurm.options=[--gres=gpu:h100:8], "
+            "or, if it knows of no GPUs, none by slurm.options=[--gres=none]"
+        ) from error
 
 
 def send(prepared: Prepared) -> str:

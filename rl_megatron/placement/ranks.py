@@ -107,12 +107,13 @@ def placement_of(config: RunConfig, nodes: Sequence[str], role: str = LEARNER) -
         placement = place(dims, nodes, each, domain=slurm.nvlink_nodes, role=role)
     except ConfigError as error:
         raise ConfigError(in_words_of(config, role, str(error))) from error
-    if role == LEARNER and config.learner.device != "cpu" and 0 < slurm.gpus_per_node < each:
+    on_gpus = config.learner.device != "cpu" and slurm.gpus_per_node > 0
+    if role == LEARNER and on_gpus and slurm.gpus_per_node < each:
         raise ConfigError(
             f"slurm.ntasks_per_node={each} is more than slurm.gpus_per_node={slurm.gpus_per_node}: NCCL takes one rank "
             "a GPU; lower it, or leave it out"
         )
-    if role != LEARNER and config.learner.device != "cpu" and slurm.gpus_of(role) < each:
+    if role != LEARNER and on_gpus and slurm.gpus_of(role) < each:
         raise ConfigError(
             f"slurm.{role}.nodes={len(nodes)} get {each} ranks each, more than their {slurm.gpus_of(role)} GPUs; raise "
             f"slurm.{role}.nodes or slurm.{role}.gpus_per_node"

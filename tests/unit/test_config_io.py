@@ -618,7 +618,7 @@ def test_a_file_that_is_nested_too_deeply_is_named(name: str, run: Path) -> None
     [
         ("inspect", "checkpoints/step_000001/trainer.json", DEEP),
         ("inspect", "config.json", DEEP),
-        ("inspect", "config.json", '{"text_config": 7}'),
+        ("inspect", "config.json", "[7]"),
         ("report", "config.yaml", DEEP),
         ("report", "config.yaml", "a: !!int b"),
         ("report", "config.yaml", "a: !!bool b"),

@@ -45,6 +45,7 @@ def job_script(
         autoescape=False,  # bash, not HTML
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    environment.filters["sbatch"] = _quoted
     slurm, run = config.slurm, folder / config.run.dir / str(config.run.name)
     if found := _UNREAD.search(str(run)):
         raise ConfigError(
@@ -66,6 +67,12 @@ def job_script(
         cells=cells,
         budgeted=budgeted,
     )
+
+
+def _quoted(option: str) -> str:
+    """An option as sbatch reads it in a line of a script."""
+    name, equals, value = option.partition("=")
+    return option if not _UNREAD.search(value) else name + equals + '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
 def code_folder(run: Path) -> Path:
@@ -97,6 +104,6 @@ def _component(config: RunConfig, role: str, nodes: int) -> dict[str, Any]:
         **asked,
         "nodes": nodes,
         "tasks_per_node": -(-tasks // nodes),
-        "gpus_per_node": slurm.gpus_of(role),
+        "gpus_per_node": 0 if "--gres=none" in slurm.options else slurm.gpus_of(role),
         "cpus_per_task": (slurm.engines.cpus_per_server if engines else None) or slurm.cpus_per_task,
     }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from rl_megatron.config.sections.reward import REWARD
 from rl_megatron.config.sections.teachers import TEACHER
@@ -19,6 +22,47 @@ Modules = Annotated[str, Field(pattern=r"^[\w./+:=@~-]+( +[\w./+:=@~-]+)*$")]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Duration = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]
 
+_OPTION = re.compile(r"--([a-z][a-z0-9-]*)(=[^\x00-\x1f\x7f]+)?")
+_REQUESTS_GPUS = re.compile(r"--(gpus\b|(gres|tres-per-\w+)=(none$|.*\bgpu\b))")
+_KEYS = ("nodes", "ntasks_per_node", "cpus_per_task", "time", "account", "partition", "qos", "constraint", "exclude")
+_SET_BY: Mapping[str, str] = {  # options of sbatch, by the key that sets them, or submit itself
+    **{key.replace("_", "-"): f"slurm.{key}" for key in (*_KEYS, "reservation", "array", "dependency")},
+    **dict.fromkeys(("ntasks", "tasks-per-node"), "slurm.ntasks_per_node"),
+    **dict.fromkeys(("requeue", "no-requeue"), "slurm.requeues"),
+    **dict.fromkeys(("open-mode", "parsable", "test-only", "wait", "wrap", "help", "usage", "version"), "submit"),
+    "mem": "slurm.memory_per_node",
+    "signal": "slurm.signal_seconds",
+    "job-name": "run.name",
+    "output": "run.dir",
+    "clusters": "the variable SLURM_CLUSTERS",
+}
+
+
+def _split_options(given: object) -> object:
+    """Splits a command line's text as a shell does, or as a list: ``[--a=1,--b]``."""
+    if not isinstance(given, str):
+        return given
+    text = given.strip()
+    try:
+        return shlex.split(re.sub(r",\s*(?=--)", " ", text[1:-1]) if text.startswith("[") else text)
+    except ValueError as error:
+        why = {"why": str(error).lower()}
+        raise PydanticCustomError("words", "Input should be options as in a shell: {why}", why) from error
+
+
+def _check_options(options: tuple[str, ...]) -> tuple[str, ...]:
+    for option in options:
+        found = _OPTION.fullmatch(option)
+        if found is None:
+            raise PydanticCustomError("option", "Input should be options of sbatch, each as --name or --name=value")
+        for name, key in _SET_BY.items():
+            if name.startswith(found[1]):  # sbatch takes abbreviations
+                given = {"name": name, "key": key}
+                raise PydanticCustomError("of_the_job", "Input should be without --{name}, which {key} sets", given)
+    return options
+
+
+Options = Annotated[tuple[str, ...], BeforeValidator(_split_options), AfterValidator(_check_options)]
 SignalSeconds = Annotated[int, Field(ge=1, le=65_535), NUMBER]  # of sbatch --signal
 
 
@@ -108,7 +152,7 @@ class SlurmSection(Section):
     """Learner ranks on each node, on its GPUs from the first on, one each; null: one for each GPU, or without GPUs an
     equal share of the ranks."""
     gpus_per_node: NonNegative = 0
-    """GPUs of each node."""
+    """GPUs of each node; 0: the job requests none. ``slurm.options`` may request them in other ways."""
     gpu_memory_gb: PositiveFloat | None = None
     """Memory of a GPU, in 1e9 bytes: ``submit`` refuses a run that needs more; null: no check."""
     nvlink_nodes: Positive = 1
@@ -146,6 +190,9 @@ class SlurmSection(Section):
     seed."""
     dependency: Word | None = None
     """Jobs that this one waits for, as in afterok:123."""
+    options: Options = ()
+    """More options of sbatch, as [--gres=gpu:h100:8,--mail-user=me@x.org], for the learner's nodes. One that requests
+    GPUs replaces the request for ``slurm.gpus_per_node``; --gres=none removes it."""
     signal_seconds: SignalSeconds = 300
     """How long before the time limit the run saves a checkpoint and requests the next job; set it longer than a step
     and a checkpoint take. An evaluation does not count, but for the last step's."""
@@ -179,6 +226,11 @@ class SlurmSection(Section):
     def tasks_per_node(self, ranks: int) -> int:
         """Learner ranks on each node if there are ``ranks`` in all, rounded up."""
         return self.ntasks_per_node or self.gpus_per_node or -(-ranks // self.nodes)
+
+    @property
+    def options_request_gpus(self) -> bool:
+        """True if ``options`` say which GPUs the job gets."""
+        return any(_REQUESTS_GPUS.match(option) for option in self.options)
 
     def cores(self, ranks: int) -> int | None:
         """CPU cores of so many learner ranks; None: all that the job has."""

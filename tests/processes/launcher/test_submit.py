@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -91,7 +92,13 @@ def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_command
     ("keys", "message"),
     [
         (("slurm.nodes=4", "slurm.ntasks_per_node=1"), "4 tasks, but the learner has tp*cp*dp*pp = 1*1*2*1 = 2 ranks"),
-        (("learner.device=cuda",), "learner.device=cuda, but slurm.gpus_per_node=0"),
+        (("learner.device=cuda", "rollout=vllm"), "learner.device=cuda, but slurm.gpus_per_node=0: the job requests"),
+        (("slurm.options=--outp=x",), "without --output, which run.dir sets"),
+        (("slurm.options=[--comment=x, --no-requeue]",), "without --no-requeue, which slurm.requeues sets"),
+        (("slurm.options=--mail-user me",), "each as --name or --name=value"),
+        (("slurm.options=-N2",), "each as --name or --name=value"),
+        (("slurm.options=--comment=a\nb",), "each as --name or --name=value"),
+        (("slurm.options='",), "options as in a shell: no closing quotation"),
         (("slurm.partition=a b",), "slurm.partition='a b'"),
         (("slurm.time=tomorrow",), "slurm.time='tomorrow'"),
         (("slurm.setup=a\nb",), "slurm.setup="),
@@ -292,6 +299,53 @@ def test_engine_nodes_take_after_the_learners_where_nothing_else_is_said() -> No
         assert line in learner
         assert line in engines
     assert "#SBATCH --cpus-per-task" not in engines
+
+
+@pytest.mark.parametrize(
+    ("options", "requested"),
+    [
+        ("--gres=gpu:h100:8", "--gres=gpu:h100:8"),
+        ("--gpus-per-node=h100:8", "--gpus-per-node=h100:8"),
+        ("--tres-per-node=gres/gpu:8", "--tres-per-node=gres/gpu:8"),
+        ("--gres=lustre:1", "--gpus-per-node=8"),
+        ("--gres=none", None),
+    ],
+)
+def test_gpus_are_requested_in_the_clusters_own_way(options: str, requested: str | None) -> None:
+    keys = ("rollout=vllm", "slurm.heterogeneous=true", "slurm.engines.nodes=1", f"slurm.options={options}")
+    made = submit.job_script(config_of(*BIG, *keys), folder=Path("/work"), python="p", package=Path("/code"))
+    learner, engines = ([line for line in part.splitlines() if "gpu" in line] for part in made.split("#SBATCH hetjob"))
+    assert learner[:1] == ([f"#SBATCH {requested}"] if requested else [line for line in learner if "unset" in line])
+    assert ("#SBATCH --gpus-per-node=8" in engines) == (requested is not None)
+
+
+def test_a_job_of_ranks_alone_may_request_no_gpus() -> None:
+    found = preflight(config_of("learner.device=cuda"), for_job=True)
+    found.raise_problems()
+    assert "slurm.gpus_per_node=0: the job requests no GPUs" in found.describe()
+
+
+def test_options_are_quoted_as_sbatch_reads_them(tmp_path: Path) -> None:
+    for text in (*HOSTILE[1:], "a \\ #b, c"):
+        given = config_of().model_dump()
+        given["slurm"]["options"] = [f"--comment={text}"]
+        made = submit.job_script(RunConfig.model_validate(given), folder=tmp_path, python="p", package=tmp_path)
+        (line,) = (line for line in made.splitlines() if "--comment" in line)
+        assert shlex.split(line.removeprefix("#SBATCH ")) == [f"--comment={text}"]
+        subprocess.run(["bash"], input=made.partition("# One attempt")[0], text=True, cwd=tmp_path, check=True)
+    assert not [*tmp_path.rglob("PWNED")]
+
+
+def test_a_cluster_without_gpus_in_slurm_is_told_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'Invalid generic resource (gres) specification' >&2; exit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with (
+        pytest.raises(ConfigError, match=r"or, if it knows of no GPUs, none by slurm.options=\[--gres=none\]"),
+        submit.prepare(config_of("learner.device=cuda", "slurm.gpus_per_node=2"), "x") as job,
+    ):
+        submit.verify_script(job, cluster=True)
 
 
 HOSTILE = ("a\n>PWNED\n#", "a;>PWNED;", "$(>PWNED)", "`>PWNED`", "a' >PWNED '", 'a" >PWNED "', "a|>PWNED", "a >PWNED")

@@ -18,6 +18,7 @@ CASES = {
         *("slurm.signal_seconds=600", "slurm.requeues=5", "slurm.restarts=1", "slurm.modules=cuda/12.8 nccl"),
         *("slurm.setup=source /opt/site/env.sh", "slurm.environment.NCCL_DEBUG=INFO"),
         *("slurm.environment.GREETING=it's a $HOME", "slurm.python=/opt/venv/bin/python"),
+        "slurm.options=[--mail-type=END,FAIL,--comment=\"a 'b' #c\"]",
     ),
     "array": ("slurm.array=0-3", "seed=10"),
     "ray_and_engine_nodes": (
