@@ -3,7 +3,11 @@
 # BUDGETED: not empty where the job's time is all that the run may have, so that it ends well once that is up;
 # ARRAY_RUN: of a task of slurm.array, the array's folder, of which RUN is one; else empty;
 # and ASKED, not empty once SIGUSR1 has come, by a trap that is set first: its default would end the job for good.
-set +efuC +o pipefail # as bash begins: what stands before, slurm.setup say, may have set them for itself
+# As bash begins: the environment (SHELLOPTS, BASHOPTS, BASH_ENV) and what stands before, slurm.setup say, may differ.
+set -B +aefkmuCET +o pipefail +o posix
+shopt -u dotglob expand_aliases extdebug failglob inherit_errexit lastpipe nocaseglob nocasematch nullglob 2>/dev/null
+unset IFS GLOBIGNORE SLURM_TIME_FORMAT
+trap - DEBUG ERR RETURN
 restart=${SLURM_RESTART_COUNT:-0} job=$SLURM_JOB_ID
 if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then # one task of the array has the array's own id, by which Slurm means them all
     job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID

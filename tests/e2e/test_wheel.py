@@ -91,7 +91,7 @@ def test_the_tutorial_is_followed_without_the_checkout(wheel: Path, tmp_path: Pa
     script = (empty / "runs/wide/job.sbatch").read_text()
     assert str(REPO) not in script
     code = empty / "runs/wide/code"
-    assert f"export PYTHONPATH={code}$" in script
+    assert f"PYTHONPATH={code}$" in script
     assert {path.name for path in code.iterdir()} == {"rl_megatron", "launcher", "tools"}
     assert all(path.resolve().is_relative_to(packages) for path in code.iterdir())
     assert (REPO / "slurm" / "job.sh").read_text() in script

@@ -28,6 +28,7 @@ JOB = Path(__file__).resolve().parents[3] / "slurm" / "job.sh"
 RUN = """#!/usr/bin/env bash
 [ -n "$FAILED$ENDS" ] || touch "$ATTEMPT/requeue"
 [ -z "$FAILED" ] || echo "${FAILED#several}" | awk NF >"$ATTEMPT/failed_node"
+printf '%s\\n' "$PWD" "${PYTHONPATH%%:*}" >"$RUN/where"
 [ -z "$STEP" ] || mkdir -p "$RUN/checkpoints/step_$STEP"
 """
 SBATCH = """#!/usr/bin/env bash
@@ -144,7 +145,13 @@ def test_a_job_whose_time_is_up_during_its_setup_saves_and_comes_back(tmp_path: 
     assert "the time limit or preemption is near: the run saves" in said
 
 
-@pytest.mark.parametrize("options", ["set -e", "set -euo pipefail", "set -f", "set -C"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *("set -e", "set -euo pipefail", "set -f", "set -C", "set -o posix", "set -k", "set +B", "cd /", "IFS=0"),
+        *("shopt -s failglob nullglob", "trap 'exit 9' ERR", "export PYTHONPATH=/site", "alias echo=false; set -m"),
+    ],
+)
 def test_a_setup_that_leaves_options_of_bash_on_changes_nothing(tmp_path: Path, options: str) -> None:
     config = config_of("run.name=run", f"run.dir={tmp_path}", f"slurm.setup={options}")
     python = str(tmp_path / "commands" / "python")
@@ -153,6 +160,28 @@ def test_a_setup_that_leaves_options_of_bash_on_changes_nothing(tmp_path: Path, 
         status, said, asked = attempt(tmp_path, restart, step, script=script)
         assert (status, asked) == (0, ["requeue 7"]), said
     assert attempt(tmp_path, 3, ENDS="well", script=script)[1].endswith("restart 3: done\n")
+    assert (tmp_path / "run" / "where").read_text() == f"{tmp_path}\n{tmp_path}\n"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"POSIXLY_CORRECT": "1"},
+        {"SHELLOPTS": "errexit:noglob:noclobber:nounset:pipefail:posix:keyword"},
+        {"BASHOPTS": "failglob:nocasematch:lastpipe"},
+        {"BASH_ENV": "site.sh"},
+        {"SLURM_TIME_FORMAT": "relative"},
+    ],
+)
+def test_variables_that_change_bash_change_nothing(tmp_path: Path, variables: dict[str, str]) -> None:
+    (tmp_path / "site.sh").write_text("set -o posix -e; cd /; IFS=1; shopt -s failglob\n")
+    config = config_of("run.name=run", f"run.dir={tmp_path}")
+    python = str(tmp_path / "commands" / "python")
+    script = job_script(config, folder=tmp_path, python=python, package=tmp_path)
+    given = {name: str(tmp_path / text) if name == "BASH_ENV" else text for name, text in variables.items()}
+    status, said, asked = attempt(tmp_path, 0, "000001", script=script, **given)
+    assert (status, asked) == (0, ["requeue 7"]), said
+    assert attempt(tmp_path, 1, ENDS="well", script=script, **given)[1].endswith("restart 1: done\n")
 
 
 SLOW_START = """
