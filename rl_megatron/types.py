@@ -77,6 +77,7 @@ class SamplingParams:
     router_noise: float = 0.0  # standard deviation of the noise on router logits; servers have none
     top_k: int = 0  # sample from this many most likely tokens; 0: from all
     min_p: float = 0.0  # and from those with at least this share of the most likely one's probability
+    stop: tuple[str, ...] = ()  # texts: the first token that completes one, special tokens as text, is the last
 
 
 class LoadedAdapters(NamedTuple):

@@ -22,7 +22,7 @@ from rl_megatron.errors import CorruptionError
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.local.batched import InThisProcess
-from rl_megatron.rollout.local.engine import LocalEngine
+from rl_megatron.rollout.local.engine import LocalEngine, decoder_of
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.boxes import whole_box
@@ -53,7 +53,14 @@ async def engine_alone(
     if not section.served:
         longest = section.max_prompt_tokens + config.longest_completion
         dtype = getattr(torch, config.learner.dtype)
-        engine = LocalEngine(shape, slots=section.slots, dtype=dtype, device=config.learner.device, max_length=longest)
+        engine = LocalEngine(
+            shape,
+            slots=section.slots,
+            dtype=dtype,
+            device=config.learner.device,
+            max_length=longest,
+            decode=decoder_of(model_folder) if section.stop else None,
+        )
         hf = hf_layout(shape)
         await asyncio.to_thread(read_boxes, HFFolder(model_folder), hf, hf, 0, engine.tensors)
         yield InThisProcess(engine)

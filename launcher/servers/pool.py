@@ -331,6 +331,7 @@ class ServedEngines:
             batch_invariant=section.batch_invariant,
             adapters=self._places,
             draft_tokens=section.draft_tokens,
+            stops=bool(config.rollout.stop),
             extra=self._extra,
         )
 

@@ -61,13 +61,20 @@ class Worker(RankModels):
 
     def _make_holder(self, config: RunConfig, run_folder: Path) -> LocalEngine | Mirror | None:
         """The target of pushes: this rank's engine or, if servers sample or nobody does, its node's mirror file."""
-        from rl_megatron.rollout.local.engine import LocalEngine
+        from rl_megatron.rollout.local.engine import LocalEngine, decoder_of
 
         section = config.rollout
         if config.fills_files:
             return self._make_mirror(config, run_folder)
         longest = section.max_prompt_tokens + config.longest_completion
-        return LocalEngine(self._shape, slots=section.slots, dtype=self._dtype, device=self._device, max_length=longest)
+        return LocalEngine(
+            self._shape,
+            slots=section.slots,
+            dtype=self._dtype,
+            device=self._device,
+            max_length=longest,
+            decode=decoder_of(self._model_folder) if section.stop else None,
+        )
 
     def _make_mirror(self, config: RunConfig, run_folder: Path) -> Mirror | None:
         """The file that this rank writes with others of its node, of which the first makes it; None if it writes none.

@@ -124,6 +124,8 @@ def _allowed(error: ErrorDetails) -> str:
             return f"text that matches {error['ctx']['pattern']}"
         case "string_too_long":
             return f"text of at most {error['ctx']['max_length']} characters"
+        case "string_too_short":
+            return "text that is not empty"
         case "too_short":
             return f"at least {error['ctx']['min_length']} of them"
         case "too_long":

@@ -68,6 +68,13 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
             "batch in one call of the learner's processes, which ends no completion before the others; set "
             "rollout.server.replicas, or rollout=vllm or sglang, or leave it out"
         )
+    if c.rollout.stop and c.rollout.ignore_eos:
+        yield "rollout.stop with rollout.ignore_eos=true, which ends no completion early; leave one of them out"
+    if c.rollout.stop and c.rollout.engine == "vllm" and (asking := c.asks_for_routes) is not None:
+        yield (
+            f"rollout.stop with {asking}: vLLM finds texts outside of its engine, which then returns no routes; set "
+            "rollout=sglang or local, or leave one of them out"
+        )
     if c.rollout.top_p < 1 and c.kind.samples:
         yield from _of_top_p(c)
     if c.rollout.interrupt.earliest:

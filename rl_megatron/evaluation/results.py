@@ -89,6 +89,7 @@ def drawing_keys(config: Mapping[str, Any], section: Mapping[str, Any], engine: 
         "learner.dtype": config.get("learner", {}).get("dtype"),
         **found,
         "rollout.ignore_eos": rollout.get("ignore_eos", False),
+        "rollout.stop": list(rollout.get("stop", ())),
         "rollout.server.quantization": rollout.get("server", {}).get("quantization", "none"),
     }
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.observability.timeline.spans import FreeLanes
@@ -11,12 +14,43 @@ from rl_megatron.types import Completion, GenerationRequest
 _IN_FLIGHT = FreeLanes("sampling", "request")
 
 
-async def sampled_by(engine: RolloutEngine, request: GenerationRequest) -> tuple[Completion, ...]:
-    """What ``engine`` generates. Raises what it raises."""
+async def sampled_by(
+    engine: RolloutEngine, request: GenerationRequest, decode: Callable[[Sequence[int]], str]
+) -> tuple[Completion, ...]:
+    """Completions by ``engine``, none longer than up to its first stop text. Raises what it raises."""
     with _IN_FLIGHT.during("generate", request=request.id) as span:
         completions = tuple(await engine.generate(request))
         span.say(**_said(completions))
+    if stop := request.params.stop:
+        return await asyncio.to_thread(lambda: tuple(_cut(one, stop, decode) for one in completions))
     return completions
+
+
+def _cut(completion: Completion, stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> Completion:
+    """The completion up to the token that completes a stop text: an engine that continues what was begun by another
+    request sees only the part of a text that it samples itself."""
+    tokens = completion.token_ids.tolist()
+
+    def has_text(count: int) -> bool:
+        text = decode(tokens[:count])
+        return any(one in text for one in stop)
+
+    if not has_text(len(tokens)):
+        return completion
+    count, routes = bisect_left(range(len(tokens)), True, key=has_text), completion.routes
+    if routes is not None and count < len(tokens):
+        positions, layers, experts = routes.shape
+        kept = positions - len(tokens) + count
+        data = routes.data[: len(routes.data) // positions * kept]
+        routes = replace(routes, data=data, shape=(kept, layers, experts))
+    return replace(
+        completion,
+        token_ids=completion.token_ids[:count],
+        logprobs=completion.logprobs[:count],
+        finish_reason="stop",
+        spans=tuple(span for span in completion.spans if span.start < count),
+        routes=routes,
+    )
 
 
 def _said(completions: Sequence[Completion]) -> dict[str, int]:

@@ -55,7 +55,7 @@ class PolicySampler(GroupSource):
         max_new_tokens: int | None = None,
         router_noise: float = 0.0,
     ) -> SamplingParams:
-        """How to sample a completion or a turn, with the run's stop tokens; without ``max_new_tokens`` it has
+        """How to sample a completion or a turn, with the run's stop tokens and texts; without ``max_new_tokens`` it has
         rollout.max_new_tokens at most."""
         return SamplingParams(
             temperature=temperature,
@@ -64,6 +64,7 @@ class PolicySampler(GroupSource):
             min_p=min_p,
             max_new_tokens=max_new_tokens or self.rollout.max_new_tokens,
             stop_token_ids=self.stop_token_ids,
+            stop=self.rollout.stop,
             seed=self.seed,
             router_noise=router_noise,
         )

@@ -191,8 +191,8 @@ class RolloutSampler(PolicySampler):
     async def _generated(self, request: GenerationRequest) -> tuple[Completion, ...]:
         place = None if self.interruption is None else self.interruption.place(request)
         if self.interruption is None or place is None:
-            return await sampled_by(self.engine, request)
-        first = await sampled_by(self.engine, self.interruption.until(request, place))
+            return await sampled_by(self.engine, request, self.decode)
+        first = await sampled_by(self.engine, self.interruption.until(request, place), self.decode)
         async with together() as tasks:
             running = [tasks.create_task(self._gone_on(request, place, *one)) for one in enumerate(first)]
         return tuple(task.result() for task in running)
@@ -205,7 +205,7 @@ class RolloutSampler(PolicySampler):
             return sampled
         if request.group is not None:
             self.sampled[request.id] = sampled  # a checkpoint has this much of it
-        (more,) = await sampled_by(self.engine, rest)
+        (more,) = await sampled_by(self.engine, rest, self.decode)
         return await asyncio.to_thread(self.interruption.whole, sampled, more)
 
     async def _scored(

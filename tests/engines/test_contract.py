@@ -12,10 +12,22 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from launcher.servers.engines import SERVERS
 from rl_megatron.data.routes import decode_routes
 from rl_megatron.errors import EngineError
+from rl_megatron.rollout.local.engine import decoder_of
 from rl_megatron.types import Completion, Span
-from tests.engines.benches import RETURN_ROUTES, Bench, ServedBench, logits_of, logprobs_of, request, routes_of
+from tests.engines.benches import (
+    RETURN_ROUTES,
+    Bench,
+    ServedBench,
+    logits_of,
+    logprobs_of,
+    request,
+    routes_of,
+    served,
+)
+from tests.engines.conftest import needs
 
 PROMPTS = [[(7 * i + j) % 256 for j in range(4 + 9 * i)] for i in range(6)]
 
@@ -101,6 +113,30 @@ def test_evaluations_draw_from_what_a_limit_leaves(bench: Bench, models: tuple[P
         assert left.all()
         firsts += int((rank == 0).sum())
     assert firsts < 4 * 16  # and not the most likely alone
+
+
+@pytest.mark.slow  # 60 s each
+@pytest.mark.parametrize("engine", sorted(SERVERS))
+def test_the_token_that_completes_a_stop_text_is_the_last(
+    engine: str, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    needs(engine)
+    decode = decoder_of(models[0])
+    stop = (*"abcdefghijklmnopqrstuvwxyz0123", "é", "<pad>")
+    with served(engine, models[0], tmp_path, routes=False, more=["rollout.stop=a"]) as server:
+        server.push(models[0], 1)
+        asked = [request(prompt, n=4, stop=stop) for prompt in PROMPTS]
+        reasons = set()
+        for one, completions in zip(asked, server.generate(*asked), strict=True):
+            for c in completions:
+                ids = c.token_ids.tolist()
+                assert not any(text in decode(ids[:-1]) for text in stop)
+                assert (c.finish_reason == "stop") == any(text in decode(ids) for text in stop)
+                assert c.finish_reason == "stop" or len(ids) == 16
+                expected = logprobs_of(models[0], one.token_ids, c, 1.0)
+                torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-4, rtol=0)
+                reasons.add(c.finish_reason)
+    assert reasons == {"stop", "length"}
 
 
 def test_temperature_0_takes_the_most_likely(bench: Bench, models: tuple[Path, Path]) -> None:

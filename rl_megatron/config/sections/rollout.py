@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -65,6 +66,9 @@ _NOT_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
 )
 """Options of engines that are refused, each with the reason and what to do."""
+MAX_STOPS = 32
+"""Most texts of ``rollout.stop``: SGLang takes no more."""
+MAX_STOP_LENGTH = 256  # characters: how far the in-process engine looks back at each token
 _ABBREVIATED = 4  # characters with which engines may know an option: --ho
 _NOT_OFFERED = {"nvfp4", "mxfp4", "mxfp8", "int4", "awq", "gptq", "fp4"}
 
@@ -281,6 +285,11 @@ class RolloutSection(Section):
     """What to do with a longer prompt: end the run at its start, or drop the prompt."""
     ignore_eos: bool = False
     """Whether to sample ``max_new_tokens`` tokens even after a stop token (for measurements)."""
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)], ...], Field(max_length=MAX_STOPS)
+    ] = ()
+    """Texts that end a completion or a turn, as stop tokens do: the token that completes one is the last, and is
+    trained on. On a command line one text, or several as JSON: ``["</answer>", "\\n\\n"]``."""
     dynamic_sampling: Literal["off", "refill", "drop"] = "off"
     """What to do with groups whose rewards are equal, before the overlong penalty or after all shaping, or to which
     advantages of your own are all 0: keep them (off), drop them and draw another prompt for each, until the batch is
@@ -294,6 +303,20 @@ class RolloutSection(Section):
     slots: Positive = 512
     """Most sequences that an engine replica decodes at once."""
     server: ServerSection = ServerSection()
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _as_texts(cls, given: object) -> object:
+        if not isinstance(given, str):
+            return given
+        if not (given.startswith("[") and given.endswith("]")):
+            return [given]
+        try:
+            return json.loads(given)
+        except ValueError as error:
+            raise PydanticCustomError(
+                "texts", 'Input should be one text or a JSON list, as ["</a>", "</b>"]'
+            ) from error
 
     @property
     def embedded(self) -> bool:

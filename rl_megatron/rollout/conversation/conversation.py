@@ -78,8 +78,8 @@ class Node:
 class Conversation:
     """The messages of one agent's run, as a tree. What was sampled has its tokens there."""
 
-    def __init__(self, template: Template) -> None:
-        self._template = template
+    def __init__(self, template: Template, stop_token_ids: Collection[int] | None = None) -> None:
+        self._template, self._stop_token_ids = template, stop_token_ids
         self._root = Node(message={}, parent=None)
         self._sampled: list[SampledTurn] = []
 
@@ -98,6 +98,8 @@ class Conversation:
         branch: Branch | None = ("again" if last < 0 else "edited") if self._sampled else None
         if after is not None:
             ended = int(after.completion.token_ids[-1]) if after.completion.finish_reason == "stop" else None
+            if self._stop_token_ids is not None and ended not in self._stop_token_ids:
+                ended = None  # a text ended it
             found = self._template.proceed(after.rendered, known, tools, ended)
             if isinstance(found, str):
                 after, branch = None, found

@@ -67,7 +67,7 @@ class Episode(Served):
     """
 
     def __init__(self, setting: PlaySetting, place: TrajectoryPlace) -> None:
-        self.conversation = Conversation(setting.template)
+        self.conversation = Conversation(setting.template, setting.params.stop_token_ids)
         self.replies: list[Reply] = []
         self.turns: list[Turn] = []  # one for each reply
         self.stop: StopReason | None = None
@@ -214,7 +214,7 @@ class Episode(Served):
         request, asked = self._request(tuple(token_ids.tolist()), most), self._loop.time()
         try:
             async with asyncio.timeout(self._patience):
-                (completion,) = await sampled_by(self._setting.engine, request)
+                (completion,) = await sampled_by(self._setting.engine, request, self._decode)
         except TimeoutError as error:
             raise self._ended("seconds") from error
         self._waited += self._loop.time() - asked
@@ -228,6 +228,9 @@ class Episode(Served):
         elif completion.finish_reason not in ("stop", "length"):
             self.stop = "abandoned"
         return completion
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._setting.template.decode(np.array(token_ids, np.int32), special=True)
 
     @property
     def _patience(self) -> float | None:

@@ -3,7 +3,7 @@
 Requests may come at any time; they wait in the order in which they came. Prompts are prefilled a block at a time; the
 completions of a prompt copy its keys and values. The first decoding step computes the last prompt token, so that the
 same code produces every sampled token. Active rows are always the first n: a step works on slices, and Python loops run
-over requests and blocks, never over the sequences of a step.
+over requests and blocks, over the sequences of a step only if they have stop texts.
 
 A sequence has a place from its request until its completion is taken: the tables of what it is and of what it has made
 are indexed by places. It has a row only while it decodes, and moves to another when rows are closed up.
@@ -14,7 +14,7 @@ Letters: n active rows, S places, P prompts of a block, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -87,7 +87,15 @@ class _Block:
 class Decoding:
     """Decodes sequences at up to ``places`` places, of at most ``width`` new tokens each, in the rows of ``cache``."""
 
-    def __init__(self, model: ReferenceModel, cache: KVCache, *, places: int, width: int) -> None:
+    def __init__(
+        self,
+        model: ReferenceModel,
+        cache: KVCache,
+        *,
+        places: int,
+        width: int,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
         self._model, self._cache, self._num, self._width = model, cache, places, width
         device = model.device
         self._any_greedy = self._any_limit = self._any_noise = False
@@ -95,6 +103,7 @@ class Decoding:
         self._initial_sampling = torch.zeros(5, places, device=device)
         self._stop_rows: dict[tuple[int, ...], int] = {}
         self._stop_table = torch.zeros(0, dtype=torch.bool, device=device)
+        self._decode, self._texts = decode, dict[int, tuple[str, ...]]()  # stop texts, by place
         self._uniforms = torch.zeros(places * width, device=device)
         self._noise_streams = torch.zeros(places, dtype=torch.int64)
         self._noise_levels = torch.zeros(places)
@@ -162,10 +171,27 @@ class Decoding:
         state[: _OUT + 1] += 1
         self._clock += 1
         stopped = self._stop_table.take(state[_STOPS] + tokens)
+        if self._texts:
+            stopped = stopped | self._completes_text(state)
         finished = stopped | (state[_PRODUCED] == state[_LIMIT])
         if finished.any():
             self._retire(finished, stopped)
             self._admit()
+
+    def _completes_text(self, state: Tensor) -> Tensor:
+        """Which active rows [n] bool have a stop text that their last token completes.
+
+        A text of n bytes has at most n tokens; the token before them may lose a space.
+        """
+        assert self._decode is not None
+        produced = state[_PRODUCED].tolist()
+        found = [False] * len(produced)
+        for row, (end, made) in enumerate(zip(state[_OUT].tolist(), produced, strict=True)):
+            if texts := self._texts.get((end - made) // self._width):
+                window = min(made, 1 + max(len(one.encode()) for one in texts))
+                text = self._decode(self._out_tokens[end - window : end].tolist())
+                found[row] = any(one in text for one in texts)
+        return torch.tensor(found, device=state.device)
 
     def ended(self) -> list[int]:
         """The places of sequences that have ended since the last call."""
@@ -249,6 +275,11 @@ class Decoding:
         places = torch.tensor([place for one in asked for place in one.places], device=device)
         params = [one.request.params for one in asked]
         self._know_stops([p.stop_token_ids for p in params])
+        for one in asked:
+            for place in one.places:
+                self._texts.pop(place, None)
+                if one.request.params.stop:
+                    self._texts[place] = one.request.params.stop
 
         def spread(values: Sequence[int] | Sequence[float]) -> Tensor:
             return torch.tensor(values, device=device).index_select(0, prompt)

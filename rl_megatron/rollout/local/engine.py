@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,10 +25,18 @@ class LocalEngine:
     """Generates synchronously with the weights in ``tensors``, which a weight push overwrites in place.
 
     It decodes at most ``slots`` sequences at once; a prompt and its completion have at most ``max_length`` tokens.
+    ``decode`` makes text of tokens, for requests with stop texts.
     """
 
     def __init__(
-        self, shape: ModelShape, *, slots: int, dtype: torch.dtype, device: torch.device | str, max_length: int
+        self,
+        shape: ModelShape,
+        *,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        max_length: int,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         family = family_of(shape)
         self.model = ReferenceModel(
@@ -34,7 +44,7 @@ class LocalEngine:
         )
         self._tensors = {**self.model.tensors, **_draft_tensors(shape, dtype, device)}
         self.version: int | None = 0
-        self._slots, self.max_length = slots, max_length
+        self._slots, self.max_length, self.decode = slots, max_length, decode
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -70,7 +80,7 @@ class LocalEngine:
         with self.model.packed():
             every, width = continuations_of(wanted), max(request.params.max_new_tokens for request in wanted)
             places = sum(request.num_completions for request in wanted)
-            decoding = Decoding(self.model, self._cache(wanted), places=places, width=width)
+            decoding = Decoding(self.model, self._cache(wanted), places=places, width=width, decode=self.decode)
             decoding.add(every)
             while decoding.unfinished:
                 decoding.step()
@@ -107,11 +117,21 @@ class LocalEngine:
             problem = f"temperature={params.temperature} must be finite and >= 0, top_p={params.top_p} in (0, 1]"
         elif not (params.top_k >= 0 and 0 <= params.min_p <= 1):
             problem = f"top_k={params.top_k} must be >= 0, min_p={params.min_p} in [0, 1]"
+        elif params.stop and self.decode is None:
+            problem = f"stop={params.stop} needs the model's tokenizer, and this engine was made without"
         elif any(not 0 <= token < vocabulary for token in params.stop_token_ids):
             problem = f"stop_token_ids={params.stop_token_ids} must be in [0, {vocabulary})"
         else:
             return
         raise EngineError(f"request {request.id!r}: {problem}")
+
+
+def decoder_of(folder: Path) -> Callable[[Sequence[int]], str]:
+    """Makes text of tokens by the tokenizer of a folder, special tokens included."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def _draft_tensors(shape: ModelShape, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:

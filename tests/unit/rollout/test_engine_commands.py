@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -26,8 +27,10 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.timeline import spans
 from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.rollout.servers import gauges
-from rl_megatron.rollout.servers.adapter import Description, EngineGauges, StartOptions, words_of
+from rl_megatron.rollout.servers.adapter import Adapter, Description, EngineGauges, StartOptions, words_of
 from rl_megatron.rollout.servers.answers import rest_of
+from rl_megatron.rollout.servers.embedded import wire
+from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
 from rl_megatron.rollout.servers.gauges import GaugesInTurn
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.replicas import Event, ReplicaSet
@@ -234,6 +237,59 @@ def test_sglang_gets_another_seed_for_each_completion_of_a_group_and_for_each_re
     assert seeds[0] == seeds[1]
     assert len({*seeds[0], *(seed for rest in seeds[2:] for seed in rest)}) == 6
     assert all(0 <= seed < 2**63 for given in seeds for seed in given)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "local"])
+def test_servers_get_stop_texts_and_what_finds_them(engine: str) -> None:
+    adapter: Adapter = EmbeddedAdapter(MOE) if engine == "local" else SERVERS[engine](MOE)
+    bodies = list[Any]()
+
+    class Said:
+        priorities, salt = False, None
+
+        async def sampled(self, path: str, body: Any, form: Any) -> list[Any]:
+            bodies.append(json.loads(json.dumps(body)))
+            return []
+
+    for stop in (("</a>", "\n\n"), ()):
+        asked = replace(ASKED, params=replace(ASKED.params, stop=stop))
+        asyncio.run(adapter.generate(cast(Any, Said()), asked, "id"))
+    with_stop, without = bodies
+    if engine == "local":
+        assert [wire.request_of(body)[1].params.stop for body in bodies] == [("</a>", "\n\n"), ()]
+    elif engine == "vllm":
+        given = {"stop": ["</a>", "\n\n"], "include_stop_str_in_output": True, "skip_special_tokens": False}
+        assert given.items() <= with_stop["sampling_params"].items()
+        assert [body["sampling_params"]["detokenize"] for body in bodies] == [True, False]
+    else:
+        given = {"stop": ["</a>", "\n\n"], "no_stop_trim": True}
+        assert all(given.items() <= one.items() for one in with_stop["sampling_params"])
+        assert not any("stop" in one for one in without["sampling_params"])
+    commands = [
+        adapter.command(replace(OPTIONS, stops=stops, device="cpu", routes=False)).arguments for stops in (True, False)
+    ]
+    finds = {"sglang": "--tokenizer-path", "local": "--tokenizer"}.get(engine)
+    assert [finds is None or finds in one for one in commands] == [True, finds is None]
+    if engine == "sglang":
+        assert ["--skip-tokenizer-init" in one for one in commands] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (['rollout.stop=""'], "must be text that is not empty"),
+        (["rollout.stop=['</a>']"], "must be one text or a JSON list"),
+        ([f"rollout.stop={json.dumps(['a'] * 33)}"], "must be at most 32 of them"),
+        ([f"rollout.stop={'a' * 257}"], "must be text of at most 256 characters"),
+        (["rollout.stop=a", "rollout.ignore_eos=true"], "which ends no completion early"),
+        (["rollout=vllm", "rollout.stop=a", "train.route_flips=true"], "vLLM finds texts outside of its engine"),
+    ],
+)
+def test_stop_texts_that_engines_cannot_find_are_refused(keys: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config("tiny_cpu", keys)
+    assert load_config("tiny_cpu", ['rollout.stop=["</a>", "\\n"]']).rollout.stop == ("</a>", "\n")
+    assert load_config("tiny_cpu", ["rollout.stop=</a>"]).rollout.stop == ("</a>",)
 
 
 def test_what_engines_cannot_do_is_told() -> None:

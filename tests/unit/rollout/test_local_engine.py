@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -144,6 +144,38 @@ def test_stop_tokens_and_limits_end_completions(make_engine: MakeEngine) -> None
             assert cut.finish_reason == ("length" if first is None else "stop")
             assert len(cut.logprobs) == length
             reasons.add(cut.finish_reason)
+    assert reasons == {"length", "stop"}
+
+
+def in_bytes(ids: Sequence[int]) -> str:
+    """Below 14 a token is the first byte of a character, else the second of some."""
+    return bytes(0xC3 if one < 14 else 0x80 + one for one in ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("slots", [16, 2])
+def test_the_token_that_completes_a_stop_text_is_the_last(make_engine: MakeEngine, slots: int) -> None:
+    """Texts of two tokens each; a longer one has the engine look back further, and never at all tokens."""
+    engine, seen = make_engine(slots), list[int]()
+    with pytest.raises(EngineError, match="needs the model's tokenizer"):
+        engine.generate([request("x", (3,), stop=("é",))])
+
+    def decode(ids: Sequence[int]) -> str:
+        seen.append(len(ids))
+        return in_bytes(ids)
+
+    engine.decode, stop = decode, ("Ó", "Õ", "Ñ", "ÖÖ")
+    free = engine.generate(ragged(num=6, max_new_tokens=40))
+    assert not seen
+    ended = engine.generate(ragged(num=6, max_new_tokens=40, stop=stop))
+    assert max(seen) == 5
+    reasons = set()
+    for whole, cut in zip(chain(*free), chain(*ended), strict=True):
+        ids = whole.token_ids.tolist()
+        length = next((i for i in range(1, 41) if any(one in in_bytes(ids[:i]) for one in stop)), None)
+        assert cut.token_ids.tolist() == ids[:length]
+        assert cut.logprobs == pytest.approx(whole.logprobs[:length], abs=1e-5)
+        assert cut.finish_reason == ("length" if length is None else "stop")
+        reasons.add(cut.finish_reason)
     assert reasons == {"length", "stop"}
 
 

@@ -18,11 +18,13 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import InterruptSection, RolloutSection
+from rl_megatron.data.routes import decode_routes
 from rl_megatron.data.samples import to_samples
 from rl_megatron.errors import ConfigError, EngineError, PoisonPrompt, RewardError
 from rl_megatron.evaluation.sets import ProblemSet, measure
 from rl_megatron.rewards.threads import Plain
 from rl_megatron.rollout.batch import RolloutBatch
+from rl_megatron.rollout.generations import sampled_by
 from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.policy_sampler import HeldOut
@@ -117,6 +119,31 @@ def test_groups_come_in_order_with_texts_and_rewards(make_engine: MakeEngine) ->
         assert {tuple(row.token_ids[:2].tolist()) for row in rows} == {group.prompt.token_ids}
         assert texts_of(group) == [text(row.token_ids[2:].tolist()) for row in rows]
         assert group.rewards == tuple(len(row.token_ids) - 2 for row in rows)
+
+
+def test_what_an_engine_samples_beyond_a_stop_text_is_cut(make_engine: MakeEngine) -> None:
+    """An engine that continues a completion from its tokens does not see a text that began in them."""
+
+    class Blind(AsyncEngine):
+        async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+            return await super().generate(replace(request, params=replace(request.params, stop=())))
+
+    engine: Any = Blind(make_engine(8))
+    params = sampler(make_engine, length_reward).params(temperature=1.0, max_new_tokens=12)
+    asked = GenerationRequest(id="x", token_ids=(3, 4), num_completions=4, params=params, routes=True)
+    whole = asyncio.run(sampled_by(engine, asked, text))
+    ids = whole[0].token_ids.tolist()
+    assert len(ids) > 3
+    stop = text(ids[1:3])
+    found = asyncio.run(sampled_by(engine, replace(asked, params=replace(params, stop=(stop,))), text))
+    for cut, full in zip(found, whole, strict=True):
+        tokens = full.token_ids.tolist()
+        length = next((i for i in range(len(tokens)) if stop in text(tokens[:i])), len(tokens))
+        assert cut.token_ids.tolist() == tokens[:length]
+        assert len(cut.logprobs) == length
+        assert full.routes is not None
+        assert decode_routes(cut.routes).tolist() == decode_routes(full.routes)[: 2 + length - 1].tolist()
+    assert (found[0].token_ids.tolist(), found[0].finish_reason) == (ids[:3], "stop")
 
 
 def test_texts_are_decoded_off_the_event_loop(make_engine: MakeEngine) -> None:

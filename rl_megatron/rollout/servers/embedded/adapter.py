@@ -47,6 +47,7 @@ class EmbeddedAdapter(Adapter):
                 *("-P", "-m", "rl_megatron.rollout.servers.embedded.server", "--model", str(options.bare_folder)),
                 *("--host", options.host, "--port", str(options.port), "--dtype", options.dtype),
                 *("--max-length", str(options.max_length), "--slots", str(options.slots)),
+                *(("--tokenizer", str(options.model_folder)) if options.stops else ()),
             ),
             environment={},
         )

@@ -58,7 +58,10 @@ class RunningBatch:
     def __init__(self, engine: LocalEngine, *, slots: int) -> None:
         model, max_length = engine.model, engine.max_length
         cache = KVCache(model.shape, rows=slots, columns=max_length, dtype=model.dtype, device=model.device)
-        self._engine, self._decoding = engine, Decoding(model, cache, places=slots, width=max_length)
+        self._engine, self._decoding = (
+            engine,
+            Decoding(model, cache, places=slots, width=max_length, decode=engine.decode),
+        )
         self._free = list(range(slots))
         self._queue: deque[_Sequence] = deque()
         self._decoded: dict[int, tuple[_Sequence, Continuations]] = {}  # by place

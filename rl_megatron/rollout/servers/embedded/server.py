@@ -28,7 +28,7 @@ from starlette.routing import Route
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import EngineError, RLMegatronError
 from rl_megatron.models.families.fields import read_config
-from rl_megatron.rollout.local.engine import LocalEngine
+from rl_megatron.rollout.local.engine import LocalEngine, decoder_of
 from rl_megatron.rollout.servers.embedded import wire
 from rl_megatron.rollout.servers.embedded.running import Ended, RunningBatch
 from rl_megatron.rollout.servers.engine_token import EngineToken
@@ -254,6 +254,7 @@ def application(options: argparse.Namespace) -> Starlette:
         dtype=getattr(torch, options.dtype),
         device="cpu",
         max_length=options.max_length,
+        decode=options.tokenizer and decoder_of(options.tokenizer),
     )
     known = read_config(options.model).get("architectures") or ()
     described = {
@@ -280,6 +281,7 @@ def main() -> None:
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--max-length", type=int, required=True)
     parser.add_argument("--slots", type=int, required=True)
+    parser.add_argument("--tokenizer", type=Path, help="folder with the tokenizer, for requests with stop texts")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     options = parser.parse_args()
     uvicorn.run(

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes, SamplingParams, Span
 
-PROTOCOL = "3"
+PROTOCOL = "4"
 """Both ends have the same."""
 
 
@@ -51,12 +51,12 @@ def asked(name: str, request: GenerationRequest) -> dict[str, object]:
 def request_of(body: Mapping[str, Any]) -> tuple[str, GenerationRequest]:
     """The inverse of `asked`."""
     params = dict(body["params"])
-    stops = tuple(params.pop("stop_token_ids"))
+    stops, texts = tuple(params.pop("stop_token_ids")), tuple(params.pop("stop"))
     return body["name"], GenerationRequest(
         id=body["name"],
         token_ids=tuple(body["token_ids"]),
         num_completions=body["num_completions"],
-        params=SamplingParams(stop_token_ids=stops, **params),
+        params=SamplingParams(stop_token_ids=stops, stop=texts, **params),
         routes=body["routes"],
     )
 

@@ -85,7 +85,7 @@ class SGLangAdapter(Adapter):
     @override
     def command(self, options: StartOptions) -> Command:
         refuse_start(options, self._shape)
-        cached = options.slots * (options.max_length + _MARGIN)
+        cached, folder = options.slots * (options.max_length + _MARGIN), str(options.model_folder)
         return Command(
             arguments=(
                 str(options.python),
@@ -97,7 +97,7 @@ class SGLangAdapter(Adapter):
                 *("--host", options.host, "--port", str(options.port + (_OTHERS if options.node else 0))),
                 *("--dtype", options.dtype, *degrees(options), *outliving_pushes(options, self._shape)),
                 *("--context-length", str(options.max_length + _MARGIN), "--max-running-requests", str(options.slots)),
-                *("--sleep-on-idle", "--skip-tokenizer-init"),
+                *("--sleep-on-idle", *(("--tokenizer-path", folder) if options.stops else ("--skip-tokenizer-init",))),
                 *(("--enable-memory-saver",) if options.colocated and options.device != "cpu" else ()),
                 *((*ON_CPU, "--max-total-tokens", str(cached)) if options.device == "cpu" else ()),
                 *(("--mem-fraction-static", str(options.memory_fraction)) if options.memory_fraction else ()),
@@ -191,6 +191,7 @@ class SGLangAdapter(Adapter):
             "stop_token_ids": list(p.stop_token_ids),
             "ignore_eos": not p.stop_token_ids,  # it would ignore these too
             "skip_special_tokens": False,
+            **({"stop": p.stop, "no_stop_trim": True} if p.stop else {}),
         }
         places = range(request.num_completions)
         body = {

@@ -307,6 +307,20 @@ def test_each_turns_stop_is_once_behind_white_space(source: str, opens: str, goe
     assert conversation.prompt_for(messages).token_ids.tolist() == whole  # the template ends a turn that was cut
 
 
+def test_the_template_ends_a_turn_that_a_text_ended() -> None:
+    rng, tokenizer = random.Random(5), tokenizer_of("chatml")
+    ends = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    conversation = Conversation(ChatTemplate(tokenizer), (ends,))
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "one"}]
+    asked = conversation.prompt_for(messages)
+    sampled = list(tokenizer("<go>", add_special_tokens=False)["input_ids"])
+    conversation.add(asked, completion(sampled, rng), {"role": "assistant", "content": "<go>"})
+    messages += [{"role": "assistant", "content": "<go>"}, {"role": "user", "content": "two"}]
+    after = conversation.prompt_for(messages)
+    row = [*asked.token_ids.tolist(), *sampled, ends]
+    assert (after.branch, after.token_ids[: len(row)].tolist()) == (None, row)
+
+
 def test_a_turn_holds_no_history_again() -> None:
     rng, conversation, held = random.Random(4), opened("chatml"), list[int]()
     messages: list[dict[str, Any]] = [{"role": "user", "content": "1+1? " * 20_000}]
