@@ -41,7 +41,7 @@ test: $(ENVIRONMENT) .venv/te/.installed
 
 test-all: lint .venv/te/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q $(TOGETHER)
-	$(BIN)/pytest -q tests/recipes -k '30b and not 80gb and not disaggregated'
+	$(BIN)/pytest -q tests/recipes -k '30b and not 80gb and not async'
 
 test-312: .venv312/.installed .venv312/te/.installed
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= .venv312/bin/pytest -q -rs -n 2 --dist loadfile --no-loadscope-reorder \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class Asked:
     ``tree`` is the configuration that the layout's keys are added to.
     """
 
+    arguments: Sequence[str]
     wanted: Wanted
     model: str
     gpu: str
@@ -110,7 +112,7 @@ def asked_of(arguments: Sequence[str]) -> Asked:
     )
     for key, value in given.items():
         _put(tree, key, value)
-    return Asked(wanted=wanted, model=model, gpu=own["gpu"], mean=mean, most=most, tree=tree)
+    return Asked(arguments=arguments, wanted=wanted, model=model, gpu=own["gpu"], mean=mean, most=most, tree=tree)
 
 
 def _refuse_unplanned(base: RunConfig, goal: Goal) -> None:
@@ -147,10 +149,10 @@ def configuration_file(asked: Asked, plan: PlannedRun) -> str:
     for key, value in asked.changed(plan).items():
         _put(tree, key, value)
     _loaded(tree, [])
-    gpus = f"{asked.wanted.gpus} {asked.gpu}, goal={asked.wanted.goal}"
     path = "" if asked.wanted.base.model.name is None else "model.path=FOLDER "
     return (
-        f"# {asked.model} on {gpus}: found by rl-megatron scale, which predicts {plan.step.seconds:,.1f} s a step.\n"
+        f"# Predicted, not measured: {plan.step.seconds:,.1f} s a step on {asked.wanted.gpus} {asked.gpu}, found by\n"
+        f"# rl-megatron scale {shlex.join(asked.arguments)} --write FILE.yaml\n"
         f"# rl-megatron submit FILE.yaml {path}slurm.partition=NAME\n{yaml_text.write(tree)}"
     )
 

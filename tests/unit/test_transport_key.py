@@ -18,6 +18,7 @@ from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.placement.ranks import beside, ranks_by_role
 from rl_megatron.weights.checks.libraries import DEFAULTS, FIELDS
 from rl_megatron.weights.transports import engine_ends
+from tests.unit.launcher.test_memory import DEEPSEEK
 
 REPO = Path(__file__).resolve().parents[2]
 WRITTEN = {"dpo_tiny", "reward_tiny", "sft_tiny"}  # which have no servers
@@ -42,15 +43,15 @@ def test_the_code_has_every_direct_kind_and_compares_what_it_needs() -> None:
 
 
 KINDS = {
-    "deepseek_v3": "process_group",
-    "deepseek_v3_colocated": "carried",
-    "kimi_k2": "process_group",
-    "kimi_k2_colocated": "carried",
-    "qwen3_235b_a22b": "process_group",
-    "qwen3_235b_a22b_colocated": "carried",
+    "deepseek_v3": "carried",
+    "deepseek_v3_async": "process_group",
+    "kimi_k2": "carried",
+    "kimi_k2_async": "process_group",
+    "qwen3_235b_a22b": "carried",
+    "qwen3_235b_a22b_async": "process_group",
     "qwen3_30b_a3b": "cuda_ipc",
     "qwen3_30b_a3b_80gb": "cuda_ipc",
-    "qwen3_30b_a3b_disaggregated": "process_group",
+    "qwen3_30b_a3b_async": "process_group",
 }
 
 
@@ -88,8 +89,8 @@ def test_direct_depends_on_the_gpus_that_servers_have(keys: list[str], kind: str
 
 def test_servers_on_other_nodes_have_their_file_in_the_runs_folder_or_where_the_key_says(tmp_path: Path) -> None:
     given = ["model.path=/given", "run.launcher=slurm"]
-    assert mirror_path(load_config("deepseek_v3", given), tmp_path).parent.parent == tmp_path
-    elsewhere = load_config("deepseek_v3", [*given, "weights.folder=/fast"])
+    assert mirror_path(load_config(DEEPSEEK, given), tmp_path).parent.parent == tmp_path
+    elsewhere = load_config(DEEPSEEK, [*given, "weights.folder=/fast"])
     assert mirror_path(elsewhere, tmp_path).parent.parent == Path("/fast")
 
 

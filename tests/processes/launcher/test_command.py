@@ -23,7 +23,7 @@ from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.experiments.cells import cells_of
 from rl_megatron.experiments.study import read_study
 from tests.unit.launcher.sites import site
-from tests.unit.launcher.test_memory import QWEN3
+from tests.unit.launcher.test_memory import QWEN3, QWEN_30B
 from tests.unit.launcher.test_plan_command import ASKED
 
 
@@ -190,6 +190,6 @@ def test_a_written_layout_is_a_configuration_that_submit_takes_without_torch(tmp
     config = load_config(str(tmp_path / "runs" / "here" / "config.yaml"), [])
     assert config.learner.dims.world_size + config.slurm.engines.nodes * 8 == 16
     assert f"learner.ep={config.learner.ep}" in texts[0] or config.learner.ep == 1
-    recipe = load_config("qwen3_30b_a3b", ["model.path=/models/given"])
+    recipe = load_config(QWEN_30B, ["model.path=/models/given"])
     assert config.learner.optimizer == recipe.learner.optimizer
     assert config.train.model_copy(update={"max_staleness": 0}) == recipe.train

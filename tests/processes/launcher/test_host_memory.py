@@ -37,7 +37,7 @@ from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.layouts.learner import learner_layout
 from rl_megatron.weights.servers.mirror import Mirror
-from tests.unit.launcher.test_memory import ONE_MACHINE, RECIPES, folder_of
+from tests.unit.launcher.test_memory import ONE_MACHINE, QWEN_30B, QWEN_80GB, QWEN_APART, RECIPES, folder_of
 from tests.unit.launcher.test_spent import ROWS
 
 APART = ("rollout.server.colocated=false", "learner.offload.while_sampling=null")
@@ -46,7 +46,7 @@ WAITS = "checkpoint.async_save=false"
 
 
 def found_of(*keys: str, for_job: bool) -> list[Found]:
-    config = load_config("qwen3_30b_a3b_80gb", ["model.path=/models/given", "run.launcher=slurm", *keys])
+    config = load_config(QWEN_80GB, ["model.path=/models/given", "run.launcher=slurm", *keys])
     subject = Subject(config, for_job)
     subject.__dict__["shape"] = NAMED["qwen3-30b-a3b"]  # without the model's folder
     return list(job_memory.check(subject))
@@ -92,16 +92,16 @@ def test_the_job_of_a_recipe_asks_for_the_memory_that_it_needs(recipe: str) -> N
 def test_copies_of_what_is_saved_by_hand() -> None:
     """14 bytes a parameter over the first of each data-parallel group, and 12 for the shards of what two share out;
     each expert is one rank's alone."""
-    config = load_config("qwen3_30b_a3b_80gb", ["model.path=/models/given", "run.launcher=slurm"])
+    config = load_config(QWEN_80GB, ["model.path=/models/given", "run.launcher=slurm"])
     experts, vocab = 48 * 128 * 3 * 768 * 2048, 2 * 151936 * 2048
     dense = vocab + 48 * (2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128 + 128 * 2048)
     shape = NAMED["qwen3-30b-a3b"]
     assert copies_bytes(config, shape) == pytest.approx(14 * (experts + dense) + 12 * dense, rel=0.003)  # routers
-    waits = load_config("qwen3_30b_a3b_80gb", ["model.path=/models/given", "run.launcher=slurm", WAITS])
+    waits = load_config(QWEN_80GB, ["model.path=/models/given", "run.launcher=slurm", WAITS])
     assert copies_bytes(waits, shape) == 0
     assert save_cost(config, shape).most == 3  # two are kept
     rules = ("train.steps=400", "checkpoint.every=20", "checkpoint.keep_best=2")
-    kept = load_config("qwen3_30b_a3b_80gb", ["model.path=/models/given", "run.launcher=slurm", *rules])
+    kept = load_config(QWEN_80GB, ["model.path=/models/given", "run.launcher=slurm", *rules])
     assert save_cost(kept, shape).most == 2 + 2 + 1  # newest, best, and the one being written
     assert "more after a resume" not in save_cost(config, shape).describe_disk()
     more = save_cost(kept, shape).total * 2 / 1e9
@@ -286,7 +286,7 @@ def test_on_one_machine_servers_share_gpus_where_ranks_leave_too_few(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     given = ["run.launcher=local", f"model.path={folder_of(tmp_path)}", "slurm.engines.nodes=0", *ONE_MACHINE, *keys]
-    config = load_config("qwen3_30b_a3b_disaggregated", given)
+    config = load_config(QWEN_APART, given)
     found = [one.text for one in job_memory.check(Subject(config, for_job=False)) if one.kind == "problem"]
     assert any("Largest: engine" in text for text in found) == shared
 
@@ -294,14 +294,14 @@ def test_on_one_machine_servers_share_gpus_where_ranks_leave_too_few(
 # What GPUs must hold, and the recipes that are made to fit: published sizes, closed forms, one refusal a term.
 def test_a_recipe_wants_its_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path is not given, .* model\.name=qwen3-30b-a3b; set model\.path"):
-        load_config("qwen3_30b_a3b", [])
-    fits = checked(load_config("qwen3_30b_a3b", [f"model.path={folder_of(tmp_path)}"]))
+        load_config(QWEN_30B, [])
+    fits = checked(load_config(QWEN_30B, [f"model.path={folder_of(tmp_path)}"]))
     assert "memory: up to 113.3 GB a GPU (rank 0), most of it: optimizer" in fits.describe()
-    other = load_config("qwen3_30b_a3b", [f"model.path={folder_of(tmp_path, num_hidden_layers=94)}"])
+    other = load_config(QWEN_30B, [f"model.path={folder_of(tmp_path, num_hidden_layers=94)}"])
     with pytest.raises(ConfigError, match="num_layers 94 instead of 48"):
         preflight(other).raise_problems()
     with pytest.raises(ConfigError, match=r"model\.name=qwen4: not a known model; known: qwen3-30b-a3b"):
-        preflight(load_config("qwen3_30b_a3b", [f"model.path={tmp_path}", "model.name=qwen4"])).raise_problems()
+        preflight(load_config(QWEN_30B, [f"model.path={tmp_path}", "model.name=qwen4"])).raise_problems()
 
 
 # Hours and tokens of a run against hand-made rows.

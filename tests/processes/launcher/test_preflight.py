@@ -24,7 +24,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.weights.layouts.families import read_shape
 from tests.unit.launcher.commands import status_of
 from tests.unit.launcher.sites import answering, data_file, environment, site
-from tests.unit.launcher.test_memory import QWEN3
+from tests.unit.launcher.test_memory import QWEN3, QWEN_30B
 
 REWARDS = """
 import threading
@@ -62,7 +62,7 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str,
 
 
 def job(keys: tuple[str, ...], *more: str) -> RunConfig:
-    return load_config("qwen3_30b_a3b", ["run.name=x", *keys, *more])
+    return load_config(QWEN_30B, ["run.name=x", *keys, *more])
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -20,7 +20,7 @@ from rl_megatron.errors import ConfigError
 from tests.unit.launcher.commands import status_of
 from tests.unit.launcher.sites import site
 from tests.unit.launcher.slurm_jobs import BIG, CASES, config_of
-from tests.unit.launcher.test_memory import QWEN3
+from tests.unit.launcher.test_memory import QWEN3, QWEN_30B
 from tests.unit.launcher.test_memory import RECIPES as LARGE
 
 REPO = Path(__file__).resolve().parents[3]
@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_told_with_numbers(keys: tuple[str, ...], message: 
 
 def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
     code = "import sys; sys.modules['torch'] = None; from launcher.__main__ import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", code, "submit", "qwen3_30b_a3b", *site(tmp_path, QWEN3), "run.name=here"]
+    command = [sys.executable, "-c", code, "submit", QWEN_30B, *site(tmp_path, QWEN3), "run.name=here"]
     command += ["slurm.nodes=2", "learner.dp=4", "weights.transport=auto", "weights.folder=/fast"]
     command += ["rollout.server.replicas=2", "--dry-run"]
     own = {**os.environ, "PYTHONPATH": str(REPO)}

@@ -24,7 +24,17 @@ from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.memory import footprints, fullest
 from rl_megatron.weights.layouts.learner import job_shape
 from tests.unit.launcher.commands import Said, status_of
-from tests.unit.launcher.test_memory import CONF, QWEN3, RECIPES, recipe
+from tests.unit.launcher.test_memory import (
+    CONF,
+    DEEPSEEK,
+    DEEPSEEK_SHARED,
+    QWEN3,
+    QWEN_30B,
+    QWEN_80GB,
+    QWEN_APART,
+    RECIPES,
+    recipe,
+)
 
 
 @pytest.fixture
@@ -108,20 +118,20 @@ def test_an_engine_cuts_experts_by_tp_where_nothing_else_is_said(said: Said) -> 
 
 
 def test_a_configuration_shows_memory_and_then_what_pushes_and_checkpoints_cost(said: Said) -> None:
-    text = said("--config", "deepseek_v3", "slurm.speeds.nic=25")
+    text = said("--config", DEEPSEEK, "slurm.speeds.nic=25")
     _, push, hop, save, *_ = text[text.index("It fits in slurm.gpu_memory_gb=80.\n") :].splitlines()
     assert push == "a push of weights by process_group, through the network:"
     assert hop.endswith("one receives up to 47.0 GB: 1.88 s at 450 GB/s a rank inside a node, 25 between nodes")
     assert save.startswith("a checkpoint, every 20 steps: 9,437.7 GB, up to 347.5 GB by one node")
-    through = said("--config", "deepseek_v3", "weights.transport=file")
+    through = said("--config", DEEPSEEK, "weights.transport=file")
     assert "\nnote: each push of weights goes through a file in the run's folder, on a shared file system: " in through
 
 
 def test_what_the_learner_refuses_of_a_model_is_not_planned(said: Said) -> None:
     lora = ("learner.lora.rank=8", "learner.lora.targets=mlp")
-    text = said("--config", "qwen3_30b_a3b_80gb", *lora, status=1)
+    text = said("--config", QWEN_80GB, *lora, status=1)
     assert "learner.lora.targets=mlp: model_type='qwen3_moe' has no dense layers and no shared experts" in text
-    text = said("--config", "deepseek_v3", "model.name=deepseek-v3.2", status=1)
+    text = said("--config", DEEPSEEK, "model.name=deepseek-v3.2", status=1)
     assert "rollout.max_new_tokens=7168 = 8192 is more than index_topk=2048" in text
 
 
@@ -132,7 +142,7 @@ def test_the_path_in_a_file_is_the_model_as_on_the_command_line(said: Said, tmp_
 
     def planned(*arguments: str, status: int = 0, **model: object) -> str:
         file = tmp_path / "mine.yaml"
-        file.write_text(json.dumps({"defaults": ["qwen3_30b_a3b"], "model": model}))
+        file.write_text(json.dumps({"defaults": [QWEN_30B.removesuffix(".yaml")], "model": model}))
         return said("--config", str(file), *arguments, status=status)
 
     of_half = planned("model.name=null", f"model.path={half}")
@@ -147,12 +157,12 @@ def test_the_path_in_a_file_is_the_model_as_on_the_command_line(said: Said, tmp_
 
 
 def test_16_stages_are_whole_in_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config("deepseek_v3_colocated", ["model.path=/given"])
+    config = load_config(DEEPSEEK_SHARED, ["model.path=/given"])
     found = footprints(config, shape := NAMED["deepseek-v3"])
     most = [max(one.total for one in found if one.stage == stage) for stage in range(16)]
     for columns, tables in ((80, 2), (200, 1)):
         monkeypatch.setenv("COLUMNS", str(columns))
-        show_memory("deepseek_v3_colocated", config, shape)
+        show_memory(DEEPSEEK_SHARED, config, shape)
         lines = [line for line in capsys.readouterr().out.splitlines() if line[0] in "┏┃│└"]
         together = [re.findall(r"[\d.]+", line) for line in lines if line.startswith("│ together")]
         assert [number for numbers in together for number in numbers] == [f"{total / GB:.1f}" for total in most]
@@ -174,15 +184,15 @@ def test_16_stages_are_whole_in_80_columns(capsys: pytest.CaptureFixture[str], m
 )
 def test_options_of_two_layouts_are_keys_of_a_configuration(said: Said, option: str, key: str) -> None:
     name, *value = option.split()
-    refused = said("--config", "deepseek_v3", name, *value, status=1)
+    refused = said("--config", DEEPSEEK, name, *value, status=1)
     assert f"{name} goes with a model and two layouts; with --config set {key} instead" in refused
 
 
 def test_a_recipe_that_does_not_fill_its_nodes_is_refused_or_noted_as_submit_does(said: Said) -> None:
-    text = said("--config", "qwen3_30b_a3b", "slurm.nodes=8", "weights.transport=direct", status=1)
+    text = said("--config", QWEN_30B, "slurm.nodes=8", "weights.transport=direct", status=1)
     assert "slurm.nodes=8 * slurm.ntasks_per_node=8 = 64 tasks, but the learner has" in text
     assert "8 ranks; set learner.dp=16" in text
-    recipe = ("--config", "qwen3_30b_a3b_disaggregated", "rollout.server.tp=1")
+    recipe = ("--config", QWEN_APART, "rollout.server.tp=1")
     idle = "servers sample on 1 of the 2 GPUs of the servers' own nodes"
     assert f"note: {idle}" in said(*recipe, "rollout.server.replicas=1")
     assert idle not in said(*recipe, "rollout.server.replicas=2")
@@ -251,12 +261,10 @@ def seconds_of(name: str, *keys: str) -> float:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_no_recipe_holds_its_servers_back_by_slots_and_its_comment_says_its_seconds(name: str) -> None:
-    assert seconds_of(name) == pytest.approx(seconds_of(name, "rollout.slots=4096"))
-    said = r"a step's seconds: ([\d,]+),\n# or ([\d,]+) with train.max_staleness=1 \((\d+) % less\)"
-    for found in re.finditer(said, (CONF / f"{name}.yaml").read_text(encoding="utf-8")):
-        one, two = seconds_of(name), seconds_of(name, "train.max_staleness=1")
-        assert found.groups() == (f"{one:,.0f}", f"{two:,.0f}", f"{100 * (1 - two / one):.0f}")
+def test_no_recipe_holds_its_servers_back_by_slots_and_its_first_line_says_its_seconds(name: str) -> None:
+    assert seconds_of(name) == pytest.approx(seconds_of(name, "rollout.slots=4096"), rel=0.01)
+    (said,) = re.findall(r"\A# Predicted, not measured: ([\d.]+) s a step", (CONF / f"{name}.yaml").read_text())
+    assert seconds_of(name) == pytest.approx(float(said), rel=0.01)
 
 
 @pytest.mark.parametrize("name", RECIPES)

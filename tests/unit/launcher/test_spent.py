@@ -24,6 +24,7 @@ from rl_megatron.observability.progress import Progress
 from rl_megatron.scaling.estimates import estimate
 from rl_megatron.scaling.memory import fullest
 from tests.unit.launcher.commands import status_of
+from tests.unit.launcher.test_memory import QWEN_30B, QWEN_235B
 from tests.unit.observability.report_pages import a_run
 
 ROWS = [
@@ -60,7 +61,7 @@ def total(config: RunConfig, rows: Iterable[Mapping[str, object]]) -> float:
 
 def test_servers_on_the_learners_gpus_have_the_hours_in_which_they_sample() -> None:
     """180 s of 8 GPUs are 0.4 GPU-hours, of which they sample for 120 s; the warm start is not among them."""
-    found = spent(job("qwen3_30b_a3b"), ROWS)
+    found = spent(job(QWEN_30B), ROWS)
     assert found.hours == pytest.approx({"learner": 8 * 60 / 3600, "engines": 8 * 120 / 3600})
     assert (found.trained, found.sampled, found.steps) == (10000, 8000, 2)
     assert found.lines() == [
@@ -68,8 +69,8 @@ def test_servers_on_the_learners_gpus_have_the_hours_in_which_they_sample() -> N
         "25,000 trained a GPU-hour",
         "  before them the warm start: 0.8 GPU-hours",  # 360 s
     ]
-    assert spent(job("qwen3_30b_a3b"), ROWS[:3]).lines()[0].startswith("spent in 1 step: ")
-    assert spent(job("qwen3_30b_a3b"), ROWS[:2]).lines() == []
+    assert spent(job(QWEN_30B), ROWS[:3]).lines()[0].startswith("spent in 1 step: ")
+    assert spent(job(QWEN_30B), ROWS[:2]).lines() == []
 
 
 def test_steps_before_a_resume_took_the_devices_that_they_had() -> None:
@@ -94,7 +95,7 @@ def test_hours_of_rows_that_name_their_devices_need_no_machine_that_has_them(mon
 
 
 def test_roles_with_nodes_of_their_own_hold_them_all_the_time_and_written_text_its_steps() -> None:
-    found = spent(job("qwen3_235b_a22b"), ROWS)
+    found = spent(job(QWEN_235B), ROWS)
     assert found.hours == pytest.approx({"learner": 96 * 0.05, "engines": 32 * 0.05})
     config = load_config("dpo_tiny", ["learner.threads=3"])
     found = spent(config, [{"phase": "dpo", "step": n, "seconds/step": 90.0, "tokens/train": 5000} for n in (1, 2)])
@@ -116,7 +117,7 @@ SHAPE = NAMED["qwen3-30b-a3b"]
 
 def test_what_the_plan_says_of_metrics_is_the_learners_and_of_gpus_alone() -> None:
     """The bytes are those of the table of `rl-megatron plan`, without the servers' and what no allocator sees."""
-    config = job("qwen3_30b_a3b", "slurm.speeds.gpu=h100", "slurm.gpu_memory_gb=80")
+    config = job(QWEN_30B, "slurm.speeds.gpu=h100", "slurm.gpu_memory_gb=80")
     guess = estimate(config, SHAPE)
     found = planned_metrics(config, SHAPE, guess)
     held = fullest(config, SHAPE).terms
@@ -246,7 +247,7 @@ def test_a_report_that_fails_is_warned_of_and_fails_no_run(tmp_path: Path, caplo
 
 
 def test_an_allocation_without_a_count_of_gpus_has_those_of_its_ranks() -> None:
-    config = job("qwen3_30b_a3b", "slurm.gpus_per_node=0")
+    config = job(QWEN_30B, "slurm.gpus_per_node=0")
     assert total(config, ROWS) == pytest.approx(8 * 180 / 3600)
 
 

@@ -30,6 +30,7 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape, Rope, Router
 from rl_megatron.scaling.memory import footprints
 from tests.small_models import TINY_MOE
+from tests.unit.launcher.test_memory import QWEN_30B
 from tests.unit.launcher.test_memory import RECIPES as LARGE
 
 STORED = Path(__file__).with_name("given.json")
@@ -206,7 +207,7 @@ class Stop(Exception):
 
 
 def recipe(name: str, *keys: str) -> tuple[RunConfig, ModelShape]:
-    config = load_config(name, [*RECIPES[name], *keys])
+    config = load_config(name, [*RECIPES.get(name, ["model.path=/models/given"]), *keys])
     return config, SHAPES[config.model.name or "tiny"]
 
 
@@ -282,7 +283,7 @@ def cases() -> Iterator[tuple[str, Any]]:
             yield f"{name}: keywords, TransformerEngine {there}", keywords(shape, config.learner, installed=installed)
         yield f"{name}: bytes", bytes_held(config, shape)
     for keys in MEMORY:
-        yield f"qwen3_30b_a3b {keys}: bytes", bytes_held(*recipe("qwen3_30b_a3b", *keys.split()))
+        yield f"qwen3_30b_a3b {keys}: bytes", bytes_held(*recipe(QWEN_30B, *keys.split()))
     for name in ("biases, windows, sinks", "dense", "latent, no stretch", "shared expert, half of a head turns"):
         config = load_config("tiny_cpu", ["learner.ep=1", "learner.pp=2"])
         yield f"{name}: bytes", bytes_held(config, SHAPES[name])

@@ -44,6 +44,7 @@ from tests.draft_models import save_with_drafts, save_with_qwens_draft
 from tests.family_models import save_model
 from tests.recipes.meter import Meter
 from tests.small_models import TINY_MOE
+from tests.unit.launcher.test_memory import QWEN_30B, QWEN_80GB
 
 _MOE = "learner.offload.activations.moe=true"
 
@@ -56,7 +57,10 @@ def recipe(name: str, *keys: str) -> tuple[RunConfig, ModelShape]:
 def test_halves_of_layers_wait_in_the_hosts_memory() -> None:
     """By hand, of TransformerEngine's layers: rows of 8 experts with gate, up and product, a norm, and a router."""
     keys = ("learner.recompute.uniform=null", "slurm.gpu_memory_gb=null", "rollout.server.memory_fraction=null")
-    (before, shape), (config, _) = recipe("qwen3_30b_a3b", *keys), recipe("qwen3_30b_a3b", *keys, _MOE)
+    (before, shape), (config, _) = (
+        recipe(QWEN_30B, *keys),
+        recipe(QWEN_30B, *keys, _MOE),
+    )
     each = 2 * (8 * (2048 + 3 * 768) + 2 * 2048) + 12 * 128  # bytes of a token of a layer, over tp 4
     layer = 16384 * each / 4
     assert host_bytes(before, shape) == 0
@@ -80,7 +84,7 @@ def test_halves_of_layers_wait_in_the_hosts_memory() -> None:
 )
 def test_activations_stay_on_gpus_where_moving_them_would_be_wrong(keys: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        _refused("qwen3_30b_a3b", "learner.recompute.uniform=null", _MOE, keys)
+        _refused(QWEN_30B, "learner.recompute.uniform=null", _MOE, keys)
 
 
 def _refused(name: str, *keys: str) -> None:
@@ -92,7 +96,7 @@ def test_attention_without_a_fused_kernel_keeps_probabilities_of_its_longest_seq
     """By hand: torch's layers with keys of two ranks; 32 heads' probabilities in float32 over tp 4."""
     keys = ("learner.layers=torch", "learner.recompute.uniform=null", "slurm.gpu_memory_gb=null")
     keys = (*keys, "rollout.server.memory_fraction=null", "learner.cp=2", "learner.dp=1")
-    (short, shape), (long, _) = (recipe("qwen3_30b_a3b", *keys, f"rollout.max_new_tokens={n}") for n in (1024, 9216))
+    (short, shape), (long, _) = (recipe(QWEN_30B, *keys, f"rollout.max_new_tokens={n}") for n in (1024, 9216))
     more = 8192 * 48 * 32 / 4 * 8192 * 4  # tokens of a rank, layers, heads, keys, bytes
     held = [footprints(config, shape)[0].terms["activations"] for config in (short, long)]
     assert held[1] - held[0] == pytest.approx(more, rel=0.05)  # and the working set of the layer that computes
@@ -254,16 +258,16 @@ def test_moments_in_bfloat16_have_fewer_bytes_and_a_step_copies_some() -> None:
     few = ("learner.max_tokens_per_micro_batch=8192", "learner.head_dtype=float32")
     each = 4 + 2 + 2
     whole, half = (
-        max(footprints(*recipe("qwen3_30b_a3b_80gb", *keys)), key=lambda found: found.terms["optimizer"]).terms
+        max(footprints(*recipe(QWEN_80GB, *keys)), key=lambda found: found.terms["optimizer"]).terms
         for keys in (few, (LOW,))
     )
     assert half["optimizer"] == pytest.approx(whole["optimizer"] * each / 12)
-    tp = recipe("qwen3_30b_a3b_80gb")[0].learner.tp
+    tp = recipe(QWEN_80GB)[0].learner.tp
     copied = min(half["optimizer"] / each, max(2**26, 151936 // tp * 2048))
     assert half["activations"] + half["logits"] + half["step"] == pytest.approx(
         max(half["activations"] + half["logits"], 8 * copied)
     )
-    config, shape = recipe("qwen3_30b_a3b", LOW, "learner.gradient_dtype=bfloat16")
+    config, shape = recipe(QWEN_30B, LOW, "learner.gradient_dtype=bfloat16")
     assert all(found.terms["step"] == 0 for found in footprints(config, shape))  # gradients are read as they are
 
 
@@ -278,7 +282,7 @@ def test_moments_in_bfloat16_have_fewer_bytes_and_a_step_copies_some() -> None:
 )
 def test_moments_in_bfloat16_are_refused_where_nothing_keeps_them(keys: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"{LOW}.*{message}"):
-        recipe("qwen3_30b_a3b", LOW, keys)
+        recipe(QWEN_30B, LOW, keys)
 
 
 @pytest.mark.parametrize("key", ["beta1", "beta2"])
@@ -287,10 +291,10 @@ def test_moments_in_bfloat16_that_would_not_decay_are_refused(key: str) -> None:
     every, slow, quick = 1 + torch.arange(2**7) / 2**7, 0.997, 0.996
     for decay, all_fall in ((slow, False), (quick, True)):
         assert bool(((every * decay).to(torch.bfloat16).float() < every).all()) is all_fall
-    recipe("qwen3_30b_a3b", LOW, f"learner.optimizer.{key}={quick}")
+    recipe(QWEN_30B, LOW, f"learner.optimizer.{key}={quick}")
     message = "bfloat16 has 8 bits, .* set it below 0.9961, or leave"
     with pytest.raises(ConfigError, match=f"{LOW} with learner.optimizer.{key}={slow}: {message}"):
-        recipe("qwen3_30b_a3b", LOW, f"learner.optimizer.{key}={slow}")
+        recipe(QWEN_30B, LOW, f"learner.optimizer.{key}={slow}")
 
 
 # How many micro-batches are in flight, beside megatron-core's own schedule.

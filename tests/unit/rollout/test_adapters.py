@@ -47,6 +47,7 @@ from rl_megatron.weights.servers.file import FileDelivery
 from rl_megatron.weights.servers.probe import Probe
 from rl_megatron.weights.servers.trust import Trust
 from tests.completions import completion
+from tests.unit.launcher.test_memory import QWEN_80GB
 from tests.unit.rollout.test_engine_commands import TWO_NODES
 from tests.unit.rollout.test_engine_servers import SECTION, Fake, Words, serving
 from tests.unit.weights.test_served_weights import Both
@@ -173,7 +174,7 @@ def recipe(*keys: str) -> RunConfig:
     given = ("data.train=a.jsonl", "data.eval=b.jsonl", "model.path=/models/given", "learner.lora.rank=32")
     apart = ("rollout.server.colocated=false", "learner.offload.while_sampling=null", "rollout=vllm")
     fraction = "rollout.server.memory_fraction=0.5"
-    return load_config(str(CONF / "qwen3_30b_a3b_80gb.yaml"), [*given, *apart, fraction, *keys])
+    return load_config(QWEN_80GB, [*given, *apart, fraction, *keys])
 
 
 def test_a_push_of_adapters_is_planned_by_their_bytes() -> None:

@@ -37,6 +37,7 @@ from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, rank
 from rl_megatron.weights.layouts.parsing import model_shape
 from tests.draft_models import WrittenDraft, save_with_drafts
 from tests.family_models import save_model
+from tests.unit.launcher.test_memory import QWEN_80GB
 
 LENGTHS = (7, 16)
 FAMILIES = (
@@ -345,7 +346,7 @@ GIVEN = ("data.train=a.jsonl", "data.eval=b.jsonl", "model.path=/models/given", 
 
 
 def recipe(*keys: str) -> RunConfig:
-    return load_config(str(CONF / "qwen3_30b_a3b_80gb.yaml"), [*GIVEN, *keys])
+    return load_config(QWEN_80GB, [*GIVEN, *keys])
 
 
 def adapters(rank: int, expert_rank: int) -> tuple[int, int]:

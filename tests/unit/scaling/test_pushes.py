@@ -34,6 +34,7 @@ from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.layouts.learner import learner_layout
 from rl_megatron.weights.plans.plan import plan
 from rl_megatron.weights.transports import engine_ends
+from tests.unit.launcher.test_memory import DEEPSEEK, QWEN_30B, QWEN_235B
 
 REPO = Path(__file__).resolve().parents[3]
 WRITTEN = {"dpo_tiny", "reward_tiny", "sft_tiny"}  # which push none
@@ -84,12 +85,18 @@ def test_a_recipe_fits_the_gpus_that_it_names_servers_and_the_layers_that_arrive
 
 
 THROUGH_STORAGE = {
-    "servers on nodes of their own": ("qwen3_235b_a22b", "weights.transport=file"),
+    "servers on nodes of their own": (QWEN_235B, "weights.transport=file"),
     "servers on all nodes of the learner and a folder given": (
-        *("qwen3_30b_a3b", "weights.transport=auto", "slurm.nodes=2", "learner.dp=4", "rollout.server.replicas=2"),
+        *(
+            QWEN_30B,
+            "weights.transport=auto",
+            "slurm.nodes=2",
+            "learner.dp=4",
+            "rollout.server.replicas=2",
+        ),
         "weights.folder=/fast",
     ),
-    "servers elsewhere": ("qwen3_235b_a22b", "weights.transport=auto", *BY_ADDRESS),
+    "servers elsewhere": (QWEN_235B, "weights.transport=auto", *BY_ADDRESS),
 }
 
 
@@ -142,7 +149,7 @@ def test_stages_and_whole_experts_are_in_a_server_once(dp: int, pp: int, replica
 def test_stages_of_servers_have_the_layers_that_vllm_gives_them(pp: int, layers: tuple[int, ...]) -> None:
     """94 layers by vLLM 0.32.0's rule: those left over go to the stages before the last."""
     keys = [f"rollout.server.pp={pp}", "rollout.server.nodes=1", "rollout.server.tp=1", "rollout.server.replicas=1"]
-    found = engine_layout(job("qwen3_235b_a22b", "rollout=vllm", *keys), NAMED["qwen3-235b-a22b"])
+    found = engine_layout(job(QWEN_235B, "rollout=vllm", *keys), NAMED["qwen3-235b-a22b"])
     assert found.stages == layers
 
 
@@ -178,16 +185,16 @@ def test_a_push_to_the_same_node_is_as_fast_as_that_nodes_memory() -> None:
 
 
 def test_the_235b_recipe_gets_its_weights_in_a_second_and_not_in_minutes() -> None:
-    config = job("qwen3_235b_a22b")
+    config = job(QWEN_235B)
     (straight,) = push_cost(config, NAMED["qwen3-235b-a22b"]).hops
     assert straight.received / 1e9 == pytest.approx(59.0, abs=0.05)  # docs/weights.md: an eighth of 470 GB, and norms
     assert straight.seconds == straight.received / 50e9
-    filled, written, read = push_cost(job("qwen3_235b_a22b", "weights.transport=file"), named(config)).hops
+    filled, written, read = push_cost(job(QWEN_235B, "weights.transport=file"), named(config)).hops
     model = 2 * 235_093_634_560  # as published
     assert filled.received == pytest.approx(model * (1 - 1 / 96), rel=0.01)
     assert (written.total, read.total, read.received) == (model, 4 * model, model)  # one replica a node
     assert (written.seconds, read.seconds) == (model / 5e9, model / 5e9)
-    slow = push_cost(job("qwen3_235b_a22b", "weights.transport=file", "slurm.speeds.storage=8"), named(config)).hops
+    slow = push_cost(job(QWEN_235B, "weights.transport=file", "slurm.speeds.storage=8"), named(config)).hops
     assert slow[2].seconds == 4 * model / 8e9
 
 
@@ -212,7 +219,7 @@ def test_each_node_of_servers_has_a_file_that_its_own_ranks_write(server: str) -
 
 
 def test_servers_by_address_have_unknown_ranks_and_the_senders_bound_the_push() -> None:
-    config = job("qwen3_235b_a22b", *BY_ADDRESS)
+    config = job(QWEN_235B, *BY_ADDRESS)
     (hop,) = push_cost(config, NAMED["qwen3-235b-a22b"]).hops
     assert hop.total == 2 * 2 * 235_093_634_560
     assert hop.seconds == hop.total / 96 / 50e9
@@ -224,7 +231,7 @@ def test_servers_by_address_have_unknown_ranks_and_the_senders_bound_the_push() 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])
 def test_a_file_has_the_bytes_that_the_writer_of_it_makes_room_for(name: str, kind: str) -> None:
     keys = [f"rollout.server.quantization={kind}", "weights.transport=file"]
-    config, shape = job("qwen3_30b_a3b", *keys), NAMED[name]
+    config, shape = job(QWEN_30B, *keys), NAMED[name]
     hf = hf_layout(shape)
     entries = stored(hf.local_shapes(0), dtype_of(torch.bfloat16), FORMATS[kind], float32_in_files(hf))
     assert served_bytes(config, shape) == sum(prod(size) * dtype.itemsize for dtype, size in entries.values())
@@ -275,13 +282,13 @@ def test_the_first_of_a_data_parallel_group_writes_its_part_of_a_checkpoint() ->
 
 
 def test_the_floor_of_a_step_by_hand() -> None:
-    config = job("qwen3_30b_a3b")
+    config = job(QWEN_30B)
     active, tokens = NAMED["qwen3-30b-a3b"].active_parameters, 64 * 16 * (1024 + 7168)
     assert 3.0e9 < active < 3.4e9  # 3.3 B, of which the embedding multiplies nothing
     scores = 3 * 4 * 128 * 32 * 48 * (8192 * 8193 / 2) * 64 * 16  # of 32 heads in 48 layers, with the keys before
     assert floor_seconds(config, named(config)) == pytest.approx((6 * active * tokens + scores) / (8 * 989e12))
     assert estimate(tiny(), SHAPE).step is None
-    adapted = job("qwen3_30b_a3b", "learner.lora.rank=8", "learner.lora.targets=attention")
+    adapted = job(QWEN_30B, "learner.lora.rank=8", "learner.lora.targets=attention")
     lora = 6 * 48 * 8 * 2 * (2048 + 4096 + 2048 + 512)  # inputs and outputs of queries and output, keys and values
     assert floor_seconds(adapted, named(adapted)) * 8 * 989e12 == pytest.approx((4 * active + lora) * tokens + scores)
 
@@ -300,29 +307,29 @@ def test_the_floor_of_a_step_by_hand() -> None:
     ],
 )
 def test_what_takes_more_than_a_tenth_of_a_stated_step_is_warned_of(keys: Sequence[str], warnings: list[str]) -> None:
-    config = job("qwen3_30b_a3b", *keys)
+    config = job(QWEN_30B, *keys)
     found = estimate(config, named(config)).warnings()
     assert [warning.partition(" (slurm.speeds)")[0] for warning in found] == warnings
 
 
 @pytest.mark.parametrize("stated", [(), ("slurm.speeds.step_seconds=100",)])
 def test_a_job_that_leaves_less_than_a_step_is_noted(stated: Sequence[str]) -> None:
-    usual = estimate(config := job("qwen3_30b_a3b", *stated), named(config))
+    usual = estimate(config := job(QWEN_30B, *stated), named(config))
     ends = usual.step.seconds
     for seconds, found in ((math.ceil(ends), []), (math.ceil(ends) - 1, [f"a step takes {ends:,.0f} s"])):
-        config = job("qwen3_30b_a3b", *stated, f"slurm.signal_seconds={seconds}")
+        config = job(QWEN_30B, *stated, f"slurm.signal_seconds={seconds}")
         warnings = estimate(config, named(config)).warnings()
         assert [warning.partition(", more than")[0] for warning in warnings] == found
 
 
 @pytest.mark.parametrize("key", SpeedsSection.model_fields)
 def test_each_speed_acts(key: str) -> None:
-    floor = ("qwen3_30b_a3b", "slurm.speeds.gpu=null")
+    floor = (QWEN_30B, "slurm.speeds.gpu=null")
     drafted = ("learner.draft.train=true", "rollout.server.draft_tokens=1", "weights.transport=file")
-    shared = ("qwen3_235b_a22b", "weights.transport=file")
-    runs = (("qwen3_235b_a22b",), floor, ("qwen3_30b_a3b", "weights.transport=auto"), shared)
+    shared = (QWEN_235B, "weights.transport=file")
+    runs = ((QWEN_235B,), floor, (QWEN_30B, "weights.transport=auto"), shared)
     if key == "draft_acceptance":  # which other runs refuse
-        runs = (("deepseek_v3", *drafted),)
+        runs = ((DEEPSEEK, *drafted),)
 
     def seconds(*more: str) -> list[tuple[float, ...]]:
         found = [estimate(config := job(*run, *more), named(config)) for run in runs]

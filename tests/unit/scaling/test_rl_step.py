@@ -32,6 +32,7 @@ from rl_megatron.scaling.rollouts import (
 )
 from rl_megatron.scaling.time import step_terms
 from rl_megatron.types import ParallelDims
+from tests.unit.launcher.test_memory import DEEPSEEK, KIMI, QWEN_30B, QWEN_235B, QWEN_235B_SHARED
 
 H100, SHAPE = GPUS["h100"], NAMED["qwen3-30b-a3b"]
 SERVER = ServerShape(tp=2, dp=1, cache=35e9)
@@ -208,7 +209,7 @@ def test_quantised_servers_read_their_own_bytes() -> None:
     keys = ["model.path=.", "run.launcher=slurm", "rollout.server.memory_fraction=0.5"]
     shapes = []
     for quantization in ("none", "fp8"):
-        config = load_config("qwen3_30b_a3b", [*keys, f"rollout.server.quantization={quantization}"])
+        config = load_config(QWEN_30B, [*keys, f"rollout.server.quantization={quantization}"])
         shapes.append(server_shape(config, config.rollout.server, weights_served(config, SHAPE), SHAPE, H100))
     plain, quantised = shapes
     assert plain.experts == 2
@@ -228,7 +229,7 @@ def test_servers_with_a_draft_layer_read_two_bytes_of_each_weight_too() -> None:
     deepseek = replace(NAMED["deepseek-v3"], drafts=True)
     found = {}
     for more in ((), ("rollout.server.draft_tokens=1",)):
-        config = load_config("deepseek_v3", [*keys, *more])
+        config = load_config(DEEPSEEK, [*keys, *more])
         found[more] = server_shape(config, config.rollout.server, weights_served(config, deepseek), deepseek, H100)
     for one in found.values():
         assert one.experts == pytest.approx(2, rel=1e-9)
@@ -236,9 +237,7 @@ def test_servers_with_a_draft_layer_read_two_bytes_of_each_weight_too() -> None:
     assert [(one.drafts, one.accepted) for one in found.values()] == [(0, 0.0), (1, 0.85)]
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3_235b_a22b", "deepseek_v3", "kimi_k2", "qwen3_235b_a22b_colocated", "qwen3_30b_a3b"]
-)
+@pytest.mark.parametrize("name", [QWEN_235B, DEEPSEEK, KIMI, QWEN_235B_SHARED, QWEN_30B])
 def test_the_closed_form_of_a_push_has_the_real_plans_bytes(name: str) -> None:
     """The real plan repeats what all tensor-parallel ranks hold (latents' down-projections); the form shares it."""
     config = load_config(name, ["model.path=.", "run.launcher=slurm"])
@@ -252,7 +251,7 @@ def test_the_closed_form_of_a_push_has_the_real_plans_bytes(name: str) -> None:
 def step(k: int | None, *keys: str) -> tuple[float, int]:
     """Seconds and staleness of a step of a configuration with these keys."""
     usual = ("rollout.prompts_per_step=32", *keys)
-    config = load_config("qwen3_235b_a22b", ["model.path=.", "run.launcher=slurm", *usual])
+    config = load_config(QWEN_235B, ["model.path=.", "run.launcher=slurm", *usual])
     lengths, shape = lengths_of(500, 7168), NAMED["qwen3-235b-a22b"]
     found = rl_step(config, shape, H100, lengths, prompt=512, staleness=k)
     learner = sum(s for name, s in found.parts.items() if name not in ("rollout", "waiting for the longest"))
@@ -284,7 +283,7 @@ def test_servers_that_share_gpus_sample_together_what_one_does() -> None:
     def rollout(servers: int, nodes: int, completions: int) -> float:
         keys = ["model.path=.", "run.launcher=slurm", "weights.transport=auto", "rollout.server.memory_fraction=0.2"]
         keys += [f"rollout.server.replicas={servers}", f"slurm.nodes={nodes}", f"learner.dp={2 * nodes}"]
-        config = load_config("qwen3_30b_a3b", [*keys, f"rollout.prompts_per_step={completions // 16}"])
+        config = load_config(QWEN_30B, [*keys, f"rollout.prompts_per_step={completions // 16}"])
         return rl_step(config, SHAPE, H100, lengths_of(3584, 7168), prompt=512).parts["rollout"]
 
     assert rollout(2, 1, 2048) == pytest.approx(2 * rollout(1, 1, 1024))
@@ -293,7 +292,7 @@ def test_servers_that_share_gpus_sample_together_what_one_does() -> None:
 
 
 def test_a_reward_models_output_layer_has_one_score_and_no_logits() -> None:
-    config = load_config("qwen3_30b_a3b", ["model.path=.", "run.launcher=slurm"])
+    config = load_config(QWEN_30B, ["model.path=.", "run.launcher=slurm"])
     policy, judge = (step_terms(learner_work(config, one, H100, 4000)) for one in (SHAPE, replace(SHAPE, scores=True)))
     assert 0 < judge["output layer"] < 1e-2 * policy["output layer"]
     assert policy["linears"] == judge["linears"]
@@ -302,7 +301,7 @@ def test_a_reward_models_output_layer_has_one_score_and_no_logits() -> None:
 
 
 def test_a_forward_pass_is_a_third_of_trainings_products() -> None:
-    config = load_config("qwen3_30b_a3b", ["model.path=.", "run.launcher=slurm", "learner.recompute.uniform=null"])
+    config = load_config(QWEN_30B, ["model.path=.", "run.launcher=slurm", "learner.recompute.uniform=null"])
     work = learner_work(config, SHAPE, H100, 4000)
     products = step_terms(work)["linears"] / 3
     assert products < forward_seconds(work, 1) < sum(step_terms(work).values()) / 2.5
@@ -311,7 +310,7 @@ def test_a_forward_pass_is_a_third_of_trainings_products() -> None:
 
 def test_a_draft_layer_is_trained_and_does_not_score() -> None:
     trained = replace(NAMED["deepseek-v3"], drafts=True)
-    config = load_config("deepseek_v3", ["model.path=.", "run.launcher=slurm"])
+    config = load_config(DEEPSEEK, ["model.path=.", "run.launcher=slurm"])
     shapes = (trained, replace(trained, drafts=False))
     with_draft, without = (replace(learner_work(config, one, H100, 4000), dims=ParallelDims()) for one in shapes)
     (seconds, bare), drafts = (step_terms(work) for work in (with_draft, without)), {"draft layers", "output layer"}
@@ -344,7 +343,7 @@ def test_engines_that_are_full_sample_faster_than_a_tail() -> None:
 )
 def test_passes_of_the_policy_without_gradients_are_those_that_a_step_makes(keys: list[str], passes: float) -> None:
     replay = "algorithm.routing_replay=off"
-    config = load_config("qwen3_30b_a3b", [*keys, replay, "model.path=x", "train.minibatches=4"])
+    config = load_config(QWEN_30B, [*keys, replay, "model.path=x", "train.minibatches=4"])
     parts = rl_step(config, SHAPE, H100, [500.0], prompt=100.0).parts
     one = forward_seconds(learner_work(config, SHAPE, H100, 600.0), 4)
     assert parts.get("log-probs", 0.0) == pytest.approx(passes * one, rel=1e-9)
@@ -355,7 +354,7 @@ def test_norms_of_logits_gradients_read_logits_again_and_a_float32_head_multipli
     """The learner's `logit_norms` makes its logits by itself, of 2,048 columns and 151,936 tokens. The rate of float32
     is 67e12 FLOP/s; three more passes go over logits of 4 bytes at 3.35e12 bytes a second."""
     keys = ["algorithm=otb", f"learner.head_dtype={head}", "model.path=x", "train.minibatches=4"]
-    config = load_config("qwen3_30b_a3b", keys)
+    config = load_config(QWEN_30B, keys)
     work = replace(learner_work(config, SHAPE, H100, 600.0), dims=ParallelDims(), stages=None)
     positions = work.tokens * work.micro_batches * 4
     read = 3 * positions * 151936 * 4 / (3350e9 * MEMORY)
@@ -369,13 +368,13 @@ def test_a_policy_that_teaches_itself_makes_one_more_pass_over_longer_sequences(
     """As much longer as its prompt's limit is: of 400 tokens in place of 100, behind which are 500."""
     teacher = ["algorithm=gkd", "algorithm.kl.teachers.me.prompt={prompt}"]
     teacher += ["algorithm.kl.teachers.me.max_prompt_tokens=800"]
-    config = load_config("qwen3_30b_a3b", [*teacher, "model.path=x", "rollout.max_prompt_tokens=200"])
+    config = load_config(QWEN_30B, [*teacher, "model.path=x", "rollout.max_prompt_tokens=200"])
     parts = rl_step(config, SHAPE, H100, [500.0], prompt=100.0).parts
     wanted = forward_seconds(learner_work(config, SHAPE, H100, 900.0), config.train.minibatches)
     assert parts["teacher_me"] == pytest.approx(wanted, rel=1e-9)
     assert parts["teacher_me"] > 1.4 * parts["log-probs"]
     average = load_config(
-        "qwen3_30b_a3b", [*teacher, "algorithm.kl.follow_rate=0.1", "model.path=x", "rollout.max_prompt_tokens=200"]
+        QWEN_30B, [*teacher, "algorithm.kl.follow_rate=0.1", "model.path=x", "rollout.max_prompt_tokens=200"]
     )
     assert rl_step(average, SHAPE, H100, [500.0], prompt=100.0).parts == parts  # no second pass as the reference
 
@@ -383,7 +382,7 @@ def test_a_policy_that_teaches_itself_makes_one_more_pass_over_longer_sequences(
 def test_demonstrations_are_trained_on_and_not_sampled() -> None:
     given = (["algorithm=luffy", "rollout.group_size=7"], ["algorithm=dr_grpo", "rollout.group_size=8"])
     keys = ["model.path=x", "algorithm.routing_replay=off", "algorithm.old_logprobs=rollout"]
-    each = [load_config("qwen3_30b_a3b", [*row, *keys]) for row in given]
+    each = [load_config(QWEN_30B, [*row, *keys]) for row in given]
     shown, more = (rl_step(one, SHAPE, H100, [500.0], prompt=100.0).parts for one in each)
     assert (shown["training"], shown["rollout"] < more["rollout"]) == (pytest.approx(more["training"]), True)
 

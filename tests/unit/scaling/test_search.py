@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from rl_megatron.scaling.planner.search import NEAR, search
 from rl_megatron.scaling.rl_step import filled, learner_work, rl_step
 from rl_megatron.scaling.time import step_terms
 from rl_megatron.types import ParallelDims
-from tests.unit.launcher.test_memory import QWEN3
+from tests.unit.launcher.test_memory import CONF, KIMI, QWEN3, RECIPES
 
 SMALL = ("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.prompts_per_step=64")
 
@@ -81,6 +82,36 @@ def test_of_plans_whose_step_the_servers_set_the_best_has_the_fastest_learner() 
     tied = [plan.learner for plan in plans if plan.step.seconds == plans[0].step.seconds]
     assert len(tied) > 1
     assert tied[0] == min(tied)
+
+
+def command_of(recipe: str) -> list[str]:
+    """What a recipe's second line says after ``rl-megatron scale``."""
+    line = (CONF / f"{recipe}.yaml").read_text(encoding="utf-8").splitlines()[1]
+    return shlex.split(line.removeprefix("# rl-megatron scale ").removesuffix(" --write FILE.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_what_its_command_writes(recipe: str) -> None:
+    given = asked(*command_of(recipe))
+    best = search(given.wanted).plans[0]
+    assert (CONF / f"{recipe}.yaml").read_text(encoding="utf-8") == configuration_file(given, best)
+    assert best.config.data.type == "hub"
+    assert (best.step.staleness > 0) == recipe.endswith("_async")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_takes_at_most_1_2_times_the_best_of_the_search(recipe: str) -> None:
+    """On the same GPUs, with its batch and lengths. All together take 20 seconds."""
+    config = load_config(recipe, ["model.path=.", "run.launcher=slurm"])
+    same = ("gpus=", "gpu=", "goal=", "rollout.prompts_per_step=")
+    model, *keys = command_of(recipe)
+    free = asked(model, *(key for key in keys if key.startswith(same))).wanted
+    assert free.base.longest_sequence == config.longest_sequence
+    found = rl_step(
+        config, free.shape, free.gpu, free.lengths, prompt=free.prompt, staleness=config.train.max_staleness
+    )
+    assert found.seconds <= 1.2 * search(free).plans[0].step.seconds
 
 
 def test_a_plan_fits_by_the_projects_own_plan_and_fills_the_gpus() -> None:
@@ -170,7 +201,7 @@ def test_a_key_without_a_section_is_a_key_and_no_group() -> None:
 
 def test_the_servers_of_our_recipe_are_planned_where_they_share_out_experts_that_are_no_power_of_two() -> None:
     """Of Kimi-K2, which has 384 experts a layer: no other servers hold it on 12 nodes."""
-    own = load_config("kimi_k2", ["model.path=/models/given"])
+    own = load_config(KIMI, ["model.path=/models/given"])
     nodes, server = own.slurm.engines.nodes, own.rollout.server
     given = (f"slurm.engines.nodes={nodes}", f"rollout.slots={own.rollout.slots}")
     best = search(asked("kimi-k2", "gpus=480", "gpu=h100", *given).wanted).plans[0]

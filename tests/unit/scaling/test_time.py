@@ -28,6 +28,7 @@ from rl_megatron.scaling.rollouts import lengths_of
 from rl_megatron.scaling.time import LearnerWork, step_seconds, step_terms
 from rl_megatron.types import ParallelDims
 from tests.recipes.collectives import collectives
+from tests.unit.launcher.test_memory import DEEPSEEK, QWEN_30B, QWEN_APART
 
 IDEAL = replace(
     PRIOR, gemm=1, gemm_fp8=1, attention=1, power=0, tile=0, passes=0, links=1, host=0, imbalance=1, fixed=0, age=0
@@ -257,16 +258,8 @@ def told(config: RunConfig) -> StepTime:
     return found
 
 
-@pytest.mark.parametrize("recipe", ["qwen3_235b_a22b", "deepseek_v3", "kimi_k2"])
-def test_the_comment_of_a_recipe_says_what_overlap_would_save(recipe: str) -> None:
-    text = (CONF / f"{recipe}.yaml").read_text(encoding="utf-8")
-    said = re.findall(r"a step's seconds: ([\d,]+),\n# or ([\d,]+) with train.max_staleness=1 \((\d+) % less\)", text)
-    now, then = (told(job(recipe, f"train.max_staleness={k}")).seconds for k in (0, 1))
-    assert said == [(f"{now:,.0f}", f"{then:,.0f}", f"{100 * (1 - then / now):.0f}")]
-
-
 def test_a_synchronous_step_by_hand() -> None:
-    found = told(job("qwen3_30b_a3b", "slurm.speeds.mean_tokens=1000"))
+    found = told(job(QWEN_30B, "slurm.speeds.mean_tokens=1000"))
     step, tokens = found.predicted.step, 64 * 16 * (512 + 1000)
     assert found.seconds == step.seconds == pytest.approx(sum(step.parts.values()))
     assert step.tokens_a_second == pytest.approx(tokens / step.seconds)
@@ -286,24 +279,24 @@ def test_accepted_proposals_are_assumed_or_given_and_said() -> None:
     seconds = []
     for share, tokens in ((None, "1.85"), (0.5, "1.50"), (0.0, "1.00")):
         more = () if share is None else (f"slurm.speeds.draft_acceptance={share}",)
-        found = told(job("deepseek_v3", *keys, *more))
+        found = told(job(DEEPSEEK, *keys, *more))
         said = f"a server's step with rollout.server.draft_tokens=1 gives {tokens} tokens of a row, by slurm.speeds"
         assert any(said in line for line in found.lines())
         seconds.append(found.predicted.step.sampled.longest * float(tokens))
     assert seconds == pytest.approx(seconds[:1] * 3)  # all steps take as long
-    assert not any("draft" in line for line in told(job("deepseek_v3", *keys[:2])).lines())
+    assert not any("draft" in line for line in told(job(DEEPSEEK, *keys[:2])).lines())
 
 
 def test_frozen_routers_have_no_gradient_at_the_peak_either() -> None:
     """As the metric mfu/train counts."""
-    keys = ("qwen3_30b_a3b", "slurm.speeds.mean_tokens=1000")
+    keys = (QWEN_30B, "slurm.speeds.mean_tokens=1000")
     trained, frozen = (told(job(*keys, *more)).predicted for more in ((), ("learner.router.frozen=true",)))
     gradients = 2 * 48 * 2048 * 128 * 64 * 16 * (512 + 1000)  # of 128 experts' rows in 48 layers
     assert trained.peak_seconds - frozen.peak_seconds == pytest.approx(gradients / (8 * 989.5e12), rel=1e-6)
 
 
 def test_a_stated_step_stays_the_step_and_the_predicted_one_is_beside_it() -> None:
-    lines = list(told(job("qwen3_30b_a3b", "slurm.speeds.step_seconds=300")).lines())
+    lines = list(told(job(QWEN_30B, "slurm.speeds.step_seconds=300")).lines())
     assert lines[0] == "a step: 300 s (slurm.speeds.step_seconds)"
     assert re.fullmatch(r"predicted: [\d.]+ s, predicted for slurm.speeds.gpu=h200:", lines[1])
 
@@ -323,17 +316,17 @@ def test_a_stated_step_stays_the_step_and_the_predicted_one_is_beside_it() -> No
     ],
 )
 def test_a_step_that_is_not_predicted_has_a_floor_and_a_reason(keys: tuple[str, ...], why: str) -> None:
-    found = told(job("qwen3_30b_a3b", *keys))
+    found = told(job(QWEN_30B, *keys))
     text = "\n".join(found.lines())
     assert text.startswith("a step: at least ")
     assert re.search(rf"seconds by phase are not predicted: .*{re.escape(why)}", text)
     with pytest.raises(ConfigError, match=r"slurm\.speeds\.gpu=h1000: neither a known GPU nor a file; known: a100"):
-        told(job("qwen3_30b_a3b", "slurm.speeds.gpu=h1000"))
+        told(job(QWEN_30B, "slurm.speeds.gpu=h1000"))
     with pytest.raises(ConfigError, match=r"learner\.fp8=blockwise: A100 multiplies nothing in float8; leave it out"):
-        told(job("qwen3_30b_a3b", "slurm.speeds.gpu=a100", "learner.fp8=blockwise"))
+        told(job(QWEN_30B, "slurm.speeds.gpu=a100", "learner.fp8=blockwise"))
     with pytest.raises(ConfigError, match=r"learner\.fp8=mxfp8: H200 has no .* which b200, b300, gb200, gb300 have"):
-        told(job("qwen3_30b_a3b", "slurm.speeds.gpu=h200", "learner.fp8=mxfp8"))
-    told(job("qwen3_30b_a3b", "slurm.speeds.gpu=gb200", "learner.fp8=mxfp8"))
+        told(job(QWEN_30B, "slurm.speeds.gpu=h200", "learner.fp8=mxfp8"))
+    told(job(QWEN_30B, "slurm.speeds.gpu=gb200", "learner.fp8=mxfp8"))
 
 
 def test_scale_searches_no_layout_for_trajectories() -> None:
@@ -362,10 +355,10 @@ def step(config: RunConfig) -> RlStep:
 
 def test_gpus_that_no_key_counts_are_those_of_ranks_and_servers() -> None:
     """slurm.gpus_per_node=0: 8 ranks, with the servers on their GPUs or on two more."""
-    found = told(job("qwen3_30b_a3b", "slurm.gpus_per_node=0")).predicted
+    found = told(job(QWEN_30B, "slurm.gpus_per_node=0")).predicted
     assert found.gpus == 8
     assert any("on each of 8 GPUs" in line for line in found.lines())
-    beside = job("qwen3_30b_a3b_disaggregated", "slurm.gpus_per_node=0")
+    beside = job(QWEN_APART, "slurm.gpus_per_node=0")
     counts = {"learner": beside.learner.dims.world_size, "engines": 2}
     assert gpus_by_role(beside) == counts
 
@@ -373,13 +366,13 @@ def test_gpus_that_no_key_counts_are_those_of_ranks_and_servers() -> None:
 def test_completions_longer_in_the_mean_than_any_may_be_are_refused() -> None:
     why = r"slurm\.speeds\.mean_tokens=9000 is more than rollout\.max_new_tokens=7168; lower the first"
     with pytest.raises(ConfigError, match=why):
-        told(job("qwen3_30b_a3b", "slurm.speeds.mean_tokens=9000"))
+        told(job(QWEN_30B, "slurm.speeds.mean_tokens=9000"))
 
 
 def test_requests_in_flight_that_take_the_whole_step_hold_nothing_back() -> None:
     """A synchronous step of 64 groups, on servers with places for 124."""
     keys = ("rollout.max_new_tokens=1024", "rollout.server.replicas=4")
-    few, whole, more = (told(job("qwen3_30b_a3b", *keys, f"rollout.server.concurrency={n}")) for n in (16, 64, 1000))
+    few, whole, more = (told(job(QWEN_30B, *keys, f"rollout.server.concurrency={n}")) for n in (16, 64, 1000))
     assert few.seconds > whole.seconds == more.seconds
     said = ["holds the servers back" in "\n".join(found.lines()) for found in (few, whole, more)]
     assert said == [True, False, False]
@@ -387,18 +380,18 @@ def test_requests_in_flight_that_take_the_whole_step_hold_nothing_back() -> None
 
 def test_roles_with_ranks_of_their_own_compute_beside_the_policy() -> None:
     keys = ("algorithm=ppo", "algorithm.kl.coefficient=0.1", "learner.router.frozen=false")
-    shared = step(job("qwen3_30b_a3b", *keys)).parts
-    apart = step(job("qwen3_30b_a3b", *keys, "roles.critic=separate", "roles.reference=separate")).parts
+    shared = step(job(QWEN_30B, *keys)).parts
+    apart = step(job(QWEN_30B, *keys, "roles.critic=separate", "roles.reference=separate")).parts
     assert shared["critic"] > shared["training"] > 0 == apart["critic"]
     assert apart["reference"] == pytest.approx(0 if "log-probs" in apart else shared["reference"])
-    assert gpus_by_role(job("qwen3_30b_a3b", *keys, "roles.critic=separate")) == {"learner": 8, "critic": 8}
+    assert gpus_by_role(job(QWEN_30B, *keys, "roles.critic=separate")) == {"learner": 8, "critic": 8}
 
 
 @pytest.mark.parametrize("model", ["training", "critic"])
 def test_muon_takes_longer_than_adamw_in_the_model_that_it_steps(model: str) -> None:
     keys = ("algorithm=ppo", "learner.overlap.parameters=false", "learner.offload.optimizer=0")
     section = {"training": "learner", "critic": "algorithm.critic"}[model]
-    adamw, muon = (step(job("qwen3_30b_a3b", *keys, *more)).parts for more in ((), (f"{section}.optimizer.name=muon",)))
+    adamw, muon = (step(job(QWEN_30B, *keys, *more)).parts for more in ((), (f"{section}.optimizer.name=muon",)))
     assert {name for name in adamw if adamw[name] != muon[name]} == {model}
     assert muon[model] > adamw[model]
 
@@ -413,7 +406,7 @@ def judge(folder: Path, times: int) -> Path:
     return folder / str(times)
 
 
-@pytest.mark.parametrize(("name", "staleness"), [("qwen3_30b_a3b", 0), ("qwen3_30b_a3b_disaggregated", 2)])
+@pytest.mark.parametrize(("name", "staleness"), [(QWEN_30B, 0), (QWEN_APART, 2)])
 def test_a_reward_model_on_ranks_scores_beside_servers(name: str, staleness: int, tmp_path: Path) -> None:
     keys = ("algorithm.old_logprobs=learner", "learner.head_dtype=null", f"train.max_staleness={staleness}")
     ranked = (*keys, "reward.function=ranks:taste")
@@ -434,8 +427,8 @@ def test_of_pairs_two_of_each_group_are_trained_on_and_all_are_sampled_and_score
     """Training and the reference are those of another row with groups of two, and what samples with groups of 16."""
     keys = ("rollout.group_size=16", "reward.function=ranks:taste", f"reward_models.taste.path={judge(tmp_path, 150)}")
     kl = ("algorithm.kl.coefficient=0.1", "algorithm.old_logprobs=rollout")
-    pairs = step(job("qwen3_30b_a3b", *keys, "algorithm=dpo"))
-    two, all_sampled = (step(job("qwen3_30b_a3b", *keys, *kl, f"rollout.group_size={n}")) for n in (2, 16))
+    pairs = step(job(QWEN_30B, *keys, "algorithm=dpo"))
+    two, all_sampled = (step(job(QWEN_30B, *keys, *kl, f"rollout.group_size={n}")) for n in (2, 16))
     assert pairs.parts["training"] == pytest.approx(two.parts["training"], rel=0.02)
     assert pairs.parts["reference"] == pytest.approx(two.parts["reference"], rel=0.02)
     assert pairs.tokens == two.tokens
@@ -448,7 +441,7 @@ def test_the_least_staleness_that_is_printed_is_the_least_by_the_seconds() -> No
     keys = ("rollout.max_new_tokens=14336", "slurm.speeds.mean_tokens=200", "rollout.prompts_per_step=8")
     seconds, least = {}, set()
     for k in range(1, 9):
-        found = told(job("qwen3_30b_a3b_disaggregated", *keys, "train.minibatches=1", f"train.max_staleness={k}"))
+        found = told(job(QWEN_APART, *keys, "train.minibatches=1", f"train.max_staleness={k}"))
         text = "\n".join(found.lines())
         ((said, given),) = re.findall(r"max_staleness=(\d+) is the least .* waits for it, .*; here it is (\d+)", text)
         assert int(given) == k
@@ -462,13 +455,13 @@ def test_the_least_staleness_that_is_printed_is_the_least_by_the_seconds() -> No
 
 
 def test_servers_with_gpus_of_their_own_sample_while_the_learner_trains() -> None:
-    here = job("qwen3_30b_a3b_disaggregated", "train.max_staleness=2")
+    here = job(QWEN_APART, "train.max_staleness=2")
     found = told(here)
     assert found.predicted.step.staleness == 2
     assert found.seconds < sum(found.predicted.step.parts.values())
     assert "; sampling overlaps the rest (staleness 2)" in "\n".join(found.lines())
     assert gpus_by_role(here) == {"learner": 6, "engines": 2}
-    beside = step(job("qwen3_30b_a3b", "train.max_staleness=2"))  # on the learner's GPUs
+    beside = step(job(QWEN_30B, "train.max_staleness=2"))  # on the learner's GPUs
     assert beside.staleness == 0
     assert beside.seconds == pytest.approx(sum(beside.parts.values()))
 
