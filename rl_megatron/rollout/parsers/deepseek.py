@@ -9,7 +9,6 @@ from typing import Any
 from rl_megatron.rollout.parsers.parsed import BadCall, Parsed, arguments_of, parsed, split_thought
 
 _BEGIN = "<｜tool▁calls▁begin｜>"
-_CALL = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL)
 _BLOCK = re.compile(r"([^\n]*)\n```json\n(.*)\n```", re.DOTALL)
 
 
@@ -20,15 +19,19 @@ def deepseek(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool
     if not found:
         return parsed(rest, reasoning, ())
     try:
-        calls = [_call(first, second) for first, second in _CALL.findall(written)]
-        if not calls or written.count("<｜tool▁call▁begin｜>") != len(calls):
-            raise BadCall(f"a section of calls has one that does not end: {written[:200]}")
+        calls = [_call(one) for one in written.split("<｜tool▁call▁begin｜>")[1:]]
+        if not calls:
+            raise BadCall(f"a section of calls has no call: {written[:200]}")
     except BadCall as error:
         return parsed(rest, reasoning, (), str(error))
     return parsed(content, reasoning, calls)
 
 
-def _call(first: str, second: str) -> tuple[str, str]:
+def _call(written: str) -> tuple[str, str]:
+    call, ended, _ = written.partition("<｜tool▁call▁end｜>")
+    first, found, second = call.partition("<｜tool▁sep｜>")
+    if not ended or not found:
+        raise BadCall(f"a section of calls has one that does not end: {written[:200]}")
     if block := _BLOCK.fullmatch(second.strip()):  # then ``first`` is the type, which is always "function"
         return block[1], arguments_of(block[1], block[2])
     return first, arguments_of(first, second)

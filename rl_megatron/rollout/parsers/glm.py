@@ -19,7 +19,7 @@ _TYPES = {  # of values, as a schema names them
     list: {"array"},
     dict: {"object"},
 }
-_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+_PAIR = re.compile(r"(?><arg_key>(.*?)</arg_key>)\s*+(?><arg_value>(.*?)</arg_value>)\s*+", re.DOTALL)
 
 
 def glm(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> Parsed:
@@ -54,12 +54,15 @@ def _calls(text: str) -> list[str]:
 
 
 def _call(written: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    name, found, pairs = written.strip().partition("<arg_key>")
-    name, pairs = name.strip(), found + pairs
-    if not name or "\n" in name or _PAIR.sub("", pairs).strip():
-        raise BadCall(f"a call is {written.strip()[:200]!r}; it must be a name and pairs of <arg_key> and <arg_value>")
+    written = written.strip()
+    name, _, _ = written.partition("<arg_key>")
+    place, pairs = len(name), dict[str, str]()
+    while pair := _PAIR.match(written, place):
+        place, pairs[pair[1]] = pair.end(), pair[2]
+    if not (name := name.strip()) or "\n" in name or place < len(written):
+        raise BadCall(f"a call is {written[:200]!r}; it must be a name and pairs of <arg_key> and <arg_value>")
     types = _types_of(name, tools)
-    arguments = {key: _value(value, types.get(key, set())) for key, value in _PAIR.findall(pairs)}
+    arguments = {key: _value(value, types.get(key, set())) for key, value in pairs.items()}
     return name, json.dumps(arguments, ensure_ascii=False)
 
 
