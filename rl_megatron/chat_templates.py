@@ -1,33 +1,45 @@
-"""Bounds the time in which a model's chat template renders, for its loops are the model's own; begins its text once;
-sets its variables."""
+"""Renders models' chat templates, in a process with limits; begins their texts once; sets their variables."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError, TemplateRuntimeError
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from typing_extensions import override
+
+from rl_megatron.bounded import BoundedProcess, LimitExceeded, ProcessFailed, answer_calls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TemplateValue = bool | int | float | str
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-"""What a template raises as it renders, and who applies it where of several none is called default."""
 SECONDS = 5.0
 """Of processor time; templates take milliseconds, so that a busy machine or a stopped process ends none."""
-_BETWEEN_LOOKS = 0.5  # seconds
-_TURNS = 100  # of a loop, in the first of which CPython raises what another thread has it raise
+MEMORY_BYTES = 2 << 30
+_MODULE = "rl_megatron.chat_templates"
+_MOST_CHARACTERS = 1 << 26  # of a text; no context is as long
+_MOST_SHOWN = 2000  # characters of an error
+_OF_DICTS = frozenset(dir(dict))
+_OF_JINJA = frozenset({LoopContext, Namespace})
+_PLAIN = frozenset({bool, int, str})  # of what is no method of a text, which the base looks at
 
 
-class _Late(BaseException):
-    """Raised in a thread whose template takes too long; no template can catch it."""
+class TemplateFailed(ValueError):
+    """A template raised, or is no Jinja."""
+
+
+class TemplateUnbounded(TemplateFailed):
+    """A template took more time or memory than it may."""
 
 
 def begun_once(ids: Sequence[int], bos: int | None) -> Sequence[int]:
@@ -63,82 +75,142 @@ def _literal(value: TemplateValue) -> str:
     return json.dumps(value)
 
 
-@contextmanager
-def bounded_rendering() -> Iterator[None]:
-    """Have what this thread renders end after `SECONDS`. Raises TemplateRuntimeError then. It is not entered twice.
-
-    One operation of C, as a power of great numbers, is not interrupted.
-    """
-    thread, watch = threading.get_ident(), _watch
+def template_texts(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Mapping[str, Any]]], *, opened: bool
+) -> list[str | TemplateFailed]:
+    """Each chat's messages as the tokenizer's template shows them, or what it raised; ``opened``: with the generation
+    prompt. Raises TemplateUnbounded if they exceed a limit together."""
     try:
-        watch.begin(thread)
-        try:
-            yield
-        except _Late:
-            raise
-        except BaseException:
-            watch.end(thread)
-            raise
-        else:
-            watch.end(thread)
-    except _Late:
-        raise TemplateRuntimeError(
-            f"it did not end within {SECONDS:g} s of processor time; the model's chat template may loop without end"
-        ) from None
+        source = tokenizer.get_chat_template()
+    except ValueError as error:  # it has none, or none called default
+        return [TemplateFailed(f"ValueError: {error}")] * len(chats)
+    variables = {**tokenizer.special_tokens_map, "tools": None, "documents": None, "add_generation_prompt": opened}
+    return _texts(source, [{**variables, "messages": chat} for chat in chats])
 
 
-class _Watch:
-    """The threads that render, and one that looks at their processor time while there are any."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._until: dict[int, float] = {}
-        self._looking = False
-
-    def begin(self, thread: int) -> None:
-        """Watch the calling thread."""
-        with self._lock:
-            self._until[thread] = time.thread_time() + SECONDS
-            if not self._looking:
-                self._looking = True
-                threading.Thread(target=self._look, name="chat-templates", daemon=True).start()
-
-    def end(self, thread: int) -> None:
-        """Watch the calling thread no longer: the watch raises nothing in it after this. Raises `_Late` if it did.
-
-        To take an exception back by PyThreadState_SetAsyncExc would have CPython 3.11 look for one at each call from
-        then on, and for ever at the first call under a profiler.
-        """
-        with self._lock:
-            raised = self._until.pop(thread, None) is None
-        if raised:
-            for _ in range(_TURNS):
-                time.sleep(0)
-            raise _Late  # it was raised inside, and code of a template's filters swallowed it
-
-    def _look(self) -> None:
-        pause = threading.Event()
-        while not pause.wait(_BETWEEN_LOOKS):
-            with self._lock:
-                self._looking = bool(self._until)
-                if not self._looking:
-                    return
-                for thread, until in list(self._until.items()):
-                    if time.clock_gettime(time.pthread_getcpuclockid(thread)) > until:
-                        del self._until[thread]
-                        _raise_late(thread)
+def template_text(source: str, variables: Mapping[str, Any]) -> str:
+    """The text that a template makes of the variables. Raises TemplateFailed."""
+    (text,) = _texts(source, [variables])
+    if isinstance(text, TemplateFailed):
+        raise text
+    return text
 
 
-def _raise_late(thread: int) -> None:
-    """Raise `_Late` in another thread at its next instruction of Python."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Late))
+def check_syntax(source: str) -> None:
+    """Raises TemplateSyntaxError with the line for a template that is no Jinja, TemplateFailed for a limit."""
+    for error, line in _asked(source, []):
+        raise TemplateSyntaxError(error, line) if line else TemplateFailed(error)
+
+
+def _texts(source: str, many: Sequence[Mapping[str, Any]]) -> list[str | TemplateFailed]:
+    return [
+        text if line is None else TemplateFailed(f"TemplateSyntaxError: {text}" if line else text)
+        for text, line in _asked(source, many)
+    ]
+
+
+def _asked(source: str, many: Sequence[Mapping[str, Any]]) -> list[tuple[str, int | None]]:
+    try:
+        answers: list[tuple[str, int | None]] = _process.ask(SECONDS, source, many)
+    except LimitExceeded as error:
+        raise TemplateUnbounded(f"{error}; the model's chat template may loop without end") from error
+    except ProcessFailed as error:
+        raise TemplateUnbounded(str(error)) from error
+    return answers
+
+
+def _answers(source: str, many: Sequence[Mapping[str, Any]]) -> list[tuple[str, int | None]]:
+    """In the process: each text and None, or an error and its line (0 while it renders); one if it is no Jinja."""
+    try:
+        template = _compiled(source)
+    except TemplateSyntaxError as error:
+        return [(str(error.message), error.lineno)] * max(len(many), 1)
+    except (RecursionError, SyntaxError) as error:  # of brackets in brackets
+        return [(f"{type(error).__name__}: {error}", 0)] * max(len(many), 1)
+    return [_answer(template, variables) for variables in many]
+
+
+def _answer(template: Template, variables: Mapping[str, Any]) -> tuple[str, int | None]:
+    try:
+        text = template.render(variables)
+        if len(text) > _MOST_CHARACTERS:
+            raise ValueError(f"its text has {len(text)} characters, more than {_MOST_CHARACTERS}")
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001  the template's own
+        return f"{type(error).__name__}: {error}"[:_MOST_SHOWN], 0
+    return text, None
+
+
+@lru_cache(maxsize=16)
+def _compiled(source: str) -> Template:
+    """The template with the filters, functions and tags that transformers gives it."""
+    sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    sandbox.filters["tojson"] = _to_json
+    sandbox.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return sandbox.from_string(source)
+
+
+def _to_json(
+    value: object, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+class _Generation(Extension):
+    """The tag around what an assistant writes, which is shown as it is."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    @override
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Gives and refuses what its base does, which asks at each lookup whether the attribute of a type is safe.
+
+    A history is rendered again for each turn, and a template looks up some ten attributes of each of its messages.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._safe: dict[tuple[type, str], bool] = {}
+
+    @override
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        kind = type(obj)
+        if kind is dict and attribute not in _OF_DICTS:  # the base tries an attribute of that name, which no dict has
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        if kind in _OF_JINJA:
+            value = getattr(obj, attribute, None)
+            if type(value) in _PLAIN and self.is_safe_attribute(obj, attribute, value):
+                return value
+        return super().getattr(obj, attribute)
+
+    @override
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        asked = type(obj), attr  # on which alone it depends
+        if (safe := self._safe.get(asked)) is None:
+            safe = self._safe[asked] = super().is_safe_attribute(obj, attr, value)
+        return safe
 
 
 def _begin_anew() -> None:
-    """A child has only the thread that forked it, and a lock as it was then."""
-    global _watch
-    _watch = _Watch()
+    """Gives a forked child its own process."""
+    global _process
+    _process = BoundedProcess(_MODULE)
 
 
-_watch = _Watch()
+_process = BoundedProcess(_MODULE)
 os.register_at_fork(after_in_child=_begin_anew)
+if __name__ == "__main__":
+    answer_calls(_answers, MEMORY_BYTES)

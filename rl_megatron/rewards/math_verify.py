@@ -8,26 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any
+from typing import Any
 
+from rl_megatron.bounded import BoundedProcess, LimitExceeded, ProcessFailed
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards.scoring import queued
 from rl_megatron.types import Completion, Prompt, Scored
 
 LIMIT_SECONDS = 3.0  # of a processor, for one completion: 100 kB of ordinary text take 0.02
-WAIT_SECONDS = 60.0  # for a process, on a busy machine or one that stopped it
-_MOST_SHOWN = 500  # bytes of a process's last words in an error
 _PROCESSES = min(4, len(os.sched_getaffinity(0)))
-_COMMAND = (sys.executable, "-P", "-m", "rl_megatron.rewards.math_verify_worker")
 
 
 async def math_verify(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
@@ -53,9 +46,15 @@ async def _asked(answer: str, text: str | None, begun: Callable[[], None] | None
         if begun is not None:
             with contextlib.suppress(RuntimeError):  # the loop has closed
                 loop.call_soon_threadsafe(begun)
-        return _mine.ask(answer, text)
+        try:
+            return dict(_mine.process.ask(LIMIT_SECONDS, answer, text))
+        except LimitExceeded:
+            return {}
 
-    told = await asyncio.wrap_future(_threads.submit(ask))
+    try:
+        told = await asyncio.wrap_future(_threads.submit(ask))
+    except ProcessFailed as error:
+        raise RewardError(f"math-verify: {error}") from error
     if "missing" in told:
         raise ConfigError(
             f"reward.function=math_verify needs the math-verify library ({told['missing']}); pip install math-verify"
@@ -63,57 +62,12 @@ async def _asked(answer: str, text: str | None, begun: Callable[[], None] | None
     return told
 
 
-class _Worker(threading.local):
-    """The process of the calling thread, which ends with it; another one where the last has ended."""
+class _Mine(threading.local):
+    """The process of the calling thread, which ends with it."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  of standard error, as long as the thread
-
-    def ask(self, answer: str, text: str | None) -> dict[str, Any]:
-        line = json.dumps([LIMIT_SECONDS, answer, text]).encode() + b"\n"
-        for _ in range(2):  # what ended it without its own limit may have nothing to do with this text
-            process = self._process = self._process or new_process(self._log)
-            assert process.stdin is not None
-            assert process.stdout is not None
-            late = threading.Timer(WAIT_SECONDS, process.kill)
-            late.start()
-            try:
-                process.stdin.write(line)
-                process.stdin.flush()
-                said = process.stdout.readline()
-            except BrokenPipeError:
-                said = b""
-            finally:
-                late.cancel()
-            if said.endswith(b"\n"):
-                told: dict[str, Any] = json.loads(said)
-                return told
-            self._process = None
-            process.kill()
-            process.communicate()
-            if process.returncode == -signal.SIGPROF:
-                return {}
-            if process.returncode >= 0:
-                raise RewardError(f"math-verify's process ended with status {process.returncode}: {self._last_words()}")
-        return {}
-
-    def _last_words(self) -> str:
-        self._log.seek(0)
-        return self._log.read()[-_MOST_SHOWN:].decode(errors="replace").strip()
-
-
-def new_process(log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """A process, which ends with this one. What it writes to standard error goes to ``log``."""
-    return subprocess.Popen(
-        _COMMAND,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        start_new_session=True,
-        env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "LANG": "C.UTF-8"},
-    )
+        self.process = BoundedProcess("rl_megatron.rewards.math_verify_worker")
 
 
 _threads = ThreadPoolExecutor(_PROCESSES, "math-verify")
-_mine = _Worker()
+_mine = _Mine()

@@ -1,27 +1,24 @@
-"""Compares completions with answers by math-verify, in a process that the kernel ends when one takes too long.
+"""Compares completions with answers by math-verify, in a process that ends when one takes too long.
 
-``python -m rl_megatron.rewards.math_verify_worker`` reads lines of JSON from standard input, each the seconds of a
-processor that it may take, an answer, and a completion or null, and writes one for each to standard output. It ends
-when its input closes.
+``python -m rl_megatron.rewards.math_verify_worker`` is called by math_verify.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
 import re
 import signal
-import sys
 from collections.abc import Callable
 from decimal import Decimal
 from functools import lru_cache, partial
 from typing import Any
 
+from rl_megatron.bounded import answer_calls
 from rl_megatron.rewards.symbols import mark_formulas, to_latex
 from rl_megatron.sandbox import kernel
 
+MEMORY_BYTES = 4 << 30
 _MARKED = ("$", r"\boxed", r"\(", r"\[")  # by which the package knows LaTeX
 _MEASURE = re.compile(  # a number, with its thousands and words for its unit, of which LaTeX would make products
     r"[-+]?[€£¥]?(?:\d{1,3}(?:[ ,]\d{3})+|\d*)(?:\.\d+)?\s*%?(?:\s+[A-Za-z]{3,})*", re.ASCII
@@ -32,18 +29,7 @@ _LETTER = re.compile(r"\(?[A-J]\)?")  # of a multiple choice
 _CHOICE = re.compile(r"(?:(?i:\b(?:answer|option|choice)(?: is)?)|^)[ :*_(]*([A-J])\b[)*_.]* *$", re.MULTILINE)
 
 
-def main() -> int:
-    """Answer each line of standard input."""
-    kernel.prctl(kernel.PDEATHSIG, signal.SIGKILL)  # also while it computes
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    for line in sys.stdin:
-        print(json.dumps(_told(*json.loads(line))), file=out, flush=True)
-    return 0
-
-
-def _told(seconds: float, answer: str, text: str | None) -> dict[str, Any]:
+def _told(answer: str, text: str | None) -> dict[str, Any]:
     """What ``text`` is worth and what was read in it, or without one whether the answer is an expression.
 
     math-verify's own limits are off. They are handlers of Python's, which do not run within the power of two integers.
@@ -55,7 +41,6 @@ def _told(seconds: float, answer: str, text: str | None) -> dict[str, Any]:
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
     if not isinstance(grader.sympy_numeric_eq, partial):  # verify calls it for each number, also within sets
         grader.sympy_numeric_eq = partial(_equal, grader.sympy_numeric_eq)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
     wanted = _expression(answer)
     if text is None:
         told: dict[str, Any] = {"known": bool(wanted)}
@@ -64,7 +49,6 @@ def _told(seconds: float, answer: str, text: str | None) -> dict[str, Any]:
         told = {"total": float(verify(wanted, read, timeout_seconds=None, raise_on_error=False)), "answer": ""}
         with contextlib.suppress(ValueError, RecursionError):  # too deep, or too many digits, to be written
             told["answer"] = str(read[0]) if read else ""
-    signal.setitimer(signal.ITIMER_PROF, 0)
     return told
 
 
@@ -116,4 +100,7 @@ def _positional(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    kernel.prctl(kernel.PDEATHSIG, signal.SIGKILL)  # also while it computes
+    with contextlib.suppress(ImportError):
+        import math_verify  # noqa: F401  its seconds are of no call
+    answer_calls(_told, MEMORY_BYTES)

@@ -1,35 +1,37 @@
-"""Chat templates are a model's own: one that loops ends with an error, in whatever thread it renders."""
+"""Chat templates are a model's own: one that takes too much ends with an error, in whatever thread it renders."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
+import os
+import select
+import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
-from jinja2 import TemplateRuntimeError
 from transformers import PreTrainedTokenizerBase
 
 from rl_megatron import chat_templates
-from rl_megatron.chat_templates import bounded_rendering
+from rl_megatron.chat_templates import TemplateFailed, template_text
 from rl_megatron.config.sections.data import FileData
-from rl_megatron.data.problems.rendering import Record, rendered
-from rl_megatron.errors import DataError
+from rl_megatron.data.problems.rendering import Record, rendered_rows
+from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.conversation.messages import MessagesRefused
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"  # 1e10 turns, hours
-GREAT = "{% for i in range(10**12) %}{% endfor %}"  # which Jinja's sandbox refuses
-SAID = r"did not end within 0\.2 s of processor time; the model's chat template may loop without end"
+SAID = r"it took more than 0\.3 s of processor time; the model's chat template may loop without end"
+MEMORY = "it took more than 2048 MB of memory"
 ASKED = [{"role": "user", "content": "1+1?"}]
+DATA = FileData(type="files", train=Path("a"), eval=Path("b"), chat_template=True)
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_templates, "SECONDS", 0.2)
-    monkeypatch.setattr(chat_templates, "_BETWEEN_LOOKS", 0.05)
+    monkeypatch.setattr(chat_templates, "SECONDS", 0.3)
 
 
 def tokenizer_with(template: str) -> PreTrainedTokenizerBase:
@@ -38,70 +40,119 @@ def tokenizer_with(template: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-@pytest.mark.parametrize(("template", "said"), [(ENDLESS, SAID), (GREAT, "Range too big")])
-def test_a_conversation_and_a_row_are_refused_by_a_template_that_would_not_end(template: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (ENDLESS, SAID),
+        ("{{ (9 ** (9 ** 9)) | string | length }}", SAID),  # Jinja computes it as it compiles
+        ("{% set n = messages | length + 8 %}{{ (n ** (n ** n)) | string | length }}", SAID),
+        ("{{ ('%' ~ 3000000000 ~ 'd') % 1 }}", MEMORY),
+        ("{{ ('%' ~ 3000000000 ~ 'd') | format(messages | length) }}", MEMORY),
+        ("{{ '{:3000000000d}'.format(messages | length) }}", MEMORY),
+        ("{{ messages[0].content.center(3000000000) }}", MEMORY),
+        ("{{ messages[0].content * 3000000000 }}", MEMORY),
+        ("{{ messages | tojson(indent=3000000000) }}", MEMORY),
+        ("{{ range(10 ** 9) }}", "OverflowError: Range too big"),
+        ("{% macro a(n) %}{{ a(n + 1) }}{% endmacro %}{{ a(0) }}", "RecursionError: maximum recursion depth exceeded"),
+        ("{{ " + "(" * 3000 + ")" * 3000 + " }}", "RecursionError: maximum recursion depth exceeded"),
+        ("{{ messages.no.one }}", "UndefinedError: 'list object' has no attribute 'no'"),
+    ],
+)
+def test_a_conversation_and_a_row_are_refused_by_a_template_that_takes_too_much(template: str, said: str) -> None:
     tokenizer = tokenizer_with(template)
-    with pytest.raises(MessagesRefused, match=said):
+    with pytest.raises((MessagesRefused, ConfigError), match=said):
         ChatTemplate(tokenizer).begin(ASKED, ())
-    data = FileData(type="files", train=Path("a"), eval=Path("b"), chat_template=True)
-    with pytest.raises(DataError, match=rf"a\.jsonl:3: the tokenizer's chat template fails at it: .*{said}"):
-        rendered(Record(texts=("1+1?", "2"), others={}), Path("a.jsonl"), 3, data, tokenizer)
+    bad = [Record(texts=("1+1?", "2"), others={})] * 2
+    try:
+        (error, _) = rendered_rows(bad, Path("a.jsonl"), 3, DATA, tokenizer)
+    except DataError as raised:
+        error = raised
+    assert str(error).startswith(f"a.jsonl:3: the tokenizer's chat template fails at it: {said.split('0')[0]}"[:70])
 
 
-def test_each_thread_has_its_own_limit_and_nothing_is_raised_behind_it() -> None:
-    ended = list[str]()
+def test_a_text_longer_than_any_context_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_templates, "SECONDS", 5.0)
+    with pytest.raises(TemplateFailed, match="ValueError: its text has 80000000 characters, more than 67108864"):
+        template_text("{{ a * 80000000 }}", {"a": "a"})
 
-    def render() -> None:
-        try:
-            with bounded_rendering():
-                tokenizer_with(ENDLESS).apply_chat_template(ASKED, tokenize=False)
-        except TemplateRuntimeError as error:
-            ended.append(str(error))
-        sum(range(10**6))  # a second, late exception would be raised here
 
-    threads = [threading.Thread(target=render) for _ in range(2)]
+def test_rows_of_one_call_are_those_of_calls_of_one() -> None:
+    template = "{% if 'b' in messages[0].content %}{{ raise_exception('no b') }}{% endif %}{{ messages[0].content }}"
+    rows = [Record(texts=(text, "2"), others={}) for text in ("a", "b", "c", "\ud800d")]
+    found = [*rendered_rows(rows, Path("a.jsonl"), 1, DATA, tokenizer_with(template))]
+    assert [one if isinstance(one, DataError) else one.text for one in found][::2] == ["a", "c"]
+    assert "a.jsonl:2: the tokenizer's chat template fails at it: TemplateError: no b" in str(found[1])
+
+
+def test_a_row_is_named_that_alone_takes_too_much() -> None:
+    template = "{% if messages[0].content == 'b' %}" + ENDLESS + "{% endif %}{{ messages[0].content }}"
+    rows = [Record(texts=(text, "2"), others={}) for text in ("a", "b", "c")]
+    with pytest.raises(DataError, match=rf"^a\.jsonl:2: the tokenizer's chat template fails at it: {SAID}"):
+        list(rendered_rows(rows, Path("a.jsonl"), 1, DATA, tokenizer_with(template)))
+
+
+def test_a_signal_is_heeded_while_a_template_renders() -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(Stop):
+            template_text("{% set n = 9 %}{{ (n ** (n ** n)) | string | length }}", {})
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert template_text("{{ a }}", {"a": "next"}) == "next"  # and not what the call before would have answered
+
+
+def test_threads_have_their_own_texts() -> None:
+    found = dict[int, str]()
+
+    def render(number: int) -> None:
+        found[number] = "".join(template_text("{{ a }}", {"a": number}) for _ in range(20))
+
+    threads = [threading.Thread(target=render, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
-    with bounded_rendering():
-        assert byte_tokenizer().apply_chat_template(ASKED, tokenize=False)
     for thread in threads:
         thread.join()
-    assert len(ended) == 2
+    assert found == {number: str(number) * 20 for number in range(4)}
 
 
-def test_an_end_that_meets_the_limit_is_late_and_leaves_nothing_to_be_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watch raises just before the thread says that it has ended."""
-    end = chat_templates._watch.end
+def test_a_forked_process_has_its_own() -> None:
+    assert template_text("{{ a }}", {"a": 1}) == "1"
+    own = chat_templates._process.process
 
-    def meets(thread: int) -> None:
-        with chat_templates._watch._lock:
-            del chat_templates._watch._until[thread]
-            chat_templates._raise_late(thread)
-        end(thread)
+    def render() -> None:
+        assert template_text("{{ a }}", {"a": 2}) == "2"
+        assert chat_templates._process.process is not own
 
-    monkeypatch.setattr(chat_templates._watch, "end", meets)
-    with pytest.raises(TemplateRuntimeError, match=SAID), bounded_rendering():
-        pass
-    with pytest.raises(TemplateRuntimeError, match=SAID), bounded_rendering():
-        raise KeyError
-    sum(range(10**6))
+    child = multiprocessing.get_context("fork").Process(target=render)
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    assert template_text("{{ a }}", {"a": 3}) == "3"
+    assert chat_templates._process.process is own
 
 
-def test_a_limit_that_a_template_swallows_is_an_error_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watch has raised, and nothing is left to be raised where the rendering ends."""
-    with pytest.raises(TemplateRuntimeError, match=SAID), bounded_rendering(), chat_templates._watch._lock:
-        chat_templates._watch._until.clear()
+def test_the_process_ends_with_the_one_that_uses_it() -> None:
+    started, ended = os.pipe()
+    child = multiprocessing.get_context("fork").Process(target=_render_and_wait, args=(ended,))
+    child.start()
+    watched = os.pidfd_open(int(os.read(started, 20)))
+    child.kill()
+    child.join()
+    assert select.select([watched], [], [], 30.0)[0]
+    for one in (watched, started, ended):
+        os.close(one)
 
 
-def test_calls_run_under_a_profiler_after_a_rendering() -> None:
-    """Where a thread is left to look for an exception, CPython 3.11 does so for ever at its next call under one."""
-    program = """
-import sys
-from rl_megatron.chat_templates import bounded_rendering
-with bounded_rendering():
-    pass
-sys.setprofile(lambda frame, event, _: None)
-print((lambda: 3)())
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "3\n"
+def _render_and_wait(pipe: int) -> None:
+    template_text("", {})
+    process = chat_templates._process.process
+    assert process is not None
+    os.write(pipe, str(process.pid).encode())
+    time.sleep(60)

@@ -38,6 +38,7 @@ ONE_EACH = {  # functions that may have one name, by where they are: a table tak
 }
 COLLECTIVE = ("rl_megatron/learner", "rl_megatron/weights/transports")
 IN_ENGINES = (  # which read the environment of an engine's process, or of another program's
+    "rl_megatron/bounded.py",  # which passes it on to a process of its own
     "rl_megatron/environments/adapters/verifiers.py",  # which passes it on to that interpreter
     "rl_megatron/environments/adapters/verifiers_worker.py",  # another interpreter, whose clients read keys there
     "rl_megatron/rollout/servers/engine_token.py",

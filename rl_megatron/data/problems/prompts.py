@@ -48,7 +48,7 @@ from rl_megatron.data.problems.rendering import (
     conversation,
     fields_in,
     fields_of,
-    rendered,
+    rendered_rows,
     tokenized,
     unrendered,
 )
@@ -327,12 +327,16 @@ def read_problems(
         if left == 0:
             break
         records = read_records(file, fields, key=key, limit=left, lists=lists or data.chat_template)
+        if data.messages_field is None:
+            for problem in rendered_rows(records, file, 1, data, tokenizer):
+                if isinstance(problem, DataError):
+                    bad.append(str(problem))
+                else:
+                    found.append(problem)
+            continue
         for line, record in enumerate(records, 1):
-            whole = data.messages_field is not None
             try:
-                found.append(
-                    conversation(record, file, line, data) if whole else rendered(record, file, line, data, tokenizer)
-                )
+                found.append(conversation(record, file, line, data))
             except DataError as error:
                 bad.append(str(error))
     if bad:

@@ -6,12 +6,12 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from rl_megatron.chat_templates import TEMPLATE_ERRORS, bounded_rendering, prompt_tokens
+from rl_megatron.chat_templates import TemplateFailed, TemplateUnbounded, prompt_tokens, template_texts
 from rl_megatron.config.sections.data import FileKeys
 from rl_megatron.config.sections.teachers import ANOTHER, ANOTHER_FIELD, TeacherSection, prompt_parts
 from rl_megatron.data.problems.conversations import (
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 1000  # prompts that a tokenizer gets in one call
+_RENDERED_TOGETHER = 100  # rows that a process with templates gets in one call
 _MOST_CHARACTERS = 100  # per token, on average over a prompt
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
 _OF_PROBLEM = ("prompt", "answer")  # whatever the fields are called
@@ -111,22 +112,47 @@ def rendered(
 ) -> Problem:
     """The problem in a row of a file, with its templates. Raises DataError as `check_pair` and `messages_of` do, and
     where the tokenizer's template fails."""
+    (problem,) = rendered_rows([record], path, line, data, tokenizer)
+    if isinstance(problem, DataError):
+        raise problem
+    return problem
+
+
+def rendered_rows(
+    records: Sequence[Record], path: Path, first: int, data: FileKeys, tokenizer: PreTrainedTokenizerBase | None
+) -> Iterator[Problem | DataError]:
+    """As `rendered`, of rows from the line ``first`` on: each problem, or what is wrong with its row. Raises DataError
+    for the first row that exceeds a limit of templates."""
+    for start in range(0, len(records), _RENDERED_TOGETHER):
+        part = records[start : start + _RENDERED_TOGETHER]
+        made = [_before_template(record, path, line, data) for line, record in enumerate(part, first + start)]
+        good = [one for one in made if isinstance(one, Problem)] if data.chat_template else []
+        texts = iter(_as_chats([(one.text, one.messages, one.place) for one in good], tokenizer))
+        for one in made:
+            if isinstance(one, DataError) or not data.chat_template:
+                yield one
+            else:
+                text = next(texts)
+                yield text if isinstance(text, DataError) else replace(one, text=text)
+
+
+def _before_template(record: Record, path: Path, line: int, data: FileKeys) -> Problem | DataError:
     place = f"{path}:{line}"
-    check_pair(record, place, data)
-    question, answer, *rejected = record.texts
-    messages = messages_of(record, place, data, in_structs=path.suffix == ".parquet")
-    text = data.prompt_template.replace("{prompt}", messages[-1]["content"])
-    if data.chat_template:
-        assert tokenizer is not None
-        text = _as_chat(text, messages, place, tokenizer)
+    try:
+        check_pair(record, place, data)
+        question, answer, *rejected = record.texts
+        messages = messages_of(record, place, data, in_structs=path.suffix == ".parquet")
+        margin = margin_of(record, place, data)
+    except DataError as error:
+        return error
     return Problem(
         id=f"{path.stem}:{line}",
         place=place,
-        text=text,
+        text=data.prompt_template.replace("{prompt}", messages[-1]["content"]),
         raw=question,
         answer=answer,
         rejected=rejected,
-        margin=margin_of(record, place, data),
+        margin=margin,
         messages=messages,
         meta=record.others,
     )
@@ -151,35 +177,60 @@ def unrendered(conversations: Sequence[Problem]) -> list[Prompt]:
 
 
 def _as_chat(text: str, messages: Sequence[Mapping[str, Any]], place: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The messages, of which the last has the text in place of its own, and the start of the assistant's turn. A
-    ``developer``'s is tried as the system's where the template does not write it, as in conversations."""
-    chat = [*map(dict, messages[:-1]), {**messages[-1], "content": text}]
+    (shown,) = _as_chats([(text, messages, place)], tokenizer)
+    if isinstance(shown, DataError):
+        raise shown
+    return shown
+
+
+def _as_chats(
+    asked: Sequence[tuple[str, Sequence[Mapping[str, Any]], str]], tokenizer: PreTrainedTokenizerBase | None
+) -> list[str | DataError]:
+    """Of each text, messages and place: the messages, of which the last has the text in place of its own, and the start
+    of the assistant's turn; or why it has none. A ``developer``'s is tried as the system's where the template does not
+    write it, as in conversations. Raises DataError for the first that exceeds a limit of templates."""
+    if not asked:
+        return []
+    assert tokenizer is not None
+    chats = [[*map(dict, messages[:-1]), {**messages[-1], "content": text}] for text, messages, _ in asked]
     try:
-        return _chat_text(chat, place, tokenizer)
-    except DataError:
+        shown = _chat_texts(chats, [place for _, _, place in asked], tokenizer)
+    except TemplateUnbounded as error:
+        if len(asked) == 1:
+            raise _failed(asked[0][2], error) from error
+        return [_as_chats([one], tokenizer)[0] for one in asked]
+    for at, chat in enumerate(chats):
         as_system = [{**one, "role": "system"} if one["role"] == "developer" else one for one in chat]
-        if as_system == chat:
-            raise
-        return _chat_text(as_system, place, tokenizer)
+        if isinstance(shown[at], DataError) and as_system != chat:
+            (shown[at],) = _chat_texts([as_system], [asked[at][2]], tokenizer)
+    return shown
 
 
-def _chat_text(chat: list[dict[str, Any]], place: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the chat template makes of it. Raises DataError where it fails, or leaves a message out."""
-    try:
-        with bounded_rendering():
-            shown = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-    except TEMPLATE_ERRORS as error:
-        raise DataError(
-            f"{place}: the tokenizer's chat template fails at it: {type(error).__name__}: {error!s:.500}; "
-            "fix the model's chat_template.jinja, or set chat_template=false"
-        ) from error
+def _chat_texts(
+    chats: Sequence[list[dict[str, Any]]], places: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> list[str | DataError]:
+    """What the chat template makes of each, or why: it fails, or leaves a message out."""
+    texts = template_texts(tokenizer, chats, opened=True)
+    return [_whole(*each) for each in zip(texts, chats, places, strict=True)]
+
+
+def _whole(shown: str | TemplateFailed, chat: Sequence[Mapping[str, Any]], place: str) -> str | DataError:
+    if isinstance(shown, TemplateFailed):
+        return _failed(place, shown)
     for at, one in enumerate(chat, 1):
         if one["role"] not in _CHANGED and one["content"].strip() not in shown:
-            raise DataError(
+            return DataError(
                 f"{place}: the tokenizer's chat template does not write message {at}, of the role {one['role']!r}, as "
                 "it is; give it a role that the template shows there, or fix the model's chat_template.jinja"
             )
     return shown
+
+
+def _failed(place: str, error: TemplateFailed) -> DataError:
+    return DataError(
+        f"{place}: the tokenizer's chat template fails at it: {error!s:.500}; "
+        "fix the model's chat_template.jinja, or set chat_template=false"
+    )
 
 
 def fields_in(prompt: str) -> list[str]:

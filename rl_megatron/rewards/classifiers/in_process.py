@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_megatron.chat_templates import TEMPLATE_ERRORS, begun_once, bounded_rendering
+from rl_megatron.chat_templates import TemplateFailed, begun_once, template_texts
 from rl_megatron.config.sections.reward import RewardModelSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.rewards.scoring import turn_of
@@ -37,19 +37,23 @@ class ClassifierTexts:
     def rows(self, prompt: str, texts: Sequence[str]) -> list[list[int]]:
         """Of the prompt with each of the texts of its completions."""
         rows: list[list[int]] = self.tokenizer(
-            [self._whole(prompt, text) for text in texts],
+            self._wholes(prompt, texts),
             add_special_tokens=not self.chat_template,  # the template writes its own
             truncation=True,
             max_length=self.max_tokens,
         )["input_ids"]
         return [list(begun_once(row, self.tokenizer.bos_token_id)) for row in rows]  # the data's template may write it
 
-    def _whole(self, prompt: str, text: str) -> str:
+    def _wholes(self, prompt: str, texts: Sequence[str]) -> list[str]:
         if not self.chat_template:
-            return prompt + text
-        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
-        with bounded_rendering():
-            return str(self.tokenizer.apply_chat_template(turns, tokenize=False))
+            return [prompt + text for text in texts]
+        asked = {"role": "user", "content": prompt}
+        chats = [[asked, {"role": "assistant", "content": text}] for text in texts]
+        wholes = template_texts(self.tokenizer, chats, opened=False)
+        for one in wholes:
+            if isinstance(one, TemplateFailed):
+                raise one
+        return list(map(str, wholes))
 
 
 def classifier_texts(folder: Path, section: RewardModelSection, config: Any, where: str) -> ClassifierTexts:
@@ -71,9 +75,9 @@ def classifier_texts(folder: Path, section: RewardModelSection, config: Any, whe
     texts = ClassifierTexts(tokenizer=tokenizer, chat_template=section.chat_template, max_tokens=most)
     try:
         texts.rows("1+1?", ["2"])
-    except TEMPLATE_ERRORS as error:
+    except TemplateFailed as error:
         raise ConfigError(
-            f"{where}: its chat template fails at a question and an answer: {type(error).__name__}: {error!s:.500}; "
+            f"{where}: its chat template fails at a question and an answer: {error!s:.500}; "
             f"give {folder} a chat_template.jinja that shows both, or set reward.model.chat_template=false"
         ) from error
     return texts

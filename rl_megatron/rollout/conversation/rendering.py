@@ -10,9 +10,8 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateSyntaxError
 
-from rl_megatron.chat_templates import TEMPLATE_ERRORS, bounded_rendering
+from rl_megatron.chat_templates import TemplateFailed, check_syntax, template_text
 from rl_megatron.errors import ConfigError
-from rl_megatron.rollout.conversation.compiled import compiled
 from rl_megatron.rollout.conversation.messages import REASONING, ChatMessage, MessagesRefused, written_arguments
 from rl_megatron.rollout.conversation.templates import Tools
 
@@ -41,11 +40,14 @@ class _Jinja:
 
     def __init__(self, source: str) -> None:
         try:
-            self.compiled = compiled(source)
+            check_syntax(source)
         except TemplateSyntaxError as error:
             raise ConfigError(
                 f"line {error.lineno} of the model's chat template is no Jinja: {error.message}; repair it"
             ) from error
+        except TemplateFailed as error:
+            raise ConfigError(f"the model's chat template cannot be read: {error}; repair it") from error
+        self.source = source
         self.reasoning = [name for name in REASONING if name in source]
         self.asks_for_none = "content'] is none" in source or "content is none" in source
         self.roles = {("assistant", first): "assistant" for first in (True, False)}  # as what each is rendered
@@ -155,12 +157,10 @@ class ChatRenderer:
         jinja = self._jinja(tools)
         for form in _forms(messages, jinja):
             try:
-                with bounded_rendering():
-                    return jinja.compiled.render(
-                        self._variables, messages=form, tools=list(tools) or None, add_generation_prompt=opened
-                    )
-            except TEMPLATE_ERRORS as error:
-                reason = f"{type(error).__name__}: {error}"
+                given = {"messages": form, "tools": list(tools) or None, "add_generation_prompt": opened}
+                return template_text(jinja.source, {**self._variables, **given})
+            except TemplateFailed as error:
+                reason = error
         raise MessagesRefused(f"the model's chat template refuses these messages: {reason}")
 
 

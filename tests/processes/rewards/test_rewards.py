@@ -15,11 +15,13 @@ import textwrap
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from typing_extensions import override
 
+from rl_megatron import bounded
+from rl_megatron.bounded import BoundedProcess, LimitExceeded, ProcessFailed
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.reward import EnvironmentSection, RewardSection, SandboxSection
 from rl_megatron.environments.registry import resolve_environment
@@ -366,18 +368,20 @@ def test_an_environment_that_takes_a_sandbox_is_given_it(tmp_path: Any, monkeypa
 
 
 # Texts over which math-verify computes for minutes end their own process, and cost nobody else a score.
+WORKER = "rl_megatron.rewards.math_verify_worker"
 POWER = r"The answer is $\boxed{9^{9^{9}}}$."
 LOOP = "So we get\n\\[ x = \\boxed{42}\n" * 200  # brackets that stay open, as where a text is cut
 STARTER = """
 import asyncio, sys
+from rl_megatron.bounded import BoundedProcess
 from rl_megatron.rewards import math_verify
 from rl_megatron.types import Prompt
-start = math_verify.new_process
-def noted(log):
-    process = start(log)
+start = BoundedProcess.start
+def noted(self):
+    process = start(self)
     print(process.pid, flush=True)
     return process
-math_verify.new_process = noted
+BoundedProcess.start = noted
 asyncio.run(math_verify.math_verify(Prompt(id="a", text="", token_ids=(1,), answer="8"), [None], [sys.argv[1]]))
 """
 
@@ -401,34 +405,36 @@ def test_an_answer_that_runs_out_of_time_is_an_error(monkeypatch: pytest.MonkeyP
 
 
 def test_a_process_that_was_killed_is_replaced() -> None:
-    worker = math_verify._Worker()
+    worker = BoundedProcess(WORKER)
     for text, total in (("$8$", 1.0), ("$9$", 0.0)):
-        assert worker.ask("8", text) == {"total": total, "answer": text.strip("$")}
-        assert worker._process is not None
-        worker._process.kill()
-        worker._process.wait()
+        assert worker.ask(3.0, "8", text) == {"total": total, "answer": text.strip("$")}
+        assert worker.process is not None
+        worker.process.kill()
+        worker.process.wait()
 
 
 def test_a_process_that_was_stopped_is_waited_for_no_longer_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_verify, "WAIT_SECONDS", 0.5)
-    worker = math_verify._Worker()
+    """Also by a call that no pipe holds."""
+    monkeypatch.setattr(bounded, "WAIT_SECONDS", 0.5)
     processes = []
 
-    def stopped(log: IO[bytes]) -> subprocess.Popen[bytes]:
-        processes.append(process := start(log))
-        process.send_signal(signal.SIGSTOP)
-        return process
+    class Stopped(BoundedProcess):
+        def start(self) -> subprocess.Popen[bytes]:
+            processes.append(process := super().start())
+            process.send_signal(signal.SIGSTOP)
+            return process
 
-    start = math_verify.new_process
-    monkeypatch.setattr(math_verify, "new_process", stopped)
-    assert worker.ask("8", "$8$") == {}
-    assert [one.returncode for one in processes] == [-signal.SIGKILL] * 2
+    for text in ("$8$", "8" * (1 << 20)):
+        with pytest.raises(LimitExceeded, match="was killed twice, or did not answer twice"):
+            Stopped(WORKER).ask(3.0, "8", text)
+    assert [one.returncode for one in processes] == [-signal.SIGKILL] * 4
 
 
-def test_a_process_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_verify, "_COMMAND", (sys.executable, "-c", "raise SystemExit('no room here')"))
-    with pytest.raises(RewardError, match="ended with status 1: no room here"):
-        math_verify._Worker().ask("8", "$8$")
+def test_a_process_that_fails_says_why() -> None:
+    worker = BoundedProcess(WORKER)
+    worker.command = (sys.executable, "-c", "raise SystemExit('no room here')")
+    with pytest.raises(ProcessFailed, match="ended with status 1: no room here"):
+        worker.ask(3.0, "8", "$8$")
 
 
 def test_processes_end_with_the_one_that_started_them() -> None:

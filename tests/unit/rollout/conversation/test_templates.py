@@ -12,10 +12,10 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from rl_megatron.chat_templates import _compiled
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.conversation.chat import ChatTemplate
-from rl_megatron.rollout.conversation.compiled import compiled
 from rl_megatron.rollout.conversation.conversation import Conversation
 from rl_megatron.rollout.conversation.forms import WrittenConversation
 from rl_megatron.rollout.conversation.messages import ChatMessage, MessagesRefused, written_arguments
@@ -88,7 +88,7 @@ LOOP = "{{% for one in messages %}}{}{{% endfor %}}"
 )
 def test_a_template_may_do_what_it_may_in_transformers(source: str) -> None:
     messages = copy.deepcopy(MESSAGES)
-    shown = outcome(lambda: compiled(source).render(messages=messages, documents=None, add_generation_prompt=True))
+    shown = outcome(lambda: _compiled(source).render(messages=messages, documents=None, add_generation_prompt=True))
     wanted = outcome(lambda: render_jinja_template([messages], chat_template=source, add_generation_prompt=True)[0][0])
     assert shown == wanted
     assert messages == MESSAGES
