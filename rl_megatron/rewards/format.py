@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
+from rl_megatron.bounded import BoundedProcess, LimitExceeded
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.rewards.threads import in_daemon_thread
 from rl_megatron.types import Completion, Prompt, Scored
 
+LIMIT_SECONDS = 3.0  # of a processor, for one completion: most patterns take microseconds
+
 
 class FormatReward:
-    """1.0 if ``pattern`` matches a text from its first character to its last, else 0.0.
+    """1.0 if ``pattern`` matches a text from its first character to its last, else 0.0, also for a text over which it
+    takes 3 s of a processor.
 
-    Matching holds the interpreter's lock, so no time limit can end a pattern that backtracks endlessly.
+    Another process matches, because a pattern that backtracks holds Python's lock until it ends.
     """
 
     def __init__(self, pattern: str) -> None:
-        self._pattern = re.compile(pattern)
+        self._pattern, self._process = pattern, BoundedProcess("rl_megatron.rewards.format_worker")
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
         """1.0 or 0.0 for each text."""
-        matches = self._pattern.fullmatch
-        return await in_daemon_thread(lambda: [Scored(total=float(matches(text) is not None)) for text in texts])
+        return await in_daemon_thread(lambda: [Scored(total=float(self._matches(text))) for text in texts])
+
+    def _matches(self, text: str) -> bool:
+        try:
+            return bool(self._process.ask(LIMIT_SECONDS, self._pattern, text))
+        except LimitExceeded:
+            return False
 
 
 def format_reward(section: RewardSection) -> FormatReward:

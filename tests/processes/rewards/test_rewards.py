@@ -26,6 +26,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.reward import EnvironmentSection, RewardSection, SandboxSection
 from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.errors import ConfigError, RewardError, SandboxError
+from rl_megatron.rewards import format as format_rule
 from rl_megatron.rewards import math_verify, threads
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rewards.scoring import score as judged
@@ -395,6 +396,14 @@ def scored(answer: str, *texts: str) -> tuple[Scored, ...]:
 def test_a_completion_that_runs_out_of_time_counts_0_alone(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math_verify, "LIMIT_SECONDS", 0.5)
     assert [one.total for one in scored("8", "$8$", text, "$7+1$", "$9$")] == [1, 0, 1, 0]
+
+
+def test_a_pattern_that_backtracks_without_end_costs_its_completion_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(format_rule, "LIMIT_SECONDS", 0.3)
+    reward, texts = format_rule.FormatReward("(a+)+b"), ("aab", "a" * 99, "aab")
+    prompt = Prompt(id="train:7", text="", token_ids=(1,), answer="")
+    found = asyncio.run(reward(prompt, [completion((1,))] * 3, texts))
+    assert [one.total for one in found] == [1, 0, 1]
 
 
 def test_an_answer_that_runs_out_of_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
