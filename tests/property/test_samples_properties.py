@@ -212,6 +212,26 @@ def test_a_step_costs_its_columns_once_and_little_more() -> None:
     assert columns < moved <= 1.05 * columns
 
 
+def test_a_rank_gets_the_routes_of_its_own_rows_alone_and_once() -> None:
+    """Of 64 bytes a position they are most of a step's bytes: all of them on each rank fill a host's memory."""
+    samples, dp = of_size(16, 8, 100), 4
+    routes = torch.randint(0, 128, (len(samples.mask), 8, 8), generator=torch.Generator().manual_seed(1))
+    routed, packer = (
+        replace(samples, routes=routes.to(torch.uint8)),
+        Packer(dims=ParallelDims(dp=dp), max_tokens=4000, attention_cost=0.0),
+    )
+    ranks = packer.ranks(samples, most=2, seed=5)
+    extra = [0] * dp
+    for one, sign in ((routed, 1), (samples, -1)):
+        sent, trained = Sent(dp), replace(one, old_logprobs=torch.ones(len(one.mask)))
+        batches = [packer.pack(one, ranks=ranks), *packer.minibatches(trained, most=2, seeds=[5])]
+        for number, batch in enumerate(batches):
+            shares = sent.shares(batch, to_score=number == 0)
+            extra = [bytes + sign * len(share) for bytes, share in zip(extra, shares, strict=True)]
+    assert sum(extra) <= 1.02 * routes.numel()
+    assert max(extra) <= 1.1 * routes.numel() / dp
+
+
 def test_rows_that_were_not_sent_are_named() -> None:
     samples = of_size(2, 2, 8)
     batch = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0).pack(samples)

@@ -23,7 +23,7 @@ from launcher.servers.engines import SERVERS
 from rl_megatron.errors import CorruptionError, EngineError
 from rl_megatron.models.named import NAMED
 from rl_megatron.rollout.servers import decoding
-from rl_megatron.rollout.servers.answers import as_it_should_end, joined, problem_of
+from rl_megatron.rollout.servers.answers import as_it_should_end, joined, problem_of, rest_of
 from rl_megatron.rollout.servers.attempts import Attempts
 from rl_megatron.rollout.servers.decoding import Judged, SampledColumns
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
@@ -253,6 +253,22 @@ def test_a_completion_in_parts_keeps_what_each_version_sampled() -> None:
     whole = functools.reduce(joined, parts)
     logprobs = [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
     assert plain(whole) == ([1, 2, 3, 4, 5, 6], logprobs, "length", ((0, 3), (4, 5), (5, 7)), None)
+
+
+@pytest.mark.parametrize("cuts", [(1, 1, 1), (0, 5, 2), (7,), (3, 4)])
+def test_a_completion_that_is_continued_keeps_its_budget(cuts: tuple[int, ...]) -> None:
+    """Whatever number of servers samples its parts, it has no more tokens than were asked for."""
+    asked = replace(REQUEST, params=replace(PARAMS, max_new_tokens=7))
+    whole = completion((), spans=((0, 0),), finish="abort")
+    for number, tokens in enumerate(cuts):
+        rest = rest_of(asked, whole, place=0)
+        assert len(rest.token_ids) - len(asked.token_ids) == len(whole.token_ids)
+        assert rest.params.max_new_tokens == 7 - len(whole.token_ids)
+        end = "length" if tokens == rest.params.max_new_tokens else "abort"
+        whole = joined(whole, completion([5] * tokens, [-1.0] * tokens, spans=((0, number),), finish=end))
+    assert problem_of(whole, asked, vocab_size=9) is None
+    more = joined(whole, completion([5] * 8, [-1.0] * 8, spans=((0, 9),), finish="length"))
+    assert "at most 7 were requested" in str(problem_of(more, asked, vocab_size=9))
 
 
 @pytest.mark.parametrize(("tokens", "finish"), [((3,), "abort"), ((), "abort"), ((9,), "stop"), ((3, 4), "length")])
