@@ -120,6 +120,10 @@ def _transport_problems(c: RunConfig) -> Iterator[str]:
 
 def _batch_problems(c: RunConfig) -> list[str]:
     out = []
+    if c.train.lr_min > c.train.learning_rate:
+        out.append(
+            f"train.lr_min={c.train.lr_min:g} is above train.learning_rate={c.train.learning_rate:g}; lower the first"
+        )
     parts, named = c.parts_of_minibatches
     if c.kind.samples and parts < c.train.minibatches:
         out.append(

@@ -40,7 +40,7 @@ from rl_megatron.config.sections.reward import EnvironmentSection, RankedModelSe
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.config.sections.weights import CARRIED, CUDA_IPC, FILE, PROCESS_GROUP, TransportKind, WeightsSection
-from rl_megatron.section import EntryName, NonNegative, Positive, PositiveFloat, Section
+from rl_megatron.section import EntryName, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 
 class RunSection(Section):
@@ -118,7 +118,9 @@ class TrainSection(Section):
     lr_warmup_steps: NonNegative = 0
     """Steps of linear warm-up."""
     lr_decay: Literal["none", "linear", "cosine"] = "none"
-    """Schedule of the learning rate after the warm-up; linear and cosine fall towards 0."""
+    """Schedule of the learning rate after the warm-up; linear and cosine fall towards train.lr_min."""
+    lr_min: NonNegativeFloat = 0.0
+    """Learning rate towards which lr_decay falls (Megatron: min_lr); a critic's falls to the same share of its own."""
     route_flips: bool = False
     """Whether each step measures how many tokens' experts differ between engine and learner, and before and after the
     update, by layer, and which tokens' ratio left 1 +- 0.2 (``moe/flips_*``, ``ratio/outside``): one more pass over

@@ -127,14 +127,16 @@ def _listed(names: Sequence[str]) -> str:
 
 def schedule(config: RunConfig, step: int, *, after: int = 0) -> float:
     """The factor of the learning rate at RL step ``step`` (from 1) of a model that is trained ``after`` a number of
-    steps, in which it is 0: linear warm-up, then the configured decay to 0."""
+    steps, in which it is 0: linear warm-up, then the configured decay to
+    the share ``train.lr_min`` of ``train.learning_rate``."""
     if step <= after:
         return 0.0
     train = config.train
     warm = min(1.0, (step - after) / train.lr_warmup_steps) if train.lr_warmup_steps else 1.0
     left = (train.steps - step + 1) / max(1, train.steps - after - train.lr_warmup_steps)
     shapes = {"none": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * min(1.0, left))}
-    return min(warm, shapes[train.lr_decay])
+    floor = train.lr_min / train.learning_rate
+    return min(warm, floor + (1 - floor) * shapes[train.lr_decay])
 
 
 def learning_rate(config: RunConfig, step: int) -> float:

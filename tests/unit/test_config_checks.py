@@ -36,6 +36,13 @@ def problem(*keys: str) -> str | None:
     return None
 
 
+def test_a_floor_of_the_learning_rate_lies_below_it_and_has_a_decay() -> None:
+    given = ["train.learning_rate=1e-3", "train.lr_min=2e-3"]
+    assert "train.lr_min=0.002 is above train.learning_rate=0.001; lower the first" in (problem(*given) or "")
+    assert problem("train.learning_rate=1e-3", "train.lr_min=1e-3") is None
+    assert "train.lr_decay=none keeps the learning rate" in (problem("train.lr_decay=none", "train.lr_min=1e-5") or "")
+
+
 @pytest.mark.parametrize(
     ("preset", "limit"), [("tiny_cpu", "rollout.max_new_tokens"), ("calculator", "environment.max_tokens")]
 )

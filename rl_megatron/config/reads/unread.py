@@ -100,6 +100,8 @@ def _of_train(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield key, f"algorithm.preference.beta={beta} keeps each group's pair together"
     elif config.rollout.group_size == 1 and config.algorithm.demonstration_gamma is None:
         yield key, "with rollout.group_size=1 a group is one completion"
+    if config.train.lr_decay == "none":
+        yield "train.lr_min", "train.lr_decay=none keeps the learning rate; set linear or cosine"
     if config.written_epochs is not None:
         yield "train.steps", f"{config.job}.epochs={config.written_epochs:g} says how many steps there are"
 

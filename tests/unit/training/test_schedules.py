@@ -75,6 +75,19 @@ def test_cosine_is_half_way_down_in_the_middle() -> None:
     assert found[9] == pytest.approx(0.5 - 0.5 * math.cos(math.pi * 0.1))
 
 
+@pytest.mark.parametrize(("warm", "floor"), [(0, 0.1), (4, 0.25), (3, 1.0)])
+def test_decay_ends_at_a_floor_as_megatrons_does(warm: int, floor: float) -> None:
+    """`OptimizerParamScheduler.get_lr` of megatron-core: min_lr + coefficient (max_lr - min_lr), after the warm-up."""
+    share = [step / (12 - warm) for step in range(12 - warm)]
+    for decay, coefficients in (
+        ("linear", [1 - at for at in share]),
+        ("cosine", [0.5 * (math.cos(math.pi * at) + 1) for at in share]),
+    ):
+        found = rates(12, steps=12, lr_warmup_steps=warm, lr_decay=decay, lr_min=floor)
+        assert found[:warm] == pytest.approx([(step + 1) / warm for step in range(warm)])
+        assert found[warm:] == pytest.approx([floor + one * (1 - floor) for one in coefficients])
+
+
 def test_the_critic_has_a_rate_of_its_own_on_the_same_schedule() -> None:
     config = RunConfig.model_validate(
         {
