@@ -5,16 +5,25 @@ from __future__ import annotations
 import re
 import unicodedata
 
-_SMALL = {chr(code): unicodedata.normalize("NFKC", chr(code)) for code in (0xB2, 0xB3, 0xB9, *range(0x2070, 0x208F))}
-_SMALL |= {"⁻": "-", "₋": "-"}  # for a minus outside of ASCII
+_RAISED, _LOWERED = (
+    {
+        sign: unicodedata.normalize("NFKC", sign).replace("−", "-")
+        for sign in map(chr, range(0xB2, 0x2100))
+        if unicodedata.decomposition(sign).startswith(kind) and sign not in "º℠™"
+    }
+    for kind in ("<super>", "<sub>")
+)
+_SMALL = _RAISED | _LOWERED
 _NAMES = r"""times cdot cdot cdot div pm mp infty le le le ge ge ge ne approx to in cup cap emptyset setminus mathbb{R}
 mathbb{Z} mathbb{N} mathbb{Q} mathbb{C} lfloor rfloor lceil rceil sqrt sqrt[3] sqrt[4] sum prod int"""
 _COMMANDS = dict(zip("×⋅·∙÷±∓∞≤⩽≦≥⩾≧≠≈→∈∪∩∅∖ℝℤℕℚℂ⌊⌋⌈⌉√∛∜∑∏∫", _NAMES.split(), strict=True))
 _KEPT = {*_SMALL, *"√∛∜…¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}  # for the patterns below
 _THOUSANDS = re.compile(r"(?<=\d)(?:[\u00a0\u2007-\u2009\u202f]|\\[,!]|\{,\})(?=\d{3}(?!\d))")
 _LONG_DASH = re.compile(r"(?<![^\s(\[{=$,:])[—―](?=[\d.√∞π(])")  # elsewhere it is punctuation
-_DEGREES = re.compile(r"(?<=\d) ?[°º˚](?:[CF]\b)?")
-_AREA = re.compile(r"(\d(?: (?:m|in)| ?(?:[kcdm]m|ft|yd|mi))(?:/s)?)[²³](?! ?[-+*/=<>^×·⋅−]|[\w⁺⁻])")
+_DEGREES = re.compile(r"(?<=\d) ?[°º˚∘](?:[CF]\b)?")
+_AREA = re.compile(
+    r"(\d(?: (?:m|in)| ?(?:[kcdm]m|ft|yd|mi))(?:/s)?)(?:[²³]|\^[23])(?=[.,;:!)*]*(?:\s|$))(?! ?[-+*/=<>^×·⋅−])"
+)
 _TENS = re.compile(r"(?<=\d) ?[×·⋅] ?10(?:([⁺⁻]?[⁰¹²³⁴-⁹]{1,3})|\^\{?([-+−]?\d{1,3})\}?)(?![\w⁰-⁹^{]|\.\d)")
 _REPEATING = re.compile(r"(?<!\d)(\d{0,15})\.(\d{0,15}?)(?:\\overline\{(\d{1,15})\}|((?:\d\u0305){1,15}))")
 _FRACTION = re.compile(
@@ -24,12 +33,14 @@ _ROOT = re.compile(
     r"([√∛∜]|(?<![A-Za-z\\])sqrt(?=\()) ?(?:\(((?:[^()]++|\([^()]*+\))*+)\)"
     r"|((?:\d++(?:\.\d++)?|\\[A-Za-z]++|[A-Za-zπ])(?:\{\d+\})*+[⁰¹²³⁴-⁹]*+))"
 )
-_SCRIPT = re.compile(r"([⁰¹²³⁴-ⁿ]+)|[₀-₎]+")
+_SCRIPT = re.compile(f"([{re.escape(''.join(_RAISED))}]+)|[{re.escape(''.join(_LOWERED))}]+")
+_EXPONENT = re.compile(r"\^(-\d+|\\frac\{\d+\}\{\d+\})")  # which LaTeX would take in part
 _FUNCTION = re.compile(r"(?<![A-Za-z\\])(?=(?:sin|cos|tan|log|ln)(?:[_^]\{|\\))")
 _OPENING = re.compile(r"\\boxed\s*\{|\\begin\{|\\[(\[]|\$\$|(?<![\d\\])\$")  # of what math-verify reads as LaTeX
 _CLOSING = {"\\begin{": "\\end{", "\\(": "\\)", "\\[": "\\]", "$$": "$$", "$": "$"}
 _BARE = re.compile(  # a formula outside of these, with spaces around its operators and commas alone
-    r"(?: ?[-+*/=<>]+ ?| ?\\[A-Za-z]+ *|\d+(?:[.,]\d+)*|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])|[\^_(){}\[\]|]"
+    r"(?: ?[-+*/=<>]+ ?| ?\\(?:log|ln|sin|cos|tan)(?:[_^]\{[^{}]{1,40}\})? *| ?\\[A-Za-z]+ *"
+    r"|(?<=[\d)}]) (?=[A-Za-z][\^_])|\d+(?:[.,]\d+)*|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])|[\^_(){}\[\]|]"
     r"|, ?(?=[-\w\\.^{} ]{1,40}[)\]]))+"
 )
 _OPERATORS = {r"\times": "*", r"\cdot": "*", r"\div": "/"}  # as math-verify reads them in plain text
@@ -71,10 +82,10 @@ def to_ascii(text: str, fraction: str = "{}/{}") -> str:
         bottom = (10 ** len(period) - 1) * 10 ** len(match[2])
         return fraction.format(int(start + period) - int(start or 0), bottom)
 
-    text = _REPEATING.sub(repeat, _THOUSANDS.sub("", text))
+    text = _AREA.sub(r"\1", _REPEATING.sub(repeat, _THOUSANDS.sub("", text)))
     if not text.isascii():
         text = _TENS.sub(lambda match: f"e{number_of(match[1] or match[2].replace('−', '-'))}", text)
-        text = _AREA.sub(r"\1", _DEGREES.sub("", _LONG_DASH.sub("-", text))).translate(_TABLE)
+        text = _DEGREES.sub("", _LONG_DASH.sub("-", text)).translate(_TABLE)
     return _FRACTION.sub(write, text)
 
 
@@ -87,7 +98,7 @@ def to_latex(text: str) -> str:
     """Writes the symbols of ``text`` as LaTeX, ``2√3`` as ``2\\sqrt{3}``."""
     text = _ROOT.sub(_root, to_ascii(text, r"\frac{{{}}}{{{}}}"))
     text = _SCRIPT.sub(lambda run: f"{'^' if run[1] else '_'}{{{''.join(map(_SMALL.__getitem__, run[0]))}}}", text)
-    return _FUNCTION.sub(r"\\", text)
+    return _FUNCTION.sub(r"\\", _EXPONENT.sub(r"^{\1}", text))
 
 
 def _root(match: re.Match[str]) -> str:

@@ -32,29 +32,26 @@ def as_trl(function: Callable[..., Any]) -> Callable[[Prompt, Sequence[Completio
     """
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    named = {
-        one.name: one.default is one.empty
-        for one in parameters
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-    }
+    named = {one.name: one.default is one.empty for one in parameters if one.kind.name[:3] != "VAR"}
 
     def call(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> Any:
         messages = _messages(prompt)
         said = [[{"role": "assistant", "content": text}] for text in texts] if messages else list(texts)
         asked = messages or prompt.question or prompt.text
         columns = {name: value for name, value in prompt.meta.items() if name not in _GIVEN}
-        missing = [one for one, is_needed in named.items() if is_needed and one not in (*_GIVEN, *columns, "answer")]
-        if missing and ("answer" in {*named, *columns} or len(missing) > 1 or missing[0] in _TRAINER):
+        missing = [one for one, is_needed in named.items() if is_needed and one not in (*_GIVEN, *columns)]
+        answer = "answer" if "answer" in missing or not missing else missing[0]
+        if missing not in ([], [answer]) or answer in _TRAINER:
+            missing = [one for one in missing if one != "answer"]
             raise RewardError(
                 f"its parameters {', '.join(missing)} are not fields of the row, which has "
                 f"{', '.join(sorted({*columns, 'answer'}))}; name these, or take prompt, completions, texts"
             )
-        columns |= dict.fromkeys(missing, prompt.answer)
-        columns.setdefault("answer", prompt.answer)
-        given = {name: [value] * len(texts) for name, value in columns.items() if takes_all or name in named}
-        ids = [completion.token_ids.tolist() for completion in completions]
-        always = dict(zip(_GIVEN, ([asked] * len(texts), said, ids), strict=True))
-        return function(**given, **{name: value for name, value in always.items() if takes_all or name in named})
+        columns = {"answer": prompt.answer, **columns, **dict.fromkeys(missing, prompt.answer)}
+        given = {name: [value] * len(texts) for name, value in columns.items()}
+        given |= {"prompts": [asked] * len(texts), "completions": said}
+        given["completion_ids"] = [completion.token_ids.tolist() for completion in completions]
+        return function(**{name: value for name, value in given.items() if takes_all or name in named})
 
     return call
 

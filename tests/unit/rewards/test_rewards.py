@@ -186,7 +186,8 @@ def test_functions_of_trl_are_called_in_its_way(tmp_path: Path, monkeypatch: pyt
 
     right, abstaining = called("columns")
     assert (right.total, abstaining.abstains) == (1.0, True)
-    for name, prompt in (("named", texts), ("chat", messages), ("judge", texts), ("ours", texts)):
+    other = replace(texts, meta={"answer": "of another column"})
+    for name, prompt in (("named", texts), ("named", other), ("chat", messages), ("judge", texts), ("ours", texts)):
         assert [one.total for one in called(name, prompt)] == [1.0, 0.0], name
     assert [one.total for one in called("later")] == [4.0, 4.0]
     for name, parameter in (("lost", "colour"), ("logs", "log_metric")):
