@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -430,6 +432,17 @@ WHOLE = {"model.embed_tokens.weight": (40, 136), LAYER + "self_attn.q_proj.bias"
 WHOLE |= {LAYER + "mlp.gate.weight": (2, 136), LAYER + "input_layernorm.weight": (137,), "lm_head.weight": (40, 136)}
 FORMATTED = MATRICES | WHOLE
 LOSES = pytest.mark.parametrize("kind", ["fp8", "int8"])
+
+
+def test_reads_of_the_file_keep_no_memory(tmp_path: Path) -> None:
+    """A server reads all tensors at each push."""
+    (tmp_path / "config.json").write_text('{"architectures": ["MadeForCausalLM"]}')
+    held = {f"layers.{layer}.up": (2, 3) for layer in range(300)}
+    path = tmp_path / "m" / "model.safetensors"
+    Mirror.make(path, held, torch.bfloat16, tmp_path / "config.json")
+    Mirror(path, held, torch.bfloat16).serve(1)
+    blocks = [(read(path, 1), gc.collect(), sys.getallocatedblocks())[2] for _ in range(5)]
+    assert blocks[-1] - blocks[1] < 300  # of one tensor in three reads
 
 
 def mirror_of(folder: Path, kind: str, dtype: torch.dtype = torch.bfloat16) -> Mirror:
