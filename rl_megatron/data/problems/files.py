@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import os
@@ -55,7 +56,12 @@ def local_files(data: FileKeys, key: str, names: Iterable[str]) -> FileKeys:
 
 
 def files_in(path: Path, key: str) -> list[Path]:
-    """The file, or the parquet files of a folder by name. Raises DataError where a folder has none."""
+    """The file, or the parquet files of a folder by name. Raises DataError where a folder has none, and for a list."""
+    if any(mark in str(path) for mark in ",*") and not os.path.exists(path):
+        raise DataError(
+            f"{key}={shortened(str(path))}: no such file; give one file, or a folder of .parquet files (several files "
+            "are sources of data=mixture)"
+        )
     if path.suffix == ".jsonl" or not os.path.isdir(path):  # false, not an error, for what no file can be called
         return [path]
     found = sorted(path.glob("*.parquet"))
@@ -98,6 +104,8 @@ def read_records(
 
 def _read_jsonl(path: Path, _: tuple[str, ...]) -> Iterator[Mapping[str, object] | str]:
     with path.open("rb") as file:
+        if file.read(3) != codecs.BOM_UTF8:
+            file.seek(0)
         for line in file:
             yield _parse_line(line.removesuffix(b"\n"))
 

@@ -196,12 +196,28 @@ def test_a_parquet_file_with_other_columns_or_types_or_bytes_is_refused(tmp_path
         load(files(path))
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_row(jsonl: Path, tmp_path: Path) -> None:
+    marked = tmp_path / "marked" / jsonl.name
+    marked.parent.mkdir()
+    marked.write_bytes(b"\xef\xbb\xbf" + jsonl.read_bytes())
+    assert load(files(marked)) == load(files(jsonl))
+    marked.write_bytes(b"\xef\xbb\xbf")
+    with pytest.raises(DataError, match="the file is empty"):
+        load(files(marked))
+
+
+SEVERAL = r"no such file; give one file, or a folder of .parquet files \(several files are sources of data=mixture\)"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("empty.jsonl", "", "the file is empty"),
         ("train.csv", "a,b", "unknown extension '.csv'; allowed: .jsonl, .parquet"),
-        ("missing.jsonl", None, "data.train=.*no such file"),
+        ("missing.jsonl", None, "data.train=.*no such file$"),
+        ("[a.jsonl,b.jsonl]", None, SEVERAL),
+        ("a.jsonl,b.jsonl", None, SEVERAL),
+        ("*.parquet", None, SEVERAL),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, name: str, content: str | None, message: str) -> None:
