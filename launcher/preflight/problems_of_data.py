@@ -4,6 +4,7 @@ those that are held out is trained on."""
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 ROWS = 1000
 _SHOWN = 10_000  # squares of a row's messages that a chat template shows, each turn after all before it: some 2 s
 _OF_SYSTEM = "name it in {key}.system_field"
+_MEDIA = re.compile(r"(decoded_)?(image|picture|photo|video|audio|pixel_value)s?(_(urls?|paths?|bytes|files?))?", re.I)
+_TEXT_ALONE = "a run reads text alone, so leave out the rows that need it"
 _OF_ROWS: Mapping[str, str] = {
     "system": f"{_OF_SYSTEM}, with {{key}}.chat_template=true",
     "system_prompt": f"{_OF_SYSTEM}, with {{key}}.chat_template=true",
@@ -295,7 +298,10 @@ def _unread(problems: Sequence[Problem], data: FileKeys, learns: bool) -> Iterat
     """Fields of rows to train on that look like a part of the prompt, and that no key reads, and what to do with each.
     Only what ``learns`` answers has the ``input`` of Alpaca's rows; where completions are sampled, a reward may read
     it."""
-    known = _OF_ROWS if data.messages_field is None else _OF_CONVERSATIONS
+    given = _OF_ROWS if data.messages_field is None else _OF_CONVERSATIONS
+    known = {name: f"{advice}, if it should" for name, advice in given.items()}
+    for one in problems:
+        known |= {name: _TEXT_ALONE for name, value in one.meta.items() if _MEDIA.fullmatch(name) or _is_media(value)}
     named = {str(field).partition(".")[0] for key, field in data if key.endswith("_field")}
     for name, advice in known.items():
         if name in named or (name == "input" and not learns):
@@ -303,8 +309,14 @@ def _unread(problems: Sequence[Problem], data: FileKeys, learns: bool) -> Iterat
         if count := sum(one.meta.get(name) not in (None, "", [], {}, "[]") for one in problems):
             yield (
                 f"{count} of the first {len(problems)} rows have a field {name!r}, which no key of {{key}} names, so "
-                f"the policy does not read it; {advice}, if it should"
+                f"the policy does not read it; {advice}"
             )
+
+
+def _is_media(value: object) -> bool:
+    """True for a picture or sound of Hugging Face's data sets, or a list of them."""
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, dict) and (first.keys() == {"bytes", "path"} or first.keys() >= {"array", "sampling_rate"})
 
 
 def _null_arguments(problems: Sequence[Problem]) -> Iterator[Found]:

@@ -424,6 +424,9 @@ def test_an_answer_that_is_an_object_is_noted_and_its_field_can_be_named(tmp_pat
     assert found.texts("fact")[-1].startswith("reward 'final_number' gives 1 for the answer itself")
 
 
+PNG, OF_M = {"bytes": "iVBO", "path": None}, ("messages_field=m",)
+
+
 @pytest.mark.parametrize(
     ("job_of", "row", "given", "noted"),
     [
@@ -434,6 +437,14 @@ def test_an_answer_that_is_an_object_is_noted_and_its_field_can_be_named(tmp_pat
         ("sft", {"input": {"text": "q"}, "answer": "a"}, ("prompt_field=input.text",), ()),
         ("sft", {"m": TALK, "enable_thinking": True}, ("messages_field=m",), ("enable_thinking",)),
         ("sft", {"m": TALK, "tools": [], "system": "Be brief."}, ("messages_field=m", "system_field=system"), ()),
+        ("rl", {"question": "<image> q", "answer": "a", "images": ["a.png"], "videos": []}, (), ("images",)),
+        (
+            "rl",
+            {"question": "q", "answer": "a", "Image_URL": "x", "scan": PNG, "imagery": "x"},
+            (),
+            ("Image_URL", "scan"),
+        ),
+        ("sft", {"m": TALK, "audio": {"array": [0.5], "sampling_rate": 1}, "pages": [PNG]}, OF_M, ("audio", "pages")),
     ],
 )
 def test_fields_of_published_data_that_no_key_reads_are_noted(

@@ -174,8 +174,8 @@ def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
     )
     assert "a checkpoint, every 20 steps: 428.0 GB, up to 428.0 GB by one node" in done.stdout
     assert (
-        "not checked: whether vllm takes what servers are given: torch cannot be imported here; the tokens of rows"
-        in (done.stdout)
+        "not checked: whether vllm takes what servers are given: torch cannot be imported here; the tokenizer and its "
+        "chat template, because torch is not installed here; the tokens of rows, because" in done.stdout
     )
     assert "16 ranks on 2 nodes, 8 on each" in done.stdout
     assert "tp=4: inside a node" in done.stdout

@@ -232,3 +232,27 @@ def test_a_folder_that_a_run_refuses_is_refused_by_its_check(
     problems = [one.text for one in found_by("files", model_files.check(Subject(config, for_job=False)))]
     assert any(said in text for text in problems), problems
     assert run_refuses(config, folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "header"),
+    [
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}", "<assistant>"),
+        ("{% for m in messages %}{{ '[I]' + m.content + '[/I]' if m.role == 'user' else m.content }}{% endfor %}", ""),
+        (TEMPLATE, ""),
+    ],
+)
+@pytest.mark.parametrize("more", [("data.chat_template=true",), ("data.messages_field=talk",), ()])
+def test_a_template_that_ignores_the_generation_prompt_is_noted(
+    tmp_path: Path, template: str, header: str, more: tuple[str, ...]
+) -> None:
+    """Not one like Mistral's, which writes nothing between a prompt and its answer."""
+    folder = model(tmp_path)
+    (folder / "chat_template.jinja").write_text(template)
+    files = [f"data.{name}={data_file(tmp_path / 'rows.jsonl')}" for name in ("train", "eval")]
+    config = load_config("sft_tiny", ["data.type=files", *files, f"model.path={folder}", *more])
+    found = [one.text for one in model_files.check(Subject(config, for_job=False)) if one.kind == "note"]
+    if header and more:
+        assert [f"a prompt ends without '{header}'" in text for text in found] == [True]
+    else:
+        assert found == []
