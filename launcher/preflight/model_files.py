@@ -27,8 +27,6 @@ from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.families.fields import CLASSIFIER
 from rl_megatron.models.json_files import tensor_names
 from rl_megatron.models.shape import ModelShape, length_problem
-from rl_megatron.rollout.conversation.chat import ChatTemplate
-from rl_megatron.rollout.conversation.rendering import ChatRenderer, unwritten_header
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.hugging_face import own_in_drafts
 from rl_megatron.weights.checkpoints.kind import is_megatron
@@ -132,6 +130,9 @@ def _tokenizer(subject: Subject, folder: Path) -> Iterator[Found]:
         assert subject.stop_token_ids
     except RLMegatronError as error:
         yield problem(str(error))
+    from rl_megatron.rollout.conversation.chat import ChatTemplate  # transformers takes half a second to import
+    from rl_megatron.rollout.conversation.rendering import ChatRenderer, unwritten_header
+
     keys = dict(_shown_by_template(subject.config))
     if not tokenizer.chat_template:
         for key, advice in keys.items():

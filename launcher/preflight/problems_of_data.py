@@ -4,13 +4,16 @@ those that are held out is trained on."""
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from launcher.preflight.subject import Found, Subject, note, problem, unchecked
+from typing_extensions import override
+
+from launcher.preflight.subject import Found, Subject, fact, note, problem, unchecked
 from rl_megatron.config.beside import with_own_prompt
 from rl_megatron.config.environments import begun_by_messages
 from rl_megatron.config.run import RunConfig
@@ -27,6 +30,7 @@ from rl_megatron.json_text import parse
 from rl_megatron.rewards.final_number import final_number, is_formula
 from rl_megatron.rewards.registry import REWARDS
 from rl_megatron.rollout.conversation.forms import FORMS
+from rl_megatron.rollout.conversation.messages import MessagesRefused, tidied
 from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:
@@ -52,7 +56,31 @@ _OF_CONVERSATIONS: Mapping[str, str] = {
 
 def check(subject: Subject) -> Iterator[Found]:
     """Reads the first rows of ``train`` and ``eval`` of each source, and of ``eval`` of each set, as the run does, and
-    yields why one is refused, and which of them are trained on and held out."""
+    yields why one is refused, which of them are trained on and held out, and what the run would log."""
+    logger, kept = logging.getLogger("rl_megatron"), _Kept()
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(kept)
+    try:
+        yield from _check(subject)
+    finally:
+        logger.removeHandler(kept)
+        logger.propagate = propagate
+    yield from map(fact, dict.fromkeys(kept.texts))
+
+
+class _Kept(logging.Handler):
+    """Keeps the texts of warnings, which the run logs again."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts = list[str]()
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _check(subject: Subject) -> Iterator[Found]:
     config, reader = subject.config, _Reader(subject.config)
     sources = {key: one for key, one in data_sources(config.data).items() if isinstance(one, FileKeys)}
     sets = {key: one for key, one in config.eval.data_of_sets.items() if isinstance(one, FileKeys)}
@@ -171,6 +199,8 @@ class _Reader:
         """Yields why the run cannot learn one of the prompts of the file of ``key``."""
         config, rows = self._config, self._rows
         if config.kind.samples:
+            if rows is not None:
+                yield from _begun(prompts, rows)
             if rows is not None and key.startswith("data") and key.endswith(".train"):
                 yield from self._taught(prompts, rows)
             return
@@ -212,6 +242,23 @@ class _Reader:
             show = demonstrations_of(config, rows, rows.vocab_size)
             if refused := _refused(prompts, lambda some: [show(one) for one in some]):
                 yield problem(listed(refused))
+
+
+def _begun(prompts: Sequence[Prompt], rows: LearnedRows) -> Iterator[Found]:
+    """Yields which prompts an environment cannot begin with as they are."""
+    from rl_megatron.rollout.conversation.rendering import ChatRenderer  # transformers takes half a second to import
+
+    refused, begun = list[str](), [prompt for prompt in prompts if prompt.messages]
+    if not begun or not rows.tokenizer.chat_template:
+        return
+    template = ChatRenderer(rows.tokenizer)
+    for prompt in begun:
+        try:
+            template.render(tidied(prompt.messages), ())
+        except MessagesRefused as error:
+            refused.append(f"{prompt.id}: {error}")
+    if refused:
+        yield note(f"{refused[0]}; an environment cannot begin with {len(refused)} of {len(prompts)} rows as they are")
 
 
 def _refused(prompts: Sequence[Prompt], units_of: Callable[[Sequence[Prompt]], list[Any]]) -> list[str]:

@@ -256,3 +256,26 @@ def test_a_template_that_ignores_the_generation_prompt_is_noted(
         assert [f"a prompt ends without '{header}'" in text for text in found] == [True]
     else:
         assert found == []
+
+
+def test_messages_that_no_environment_can_begin_with_are_noted(tmp_path: Path) -> None:
+    """An environment of the user's may change them."""
+    chats = [[USER], [USER | {"role": "lost"}, USER], [USER | {"role": "lost"}]]
+    rows = data_file(tmp_path / "rows.jsonl", *({"question": chat, "answer": "1"} for chat in chats))
+    files = [f"data.{name}={rows}" for name in ("train", "eval")]
+    chat = ("environment.function=calculator", "environment.template=chat", "warm_start.steps=0", "data.on_leak=keep")
+    config = load_config("tiny_cpu", ["data.type=files", *chat, *files, f"model.path={model(tmp_path)}"])
+    found = [*problems_of_data.check(Subject(config, for_job=False))]
+    (said,) = {one.text for one in found if one.kind == "note" and "environment" in one.text}
+    assert said.startswith(f"{rows}:2: the model's chat template passes over message 1, of the role 'lost'")
+    assert said.endswith("an environment cannot begin with 2 of 3 rows as they are")
+
+
+def test_what_a_run_would_log_of_rows_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = data_file(tmp_path / "rows.jsonl", *[{"question": "1", "answer": "1"}] * 2)
+    held = data_file(tmp_path / "held.jsonl")
+    files = (f"data.train={rows}", f"data.eval={held}", "warm_start.steps=0")
+    found = [*problems_of_data.check(Subject(load_config("gsm8k_tiny", files), for_job=False))]
+    (said,) = [one.text for one in found if one.kind == "fact"]
+    assert said.startswith("dropped 1 of 2 training problems that are there twice; the first is ")
+    assert not caplog.records
