@@ -67,7 +67,7 @@ def _servers(subject: Subject) -> Iterator[Found]:
     given = {config.rollout.temperature, *config.eval.temperatures.values()}
     asked = config.weights.push == "adapters" or server.batch_invariant or server.draft_tokens or server.options
     tuned = any(name.startswith(f"{engine.upper()}_") for name in environment)
-    if not (config.rollout.served and (asked or tuned or given - {0.0, 1.0})):
+    if not (config.rollout.served and (asked or tuned or config.rollout.top_p < 1 or given - {0.0, 1.0})):
         return
     try:
         from launcher.servers.engines import KNOWN, engine_problems

@@ -50,14 +50,9 @@ class ServerChecks:
         return described
 
     def _raise_misfits(self, found: Sequence[tuple[str, Description]]) -> None:
-        wanted, top_p = self.config.learner.dtype, self.config.rollout.top_p
+        wanted = self.config.learner.dtype
         known = read_config(self.model_folder).get("architectures") or ()
         architecture, problems = ",".join(known), []
-        if top_p < 1 and not self.adapter.renormalises_top_p:
-            problems.append(
-                f"rollout.top_p={top_p}: {self.adapter.name} computes log-probs before top_p is applied, so "
-                "importance ratios would be wrong; set rollout.top_p=1"
-            )
         for url, described in found:
             logger.info("%s %s at %s: %s", self.adapter.name, described.version, url, described)
             problems += [f"{url}: {problem}" for problem in described.problems]

@@ -49,6 +49,11 @@ def engine_problems(
         out.append(f"weights.push=adapters: {why}; or set weights.push=merged")
     if server.draft_tokens and (why := adapter.draft_problem(device)):
         out.append(f"rollout.server.draft_tokens={server.draft_tokens}: {why}")
+    if config.rollout.top_p < 1 and not adapter.renormalises_top_p:
+        out.append(
+            f"rollout.top_p={config.rollout.top_p:g}: {adapter.name} computes log-probs before top_p is applied, so "
+            "importance ratios would be wrong; set rollout.top_p=1"
+        )
     least, most = adapter.temperatures
     temperatures = {"rollout.temperature": config.rollout.temperature, **config.eval.temperatures}
     for key, given in temperatures.items():

@@ -292,6 +292,13 @@ def test_stop_texts_that_engines_cannot_find_are_refused(keys: list[str], said: 
     assert load_config("tiny_cpu", ["rollout.stop=</a>"]).rollout.stop == ("</a>",)
 
 
+def test_a_top_p_that_log_probs_leave_out_is_found_by_the_check() -> None:
+    for engine, said in (("sglang", ["rollout.top_p=0.9: SGLang computes log-probs before top_p"]), ("vllm", [])):
+        config = load_config("tiny_cpu", [f"rollout={engine}", "rollout.top_p=0.9"])
+        found = [one.text for one in check(Subject(config, False)) if "top_p" in one.text]
+        assert [one[:57] for one in found] == [one[:57] for one in said]
+
+
 def test_what_engines_cannot_do_is_told() -> None:
     with pytest.raises(ConfigError, match=r"server\.pp=2: a stage of SGLang 0\.5\.21 hands a push on to the next"):
         options_of("sglang", pp=2)
