@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -47,7 +46,7 @@ from rl_megatron.rollout.servers.replicas import Replica
 from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import header_bytes
-from rl_megatron.weights.formats.hf_folder import companions, config_text
+from rl_megatron.weights.formats.hf_folder import config_text, copy_companions
 from rl_megatron.weights.formats.served import FORMATS, stored
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.servers.beside import AdapterRanks, AdapterWeights
@@ -205,11 +204,10 @@ class ServedEngines:
         """
         quantization = None if self._kind is None else self._kind.config(self._shapes)
         config = config_text(self._model_folder, set(), quantization, drafts=self._shape.drafts)
-        for name, files in (("bare", set[Path]()), ("model", companions(self._model_folder))):
+        for name in ("bare", "model"):
             (packages / name).mkdir()
             (packages / name / "config.json").write_text(config)
-            for path in files:
-                shutil.copy(path, packages / name)
+        copy_companions(self._model_folder, packages / "model")
         if self._places is not None:
             (packages / "bare" / "model.safetensors").write_bytes(header_bytes([]))  # see sglang/loras.py
 

@@ -65,7 +65,7 @@ def hf_to_megatron(
 ) -> list[int]:
     """Write the Hugging Face folder as a ``torch_dist`` checkpoint that loads at any TP, PP, EP and ETP.
 
-    Copies config.json, tokenizer and chat template, so that the conversion back needs nothing else. Dequantises
+    Copies config.json and the `companions`, so that the conversion back needs nothing else. Dequantises
     block-scaled float8 to ``dtype``, or to config.json's dtype. Tensors that share one of megatron's are cast to the
     widest dtype among them, which it has. ``family`` is one of the user's own, as `read_shape`
     takes it. Returns the shares that lack files, as `write_files`. Raises CheckpointError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from rl_megatron.chat_templates import TemplateValue, setting
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import CheckpointError, WeightError, shorten
 from rl_megatron.models.families.fields import CLASSIFIER, read_config
-from rl_megatron.models.json_files import JsonFields, read_json
+from rl_megatron.models.json_files import MAX_BYTES, JsonFields, read_json
 from rl_megatron.models.shape import STACKED, ModelShape
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.mapped import Entry, MappedFile, read_header
@@ -23,15 +24,11 @@ from rl_megatron.weights.layouts.families import family_of
 from rl_megatron.weights.layouts.layout import Layout
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_COMPANIONS = (
-    "generation_config.json",
-    "tokenizer*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*.py",  # which auto_map of a tokenizer names, and what that imports; never run here
+_WEIGHTS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".h5", ".msgpack", ".ot", ".onnx"),
+    *(".onnx_data", ".pkl", ".npz", ".index.json", ".pyc"),  # and what belongs to them
 )
+_OWN_FILES = {"config.json", "metadata.json", "lora.json"}  # which each kind of folder gets anew
 _TEMPLATE = "chat_template.jinja"
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "spiece.model", "tekken.json"),
@@ -159,15 +156,31 @@ def index_text(weight_map: Mapping[str, str], total_bytes: int) -> str:
 
 
 def companions(folder: Path) -> set[Path]:
-    """Generation config, tokenizer files, their code and chat template beside a checkpoint."""
-    return {path for pattern in (*_COMPANIONS, *_TOKENIZERS) for path in folder.glob(pattern) if path.is_file()}
+    """All files in a checkpoint's folder and in folders of it, such as tokenizers, their code and chat templates.
+
+    Left out are weights and their index, config.json, hidden files, files above `MAX_BYTES`, and folders of other
+    checkpoints and of runs.
+    """
+    found, left = set[Path](), {folder / name for name in _OWN_FILES}
+    for name, folders, files in os.walk(folder):
+        here, weights = Path(name), {file for file in files if file.endswith(_WEIGHTS)}
+        other = ".metadata" in files or {"lock", "config.yaml"} <= {*files} or (weights and "config.json" in files)
+        if here != folder and other:
+            folders.clear()
+            continue
+        folders[:] = [inner for inner in folders if not inner.startswith(".")]
+        found |= {here / file for file in files if not file.startswith(".") and file not in weights}
+    return {path for path in found - left if path.is_file() and path.stat().st_size <= MAX_BYTES}
 
 
 def copy_companions(source: Path, folder: Path, variables: Mapping[str, TemplateValue] | None = None) -> None:
     """Copy the `companions` of ``source``; the chat template, if there is one, sets ``variables`` in the copy, unless
     who applies it does."""
     for path in companions(source):
-        write_atomically(folder / path.name, path.read_bytes())
+        relative = path.relative_to(source)
+        for above in reversed(relative.parents[:-1]):  # without ``folder``, which another part may have renamed
+            (folder / above).mkdir(exist_ok=True)
+        write_atomically(folder / relative, path.read_bytes())
     if variables and (template := chat_template(source)) is not None:
         write_atomically(folder / _TEMPLATE, setting(variables, template, unless_given=True).encode())
 

@@ -321,6 +321,22 @@ def test_a_vocabulary_of_any_kind_goes_with_the_weights_and_its_code(name: str, 
     assert companions(tmp_path) == {tmp_path / name, tmp_path / "tokenization_kimi.py"}
 
 
+def test_a_conversion_there_and_back_keeps_all_files_that_are_no_weights(hf: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(hf, tmp_path / "source")
+    kept = {"LICENSE", "additional_chat_templates/tool_use.jinja", "encoding/tests/a.json", "1_Pooling/config.json"}
+    left = {"pytorch_model.bin.index.json", "onnx/model.onnx", ".git/HEAD", ".cache/x", "__pycache__/a.pyc"}
+    left |= {"old/config.json", "old/model.safetensors", "old/README.md", "old/sub/a.txt", "megatron/.metadata"}
+    left |= {"runs/x/lock", "runs/x/config.yaml", "runs/x/log.txt", "megatron/README.md"}
+    for name in (*kept, *left):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
+    convert.hf_to_megatron(source, tmp_path / "megatron")
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    before, after = ({str(p.relative_to(at)) for p in at.rglob("*") if p.is_file()} for at in (hf, tmp_path / "back"))
+    assert after - {".conversion.json"} == before | kept
+    assert all((tmp_path / "back" / name).read_text() == name for name in kept)
+
+
 def test_a_disk_that_takes_no_more_is_told_and_the_conversion_goes_on_later(hf: Path, tmp_path: Path) -> None:
     """A limit on a file's size stands for the disk's end: the same write fails, with another number."""
     out = tmp_path / "out"
