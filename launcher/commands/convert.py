@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from rl_megatron.errors import ConfigError
 from tools.options import ConfigFolder, FileSize, NewDtype, OnePart, OwnFamily
 
 
@@ -58,6 +59,14 @@ def convert(
 
 
 def part_of_step(environment: Mapping[str, str]) -> str | None:
-    """This task's part of the work, as ``K/N``, if srun started several; a batch script itself is one process."""
+    """This task's part of the work, as ``K/N``, if srun started several; a batch script itself is one process.
+
+    Raises ConfigError in a step with a terminal: only one of its tasks may have a shell.
+    """
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks != "1" and any(name.startswith("SLURM_PTY_") for name in environment):
+        raise ConfigError(
+            f"SLURM_STEP_NUM_TASKS={tasks} in a step of srun --pty: a shell has one task, which would write a part "
+            f"alone; give --part 1/1 to write all here, or start the command itself by srun --ntasks={tasks}"
+        )
     return None if tasks == "1" else f"{int(environment['SLURM_PROCID']) + 1}/{tasks}"

@@ -310,6 +310,10 @@ def test_the_part_is_an_option_or_the_task_of_a_step() -> None:
     assert part_of_step({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "2", "SLURM_NTASKS": "8"}) == "3/8"
     assert part_of_step({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
     assert part_of_step({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) is None  # a batch script outside of srun
+    shell = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_PTY_PORT": "40000"}
+    with pytest.raises(ConfigError, match=r"in a step of srun --pty: .*; give --part 1/1 to write all here"):
+        part_of_step(shell)
+    assert part_of_step(shell | {"SLURM_STEP_NUM_TASKS": "1"}) is None
     assert (read_share("3/8"), read_share(None)) == (Share(index=2, count=8), Share())
     for given in ("0/2", "3/2", "2", "a/b", "-1/2"):
         with pytest.raises(ConfigError, match=rf"part '{given}' must be K/N with 1 <= K <= N, as 2/8"):
