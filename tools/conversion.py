@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from rl_megatron.weights.checkpoints.megatron import held_lora
 from rl_megatron.weights.checkpoints.streaming import OnProgress
 from rl_megatron.weights.checkpoints.writing import Share, must_be_new
 from rl_megatron.weights.formats.hf_folder import chat_template, has_tokenizer
+from rl_megatron.weights.layouts.families import of_the_hub
 
 _NAMED_PARTS = 20
 _PART = re.compile(r"(\d{1,6})/(\d{1,6})")
@@ -88,9 +90,10 @@ def run(
         if left := left_by_peft(source, config or source, family):
             print(f"note: {left}", file=sys.stderr)
         return
-    same = "" if dtype or upcycle or merge else f" --against {source}"
-    read = (f" --config {config}" if config and not merge else "") + (f" --family {family}" if family else "")
-    _tell(source, out, f"rl-megatron verify {out}{same}{read}", f" learner.model={family}" if family else "")
+    same = [] if dtype or upcycle or merge else ["--against", str(source)]
+    read = (["--config", str(config)] if config and not merge else []) + (["--family", family] if family else [])
+    check = shlex.join(["rl-megatron", "verify", str(out), *same, *read])
+    _tell(source, out, check, f" learner.model={family}" if family else "")
 
 
 def _template_variables(source: Path, config: Path | None, family: str | None) -> Mapping[str, TemplateVariable]:
@@ -158,7 +161,7 @@ def _tell(source: Path, out: Path, check: str, model: str) -> None:
     print(f"{out}: {made.kind}, {tensors:,} tensors, {parameters:,} parameters, {total_bytes(out):,} bytes")
     print(f"check it: {check}")
     if has_tokenizer(out):
-        print(f"train it: rl-megatron train model.path={out}{model} ...")
+        print(f"train it: rl-megatron train {shlex.quote(f'model.path={out}')}{model} ...")
     else:
         print(f"note: {source} has no tokenizer, so {out} has none; copy one there before model.path={out}")
 
@@ -169,7 +172,8 @@ def found(folder: Path) -> Path:
     Raises ConfigError if there is no folder; as `newest_in`.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; give a Hugging Face or a megatron torch_dist checkpoint")
+        hub = of_the_hub(folder)
+        raise ConfigError(f"{folder}: no such folder; give a Hugging Face or a megatron torch_dist checkpoint{hub}")
     return newest_in(folder)
 
 

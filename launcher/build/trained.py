@@ -20,6 +20,7 @@ from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints.convert import megatron_to_hf
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.megatron import held_lora
+from rl_megatron.weights.layouts.families import of_the_hub
 
 _DEFAULT = "tiny_cpu"
 _NAMES_MODEL = ("model.path=", "model.tiny.", "learner.model=")
@@ -64,7 +65,8 @@ def trained_model(model: Path, config: str | None, overrides: Sequence[str]) -> 
             name=checkpoint.name,
         )
     if not model.is_dir():
-        raise ConfigError(f"{model}: no such folder; give a Hugging Face folder, a run's folder or checkpoints/step_N")
+        given = f"give a Hugging Face folder, a run's folder or checkpoints/step_N{of_the_hub(model)}"
+        raise ConfigError(f"{model}: no such folder; {given}")
     shards, around = is_megatron(model), model.resolve().parent
     if _is_run(around):
         own = str(around / "config.yaml")

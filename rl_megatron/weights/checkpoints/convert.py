@@ -17,6 +17,7 @@ from rl_megatron.chat_templates import TemplateValue
 from rl_megatron.digests import digest_of
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
+from rl_megatron.models.json_files import tensor_names
 from rl_megatron.models.shape import STACKED, ModelShape
 from rl_megatron.weights.bytes.dtypes import DType, widest
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
@@ -41,6 +42,7 @@ from rl_megatron.weights.formats.hf_folder import (
     copy_companions,
     file_names,
     index_text,
+    is_cache_scale,
     is_draft,
     weight_files,
 )
@@ -240,6 +242,7 @@ def left_out(source: Path, config: Path | None = None, family: str | None = None
         _values_left_out(source),
         _drafts_left_out(source, converted_shape(source, config, family)),
         *own_left_out(source, config, family),
+        _scales_left_out(source),
     )
     return "; ".join(line for line in lines if line) or None
 
@@ -256,6 +259,12 @@ def _values_left_out(source: Path) -> str | None:
     if not is_megatron(source) or not any(name.startswith(VALUES) for name in read_index(source)[0]):
         return None
     return f"{VALUES.removesuffix('.')}: a policy's own critic; the new folder has the policy alone"
+
+
+def _scales_left_out(source: Path) -> str | None:
+    names = () if is_megatron(source) else tensor_names(source)
+    found = sorted({name.rpartition(".")[2] for name in names if is_cache_scale(name)})
+    return f"{', '.join(found)}: scales of a quantized KV cache; the new folder has none" if found else None
 
 
 def _drafts_left_out(source: Path, shape: ModelShape) -> str | None:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from rl_megatron.errors import CheckpointError, ConfigError, shorten
+from rl_megatron.weights.layouts.families import adapters_alone
 
 _TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, Megatron-Bridge and slime, beside their checkpoints
 _STEP = re.compile(r"\d{1,12}")
@@ -23,13 +24,14 @@ def is_megatron(folder: Path) -> bool:
     """Whether the folder is a ``torch_dist`` checkpoint. Raises ConfigError if it is of neither kind."""
     if (folder / ".metadata").is_file():
         return True
+    if any(folder.glob("*.distcp")):
+        raise CheckpointError(
+            f"{folder}: it has shards (*.distcp) and no .metadata; copy that file too, which a copy of DIR/* leaves out"
+        )
     if (folder / "config.json").is_file():
         return False
-    if (folder / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"{folder} has peft's adapters alone, for engines and peft; give the checkpoint of their run, or what "
-            "rl-megatron convert --merge writes of it"
-        )
+    if adapters := adapters_alone(folder):
+        raise ConfigError(f"{folder}: {adapters}")
     shards = folder / "learner"  # of a run's checkpoint
     instead = f"; give {shards}" if (shards / ".metadata").is_file() else ""
     raise ConfigError(

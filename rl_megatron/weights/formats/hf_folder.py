@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from rl_megatron.models.shape import STACKED, ModelShape
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.mapped import Entry, MappedFile, read_header
 from rl_megatron.weights.formats.schemes import Quantised, find_quantised, scheme_of
-from rl_megatron.weights.layouts.families import family_of
+from rl_megatron.weights.layouts.families import adapters_alone, family_of
 from rl_megatron.weights.layouts.layout import Layout
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -28,7 +29,7 @@ _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".h5", ".msgpack", ".ot", ".onnx"),
     *(".onnx_data", ".pkl", ".npz", ".index.json", ".pyc"),  # and what belongs to them
 )
-_OWN_FILES = {"config.json", "metadata.json", "lora.json"}  # which each kind of folder gets anew
+_OWN_FILES = {"config.json", "metadata.json", "lora.json"}  # which the new folder gets by other ways
 _TEMPLATE = "chat_template.jinja"
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "spiece.model", "tekken.json"),
@@ -39,6 +40,8 @@ _DTYPE_KEYS = {"dtype", "torch_dtype"}
 _COPIES = (".embed_tokens.weight", ".shared_head.head.weight", ".shared_head.weight")
 """In a draft layer: of the embedding, and of the output matrix by two names."""
 _ANGLES = ".rotary_emb.inv_freq"  # a buffer in folders of old versions of transformers, computed from config.json
+_CACHE_SCALE = re.compile(r"\.self_attn\.(\w+_proj\.|attn\.)?((k|v|kv|q|prob|prob_output)_scale|output_scale)$")
+_LAYER = re.compile(r"^.*?\blayers\.\d+\.")
 _NAME_BYTES = 255  # the longest file name
 _MAX_LINES = 20  # of one error message; a wrong folder lacks thousands of tensors
 
@@ -110,7 +113,8 @@ def weight_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
     """
     index = folder / INDEX
     if not index.is_file() and not (folder / SINGLE).is_file():
-        raise CheckpointError(f"{folder}: it has neither {INDEX} nor {SINGLE}; give a safetensors checkpoint")
+        advice = adapters_alone(folder) or "give a safetensors checkpoint"
+        raise CheckpointError(f"{folder}: it has neither {INDEX} nor {SINGLE}; {advice}")
     placed = read_json(index, _Index, CheckpointError).weight_map if index.is_file() else {}
     files = sorted(set(placed.values())) or [SINGLE]
     if SINGLE not in files and (folder / SINGLE).is_file():
@@ -263,8 +267,8 @@ def own_weights(
     """Those of the folder's ``stored`` tensors that are the model's, and the pair whose numbers the caller compares.
 
     Left aside are draft layers that the model lacks, a draft layer's copy of the embedding or the output matrix,
-    frequencies of rotary angles, and the output matrix of a tied model, which is that pair's. Raises WeightError if
-    its shape is not the embedding's.
+    frequencies of rotary angles, scales of a quantized KV cache, and the output matrix of a tied model, which is that
+    pair's. Raises WeightError if its shape is not the embedding's.
     """
     tied = _tied_head(stored, shape)
     if tied is not None and stored[tied.head] != stored[tied.embedding]:
@@ -274,9 +278,14 @@ def own_weights(
 
 
 def _is_left_aside(name: str, shape: ModelShape) -> bool:
-    if name.endswith(_ANGLES):
+    if name.endswith(_ANGLES) or is_cache_scale(name):
         return True
     return is_draft(name, shape) and (not shape.drafts or name.startswith(shape.beside) or name.endswith(_COPIES))
+
+
+def is_cache_scale(name: str) -> bool:
+    """True if a tensor is a scale of a quantized KV cache, which only engines read."""
+    return _CACHE_SCALE.search(name) is not None
 
 
 def draft_copies(stored: Iterable[str], shape: ModelShape) -> dict[str, str]:
@@ -314,12 +323,20 @@ def raise_misfits(where: str, given: Mapping[str, Shape], wanted: Mapping[str, S
 
 def _misfits(given: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Iterator[str]:
     for name, shape in wanted.items():
+        head = name.endswith("lm_head.weight")
         if name not in given:
-            yield f"{name} is missing; it should have shape {shape}"
-        elif given[name] != shape:
-            yield f"{name} has shape {given[name]}; it should have {shape}"
+            tied = "; if it is the embedding, set tie_word_embeddings=true in config.json" if head else ""
+            yield f"{name} is missing; it should have shape {shape}{tied}"
+        elif (held := given[name]) != shape:
+            rows = (head or name.endswith("embed_tokens.weight")) and held[1:] == shape[1:]
+            fix = f"; set vocab_size={held[0]} in config.json to keep all rows" if rows else ""
+            yield f"{name} has shape {held}; it should have {shape}{fix}"
+    layers = {layer[0] for name in wanted if (layer := _LAYER.match(name))}
     for name in given.keys() - wanted.keys():
-        yield f"{name} is unknown; the model has no such tensor"
+        beyond = name.startswith("mtp.") or ((layer := _LAYER.match(name)) and layer[0] not in layers)
+        keys = ", ".join(sorted(_DRAFT_KEYS))
+        draft = f"; for a draft layer, config.json has a number of them above 0 ({keys})" if beyond else ""
+        yield f"{name} is unknown; the model has no such tensor{draft}"
 
 
 def raise_lines(title: str, lines: list[str]) -> None:

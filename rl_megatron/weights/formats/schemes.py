@@ -69,6 +69,7 @@ def quantization_config(tensors: Sequence[tuple[str, Shape]]) -> dict[str, Any]:
     }
 
 
+_OTHER_SCALES = (".weight_scale", ".weight" + SCALES, ".scale", ".scales", ".weight_scales")
 _PLAIN = (DType.F32, DType.F16, DType.BF16)
 _FACTORS = (*_PLAIN, DType.F8_E8M0)
 _WORD = 32  # bits
@@ -226,7 +227,9 @@ def find_quantised(
         scales = next((base + end for end in scheme.scales if base + end in held), None)
         parts |= {name} | {base + end for end in scheme.beside if base + end in held}
         if scales is None:
-            wrong.append(f"{name} is {dtype}, but there is no {base + scheme.scales[0]}")
+            near = next((base + end for end in _OTHER_SCALES if base + end in held), None)
+            other = "" if near is None else f"; {near} is there, which the format does not read"
+            wrong.append(f"{name} is {dtype}, but there is no {base + scheme.scales[0]}{other}")
             continue
         parts.add(scales)
         fitted = _expert_weight if scheme.stored is DType.U8 else _matrix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from rl_megatron.weights.layouts.tables.qwen3 import LLAMA, MISTRAL, QWEN2, QWEN
 from rl_megatron.weights.layouts.tables.qwen3_moe import MIXTRAL, OLMOE, QWEN3_MOE
 from rl_megatron.weights.layouts.tables.qwen3_next import QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_NEXT
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _ALL = (
     *(QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2),
     *(
@@ -54,7 +56,8 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
     path = folder / "config.json"
     if not path.is_file():
         gone = "it has no config.json" if folder.is_dir() else f"there is no such folder, as seen from {Path.cwd()}"
-        raise ConfigError(f"model.path={folder}: {gone}; give a Hugging Face checkpoint folder")
+        advice = adapters_alone(folder) or f"give a Hugging Face checkpoint folder{of_the_hub(folder)}"
+        raise ConfigError(f"model.path={folder}: {gone}; {advice}")
     raw = read_config(folder)
     model_type = raw.get("model_type")
     if model_type is None or model_type not in known:
@@ -72,6 +75,24 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
     if found := list(shape_problems(shape)):
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in found))
     return shape
+
+
+def adapters_alone(folder: Path) -> str:
+    """What a folder of peft's adapters needs in place of weights; empty if it is none."""
+    if not (folder / "adapter_config.json").is_file():
+        return ""
+    return (
+        "it has peft's adapters alone; give the checkpoint of their run, or merge them by peft: "
+        "PeftModel.from_pretrained(model, FOLDER).merge_and_unload().save_pretrained(OUT), and give OUT"
+    )
+
+
+def of_the_hub(folder: Path) -> str:
+    """How to download a model, if ``folder`` is no folder and looks like a model's name on the hub; else empty."""
+    name = str(folder)
+    if folder.exists() or not _HUB_NAME.fullmatch(name):
+        return ""
+    return f"; to download a model of the hub: hf download {name} --local-dir {folder.name}"
 
 
 def family_of(shape: ModelShape) -> Family:

@@ -11,7 +11,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.option import VOCAB_MULTIPLE
 from rl_megatron.options.pipeline import COUNTS, layer_counts
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layouts.families import family_of, read_shape
+from rl_megatron.weights.layouts.families import family_of, of_the_hub, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 
 _DEGREES = tuple(f.name for f in fields(ParallelDims))
@@ -58,5 +58,6 @@ def model_shape(model: str, family: str | None = None) -> ModelShape:
     if model in NAMED:
         return replace(NAMED[model], family_at=family)
     if not Path(model).is_dir():
-        raise ConfigError(f"{model} is neither a folder nor a known model; known: {', '.join(NAMED)}")
+        known = ", ".join(NAMED)
+        raise ConfigError(f"{model} is neither a folder nor a known model; known: {known}{of_the_hub(Path(model))}")
     return read_shape(Path(model), family)

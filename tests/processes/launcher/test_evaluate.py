@@ -182,7 +182,7 @@ def test_what_cannot_be_compared_is_refused(folder: Path, here: Path, capsys: py
         (): "give a MODEL",
         (str(here / "none"),): "no such folder; give a Hugging Face folder, a run's folder or checkpoints/step_N",
         (str(here),): "neither .metadata",
-        (str(here / "adapters"),): "has peft's adapters alone, for engines and peft; give the checkpoint of their run",
+        (str(here / "adapters"),): "it has peft's adapters alone; give the checkpoint of their run",
         (str(folder), "reward.function=ranks:judge", "reward_models.judge.path=away/judge"): (
             f"reward_models.judge.path=away/judge: it has no config.json, as seen from {here}; give the whole path"
         ),

@@ -6,6 +6,7 @@ import enum
 import json
 import pickle
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,16 +31,19 @@ from rl_megatron.weights.adapters.files import OF_EXPERTS_ALONE, PREFIX, WITH_EX
 from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
-from rl_megatron.weights.checkpoints.kind import newest_in
+from rl_megatron.weights.checkpoints.contents import contents
+from rl_megatron.weights.checkpoints.kind import is_megatron, newest_in
 from rl_megatron.weights.checkpoints.megatron import copies_between, held_lora
 from rl_megatron.weights.checkpoints.megatron_names import find_homes
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import Chunk, read_index, write_index, write_tensor
 from rl_megatron.weights.checkpoints.verify import verify
-from rl_megatron.weights.formats.hf_folder import INDEX, file_names, index_text
+from rl_megatron.weights.formats.hf_folder import INDEX, file_names, index_text, raise_misfits, weight_files
+from rl_megatron.weights.formats.schemes import Scheme, find_quantised
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Piece
 from rl_megatron.weights.layouts.lora import hf_adapter_name, hf_adapters, ranks_of_parts
+from rl_megatron.weights.layouts.parsing import model_shape
 from tests.draft_models import save_with_drafts
 from tests.family_models import MODELS, save_model
 from tests.saved_adapters import save_adapters
@@ -444,3 +448,91 @@ def test_a_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
     tmp_path.joinpath("lora.json").write_text('{"rank":4,"expert_rank":null,"alpha":8.0,"targets":["attention"]}')
     held = held_lora(tmp_path)
     assert (held.rank, held.base) == (4, None)
+
+
+# Folders as they are published or fetched: each refusal has what helps.
+def test_a_misfit_names_the_key_that_describes_it() -> None:
+    wanted = {"lm_head.weight": (61, 8), "model.embed_tokens.weight": (61, 8), "model.layers.0.a": (3,)}
+    given = {"model.embed_tokens.weight": (64, 8), "model.layers.0.a": (3,), "model.layers.1.a": (3,), "x": (1,)}
+    with pytest.raises(WeightError) as raised:
+        raise_misfits("m", given, wanted)
+    lines = sorted(str(raised.value).splitlines()[1:])
+    keys = "mtp_num_hidden_layers, num_mtp_modules, num_nextn_predict_layers"
+    assert [line.strip().partition("; ")[2] for line in lines] == [
+        "it should have shape (61, 8); if it is the embedding, set tie_word_embeddings=true in config.json",
+        "it should have (61, 8); set vocab_size=64 in config.json to keep all rows",
+        f"the model has no such tensor; for a draft layer, config.json has a number of them above 0 ({keys})",
+        "the model has no such tensor",
+    ]
+
+
+def test_scales_of_a_quantised_cache_are_left_aside_and_named(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    ends = ("self_attn.k_scale", "self_attn.v_proj.output_scale", "self_attn.attn.v_scale", "self_attn.k_proj.k_scale")
+    scales = {f"model.layers.{i}.{end}": torch.ones(1) for i in range(4) for end in ends}
+    save_file({**tensors, **scales}, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    said = "k_scale, output_scale, v_scale: scales of a quantized KV cache; the new folder has none"
+    assert convert.left_out(tmp_path / "hf") == said
+    convert.hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    assert not [*verify(tmp_path / "megatron", against=tmp_path / "hf")]
+
+
+def test_scales_by_another_formats_name_are_named() -> None:
+    scheme = Scheme(dtype=DType.BF16, stored=DType.F8_E4M3, scales=(".weight_scale_inv",), edges=(4, 4))
+    held = {"a.weight": (DType.F8_E4M3, (8, 8)), "a.weight_scale": (DType.F32, (2, 2))}
+    _, _, (line,) = find_quantised(held, scheme)
+    assert line.endswith("there is no a.weight_scale_inv; a.weight_scale is there, which the format does not read")
+
+
+def test_shards_without_their_hidden_index_are_no_other_kind(megatron: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(megatron, tmp_path / "copy", ignore=lambda _, names: [n for n in names if n[0] == "."])
+    for reads in (contents, is_megatron, lambda folder: run(folder, tmp_path / "out")):
+        with pytest.raises(
+            CheckpointError, match=r"it has shards \(\*\.distcp\) and no \.metadata; copy that file too"
+        ):
+            reads(copy)
+
+
+def test_a_folder_of_adapters_is_told_how_to_be_merged(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for reads in (read_shape, is_megatron, weight_files):
+        with pytest.raises(
+            RLMegatronError, match=r"it has peft's adapters alone; give .*, or merge them by peft: Peft"
+        ):
+            reads(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("Qwen/Qwen3-0.6B", True),
+        ("/Qwen/a", False),
+        ("a/b/c", False),
+        ("a", False),
+        ("is/here", False),
+    ],
+)
+def test_a_name_of_the_hub_is_told_how_to_be_fetched(
+    name: str, named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "is/here").mkdir(parents=True)
+    for reads in (lambda: read_shape(Path(name)), lambda: model_shape(name), lambda: run(Path(name), Path("out"))):
+        with pytest.raises(RLMegatronError) as raised:
+            reads()
+        said, fetch = (
+            str(raised.value),
+            "to download a model of the hub: hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B",
+        )
+        assert said.endswith(f"; {fetch}") if named else "hf download" not in said
+
+
+def test_printed_commands_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model("llama", tmp_path / "a model")
+    (tmp_path / "a model/tokenizer.json").write_text("{}")
+    run(tmp_path / "a model", tmp_path / "it's b")
+    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    out, source = str(tmp_path / "it's b"), str(tmp_path / "a model")
+    assert shlex.split(lines["check it"]) == ["rl-megatron", "verify", out, "--against", source]
+    assert shlex.split(lines["train it"]) == ["rl-megatron", "train", f"model.path={out}", "..."]
