@@ -28,6 +28,19 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), NUMBER]
 PositiveFraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), NUMBER]
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
+"""Divided by less, logits may leave float32; SGLang samples greedily then. Divided by more, they are equal."""
+Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE), NUMBER]
+
+
+def _greedy_or_not(given: float) -> float:
+    if 0 < given < MIN_TEMPERATURE:
+        raise PydanticCustomError("number", "Input should be 0 or {least} and more", {"least": f"{MIN_TEMPERATURE:g}"})
+    return given
+
+
+GreedyOrTemperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE), AfterValidator(_greedy_or_not), NUMBER]
+"""A temperature, or 0: greedy."""
 
 EntryName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 """What a user calls an entry of a mapping, as one of ``data.sources``."""

@@ -262,6 +262,12 @@ def test_the_in_process_engine_takes_every_key_of_servers_back_and_loads_a_file(
 SERVED = "rollout.server.replicas=2"
 
 
+@pytest.mark.parametrize("given", ["1e-300", "9e-7", "2e6", "1e300"])
+@pytest.mark.parametrize("key", ["rollout.temperature", "eval.temperature", "eval.sets.held.temperature"])
+def test_a_temperature_that_leaves_float32_is_refused(key: str, given: str) -> None:
+    assert re.search(f"{re.escape(key)}=.*must be", problem(f"{key}={given}") or "")
+
+
 def test_a_limit_of_completions_is_of_whole_groups_at_servers() -> None:
     few = ["rollout.group_size=8", "rollout.max_in_flight=7", SERVED]
     assert "max_in_flight=7 is less than rollout.group_size=8: no group could be sampled" in (problem(*few) or "")

@@ -38,6 +38,7 @@ from rl_megatron.section import (
     PositiveFloat,
     PositiveFraction,
     Section,
+    Temperature,
 )
 
 
@@ -146,9 +147,9 @@ class ObjectiveKeys(Section):
     """objective=cispo, topr: least weight, as a ratio."""
     cap_high: PositiveFloat = 5.0
     """objective=cispo, topr, dppo_tv, dppo_kl: greatest weight, as a ratio."""
-    tau_positive: PositiveFloat = 1.0
+    tau_positive: Temperature = 1.0
     """objective=sapo: temperature of the gate for positive advantages."""
-    tau_negative: PositiveFloat = 1.05
+    tau_negative: Temperature = 1.05
     """objective=sapo: temperature of the gate for other advantages."""
     shape_positive: PositiveFloat = 2.0
     """objective=vespo: k of the weight rho^k exp(lambda (1 - rho)) for positive advantages."""

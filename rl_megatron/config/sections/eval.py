@@ -14,8 +14,8 @@ from rl_megatron.section import (
     EntryName,
     Finite,
     Fraction,
+    GreedyOrTemperature,
     NonNegative,
-    NonNegativeFloat,
     Positive,
     PositiveFraction,
     Section,
@@ -46,7 +46,7 @@ class EvalSetSection(Section):
     """Number of problems to use, the first ones; null uses all."""
     samples: Positive = 1
     """Completions of each problem, k in mean@k and maj@k."""
-    temperature: NonNegativeFloat | None = None
+    temperature: GreedyOrTemperature | None = None
     """Temperature; 0 is greedy. null: eval.temperature."""
     top_p: PositiveFraction = 1.0
     """Sample from the fewest most likely tokens whose probabilities add up to at least this."""
@@ -87,7 +87,7 @@ class EvalSection(Section):
     at_once: Positive | None = None
     """Requests of an evaluation beside training that servers have at once, each for all samples of a problem, so that
     they leave slots to training; null: all."""
-    temperature: NonNegativeFloat = 0.0
+    temperature: GreedyOrTemperature = 0.0
     """Temperature of evaluation; 0 is greedy."""
     success_reward: Finite = 1.0
     """Lowest reward that counts as a right answer."""

@@ -21,6 +21,7 @@ from rl_megatron.section import (
     PositiveFloat,
     PositiveFraction,
     Section,
+    Temperature,
 )
 
 RunningRequests = Literal["recompute", "keep_cache", "abort"]
@@ -266,7 +267,7 @@ class RolloutSection(Section):
     """Prompts per step."""
     group_size: Positive = 8
     """Completions of each prompt."""
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = 1.0
     """Temperature of sampling, and of the learner's log-probs."""
     top_p: PositiveFraction = 1.0
     """Sample from the fewest most likely tokens whose probabilities add up to at least this (nucleus sampling)."""

@@ -21,7 +21,6 @@ from rl_megatron.rollout.endpoint.served import Served
 logger = logging.getLogger(__name__)
 
 _CLOSING_SECONDS = 2
-_FILES_SHARE = 4  # connections have at most one in so many of this process's files
 _BACKLOG = 1024
 _HEAD_SECONDS = 30.0  # from a connection's beginning, or a head's, until that head is there
 
@@ -67,14 +66,16 @@ class Endpoint:
             Application(self._keys),
             lifespan="off",
             ws="none",
-            http=_Protocol,
+            http=BoundedProtocol,
             proxy_headers=False,
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_keep_alive=60,
             timeout_graceful_shutdown=_CLOSING_SECONDS,
-            backlog=min(_BACKLOG, _most_connections()),  # asyncio accepts so many before the first is counted
+            backlog=min(
+                _BACKLOG, BoundedProtocol.max_connections()
+            ),  # asyncio accepts so many before the first is counted
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(_serve(self._server, listening), name="endpoint")
@@ -94,22 +95,26 @@ async def _serve(server: uvicorn.Server, listening: socket.socket) -> None:
             logger.exception("the endpoint ends")
 
 
-def _most_connections() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if soft == resource.RLIM_INFINITY else soft // _FILES_SHARE
-
-
-class _Protocol(H11Protocol):
+class BoundedProtocol(H11Protocol):
     """Closes connections that ask nothing, which need no key to be there, and those whose next head never ends.
 
     So many may come that the process has no file left: beyond their share each new one takes the place of another.
     """
 
+    files_share = 4
+    """Connections have at most one in this many of the process's files."""
+
+    @classmethod
+    def max_connections(cls) -> int:
+        """Returns how many connections there may be, idle and busy."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return sys.maxsize if soft == resource.RLIM_INFINITY else soft // cls.files_share
+
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._late: asyncio.TimerHandle | None = self.loop.call_later(_HEAD_SECONDS, self._close_unasked)
-        if len(self.connections) > _most_connections():
+        if len(self.connections) > self.max_connections():
             self._make_room()
 
     @override
@@ -131,7 +136,7 @@ class _Protocol(H11Protocol):
 
     def _make_room(self) -> None:
         """Close a connection on which no request is being answered: this one, if there is no other."""
-        others = (other for other in self.connections if isinstance(other, _Protocol) and other is not self)
+        others = (other for other in self.connections if isinstance(other, BoundedProtocol) and other is not self)
         idle = (other for other in others if other._is_waiting() and not other.transport.is_closing())
         next(idle, self).transport.close()
 

@@ -16,6 +16,7 @@ from rl_megatron.models.reference import ReferenceModel
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability import activity
 from rl_megatron.rollout.local.decoding import Decoding, continuations_of
+from rl_megatron.section import MAX_TEMPERATURE, MIN_TEMPERATURE
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.layouts.families import family_of, hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
@@ -113,8 +114,11 @@ class LocalEngine:
                 f"{len(prompt)} prompt tokens + max_new_tokens={params.max_new_tokens} exceed the engine's "
                 f"max_length={self.max_length}; shorten the prompt or lower max_new_tokens"
             )
-        elif not (0 <= params.temperature < float("inf") and 0 < params.top_p <= 1):
-            problem = f"temperature={params.temperature} must be finite and >= 0, top_p={params.top_p} in (0, 1]"
+        elif params.temperature and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
+            allowed = f"0 (greedy), or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+            problem = f"temperature={params.temperature} must be {allowed}"
+        elif not 0 < params.top_p <= 1:
+            problem = f"top_p={params.top_p} must be in (0, 1]"
         elif not (params.top_k >= 0 and 0 <= params.min_p <= 1):
             problem = f"top_k={params.top_k} must be >= 0, min_p={params.min_p} in [0, 1]"
         elif params.stop and self.decode is None:

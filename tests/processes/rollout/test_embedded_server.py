@@ -14,9 +14,11 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import httpx2
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM
@@ -208,6 +210,20 @@ def mirror_of(model_folder: Path, tmp_path: Path) -> Mirror:
     shape, path = read_shape(model_folder), tmp_path / "mirror" / "model.safetensors"
     Mirror.make(path, hf_layout(shape).local_shapes(0), torch.float32, model_folder / "config.json")
     return Mirror(path, hf_layout(shape).local_shapes(0), torch.float32)
+
+
+def test_silent_connections_leave_a_server_files_for_others(urls: list[str]) -> None:
+    address = urlsplit(urls[1]).hostname, urlsplit(urls[1]).port
+    (server,) = [one for one in psutil.Process().children() if str(address[1]) in one.cmdline()]
+    before = server.rlimit(psutil.RLIMIT_NOFILE)
+    server.rlimit(psutil.RLIMIT_NOFILE, (server.num_fds() + 60, before[1]))
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(200):
+                stack.enter_context(socket.create_connection(address, 30))
+            assert httpx2.get(f"{urls[1]}/health", timeout=20).status_code == 401
+    finally:
+        server.rlimit(psutil.RLIMIT_NOFILE, before)
 
 
 async def test_completions_move_to_a_server_that_joins_with_every_token(

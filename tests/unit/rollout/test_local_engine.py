@@ -240,6 +240,7 @@ def test_new_weights_and_version_are_served(make_engine: MakeEngine) -> None:
         (request("x", (3,) * 120), r"120 prompt tokens \+ max_new_tokens=12 exceed the engine's max_length=128"),
         (request("x", (3,), max_new_tokens=0), "max_new_tokens=0"),
         (request("x", (3,), temperature=float("nan")), "temperature=nan"),
+        (request("x", (3,), temperature=1e-300), r"temperature=1e-300 must be 0 \(greedy\), or from 1e-06 to 1e\+06"),
         (request("x", (3,), top_p=0.0), "top_p=0.0"),
         (request("x", (3,), stop_token_ids=(41,)), r"stop_token_ids=\(41,\)"),
     ],

@@ -28,6 +28,7 @@ from starlette.routing import Route
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import EngineError, RLMegatronError
 from rl_megatron.models.families.fields import read_config
+from rl_megatron.rollout.endpoint.server import BoundedProtocol
 from rl_megatron.rollout.local.engine import LocalEngine, decoder_of
 from rl_megatron.rollout.servers.embedded import wire
 from rl_megatron.rollout.servers.embedded.running import Ended, RunningBatch
@@ -130,6 +131,10 @@ class Sampler(threading.Thread):
                 answer.set_result(said)
 
         self._loop.call_soon_threadsafe(tell)
+
+
+class _Protocol(BoundedProtocol):
+    files_share = 2  # almost all files of this process are connections
 
 
 class Service:
@@ -290,6 +295,8 @@ def main() -> None:
         port=options.port,
         log_level="warning",
         access_log=False,
+        http=_Protocol,
+        backlog=min(1024, _Protocol.max_connections() // 2),  # asyncio accepts this many before it counts
         timeout_graceful_shutdown=_CLOSING_SECONDS,
     )
 
