@@ -94,6 +94,13 @@ def options(
     except FileNotFoundError as error:
         gone = os.environ.get("PWD", "")
         raise ConfigError(f"the current folder, {gone}, has been removed; change to one that is there") from error
+    for what, text in (("the current folder", str(here)), *(("an argument", one) for one in sys.argv[1:])):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{what}, {os.fsencode(text)!r}, is not UTF-8, which files of a run need; rename it"
+            ) from error
     import_from(here)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from launcher.processes.environment import uncollected
-from launcher.runs.folder import choose, refuse_copied
+from launcher.runs.folder import NameTaken, choose, refuse_copied
 from rl_megatron.config.io import load_config
 
 
@@ -53,7 +53,16 @@ def train(
         with uncollected():
             from launcher.programs import train as program
 
-        asyncio.run(program.train(named, reward, models, resume=resume))
+        while True:
+            try:
+                asyncio.run(program.train(named, reward, models, resume=resume))
+                return
+            except NameTaken:
+                if loaded.run.name is not None:
+                    raise
+                named = choose(loaded, Path(config).stem, resume=resume)
+                folder = named.run.dir / str(named.run.name)
+                print(f"rl-megatron: run {folder}, as another run took that name", flush=True)
     except KeyboardInterrupt:
         goes_on = "--resume continues from the last checkpoint, or starts over if there is none"
         said = goes_on if folder.is_dir() else "the run had not begun, so start it again"

@@ -7,6 +7,7 @@ none.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import linecache
 import os
@@ -53,13 +54,14 @@ def living() -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove empty files of stacks, and folders that are then empty."""
-    for file in folder.rglob("*.txt"):
-        if not file.stat().st_size:
-            file.unlink()
-    for found in (*folder.glob("*/"), folder):
-        if found.is_dir() and not any(found.iterdir()):
-            found.rmdir()
+    """Removes empty files of stacks, and folders that are then empty. They stay where the disk is read-only."""
+    with contextlib.suppress(OSError):  # else this would hide why the run ends
+        for file in folder.rglob("*.txt"):
+            if not file.stat().st_size:
+                file.unlink()
+        for found in (*folder.glob("*/"), folder):
+            if found.is_dir() and not any(found.iterdir()):
+                found.rmdir()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,6 +88,9 @@ async def train(config: RunConfig, reward: RewardFunction, models: RewardModels,
             except Stopped as early:
                 progress.note(f"{early}; nothing is lost, and {goes_on}")
             except (RLMegatronError, OSError) as error:
+                if (first := _hidden(error)) is not None:
+                    logger.error("after %s: %s", type(first).__name__, error)
+                    raise first from error
                 logger.info("the run ends: %s", error, exc_info=isinstance(error, OSError))  # main shows it
                 if isinstance(error, OSError):
                     claimed()  # why a file that is named cannot be written, where the folder has gone
@@ -101,6 +104,15 @@ async def train(config: RunConfig, reward: RewardFunction, models: RewardModels,
             if finished is False:
                 progress.note(f"stopped and saved; {goes_on}")
     return folder
+
+
+def _hidden(error: BaseException) -> RLMegatronError | None:
+    """Returns why the run ends, if ``error`` is of a file that could not be closed or removed afterwards."""
+    while isinstance(error, OSError) and not error.__suppress_context__ and error.__context__ is not None:
+        error = error.__context__
+        if isinstance(error, RLMegatronError):
+            return error
+    return None
 
 
 async def _report(config: RunConfig, folder: Path, progress: Progress, stop: Stop) -> None:

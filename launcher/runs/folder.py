@@ -39,7 +39,7 @@ def drawn_mirror_path(config: RunConfig, folder: Path) -> Path:
 
 
 def _name(run_folder: Path) -> str:
-    return hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode(run_folder.resolve())).hexdigest()[:16]
 
 
 def _mirror(config: RunConfig, folder: Path, name: str) -> Path:
@@ -70,6 +70,10 @@ def lock(file: BinaryIO) -> bool:
 
 
 _REMOVED = (errno.ENOENT, errno.ESTALE)  # NFS says the second of an open file that was removed elsewhere
+
+
+class NameTaken(ConfigError):
+    """Another run took the name of a new one between its choice and its claim."""
 
 
 def from_file(stem: str) -> str:
@@ -144,8 +148,9 @@ def refuse_copied(config: RunConfig, file: Path, overrides: Sequence[str]) -> No
 def claim(folder: Path, *, resume: bool) -> Iterator[Claim]:
     """Make the run's folder (a resume: find it) and lock it against other processes while the context is open.
 
-    Raises ConfigError if another process holds the lock. The lock ends with the process, however that ends. It is of a
-    file for nothing else, as logs are rotated. Not of the folder, which NFS cannot lock.
+    Raises ConfigError if another process holds the lock, NameTaken if a new run's folder is there. The lock ends with
+    the process, however that ends. It is of a file for nothing else, as logs are rotated. Not of the folder, which NFS
+    cannot lock.
 
     Raises OSError that names what of the folder cannot be opened or locked, and then keeps no file open.
     """
@@ -153,7 +158,7 @@ def claim(folder: Path, *, resume: bool) -> Iterator[Claim]:
     try:
         folder.mkdir(exist_ok=resume)
     except FileExistsError as error:
-        raise ConfigError(f"{folder}: another run has just taken this name; start again") from error
+        raise NameTaken(f"{folder}: another run has just taken this name; start again") from error
     with contextlib.ExitStack() as held:
         number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # so that no other gets its number
         held.callback(os.close, number)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from rl_megatron.errors import Stopped, WorkerDied
+from rl_megatron.errors import RLMegatronError, Stopped, WorkerDied
 from rl_megatron.interfaces import Learner, WeightSync
 from rl_megatron.observability.files import JsonValue
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
@@ -263,8 +263,10 @@ class Loop:
             await self._finish_save(Stopwatch())
         except Exception as second:
             if second is not error:
-                what = type(second).__name__
-                logger.error("%s is not finished: %s: %s", self.in_hand.folder, what, second, exc_info=True)
+                first, what = f"{type(error).__name__}: {error}", type(second).__name__
+                ours = not isinstance(second, (RLMegatronError, OSError))
+                said = "the run fails (%s); besides, %s is not finished: %s: %s"
+                logger.error(said, first, self.in_hand.folder, what, second, exc_info=ours)
 
     async def restore(self, checkpoint: Checkpoint, done: int) -> None:
         """Continue after step ``done``, from its checkpoint."""

@@ -38,6 +38,17 @@ def test_a_removed_current_folder_is_named(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, said)
 
 
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path) + b"/n\xff"
+    os.mkdir(folder)
+    variables = {**os.environ, "PYTHONPATH": str(Path(launcher.__file__).parents[1])}
+    command = [sys.executable, "-m", "launcher", "train", "--check"]
+    for more, where, said in ((b"log.rich=true", folder, folder), (b"run.dir=\xff", tmp_path, b"run.dir=\xff")):
+        done = subprocess.run([*command, more], cwd=where, capture_output=True, env=variables, check=False)
+        assert (done.returncode, done.stderr.count(b"\n")) == (1, 1)
+        assert f"{said!r}, is not UTF-8".encode() in done.stderr
+
+
 def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[3])])

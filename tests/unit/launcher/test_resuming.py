@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import os
@@ -15,10 +16,13 @@ from typing import Any, NoReturn, cast
 
 import pytest
 from pydantic import BaseModel
+from typer.testing import CliRunner
 
+from launcher.__main__ import app
 from launcher.controller.watchdog import Watchdog
 from launcher.processes import stacks
 from launcher.processes.loop_watch import LoopWatch
+from launcher.programs import train
 from launcher.runs.folder import claim, lock
 from launcher.runs.resume import find, has_trained
 from rl_megatron.config.io import load_config, save_resolved
@@ -30,7 +34,7 @@ from rl_megatron.config.sections.reward import EnvironmentSection, RewardSection
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.digests import digests
 from rl_megatron.durable import append_private
-from rl_megatron.errors import CheckpointError, ConfigError
+from rl_megatron.errors import CheckpointError, ConfigError, WorkerDied
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.metrics.writer import MetricsWriter
@@ -415,6 +419,42 @@ def refuse(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", flock)
+
+
+def test_unnamed_runs_that_start_together_take_the_next_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    claimed = []
+
+    async def program(config: RunConfig, *_: object, resume: bool) -> None:
+        folder = config.run.dir / str(config.run.name)
+        if len(claimed) < 2:  # another start is quicker
+            folder.mkdir(parents=True)
+        claimed.append(folder.name)
+        with claim(folder, resume=resume):
+            pass
+
+    monkeypatch.setattr(train, "train", program)
+    said = CliRunner().invoke(app, ["train", f"run.dir={tmp_path}"])
+    assert said.exit_code == 0, said
+    assert claimed == ["tiny_cpu", "tiny_cpu-2", "tiny_cpu-3"]
+    assert f"run {tmp_path}/tiny_cpu-3, as another run took that name" in said.output
+    claimed.clear()
+    named = CliRunner().invoke(app, ["train", f"run.dir={tmp_path}", "run.name=mine"])
+    assert (claimed, "has just taken this name" in str(named.exception)) == (["mine"], True)
+
+
+def test_a_file_that_cannot_be_closed_hides_no_error() -> None:
+    def fail(first: Exception) -> NoReturn:
+        with contextlib.ExitStack() as stack:
+            stack.callback(close)
+            raise first
+
+    def close() -> NoReturn:
+        raise OSError(errno.EROFS, "Read-only file system", "metrics.jsonl")
+
+    for first, hidden in ((WorkerDied("rank 1"), "rank 1"), (OSError("disk"), "None")):
+        with pytest.raises(OSError, match=r"metrics\.jsonl") as caught:
+            fail(first)
+        assert str(train._hidden(caught.value)) == hidden
 
 
 def test_one_process_at_a_time_has_a_run(tmp_path: Path) -> None:

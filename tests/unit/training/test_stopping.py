@@ -299,7 +299,9 @@ def test_a_save_that_fails_hides_no_error_of_the_run(tmp_path: Path, caplog: pyt
     learner = Writing(CheckpointError("the disk is full"))
     with caplog.at_level(logging.ERROR), pytest.raises(DataError, match="line 7"):
         asyncio.run(loop_of(Failing({2: DataError("line 7")}, shards=learner), tmp_path).run())
-    assert f"{tmp_path}/step_000001 is not finished: CheckpointError: the disk is full" in caplog.text
+    said = f"{tmp_path}/step_000001 is not finished: CheckpointError: the disk is full"
+    assert f"the run fails (DataError: line 7); besides, {said}" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_a_save_that_failed_is_asked_once(tmp_path: Path) -> None:
