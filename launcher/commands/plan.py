@@ -27,7 +27,7 @@ from rl_megatron.placement.files import weights_folder
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.scaling.estimates import estimate
-from rl_megatron.scaling.hardware import GB
+from rl_megatron.scaling.hardware import GB, gigabytes
 from rl_megatron.scaling.host_memory import copies_bytes, file_bytes, host_bytes, why_off_gpus
 from rl_megatron.scaling.memory import Footprint, check_memory, footprints, fullest
 from rl_megatron.types import ParallelDims
@@ -236,13 +236,13 @@ def show_memory(config_name: str, config: RunConfig, shape: ModelShape) -> None:
         console.print(f"{role}: {ranks[role]} of these GPUs, in a layout of its own: {said}", soft_wrap=True)
     if held := host_bytes(config, shape):
         keys = " and ".join(why_off_gpus(config))
-        said = f"{held / GB:.1f} GB of a node's memory for what the learner keeps off its GPUs ({keys})"
+        said = f"{gigabytes(held)[0]} of a node's memory for what the learner keeps off its GPUs ({keys})"
         console.print(said, soft_wrap=True)
     if copied := copies_bytes(config, shape):
-        said = f"{copied / GB:.1f} GB of a node's memory for copies of what is saved (checkpoint.async_save)"
+        said = f"{gigabytes(copied)[0]} of a node's memory for copies of what is saved (checkpoint.async_save)"
         console.print(said, soft_wrap=True)
     if written := file_bytes(config, shape):
-        said = f"{written / GB:.1f} GB of a node's memory for the file of weights in {weights_folder(config)}"
+        said = f"{gigabytes(written)[0]} of a node's memory for the file of weights in {weights_folder(config)}"
         console.print(said, soft_wrap=True)
 
 
@@ -284,8 +284,8 @@ def _table(title: str, direct: Cost, usual: Cost, src: Layout, placement: Mappin
 
 def _cells(cost: Cost, senders: Sequence[int], receivers: Sequence[int]) -> dict[str, str]:
     return {
-        "bytes within nodes": _gigabytes(cost.within),
-        "bytes across nodes": _gigabytes(cost.across),
+        "bytes within nodes": gigabytes(cost.within)[0],
+        "bytes across nodes": gigabytes(cost.across)[0],
         f"sent by {len(senders)} ranks, max / mean": _spread(cost.sent, senders),
         f"received by {len(receivers)} ranks, max / mean": _spread(cost.received, receivers),
         "bound: the busiest port": f"{cost.bound:.2f} s",
@@ -293,10 +293,6 @@ def _cells(cost: Cost, senders: Sequence[int], receivers: Sequence[int]) -> dict
     }
 
 
-def _gigabytes(count: float) -> str:
-    return f"{count / GB:,.1f} GB"
-
-
 def _spread(moved: Mapping[int, int], ranks: Sequence[int]) -> str:
     counts = [moved.get(rank, 0) for rank in ranks]
-    return f"{_gigabytes(max(counts))} / {_gigabytes(sum(counts) / len(counts))}"
+    return " / ".join(gigabytes(max(counts)) + gigabytes(sum(counts) / len(counts)))

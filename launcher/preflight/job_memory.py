@@ -25,7 +25,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.files import hosts_of, weights_folder
 from rl_megatron.placement.ranks import ranks_by_role
-from rl_megatron.scaling.hardware import GB
+from rl_megatron.scaling.hardware import GB, gigabytes
 from rl_megatron.scaling.host_memory import (
     copies_bytes,
     file_bytes,
@@ -72,10 +72,11 @@ def _on_nodes(subject: Subject) -> Iterator[Found]:
     sums = accumulate(part.size for part in parts)
     if (last := next((number for number, held in enumerate(sums) if held > has), None)) is not None:
         *before, part = parts[: last + 1]
-        besides = " and ".join(f"{other.size / GB:.1f} GB for {other.keys}" for other in before)
+        besides = " and ".join(f"{gigabytes(other.size)[0]} for {other.keys}" for other in before)
+        size, room = gigabytes(part.size, has)
         yield problem(
-            f"{part.given} needs {part.size / GB:.1f} GB of a node's memory for {part.what}"
-            f"{besides and f' besides {besides}'}, but {said} {has / GB:.1f} GB; take nodes with more memory, or "
+            f"{part.given} needs {size} of a node's memory for {part.what}"
+            f"{besides and f' besides {besides}'}, but {said} {room}; take nodes with more memory, or "
             f"{part.remedy}"
         )
 
@@ -84,9 +85,10 @@ def _fits(config: RunConfig, needed: int, when: str = "") -> Iterator[Found]:
     """Yields a problem if the file of weights, of ``needed`` bytes in a node's memory, can never fit there."""
     has = shutil.disk_usage(NODE_MEMORY).total
     if 0 < has < needed:  # 0: without a limit
+        size, room = gigabytes(needed, has)
         yield problem(
-            f"weights.folder={weights_folder(config)} needs {needed / GB:.1f} GB{when} for the file of weights, but "
-            f"{NODE_MEMORY} has {has / GB:.1f} GB here; give the container more (docker run --shm-size="
+            f"weights.folder={weights_folder(config)} needs {size}{when} for the file of weights, but "
+            f"{NODE_MEMORY} has {room} here; give the container more (docker run --shm-size="
             f"{math.ceil(needed / 2**30)}g; in Kubernetes a volume of memory at {NODE_MEMORY}), or set weights.folder "
             "to a folder on disk that all nodes see"
         )

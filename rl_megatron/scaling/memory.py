@@ -28,7 +28,7 @@ from rl_megatron.options.option import BYTES, Elements, Rank, Terms
 from rl_megatron.placement.names import LEARNER, called
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.placement.seats import beside_ranks
-from rl_megatron.scaling.hardware import GB
+from rl_megatron.scaling.hardware import GB, gigabytes
 from rl_megatron.scaling.layers.peaks import beside_kept, in_forward
 from rl_megatron.scaling.parameters import elements, ranks_of
 from rl_megatron.weights.formats.scaled import BLOCKS, ScaledLayout, with_scales
@@ -160,21 +160,22 @@ def check_memory(config: RunConfig, shape: ModelShape, here: int | None = None) 
         terms = ", ".join(f"{term} {held / GB:.1f}" for term, held in most.terms.items() if held >= 0.05 * GB)
         raise ConfigError(
             f"slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g}: {called(most.role, most.rank)} needs "
-            f"{most.total / GB:.1f} GB{when} ({terms}). Largest: {most.largest}; {change}"
+            f"{gigabytes(most.total, room)[0]}{when} ({terms}). Largest: {most.largest}; {change}"
         )
     per_gpu = server_weights(config, shape)
     starts = config.rollout.served and config.rollout.server.addresses is None
     if starts and share is not None and per_gpu > share * room:
         raise ConfigError(
             f"rollout.server.memory_fraction={share:g} of slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g} is less "
-            f"than the {per_gpu / GB:.1f} GB of weights on a GPU of the engine; raise it, or rollout.server.tp or pp"
+            f"than the {gigabytes(per_gpu)[0]} of weights on a GPU of the engine; raise it, or rollout.server.tp or pp"
         )
     if starts and not config.rollout.server.colocated and _server(config, shape) > room:
         raise ConfigError(
             f"rollout.engine={config.rollout.engine} takes {share or _SERVER_SHARE:g} of "
             f"slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g} (rollout.server.memory_fraction), and with "
-            f"weights.transport={config.transport.name} it receives layers in {server_window(config, shape) / GB:.1f} "
-            "GB beside that; lower the fraction, raise rollout.server.tp, or take an engine that receives in place "
+            f"weights.transport={config.transport.name} it receives layers in "
+            f"{gigabytes(server_window(config, shape))[0]} beside that; lower the fraction, raise "
+            "rollout.server.tp, or take an engine that receives in place "
             f"(rollout={', '.join(name for name, layers in WINDOW_LAYERS.items() if not layers)})"
         )
     return most

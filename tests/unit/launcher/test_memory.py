@@ -23,7 +23,7 @@ from rl_megatron.models.shape import ModelShape, Rope
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import made_up_nodes, placement_of
 from rl_megatron.placement.seats import beside_ranks, seats_here, seats_of
-from rl_megatron.scaling.hardware import GB
+from rl_megatron.scaling.hardware import GB, gigabytes
 from rl_megatron.scaling.host_memory import host_bytes, pinned
 from rl_megatron.scaling.memory import CHANGES, Footprint, check_memory, footprints, fullest, server_window
 from rl_megatron.scaling.parameters import elements
@@ -102,6 +102,12 @@ def test_qwen3_has_the_parameters_of_its_closed_form() -> None:
     found = elements(megatron_layout(s), 0)
     assert found.both == 2 * s.vocab_size * s.hidden_size + s.num_layers * layer + s.hidden_size
     assert found.experts == s.num_layers * s.num_experts * expert
+
+
+def test_sizes_that_differ_are_told_apart() -> None:
+    assert gigabytes(0, 61.07e9) == ["0.0 GB", "61.1 GB"]
+    assert gigabytes(1.2e5, 6.7e4) == ["0.00012 GB", "0.00007 GB"]
+    assert gigabytes(80.04e9, 80e9) == ["80.04 GB", "80.00 GB"]
 
 
 @pytest.mark.parametrize("name", RECIPES)
