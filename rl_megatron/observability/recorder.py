@@ -55,13 +55,14 @@ class Recorder:
         self._samples, self._timeline = SamplesWriter(folder), Timeline(folder)
         self._per_step, self._per_group, self._decode = log.samples_per_step, log.samples_per_group, decode
         self._idle_steps, self._warned = 0, is_taught  # latest steps in a row without a gradient
+        self._still_steps, self._warned_still = 0, False  # those with a gradient of exactly 0
         self._file = folder / "samples.jsonl"
         self.progress, self._process, self._before_row = progress, process, before_row
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")  # one, so that rows keep their order
 
     async def write(self, row: Mapping[str, JsonValue], *, again: bool = False) -> Row:
         """Record and show one row of metrics, ``again`` as MetricsWriter does. Returns it as written, once it is on
-        disk; the event loop does not wait for that. Warns once if several steps in a row had no gradient."""
+        disk; the event loop does not wait for that. Warns once if several steps in a row had none."""
         times, Stopwatch.latest = Stopwatch.latest, None
         self._timeline.step(row, times)
         of_process = {} if again else self._process()  # else the row has those of the process that made the step
@@ -83,6 +84,16 @@ class Recorder:
                 "(warm_start.steps); one that solves all needs harder problems",
                 IDLE_STEPS,
                 self._file,
+            )
+        still = equal != 1 and row.get("grad_norm") == 0
+        self._still_steps = self._still_steps + 1 if still else 0
+        if self._still_steps == IDLE_STEPS and not self._warned_still:
+            self._warned_still = True
+            logger.warning(
+                "the gradient norm was exactly 0 for %d steps although rewards differed, so nothing is learned, as "
+                "where the policy gives each token that it samples a probability of 1. Resume from an earlier "
+                "checkpoint with a lower train.learning_rate",
+                IDLE_STEPS,
             )
         return written
 

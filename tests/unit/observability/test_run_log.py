@@ -479,6 +479,19 @@ def test_steps_that_teach_nothing_are_warned_of_once(
     assert "no advantage" not in file.getvalue(), "stderr has it from the logger"
 
 
+def test_gradients_of_exactly_0_with_other_rewards_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    console, _ = _console(terminal=False)
+    warned = []
+    norms = [0.0, 0.0, 1e-9, *[0.0] * 12]
+    with closing(Recorder(tmp_path, LogSection(tensorboard=False), Progress(20, console=console))) as recorder:
+        for step, norm in enumerate(norms, 1):
+            asyncio.run(recorder.write({"phase": "rl", "step": step, EQUAL: 0.25, "grad_norm": norm}))
+            warned.append(caplog.text.count("gradient norm was exactly 0 for 5 steps although rewards differed"))
+    assert warned == [0] * 7 + [1] * 8
+
+
 def test_a_critic_that_teaches_equal_groups_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     console, _ = _console(terminal=False)
     with closing(Recorder(tmp_path, LogSection(tensorboard=False), Progress(10, console=console))) as recorder:
