@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 from rl_megatron.config.run import RunConfig
@@ -58,9 +57,9 @@ def engine_problems(
     temperatures = {"rollout.temperature": config.rollout.temperature, **config.eval.temperatures}
     for key, given in temperatures.items():
         if given and not least <= given <= most:
-            allowed = f"{least:g} to {most:g}" if most < math.inf else f"{least:g} or more"
             out.append(
-                f"{key}={given:g}: {adapter.name} {adapter.tested} samples at {allowed}, and greedily at 0; set that"
+                f"{key}={given:g}: {adapter.name} {adapter.tested} samples at {least:g} to {most:g}, and greedily at 0"
+                "; set that"
             )
     return [line for line in out if line]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import re
 import shlex
 import uuid
@@ -17,6 +16,7 @@ from rl_megatron.config.sections.rollout import RunningRequests, stands_for
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.servers.decoding import Judged
 from rl_megatron.rollout.servers.http import Server
+from rl_megatron.section import MAX_TEMPERATURE, MIN_TEMPERATURE
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes
@@ -247,7 +247,7 @@ class Adapter(Sampling, Loading, Running, Protocol):
     module: str  # its interpreter must be able to import it
     tested: str  # the version it was tested with
     renormalises_top_p: bool  # whether log-probs are of the distribution after top_p
-    temperatures: tuple[float, float] = (0.0, math.inf)  # the least and the greatest that it samples at, besides 0
+    temperatures: tuple[float, float] = (MIN_TEMPERATURE, MAX_TEMPERATURE)  # that it samples at, besides 0
     variables: Mapping[str, str] = {}  # that its servers' environment cannot have, each with the reason
 
     def batch_problem(self, extra: Sequence[str]) -> str:

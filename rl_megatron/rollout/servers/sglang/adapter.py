@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -75,7 +74,6 @@ class SGLangAdapter(Adapter):
     module = "sglang"
     tested = "0.5.21"
     renormalises_top_p = False
-    temperatures = (1e-6, math.inf)  # it takes lower ones for 0
     variables = VARIABLES
 
     def __init__(self, shape: ModelShape) -> None:
