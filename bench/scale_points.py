@@ -1,15 +1,23 @@
-"""Rates of published runs beside those that the planner predicts. published_runs.json has each with its source."""
+"""Rates of published runs, and seconds of published steps of reinforcement learning, beside predictions.
+
+published_runs.json has the runs with their sources. It has no steps of reinforcement learning: give a file that has.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
+from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import LatentAttention, ModelShape
 from rl_megatron.scaling.constants import FITTED, Constants
 from rl_megatron.scaling.flops import training_flops
-from rl_megatron.scaling.hardware import GPUS
+from rl_megatron.scaling.hardware import GB, GPUS
+from rl_megatron.scaling.memory import weights_served
+from rl_megatron.scaling.rl_step import rl_step
+from rl_megatron.scaling.rollouts import lengths_of
 from rl_megatron.scaling.time import LearnerWork, step_seconds
 from rl_megatron.types import ParallelDims
 
@@ -25,12 +33,15 @@ _FAMILIES = {
     "llama": "llama",
     "gpt-oss": "gpt_oss",
 }
+_GROUP = 16  # completions of a prompt in NeMo-RL's recipes
+_RL_KEYS = ("mean_tokens", "samples_per_step", "train_batch", "engine_tp", "staleness")
+_COLOCATED, _BROADCAST = 1342 / 47.2, 1342 / 14  # GB/s of NeMo-RL's pushes, of DeepSeek-V3 on H100 (its posts)
 _REPLAYED = ("b200", "b300", "gb200", "gb300")  # whose recipes record their launches (Megatron-Bridge)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A published rate beside the prediction, in tokens/s of a GPU."""
+    """A published rate beside the prediction, in tokens/s of a GPU, or seconds of a step of reinforcement learning."""
 
     name: str
     group: tuple[str, str]  # model and GPU
@@ -56,6 +67,39 @@ def predict_rates(points: Points, constants: Constants = FITTED) -> Iterator[Pre
             release=str(point["released"]),
             predicted=tokens / step_seconds(work_of(point), constants),
             measured=measured,
+        )
+
+
+def predict_rl_steps(points: Points) -> Iterator[Prediction]:
+    """Yields published steps of reinforcement learning in bfloat16 of known lengths, in seconds.
+
+    A point does not say all: the rest is as in NeMo-RL's recipes (examples/configs, v0.6.0). Half of the GPUs sample
+    where steps overlap; a learner of several stages computes whole layers again; the optimizer waits in the host's
+    memory while servers on its GPUs sample. A push is NeMo-RL's own, and nothing is fitted to these steps.
+    """
+    known = [p for p in points if p["kind"] == "rl" and p["precision"] == "bf16" and _says_enough(p)]
+    if not known:
+        return
+    prompt = max(1.0, median(_rl_tokens(p) / p["rl"]["samples_per_step"] - p["rl"]["mean_tokens"] for p in known))
+    for point in known:
+        config, shape = _rl_config(point), shape_of_point(point)
+        gpu = replace(GPUS[point["gpu"]], domain=point["nvlink_domain"])
+        rate = _COLOCATED if config.rollout.server.colocated else _BROADCAST
+        found = rl_step(
+            config,
+            shape,
+            gpu,
+            lengths_of(point["rl"]["mean_tokens"], point["sequence_tokens"] - prompt),
+            prompt=prompt,
+            staleness=point["rl"]["staleness"],
+            push=weights_served(config, shape).both / GB / rate,
+        )
+        yield Prediction(
+            name=point["id"],
+            group=(str(point["model"]), str(point["gpu"])),
+            release=str(point["released"]),
+            predicted=found.seconds,
+            measured=float(point["step_s"]),
         )
 
 
@@ -166,3 +210,59 @@ def _tokens_a_second(point: Mapping[str, Any]) -> float | None:
     flops = training_flops(replace(shape, num_layers=shape.num_layers + drafts), [length])
     flops += drafts * 6 * length * shape.hidden_size * (shape.vocab_size + 2 * shape.hidden_size)
     return float(point["model_tflops_per_gpu"] * 1e12 / (flops / length))
+
+
+def _says_enough(point: Mapping[str, Any]) -> bool:
+    own = point.get("rl") or {}
+    known = point.get("step_s") and point["tokens_per_s_per_gpu"] and point["sequence_tokens"]
+    return bool(known) and all(own.get(key) is not None for key in _RL_KEYS)
+
+
+def _rl_tokens(point: Mapping[str, Any]) -> float:
+    """Tokens of a step, by the rate that is published beside its seconds."""
+    return float(point["tokens_per_s_per_gpu"] * point["gpus"] * point["step_s"])
+
+
+def _rl_config(point: Mapping[str, Any]) -> RunConfig:
+    """A run with the learner and the servers of a point of kind "rl"."""
+    own, gpus, each, d = point["rl"], point["gpus"], GPUS[point["gpu"]].per_node, point
+    apart = own["staleness"] > 0
+    engines = (own.get("engine_gpus") or gpus // 2) if apart else gpus
+    rest, layers = gpus - engines * apart, point["shape"]["layers"]
+    each_stage, more = divmod(layers, d["pp"] * d["vpp"])
+    stages = "+".join(str(each_stage + (i < more)) for i in range(d["pp"] * d["vpp"])) if more else None
+    learner = {
+        **{key: d[key] for key in ("tp", "pp", "vpp", "cp")},
+        "ep": min(d["ep"], rest // d["pp"]),  # of the GPUs that train
+        "etp": point.get("etp") or 1,
+        "dp": rest // (d["tp"] * d["pp"] * d["cp"]),
+        "stage_layers": stages,
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "gradient_dtype": "bfloat16",
+        "max_tokens_per_micro_batch": max(2, (point["micro_batch"] or 1) * point["sequence_tokens"]),
+        "recompute": {"uniform": 1} if d["pp"] > 1 or point["recompute"] == "full" else {},
+        "overlap": {"gradients": True, "parameters": True},
+        "offload": {} if apart else {"while_sampling": "optimizer"},
+    }
+    server = {"tp": own["engine_tp"], "replicas": engines // own["engine_tp"], "concurrency": 1 << 20}
+    server["nodes"] = -(-own["engine_tp"] // each)
+    server |= {"memory_fraction": own.get("memory_fraction") or (0.8 if apart else 0.6), "colocated": not apart}
+    rollout = {"engine": "vllm", "prompts_per_step": own["samples_per_step"] // _GROUP, "group_size": _GROUP}
+    rollout |= {"max_prompt_tokens": 1, "max_new_tokens": point["sequence_tokens"] - 1, "slots": 256, "server": server}
+    return RunConfig.model_validate(
+        {
+            "learner": learner,
+            "algorithm": {"kl": {"coefficient": 0.01}},
+            "train": {"minibatches": own["samples_per_step"] // own["train_batch"], "max_staleness": own["staleness"]},
+            "weights": {"transport": "direct"},
+            "run": {"launcher": "slurm"},
+            "rollout": rollout,
+            "slurm": {
+                "nodes": rest // each,
+                "gpus_per_node": each,
+                "nvlink_nodes": max(1, point["nvlink_domain"] // each),
+                "engines": {"nodes": engines // each if apart else 0},
+            },
+        }
+    )

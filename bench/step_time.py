@@ -1,12 +1,13 @@
 """Fit the constants of `rl_megatron.scaling.time` to published runs, and print the errors, also of runs left out.
 
-    python -m bench.step_time [--json FILE]      # a few seconds
+    python -m bench.step_time [--points FILE] [--json FILE]      # a quarter of a minute
 
 Six constants are free, the others are held at `PRIOR`, whose values are physical ones: shares of peaks that kernels
 reach in papers and microbenchmarks. Free ones are drawn back to them (a standard deviation of 35 %), as 60 points are
 few. The loss is Huber's of the logarithm of predicted over measured, with a model's points weighted by one over the
 root of their number; the solver is Levenberg's and Marquardt's. In each of four folds a quarter of the pairs (model,
-GPU) is left out.
+GPU) is left out. Then each model is left out in turn: the errors of its points, and how many of its pairs are predicted
+in order. A file of `--points` may have steps of reinforcement learning as well, to which nothing is fitted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from bench.results import parse, write
-from bench.scale_points import Points, ordered_pairs, predict_rates
+from bench.scale_points import Points, Prediction, ordered_pairs, predict_rates, predict_rl_steps
 from rl_megatron.evaluation.figures import share_interval
 from rl_megatron.scaling.constants import PRIOR, Constants
 
@@ -105,6 +106,26 @@ def left_out(points: Points, folds: int = 4) -> np.ndarray:
     return out
 
 
+def without_own_model(points: Points) -> dict[str, list[Prediction]]:
+    """Returns each model's predictions by the constants of a fit without that model's points."""
+    found = {}
+    for model in sorted({str(point["model"]) for point in points}):
+        constants = fit([point for point in points if point["model"] != model]).constants
+        found[model] = [*predict_rates([point for point in points if point["model"] == model], constants)]
+    return found
+
+
+def model_rows(kind: str, found: Mapping[str, Sequence[Prediction]]) -> Iterator[dict[str, object]]:
+    """Yields for each model, and for all, the mean error and the pairs in order. Order is within a model."""
+    orders = {model: ordered_pairs(rates) for model, rates in found.items()}
+    right, pairs = (sum(counts) for counts in zip(*orders.values(), strict=True))
+    every = [rate for rates in found.values() for rate in rates]
+    for model, rates, order in [*((m, r, orders[m]) for m, r in found.items()), ("all", every, (right, pairs))]:
+        errors = np.array([abs(rate.error) for rate in rates])
+        row = {"kind": kind, "left out": model, "points": len(errors), "mean": float(errors.mean())}
+        yield {**row, "right": order[0], "pairs": order[1]}
+
+
 def described(errors: np.ndarray) -> dict[str, float]:
     """Of predicted rates over measured ones, less 1: mean and median of the size, the worst, and the bias."""
     relative = np.expm1(errors)
@@ -117,8 +138,10 @@ def described(errors: np.ndarray) -> dict[str, float]:
 def main() -> None:
     """Fit, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--points", type=Path, default=POINTS)
     args = parse(parser)
-    points = usable(json.loads(POINTS.read_text(encoding="utf-8")))
+    runs = json.loads(args.points.read_text(encoding="utf-8"))
+    points = usable(runs)
     found = fit(points)
     rows: list[dict[str, object]] = []
     for name, errors, bar in (("given", found.errors, 0.12), ("left out", left_out(points), 0.15)):
@@ -130,6 +153,14 @@ def main() -> None:
     low, high = of_pairs.low, of_pairs.high
     print(f"order: {right} of {total} pairs right, 95 % interval {low:.2f} to {high:.2f}; bar 0.80")
     rows.append({"right": right, "pairs": total, "low": low, "high": high, "bar": 0.8})
+    steps: dict[str, list[Prediction]] = {}
+    for step in predict_rl_steps(runs):
+        steps.setdefault(step.group[0], []).append(step)
+    for kind, rates in (("training", without_own_model(points)), ("RL steps", steps)):
+        for row in model_rows(kind, rates) if rates else ():
+            rows.append(row)
+            line = "{kind}, left out {left out}: {points} points, mean error {mean:.3f}, order {right} of {pairs}"
+            print(line.format(**row))
     for name, value in asdict(found.constants).items():
         print(f"    {name}={value:.3g},{'' if name in FREE else '  # held'}")
     write(args, [*rows, asdict(found.constants)])

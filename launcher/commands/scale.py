@@ -22,6 +22,10 @@ from rl_megatron.scaling.planner.layouts import described
 from rl_megatron.scaling.planner.search import SearchResult, search
 
 _SHOWN = 8  # rejected layouts
+_ORDER = (
+    "the order of layouts is a guess: of five pairs of published steps that were kept back one came in the predicted "
+    "order; time the first few layouts (docs/scaling.md)"
+)
 
 
 def scale(
@@ -85,6 +89,7 @@ def show(console: Console, asked: Asked, found: SearchResult, seconds: float) ->
     terms = {term: held / GB for term, held in best.footprint.terms.items()}
     title = f"GB on the fullest GPU (stage {best.footprint.stage}), of {wanted.gpu.memory:g}"
     console.print(_table(title, terms, "GB"))
+    console.print(_ORDER, soft_wrap=True)
     for plan in found.plans[1:4]:
         more = plan.step.seconds / best.step.seconds
         console.print(

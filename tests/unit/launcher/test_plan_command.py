@@ -235,6 +235,7 @@ def test_scale_has_terms_and_reasons_also_as_json(printed: Said) -> None:
     ):
         assert words in text
     assert "tokens/s, " in text
+    assert "the order of layouts is a guess: " in text
     assert "all-to-all: tokens to the ranks of their experts and back" in text
     assert "--explain speed: no such term; terms: linears" in printed(*ASKED, "--explain", "speed", status=1)
     tree = json.loads(printed(*ASKED, "--json"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
@@ -15,8 +15,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
-from bench.scale_points import Prediction, dims_of_point, ordered_pairs, predict_rates, shape_of_point
-from bench.step_time import POINTS, described, fit, left_out, usable
+from bench import step_time
+from bench.scale_points import (
+    Prediction,
+    dims_of_point,
+    ordered_pairs,
+    predict_rates,
+    predict_rl_steps,
+    shape_of_point,
+)
+from bench.step_time import POINTS, Fit, described, fit, left_out, model_rows, usable, without_own_model
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
@@ -26,7 +34,7 @@ from rl_megatron.models.shape import DeltaNet, ModelShape
 from rl_megatron.options.lora import LoraSection
 from rl_megatron.options.routers import RouterSection
 from rl_megatron.options.table import problems
-from rl_megatron.scaling.constants import FITTED
+from rl_megatron.scaling.constants import FITTED, PRIOR
 from rl_megatron.scaling.flops import PASSES, PEAKS, peak_of, seconds_at_peak, training_flops
 from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.host_memory import copies_bytes, host_bytes
@@ -315,6 +323,36 @@ def test_the_constants_are_those_of_the_fit_and_so_is_the_error_of_points_left_o
     refitted = asdict(fit(points).constants)
     assert refitted == pytest.approx(asdict(FITTED), rel=0.01)
     assert described(left_out(points))["mean"] == pytest.approx(0.112, abs=0.003)
+
+
+def test_each_model_is_left_out_of_its_fit_and_counts_only_its_own_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    points, fitted = usable(RUNS), list[set[str]]()
+
+    def fit_nothing(kept: Sequence[Mapping[str, Any]]) -> Fit:
+        fitted.append({str(point["model"]) for point in kept})
+        return Fit(PRIOR, np.zeros(0))
+
+    monkeypatch.setattr(step_time, "fit", fit_nothing)
+    found = without_own_model(points)
+    assert [found.keys() - kept for kept in fitted] == [{model} for model in found]
+    rates = [rate for rates in found.values() for rate in rates]
+    *each, every = model_rows("training", found)
+    assert (every["points"], every["mean"]) == (60, pytest.approx(np.mean([abs(rate.error) for rate in rates])))
+    assert (every["right"], every["pairs"]) == ordered_pairs(rates)
+    assert sum(int(str(row["points"])) for row in each) == 60
+
+
+def test_a_published_step_of_reinforcement_learning_is_predicted_from_its_layout() -> None:
+    """One of Qwen3-30B-A3B on 32 H100 in turns; without its lengths it says too little."""
+    point = next(one for one in RUNS if one["model"] == "qwen3-30b-a3b" and one["gpu"] == "h100")
+    own = {"mean_tokens": 3000, "samples_per_step": 2048, "train_batch": 512, "engine_tp": 2, "staleness": 0}
+    sizes = {"gpus": 32, "tp": 1, "pp": 1, "vpp": 1, "ep": 8, "cp": 1, "etp": 1, "sequence_tokens": 4096}
+    step = {**point, **sizes, "kind": "rl", "precision": "bf16", "tokens_per_s_per_gpu": 1100.0, "step_s": 200.0}
+    (found,) = predict_rl_steps([{**step, "rl": own}])
+    assert 50 < found.predicted < 400
+    (later,) = predict_rl_steps([{**step, "rl": {**own, "staleness": 1}}])
+    assert later.predicted != found.predicted
+    assert list(predict_rl_steps([{**step, "rl": {**own, "mean_tokens": None}}, point])) == []
 
 
 def test_a_points_model_has_the_sizes_of_its_config() -> None:
