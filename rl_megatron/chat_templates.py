@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -27,7 +28,8 @@ SECONDS = 5.0
 """Of processor time; templates take milliseconds, so that a busy machine or a stopped process ends none."""
 MEMORY_BYTES = 2 << 30
 _MODULE = "rl_megatron.chat_templates"
-_MOST_CHARACTERS = 1 << 26  # of a text; no context is as long
+_LONG = 1 << 20  # characters of a text
+_MOST_TIMES = 32  # the bytes of its values; what a template writes for each message is short
 _MOST_SHOWN = 2000  # characters of an error
 _OF_DICTS = frozenset(dir(dict))
 _OF_JINJA = frozenset({LoopContext, Namespace})
@@ -125,7 +127,9 @@ def _answers(source: str, many: Sequence[Mapping[str, Any]]) -> list[tuple[str, 
         template = _compiled(source)
     except TemplateSyntaxError as error:
         return [(str(error.message), error.lineno)] * max(len(many), 1)
-    except (RecursionError, SyntaxError) as error:  # of brackets in brackets
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001  Python's compiler's, as of brackets in brackets or 5,000 digits
         return [(f"{type(error).__name__}: {error}", 0)] * max(len(many), 1)
     return [_answer(template, variables) for variables in many]
 
@@ -133,8 +137,8 @@ def _answers(source: str, many: Sequence[Mapping[str, Any]]) -> list[tuple[str, 
 def _answer(template: Template, variables: Mapping[str, Any]) -> tuple[str, int | None]:
     try:
         text = template.render(variables)
-        if len(text) > _MOST_CHARACTERS:
-            raise ValueError(f"its text has {len(text)} characters, more than {_MOST_CHARACTERS}")
+        if len(text) > _LONG and len(text) > (most := max(_LONG, _MOST_TIMES * len(pickle.dumps(variables)))):
+            raise ValueError(f"its text has {len(text)} characters, more than {most}, which its values explain")
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001  the template's own
