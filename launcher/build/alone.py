@@ -53,14 +53,8 @@ async def engine_alone(
     if not section.served:
         longest = section.max_prompt_tokens + config.longest_completion
         dtype = getattr(torch, config.learner.dtype)
-        engine = LocalEngine(
-            shape,
-            slots=section.slots,
-            dtype=dtype,
-            device=config.learner.device,
-            max_length=longest,
-            decode=decoder_of(model_folder) if section.stop else None,
-        )
+        engine = LocalEngine(shape, slots=section.slots, dtype=dtype, device=config.learner.device, max_length=longest)
+        engine.decode = decoder_of(model_folder) if section.stop else None
         hf = hf_layout(shape)
         await asyncio.to_thread(read_boxes, HFFolder(model_folder), hf, hf, 0, engine.tensors)
         yield InThisProcess(engine)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from launcher.processes.scratch import removed
 from launcher.wire.greetings import Setup
@@ -63,18 +63,14 @@ class Worker(RankModels):
         """The target of pushes: this rank's engine or, if servers sample or nobody does, its node's mirror file."""
         from rl_megatron.rollout.local.engine import LocalEngine, decoder_of
 
-        section = config.rollout
+        section, longest = config.rollout, config.rollout.max_prompt_tokens + config.longest_completion
         if config.fills_files:
             return self._make_mirror(config, run_folder)
-        longest = section.max_prompt_tokens + config.longest_completion
-        return LocalEngine(
-            self._shape,
-            slots=section.slots,
-            dtype=self._dtype,
-            device=self._device,
-            max_length=longest,
-            decode=decoder_of(self._model_folder) if section.stop else None,
+        engine = LocalEngine(
+            self._shape, slots=section.slots, dtype=self._dtype, device=self._device, max_length=longest
         )
+        engine.decode = decoder_of(self._model_folder) if section.stop else None
+        return engine
 
     def _make_mirror(self, config: RunConfig, run_folder: Path) -> Mirror | None:
         """The file that this rank writes with others of its node, of which the first makes it; None if it writes none.
@@ -170,10 +166,7 @@ class Worker(RankModels):
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Completions of each request, by this rank's engine replica."""
-        from rl_megatron.rollout.local.engine import LocalEngine
-
-        assert isinstance(self._holder, LocalEngine)
-        return self._holder.generate(requests)
+        return cast("LocalEngine", self._holder).generate(requests)
 
     def stage(self, version: int) -> WeightUpdate | CorruptionError:
         """Move the learner's weights into this rank's engine, which serves nothing until `commit`.

@@ -26,18 +26,10 @@ class LocalEngine:
     """Generates synchronously with the weights in ``tensors``, which a weight push overwrites in place.
 
     It decodes at most ``slots`` sequences at once; a prompt and its completion have at most ``max_length`` tokens.
-    ``decode`` makes text of tokens, for requests with stop texts.
     """
 
     def __init__(
-        self,
-        shape: ModelShape,
-        *,
-        slots: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        max_length: int,
-        decode: Callable[[Sequence[int]], str] | None = None,
+        self, shape: ModelShape, *, slots: int, dtype: torch.dtype, device: torch.device | str, max_length: int
     ) -> None:
         family = family_of(shape)
         self.model = ReferenceModel(
@@ -45,7 +37,9 @@ class LocalEngine:
         )
         self._tensors = {**self.model.tensors, **_draft_tensors(shape, dtype, device)}
         self.version: int | None = 0
-        self._slots, self.max_length, self.decode = slots, max_length, decode
+        self._slots, self.max_length = slots, max_length
+        self.decode: Callable[[Sequence[int]], str] | None = None
+        """Makes text of tokens, for requests with stop texts; None: these are refused."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -259,8 +259,8 @@ def application(options: argparse.Namespace) -> Starlette:
         dtype=getattr(torch, options.dtype),
         device="cpu",
         max_length=options.max_length,
-        decode=options.tokenizer and decoder_of(options.tokenizer),
     )
+    engine.decode = options.tokenizer and decoder_of(options.tokenizer)
     known = read_config(options.model).get("architectures") or ()
     described = {
         "protocol": wire.PROTOCOL,
