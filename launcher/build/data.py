@@ -113,6 +113,7 @@ def load_data(
         on_leak=config.data.on_leak,
         sets=config.eval.data_of_sets,
         environments=config.environments_of_sources,
+        rewards=config.rewards_of_sources,
         begun_by_messages=begun_by_messages(config),
         teachers=teachers,
         vocab_size=vocab_size,

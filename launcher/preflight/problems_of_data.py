@@ -96,8 +96,9 @@ def _check(subject: Subject) -> Iterator[Found]:
         yield from reader.unread()
     read, on_leak = {key: problems for key, problems in trained.items() if problems}, config.data.on_leak
     if read and (on_leak == "fail" or not reader.longer):
+        judges = config.environments_of_sources, config.rewards_of_sources
         try:
-            without_leaks(read, held_out, on_leak, config.environments_of_sources, samples=config.kind.samples)
+            without_leaks(read, held_out, on_leak, *judges, samples=config.kind.samples)
         except DataError as error:
             yield problem(str(error))
 

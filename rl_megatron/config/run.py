@@ -20,6 +20,7 @@ from rl_megatron.config.sections.data import (
     MixtureData,
     data_sources,
     environments_of,
+    name_of,
 )
 from rl_megatron.config.sections.eval import EvalSection
 from rl_megatron.config.sections.jobs import (
@@ -289,6 +290,11 @@ class RunConfig(Section):
         led = self.training_environments
         own = {key: led.get(f"{key}.environment", led.get("environment")) for key in data_sources(self.data)}
         return {key: one for key, one in own.items() if one is not None}
+
+    @property
+    def rewards_of_sources(self) -> dict[str, RewardSection]:
+        """The reward of each source of data, its own or the run's, by the key of the source."""
+        return {key: self.source_rewards.get(name_of(key), self.reward) for key in data_sources(self.data)}
 
     @property
     def longest_completion(self) -> int:

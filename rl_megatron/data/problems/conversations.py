@@ -4,11 +4,10 @@ whoever trains on them reads."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rl_megatron.config.sections.data import TURNS_IN_TEXT, FileKeys
-from rl_megatron.data.problems.leaks import spaced
 from rl_megatron.data.problems.records import (
     Record,
     bytes_field,
@@ -23,7 +22,6 @@ from rl_megatron.json_text import parse, value_at
 from rl_megatron.types import Prompt
 
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
-_to_sorted_json = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
 _MOST_MARGIN = 10_000  # beside it a score of float32 still has three digits after the point
 _MESSAGE = {"role", "content"}  # objects with a role alone may be an answer: who does what
 _SHAREGPT = {"from", "value"}
@@ -129,12 +127,6 @@ def messages_of(record: Record, place: str, data: FileKeys, *, in_structs: bool)
     else:
         return (*first, *messages)
     raise DataError(f"{place}: field {data.prompt_field!r} is {start_of(given)}; {why}")
-
-
-def compared_text(messages: Sequence[Mapping[str, Any]], *, system: bool) -> str:
-    """As `Problem.compared`, of the messages of a row. Null keys do not count: parquet's rows have lost theirs."""
-    before = [without_null_keys(one) for one in messages[:-1] if system or one["role"] not in _OF_SYSTEM]
-    return spaced(*map(_to_sorted_json, before), messages[-1]["content"])
 
 
 def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs: bool) -> str:

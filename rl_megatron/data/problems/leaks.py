@@ -1,6 +1,7 @@
 """Finds problems that are there twice: in what is trained on, or there and in what is held out.
 
-Texts are equal if they differ in white space alone. Rows whose 64-bit hash is equal are compared again by 128 bits of
+What is compared is what the policy is asked and what its reward reads (`ProblemKey`); texts are equal if they differ in
+white space alone. Rows whose 64-bit hash is equal are compared again by 128 bits of
 BLAKE2b, which are computed of these rows alone; so two different texts of one hash are both kept.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,18 @@ _MOST_SHOWN = 20
 _AT_ONCE = 1 << 20  # rows that are looked up in one call
 
 
+class ProblemKey(NamedTuple):
+    """What equal problems have in common besides what the policy is asked."""
+
+    answers: bool = True
+    fields: tuple[str, ...] | None = ()  # other fields of their rows; None: all of them
+    hashed: int = 1  # texts in the 64 bits: of what is asked (1), and of the answer (2)
+
+
+ASKED = ProblemKey(answers=False)
+ANSWERED = ProblemKey(hashed=2)
+
+
 class ProblemTexts(Protocol):
     """Texts of problems by their row, without a difference of white space."""
 
@@ -35,7 +48,7 @@ class ProblemTexts(Protocol):
         ...
 
     def hashes(self) -> NDArray[np.int64]:
-        """64 bits of each text, which are others in another process."""
+        """64 bits of each text, or of a part of it, which are others in another process."""
         ...
 
     def digests(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -48,9 +61,9 @@ def spaced(*texts: str) -> str:
     return "\0".join(" ".join(text.split()) for text in texts)
 
 
-def hashes_of(texts: Sequence[str]) -> NDArray[np.int64]:
+def hashes_of(texts: Iterable[str]) -> NDArray[np.int64]:
     """64 bits of each text."""
-    return np.fromiter(map(hash, texts), np.int64, len(texts))
+    return np.fromiter(map(hash, texts), np.int64)
 
 
 def digests_of(texts: Iterable[str]) -> NDArray[np.uint64]:
@@ -87,7 +100,7 @@ def _of_equal_hash(hashes: NDArray[np.int64]) -> NDArray[np.int64]:
 def leaked(
     texts: ProblemTexts, hashes: NDArray[np.int64], held_out: Mapping[str, ProblemTexts]
 ) -> tuple[NDArray[np.int64], list[str]]:
-    """The rows whose text is held out, ascending, and where each is."""
+    """The rows whose text is held out, ascending, and where each is. Warns of those with the 64 bits of one alone."""
     there: dict[bytes, str] = {}
     for key, theirs in held_out.items():
         for row, digest in enumerate(theirs.digests(np.arange(len(theirs)))):
@@ -101,6 +114,11 @@ def leaked(
     suspects = np.concatenate([np.zeros(0, np.int64), *found])
     places = [there.get(digest.tobytes()) for digest in texts.digests(suspects)]
     rows = [row for row, place in zip(suspects.tolist(), places, strict=True) if place is not None]
+    if near := len(suspects) - len(rows):
+        logger.warning(
+            "%d of %d training problems have the text of a held-out one but another context or answer; first: %s",
+            *(near, len(texts), texts.place(int(suspects[places.index(None)]))),
+        )
     return np.array(rows, np.int64), [place for place in places if place is not None]
 
 
@@ -153,11 +171,14 @@ def _line(texts: ProblemTexts, row: np.int64, place: str) -> str:
 class ListedTexts(ProblemTexts):
     """Texts that are in memory."""
 
-    def __init__(self, places: Sequence[str], texts: Iterable[str]) -> None:
-        self._places, self._texts = places, list(texts)
+    def __init__(self, places: Sequence[str], texts: Iterable[str], hashed: Iterable[str] | None = None) -> None:
+        """``hashed``: the part of each text that its 64 bits are of; None: the text."""
+        texts = list(texts) if hashed is None else texts
+        self._places, self._hashes = places, hashes_of(texts if hashed is None else hashed)
+        self._digests = digests_of(texts)
 
     def __len__(self) -> int:
-        return len(self._texts)
+        return len(self._places)
 
     @override
     def place(self, row: int) -> str:
@@ -165,11 +186,11 @@ class ListedTexts(ProblemTexts):
 
     @override
     def hashes(self) -> NDArray[np.int64]:
-        return hashes_of(self._texts)
+        return self._hashes
 
     @override
     def digests(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
-        return digests_of(self._texts[row] for row in rows.tolist())
+        return self._digests[rows]
 
 
 class TextsFor(ProblemTexts):

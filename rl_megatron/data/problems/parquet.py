@@ -151,9 +151,9 @@ class ParquetRows:
         kinds = [kinds_of(footer.schema.to_arrow_schema()) for footer in self._metadata.values()]
         return all(is_text(value_at(one, name)) for one in kinds for name in self._fields[:first])
 
-    def hashes(self, texts: int = 1) -> NDArray[np.int64]:
-        """64 bits of each row's first ``texts`` fields, columns of text, without a difference of white space, as
-        `leaks` has them.
+    def hashes(self, texts: int = 1, form: str = "{prompt}") -> NDArray[np.int64]:
+        """64 bits of each row's first ``texts`` fields, columns of text, as `leaks` has them: the first in its
+        ``form``, without a difference of white space.
 
         Raises DataError that names all bad rows: those whose fields are null, empty or no text.
         """
@@ -163,15 +163,15 @@ class ParquetRows:
                 if found := self._problems(group, start, batch):
                     problems += found
                 else:
-                    hashes[start : start + len(batch)] = hashes_of(self._spaced(batch, texts))
+                    hashes[start : start + len(batch)] = hashes_of(self._spaced(batch, texts, form))
         if problems:
             raise DataError(listed(problems))
         return hashes
 
-    def digests(self, rows: NDArray[np.int64], texts: int = 1) -> NDArray[np.uint64]:
-        """128 bits of these ascending rows' first ``texts`` fields: [R, 2]."""
+    def digests(self, rows: NDArray[np.int64], texts: int = 1, form: str = "{prompt}") -> NDArray[np.uint64]:
+        """128 bits of these ascending rows' first ``texts`` fields, as `hashes` has them: [R, 2]."""
         batches = self.selected(rows, list(self._fields[:texts]))
-        found = [digests_of(self._spaced(batch, texts)) for batch in batches]
+        found = [digests_of(self._spaced(batch, texts, form)) for batch in batches]
         return np.concatenate([np.zeros((0, 2), np.uint64), *found])
 
     def selected(self, rows: NDArray[np.int64], columns: list[str] | None) -> Iterator[Any]:
@@ -196,8 +196,8 @@ class ParquetRows:
             raise DataError(f"{self.place(row)}: {record}")
         return record
 
-    def records(self, rows: NDArray[np.int64], columns: list[str]) -> Iterator[tuple[int, Record | str]]:
-        """These ascending rows, of which these columns are read alone, or what is wrong with one."""
+    def records(self, rows: NDArray[np.int64], columns: list[str] | None) -> Iterator[tuple[int, Record | str]]:
+        """These ascending rows, of which these columns (None: all) are read, or what is wrong with one."""
         numbers = iter(rows.tolist())
         for batch in self.selected(rows, columns):
             for record in self._records_in_parts(batch):
@@ -224,12 +224,16 @@ class ParquetRows:
             whole = decoded_row(dict(zip(names, values, strict=True)))
             yield whole if isinstance(whole, str) else record_of(whole, self._fields, lists=self._lists)
 
-    def _spaced(self, batch: Any, texts: int) -> list[str]:
-        """As `leaks.spaced` of each row's first ``texts`` fields, columns of text."""
+    def _spaced(self, batch: Any, texts: int, form: str) -> list[str]:
+        """As `leaks.spaced` of each row's first ``texts`` fields, columns of text, the first in its ``form``."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        found = [_spaced(column_at(batch, name)) for name in self._fields[:texts]]
+        first, *others = [pc.utf8_trim_whitespace(_plain(column_at(batch, name))) for name in self._fields[:texts]]
+        around = [pa.scalar(part, pa.large_string()) for part in form.split("{prompt}")]
+        parts = [around[0], *(one for part in around[1:] for one in (first, part))]
+        first = pc.binary_join_element_wise(*parts, pa.scalar("", pa.large_string()))
+        found = map(_spaced, (first, *others))
         joined: list[str] = pc.binary_join_element_wise(*found, pa.scalar("\0", pa.large_string())).to_pylist()
         return joined
 
@@ -284,7 +288,9 @@ class ParquetRows:
                     empty = pc.invert(pc.is_finite(column)) if nan else pc.is_null(column)
                 else:
                     text = _plain(column)
-                    empty = pc.or_(pc.equal(pc.utf8_trim_whitespace(text), ""), pc.match_substring(text, "\0"))
+                    empty = pc.equal(pc.utf8_trim_whitespace(text), "")
+                    if "binary" in str(column.type):
+                        empty = pc.or_(empty, pc.match_substring(text, "\0"))
                 bad |= pc.fill_null(empty, True).to_numpy(zero_copy_only=False)
         except pa.ArrowInvalid:  # bad UTF-8, of which each row is asked
             bad[:] = True
@@ -331,7 +337,7 @@ def _spaced(column: Any) -> Any:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    words = pc.utf8_split_whitespace(pc.utf8_trim_whitespace(_plain(column)))
+    words = pc.utf8_split_whitespace(pc.utf8_trim_whitespace(column))
     return pc.binary_join(words, pa.scalar(" ", pa.large_string()))
 
 

@@ -22,20 +22,21 @@ from rl_megatron.config.sections.data import (
     data_sources,
     name_of,
 )
-from rl_megatron.config.sections.reward import EnvironmentSection
+from rl_megatron.config.sections.reward import RANKS, EnvironmentSection, RewardSection
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.problems.arithmetic import split_sums
 from rl_megatron.data.problems.conversations import messages_of
 from rl_megatron.data.problems.file_rows import FileRows, file_rows
 from rl_megatron.data.problems.files import files_in, local_files, read_records
 from rl_megatron.data.problems.leaks import (
+    ANSWERED,
+    ASKED,
     JoinedTexts,
     ListedTexts,
     OnLeak,
-    ProblemTexts,
+    ProblemKey,
     TextsFor,
     rows_to_keep,
-    spaced,
 )
 from rl_megatron.data.problems.pool import Joined, Listed, Pool, RowsOfPrompts
 from rl_megatron.data.problems.records import listed
@@ -72,6 +73,7 @@ def load_prompts(
     on_leak: OnLeak | None = None,
     sets: Mapping[str, OneSource] | None = None,
     environments: Mapping[str, EnvironmentSection] | None = None,
+    rewards: Mapping[str, RewardSection] | None = None,
     begun_by_messages: Collection[str] = (),
     teachers: Mapping[str, TeacherSection] | None = None,
     vocab_size: int = sys.maxsize,
@@ -85,8 +87,9 @@ def load_prompts(
     ``limit_keys``. Where nothing ``samples``, the long ones of parquet files stay: who draws one drops its row, so that
     an epoch has each row once. ``on_leak`` says what to do with a problem to train on that is held out here or in
     ``sets`` (by the key of their section), and of equal ones the first alone is trained on then; None: nobody trains on
-    them. Those of sources whose ``environments`` (by the source's key) have another function or other options are never
-    equal, nor, where nothing ``samples``, those with different answers. ``begun_by_messages``: as of the function of
+    them. Problems are equal if what the policy is asked is, and what their judges read: the answer, and the fields of
+    ``environments`` and ``rewards`` (by the source's key). Those of other judges are never equal; where nothing
+    ``samples``, nor are those with different answers, for training alone. ``begun_by_messages``: as of the function of
     this name. What is trained on has the prompts that its ``teachers`` (by name) read in their place. The model's
     embedding has ``vocab_size`` rows. Raises DataError that names files and lines.
     """
@@ -98,7 +101,7 @@ def load_prompts(
         held = {key: held_out for key, (_, held_out) in splits.items()}
         held |= {key: _held_out(*given[key], lists=key in begun_by_messages) for key in sets or {}}
         trained = {key: train for key, (train, _) in splits.items()}
-        kept |= without_leaks(trained, held, on_leak, environments or {}, samples=samples)
+        kept |= without_leaks(trained, held, on_leak, environments or {}, rewards or {}, samples=samples)
     pools, held_out = list[Pool](), list[Prompt]()
     of_row = RowForm(
         tokenizer=tokenizer,
@@ -162,9 +165,22 @@ def formed(problems: Sequence[Problem], source: OneSource | FileKeys, form: RowF
     return tokenized(problems, form, chat=isinstance(source, FileKeys) and source.chat_template)
 
 
-def _played_in(section: EnvironmentSection | None) -> str:
-    """What makes a problem another one."""
-    return "" if section is None else json.dumps([section.function, dict(section.options)], sort_keys=True)
+def _compared_by(environment: EnvironmentSection | None, reward: RewardSection | None) -> ProblemKey:
+    """What problems are compared by that one of these judges: the fields that it reads. Those of custom code and of
+    servers are not known, so they are all."""
+    if environment is not None:
+        return ProblemKey(fields=() if environment.function in ("calculator", "guess") else None)
+    functions = [] if reward is None else list(reward.functions.values())
+    if any(":" in one and not one.startswith(("hf:", RANKS)) for one in functions):
+        return ProblemKey(fields=None)
+    return ProblemKey(fields=(reward.tests.field,) if reward is not None and "tests" in functions else ())
+
+
+def _judged_by(environment: EnvironmentSection | None, reward: RewardSection | None) -> str:
+    """What makes a problem another one: another environment, or another reward."""
+    if environment is not None:
+        return json.dumps([environment.function, dict(environment.options)], sort_keys=True)
+    return "" if reward is None else reward.model_dump_json()
 
 
 def without_leaks(
@@ -172,22 +188,28 @@ def without_leaks(
     held_out: Mapping[str, Sequence[Problem]],
     on_leak: OnLeak,
     environments: Mapping[str, EnvironmentSection],
+    rewards: Mapping[str, RewardSection],
     *,
     samples: bool,
 ) -> dict[str, NDArray[np.bool_]]:
-    """Which problems of each source to train on: each once in each of the ``environments`` (by source), and without
-    leaks where they are dropped. Raises as `rows_to_keep`, and for a source without any."""
-    played = {key: _played_in(environments.get(key)) for key in train}
+    """Which problems of each source to train on: each once in each of the ``environments`` or for each of the
+    ``rewards`` (by source), and without leaks where they are dropped. Raises as `rows_to_keep`, and for a source that
+    has none left."""
+    judges = {key: (environments.get(key), rewards.get(key)) for key in train}
+    ways: dict[str, tuple[ProblemKey, ...]] = {
+        key: (_compared_by(*of),) if samples else (ASKED, ANSWERED) for key, of in judges.items()
+    }
     both = {
-        key: one.compared(samples=samples) if isinstance(one, FileRows) else _compared(one, samples=samples)
+        key: one.compared(*ways[key]) if isinstance(one, FileRows) else [_texts(one, by) for by in ways[key]]
         for key, one in train.items()
     }
-    parts, own = ({key: each[which] for key, each in both.items()} for which in (0, 1))
-    texts = JoinedTexts(list(parts.values()))
-    if len(set(played.values())) > 1:
-        own = {key: TextsFor(part, played[key]) for key, part in own.items()}
-    wholes = texts if own == parts else JoinedTexts(list(own.values()))
-    mask = rows_to_keep(texts, wholes, {key: _texts(problems) for key, problems in held_out.items()}, on_leak)
+    texts = JoinedTexts([each[0] for each in both.values()])
+    purposes = {key: _judged_by(*of) for key, of in judges.items()}
+    own = [TextsFor(each[-1], purposes[key] if samples else "") for key, each in both.items()]
+    wholes = texts if samples and len(set(purposes.values())) == 1 else JoinedTexts(own)
+    every = dict.fromkeys(of[0] for of in ways.values())
+    held = {key: JoinedTexts([_texts(problems, by) for by in every]) for key, problems in held_out.items()}
+    mask = rows_to_keep(texts, wholes, held, on_leak)
     kept = dict(zip(train, np.split(mask, texts.starts[1:-1]), strict=True))
     for key, rows in kept.items():
         if not rows.any():
@@ -195,23 +217,9 @@ def without_leaks(
     return kept
 
 
-def _texts(problems: Sequence[Problem]) -> ListedTexts:
-    return ListedTexts([one.place for one in problems], (one.compared(system=False) for one in problems))
-
-
-def _compared(problems: Sequence[Problem], *, samples: bool) -> tuple[ProblemTexts, ProblemTexts]:
-    """As `FileRows.compared`: the second with what the system says, and with answers where nothing ``samples``, as a
-    problem may have several, or be in several pairs. Conversations have both within."""
-    texts = _texts(problems)
-    if samples and not any(len(one.messages) > 1 for one in problems):
-        return texts, texts
-    wholes = (one.compared(system=True) for one in problems)
-    if not samples:
-        wholes = (
-            spaced(*filter(None, (whole, one.answer, *one.rejected)))
-            for whole, one in zip(wholes, problems, strict=True)
-        )
-    return texts, ListedTexts([one.place for one in problems], wholes)
+def _texts(problems: Sequence[Problem], by: ProblemKey) -> ListedTexts:
+    texts, hashed = (one.compared(by) for one in problems), (one.hashed(by.hashed) for one in problems)
+    return ListedTexts([one.place for one in problems], texts, hashed)
 
 
 def _named(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
@@ -284,7 +292,7 @@ def _arithmetic(a: int, b: int, data: ArithmeticData) -> Problem:
     digits, sign = data.digits, "+" if data.operation == "sum" else "*"
     text = f"{a:0{digits}}{sign}{b:0{digits}}"  # digits are in the same columns in every problem
     answer = f"{a + b:0{digits + 1}}"[::-1] if data.operation == "sum" else str(a * b)
-    return Problem(id=text, place=text, text=f"{text}=", raw=text, answer=answer)
+    return Problem(id=text, place=text, text=f"{text}=", raw=text, answer=answer, form="{prompt}=")
 
 
 def _arithmetic_problems(

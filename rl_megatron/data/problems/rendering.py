@@ -16,13 +16,12 @@ from rl_megatron.config.sections.data import FileKeys
 from rl_megatron.config.sections.teachers import ANOTHER, ANOTHER_FIELD, TeacherSection, prompt_parts
 from rl_megatron.data.problems.conversations import (
     check_pair,
-    compared_text,
     conversation_text,
     margin_of,
     messages_of,
 )
-from rl_megatron.data.problems.leaks import spaced
-from rl_megatron.data.problems.records import Record, beyond_embedding, null_field, unread_field
+from rl_megatron.data.problems.leaks import ProblemKey, spaced
+from rl_megatron.data.problems.records import Record, beyond_embedding, null_field, unread_field, without_null_keys
 from rl_megatron.errors import DataError
 from rl_megatron.json_text import value_at
 from rl_megatron.types import Prompt
@@ -36,8 +35,10 @@ _AT_ONCE = 1000  # prompts that a tokenizer gets in one call
 _RENDERED_TOGETHER = 100  # rows that a process with templates gets in one call
 _MOST_CHARACTERS = 100  # per token, on average over a prompt
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
+_to_sorted_json = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
 _OF_PROBLEM = ("prompt", "answer")  # whatever the fields are called
 _CHANGED = ("assistant", "tool")  # templates leave out thinking, and quote results
+_ASKS = {"role": "user"}
 _PLACE = f"\ue000{ANOTHER_FIELD}\ue000"  # in a teacher's prompt: no text has these characters, of a private use
 
 OnLongPrompt = Literal["fail", "drop"]
@@ -82,6 +83,7 @@ class Problem:
     margin: float = 0.0  # of a pair
     messages: tuple[Mapping[str, Any], ...] = ()  # of a row of a file: what is asked is the text of the last one
     meta: Mapping[str, Any] = field(default_factory=dict)
+    form: str = "{prompt}"  # as of `form_of`
 
     @property
     def asked(self) -> str:
@@ -94,9 +96,32 @@ class Problem:
         is_text = len(self.messages) < 2 and all(one["role"] == "user" for one in self.messages)
         return () if is_text else (*self.messages[:-1], {**self.messages[-1], "content": self.text})
 
-    def compared(self, *, system: bool) -> str:
-        """What is equal in equal problems; with what the ``system`` says, or without."""
-        return compared_text(self.messages, system=system) if self.messages else spaced(self.raw)
+    def hashed(self, texts: int) -> str:
+        """The part of what is compared that is quickly read: as of `ProblemKey.hashed`."""
+        return spaced(*filter(None, (self.form.replace("{prompt}", self.asked.strip()), self.answer)[:texts]))
+
+    def compared(self, by: ProblemKey) -> str:
+        """What is equal in equal problems. Null keys do not count: parquet's rows have lost theirs in messages."""
+        *before, last = self.messages or (_ASKS,)
+        *chat, asks = (without_null_keys(one) for one in (*before, {**last, "content": None}))
+        answers = filter(None, (self.answer, *self.rejected)) if by.answers else ()
+        fields = {name: _value_at(self.meta, name) for name in self.meta if by.fields is None}
+        fields |= {name: _value_at(self.meta, name) for name in by.fields or ()}
+        others = [*chat, *(one for one in (asks, without_null_keys(fields)) if one not in (_ASKS, {}))]
+        return spaced(self.form.replace("{prompt}", self.asked.strip()), *answers, *map(_to_sorted_json, others))
+
+
+def form_of(data: FileKeys) -> str:
+    """The templates around a problem, which another form of the same text differs in."""
+    return f"\0 {data.prompt_template}" if data.chat_template else data.prompt_template
+
+
+def _value_at(row: Mapping[str, Any], name: str) -> Any:
+    """The value of a field, null where the row lacks it."""
+    try:
+        return value_at(row, name)
+    except KeyError:
+        return None
 
 
 def fields_of(data: FileKeys) -> tuple[str, ...]:
@@ -136,6 +161,15 @@ def rendered_rows(
                 yield text if isinstance(text, DataError) else replace(one, text=text)
 
 
+def problem_in(record: Record, path: Path, line: int, data: FileKeys) -> Problem:
+    """The problem in a row of a file, without the tokenizer's template, or its conversation. Raises DataError as
+    `check_pair`, `messages_of` and `conversation_text` do."""
+    one = _before_template(record, path, line, data) if data.messages_field is None else None
+    if isinstance(one, DataError):
+        raise one
+    return conversation(record, path, line, data) if one is None else one
+
+
 def _before_template(record: Record, path: Path, line: int, data: FileKeys) -> Problem | DataError:
     place = f"{path}:{line}"
     try:
@@ -155,6 +189,7 @@ def _before_template(record: Record, path: Path, line: int, data: FileKeys) -> P
         margin=margin,
         messages=messages,
         meta=record.others,
+        form=form_of(data),
     )
 
 

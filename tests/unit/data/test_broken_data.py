@@ -178,9 +178,9 @@ def test_of_equal_problems_the_first_is_kept(tmp_path: Path, caplog: pytest.LogC
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize("job", ["sft", "rl"])
-def test_each_answer_to_a_question_is_learnt_and_asked_for_once(tmp_path: Path, kind: str, job: str) -> None:
-    """What is held out is the question, whatever its answer."""
-    rows = [("a", "1"), ("b", "1"), ("a ", "2"), ("a", " 1"), ("held", "1"), ("held", "2"), ("b", "3")]
+def test_each_answer_to_a_question_is_learnt_and_asked_for(tmp_path: Path, kind: str, job: str) -> None:
+    """What is held out is the question, of problems with a reward its answer, too."""
+    rows = [("a", "1"), ("b", "1"), ("a ", "2"), ("a", " 1"), ("held", "1"), ("held", " other"), ("b", "3")]
     table = [{"question": question, "answer": answer} for question, answer in rows]
     path = tmp_path / f"t.{kind}"
     path.write_text("".join(f"{json.dumps(one)}\n" for one in table))
@@ -192,7 +192,7 @@ def test_each_answer_to_a_question_is_learnt_and_asked_for_once(tmp_path: Path, 
     config = config.model_copy(update={"data": FileRunData.model_validate(data)})
     byte_tokenizer().save_pretrained(tmp_path / "model")
     found = [one.id for one in load_data(config, tmp_path / "model").train]
-    assert found == (["t:1", "t:2", "t:3", "t:7"] if job == "sft" else ["t:1", "t:2"])
+    assert found == (["t:1", "t:2", "t:3", "t:7"] if job == "sft" else ["t:1", "t:2", "t:3", "t:5", "t:7"])
 
 
 def test_the_same_conversation_in_two_kinds_of_file_is_one(tmp_path: Path) -> None:
@@ -310,6 +310,90 @@ def test_a_problem_in_two_environments_is_two_and_leaks_in_both(tmp_path: Path, 
     assert mixed({"function": "guess", "options": {"largest": 7}}) == each
     with pytest.raises(DataError, match=r"one\.\w+:1: trained on, but held out in .*two_e\.\w+:1 \(data\.sources\.two"):
         mixed({"function": "calculator"}, "a")
+
+
+def table(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """The file with these rows."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    else:
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def trained_on(folder: Path, data: Mapping[str, object], **keys: object) -> list[str]:
+    """The ids of the problems to train on, by `load_data`'s reading of the configuration."""
+    byte_tokenizer().save_pretrained(folder / "model")
+    config = RunConfig.model_validate({"data": data, "warm_start": {"steps": 0}, **keys})
+    return [one.id for one in load_data(config, folder / "model").train[:]]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("keys", "lines"),
+    [
+        ({}, [1]),
+        ({"reward": {"function": "tests", "tests": {"field": "of.tests"}}}, [1, 2]),
+        ({"reward": {"parts": {"mine": {"function": "mine:reward"}, "length": 1}}}, [1, 2, 3]),
+        ({"reward": {"function": "http://127.0.0.1:1/"}}, [1, 2, 3]),
+        ({"environment": {"function": "mine:Room", "template": "plain"}}, [1, 2, 3]),
+        ({"environment": {"function": "guess", "template": "plain"}}, [1]),
+    ],
+)
+def test_what_a_reward_or_an_environment_reads_makes_another_problem(
+    tmp_path: Path, kind: str, keys: dict[str, object], lines: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Among rows to train on, and beside those that are held out; custom code may read every field."""
+    rows = [
+        {"question": "Find it.", "answer": "yes", "of": {"tests": tests, "level": level}}
+        for tests, level in (("a", 1), ("b", 1), ("a", 2), ("a", 1))
+    ]
+    files = {"type": "files", "train": table(tmp_path / f"t.{kind}", rows)}
+    other = {**rows[0], "answer": "no", "of": {"tests": "c", "level": 3}}
+    apart = {**files, "eval": table(tmp_path / "e.jsonl", [other])}
+    assert trained_on(tmp_path, apart, **keys) == [f"t:{line}" for line in lines]
+    said = f"{len(rows)} of {len(rows)} training problems have the text of a held-out one but another context or answer"
+    assert f"{said}; first: {tmp_path}/t.{kind}:1" in caplog.text
+    held = {**files, "eval": table(tmp_path / "e.jsonl", [{**rows[1], "question": " Find  it."}])}
+    first = 2 if 2 in lines else 1
+    with pytest.raises(DataError, match=rf"t\.{kind}:{first}: trained on, but held out in .*e.jsonl:1 "):
+        trained_on(tmp_path, held, **keys)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("other", "both"),
+    [
+        ({"prompt_template": "({prompt})"}, True),
+        ({"prompt_template": "{prompt} Think."}, True),
+        ({"chat_template": True}, True),
+        ({"chat_template": True, "system_field": "system"}, True),
+        ({"reward": {"function": "math_verify"}}, True),
+        ({"reward": {"function": "exact_match"}}, False),
+        ({"weight": 2}, False),
+    ],
+)
+def test_a_file_under_two_templates_or_rewards_has_two_problems_a_row(
+    tmp_path: Path, kind: str, other: dict[str, object], both: bool
+) -> None:
+    rows = [{"question": f"{n}?", "answer": "4", "system": "Be brief."} for n in (1, 2, " 2")]
+    held_out = table(tmp_path / "e.jsonl", [{"question": "9?", "answer": "4", "system": ""}])
+    one = {"type": "files", "train": table(tmp_path / f"t.{kind}", rows), "eval": held_out}
+    more = [{"question": "3?", "answer": "4", "system": ""}]
+    two = {**one, "train": table(tmp_path / f"u.{kind}", [*rows, *more])}
+    found = trained_on(tmp_path, {"type": "mixture", "sources": {"one": one, "two": {**two, **other}}})
+    again = ["two/u:1", "two/u:2"] if both else []
+    assert found == ["one/t:1", "one/t:2", *again, "two/u:4"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_an_equal_prompt_leaks_whether_its_words_are_the_rows_or_the_templates(tmp_path: Path, kind: str) -> None:
+    train = table(tmp_path / f"t.{kind}", [{"question": "Solve: 1?", "answer": "4"}, {"question": "1?", "answer": "4"}])
+    data = {"type": "files", "train": train, "eval": table(tmp_path / "e.jsonl", [{"question": "9?", "answer": "4"}])}
+    solved = {"type": "files", "train": train, "prompt_template": "Solve: {prompt}"}
+    sets = {"s": {"data": {**solved, "eval": table(tmp_path / "s.jsonl", [{"question": "1? ", "answer": "4"}])}}}
+    with pytest.raises(DataError, match=rf"t\.{kind}:1: trained on, but held out in .*s.jsonl:1 .*\n1 of 2 training"):
+        trained_on(tmp_path, data, eval={"sets": sets})
 
 
 @pytest.mark.parametrize("weights", [None, {"a": 1.0}])

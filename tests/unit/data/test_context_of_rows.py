@@ -207,7 +207,7 @@ def test_an_environment_begins_with_the_messages_of_a_row_or_with_its_text(tmp_p
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_question_in_another_context_is_another_problem_which_may_be_held_out(tmp_path: Path, suffix: str) -> None:
-    """What is held out is so with any system, as a text or as a message; other earlier turns ask another thing."""
+    """As a text or as a message; with another system's message, or other earlier turns, another thing is asked."""
     long = {"role": "system", "content": "Be long."}
     chats = [
         *([AGAIN], [SAYS, AGAIN], [long, AGAIN], [SAYS, AGAIN], [ASKS, ANSWERS, AGAIN]),
@@ -219,7 +219,7 @@ def test_a_question_in_another_context_is_another_problem_which_may_be_held_out(
     found = loaded(tmp_path, suffix, *of_verl(*chats), **VERL, samples=True, held_out=held)
     assert [one.id for one in found] == [f"train:{line}" for line in (1, 2, 3, 6)]
     found = loaded(tmp_path, suffix, *of_verl(*chats), **VERL, samples=True, held_out=of_verl("3? "))  # type: ignore[arg-type]
-    assert [one.id for one in found] == [f"train:{line}" for line in (5, 6)]
+    assert [one.id for one in found] == [f"train:{line}" for line in (2, 3, 5, 6)]
     rows = [{"q": "1?", "a": "2", "s": text} for text in ("Be brief.", "Be long.", None, "Be  brief.")]
     keys = {"prompt_field": "q", "answer_field": "a", "system_field": "s", "chat_template": True}
     found = loaded(tmp_path, suffix, *rows, **keys, samples=True)  # type: ignore[arg-type]
@@ -457,7 +457,15 @@ def test_a_field_that_a_row_lacks_or_that_is_null_is_named_with_the_row(tmp_path
             load(tmp_path, rows, name)
     (tmp_path / "null").mkdir()
     whole = {**rows[0], "why": {"steps": "4"}, "solution": "4", "score": 1.5}
-    null = {**whole, "question": "9", "why": None, "solution": None, "score": math.nan, "worth": -math.inf}
+    null = {
+        **whole,
+        "question": "9",
+        "answer": "9",
+        "why": None,
+        "solution": None,
+        "score": math.nan,
+        "worth": -math.inf,
+    }
     whole["worth"] = 1.5
     for name in ("solution", "why.steps", "why", "score", "worth"):
         said = rf":2: field '{name}' is null, or a number that is not finite, for algorithm.kl.teachers.t.prompt; give"

@@ -83,10 +83,10 @@ def test_prompts_draws_and_verdicts_are_those_of_jsonl_and_of_sets(leak: str, tm
             said.append(str(error.value).replace(path.name, "t"))
         assert said[0] == said[1]
         return
-    seen = {" ".join(row["question"].split()) for row in held} if leak == "drop" else set[str]()
+    seen = {(" ".join(row["question"].split()), row["answer"]) for row in held if leak == "drop"}
     kept = []
     for number, row in enumerate(rows, 1):
-        if (text := " ".join(row["question"].split())) not in seen:
+        if (text := (" ".join(row["question"].split()), row["answer"])) not in seen:
             kept.append(f"t:{number}")
             seen.add(text)
     ours, theirs = (loaded(path, held_out, leak) for path in files)
@@ -510,7 +510,7 @@ def test_bytes_that_are_no_text_are_refused_by_column_and_row(
         return
     said = f"{split}.parquet:3: field '{field}' has bytes that are not UTF-8 text; write the column as text"
     with pytest.raises(DataError, match=said):
-        list(loaded(train, held_out, "keep", **keys))  # a demonstration is looked at when it is drawn
+        loaded(train, held_out, "keep", **keys)
 
 
 # Values of parquet columns as Python objects, beside pyarrow's own of the same columns.
