@@ -305,9 +305,11 @@ def _odd_answers(
         return one.meta.get(answer)
 
     yield from first(
-        lambda one: asked not in one.meta and isinstance(next(iter(_list_in(one.raw)), None), dict),
-        f"{{key}}.prompt_field={asked!r} is the JSON text of a list, and the policy reads that; write messages as a "
-        "list, which {key}.chat_template=true renders",
+        lambda one: (
+            not (data.chat_template or asked in one.meta) and isinstance(next(iter(_list_in(one.raw)), None), dict)
+        ),
+        f"{{key}}.prompt_field={asked!r} is the JSON text of a list, and the policy reads that; set "
+        "{key}.chat_template=true, which renders messages",
     )
     if compared:
         yield from first(

@@ -41,8 +41,8 @@ class FileKeys(Section):
     eval: Path
     """Held-out problems."""
     prompt_field: str = "question"
-    """Field that holds the problem, as text, or with ``chat_template`` as a list of messages that the model answers;
-    ``a.b``: field b of the object in field a."""
+    """Field that holds the problem, as text, or with ``chat_template`` as a list of messages that the model answers, or
+    the JSON text of one; ``a.b``: field b of the object in field a."""
     answer_field: str = "answer"
     """Field that holds the correct answer; ``a.b``: field b of the object in field a."""
     rejected_field: str | None = None

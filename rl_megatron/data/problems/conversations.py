@@ -28,6 +28,7 @@ _SHAREGPT = {"from", "value"}
 _RENAMED = "; from and value, of ShareGPT's form, are called role and content, human is user, and gpt assistant"
 _SPEAKERS = ("human", "gpt", "user", "assistant", "system")  # an object of other senders is an answer
 _OF_SYSTEM = ("system", "developer")
+_ROLES = (*_OF_SYSTEM, "user", "assistant", "tool", "function", "ipython", "observation")
 
 
 def check_pair(record: Record, place: str, data: FileKeys) -> None:
@@ -104,18 +105,20 @@ def system_of(record: Record, place: str, data: FileKeys) -> str:
 
 
 def messages_of(record: Record, place: str, data: FileKeys, *, in_structs: bool) -> tuple[Mapping[str, Any], ...]:
-    """What a model is to answer in a row: its list of messages, or its text as the user's; before them the system's, of
-    a field of its own. ``in_structs``: as of `conversation_text`.
+    """What a model is to answer in a row: its list of messages, which with ``chat_template`` may be JSON text, or its
+    text as the user's; before them the system's, of a field of its own. ``in_structs``: as of `conversation_text`.
 
     Raises DataError for a list that is not of messages with texts, and for a last one of the assistant or the system.
     """
     system = system_of(record, place, data)
     first = [{"role": "system", "content": system}] if system else []
-    given = record.others.get(data.prompt_field)
-    if not isinstance(given, list):
+    given = messages = record.others.get(data.prompt_field)
+    if isinstance(given, list):
+        messages = without_null_keys(given) if in_structs else given
+    elif data.chat_template:
+        given = messages = _messages_in(record.texts[0])
+    if not isinstance(messages, list):
         return (*first, {"role": "user", "content": record.texts[0]})
-    messages = without_null_keys(given) if in_structs else given
-    assert isinstance(messages, list)
     if not messages:
         why = "a prompt has a user's message at least"
     elif wrong := next((wrong for at, one in enumerate(messages, 1) if (wrong := _no_message(at, one))), None):
@@ -207,13 +210,27 @@ def _is_message(value: object) -> bool:
     return value.keys() >= _MESSAGE or (value.keys() >= _SHAREGPT and value["from"] in _SPEAKERS)
 
 
+def _messages_in(text: str) -> list[Any] | None:
+    """The messages that a text has as JSON; None if it is another text."""
+    try:
+        found: Any = parse(text) if text.lstrip(" \t\r\n").startswith("[") else None
+        text.encode() if found is None else _to_json(found).encode()
+    except ValueError:  # not JSON, or half of a surrogate pair, which no text of a prompt can have
+        return None
+    is_chat = isinstance(found, list) and all(isinstance(one, dict) for one in found)
+    return found if is_chat and any("role" in one or one.keys() >= _SHAREGPT for one in found) else None
+
+
 def _no_message(at: int, one: object) -> str | None:
     """Why an item of a list, from 1, is no message of text; None if it is one."""
     if not isinstance(one, dict) or not isinstance(role := one.get("role"), str):
         shared = _RENAMED if isinstance(one, dict) and one.keys() >= _SHAREGPT else ""
         return f"item {at} must be a message, an object with role and content{shared}"
+    if role not in _ROLES:
+        return f"the role of message {at} is {role!r:.40} (allowed: {', '.join(_ROLES)})"
     content = one.get("content")
-    if isinstance(content, str) or (content is None and role == "assistant"):
+    calls = role == "assistant" and (one.get("tool_calls") or one.get("function_call"))
+    if isinstance(content, str) or (content is None and calls):
         return None
     return f"the content of message {at} is {start_of(content)}; it must be text"
 

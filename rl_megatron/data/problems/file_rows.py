@@ -79,6 +79,11 @@ class _ReadRows:
         self.files = files
 
     @cached_property
+    def has_chats(self) -> bool:
+        """True if texts of rows may be messages in JSON."""
+        return self.files.data.chat_template and self.files.rows.has_lists()
+
+    @cached_property
     def hashes(self) -> NDArray[np.int64]:
         """64 bits of one text of each row, and of two: [R, 2]. Raises DataError that names all bad rows."""
         hashes, problems = np.zeros((len(self.files.rows), 2), np.int64), list[str]()
@@ -110,14 +115,14 @@ class _RowTexts(ProblemTexts):
     @override
     def hashes(self) -> NDArray[np.int64]:
         texts = self._by.hashed
-        if self._files.are_plain(texts):
+        if self._files.are_plain(texts) and not self._read.has_chats:
             return self._files.rows.hashes(texts, self._form)
         return self._read.hashes[:, texts - 1]
 
     @override
     def digests(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
         files, fields, texts = self._files, self._by.fields, 1 + self._by.answers
-        if fields == () and files.are_plain(texts):
+        if fields == () and files.are_plain(texts) and not self._read.has_chats:
             return files.rows.digests(rows, texts, self._form)
         records = files.rows.records(rows, None if fields is None else [*dict.fromkeys((*files.columns, *fields))])
         return digests_of(files.problem(row, record).compared(self._by) for row, record in records)

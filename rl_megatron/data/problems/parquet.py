@@ -151,6 +151,15 @@ class ParquetRows:
         kinds = [kinds_of(footer.schema.to_arrow_schema()) for footer in self._metadata.values()]
         return all(is_text(value_at(one, name)) for one in kinds for name in self._fields[:first])
 
+    def has_lists(self) -> bool:
+        """True if the first text of a row, in a column of text, begins with a bracket, as messages in JSON do."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        name = self._fields[0]
+        parts = (column_at(batch, name) for group in self._groups for _, batch in self._batches(group, [name]))
+        return any(pc.any(pc.match_substring_regex(one.cast(pa.large_binary()), r"^\s*\[")).as_py() for one in parts)
+
     def hashes(self, texts: int = 1, form: str = "{prompt}") -> NDArray[np.int64]:
         """64 bits of each row's first ``texts`` fields, columns of text, as `leaks` has them: the first in its
         ``form``, without a difference of white space.

@@ -255,18 +255,43 @@ def test_a_developer_may_be_the_templates_system(tmp_path: Path, suffix: str, mo
         (["1?"], {}, "item 1 must be a message"),
         ([SAYS, ASKS], {"system_field": "data_source"}, "and field 'data_source' has a text of the system, too; keep"),
         ([ASKS], {"chat_template": False}, "it must be text, or a list of messages, which data.chat_template=true"),
-        ([{**ASKS, "role": "lost"}], {}, "the tokenizer's chat template does not write message 1, of the role 'lost',"),
+        (
+            [{**ASKS, "role": "ipython"}],
+            {},
+            "the tokenizer's chat template does not write message 1, of the role 'ipyt",
+        ),
+        ([{**ASKS, "role": "User"}], {}, r"the role of message 1 is 'User' \(allowed: system, developer, user, assist"),
+        ([{**ASKS, "content": None}, ASKS], {}, "the content of message 1 is None; it must be text"),
+        ([ASKS, {**ANSWERS, "content": None}, AGAIN], {}, "the content of message 2 is None; it must be text"),
     ],
 )
 def test_a_list_that_is_no_prompt_is_refused_by_its_place(
     tmp_path: Path, suffix: str, chat: list[Any], keys: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown = TOKENIZER.chat_template.replace("for m in messages", "for m in messages if m.role != 'lost'")
+    shown = TOKENIZER.chat_template.replace("for m in messages", "for m in messages if m.role != 'ipython'")
     monkeypatch.setattr(TOKENIZER, "chat_template", shown)
     with pytest.raises(DataError, match=said) as caught:
         loaded(tmp_path, suffix, *of_verl(chat), **{**VERL, **keys}, samples=True)
     place = f"train{suffix}: column" if suffix == ".parquet" and "chat_template" in keys else f"train{suffix}:1: "
     assert place in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_messages_in_json_text_are_those_of_a_list(tmp_path: Path, suffix: str) -> None:
+    """Other lists in JSON, without roles, are a user's text."""
+    texts = [" \n" + json.dumps(chat) for chat in CHATS] + ["[1, 2]", '[{"a": 1}]', "[1, 3", '[{"role": "\\ud800"}]']
+    rows = tuple({"q": text, "reward_model": {"ground_truth": "4"}} for text in texts)
+    keys = {**VERL, "prompt_field": "q"}
+    found = loaded(tmp_path, suffix, *rows, *rows, **keys, samples=True)  # type: ignore[arg-type]
+    chats = [*CHATS, *([{"role": "user", "content": text}] for text in texts[len(CHATS) :])]
+    assert [list(one.token_ids) for one in found] == list(map(by_transformers, chats))
+    held = tuple({"q": chat, "reward_model": {"ground_truth": "4"}} for chat in CHATS)
+    left = loaded(tmp_path, suffix, *rows, **keys, samples=True, held_out=held)  # type: ignore[arg-type]
+    assert [one.id for one in left] == [f"train:{line}" for line in range(len(CHATS) + 1, len(rows) + 1)]
+    with pytest.raises(
+        DataError, match=rf"train\{suffix}:1: field 'q' is .*; its last message is what the model answers"
+    ):
+        loaded(tmp_path, suffix, {**rows[0], "q": json.dumps([ASKS, ANSWERS])}, **keys, samples=True)  # type: ignore[arg-type]
 
 
 # Demonstrations of rows: the text of a field or the answer, its end, and what is refused before a run or in it.
