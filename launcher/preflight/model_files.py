@@ -32,7 +32,7 @@ from rl_megatron.weights.checkpoints.hugging_face import own_in_drafts
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.megatron import raise_other_model
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
-from rl_megatron.weights.layouts.families import read_shape
+from rl_megatron.weights.layouts.families import of_the_hub, read_shape
 from rl_megatron.weights.layouts.learner import role_layout, role_shape
 from rl_megatron.weights.layouts.tables.drafts import holds_draft
 
@@ -78,7 +78,8 @@ def _served(subject: Subject, name: str, folder: Path) -> Iterator[Found]:
     key = f"algorithm.kl.teachers.{name}.path"
     named, longest = longest_read(subject.config, teacher_role(name))
     if not (folder / "config.json").is_file():
-        yield problem(f"{key}={folder}: it has no config.json; give the Hugging Face folder of what the server serves")
+        what = f"give the Hugging Face folder of what the server serves{of_the_hub(folder)}"
+        yield problem(f"{key}={folder}: it has no config.json; {what}")
         return
     try:
         most = read_shape(folder).max_positions

@@ -26,6 +26,7 @@ from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.sandbox.subprocess import why_unfenced
 from rl_megatron.sandbox.table import Sandbox
 from rl_megatron.types import Completion, Prompt, Scored, Span
+from rl_megatron.weights.layouts.families import of_the_hub
 
 T = TypeVar("T")
 
@@ -118,8 +119,10 @@ def _of(subject: Subject, section: RewardSection, source: str) -> Iterator[Found
     names = dict.fromkeys(section.functions.values())
     local = [name for name in names if name.startswith("hf:")]
     for name in local:
-        if not (Path(name.removeprefix("hf:")).expanduser() / "config.json").is_file():
-            yield problem(f"reward {name!r}: it has no config.json; give the folder of a sequence classifier")
+        folder = Path(name.removeprefix("hf:")).expanduser()
+        if not (folder / "config.json").is_file():
+            hub = of_the_hub(folder)
+            yield problem(f"reward {name!r}: it has no config.json; give the folder of a sequence classifier{hub}")
     models = local + [name for name in names if name.startswith(RANKS)]
     servers = [name for name in names if name.startswith(("http://", "https://"))]
     own = [name for name in names if ":" in name and name not in (*models, *servers)]

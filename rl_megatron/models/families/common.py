@@ -115,7 +115,8 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
 def decoder_fields(raw: Mapping[str, Any], path: Path, *, turns_part: bool = False) -> dict[str, Any]:
     """The fields of `ModelShape` that every family of grouped-query attention spells alike; `read_rope` has
-    ``turns_part``."""
+    ``turns_part``. Raises ConfigError for a key of another type, also of a plain dict."""
+    raw = raw if isinstance(raw, Fields) else Fields(raw, path, ConfigFields)
     heads = raw["num_attention_heads"]
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     theta, rope = read_rope(raw, path, head_dim=head_dim, turns_part=turns_part)

@@ -5,6 +5,7 @@ The oracle is transformers' own model, from whose weights and names the family's
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,6 +152,17 @@ def test_what_is_no_family_of_the_folder_is_refused(family: str, message: str, p
     (place / "own_models_half.py").write_text(half)
     with pytest.raises(ConfigError, match=message):
         read_shape(place / "hf", family)
+
+
+@pytest.mark.usefixtures("model")
+@pytest.mark.parametrize(
+    ("changed", "said"), [({"hidden_size": "16"}, "valid integer"), ({"vocab_size": None}, "no vo")]
+)
+def test_keys_of_a_wrong_type_are_refused(changed: dict[str, object], said: str, place: Path, tmp_path: Path) -> None:
+    config = json.loads((place / "hf/config.json").read_text()) | changed
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=said):
+        read_shape(tmp_path, FAMILY)
 
 
 @pytest.mark.usefixtures("model")
