@@ -88,9 +88,8 @@ class LearnedRows:
 
     def warm(self, prompts: Sequence[Prompt], config: RunConfig) -> list[Unit]:
         """The answers that a warm start learns, one a unit. Raises as `warm_start_rows`."""
-        ends, stops = self.end_token_ids, self.stop_token_ids
-        targets, vocab_size = answers(prompts, 0), self.vocab_size
-        return [(row,) for row in warm_start_rows(prompts, targets, config, self.tokenizer, ends, stops, vocab_size)]
+        given = (self.tokenizer, self.end_token_ids, self.stop_token_ids, self.vocab_size)
+        return [(row,) for row in warm_start_rows(prompts, answers(prompts, 0), config, *given)]
 
     def learned(self, prompts: Sequence[Prompt]) -> list[Unit]:
         """The rows to train on, one a unit: the answer of a problem, or the turns of a conversation. Raises DataError
@@ -215,12 +214,9 @@ def written_job(
     """The job of ``parts.config.job``, which samples nothing and shows by ``note`` how far its look at the data is.
     ``attention_cost`` as in `causal_attention_cost`."""
     config = parts.config
-    units_of = LearnedRows(
-        tokenizer=data.tokenizer,
-        stop_token_ids=data.stop_token_ids,
-        end_token_ids=data.end_token_ids,
-        vocab_size=shape.vocab_size,
-    ).units(config)
+    stops, ends, size = data.stop_token_ids, data.end_token_ids, shape.vocab_size
+    rows = LearnedRows(tokenizer=data.tokenizer, stop_token_ids=stops, end_token_ids=ends, vocab_size=size)
+    units_of = rows.units(config)
     name, built = _OBJECTIVES[config.job]
     steps = OptimizerSteps(name="policy", most=config.train.most_skipped)
     objective = built(
