@@ -28,11 +28,13 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
+from typing_extensions import override
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.families.fields import ConfigFields
 from rl_megatron.models.families.refused import REFUSED
+from rl_megatron.models.json_files import Fields
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import LatentAttention, ModelShape, Router
 from rl_megatron.scaling.parameters import elements, trained_elements
@@ -441,14 +443,12 @@ def test_what_a_config_lacks_is_as_transformers_has_it_or_refused(family: str, t
     assert compared > 10
 
 
-class Asked(dict[str, Any]):
+class Asked(Fields):
     """A config that notes which keys its reader asks for."""
 
     keys_read: set[str] = set()  # noqa: RUF012 (of all copies)
 
-    def __getitem__(self, key: str) -> Any:
-        return self.get(key)
-
+    @override
     def get(self, key: str, default: Any = None) -> Any:
         self.keys_read.add(key)
         return super().get(key, default)
@@ -461,7 +461,7 @@ def test_a_key_that_the_family_does_not_read_may_have_any_value(name: str, saved
     wanted = read_shape(saved / name)
     (tmp_path / "model.safetensors").symlink_to(saved / name / "model.safetensors")
     Asked.keys_read.clear()
-    FAMILIES[config["model_type"]].read(Asked(config), tmp_path)
+    FAMILIES[config["model_type"]].read(Asked(config, tmp_path, ConfigFields), tmp_path)
     read = Asked.keys_read | {"architectures", "quantization_config", "stacked_experts", "stacked_drafts"}
     others = sorted(ConfigFields.model_fields.keys() - read)
     assert len(others) > 20
