@@ -14,6 +14,7 @@ from hypothesis import Phase, settings
 
 MAX_EXAMPLES = 20
 WITHOUT_PROCESSES = ("tests/unit/", "tests/property/")
+SHARED = ("rl_megatron.chat_templates", "rl_megatron.rewards.format_worker")  # one a session, of what needs no torch
 EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
 
 _process = os.getpid()
@@ -21,7 +22,8 @@ _starts: list[str] = []
 
 
 def _watch(event: str, arguments: tuple[object, ...]) -> None:
-    if event in EVENTS and os.getpid() == _process:
+    shared = event == "subprocess.Popen" and arguments[1][-1] in SHARED  # type: ignore[index]
+    if event in EVENTS and os.getpid() == _process and not shared:
         _starts.append(f"{event} {arguments[0] if arguments else ''}")
 
 

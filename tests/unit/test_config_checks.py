@@ -417,13 +417,20 @@ def loaded_or_refused_by(name: str, choice: str) -> str | None:
     pairs = ["learner.max_tokens_per_micro_batch=16384"] if of_two else []
     hub = ["data.repo=a/b", f"data.revision={'a' * 40}", "data.train=a.jsonl", "data.eval=b.jsonl"]
     if name in ("dpo_tiny", "reward_tiny"):
-        hub, pairs = [*hub, "data.rejected_field=bad"], ["data.rejected_field=bad"] if choice == "data=gsm8k" else []
+        hub, pairs = (
+            [*hub, "data.rejected_field=bad"],
+            ["data.rejected_field=bad"] if choice in ("data=gsm8k", "data=dapo_math") else [],
+        )
     given = {"data=mixture": ["data.sources.sums.type=arithmetic"], "data=hub": hub}.get(choice, [])
     plain = ["learner.head_dtype=null"] if choice == "algorithm=gkd" else []
     keys = [choice, "model.path=/given", *where, *pairs, *given, *plain, *BESIDE.get(choice.partition("=")[2], ())]
     refused, samples_none = "", name in ("sft_tiny", "dpo_tiny", "reward_tiny")
     if name in ("calculator", "guess") and choice in OF_COMPLETIONS:
         refused = rf"environment\.function={name}{OF_COMPLETIONS[choice]}"
+    elif name in ("calculator", "guess") and choice == "data=dapo_math":
+        refused = rf"environment\.function={name} with data\.chat_template=true"
+    elif name.endswith("_async") and choice == "algorithm=remax":
+        refused = r"train\.max_staleness=\d+ with algorithm\.advantage_mean=greedy"
     elif choice == "algorithm=scalerl" and load_config(name, keys[1:2]).rollout.server.colocated:
         refused = r"with train\.max_staleness=8 servers sample while the learner trains"
     elif samples_none and (choice.startswith("algorithm=") or choice in ("rollout=vllm", "rollout=sglang")):

@@ -67,7 +67,7 @@ OF_ROWS = {
     "top_entropy": NARROW,
     "luspo": ["train.learning_rate=30.0"],  # at 100 times lengths no ratio is near its limits
 }
-NOT_OF_A_STEP = ("rollout.engine", "rollout.python", "rollout.server")  # what samples: tests of engines
+NOT_OF_A_STEP = ("rollout.engine", "rollout.python", "rollout.server", "rollout.stop")  # what samples: tests of engines
 ELSEWHERE = {  # keys that act outside of a step, and where that is shown
     "algorithm.kl.top_k": "tests/distributed/test_losses_in_layouts.py",
     "algorithm.kl.teachers": "tests/e2e/test_teacher.py",
