@@ -75,7 +75,7 @@ def test_files_are_those_of_the_commit_in_the_cache_and_others_are_named(tmp_pat
         tmp_path,
         [pinned],
         [pinned, *set_keys],
-        [pinned, *set_keys, "eval.sets.more.data.eval=data/train.jsonl"],
+        [pinned, *set_keys, "eval.sets.more.data.eval=data/train.jsonl", f"eval.sets.more.{pinned}"],
         [pinned, "data.train=data/other.jsonl"],
     )
     assert found == [["2+2="], ["1+1="], "4"]
