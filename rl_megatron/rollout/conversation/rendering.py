@@ -6,7 +6,7 @@ To find whether it shows something, that is rendered with a mark in it. No model
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateSyntaxError
 
@@ -15,24 +15,13 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.rollout.conversation.messages import REASONING, ChatMessage, MessagesRefused, written_arguments
 from rl_megatron.rollout.conversation.templates import Tools
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 THOUGHT = "</think>"
 """What templates look for in a content, to drop what is before it."""
 _SYSTEM = ("system", "developer")
 _SHOWN = "Rl0Megatron0Shown0Here"  # in any form of quoting
-
-
-class Templated(Protocol):
-    """What of a tokenizer says how messages are shown."""
-
-    @property
-    def chat_template(self) -> Any:
-        """Its Jinja, or several by name, or None."""
-        ...
-
-    @property
-    def special_tokens_map(self) -> Mapping[str, Any]:
-        """Texts of special tokens, as of ``bos_token``, which are the template's variables."""
-        ...
 
 
 class _Jinja:
@@ -56,7 +45,7 @@ class _Jinja:
 class ChatRenderer:
     """A tokenizer's chat template, with ``options`` for variables of its own (``enable_thinking``)."""
 
-    def __init__(self, tokenizer: Templated, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
         """Raises ConfigError as `template_of`, and for a template that is no Jinja."""
         alone, beside = (template_of(tokenizer, with_tools=given) for given in (False, True))
         self._without_tools = _Jinja(alone)
@@ -187,7 +176,7 @@ def _shown(message: ChatMessage, jinja: _Jinja) -> ChatMessage:
     return shown | {"content": None} if asks else shown
 
 
-def template_of(tokenizer: Templated, *, with_tools: bool) -> str:
+def template_of(tokenizer: PreTrainedTokenizerBase, *, with_tools: bool) -> str:
     """The Jinja of the chat template that transformers and engines apply: of several by name ``tool_use`` beside tools,
     if it is there, else ``default``. Raises ConfigError that names those that are there, and for none."""
     given = tokenizer.chat_template

@@ -6,18 +6,12 @@ It needs a template alone, no tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from rl_megatron.config.sections.jobs import JobName
 from rl_megatron.errors import DataError
 from rl_megatron.rollout.conversation.forms import (
     WrittenConversation,
-    behind_common,
-    check_each,
-    written_conversation,
-    written_sides,
 )
 from rl_megatron.rollout.conversation.messages import (
     LOSABLE,
@@ -29,7 +23,6 @@ from rl_megatron.rollout.conversation.messages import (
 )
 from rl_megatron.rollout.conversation.rendering import THOUGHT, ChatRenderer, without_thinking
 from rl_megatron.rollout.conversation.templates import Tools
-from rl_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -165,19 +158,6 @@ class ShownConversations:
         more = self._template.render([*bare, behind], tools, opened=False)
         found = more[len(whole) :] if more.startswith(whole) else ""
         return next((ending for ending in self._endings if found.startswith(ending)), "")
-
-
-def check_shown(prompts: Iterable[Prompt], job: JobName, template: ChatRenderer) -> None:
-    """Raises DataError that names each of the conversations, or pairs of them, that the ``template`` does not show as
-    the ``job`` learns them."""
-    check_each(prompts, partial(_SHOWS[job], ShownConversations(template)))
-
-
-_SHOWS: Mapping[JobName, Callable[[ShownConversations, Prompt], object]] = {
-    "sft": lambda shown, prompt: shown.texts(written_conversation(prompt)),
-    "dpo": lambda shown, prompt: [shown.texts(side) for side in behind_common(prompt)],
-    "reward_model": lambda shown, prompt: [shown.whole(side) for side in written_sides(prompt)],
-}
 
 
 def _check_turn(place: int, message: ChatMessage) -> None:

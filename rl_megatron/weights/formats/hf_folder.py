@@ -199,14 +199,6 @@ def chat_template(folder: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def special_tokens(folder: Path) -> dict[str, str]:
-    """The texts of special tokens that tokenizer_config.json names, as ``bos_token``, which chat templates read."""
-    settings = folder / "tokenizer_config.json"
-    found = read_json(settings, _TokenizerConfig).model_extra or {} if settings.is_file() else {}
-    texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in found.items()}
-    return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
-
-
 def has_tokenizer(folder: Path) -> bool:
     """Whether the folder holds the vocabulary of a tokenizer of any kind."""
     return any((folder / name).is_file() for name in _TOKENIZERS)

@@ -260,14 +260,16 @@ def test_a_template_that_ignores_the_generation_prompt_is_noted(
 
 def test_messages_that_no_environment_can_begin_with_are_noted(tmp_path: Path) -> None:
     """An environment of the user's may change them."""
-    chats = [[USER], [USER | {"role": "lost"}, USER], [USER | {"role": "lost"}]]
+    system, folder = {"role": "system", "content": "Be brief."}, model(tmp_path)
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("lost", "system"))
+    chats = [[USER], [system, USER], [system, USER | {"content": "2"}]]
     rows = data_file(tmp_path / "rows.jsonl", *({"question": chat, "answer": "1"} for chat in chats))
     files = [f"data.{name}={rows}" for name in ("train", "eval")]
     chat = ("environment.function=calculator", "environment.template=chat", "warm_start.steps=0", "data.on_leak=keep")
-    config = load_config("tiny_cpu", ["data.type=files", *chat, *files, f"model.path={model(tmp_path)}"])
+    config = load_config("tiny_cpu", ["data.type=files", *chat, *files, f"model.path={folder}"])
     found = [*problems_of_data.check(Subject(config, for_job=False))]
     (said,) = {one.text for one in found if one.kind == "note" and "environment" in one.text}
-    assert said.startswith(f"{rows}:2: the model's chat template passes over message 1, of the role 'lost'")
+    assert said.startswith(f"{rows}:2: the model's chat template passes over message 1, of the role 'system'")
     assert said.endswith("an environment cannot begin with 2 of 3 rows as they are")
 
 
