@@ -121,7 +121,10 @@ def messages_of(record: Record, place: str, data: FileKeys, *, in_structs: bool)
         return (*first, {"role": "user", "content": record.texts[0]})
     if not messages:
         why = "a prompt has a user's message at least"
-    elif wrong := next((wrong for at, one in enumerate(messages, 1) if (wrong := _no_message(at, one))), None):
+    elif wrong := next(
+        (wrong for at, one in enumerate(messages, 1) if (wrong := _no_message(at, one, rendered=data.chat_template))),
+        None,
+    ):
         why = wrong
     elif (last := messages[-1])["role"] in ("assistant", *_OF_SYSTEM) or not (last["content"] or "").strip():
         why = "its last message is what the model answers: one of the user or of a tool, with a text"
@@ -221,12 +224,12 @@ def _messages_in(text: str) -> list[Any] | None:
     return found if is_chat and any("role" in one or one.keys() >= _SHAREGPT for one in found) else None
 
 
-def _no_message(at: int, one: object) -> str | None:
-    """Why an item of a list, from 1, is no message of text; None if it is one."""
+def _no_message(at: int, one: object, *, rendered: bool) -> str | None:
+    """Why an item of a list, from 1, is no message of text; None if it is one. An environment may change roles."""
     if not isinstance(one, dict) or not isinstance(role := one.get("role"), str):
         shared = _RENAMED if isinstance(one, dict) and one.keys() >= _SHAREGPT else ""
         return f"item {at} must be a message, an object with role and content{shared}"
-    if role not in _ROLES:
+    if rendered and role not in _ROLES:
         return f"the role of message {at} is {role!r:.40} (allowed: {', '.join(_ROLES)})"
     content = one.get("content")
     calls = role == "assistant" and (one.get("tool_calls") or one.get("function_call"))
