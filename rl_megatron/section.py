@@ -30,7 +30,7 @@ Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), NUMBER]
 PositiveFraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), NUMBER]
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
 """Divided by less, logits may leave float32; SGLang samples greedily then. Divided by more, they are equal."""
-Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE), NUMBER]
+Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE, allow_inf_nan=False), NUMBER]
 
 
 def _greedy_or_not(given: float) -> float:
@@ -39,7 +39,9 @@ def _greedy_or_not(given: float) -> float:
     return given
 
 
-GreedyOrTemperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE), AfterValidator(_greedy_or_not), NUMBER]
+GreedyOrTemperature = Annotated[
+    float, Field(ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False), AfterValidator(_greedy_or_not), NUMBER
+]
 """A temperature, or 0: greedy."""
 
 EntryName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
