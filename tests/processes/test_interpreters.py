@@ -113,7 +113,7 @@ def test_it_is_listed_refuses_and_has_its_keys_keywords_and_bytes(tmp_path: Path
     assert said["refused"] == "learner.residual_copies=3 with learner.pp=2; set learner.pp=1"
     assert "did you mean 'learner.residual_copies'?" in said["misspelled"]
     assert said["keyword"] == {"fp32_residual_connection": True}
-    assert said["bytes"] == 3 * 4 * 48 * 16384 * 2048 / 4  # copies, bytes, layers, tokens, hidden size over tp
+    assert said["bytes"] == 3 * 4 * 48 * 32768 * 2048 / 4  # copies, bytes, layers, tokens, hidden size over tp
     assert said["advice"].endswith("Largest: residual; lower learner.residual_copies")
 
 

@@ -15,7 +15,7 @@ import pytest
 from rl_megatron.environments.calculator import evaluated
 from rl_megatron.rewards.final_number import is_formula, last_number
 from rl_megatron.rewards.math_verify_worker import _readable
-from rl_megatron.rewards.symbols import to_ascii
+from rl_megatron.rewards.symbols import mark_formulas, to_latex
 from rl_megatron.rewards.tests import code_of, same_output
 from rl_megatron.rollout.conversation.chat import _marked, _parted
 from rl_megatron.rollout.conversation.messages import tidied
@@ -75,6 +75,10 @@ PIECES = (
         "####",
         "answer A ",
         "√(",
+        "√((a)",
+        "2√3 ",
+        "2 1/2 ",
+        "\\sqrt{3}",
         "½",
         "10²",
         "×10⁸",
@@ -105,7 +109,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "number": last_number,
     "formula": is_formula,
     "math": lambda text: _readable(text, "A"),
-    "symbols": to_ascii,
+    "symbols": lambda text: mark_formulas(to_latex(text)),
     "message": message_of,
     "calculator": calculated,
     **{f"parser {name}": parser for name, parser in PARSERS.items()},

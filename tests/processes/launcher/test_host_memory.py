@@ -258,7 +258,9 @@ def test_eval_refuses_a_file_that_servers_cannot_read_or_fit(tmp_path: Path, mon
         "rollout.server.addresses=http://192.0.2.1:1"
     )
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=1000))
-    assert re.match(r"weights\.folder=/dev/shm/mine needs 0\.0 GB for the file of weights, but /dev/shm ", refused())
+    assert re.match(
+        r"weights\.folder=/dev/shm/mine needs 0\.000630 GB for the file of weights, but /dev/shm ", refused()
+    )
 
 
 # What a GPU must hold that the learner shares with servers, and whether it shares one: by closed forms.

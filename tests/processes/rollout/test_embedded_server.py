@@ -214,7 +214,8 @@ def mirror_of(model_folder: Path, tmp_path: Path) -> Mirror:
 
 def test_silent_connections_leave_a_server_files_for_others(urls: list[str]) -> None:
     address = urlsplit(urls[1]).hostname, urlsplit(urls[1]).port
-    (server,) = [one for one in psutil.Process().children() if str(address[1]) in one.cmdline()]
+    alive = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
+    (server,) = [one for one in alive if str(address[1]) in one.cmdline()]
     before = server.rlimit(psutil.RLIMIT_NOFILE)
     server.rlimit(psutil.RLIMIT_NOFILE, (server.num_fds() + 60, before[1]))
     try:

@@ -57,7 +57,7 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.options.table import options
 from rl_megatron.scaling.memory import check_memory, footprints
 
-GIVEN = ["model.path=/models/given", "learner.residual_copies=3"]
+GIVEN = ["model.path=/models/given", "learner.residual_copies=3", "learner.pp=1"]
 
 def refused(keys, look=lambda config: None):
     try:
@@ -73,7 +73,7 @@ print(json.dumps({
     "documented": [line for line in render().splitlines() if "residual_copies" in line],
     "last key": list(config.model_dump()["learner"])[-1],
     "fixed": fixed(config).get("learner.residual_copies"),
-    "refused": refused(["learner.pp=2", "slurm.nodes=2"]),
+    "refused": refused(["learner.pp=2"]),
     "misspelled": refused(["learner.residual_copied=1"]),
     "keyword": options()["residual"].megatron(config.learner, shape).model,
     "bytes": footprints(config, shape)[0].terms["residual"],
