@@ -55,7 +55,8 @@ class WeightedSum:
         """Sums the parts that do not abstain; abstains if all with a weight do. NaN if a term is not finite: ``fsum``
         raises on inf - inf, and on a finite sum that overflows."""
         given = {name: value for name, value in answers.items() if value is not None}
-        if not any(self._parts[name].weight for name in given):
+        weighted = {name for name in answers if self._parts[name].weight}
+        if weighted and weighted.isdisjoint(given):
             return Scored(total=math.nan, parts=given, abstains=True)
         parts = {name: value if self._counts(name, given) else 0.0 for name, value in given.items()}
         terms = [self._parts[name].weight * value for name, value in parts.items()]

@@ -383,6 +383,8 @@ def test_a_part_that_abstains_is_left_out_of_the_sum(mine: types.ModuleType) -> 
     gate = {"some": {"function": "parts_for_test:some"}, "right": {"function": "exact_match", "when": {"some": 1.0}}}
     assert [one.total for one in parts_of(RewardSection.model_validate({"parts": gate}), "1", "?")] == [3.0, 0.0]
     alone = parts(seen=("exact_match", 0.0), some=("parts_for_test:some", 0.5))
+    unpaid = parts(seen=("exact_match", 0.0), some=("parts_for_test:some", 0.0))  # as where a teacher alone teaches
+    assert [one.total for one in parts_of(unpaid, "1", "?")] == [0.0, 0.0]
     with pytest.raises(RewardError, match="completion 1 got no reward: the function, or every part, abstains"):
         asyncio.run(sampler(alone, lambda t: "1" if t[0] < 99 else "?").groups(drawn(PROMPTS)))
     batch = RolloutBatch.of(
