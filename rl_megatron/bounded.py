@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from typing import IO, Any
 
-WAIT_SECONDS = 60.0  # for a process, on a busy machine or one that stopped it
+WAIT_SECONDS = 60.0  # the longest wait for a process, which a busy machine may delay
 _MOST_SHOWN = 500  # bytes of a process's last words in an error
 
 
@@ -40,7 +40,7 @@ class BoundedProcess:
         self.command = (sys.executable, "-P", "-m", module)
         self.process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
-        self._log: IO[bytes] | None = None  # of standard error
+        self._log: IO[bytes] | None = None  # the process writes its standard error here
 
     def ask(self, seconds: float, *arguments: object) -> Any:
         """Returns what the function returns for the arguments: JSON.
@@ -49,7 +49,7 @@ class BoundedProcess:
         """
         request = pickle.dumps((seconds, arguments))
         with self._lock:
-            for _ in range(2):  # what ended it without its own limit may have nothing to do with this call
+            for _ in range(2):  # another program may have ended it, so one retry is fair
                 process, reply = self.process or self.start(), b""
                 self.process = None  # a call that is interrupted leaves it in an unknown state
                 try:
@@ -71,7 +71,7 @@ class BoundedProcess:
         raise LimitExceeded("its process was killed twice, or did not answer twice")
 
     def start(self) -> subprocess.Popen[bytes]:
-        """A new process, which ends once this one has."""
+        """Starts a process, which ends when this one does."""
         self._log = self._log or tempfile.TemporaryFile()  # noqa: SIM115
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "LANG": "C.UTF-8"}
         pipe = subprocess.PIPE
@@ -113,7 +113,7 @@ def answer_calls(function: Callable[..., object], memory_bytes: int) -> None:
 
 
 def _exchanged(process: subprocess.Popen[bytes], request: bytes) -> bytes:
-    """What the process writes for a request; no whole line if it ends, or does not move."""
+    """Returns what the process writes for a request. The last line is incomplete if the process ends or hangs."""
     into, out = _descriptor(process.stdin), _descriptor(process.stdout)
     left, reply = memoryview(request), [b""]
     try:

@@ -37,7 +37,7 @@ _PLAIN = frozenset({bool, int, str})  # of what is no method of a text, which th
 
 
 class TemplateFailed(ValueError):
-    """A template raised, or is no Jinja."""
+    """A template raised an error, or is not valid Jinja."""
 
 
 class TemplateUnbounded(TemplateFailed):
@@ -80,8 +80,8 @@ def _literal(value: TemplateValue) -> str:
 def template_texts(
     tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Mapping[str, Any]]], *, opened: bool
 ) -> list[str | TemplateFailed]:
-    """Each chat's messages as the tokenizer's template shows them, or what it raised; ``opened``: with the generation
-    prompt. Raises TemplateUnbounded if they exceed a limit together."""
+    """Renders each chat with the tokenizer's template, or returns the error. ``opened`` adds the generation prompt.
+    Raises TemplateUnbounded if the chats together exceed a limit."""
     try:
         source = tokenizer.get_chat_template()
     except ValueError as error:  # it has none, or none called default
@@ -91,7 +91,7 @@ def template_texts(
 
 
 def template_text(source: str, variables: Mapping[str, Any]) -> str:
-    """The text that a template makes of the variables. Raises TemplateFailed."""
+    """Renders a template with the variables. Raises TemplateFailed."""
     (text,) = _texts(source, [variables])
     if isinstance(text, TemplateFailed):
         raise text
@@ -122,7 +122,7 @@ def _asked(source: str, many: Sequence[Mapping[str, Any]]) -> list[tuple[str, in
 
 
 def _answers(source: str, many: Sequence[Mapping[str, Any]]) -> list[tuple[str, int | None]]:
-    """In the process: each text and None, or an error and its line (0 while it renders); one if it is no Jinja."""
+    """Runs in the process. Returns each text and None, or an error and its line (0: the error came while rendering)."""
     try:
         template = _compiled(source)
     except TemplateSyntaxError as error:

@@ -65,7 +65,7 @@ def _without_ratio(config: RunConfig) -> Iterator[Found]:
 
 
 def _limited(config: RunConfig) -> Iterator[Found]:
-    """Notes ratios of tokens to the engine, of which ``rollout.top_p`` leaves out tokens."""
+    """Notes ratios of tokens to the engine, which ``rollout.top_p`` makes too small."""
     a, top_p = config.algorithm, config.rollout.top_p
     readers = {
         "algorithm.correction": a.correction.acts,

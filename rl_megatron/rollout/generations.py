@@ -17,7 +17,7 @@ _IN_FLIGHT = FreeLanes("sampling", "request")
 async def sampled_by(
     engine: RolloutEngine, request: GenerationRequest, decode: Callable[[Sequence[int]], str]
 ) -> tuple[Completion, ...]:
-    """Completions by ``engine``, none longer than up to its first stop text. Raises what it raises."""
+    """Returns completions by ``engine``, each cut at its first stop text. Raises the engine's errors."""
     with _IN_FLIGHT.during("generate", request=request.id) as span:
         completions = tuple(await engine.generate(request))
         span.say(**_said(completions))
@@ -27,8 +27,8 @@ async def sampled_by(
 
 
 def _cut(completion: Completion, stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> Completion:
-    """The completion up to the token that completes a stop text: an engine that continues what was begun by another
-    request sees only the part of a text that it samples itself."""
+    """Cuts the completion at the token that completes a stop text. An engine that continues a partial completion sees
+    only the part that it samples itself."""
     tokens = completion.token_ids.tolist()
 
     def has_text(count: int) -> bool:

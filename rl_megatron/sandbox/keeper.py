@@ -255,7 +255,7 @@ class _Watch:
             # A process that is seen running for the first time stands for others that came and went unseen.
             added = self._cpu.get((pid, start), (0.0, max(0.0, passed * share - own)))[1]
             self._cpu[pid, start] = own, added
-        # The kernel forgets the time of a child that nobody waits for, as its parent ignores SIGCHLD.
+        # The kernel forgets the time of a child whose parent ignores SIGCHLD.
         used = max(counted, sum(map(sum, self._cpu.values())))
         return "time" if used > self._order["cpu_seconds"] else ""
 
@@ -291,7 +291,7 @@ def _below(pid: int) -> Iterator[int]:
 
 
 def _memory_bytes(pids: list[int], first: int | None) -> int:
-    """Memory of the processes, each shared mapping once whether or not it is touched, and of the kernel for them."""
+    """Sums the memory of the processes, and the kernel's for them. Each shared mapping counts once, used or not."""
     shared: dict[str, int] = {}
     total = 0
     for pid in pids:

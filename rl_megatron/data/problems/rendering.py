@@ -101,7 +101,7 @@ class Problem:
         return spaced(*filter(None, (self.form.replace("{prompt}", self.asked.strip()), self.answer)[:texts]))
 
     def compared(self, by: ProblemKey) -> str:
-        """What is equal in equal problems. Null keys do not count: parquet's rows have lost theirs in messages."""
+        """Returns the text that equal problems share. Null keys do not count, because parquet's messages lack them."""
         *before, last = self.messages or (_ASKS,)
         *chat, asks = (without_null_keys(one) for one in (*before, {**last, "content": None}))
         answers = filter(None, (self.answer, *self.rejected)) if by.answers else ()
@@ -112,7 +112,7 @@ class Problem:
 
 
 def form_of(data: FileKeys) -> str:
-    """The templates around a problem, which another form of the same text differs in."""
+    """Returns the templates around a problem. The same text with other templates is another problem."""
     return f"\0 {data.prompt_template}" if data.chat_template else data.prompt_template
 
 
@@ -221,8 +221,8 @@ def _as_chat(text: str, messages: Sequence[Mapping[str, Any]], place: str, token
 def _as_chats(
     asked: Sequence[tuple[str, Sequence[Mapping[str, Any]], str]], tokenizer: PreTrainedTokenizerBase | None
 ) -> list[str | DataError]:
-    """Of each text, messages and place: the messages, of which the last has the text in place of its own, and the start
-    of the assistant's turn; or why it has none. A ``developer``'s is tried as the system's where the template does not
+    """Renders each chat, with the text as its last message's content, up to the start of the assistant's turn. Returns
+    the error where rendering fails. A ``developer``'s is tried as the system's where the template does not
     write it, as in conversations. Raises DataError for the first that exceeds a limit of templates."""
     if not asked:
         return []
@@ -244,7 +244,7 @@ def _as_chats(
 def _chat_texts(
     chats: Sequence[list[dict[str, Any]]], places: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[str | DataError]:
-    """What the chat template makes of each, or why: it fails, or leaves a message out."""
+    """Returns what the chat template makes of each chat, or the error if it fails or omits a message."""
     texts = template_texts(tokenizer, chats, opened=True)
     return [_whole(*each) for each in zip(texts, chats, places, strict=True)]
 

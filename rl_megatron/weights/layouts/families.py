@@ -88,7 +88,7 @@ def adapters_alone(folder: Path) -> str:
 
 
 def of_the_hub(folder: Path) -> str:
-    """How to download a model, if ``folder`` is no folder and looks like a model's name on the hub; else empty."""
+    """Returns how to download a model, if ``folder`` looks like a name on the hub and is not a folder; else empty."""
     name = str(folder)
     if folder.exists() or not _HUB_NAME.fullmatch(name):
         return ""
