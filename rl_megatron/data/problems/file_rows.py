@@ -73,10 +73,10 @@ def _others(data: FileKeys) -> tuple[str, ...]:
 
 
 class _ReadRows:
-    """Problems of rows that are made by Python: some 50,000 a second."""
+    """Problems of rows that are made by Python: some 50,000 a second. ``by_arrow``: hashes of this many texts."""
 
     def __init__(self, files: FileRows) -> None:
-        self.files = files
+        self.files, self.by_arrow = files, dict[int, NDArray[np.int64]]()
 
     @cached_property
     def has_chats(self) -> bool:
@@ -116,7 +116,9 @@ class _RowTexts(ProblemTexts):
     def hashes(self) -> NDArray[np.int64]:
         texts = self._by.hashed
         if self._files.are_plain(texts) and not self._read.has_chats:
-            return self._files.rows.hashes(texts, self._form)
+            if texts not in self._read.by_arrow:
+                self._read.by_arrow[texts] = self._files.rows.hashes(texts, self._form)
+            return self._read.by_arrow[texts]
         return self._read.hashes[:, texts - 1]
 
     @override

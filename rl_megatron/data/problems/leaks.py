@@ -1,8 +1,8 @@
 """Finds problems that are there twice: in what is trained on, or there and in what is held out.
 
-What is compared is what the policy is asked and what its reward reads (`ProblemKey`); texts are equal if they differ in
-white space alone. Rows whose 64-bit hash is equal are compared again by 128 bits of
-BLAKE2b, which are computed of these rows alone; so two different texts of one hash are both kept.
+A problem leaks if the policy is asked what is held out; two to train on are equal if their reward reads the same, too
+(`ProblemKey`). Texts are equal if they differ in white space alone. Rows whose 64-bit hash is equal are compared again
+by 128 bits of BLAKE2b, which are computed of these rows alone; so two different texts of one hash are both kept.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def leaked(
     rows = [row for row, place in zip(suspects.tolist(), places, strict=True) if place is not None]
     if near := len(suspects) - len(rows):
         logger.warning(
-            "%d of %d training problems have the text of a held-out one but another context or answer; first: %s",
+            "%d of %d training problems have the text of a held-out one but another context; first: %s",
             *(near, len(texts), texts.place(int(suspects[places.index(None)]))),
         )
     return np.array(rows, np.int64), [place for place in places if place is not None]
@@ -132,7 +132,7 @@ def rows_to_keep(
     """
     kept = np.ones(len(texts), np.bool_)
     hashes = texts.hashes()
-    rows, firsts = repeated(wholes, hashes if wholes is texts else wholes.hashes())
+    rows, firsts = repeated(wholes, wholes.hashes())
     if len(rows):
         kept[rows] = False
         logger.warning(

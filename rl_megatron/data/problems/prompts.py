@@ -196,20 +196,18 @@ def without_leaks(
     ``rewards`` (by source), and without leaks where they are dropped. Raises as `rows_to_keep`, and for a source that
     has none left."""
     judges = {key: (environments.get(key), rewards.get(key)) for key in train}
-    ways: dict[str, tuple[ProblemKey, ...]] = {
-        key: (_compared_by(*of),) if samples else (ASKED, ANSWERED) for key, of in judges.items()
-    }
+    wholes = {key: _compared_by(*of) if samples else ANSWERED for key, of in judges.items()}
+    # an environment of the user's may ask what any field of a row has
+    ways = {key: (by if by.fields is None and judges[key][0] else ASKED, by) for key, by in wholes.items()}
     both = {
         key: one.compared(*ways[key]) if isinstance(one, FileRows) else [_texts(one, by) for by in ways[key]]
         for key, one in train.items()
     }
-    texts = JoinedTexts([each[0] for each in both.values()])
-    purposes = {key: _judged_by(*of) for key, of in judges.items()}
-    own = [TextsFor(each[-1], purposes[key] if samples else "") for key, each in both.items()]
-    wholes = texts if samples and len(set(purposes.values())) == 1 else JoinedTexts(own)
-    every = dict.fromkeys(of[0] for of in ways.values())
+    texts = JoinedTexts([asked for asked, _ in both.values()])
+    own = [TextsFor(whole, _judged_by(*judges[key]) if samples else "") for key, (_, whole) in both.items()]
+    every = dict.fromkeys(asked for asked, _ in ways.values())
     held = {key: JoinedTexts([_texts(problems, by) for by in every]) for key, problems in held_out.items()}
-    mask = rows_to_keep(texts, wholes, held, on_leak)
+    mask = rows_to_keep(texts, JoinedTexts(own), held, on_leak)
     kept = dict(zip(train, np.split(mask, texts.starts[1:-1]), strict=True))
     for key, rows in kept.items():
         if not rows.any():

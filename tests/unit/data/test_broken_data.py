@@ -6,6 +6,7 @@ import json
 import logging
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def test_of_equal_problems_the_first_is_kept(tmp_path: Path, caplog: pytest.LogC
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize("job", ["sft", "rl"])
 def test_each_answer_to_a_question_is_learnt_and_asked_for(tmp_path: Path, kind: str, job: str) -> None:
-    """What is held out is the question, of problems with a reward its answer, too."""
+    """What is held out is the question, whatever its answer."""
     rows = [("a", "1"), ("b", "1"), ("a ", "2"), ("a", " 1"), ("held", "1"), ("held", " other"), ("b", "3")]
     table = [{"question": question, "answer": answer} for question, answer in rows]
     path = tmp_path / f"t.{kind}"
@@ -191,8 +192,7 @@ def test_each_answer_to_a_question_is_learnt_and_asked_for(tmp_path: Path, kind:
     config = load_config("sft_tiny", []) if job == "sft" else RunConfig()
     config = config.model_copy(update={"data": FileRunData.model_validate(data)})
     byte_tokenizer().save_pretrained(tmp_path / "model")
-    found = [one.id for one in load_data(config, tmp_path / "model").train]
-    assert found == (["t:1", "t:2", "t:3", "t:7"] if job == "sft" else ["t:1", "t:2", "t:3", "t:5", "t:7"])
+    assert [one.id for one in load_data(config, tmp_path / "model").train] == ["t:1", "t:2", "t:3", "t:7"]
 
 
 def test_the_same_conversation_in_two_kinds_of_file_is_one(tmp_path: Path) -> None:
@@ -350,14 +350,20 @@ def test_what_a_reward_or_an_environment_reads_makes_another_problem(
     ]
     files = {"type": "files", "train": table(tmp_path / f"t.{kind}", rows)}
     other = {**rows[0], "answer": "no", "of": {"tests": "c", "level": 3}}
-    apart = {**files, "eval": table(tmp_path / "e.jsonl", [other])}
+    apart = {**files, "eval": table(tmp_path / "e.jsonl", [{**other, "question": "Else?"}])}
     assert trained_on(tmp_path, apart, **keys) == [f"t:{line}" for line in lines]
-    said = f"{len(rows)} of {len(rows)} training problems have the text of a held-out one but another context or answer"
-    assert f"{said}; first: {tmp_path}/t.{kind}:1" in caplog.text
-    held = {**files, "eval": table(tmp_path / "e.jsonl", [{**rows[1], "question": " Find  it."}])}
-    first = 2 if 2 in lines else 1
-    with pytest.raises(DataError, match=rf"t\.{kind}:{first}: trained on, but held out in .*e.jsonl:1 "):
+    asks = str(keys.get("environment", {})).count("mine")  # the fields, in a way that nobody knows
+    held = {**files, "eval": table(tmp_path / "e.jsonl", [{**(rows[1] if asks else other), "question": " Find  it."}])}
+    match = rf"t\.{kind}:{1 + asks}: trained on, but held out in .*e.jsonl:1 \(data\)\n(.*\n)*{1 if asks else 4} of 4 "
+    with pytest.raises(DataError, match=match):
         trained_on(tmp_path, held, **keys)
+    with pytest.raises(DataError, match="all 4 problems") if not asks else nullcontext():
+        assert trained_on(tmp_path, {**held, "on_leak": "drop"}, **keys) == ["t:1", "t:3"]
+    if asks:
+        apart["eval"] = table(tmp_path / "e.jsonl", [other])
+        assert trained_on(tmp_path, apart, **keys) == [f"t:{line}" for line in lines]
+        said = "4 of 4 training problems have the text of a held-out one but another context"
+        assert f"{said}; first: {tmp_path}/t.{kind}:1" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
