@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from asyncio import TaskGroup
 
 _MOST_SHOWN = 60  # characters of a value
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 class RLMegatronError(Exception):
@@ -83,6 +86,14 @@ def shorten(value: object) -> str:
 def cut_to(text: str, most: int) -> str:
     """The text, or so many characters of it with dots at the end."""
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def of_the_hub(folder: Path) -> str:
+    """Returns how to download a model, if ``folder`` looks like a name on the hub and is not a folder; else empty."""
+    name = str(folder)
+    if folder.exists() or not _HUB_NAME.fullmatch(name):
+        return ""
+    return f"; to download a model of the hub: hf download {name} --local-dir {folder.name}"
 
 
 @contextlib.asynccontextmanager

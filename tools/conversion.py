@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TemplateVariable
-from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.errors import ConfigError, RLMegatronError, of_the_hub
 from rl_megatron.weights.adapters.files import adapters_to_peft, left_by_peft, of_unknown_base
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
@@ -26,7 +26,6 @@ from rl_megatron.weights.checkpoints.megatron import held_lora
 from rl_megatron.weights.checkpoints.streaming import OnProgress
 from rl_megatron.weights.checkpoints.writing import Share, must_be_new
 from rl_megatron.weights.formats.hf_folder import chat_template, has_tokenizer
-from rl_megatron.weights.layouts.families import of_the_hub
 
 _NAMED_PARTS = 20
 _PART = re.compile(r"(\d{1,6})/(\d{1,6})")

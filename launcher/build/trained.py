@@ -13,14 +13,13 @@ from launcher.build.model import starting_folder
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.jobs import CHECKPOINT, DpoSection, SftSection
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, of_the_hub
 from rl_megatron.training import checkpoints
 from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints.convert import megatron_to_hf
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.megatron import held_lora
-from rl_megatron.weights.layouts.families import of_the_hub
 
 _DEFAULT = "tiny_cpu"
 _NAMES_MODEL = ("model.path=", "model.tiny.", "learner.model=")

@@ -21,7 +21,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.config.sections.jobs import CHECKPOINT
 from rl_megatron.config.sections.teachers import teacher_role
-from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.errors import ConfigError, RLMegatronError, of_the_hub
 from rl_megatron.json_text import parse
 from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.families.fields import CLASSIFIER
@@ -32,7 +32,7 @@ from rl_megatron.weights.checkpoints.hugging_face import own_in_drafts
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.megatron import raise_other_model
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
-from rl_megatron.weights.layouts.families import of_the_hub, read_shape
+from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import role_layout, role_shape
 from rl_megatron.weights.layouts.tables.drafts import holds_draft
 

@@ -19,14 +19,13 @@ from rl_megatron.config.sections.reward import RANKS, EnvironmentSection, Reward
 from rl_megatron.data.problems.prompts import first_problem
 from rl_megatron.environments.demonstrations import demonstrated
 from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_environment
-from rl_megatron.errors import EnvironmentFailed, RLMegatronError
+from rl_megatron.errors import EnvironmentFailed, RLMegatronError, of_the_hub
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.sandbox.subprocess import why_unfenced
 from rl_megatron.sandbox.table import Sandbox
 from rl_megatron.types import Completion, Prompt, Scored, Span
-from rl_megatron.weights.layouts.families import of_the_hub
 
 T = TypeVar("T")
 

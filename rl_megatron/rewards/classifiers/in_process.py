@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_megatron.chat_templates import TemplateFailed, begun_once, template_texts
 from rl_megatron.config.sections.reward import RewardModelSection
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, of_the_hub
 from rl_megatron.rewards.scoring import turn_of
 from rl_megatron.rewards.threads import in_daemon_thread
 from rl_megatron.types import Completion, Prompt, Scored
@@ -101,7 +101,8 @@ class ClassifierReward:
     def __init__(self, folder: Path, section: RewardModelSection, *, key: str) -> None:
         where = f"{key}=hf:{folder}"
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"{where}: it has no config.json; give the folder of a Hugging Face sequence classifier")
+            given = f"give the folder of a Hugging Face sequence classifier{of_the_hub(folder)}"
+            raise ConfigError(f"{where}: it has no config.json; {given}")
         self._section = section
         self._model = _load(folder, section, where)
         self._pad: int | None = self._model.config.pad_token_id  # None: a text's last token is read, whichever it is

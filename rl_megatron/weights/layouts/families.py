@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rl_megatron.errors import ConfigError, shorten
+from rl_megatron.errors import ConfigError, of_the_hub, shorten
 from rl_megatron.models.families.fields import CLASSIFIER, read_config
 from rl_megatron.models.families.refused import REFUSED
 from rl_megatron.models.json_files import tensor_names
@@ -25,7 +24,6 @@ from rl_megatron.weights.layouts.tables.qwen3 import LLAMA, MISTRAL, QWEN2, QWEN
 from rl_megatron.weights.layouts.tables.qwen3_moe import MIXTRAL, OLMOE, QWEN3_MOE
 from rl_megatron.weights.layouts.tables.qwen3_next import QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_NEXT
 
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _ALL = (
     *(QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2),
     *(
@@ -85,14 +83,6 @@ def adapters_alone(folder: Path) -> str:
         "it has peft's adapters alone; give the checkpoint of their run, or merge them by peft: "
         "PeftModel.from_pretrained(model, FOLDER).merge_and_unload().save_pretrained(OUT), and give OUT"
     )
-
-
-def of_the_hub(folder: Path) -> str:
-    """Returns how to download a model, if ``folder`` looks like a name on the hub and is not a folder; else empty."""
-    name = str(folder)
-    if folder.exists() or not _HUB_NAME.fullmatch(name):
-        return ""
-    return f"; to download a model of the hub: hf download {name} --local-dir {folder.name}"
 
 
 def family_of(shape: ModelShape) -> Family:

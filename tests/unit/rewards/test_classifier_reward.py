@@ -165,6 +165,8 @@ def test_a_chat_template_wraps_both_turns(tmp_path: Path) -> None:
 def test_what_is_no_reward_model_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward\.function=hf:.*nothing: it has no config\.json"):
         resolve_reward(f"hf:{tmp_path / 'nothing'}")
+    with pytest.raises(ConfigError, match=r"classifier; to download .*: hf download Org/Judge-1 --local"):
+        resolve_reward("hf:Org/Judge-1")
     headless = make(tmp_path / "language", LlamaForCausalLM, num_labels=1)
     with pytest.raises(ConfigError, match=r"lack score.weight, so these weights would be random"):
         resolve_reward(f"hf:{headless}")
