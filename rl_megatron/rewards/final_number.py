@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from rl_megatron.errors import RewardError
-from rl_megatron.rewards.symbols import number_of, to_ascii, to_latex
+from rl_megatron.rewards.symbols import number_of, to_ascii, to_latex, without_reasons
 from rl_megatron.rewards.threads import in_daemon_thread
 from rl_megatron.types import Completion, Prompt, Scored
 
@@ -48,7 +48,7 @@ def is_formula(answer: str) -> bool:
 def last_number(text: str) -> Fraction | None:
     """The last number in ``text``; None if there is none, if it is under a root sign, or if it has more than
     ``MAX_DIGITS`` digits."""
-    text, last = to_ascii(text), None
+    text, last = without_reasons(to_ascii(text)), None
     for last in _NUMBER.finditer(text):  # noqa: B007  # only the last counts
         pass
     if last is None or len(last[0]) > MAX_DIGITS or text[: last.start()].rstrip(" (").endswith(("√", "∛", "∜")):

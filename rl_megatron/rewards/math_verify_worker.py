@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from rl_megatron.bounded import answer_calls
-from rl_megatron.rewards.symbols import mark_formulas, to_latex
+from rl_megatron.rewards.symbols import mark_formulas, to_latex, without_reasons
 from rl_megatron.sandbox import kernel
 
 MEMORY_BYTES = 4 << 30
@@ -88,7 +88,7 @@ def _expression(answer: str) -> list[Any]:
 
 def _readable(text: str, answer: str) -> str:
     """The text of a completion, with what the package would overlook or read in part as LaTeX."""
-    text = _positional(to_latex(text))
+    text = _positional(without_reasons(to_latex(text)))
     if not any(mark in text for mark in _MARKED) and _LETTER.fullmatch(answer) and (found := _CHOICE.findall(text)):
         return rf"{text} \boxed{{{found[-1]}}}"
     return mark_formulas(text)

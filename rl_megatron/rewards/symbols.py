@@ -43,6 +43,13 @@ _BARE = re.compile(  # a formula outside of these, with spaces around its operat
     r"|(?<=[\d)}]) (?=[A-Za-z][\^_])|\d+(?:[.,]\d+)*|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])|[\^_(){}\[\]|]"
     r"|, ?(?=[-\w\\.^{} ]{1,40}[)\]]))+"
 )
+_VALUE = r"(?:[\d)\]}$%*°²³]|\b[A-J]\b)(?: ?[A-Za-z]{1,12})?"  # its end, with a unit
+_REASON = re.compile(  # after a value; without parentheses only after a stated answer, to the end of the sentence
+    rf"({_VALUE}) \((?:as|because|check|for|since)\b(?:[^()\n]++|\([^()\n]*+\))*+\)"
+    rf"|((?i:\banswer)(?: is(?! not)|:)[^\n]{{0,50}}?{_VALUE})"
+    r"(?:[,;]? (?:because|since)|[,;] as| as(?= [\d\\$(√]))\b[^\n]*?(?=\.?$|\.\s)",
+    re.MULTILINE,
+)
 _OPERATORS = {r"\times": "*", r"\cdot": "*", r"\div": "/"}  # as math-verify reads them in plain text
 
 
@@ -103,6 +110,11 @@ def to_latex(text: str) -> str:
 
 def _root(match: re.Match[str]) -> str:
     return f"\\{_COMMANDS.get(match[1], 'sqrt')}{{{match[3] or _ROOT.sub(_root, match[2])}}}"
+
+
+def without_reasons(text: str) -> str:
+    """Leaves out why a value is right: ``(as 7² = 49)`` of ``answer: 7 (as 7² = 49)``. What holds a box stays."""
+    return _REASON.sub(lambda found: found[0] if "\\boxed{" in found[0] else found[1] or found[2], text)
 
 
 def mark_formulas(text: str) -> str:

@@ -113,6 +113,13 @@ SYMBOLS = (  # an answer, completions that are right, and wrong ones
     ("6.02e23", (r"$6.02 \times 10^{23}$", "6.02×10²³"), ("6.03e23",)),
     ("1/3", ("0.333333",), ("0.333",)),
     ("9", (r"$9\%$",), ("0.09",)),
+    (
+        "7",
+        ("answer: 7 (as 7² = 49)", "answer: 7 as 7² is 49", "The answer is $7$, since $7^2 = 49$."),
+        ("answer: 49 (for 7 is its root)", r"8 (as \boxed{6})", "answer: 8 since √49 = 7"),
+    ),
+    ("2√3", ("The answer is 2√3 (as (2√3)² = 12).", r"so 4 (as \boxed{2\sqrt{3}} is not)"), ("12 (as (2√3)² = 12)",)),
+    ("C", ("The answer is C (as 7² = 49)",), ("The answer is B (as 7² = 49), not C",)),
 )
 
 

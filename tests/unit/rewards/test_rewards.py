@@ -75,6 +75,13 @@ def test_exact_match_looks_past_white_space_only() -> None:
         ("７０ ０００", "70000"),
         ("3 × 10⁸", "300000000"),
         ("0.1̅6̅", "16/99"),
+        ("answer: 7 (as 7² = 49)", "7"),
+        ("#### 7 apples (since 3 + (2 + 2) = 7, or 8)", "7"),
+        ("The answer is **7**, because 7² = 49.\nIt is not 8.", "8"),
+        ("The answer is 7.5, as 2 * 7.5 = 15. Check: 15", "15"),
+        ("The answer is not 5, because 2 + 4 = 6.", "6"),
+        ("Let x = 2, since y = 4 it is 6", "6"),
+        ("12 (6 for each)", "6"),
     ],
 )
 def test_the_last_number_is_read_exactly(text: str, value: str) -> None:
