@@ -23,7 +23,7 @@ from rl_megatron.weights.bytes.dtypes import DType, widest
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies, own_in_drafts, write_safetensors
 from rl_megatron.weights.checkpoints.kind import is_megatron, must_have_config
-from rl_megatron.weights.checkpoints.megatron import held_shape, index_files, megatron_copies, write_chunks
+from rl_megatron.weights.checkpoints.megatron import held_files, held_shape, index_files, megatron_copies, write_chunks
 from rl_megatron.weights.checkpoints.megatron_names import VALUES, has_draft, place_of
 from rl_megatron.weights.checkpoints.streaming import (
     Copy,
@@ -34,7 +34,7 @@ from rl_megatron.weights.checkpoints.streaming import (
     Streamed,
     in_files,
 )
-from rl_megatron.weights.checkpoints.torch_dist import read_index
+from rl_megatron.weights.checkpoints.torch_dist import read_index, read_tensor
 from rl_megatron.weights.checkpoints.writing import Share, write_files
 from rl_megatron.weights.formats.hf_folder import (
     INDEX,
@@ -53,6 +53,7 @@ from rl_megatron.weights.layouts.tables.drafts import has_draft_rows
 from rl_megatron.weights.plans.plan import plan
 
 _ALL = Share()
+_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def hf_to_megatron(
@@ -240,6 +241,7 @@ def left_out(source: Path, config: Path | None = None, family: str | None = None
     """
     lines = (
         _values_left_out(source),
+        _rows_left_out(source, converted_shape(source, config, family)),
         _drafts_left_out(source, converted_shape(source, config, family)),
         *own_left_out(source, config, family),
         _scales_left_out(source),
@@ -259,6 +261,22 @@ def _values_left_out(source: Path) -> str | None:
     if not is_megatron(source) or not any(name.startswith(VALUES) for name in read_index(source)[0]):
         return None
     return f"{VALUES.removesuffix('.')}: a policy's own critic; the new folder has the policy alone"
+
+
+def _rows_left_out(source: Path, shape: ModelShape) -> str | None:
+    """Counts the embedding's rows beyond the vocabulary that are not 0, as this project's padding is."""
+    sizes, chunks = read_index(source) if is_megatron(source) else ({}, [])
+    vocab, count = shape.vocab_size, 0
+    for chunk in chunks:
+        if chunk.key == _EMBEDDING and (kept := max(vocab - chunk.offsets[0], 0)) < chunk.sizes[0]:
+            file = held_files(source, [chunk.file])[source / chunk.file]
+            count += int(read_tensor(file, chunk)[kept:].any(axis=1).sum())
+    return (
+        f"{_EMBEDDING}: {count} of its {sizes[_EMBEDDING][0]} rows are not 0 and beyond vocab_size={vocab}; the new "
+        "folder lacks them. If they are tokens, not padding, set vocab_size in config.json to keep them"
+        if count
+        else None
+    )
 
 
 def _scales_left_out(source: Path) -> str | None:

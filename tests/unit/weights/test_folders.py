@@ -466,6 +466,23 @@ def test_a_misfit_names_the_key_that_describes_it() -> None:
     ]
 
 
+def test_rows_beyond_the_vocabulary_are_counted_unless_they_are_padding(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "hf")
+    convert.hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    assert convert.left_out(tmp_path / "megatron") is None
+    key, path = "embedding.word_embeddings.weight", tmp_path / "megatron/config.json"
+    config = json.loads(path.read_text())
+    size, padded = config["vocab_size"], read_index(tmp_path / "megatron")[0][key][0]
+    assert padded > size, "rows of 0"
+    path.write_text(json.dumps({**config, "vocab_size": size - 3}))
+    said = convert.left_out(tmp_path / "megatron")
+    assert said is not None
+    assert said.startswith(f"{key}: 3 of its {padded} rows are not 0 and beyond vocab_size={size - 3}; the new folder ")
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    held = {name: len(one) for name, one in load_file(tmp_path / "back/model.safetensors").items()}
+    assert held["model.embed_tokens.weight"] == size - 3
+
+
 def test_scales_of_a_quantised_cache_are_left_aside_and_named(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "hf")
     tensors = load_file(tmp_path / "hf/model.safetensors")
