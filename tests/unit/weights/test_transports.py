@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,18 +27,23 @@ from typing_extensions import override
 
 from rl_megatron.errors import ConfigError, CorruptionError, ReplicasLost, SyncError, WeightError
 from rl_megatron.types import ParallelDims, WeightUpdate
+from rl_megatron.weights.bytes.hashing import PIECE_BYTES
 from rl_megatron.weights.bytes.pinned import Extent, Pinned
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.plan import from_json, plan
+from rl_megatron.weights.plans.transfers import Transfer
 from rl_megatron.weights.servers.direct import DirectDelivery
 from rl_megatron.weights.servers.file import FileDelivery
 from rl_megatron.weights.servers.mirror import Mirror
-from rl_megatron.weights.transports import joined, words
+from rl_megatron.weights.transports import ends, joined, words
+from rl_megatron.weights.transports.buckets import Bucket, _split
+from rl_megatron.weights.transports.carried import in_turn
 from rl_megatron.weights.transports.commit import Staging
 from rl_megatron.weights.transports.cuda_ipc import CudaRings
+from rl_megatron.weights.transports.ends import Dtypes, PlanEnds
 from rl_megatron.weights.transports.joined import Keeper, Member, Rendezvous
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 from rl_megatron.weights.transports.shared_memory import _HELLO, Rings
@@ -549,6 +555,95 @@ def test_a_piece_may_be_larger_than_a_slab(size: int) -> None:
     extents = memory.take(size, Stream())  # type: ignore[arg-type]
     assert torch.cat([memory.of(extent) for extent in extents])[:size].numel() == size
     assert memory.num_bytes == -(-size // SLAB) * SLAB
+
+
+# A process's end of a plan: its parts, their order, and what it says of those that did not arrive whole.
+def end_of_one() -> PlanEnds:
+    moves = plan(Layout(table=MEGATRON_QWEN3_MOE, shape=SMALL_MOE), Layout(table=HF_QWEN3_MOE, shape=SMALL_MOE))
+    src = megatron_tensors(hf_tensors(0), ParallelDims(), 0)
+    return PlanEnds(moves, rank=0, src=src, dst=hf_tensors(1), exchange=lambda mine: [mine], verify=True)
+
+
+def transfer(name: str, elements: int) -> Transfer:
+    shape, box = (elements,), ((0, elements),)
+    return Transfer(
+        layer=None,
+        src_rank=1,
+        src_param=name,
+        src_shape=shape,
+        src_box=box,
+        dst_rank=0,
+        dst_param=name,
+        dst_shape=shape,
+        dst_box=box,
+    )
+
+
+def test_a_cpus_parts_fit_its_cache_unless_it_is_told_another_size() -> None:
+    end, name = end_of_one(), next(iter(hf_tensors(0)))
+    size = PIECE_BYTES // end.dst[name].dtype.itemsize
+    moved = [transfer(name, 3 * size)]
+
+    def sizes(part_bytes: int | None) -> list[int]:
+        buckets = end.cut(0, moved, 8 * PIECE_BYTES, part_bytes)
+        return [part.num_elements for bucket in buckets for part in bucket.parts]
+
+    assert sizes(None) == [size] * 3
+    assert sizes(3 * PIECE_BYTES) == [3 * size]
+
+
+def test_rows_that_fit_together_are_one_part() -> None:
+    assert [*_split((4, 3), 6)] == [((0, 2), (0, 3)), ((2, 4), (0, 3))]
+
+
+def test_what_goes_through_a_ring_begins_with_the_ranks_own_carrier() -> None:
+    bucket = Bucket(dtype=torch.float32, turn=0, number=0, parts=[])
+    assert [frm for _, frm, _ in in_turn({sender: [bucket] for sender in range(3)}, 1, 3)] == [1, 0, 2]
+
+
+def test_a_dtype_that_others_of_its_kind_do_not_have_is_found() -> None:
+    held = {"layers.0.a": torch.zeros(1), "layers.1.a": torch.zeros(1, dtype=torch.bfloat16)}
+    dtypes = Dtypes.of_tensors(held)
+    assert [dtypes.find(name) for name in (*held, "layers.2.a", "b")] == [
+        torch.float32,
+        torch.bfloat16,
+        torch.float32,
+        None,
+    ]
+    assert dtypes.others == {"layers.1.a": torch.bfloat16}
+
+
+@pytest.mark.parametrize(("failures", "more"), [(10, []), (13, ["and 3 more"])], ids=["ten", "more"])
+def test_of_many_parts_that_did_not_arrive_ten_are_told(failures: int, more: list[str]) -> None:
+    end = end_of_one()
+    end._failures = [f"part {i}" for i in range(failures)]
+    with pytest.raises(CorruptionError) as raised:
+        end.finish(8)
+    assert str(raised.value).splitlines()[10:] == ["part 9", *more]
+
+
+def test_a_copy_within_a_process_is_timed_and_refused_whichever_digest_is_larger(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    end = end_of_one()
+    parts = len(end._local)
+    assert parts > 2
+    monkeypatch.setattr(ends, "time", SimpleNamespace(perf_counter=count(5).__next__))
+    end.begin()
+    assert end.finish(8) == parts
+    end._copy_on_device()
+    assert end.finish(8) == parts + 1
+    wrong = [2, 1, *[0] * (parts - 2)]
+    right = [1, 2, *[0] * (parts - 2)]
+    digests = iter([digest for pair in zip(wrong, right, strict=True) for digest in pair])
+    monkeypatch.setattr(ends, "digest", lambda data: next(digests))
+    end.begin()
+    assert end._failures == [end._difference(part, 0) for part in end._local[:2]]
+    both = iter([torch.tensor(right), torch.tensor(wrong)])
+    monkeypatch.setattr(ends, "tensor_digests", lambda tensors: next(both))
+    end._failures = []
+    end._copy_on_device()
+    assert end._failures == [end._difference(part, 0) for part in end._local[:2]]
 
 
 # What a process serves between the phases of a commit.
