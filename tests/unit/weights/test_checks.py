@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +23,10 @@ from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.weights.bytes import hashing
 from rl_megatron.weights.bytes.hashing import bytes_of, digest, tensor_digests
 from rl_megatron.weights.checks import checksums
-from rl_megatron.weights.checks.checksums import add, box_checksums, checksum
-from rl_megatron.weights.checks.compare import ReportReader, compare
+from rl_megatron.weights.checks.checksums import add, box_checksums, checksum, narrowed
+from rl_megatron.weights.checks.compare import ReportReader, compare, count_verified
 from rl_megatron.weights.checks.places import record
-from rl_megatron.weights.checks.reports import Report, checksums_of, kind_of, packed_report, sealed_by
+from rl_megatron.weights.checks.reports import Report, checksums_of, kind_of, packed_report, sealed_by, sent_checksums
 from rl_megatron.weights.servers.mirror import Mirror, read, seal, seal_of
 
 SHAPE = (24, 40)
@@ -64,6 +65,7 @@ def test_boxes_add_up_however_a_tensor_is_cut(dtype: torch.dtype) -> None:
     assert add(checksum(tensor[:, :16], SHAPE, (0, 0)), checksum(tensor[:, 16:], SHAPE, (0, 16))) == whole
     assert checksum(tensor.t().contiguous().t(), SHAPE) == whole
     assert checksum(tensor.view(torch.uint8), (24, 40 * dtype.itemsize)) == whole
+    assert checksum(made(dtype, (24, 80))[:, ::2], SHAPE) == checksum(made(dtype, (24, 80))[:, ::2].contiguous(), SHAPE)
 
 
 def test_of_vectors_and_of_three_dims() -> None:
@@ -72,6 +74,24 @@ def test_of_vectors_and_of_three_dims() -> None:
     assert checksum(cube, (4, 6, 10)) == checksum(cube.reshape(4, 60), (4, 60))
     halves = checksum(cube[:, :2], (4, 6, 10), (0, 0, 0)), checksum(cube[:, 2:], (4, 6, 10), (0, 2, 0))
     assert add(*halves) == checksum(cube, (4, 6, 10))
+
+
+def test_rows_longer_than_any_before_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums, "_MADE", {})
+    shape = (1, 5000)
+    first, rest = made(shape=shape).split([2000, 3000], 1)
+    assert add(checksum(first, shape, (0, 0)), checksum(rest, shape, (0, 2000))) == checksum(made(shape=shape), shape)
+
+
+def test_another_device_adds_up_what_it_holds_itself() -> None:
+    found = checksums._sum(made().to("meta"), SHAPE, (), checksums._FactorsOnDevice())
+    assert isinstance(found, Tensor)
+    assert found.is_meta
+
+
+def test_what_is_held_wider_than_in_its_file_is_compared_as_in_the_file() -> None:
+    assert torch.equal(narrowed(made(), torch.bfloat16), made(torch.bfloat16))
+    assert torch.equal(narrowed(made(torch.bfloat16), torch.float32), made(torch.bfloat16))
 
 
 @pytest.mark.parametrize("size", [8, 4, 2, 1])
@@ -268,6 +288,24 @@ def test_a_layout_of_the_kernels_own_is_told_from_corruption(ranks: list[Rank]) 
     again = compare(SEALED, SHAPES, said, frozenset({"w13"}))
     assert set(again.differing) == {"router"}
     assert again.unseen == {n for n in SHAPES if n.endswith(("gate", "up"))}
+    assert count_verified(SEALED, SHAPES, said) == (len(SHAPES) - 2 * EXPERTS, ["router"])
+
+
+def test_a_parameter_too_small_for_its_box_is_not_compared(ranks: list[Rank]) -> None:
+    held = record(ranks[0].load, SHAPES, ranks[0].params, DTYPES)
+    smaller = ranks[0].params | {"norm": torch.zeros(HIDDEN - 1)}
+    assert {hf for _, hf, _, _ in checksums_of(held, smaller).rows} == {*SHAPES} - {"norm"}
+
+
+def test_a_tensor_of_no_elements_is_as_sealed_though_no_rank_holds_it() -> None:
+    found = compare({"empty": 0}, {"empty": (0, HIDDEN)}, [Report(rows=[], seconds=0.0)], frozenset())
+    assert (dict(found.differing), found.unseen) == ({}, frozenset())
+
+
+def test_a_learners_report_tells_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(perf_counter=iter((5.0, 12.0)).__next__)
+    monkeypatch.setattr("rl_megatron.weights.checks.reports.time", clock)
+    assert sent_checksums([], {}, lambda _, tensor: tensor).seconds == 7.0
 
 
 class Counted(tuple):  # type: ignore[type-arg]
