@@ -141,7 +141,7 @@ ROOMS = (
         mutants=60,
         first=_under("tests/unit/rollout", "test_stream.py", "test_rollout_sampler.py"),
         after=(
-            *_under("tests/unit/rollout", "test_asynchronous.py", "test_environments_that_fail.py"),
+            *_under("tests/unit/rollout", "test_asynchronous.py", "test_environments_that_fail.py", "test_suspects.py"),
             *_under("tests/unit", "training/test_checkpoints.py", "data/test_broken_data.py", "data/test_mixture.py"),
         ),
     ),

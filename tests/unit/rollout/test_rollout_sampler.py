@@ -27,8 +27,8 @@ from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.rollout.generations import sampled_by
 from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.local.engine import LocalEngine
-from rl_megatron.rollout.policy_sampler import HeldOut
-from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler
+from rl_megatron.rollout.sampler import RolloutSampler, SamplerBySource
 from rl_megatron.training.group_job import interrupted_row
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, Scored
 from tests.completions import completion, drawn
@@ -77,7 +77,7 @@ def sampler(make_engine: MakeEngine, reward: Reward, seed: int = 0, **section: o
     )
 
 
-def sampled(ours: RolloutSampler, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
+def sampled(ours: PolicySampler, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
     return RolloutBatch.of(asyncio.run(ours.groups(drawn(prompts, step))))
 
 
@@ -351,6 +351,30 @@ def test_accuracy_is_the_share_of_greedy_successes(make_engine: MakeEngine) -> N
     accuracy = accuracy_of(ours, PROMPTS, success_reward=9.0)
     assert accuracy == sum(name != "p1" and length >= 9 for name, length in lengths.items()) / 5
     assert {request.num_completions for request in ours.engine.asked} == {1}
+
+
+def test_each_group_of_an_evaluation_is_told_once_and_a_prompt_that_comes_again_by_its_number(
+    make_engine: MakeEngine,
+) -> None:
+    told: list[int] = []
+    ours = sampler(make_engine, length_reward)
+    asked = HeldOut(
+        prompts=[*PROMPTS[:2], PROMPTS[0]], params=ours.params(temperature=1.0), samples=2, tell=told.append
+    )
+    asyncio.run(ours.held_out(asked))
+    assert told == [2] * 3
+    assert [one.id for one in ours.engine.asked] == ["evaluation: p0", "evaluation: p1", "evaluation, time 2: p0"]
+
+
+def test_prompts_of_several_sources_come_back_in_their_order_from_their_own_samplers(make_engine: MakeEngine) -> None:
+    usual, own = (sampler(make_engine, length_reward, seed) for seed in (0, 1))
+    both = SamplerBySource(
+        engine=usual.engine, rollout=usual.rollout, stop_token_ids=(), seed=0, usual=usual, own={"b": own}
+    )
+    prompts = [PROMPTS[0], replace(PROMPTS[1], source="b"), PROMPTS[2]]
+    found = sampled(both, prompts, 1)
+    alone = [sampled(one, [prompt], 1) for one, prompt in zip((usual, own, usual), prompts, strict=True)]
+    assert [texts_of(group) for group in found.groups] == [texts_of(one.groups[0]) for one in alone]
 
 
 def _greedy_requests(ours: RolloutSampler) -> list[GenerationRequest]:

@@ -21,9 +21,10 @@ from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import CheckpointError, DataError, EngineError
 from rl_megatron.rollout import stream as stream_module
 from rl_megatron.rollout.batch import Answered, Drawn, Ledger, LedgerState, Waiting, lines_of
-from rl_megatron.rollout.stream import Stream, StreamState
+from rl_megatron.rollout.stream import Stream, StreamState, StreamTimes
 from rl_megatron.types import Chain, Prompt, RolloutGroup, Span, Trajectory, Turn
 from tests.streams import PROMPTS, Source, stream_over
+from tests.turns import trajectory
 from tests.virtual_time import run_at_once
 
 STEPS = 10
@@ -541,6 +542,55 @@ def test_a_row_says_how_much_sampling_and_training_overlap() -> None:
         return total
 
     assert run_at_once(waits()) > 400
+
+
+def test_a_row_has_the_share_of_the_time_for_which_the_learner_waited() -> None:
+    async def row() -> dict[str, float]:
+        times = StreamTimes(apart=True)
+        times.row(sampling=False)
+        times.sent([0], first=True)
+        await asyncio.sleep(8.0)
+        times.waited(2.0, for_due=False)
+        times.ended()
+        return times.row(sampling=False)
+
+    assert run_at_once(row()) == {
+        "wait/due_seconds": 0.0,
+        "overlap/fraction": 1 - 8 / 14,
+        "idle/learner_fraction": 0.25,
+    }
+
+
+def test_steps_that_draw_nothing_again_leave_as_many_places_to_draw_as_before() -> None:
+    async def credits() -> list[int]:
+        stream, found = stream_over(Source(lambda _: 1.0), size=2, staleness=2, dynamic_sampling="refill"), []
+        for step in range(1, 4):
+            found.append(stream.state().credit)
+            await stream.take(step)
+            stream.pushed(step)
+        await stream.close()
+        return found
+
+    assert run_at_once(credits()) == [(2 + 1) * 7 * 2] * 3
+
+
+def test_tokens_of_a_group_that_teaches_nothing_count_with_those_left_out_before() -> None:
+    class Sampled(Source):
+        def _answer(self, prompt: Prompt) -> Answered:
+            group = RolloutGroup(prompt=prompt, trajectories=(trajectory([3]),))
+            return replace(super()._answer(prompt), group=group, left_out_tokens=2)
+
+    first = PromptStream(PROMPTS, seed=0).take(1)[0].id
+
+    async def left_out() -> list[int]:
+        stream = stream_over(
+            Sampled(lambda _: 1.0, lambda name: name == first), size=2, staleness=0, dynamic_sampling="drop"
+        )
+        places = (await stream.take(1)).places
+        await stream.close()
+        return [one.answered.left_out_tokens for one in places if one.answered is not None and not one.kept]
+
+    assert run_at_once(left_out()) == [2 + 3]
 
 
 def test_a_wait_is_for_what_is_due_from_when_a_batch_is_finished_without_it() -> None:
