@@ -229,8 +229,11 @@ def stop_token_ids(
         )
     ends = tuple(ids) if isinstance(ids, list) else (ids,)
     if wrong := [one for one in ends if not 0 <= one < vocab_size]:
+        fix = "set eos_token_id in generation_config.json to a token of the model"
+        if wrong[0] in range(len(tokenizer)):
+            fix = "give the model its own tokenizer, or resize its embedding to the tokenizer (resize_token_embeddings)"
         raise ConfigError(
             f"{path if given is not None else model_folder}: the end-of-sequence token {wrong[0]} is not in the model "
-            f"(allowed 0 to {vocab_size - 1}); set eos_token_id in generation_config.json to a token of the model"
+            f"(allowed 0 to {vocab_size - 1}); {fix}"
         )
     return ends

@@ -205,7 +205,12 @@ ENDS = "generation_config.json"
             (),
             "names an end-of-sequence token; give its id as eos_token_id in generation_",
         ),
-        ({ENDS: {"eos_token_id": [2, 99999]}}, (), f"{ENDS}: the end-of-sequence token 99999 is not in the model"),
+        ({ENDS: {"eos_token_id": [2, 99999]}}, (), "99999 is not in the model (allowed 0 to 258); set eos_token_id"),
+        (
+            {ENDS: {"eos_token_id": 259}},
+            (),
+            f"{ENDS}: the end-of-sequence token 259 is not in the model (allowed 0 to 258); give the model its own",
+        ),
         ({ENDS: {"eos_token_id": "2"}}, (), "eos_token_id"),
         (
             {"chat_template.json": {"chat_template": TEMPLATE}},
