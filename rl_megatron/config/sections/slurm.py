@@ -44,7 +44,7 @@ def _split_options(given: object) -> object:
         return given
     text = given.strip()
     try:
-        return shlex.split(re.sub(r",\s*(?=--)", " ", text[1:-1]) if text.startswith("[") else text)
+        return shlex.split(re.sub(r",\s*(?=[\"']?--)", " ", text[1:-1]) if text.startswith("[") else text)
     except ValueError as error:
         why = {"why": str(error).lower()}
         raise PydanticCustomError("words", "Input should be options as in a shell: {why}", why) from error

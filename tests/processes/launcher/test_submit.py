@@ -306,6 +306,7 @@ def test_engine_nodes_take_after_the_learners_where_nothing_else_is_said() -> No
     ("options", "requested"),
     [
         ("--gres=gpu:h100:8", "--gres=gpu:h100:8"),
+        ('[--mail-user=me@x.org,"--gres=gpu:h100:8"]', "--gres=gpu:h100:8"),
         ("--gpus-per-node=h100:8", "--gpus-per-node=h100:8"),
         ("--tres-per-node=gres/gpu:8", "--tres-per-node=gres/gpu:8"),
         ("--gres=lustre:1", "--gpus-per-node=8"),
