@@ -27,8 +27,9 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.placement.ranks import group_ranks, layout_said, place
-from rl_megatron.placement.seats import seat
+from rl_megatron.placement.files import writers_of_files
+from rl_megatron.placement.ranks import group_ranks, layout_said, place, placement_of
+from rl_megatron.placement.seats import seat, seats_alone, seats_here, seats_of
 from rl_megatron.types import ParallelDims
 from tests.unit.launcher.slurm_jobs import CASES, config_of
 
@@ -101,6 +102,8 @@ def test_both_numbers_and_the_change_are_told() -> None:
         place(ParallelDims(tp=4, dp=1), ["a", "b"], 4)
     assert "slurm.nodes=2 * slurm.ntasks_per_node=4 = 8 tasks" in str(caught.value)
     assert "= 4 ranks; set learner.dp=2" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"= 3 ranks; change one of them$"):
+        place(ParallelDims(dp=3), ["a", "b"], 2)
     with pytest.raises(ConfigError, match=r"learner\.tp=8 does not divide slurm\.ntasks_per_node=4"):
         place(ParallelDims(tp=8, etp=8), ["a", "b"], 4)
 
@@ -191,6 +194,61 @@ def test_servers_that_do_not_fit_nodes_are_told(keys: dict[str, int], said: str)
         seat(ServerSection(**keys), ("a", "b", "c"), 8, shared=False)
 
 
+def test_servers_that_are_too_many_for_their_nodes_are_told_how_many_hold_them() -> None:
+    said = r"are 3 on a node, 12 GPUs of 8; lower them, or set slurm\.engines\.nodes=3$"
+    with pytest.raises(ConfigError, match=said):
+        seat(ServerSection(replicas=5, tp=4), ("a", "b"), 8, shared=False)
+
+
+# One machine's servers, of which no rank has the GPUs or which have some beside the ranks.
+def served(*keys: str) -> RunConfig:
+    return load_config("tiny_cpu", ["rollout=vllm", "learner.device=cuda", *keys])
+
+
+@pytest.mark.parametrize(
+    ("keys", "gpus", "expected"),
+    [
+        (("rollout.server.replicas=1",), 2, [()]),
+        (("rollout.server.replicas=3", "rollout.server.tp=2"), 6, [(0, 1), (2, 3), (4, 5)]),
+        (("rollout.server.replicas=3", "rollout.server.memory_fraction=0.3"), 1, [(0,)] * 3),
+    ],
+    ids=["one sees all", "GPUs of their own", "a shared GPU"],
+)
+def test_servers_without_ranks_beside_them_have_the_machine(
+    keys: tuple[str, ...], gpus: int, expected: list[tuple[int, ...]]
+) -> None:
+    assert [one.gpus for one in seats_alone(served(*keys), gpus)] == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "gpus", "said"),
+    [
+        (
+            ("rollout.server.tp=2",),
+            4,
+            "need 6 GPUs, and this machine has 4; lower them, or let 2 share a GPU by .*=0.5$",
+        ),
+        (("rollout.server.tp=4",), 2, "need 12 GPUs, and this machine has 2; lower them$"),
+        (("rollout.server.memory_fraction=0.6",), 2, "need 3 GPUs, and this machine has 2; lower them, or let 2 share"),
+    ],
+)
+def test_servers_without_ranks_that_have_no_room_are_refused(keys: tuple[str, ...], gpus: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        seats_alone(served("rollout.server.replicas=3", *keys), gpus)
+
+
+def test_servers_beside_ranks_need_gpus_of_their_own_for_all() -> None:
+    config = served("learner.dp=2", "rollout.server.replicas=2")
+    assert [one.gpus for one in seats_here(config, 4)] == [(2,), (3,)]
+    with pytest.raises(ConfigError, match="need 4 GPUs, and this machine has 3"):
+        seats_here(config, 3)
+
+
+def test_servers_of_a_run_on_cpus_have_no_gpus() -> None:
+    config = served("learner.device=cpu", "run.launcher=slurm", "run.name=cpus", "slurm.gpus_per_node=8")
+    assert [one.gpus for one in seats_of(config, ("a",), ())] == [()]
+
+
 @pytest.mark.parametrize(
     ("section", "keys", "text"),
     [
@@ -234,6 +292,20 @@ def test_they_fill_as_many_nodes_as_they_need() -> None:
     script = submit.job_script(config, folder=Path("/work"), python="python", package=Path("/code"))
     asked = [re.findall(r"#SBATCH --(?:nodes|ntasks-per-node)=(\d+)", part) for part in script.split("#SBATCH hetjob")]
     assert asked[:3] == [["2", "8"], ["1", "8"], ["3", "4"]]
+
+
+def test_no_more_ranks_than_gpus_are_on_a_node_and_fewer_may_be() -> None:
+    fewer = job_config("slurm.nodes=4", "slurm.ntasks_per_node=4")
+    assert placement_of(fewer, list("abcd")).ranks_per_node == 4
+    critic = job_config(*APART, *CRITIC, "slurm.heterogeneous=true", "slurm.critic.gpus_per_node=4")
+    assert placement_of(critic, ["x", "y"], "critic").ranks_per_node == 4
+    with pytest.raises(ConfigError, match=r"slurm\.critic\.nodes=1 get 8 ranks each, more than their 4 GPUs"):
+        placement_of(critic, ["x"], "critic")
+
+
+def test_each_node_with_servers_has_a_whole_copy_of_the_weights_from_its_own_ranks() -> None:
+    config = job_config("rollout=vllm", "rollout.server.replicas=2", "rollout.server.memory_fraction=0.3")
+    assert writers_of_files(config) == [range(8), range(8, 16)]
 
 
 @pytest.mark.parametrize(
