@@ -25,10 +25,14 @@ import numpy as np
 import pytest
 import torch
 
+from launcher.controller import group as group_module
+from launcher.controller import roles
 from launcher.controller.group import WorkerGroup
 from launcher.controller.handle import Ending, Failure, RankProcess, WorkerHandle
+from launcher.controller.kernels import record_kernels
 from launcher.controller.roles import LearnerGroup, Plane, WeightGroup
 from launcher.controller.slowest import SlowestRank
+from launcher.controller.watchdog import Watchdog
 from launcher.processes import limits, stacks
 from launcher.processes.stacks import Frame, Stack, explain, read
 from launcher.wire import messages
@@ -36,16 +40,19 @@ from launcher.wire.greetings import Setup
 from launcher.worker.models import RankModels
 from launcher.worker.process import say_alive, telling
 from rl_megatron.algorithms.losses import CrossEntropy
+from rl_megatron.config.io import load_config
 from rl_megatron.data.held import HeldRows
 from rl_megatron.data.packing import pack
 from rl_megatron.data.shares import Share
 from rl_megatron.errors import CheckpointError, CorruptionError, RLMegatronError, SyncError, WorkerDied
 from rl_megatron.interfaces import Pass
 from rl_megatron.observability.timeline.ranks import RankTimed
-from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.names import LEARNER, file_stem
 from rl_megatron.types import Batch, ParallelDims, Samples, WeightUpdate
+from rl_megatron.weights.checks.reports import Report
 from tests.e2e.processes import eventually
 from tests.samples import sequences_of
+from tests.virtual_time import run_at_once
 
 
 class _Process:
@@ -511,6 +518,75 @@ async def test_passes_asked_at_once_find_what_the_one_before_brought() -> None:
         held.take(shares_of(stages)[0])
 
 
+def test_a_row_has_the_bytes_and_seconds_since_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles, "time", SimpleNamespace(perf_counter=iter((5.0, 12.0)).__next__))
+    stages = Stages()
+    learner = learner_of(stages)
+    asyncio.run(learner.score(packed(samples()), frozenset({"logprobs"})))
+    sent = sum(share.nbytes for share in shares_of(stages))
+    assert learner._plane.row() == {"plane/bytes": sent, "plane/seconds": 7.0}
+    assert learner._plane.row() == {"plane/bytes": 0, "plane/seconds": 0.0}
+
+
+async def test_of_many_ranks_each_eighth_that_is_ready_is_told() -> None:
+    told: list[str] = []
+    answers: list[asyncio.Future[None]] = [asyncio.get_running_loop().create_future() for _ in range(17)]
+    group_module._counted(answers, "critic", told.append)
+    for answer in answers:
+        answer.set_result(None)
+        await asyncio.sleep(0)
+    assert told == [f"{ready} of 17 critic ranks are ready" for ready in (*range(2, 17, 2), 17)]
+
+
+async def test_ranks_are_told_the_files_of_their_kernels_and_those_not_written_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: dict[str, Any] = {}
+
+    async def ask(name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[str]:
+        asked[name] = arguments
+        return ["no room"] * len(arguments)
+
+    ranks = [SimpleNamespace(role="critic", rank=rank) for rank in range(3)]
+    async with record_kernels([cast(Any, SimpleNamespace(workers=ranks, ask=ask))], [1], tmp_path):
+        assert asked == {"begin_kernels": {1: ()}}
+    assert asked["end_kernels"] == {1: (tmp_path / f"{file_stem('critic', 1)}.json.gz",)}
+    assert caplog.messages == ["kernels were not written: no room"]
+
+
+class Watched:
+    """A rank as the watchdog knows it; a stopped one writes its stack once it is woken."""
+
+    role, ready, asked, still, beats, doing = LEARNER, True, None, 0, 5, "no call"
+
+    def __init__(self, rank: int, quiet: int, folder: Path) -> None:
+        self.rank, self.quiet, self.process, self.who = rank, quiet, self, f"rank {rank}"
+        self.woken, self._file = 0, folder / f"{file_stem(LEARNER, rank)}.txt"
+
+    def tick(self) -> None:
+        self.quiet += 1 if self.quiet else 0
+
+    def dump(self) -> None:
+        if not self.quiet:
+            self._file.write_text(BEHIND)
+
+    async def wake(self) -> None:
+        self.woken += 1
+        self._file.write_text(BEHIND)
+
+
+def test_a_silent_rank_is_woken_for_its_stack_and_ends_the_run(tmp_path: Path) -> None:
+    said: list[WorkerDied] = []
+    failure = SimpleNamespace(claim=lambda: None, report=lambda error, **_: said.append(error))
+    ranks = [Watched(0, 0, tmp_path), Watched(1, 50, tmp_path), Watched(2, 10, tmp_path)]
+    config = load_config("tiny_cpu", ["learner.timeout_seconds=120"])
+    run_at_once(Watchdog(cast(Any, ranks), cast(Any, failure), config, tmp_path).watch())
+    (error,) = said
+    assert str(error).startswith("rank 1 has sent no heartbeat for 60 s, half of learner.timeout_seconds")
+    assert [rank.woken for rank in ranks] == [0, 1, 1]
+    assert (tmp_path / "controller.txt").exists()
+
+
 # Two phases of a push over ranks whose answers are given.
 class TwoRanks:
     """Rank 1 stages corrupted weights so many times."""
@@ -521,6 +597,9 @@ class TwoRanks:
 
     async def each(self, name: str, version: int) -> list[Any]:
         self.calls.append((name, version))
+        if name == "send":
+            sent = WeightUpdate(version=version, num_bytes=3, seconds=2.0)
+            return [(sent, Report(rows=[], seconds=0.0)), SyncError("rank 1 is alone")][: 1 + bool(self._corrupted)]
         if name == "commit":
             return [None, None]
         good = [
@@ -545,6 +624,14 @@ def test_every_rank_stages_before_any_commits_and_corrupted_weights_move_once_mo
     with pytest.raises(CorruptionError, match="layer 3 on rank 1"):
         push(ranks)
     assert ranks.calls == [("stage", 5), ("stage", 5)]
+
+
+def test_shards_are_sent_by_every_rank_or_the_error_of_one_is_raised() -> None:
+    for corrupted in (0, 1):
+        group = WeightGroup(cast(WorkerGroup, TwoRanks(corrupted)))
+        with pytest.raises(SyncError, match="rank 1 is alone") if corrupted else contextlib.nullcontext():
+            update, (_,) = asyncio.run(group.send(5))
+            assert update.num_bytes == 3
 
 
 # Who is behind: by stacks as the interpreter writes them, and by the seconds of ranks' passes.
