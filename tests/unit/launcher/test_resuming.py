@@ -23,7 +23,7 @@ from launcher.controller.watchdog import Watchdog
 from launcher.processes import stacks
 from launcher.processes.loop_watch import LoopWatch
 from launcher.programs import train
-from launcher.runs.folder import claim, lock
+from launcher.runs.folder import choose, claim, lock, refuse_copied
 from launcher.runs.resume import find, has_trained
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.resume import COSTS, FREE, FREE_BEFORE, fixed, is_free, table
@@ -356,6 +356,9 @@ def test_other_data_is_told_by_few_lines(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"data\.digits: 2 then, not there now") as caught:
         find(RunConfig(data=files), run)
     assert len(str(caught.value)) < 2000
+    options = {f"reward.options.k{i}": i for i in range(1, 24)}
+    with pytest.raises(CheckpointError, match=r"k20: 20 then, now no such key\nand 3 more\nresume with the version"):
+        find(RunConfig(), run_of(tmp_path / "many", RunConfig(), fixed(RunConfig()) | options))
 
 
 def test_fewer_steps_than_are_made_are_refused(tmp_path: Path) -> None:
@@ -440,6 +443,28 @@ def test_unnamed_runs_that_start_together_take_the_next_number(tmp_path: Path, m
     claimed.clear()
     named = CliRunner().invoke(app, ["train", f"run.dir={tmp_path}", "run.name=mine"])
     assert (claimed, "has just taken this name" in str(named.exception)) == (["mine"], True)
+
+
+def test_a_named_run_that_is_there_is_told_and_another_name_is_as_given(tmp_path: Path) -> None:
+    config = load_config("tiny_cpu", [f"run.dir={tmp_path}", "run.name=mine"])
+    assert choose(config, "tiny_cpu", resume=False) == config
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigError, match=rf"run\.name=mine: {tmp_path}/mine exists; .*take another name$"):
+        choose(config, "tiny_cpu", resume=False)
+
+
+def test_a_configuration_beside_a_run_may_name_another(tmp_path: Path) -> None:
+    """But not the run's own."""
+    (tmp_path / "metrics.jsonl").touch()
+    config = load_config("tiny_cpu", [f"run.dir={tmp_path}", "run.name=other"])
+    refuse_copied(config, tmp_path / "mine.yaml", ())
+    with pytest.raises(ConfigError, match=f"is of the run {tmp_path}/other, but lies in"):
+        refuse_copied(config, tmp_path / "config.yaml", ())
+
+
+def test_folders_above_a_runs_are_made(tmp_path: Path) -> None:
+    with claim(tmp_path / "a" / "b" / "run", resume=False) as claimed:
+        assert claimed.folder == tmp_path / "a" / "b" / "run"
 
 
 def test_a_file_that_cannot_be_closed_hides_no_error() -> None:
