@@ -23,7 +23,7 @@ from launcher.servers.engines import SERVERS
 from rl_megatron.errors import CorruptionError, EngineError
 from rl_megatron.models.named import NAMED
 from rl_megatron.rollout.servers import decoding
-from rl_megatron.rollout.servers.answers import as_it_should_end, joined, problem_of, rest_of
+from rl_megatron.rollout.servers.answers import as_it_should_end, joined, problem_of, rest_of, spans_of
 from rl_megatron.rollout.servers.attempts import Attempts
 from rl_megatron.rollout.servers.decoding import Judged, SampledColumns
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
@@ -179,8 +179,8 @@ def test_scores_that_are_not_of_the_text_are_named(engine: str) -> None:
 
 
 def test_a_completion_longer_than_asked_for_or_without_its_log_probs_is_none() -> None:
-    done = completion((1,) * 3, (-1.0, 0.001, 0.0))
-    assert problem_of(done, REQUEST, vocab_size=10) is None
+    for logprobs in ((-1.0, 0.001, 0.0), (-1000.0, 0.01, 0.0)):
+        assert problem_of(completion((1,) * 3, logprobs), REQUEST, vocab_size=10) is None
     assert problem_of(completion(()), REQUEST, vocab_size=10) is None
     longer = completion((1,) * 4)
     assert problem_of(longer, REQUEST, vocab_size=10) == "it has 4 tokens, but at most 3 were requested"
@@ -208,6 +208,10 @@ def test_versions_begin_at_tokens_that_ascend(starts: list[int], taken: bool) ->
     done = completion((1,) * 3, spans=[(start, number) for number, start in enumerate(starts)])
     problem = problem_of(done, REQUEST, vocab_size=10)
     assert problem == (None if taken else f"its weight versions begin at tokens {starts} of 3; they must ascend from 0")
+
+
+def test_neighbouring_parts_of_one_version_are_one_span() -> None:
+    assert spans_of([(0, 1), (2, 2), (4, 2), (5, 1)]) == ((0, 1), (2, 2), (5, 1))
 
 
 @pytest.mark.parametrize("engine", ADAPTERS)

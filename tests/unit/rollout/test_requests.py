@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ from tests.unit.rollout.test_engine_servers import (
     push,
     running,
 )
+from tests.virtual_time import run_at_once
 
 LIMIT = 300.0
 
@@ -216,6 +218,56 @@ async def test_what_servers_go_on_ending_without_an_update_is_an_error(fakes: li
     with pytest.raises(EngineError, match=r"aborted it after 0 tokens, although weight version 1 was served all the"):
         await engine.generate(REQUEST)
     assert sum(fake.asked.count("/generate") for fake in fakes) == 4
+
+
+def test_what_was_sent_last_is_remembered_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_megatron.rollout.servers.places._REMEMBERED", 2)
+    places = Places()
+    for number in range(3):
+        places.choose(replace(REQUEST, id=f"{number}", group=None), replicas_of(1), None)
+    assert [*places._servers] == ["1", "2"]
+
+
+def test_the_wait_before_a_retry_doubles_with_each_failure_that_nothing_explains() -> None:
+    (replica,) = replicas_of(1)
+
+    async def waited(unexplained: int) -> float:
+        async def too_many(failures: object) -> bool:
+            return False
+
+        of: Any = SimpleNamespace(_too_many=too_many, _unexplained=lambda failures: unexplained)
+        failure = attempts.FailedAttempt(replica, replica.server, None)
+        await attempts.Attempts._wait(of, REQUEST, AttemptFailed("http://h: status 500"), [failure])
+        return asyncio.get_running_loop().time()
+
+    assert [run_at_once(waited(failures)) / attempts._WAIT for failures in range(4)] == [1, 1, 2, 4]
+
+
+def test_a_time_limit_counts_its_attempts_and_is_twice_as_long_once_it_was_over() -> None:
+    async def spent() -> attempts.TimeLimit:
+        limit = attempts.TimeLimit(limit=3.0)
+        for seconds in (1.0, 1.5):
+            await asyncio.sleep(7.0)
+            limit.start()
+            await asyncio.sleep(seconds)
+            limit.stop()
+        return limit
+
+    limit = run_at_once(spent())
+    assert (limit.spent, limit.left) == (2.5, 0.5)
+    limit.over = True
+    limit.extend()
+    assert (limit.limit, limit.spent) == (6.0, 0.0)
+
+
+async def test_of_a_request_that_was_answered_whole_nothing_is_kept(fakes: list[Fake]) -> None:
+    engine = engine_of(fakes)
+    await push(engine, 7)
+    await engine.generate(REQUEST)
+    asked = engine._attempts
+    assert (asked.so_far, asked.aborted, asked.interrupts) == ({}, {}, 0)
+    await asked.interrupt()
+    assert asked.interrupts == 1
 
 
 # Completions that run longer than ``rollout.max_seconds`` end where they are, and count as truncated.
