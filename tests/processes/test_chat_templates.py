@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +24,8 @@ from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.conversation.messages import MessagesRefused
+from tests.unit.rollout.conversation.families import FAMILIES
+from tests.unit.rollout.endpoint.serving import ASK, TOKENIZER, Saying, episode
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"  # 1e10 turns, hours
 SAID = r"it took more than 0\.3 s of processor time; the model's chat template may loop without end"
@@ -103,6 +107,44 @@ def test_a_signal_is_heeded_while_a_template_renders() -> None:
     finally:
         signal.signal(signal.SIGALRM, before)
     assert template_text("{{ a }}", {"a": "next"}) == "next"  # and not what the call before would have answered
+
+
+async def test_a_turn_whose_template_waits_keeps_no_event_loop_waiting() -> None:
+    template_text("", {})
+    stopped = chat_templates._process.process
+    assert stopped is not None
+    conversation = episode(Saying("One."))
+    for more in ([], [{"role": "assistant", "content": "One."}, *ASK]):
+        stopped.send_signal(signal.SIGSTOP)
+        turn = asyncio.create_task(conversation.reply([*ASK, *more], ()))
+        asyncio.get_running_loop().call_soon(stopped.send_signal, signal.SIGCONT)  # after the turn has begun
+        assert (await turn).text == "One."
+    assert chat_templates._process.process is stopped  # no other took its place
+
+
+async def test_a_turn_that_is_given_up_while_its_template_waits_leaves_its_conversation_as_it_was() -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    class Waits(ChatTemplate):
+        def begin(self, messages: Any, tools: Any) -> Any:
+            begun.set()
+            assert go.wait(20), "the event loop waits for the template"
+            return super().begin(messages, tools)
+
+    engine = Saying("One.")
+    conversation = episode(engine, template=Waits(TOKENIZER, options=FAMILIES["qwen3"].options))
+    given_up = asyncio.create_task(conversation.reply([{"role": "user", "content": "2?"}], ()))
+    while not begun.is_set():
+        await asyncio.sleep(0)
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    turn = asyncio.create_task(conversation.reply(ASK, ()))
+    asyncio.get_running_loop().call_soon(go.set)
+    assert (await turn).text == "One."
+    (asked,) = engine.asked
+    assert TOKENIZER.decode(asked.token_ids).count("1 + 22?") == 1
+    assert [len(row.turns) for row in conversation.chains()] == [1]
 
 
 def test_threads_have_their_own_texts() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from typing_extensions import override
@@ -27,7 +28,9 @@ from rl_megatron.rollout.parsers.parsed import Parsed, Parser, opens_thought
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Chain, Completion, GenerationRequest, Prompt, SamplingParams, StopReason, Turn
 
+T = TypeVar("T")
 _LEAST_SECONDS = 1.0  # of a turn in a server, which aborts it then and gets it again until it has a token
+_templates = ThreadPoolExecutor(1, "templates")  # their process renders one at a time
 _OPENING = 16  # tokens at the end of a prompt that have its <think> in them, whatever the tokenizer
 
 
@@ -141,9 +144,9 @@ class Episode(Served):
     ) -> tuple[Reply, int, int]:
         """The reply, and the tokens of its prompt and its own."""
         try:
-            asked = self.conversation.prompt_for(messages, tools)
+            asked = await _off_loop(self.conversation.prompt_for, messages, tools)
         except MessagesRefused as error:
-            if self.conversation.cannot_show_turn(messages, tools):  # the model's doing, and not who asks
+            if await _off_loop(self.conversation.cannot_show_turn, messages, tools):  # the model's doing
                 raise self._ended("bad_call") from error
             raise
         completion = await self._sample(asked.token_ids, max_tokens)
@@ -301,6 +304,11 @@ class Episode(Served):
             exact_logprobs=self._setting.exact_logprobs,
             max_seconds=max(_LEAST_SECONDS, self.seconds_left),
         )
+
+
+async def _off_loop(call: Callable[..., T], *arguments: Any) -> T:
+    """Renders in a thread, after calls before it: a template's process may be slow, or stopped."""
+    return await asyncio.get_running_loop().run_in_executor(_templates, call, *arguments)
 
 
 def _alike(one: TokenIds, other: TokenIds) -> int:

@@ -258,7 +258,7 @@ def test_a_conversation_that_ends_gives_up_all_equal_requests_at_once(serving: S
     engine.go.clear()
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
         asking = [threads.submit(post, served, body, x_stainless_retry_count="0") for _ in range(3)]
-        while len(turns._turn._waiters or ()) < 2:
+        while not engine.asked or len(turns._turn._waiters or ()) < 2:
             concurrent.futures.wait(asking, timeout=0.01)
         serving.close(served[1])
         engine.go.set()
