@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 WAIT_SECONDS = 60.0  # the longest wait for a process, which a busy machine may delay
+_PASSED = ("LD_LIBRARY_PATH", "TZ")  # variables; tokens in others are not for a stranger's template
 _MOST_SHOWN = 500  # bytes of a process's last words in an error
 
 
@@ -73,7 +74,8 @@ class BoundedProcess:
     def start(self) -> subprocess.Popen[bytes]:
         """Starts a process, which ends when this one does."""
         self._log = self._log or tempfile.TemporaryFile()  # noqa: SIM115
-        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "LANG": "C.UTF-8"}
+        variables = {name: os.environ[name] for name in _PASSED if name in os.environ}
+        variables |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "LANG": "C.UTF-8"}
         pipe = subprocess.PIPE
         try:
             process = subprocess.Popen(

@@ -438,6 +438,18 @@ def test_a_process_that_was_stopped_is_waited_for_no_longer_than_said(monkeypatc
     assert [one.returncode for one in processes] == [-signal.SIGKILL] * 4
 
 
+def test_a_process_gets_no_variables_of_this_one_but_those_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
+    for module in (WORKER, "rl_megatron.rewards.format_worker", "rl_megatron.chat_templates"):
+        process = BoundedProcess(module).start()
+        with process, open(f"/proc/{process.pid}/environ") as given:
+            found = dict(one.split("=", 1) for one in given.read().split("\0")[:-1])
+        del found["PYTHONPATH"]
+        assert found == {"LANG": "C.UTF-8", "TZ": "Asia/Tokyo", "LD_LIBRARY_PATH": "/opt/lib"}
+
+
 def test_a_process_that_fails_says_why() -> None:
     worker = BoundedProcess(WORKER)
     worker.command = (sys.executable, "-c", "raise SystemExit('no room here')")
