@@ -28,7 +28,7 @@ class LimitExceeded(Exception):
 
 
 class ProcessFailed(Exception):
-    """The process did not start, or ended by itself. The text says how, of "it"."""
+    """The process did not start, ended with a status, was killed by another, or stood still. The text says how."""
 
 
 class BoundedProcess:
@@ -46,7 +46,8 @@ class BoundedProcess:
     def ask(self, seconds: float, *arguments: object) -> Any:
         """Returns what the function returns for the arguments: JSON.
 
-        Raises LimitExceeded for ``seconds`` of processor time and for memory, ProcessFailed for another end.
+        Raises LimitExceeded for ``seconds`` of processor time, for memory and for a call that crashes it twice,
+        ProcessFailed for what the call is not to blame for.
         """
         request = pickle.dumps((seconds, arguments))
         with self._lock:
@@ -69,7 +70,12 @@ class BoundedProcess:
                     raise LimitExceeded(f"it took more than {seconds:g} s of processor time")
                 if process.returncode >= 0:
                     raise ProcessFailed(f"its process ended with status {process.returncode}: {self._last_words()}")
-        raise LimitExceeded("its process was killed twice, or did not answer twice")
+        if -process.returncode in (signal.SIGSEGV, signal.SIGABRT):
+            raise LimitExceeded("it crashed its process twice")
+        raise ProcessFailed(
+            "its process was killed twice by another, as one is where memory is short, or stood still for "
+            f"{WAIT_SECONDS:g} s"
+        )
 
     def start(self) -> subprocess.Popen[bytes]:
         """Starts a process, which ends when this one does."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl_megatron.bounded import BoundedProcess, LimitExceeded
+from rl_megatron.bounded import BoundedProcess, LimitExceeded, ProcessFailed
 from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards.threads import in_daemon_thread
 from rl_megatron.types import Completion, Prompt, Scored
 
@@ -24,7 +24,7 @@ class FormatReward:
         self._pattern, self._process = pattern, BoundedProcess("rl_megatron.rewards.format_worker")
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
-        """1.0 or 0.0 for each text."""
+        """1.0 or 0.0 for each text. Raises RewardError for a process that does not start, is killed or stands still."""
         return await in_daemon_thread(lambda: [Scored(total=float(self._matches(text))) for text in texts])
 
     def _matches(self, text: str) -> bool:
@@ -32,6 +32,8 @@ class FormatReward:
             return bool(self._process.ask(LIMIT_SECONDS, self._pattern, text))
         except LimitExceeded:
             return False
+        except ProcessFailed as error:
+            raise RewardError(f"format: {error}") from error
 
 
 def format_reward(section: RewardSection) -> FormatReward:

@@ -433,9 +433,45 @@ def test_a_process_that_was_stopped_is_waited_for_no_longer_than_said(monkeypatc
             return process
 
     for text in ("$8$", "8" * (1 << 20)):
-        with pytest.raises(LimitExceeded, match="was killed twice, or did not answer twice"):
+        with pytest.raises(ProcessFailed, match=r"was killed twice by another, .*, or stood still for 0\.5 s"):
             Stopped(WORKER).ask(3.0, "8", text)
     assert [one.returncode for one in processes] == [-signal.SIGKILL] * 4
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("rule", ["format", "math_verify"])
+def test_a_fault_of_the_machine_is_no_wrong_answer(rule: str, by: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Faulty(BoundedProcess):
+        fails = False
+
+        def ask(self, seconds: float, *arguments: object) -> Any:
+            self.fails = arguments[-1] is not None  # math_verify asks about the answer alone before
+            monkeypatch.setattr(bounded, "WAIT_SECONDS", 0.5 if self.fails else 60.0)
+            if self.fails and self.process is not None:
+                self.process.send_signal(by)
+            return super().ask(seconds, *arguments)
+
+        def start(self) -> subprocess.Popen[bytes]:
+            process = super().start()
+            if self.fails:
+                process.send_signal(by)
+            return process
+
+    for module in (format_rule, math_verify):
+        monkeypatch.setattr(module, "BoundedProcess", Faulty)
+    monkeypatch.setattr(math_verify, "_mine", math_verify._Mine())
+    reward = format_rule.FormatReward(".*8.*") if rule == "format" else math_verify.math_verify
+    prompt = Prompt(id="train:7", text="", token_ids=(1,), answer="8")
+    (one,) = asyncio.run(judged(reward, prompt, [completion((1,))], ["$8$"], limit=120.0))
+    assert math.isnan(one.total)
+    assert "its process was killed twice by another" in str(one.error)
+
+
+def test_a_call_that_crashes_its_process_twice_is_to_blame() -> None:
+    worker = BoundedProcess(WORKER)
+    worker.command = (sys.executable, "-c", "import os; os.abort()")
+    with pytest.raises(LimitExceeded, match="it crashed its process twice"):
+        worker.ask(3.0, "8", "$8$")
 
 
 def test_a_process_gets_no_variables_of_this_one_but_those_named(monkeypatch: pytest.MonkeyPatch) -> None:
