@@ -129,6 +129,7 @@ class Completion:
     finish_reason: FinishReason
     spans: tuple[Span, ...]  # starts ascend from 0
     routes: Routes | None = None  # of prompt and completion but the last token, where the engine was asked for them
+    continued: bool = False  # whether a later request continued it, without a look at the texts of tokens before
 
     def __post_init__(self) -> None:
         freeze(self.token_ids, self.logprobs)

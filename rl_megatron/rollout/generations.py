@@ -17,12 +17,19 @@ _IN_FLIGHT = FreeLanes("sampling", "request")
 async def sampled_by(
     engine: RolloutEngine, request: GenerationRequest, decode: Callable[[Sequence[int]], str]
 ) -> tuple[Completion, ...]:
-    """Returns completions by ``engine``, each cut at its first stop text. Raises the engine's errors."""
+    """Returns completions by ``engine``, each cut at its first stop text, as engines do except where they continue a
+    completion. Raises the engine's errors."""
     with _IN_FLIGHT.during("generate", request=request.id) as span:
         completions = tuple(await engine.generate(request))
         span.say(**_said(completions))
-    if stop := request.params.stop:
-        return await asyncio.to_thread(lambda: tuple(_cut(one, stop, decode) for one in completions))
+    stop, begun = request.params.stop, request.begun is not None
+    joined = [begun or one.continued or len(one.spans) > 1 for one in completions] if stop else []
+    if any(joined):
+        return await asyncio.to_thread(
+            lambda: tuple(
+                _cut(one, stop, decode) if late else one for one, late in zip(completions, joined, strict=True)
+            )
+        )
     return completions
 
 

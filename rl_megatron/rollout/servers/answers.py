@@ -106,6 +106,7 @@ def joined(first: Completion, more: Completion) -> Completion:
         finish_reason=more.finish_reason,
         spans=spans_of((*first.spans, *behind)),
         routes=routes,
+        continued=True,
     )
 
 

@@ -29,6 +29,7 @@ from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler
 from rl_megatron.rollout.sampler import RolloutSampler, SamplerBySource
+from rl_megatron.rollout.servers.answers import joined
 from rl_megatron.training.group_job import interrupted_row
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, Scored
 from tests.completions import completion, drawn
@@ -126,7 +127,8 @@ def test_what_an_engine_samples_beyond_a_stop_text_is_cut(make_engine: MakeEngin
 
     class Blind(AsyncEngine):
         async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
-            return await super().generate(replace(request, params=replace(request.params, stop=())))
+            found = await super().generate(replace(request, params=replace(request.params, stop=())))
+            return [replace(one, continued=True) for one in found]
 
     engine: Any = Blind(make_engine(8))
     params = sampler(make_engine, length_reward).params(temperature=1.0, max_new_tokens=12)
@@ -144,6 +146,33 @@ def test_what_an_engine_samples_beyond_a_stop_text_is_cut(make_engine: MakeEngin
         assert full.routes is not None
         assert decode_routes(cut.routes).tolist() == decode_routes(full.routes)[: 2 + length - 1].tolist()
     assert (found[0].token_ids.tolist(), found[0].finish_reason) == (ids[:3], "stop")
+
+
+def test_only_what_later_requests_continued_is_decoded_for_a_stop_text(make_engine: MakeEngine) -> None:
+    class Says(AsyncEngine):
+        async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+            return says
+
+    says, decoded = list[Completion](), list[Sequence[int]]()
+
+    def spied(tokens: Sequence[int]) -> str:
+        decoded.append(tokens)
+        return text(tokens)
+
+    engine: Any = Says(make_engine(8))
+    params = replace(sampler(make_engine, length_reward).params(temperature=1.0, max_new_tokens=9), stop=("4 5",))
+    asked = GenerationRequest(id="x", token_ids=(3,), num_completions=1, params=params)
+    first, more = completion((3, 4)), completion((5, 6))
+    whole = completion((3, 4, 5, 6))
+    ways = [(whole, first), (joined(first, more), None), (completion((3, 4, 5, 6), spans=((0, 1), (2, 2))), None)]
+    for one, begun in ways:
+        says[:] = [one]
+        (found,) = asyncio.run(sampled_by(engine, replace(asked, begun=begun), spied))
+        assert (found.token_ids.tolist(), found.finish_reason, bool(decoded)) == ([3, 4, 5], "stop", True)
+        decoded.clear()
+    says[:] = [completion((3, 4, 5))]  # as an engine cuts what one request has sampled
+    (found,) = asyncio.run(sampled_by(engine, asked, spied))
+    assert (found.token_ids.tolist(), found.finish_reason, decoded) == ([3, 4, 5], "stop", [])
 
 
 def test_texts_are_decoded_off_the_event_loop(make_engine: MakeEngine) -> None:
