@@ -73,9 +73,7 @@ class Endpoint:
             server_header=False,
             timeout_keep_alive=60,
             timeout_graceful_shutdown=_CLOSING_SECONDS,
-            backlog=min(
-                _BACKLOG, BoundedProtocol.max_connections()
-            ),  # asyncio accepts so many before the first is counted
+            backlog=BoundedProtocol.backlog(),
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(_serve(self._server, listening), name="endpoint")
@@ -107,8 +105,13 @@ class BoundedProtocol(H11Protocol):
     @classmethod
     def max_connections(cls) -> int:
         """Returns how many connections there may be, idle and busy."""
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return sys.maxsize if soft == resource.RLIM_INFINITY else soft // cls.files_share
+        return _most_files() // cls.files_share
+
+    @staticmethod
+    def backlog() -> int:
+        """Returns how many connections asyncio may accept before it counts the first: at most a quarter of the files,
+        which are left where half of them are counted connections."""
+        return min(_BACKLOG, _most_files() // 4)
 
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -149,6 +152,11 @@ class BoundedProtocol(H11Protocol):
         self._late = None
         if self._is_waiting():
             self.transport.close()
+
+
+def _most_files() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 class _Server(uvicorn.Server):

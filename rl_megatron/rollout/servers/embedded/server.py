@@ -296,7 +296,7 @@ def main() -> None:
         log_level="warning",
         access_log=False,
         http=_Protocol,
-        backlog=min(1024, _Protocol.max_connections() // 2),  # asyncio accepts this many before it counts
+        backlog=_Protocol.backlog(),
         timeout_graceful_shutdown=_CLOSING_SECONDS,
     )
 

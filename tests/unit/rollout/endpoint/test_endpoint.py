@@ -34,6 +34,7 @@ from rl_megatron.rollout.endpoint import bodies, server
 from rl_megatron.rollout.endpoint.keys import OpenConversation
 from rl_megatron.rollout.environments.figures import environment_row, of_requests
 from rl_megatron.rollout.local.engine import LocalEngine
+from rl_megatron.rollout.servers.embedded.server import _Protocol as EmbeddedProtocol
 from rl_megatron.types import Chain, Completion, GenerationRequest, SamplingParams, Trajectory, Turn
 from tests.unit.rollout.conversation.families import FAMILIES, TOOLS
 from tests.unit.rollout.endpoint.serving import (
@@ -535,6 +536,16 @@ def test_silent_connections_use_no_files_and_keep_nobody_out(serving: Serving, m
         assert 38 <= ended < 40  # there are four: that of the turn, that of /health, and two of these
         engine.go.set()
         assert answered.result(30)[0] == 200
+
+
+@pytest.mark.parametrize(("files", "most"), [(16, 4), (1024, 256), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024)])
+def test_asyncio_accepts_a_quarter_of_the_files_before_it_counts(
+    files: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (files, files))
+    for protocol in (server.BoundedProtocol, EmbeddedProtocol):
+        assert protocol.backlog() == most
+        assert files == resource.RLIM_INFINITY or most + protocol.max_connections() <= files * 3 // 4
 
 
 def test_what_can_be_read_but_is_too_deep_to_be_written_is_refused(serving: Serving) -> None:
