@@ -103,13 +103,7 @@ def load_prompts(
         trained = {key: train for key, (train, _) in splits.items()}
         kept |= without_leaks(trained, held, on_leak, environments or {}, rewards or {}, samples=samples)
     pools, held_out = list[Pool](), list[Prompt]()
-    of_row = RowForm(
-        tokenizer=tokenizer,
-        max_tokens=max_prompt_tokens,
-        on_long=on_long_prompt,
-        keys=limit_keys,
-        vocab_size=vocab_size,
-    )
+    of_row = _row_form(tokenizer, max_prompt_tokens, on_long_prompt, limit_keys, vocab_size)
     of_drawn = of_row if samples else replace(of_row, max_tokens=sys.maxsize)
     for key, source in sources.items():
         name = name_of(key) if isinstance(data, MixtureData) else ""
@@ -143,14 +137,14 @@ def load_held_out(
 ) -> list[Prompt]:
     """The held-out prompts of `load_prompts`, without a look at what is trained on; ``lists``: they may be ones, with
     which an environment begins."""
-    form = RowForm(
-        tokenizer=tokenizer,
-        max_tokens=max_prompt_tokens,
-        on_long=on_long_prompt,
-        keys=limit_keys,
-        vocab_size=vocab_size,
-    )
+    form = _row_form(tokenizer, max_prompt_tokens, on_long_prompt, limit_keys, vocab_size)
     return formed(_held_out("data", data, tokenizer, seed, pairs=pairs, lists=lists), data, form)
+
+
+def _row_form(
+    tokenizer: PreTrainedTokenizerBase, most: int, on_long: OnLongPrompt, keys: LimitKeys, vocab_size: int
+) -> RowForm:
+    return RowForm(tokenizer=tokenizer, max_tokens=most, on_long=on_long, keys=keys, vocab_size=vocab_size)
 
 
 def taught_in(source: str, teachers: Mapping[str, TeacherSection] | None) -> dict[str, TeacherSection]:
