@@ -27,7 +27,7 @@ from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.evaluation.sets import ProblemSet
 from rl_megatron.models.families.fields import GenerationFields
 from rl_megatron.models.json_files import read_json
-from rl_megatron.rollout.conversation.forms import FORMS
+from rl_megatron.rollout.conversation.forms import check_of
 from rl_megatron.rollout.conversation.written import end_of_turns
 from rl_megatron.training.jobs.written import or_left_out
 from rl_megatron.types import Prompt
@@ -147,7 +147,7 @@ def training_data(config: RunConfig, model_folder: Path, *, vocab_size: int = sy
     data = load_data(config, model_folder, with_own_prompt(config), vocab_size=vocab_size)
     if _learns_answers(config):
         _tell_ends(data)
-    check = FORMS.get(config.job)
+    check = check_of(config)
     if check is not None and config.written.on_refused == "fail":
         try:
             check(data.train.conversations())

@@ -18,14 +18,14 @@ from launcher.build.environment import demonstrations, made_environment
 from launcher.build.roles import Parts, attention_cost
 from launcher.build.sampler import sampler_of, samplers_of_sets
 from launcher.runs.resume import START_FOLDER
-from rl_megatron.algorithms.auxiliary import PreferenceLoss, ScoreLoss
+from rl_megatron.algorithms.auxiliary import KtoLoss, PreferenceLoss, ScoreLoss
 from rl_megatron.algorithms.own import check_own_pair_loss
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import weights_of
-from rl_megatron.config.sections.jobs import JobName
+from rl_megatron.config.sections.jobs import DpoSection, JobName
 from rl_megatron.data.packing import Packer, packer_of
-from rl_megatron.data.problems.conversations import refuse_bad_answers
+from rl_megatron.data.problems.conversations import is_desirable, refuse_bad_answers
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.samples import EndTokens, answer_pairs, check_ends, check_tokens, scored_pairs, supervised_rows
 from rl_megatron.evaluation.results import measured_by
@@ -35,7 +35,7 @@ from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.timeline.kernels import folder_of
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.rollout.batch import Ledger
-from rl_megatron.rollout.conversation.pairs import paired_answers, paired_texts
+from rl_megatron.rollout.conversation.pairs import paired_answers, paired_texts, single_answers
 from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.scaling.flops import seconds_at_peak, training_flops
 from rl_megatron.scaling.routes import route_of
@@ -48,6 +48,7 @@ from rl_megatron.training.jobs.written import (
     FineTuning,
     HeldOutLoss,
     JobObjective,
+    LabeledAnswers,
     Preferences,
     Reference,
     SamplesOf,
@@ -80,6 +81,8 @@ class LearnedRows:
         """The method that makes the rows of the job of ``config``."""
         if config.kind.samples:
             return partial(self.warm, config=config)
+        if config.kind.labels:
+            return partial(self.labeled, section=config.dpo)
         return {"sft": self.learned, "dpo": self.preferred, "reward_model": self.scored}[config.job]
 
     @cached_property
@@ -112,6 +115,20 @@ class LearnedRows:
                 made += answer_pairs(some, self.tokenizer, self.end_token_ids)
             else:
                 made += paired_answers(some, self._conversations)
+        return self._known(made)
+
+    def labeled(self, prompts: Sequence[Prompt], section: DpoSection) -> list[Unit]:
+        """The answer of each, one a unit; its margin is the weight of its label, negative where it is undesirable.
+        Raises DataError for one without a label."""
+        made = list[Unit]()
+        for is_problem, some in _runs(prompts):
+            if is_problem:
+                texts = [(one.answer,) for one in some]
+                rows = list(zip(some, supervised_rows(some, texts, self.tokenizer, self.end_token_ids), strict=True))
+            else:
+                rows = single_answers(some, self._conversations)
+            weights = section.desirable_weight, -section.undesirable_weight
+            made += [(replace(row, margin=weights[not is_desirable(prompt)]),) for prompt, row in rows]
         return self._known(made)
 
     def scored(self, prompts: Sequence[Prompt]) -> list[Unit]:
@@ -166,14 +183,24 @@ def _fine_tuning(b: _Building) -> FineTuning:
     )
 
 
-def _preferences(b: _Building) -> Preferences:
+def _preferences(b: _Building) -> Preferences | LabeledAnswers:
     section = b.parts.config.dpo
-    check_own_pair_loss(section)
     reference = Reference(
-        packer=b.packer(unit=2, role="reference"),
+        packer=b.packer(unit=1 if section.is_unpaired else 2, role="reference"),
         folder=section.reference,
         start_folder=b.parts.folder / START_FOLDER,
     )
+    if section.is_unpaired:
+        return LabeledAnswers(
+            loss=KtoLoss(beta=section.beta),
+            roles=b.roles,
+            packer=b.packer(),
+            optimizer_steps=b.steps,
+            parts=b.held_out(LabeledAnswers.samples_of),
+            reference=reference,
+            most=section.max_tokens - 1,
+        )
+    check_own_pair_loss(section)
     return Preferences(
         loss=PreferenceLoss(row=section, beta=section.beta),
         roles=b.roles,

@@ -29,7 +29,7 @@ from rl_megatron.interfaces import RewardFunction
 from rl_megatron.json_text import parse
 from rl_megatron.rewards.final_number import final_number, is_formula
 from rl_megatron.rewards.registry import REWARDS
-from rl_megatron.rollout.conversation.forms import FORMS
+from rl_megatron.rollout.conversation.forms import check_of
 from rl_megatron.rollout.conversation.messages import MessagesRefused, tidied
 from rl_megatron.types import Prompt
 
@@ -205,9 +205,9 @@ class _Reader:
             if rows is not None and key.startswith("data") and key.endswith(".train"):
                 yield from self._taught(prompts, rows)
             return
-        if config.written.on_refused == "fail":
+        if config.written.on_refused == "fail" and (check := check_of(config)) is not None:
             try:
-                FORMS[config.job]([one for one in prompts if not one.token_ids])
+                check([one for one in prompts if not one.token_ids])
             except DataError as error:
                 yield problem(str(error))
                 return

@@ -1,5 +1,5 @@
-"""Losses other than the policy gradient: a critic's value loss, and those of pairs, DPO and a reward model's. T
-positions, S sequences."""
+"""Losses other than the policy gradient: a critic's value loss, those of pairs, DPO and a reward model's, and of
+single answers, KTO. T positions, S sequences."""
 
 from __future__ import annotations
 
@@ -158,6 +158,46 @@ class PreferenceLoss:
         if wrong := self.row.label_smoothing:
             losses = (1 - wrong) * losses + wrong * loss(worse - target, better, beta)
         return losses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KtoLoss:
+    """Kahneman-Tversky optimization (arXiv:2402.01306, eq. 8): mean over sequences of w·(1 - σ(±beta·(r - z₀))), r the
+    sequence's log pi/ref and z₀ the ``reference_point``, a constant of the step; + where it is desirable.
+
+    A sequence's ``returns`` add up to its weight w, negative where it is undesirable. Means over sequences:
+    ``preference/margin``, the σ's argument, and ``preference/accuracy`` (that above 0); ``kl/reference``, which is z₀;
+    over tokens ``entropy``.
+    """
+
+    beta: float
+    reference_point: float = 0.0
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """This rank's share of the loss, spread over tokens as by `PreferenceLoss`. Every rank that shares a sequence
+        calls it."""
+        inputs = masked(inputs)
+        detached = inputs.logprobs.detach()
+        ratios = inputs.segment_sum(detached - required(inputs.ref_logprobs, "ref_logprobs"))
+        weights = inputs.segment_sum(required(inputs.returns, "returns").detach())
+        lengths = inputs.segment_sum(inputs.mask.to(ratios.dtype))
+        margins = weights.sign() * self.beta * (ratios - self.reference_point)
+        wrong = torch.sigmoid(-margins)
+        slopes = -self.beta * weights * wrong * (1 - wrong) / inputs.num_sequences
+        share = inputs.mask / (lengths.clamp(min=1) * inputs.num_sequences)[inputs.segment_ids]
+
+        def mean(of_sequence: Tensor) -> Tensor:
+            return (of_sequence[inputs.segment_ids] * share).sum()
+
+        loss = mean(weights.abs() * wrong) + (slopes[inputs.segment_ids] * (inputs.logprobs - detached)).sum()
+        num_tokens, count = max(inputs.num_tokens, 1), inputs.num_sequences
+        metrics = {
+            "preference/accuracy": Metric(value=mean((margins > 0).to(ratios.dtype)), weight=count),
+            "preference/margin": Metric(value=mean(margins), weight=count),
+            "kl/reference": Metric(value=mean(torch.full_like(ratios, self.reference_point)), weight=count),
+            "entropy": Metric(value=inputs.entropy.detach().sum() / num_tokens, weight=num_tokens),
+        }
+        return LossOutput(loss=loss, metrics=metrics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

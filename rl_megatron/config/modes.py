@@ -24,9 +24,9 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
         yield from _of_own_critic(c)
     if c.weights.push == "adapters":
         yield from _of_adapters_beside(c)
-    if c.learner.draft.train and c.kind.pairs:
+    if c.learner.draft.train and (c.kind.pairs or c.kind.labels):
         yield (
-            f"learner.draft.train=true with job={c.job}: half of its tokens are of answers that the policy is to "
+            f"learner.draft.train=true with job={c.job}: it has tokens of answers that the policy is to "
             "avoid, and a draft layer learns to say them; leave it out, and train the layer with job=sft or rl"
         )
     yield from _of_draft_tokens(c)

@@ -6,6 +6,7 @@ A key is `section.name`; YAML under conf/ holds what differs. Rules over section
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -175,8 +176,9 @@ class RunConfig(Section):
 
     @property
     def kind(self) -> JobKind:
-        """The row of ``job`` in the table of jobs."""
-        return JOBS[self.job]
+        """The row of ``job`` in the table of jobs; of job=dpo with single answers, its form of these."""
+        kind = JOBS[self.job]
+        return replace(kind, pairs=False, labels=True) if kind.reference and self.dpo.is_unpaired else kind
 
     @property
     def fills_files(self) -> bool:

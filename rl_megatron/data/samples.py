@@ -455,8 +455,38 @@ def scored_row(name: str, ids: Sequence[int]) -> WrittenRow:
 
 
 def with_margins(rows: Sequence[WrittenRow]) -> Samples:
-    """`written_samples` whose ``returns``, where a row is scored, are its margin."""
+    """`written_samples` whose ``returns`` are a row's margin where its first learned token is predicted, which is the
+    only one of a row that is scored, and 0 elsewhere."""
     samples = written_samples(rows)
     returns = torch.zeros(len(samples.targets))
-    returns[samples.mask] = torch.tensor([row.margin for row in rows])
+    returns[_first_learned(samples)] = torch.tensor([row.margin for row in rows])
     return replace(samples, returns=returns)
+
+
+def mismatched(samples: Samples, most: int) -> Samples:
+    """Each sequence's prompt with the answer of the sequence before it, the first with the last one's, as TRL estimates
+    KTO's KL. An answer begins with the first learned token. What is after ``most`` positions is left out."""
+    starts, first, stops = samples.cu_seqlens[:-1], _first_learned(samples), samples.cu_seqlens[1:]
+    heads, begins = first - starts, first.roll(1)
+    lengths = (heads + stops.roll(1) - begins).clamp(max=most)
+    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    offset = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[of]
+    own, other = starts[of] + offset, begins[of] + offset - heads[of]
+    reads, says = torch.where(offset <= heads[of], own, other), torch.where(offset < heads[of], own, other)
+    mask, zeros = samples.mask[says] & (offset >= heads[of]), torch.zeros(len(of))
+    return Samples(
+        input_ids=samples.input_ids[reads],
+        targets=samples.targets[says],
+        mask=mask,
+        advantages=mask.float(),
+        rollout_logprobs=zeros,
+        old_logprobs=zeros,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def _first_learned(samples: Samples) -> Tensor:
+    """The position [S] of each sequence where its first learned token is predicted."""
+    learned = samples.mask.nonzero().flatten()
+    return learned[torch.searchsorted(learned, samples.cu_seqlens[:-1])]

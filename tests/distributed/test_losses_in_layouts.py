@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_megatron.algorithms.aggregation import token_weight
-from rl_megatron.algorithms.auxiliary import ValueLoss
+from rl_megatron.algorithms.auxiliary import KtoLoss, ValueLoss
 from rl_megatron.algorithms.losses import WithValues, loss_of
 from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.config.io import load_config
@@ -138,6 +138,7 @@ def jobs() -> dict[str, tuple[Loss, int, Samples]]:
     for level, high in (("worst", 0.8), ("sequence", 0.1)):
         rejected = {"mode": "reject", "level": level, "high": high}
         out[f"rejected, {level}"] = policy_loss(objective="cispo", correction=rejected, max_new_tokens=1), 1, plain
+    out["kto"] = KtoLoss(beta=0.1, reference_point=0.5), 1, plain
     out["interpolated"] = of(load_config("tiny_cpu", ["algorithm=decoupled_ppo"])), 1, samples
     return out | turns(plain)
 

@@ -1,5 +1,6 @@
-"""Jobs on pairs of conversations: losses, gradients and weights of DPO and of a reward model are those of transformers
-and AdamW of torch; a stopped and resumed run is equal to the bit; and a reward model trained here rewards a run."""
+"""Jobs on pairs of conversations: losses, gradients and weights of DPO, of KTO on single answers and of a reward model
+are those of transformers and AdamW of torch; a stopped and resumed run is equal to the bit; and a reward model trained
+here rewards a run."""
 
 from __future__ import annotations
 
@@ -57,7 +58,16 @@ def prepared(place: Place) -> Path:
     files = {name: [pair(rng, number) for number in range(counts[name])] for name in counts}
     for name, rows in files.items():
         pq.write_table(pa.Table.from_pylist(rows), place.folder / f"{name}.parquet", row_group_size=ROWS // 2)
-    return prepared_with(place, files)
+    answers = {f"{name}_kto": [answer(rng, row) for row in rows] for name, rows in files.items()}
+    return prepared_with(place, files | answers)
+
+
+def answer(rng: random.Random, row: dict[str, object]) -> dict[str, object]:
+    """One of a pair, in TRL's form."""
+    label = rng.random() < 0.5
+    whole = row["good" if label else "bad"]
+    assert isinstance(whole, list)
+    return {"prompt": whole[:-1], "completion": whole[-1:], "label": label}
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +87,23 @@ def keys(model: Path, job: str, *more: str) -> tuple[str, ...]:
 
 TRAIN = {"dpo": "train.parquet", "reward_model": "train.jsonl"}
 DPO = ("checkpoint.every=2", f"dpo.beta={BETA}")
+KTO = (
+    *(*DPO, "dpo.loss=kto", "dpo.desirable_weight=1.5", "dpo.undesirable_weight=0.75", "data.train=train_kto.jsonl"),
+    *("data.eval=eval_kto.jsonl", "data.messages_field=completion", "data.context_field=prompt"),
+    "data.rejected_field=null",
+)
+WEIGHTS = {True: 1.5, False: 0.75}
 REWARD = ("checkpoint.every=2", "data.margin_field=apart", f"reward_model.centring={CENTRING}")
 
 
 @pytest.fixture(scope="module")
 def dpo(place: Place, model: Path) -> Run:
     return place.fork_alone("dpo", *keys(model, "dpo", *DPO)).finish()
+
+
+@pytest.fixture(scope="module")
+def kto(place: Place, model: Path) -> Run:
+    return place.fork_alone("kto", *keys(model, "dpo", *KTO)).finish()
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +147,39 @@ class Dpo:
         good, bad = (answer_logprob(self.model, self.tokenizer, row[side]) for side in ("good", "bad"))  # type: ignore[arg-type]
         return BETA * (good - frozen[0] - bad + frozen[1])
 
+    def margins(self, rows: list[dict[str, object]]) -> torch.Tensor:
+        return torch.stack([self.margin(row) for row in rows])
+
     def loss(self, rows: list[dict[str, object]]) -> torch.Tensor:
-        return -torch.stack([logsigmoid(self.margin(row)) for row in rows]).mean()
+        return -logsigmoid(self.margins(rows)).mean()
+
+
+class Kto(Dpo):
+    """TRL's loss with z0 of each part of a batch's size; of a lone row it is 0."""
+
+    def ratio(self, prompt: object, completion: object) -> torch.Tensor:
+        with torch.no_grad():
+            frozen = answer_logprob(self.frozen, self.tokenizer, [*prompt, *completion])  # type: ignore[misc]
+        return answer_logprob(self.model, self.tokenizer, [*prompt, *completion]) - frozen  # type: ignore[misc]
+
+    def point(self, rows: list[dict[str, object]]) -> float:
+        """z0: each prompt with the answer of the row before it."""
+        with torch.no_grad():
+            found = [self.ratio(row["prompt"], rows[n - 1]["completion"]).item() for n, row in enumerate(rows)]
+        return max(0.0, sum(found) / len(found)) if len(rows) > 1 else 0.0
+
+    def margins(self, rows: list[dict[str, object]]) -> torch.Tensor:
+        found = []
+        for part in (rows[start : start + SIZE] for start in range(0, len(rows), SIZE)):
+            point = self.point(part)
+            for row in part:
+                gap = BETA * (self.ratio(row["prompt"], row["completion"]) - point)
+                found.append(gap if row["label"] else -gap)
+        return torch.stack(found)
+
+    def loss(self, rows: list[dict[str, object]]) -> torch.Tensor:
+        weights = torch.tensor([WEIGHTS[bool(row["label"])] for row in rows])
+        return (weights * (1 - self.margins(rows).sigmoid())).mean()
 
 
 class Reward:
@@ -148,9 +200,8 @@ class Reward:
         )
         return good, bad
 
-    def margin(self, row: dict[str, object]) -> torch.Tensor:
-        good, bad = self.scores(row)
-        return good - bad
+    def margins(self, rows: list[dict[str, object]]) -> torch.Tensor:
+        return torch.stack([good - bad for good, bad in map(self.scores, rows)])
 
     def loss(self, rows: list[dict[str, object]]) -> torch.Tensor:
         found = []
@@ -160,12 +211,13 @@ class Reward:
         return torch.stack(found).mean()
 
 
-@pytest.mark.parametrize(("job", "oracle"), [("dpo", Dpo), ("reward", Reward)])
+@pytest.mark.parametrize(("job", "oracle"), [("dpo", Dpo), ("kto", Kto), ("reward", Reward)])
 def test_losses_gradients_and_weights_are_those_of_transformers_and_adamw(
     place: Place, model: Path, job: str, oracle: type[Dpo] | type[Reward], request: pytest.FixtureRequest
 ) -> None:
     run, known = request.getfixturevalue(job), oracle(model)
-    train, held_out, rows = read(place.folder / "train.jsonl"), read(place.folder / "eval.jsonl"), run.rows()
+    own, rows = "_kto" if job == "kto" else "", run.rows()
+    train, held_out = (read(place.folder / f"{name}{own}.jsonl") for name in ("train", "eval"))
     vectors = [p for p in known.model.parameters() if p.ndim == 1]  # norms' weights, which do not decay
     others = [p for p in known.model.parameters() if p.ndim > 1]
     groups = [{"params": vectors, "weight_decay": 0.0}, {"params": others}]
@@ -173,13 +225,15 @@ def test_losses_gradients_and_weights_are_those_of_transformers_and_adamw(
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     for step in range(STEPS + 1):
         with torch.no_grad():
-            margins = torch.stack([known.margin(row) for row in held_out])
+            margins = known.margins(held_out)
             assert rows[step]["eval/loss"] == pytest.approx(float(known.loss(held_out)), rel=1e-5)
             assert rows[step]["eval/preference_margin"] == pytest.approx(float(margins.mean()), rel=1e-3, abs=1e-6)
             assert rows[step]["eval/preference_accuracy"] == pytest.approx(float((margins > 0).double().mean()))
         if step == STEPS:
             break
         batch = [train[number] for number in order()[SIZE * step : SIZE * (step + 1)]]
+        if isinstance(known, Kto):
+            assert rows[step + 1]["kl/reference"] == pytest.approx(known.point(batch), rel=1e-4, abs=1e-5)
         optimizer.zero_grad()
         loss = known.loss(batch)
         loss.backward()
@@ -206,12 +260,25 @@ def test_its_report_has_the_held_out_loss_of_every_evaluation(
     assert {"Held-out pairs", "Preference pairs", "Gradient norm", *own} <= {n.partition(":")[0] for n in charts}
 
 
-@pytest.mark.parametrize(("job", "more"), [("dpo", DPO), ("reward_model", REWARD)])
+def test_in_another_layout_single_answers_are_learned_alike(place: Place, model: Path, kto: Run) -> None:
+    """Each sequence, and what its z0 is estimated on, is in two parts, on ranks that have a part of every matrix."""
+    layout = ("learner.tp=2", "learner.cp=2", "learner.ep=1", "learner.max_tokens_per_micro_batch=520")
+    run = place.fork_alone("kto-layout", *keys(model, "dpo", *KTO, *layout)).finish()
+    for row, wanted in zip(run.rows(), kto.rows(), strict=True):
+        for name in ("loss", "grad_norm", "kl/reference", "eval/loss", "preference/margin"):
+            assert row.get(name, 0) == pytest.approx(wanted.get(name, 0), rel=2e-4, abs=1e-5), (name, row["step"])
+    assert max(row.get("kl/reference", 0) for row in kto.rows()) > 0
+
+
+@pytest.mark.parametrize(
+    ("job", "more", "name"),
+    [("dpo", DPO, "dpo"), ("dpo", KTO, "kto"), ("reward_model", REWARD, "reward")],
+    ids=["dpo", "kto", "reward_model"],
+)
 def test_a_run_that_is_killed_and_resumed_is_equal_to_the_bit(
-    place: Place, model: Path, job: str, more: tuple[str, ...], request: pytest.FixtureRequest
+    place: Place, model: Path, job: str, more: tuple[str, ...], name: str, request: pytest.FixtureRequest
 ) -> None:
     """At step 2, when step 3's rows were drawn, which are drawn again. Then the reference has ranks of its own."""
-    name = job.removesuffix("_model")
     whole, apart = request.getfixturevalue(name), ("roles.reference=separate",) if job == "dpo" else ()
     place.copy(whole, f"{name}-killed", until=2)
     again = place.fork_alone(f"{name}-killed", *keys(model, job, *more, *apart), resume=True).finish()

@@ -67,12 +67,14 @@ class TokensSection(Section):
         return self
 
 
-PairLossName = Literal["dpo", "ipo", "hinge", "orpo"]
+PairLossName = Literal["dpo", "ipo", "hinge", "orpo", "kto"]
 PAIR_LOSS_NAMES: tuple[str, ...] = get_args(PairLossName)
 HAS_TARGET = ("dpo",)
 """Losses of the table that read ``target_margin``."""
 OF_PROBABILITIES = ("orpo",)
 """Losses of the table that read answers' mean probabilities, and no ratios to a reference."""
+UNPAIRED = ("kto",)
+"""Losses of single answers with a label, in place of pairs; of ``dpo`` alone."""
 
 
 class PreferenceSection(Section):
@@ -81,8 +83,8 @@ class PreferenceSection(Section):
     key: ClassVar[str] = "algorithm.preference"
     """The section's name in messages."""
     loss: PairLossName | OwnCode = "dpo"
-    """The loss of a pair as a function of its answers' log pi/ref (docs/preferences.md); ``package.module:name`` is a
-    function of your own (docs/own_algorithms.md)."""
+    """The loss of a pair as a function of its answers' log pi/ref (docs/preferences.md), or with kto, for job=dpo, the
+    loss of single answers with a label; ``package.module:name`` is a function of your own (docs/own_algorithms.md)."""
     beta: PositiveFloat | None = None
     """Train on the best and the worst completion of each group, by a loss with this beta, in place of the policy
     gradient; null: the policy gradient."""
@@ -110,6 +112,11 @@ class PreferenceSection(Section):
             problems.append(
                 f"{given} compares the odds of answers' mean probabilities; set {self.key}.per_token=true and "
                 "reference_free=true"
+            )
+        if self.loss in UNPAIRED and type(self) is PreferenceSection:
+            problems.append(
+                f"{given} is of single answers with a label, and this section trains on pairs of completions; set "
+                "another loss, or job=dpo dpo.loss=kto"
             )
         if problems:
             raise ValueError("\n".join(problems))

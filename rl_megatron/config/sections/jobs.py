@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rl_megatron.config.sections.algorithm import PreferenceSection
+from rl_megatron.config.sections.algorithm import UNPAIRED, PreferenceSection
 from rl_megatron.section import LISTED, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 JobName = Literal["rl", "sft", "dpo", "reward_model"]
@@ -24,12 +24,14 @@ JobName = Literal["rl", "sft", "dpo", "reward_model"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobKind:
     """``samples``: whether engines sample from the policy. ``pairs``: whether a row of its data is a better and a worse
-    answer, which are trained on side by side. ``scores``: whether its model gives a text a score in place of
+    answer, which are trained on side by side. ``labels``: whether a row is one answer and whether that is desirable, as
+    with ``dpo.loss=kto``. ``scores``: whether its model gives a text a score in place of
     log-probs. ``reference``: whether it may compare with a frozen model. ``reads``: the sections and keys that the job
     reads; None: all but ``unread``."""
 
     samples: bool = False
     pairs: bool = False
+    labels: bool = False
     scores: bool = False
     reference: bool = False
     reads: tuple[str, ...] | None = None
@@ -123,8 +125,45 @@ class DpoSection(PreferenceSection, PairsSection):
     beta: PositiveFloat = 0.1
     """Strength of the pull to the reference: with loss=dpo that of a pair is -log sigmoid(beta * margin), whose margin
     is that of the better answer's log pi/ref over the worse one's; with loss=orpo the weight beside ``nll``."""
+    desirable_weight: PositiveFloat = 1.0
+    """loss=kto: weight of rows with the label true."""
+    undesirable_weight: PositiveFloat = 1.0
+    """loss=kto: weight of rows with the label false."""
     reference: Path | None = None
     """Hugging Face folder of the frozen model to compare with; null: the model that training starts from."""
+
+    @property
+    def is_unpaired(self) -> bool:
+        """Whether rows are single answers with a label."""
+        return self.loss in UNPAIRED
+
+    @model_validator(mode="after")
+    def _of_single_answers(self) -> Self:
+        """The keys that the loss reads are those of single answers, or those of pairs."""
+        given, usual = f"dpo.loss={self.loss}", type(self).model_fields
+        of_labels, of_pairs = (
+            ("desirable_weight", "undesirable_weight"),
+            {
+                "per_token": "compares sums over an answer's tokens with an estimate of the KL",
+                "reference_free": "estimates the KL to a frozen model",
+                "label_smoothing": "has no order of two answers that could be wrong",
+                "nll": "has no better answer of a pair",
+            },
+        )
+        reasons = of_pairs if self.is_unpaired else dict.fromkeys(of_labels, "does not read it, and loss=kto does")
+        problems = [
+            f"dpo.{key}={value}: {given} {why}; leave it out"
+            for key, why in reasons.items()
+            if (value := getattr(self, key)) != usual[key].default
+        ]
+        if self.is_unpaired and self.batch_size < 2:
+            problems.append(
+                f"dpo.batch_size={self.batch_size}: {given} estimates the KL on each prompt with the answer of another "
+                "row of the batch; set it to 2 or more"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
 
     @model_validator(mode="after")
     def _without_reference(self) -> Self:

@@ -28,6 +28,7 @@ _SHAREGPT = {"from", "value"}
 _RENAMED = "; from and value, of ShareGPT's form, are called role and content, human is user, and gpt assistant"
 _SPEAKERS = ("human", "gpt", "user", "assistant", "system")  # an object of other senders is an answer
 _OF_SYSTEM = ("system", "developer")
+LABEL = "label"  # field of KTO's rows: whether the answer is desirable
 _ROLES = (*_OF_SYSTEM, "user", "assistant", "tool", "function", "ipython", "observation")
 
 
@@ -65,12 +66,23 @@ def refuse_bad_answers(prompts: Iterable[Prompt]) -> None:
 def bad_answer(row: Mapping[str, Any], answer: str) -> str | None:
     """Why the answer of a row, or its conversation, which has none, is not learnt; None if it is. ``row``: its other
     fields."""
-    if row.get("label") is not False or answer == "false":  # where it is the answer itself
+    if row.get(LABEL) is not False or answer == "false":  # where it is the answer itself
         return None
     return (
-        "field 'label' is false, which says of KTO's rows that the answer is bad, and a model would learn it; keep the "
-        "rows with true, or give the field another name if it says another thing"
+        "field 'label' is false, which says of KTO's rows that the answer is bad, and a model would learn it; train on "
+        "such rows with job=dpo dpo.loss=kto, keep the rows with true, or give the field another name if it says "
+        "another thing"
     )
+
+
+def is_desirable(prompt: Prompt) -> bool:
+    """The label of a row of one answer. Raises DataError that names the prompt for a row without one, or with another
+    value than true and false (or 1 and 0)."""
+    label = prompt.meta.get(LABEL)
+    if isinstance(label, int) and label in (0, 1):
+        return bool(label)
+    found = f"field {LABEL!r} is {start_of(label)}" if LABEL in prompt.meta else missing_field(LABEL, prompt.meta)
+    raise DataError(f"prompt {prompt.id!r}: {found}; dpo.loss=kto reads there true of a desirable answer, else false")
 
 
 def margin_of(record: Record, place: str, data: FileKeys) -> float:

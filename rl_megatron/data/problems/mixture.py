@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_megatron.data.problems.conversations import LABEL
 from rl_megatron.types import Prompt
 
 DigestOf = Literal["rows", "margins", "questions", "texts"]
@@ -128,15 +129,15 @@ class Epochs:
 
 def digest_of_prompts(prompts: Sequence[Prompt], of: DigestOf = "rows") -> str:
     """Of their ids, questions and answers, of pairs both and the margin, in their order; also of all other fields of
-    problems, which teachers, rewards and environments may read. Checkpoints of older versions have it without these
-    (margins), without margins (questions), and with texts for questions, which differ by day where a chat template
-    writes the date (texts)."""
+    problems, which teachers, rewards and environments may read, and of a conversation's label. Checkpoints of older
+    versions have it without these (margins), without margins (questions), and with texts for questions, which differ
+    by day where a chat template writes the date (texts)."""
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         question = prompt.text if of == "texts" or not prompt.question else prompt.question
         margin = [f"{prompt.margin!r}"] if prompt.margin and of in ("rows", "margins") else []
-        is_read = of == "rows" and prompt.meta and prompt.token_ids  # a conversation's are in its question
-        others = [json.dumps(prompt.meta, ensure_ascii=False, sort_keys=True)] if is_read else []
+        kept = prompt.meta if prompt.token_ids else {LABEL: prompt.meta[LABEL]} if LABEL in prompt.meta else {}
+        others = [json.dumps(kept, ensure_ascii=False, sort_keys=True)] if of == "rows" and kept else []
         for text in (prompt.id, question, prompt.answer, *prompt.rejected, *margin, *others):
             data = text.encode()
             digest.update(len(data).to_bytes(8, "little") + data)

@@ -110,9 +110,9 @@ LEARNING: MetricTuples = (
     ("eval/loss", "nats", "loss of held-out rows, of jobs on written text: of job=sft the mean per learnt token",
      Curve("Headlines", "Held-out loss")),
     ("eval/perplexity", "", "exponential of eval/loss, with job=sft", Curve("Optimization", "Held-out perplexity")),
-    ("eval/preference_accuracy", "", "preference/accuracy of held-out pairs",
+    ("eval/preference_accuracy", "", "preference/accuracy of held-out pairs or answers",
      Curve("Optimization", "Held-out pairs: share with the right order")),
-    ("eval/preference_margin", "", "preference/margin of held-out pairs",
+    ("eval/preference_margin", "", "preference/margin of held-out pairs or answers",
      Curve("Optimization", "Held-out pairs: margin")),
     ("tokens/learnt", "tokens", "tokens that the step learnt: of answers, without what they answer",
      Curve("Optimization", "Learnt tokens of a step")),
@@ -204,7 +204,8 @@ LEARNING: MetricTuples = (
      Curve("Optimization", "Loss: KL term")),
     ("loss/nll", "nats", "the part of `loss` of right or better answers' negative log-likelihood; only if it has one",
      Curve("Optimization", "Loss: NLL of right or better answers")),
-    ("kl/reference", "nats", "KL(old || reference) by algorithm.kl.estimator: completions' mean of their tokens' mean",
+    ("kl/reference", "nats", "KL(old || reference) by algorithm.kl.estimator: completions' mean of their tokens' mean; "
+     "with dpo.loss=kto the z0 of the step's loss, a mean of sums",
      Curve("Policy", "KL to the reference")),
     ("kl/reference_age", "steps", "mean age of the policies that the reference averages, by their weights, where "
      "algorithm.kl.follow_rate is set", Curve("Policy", "Age of the reference in steps", hide_constant=True)),
@@ -261,12 +262,13 @@ LEARNING: MetricTuples = (
      Curve("Policy", "Reward of demonstrations")),
     ("preference/pairs", "pairs", "pairs of completions that were trained on",
      Curve("Policy", "Preference pairs of a step")),
-    ("preference/accuracy", "", "share of pairs whose margin is above 0",
+    ("preference/accuracy", "", "share of pairs, or single answers, whose margin is above 0",
      Curve("Policy", "Preference pairs: share with the right order")),
     ("reward_model/score_mean", "", "mean score of the texts of the step, with job=reward_model",
      Curve("Optimization", "Score: mean")),
     ("preference/margin", "nats", "mean of beta * (log-ratio to the reference, or without one log-prob, of the chosen "
-     "minus that of the rejected); of a reward model the difference of their scores",
+     "minus that of the rejected); of a reward model the difference of their scores; with dpo.loss=kto the mean over "
+     "answers of beta * (log-ratio - z0), negated for undesirable ones",
      Curve("Policy", "Preference pairs: margin")),
     ("critic/loss", "", "value loss, half a squared error, mean over the minibatches",
      Curve("Optimization", "Critic: loss")),

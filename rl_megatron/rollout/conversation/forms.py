@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.jobs import JobName
 from rl_megatron.data.problems.records import listed
 from rl_megatron.errors import DataError
@@ -100,12 +101,16 @@ def check_texts(prompts: Iterable[Prompt]) -> None:
     check_each(prompts, lambda prompt: [side.scored() for side in written_sides(prompt)])
 
 
-FORMS: Mapping[JobName, Callable[[Iterable[Prompt]], None]] = {
+_FORMS: Mapping[JobName, Callable[[Iterable[Prompt]], None]] = {
     "sft": check_turns,
     "dpo": check_answers,
     "reward_model": check_texts,
 }
-"""What looks at the form of a job's conversations."""
+
+
+def check_of(config: RunConfig) -> Callable[[Iterable[Prompt]], None] | None:
+    """What looks at the form of the job's conversations; None for a job that samples."""
+    return check_turns if config.kind.labels else _FORMS.get(config.job)
 
 
 def behind_common(prompt: Prompt) -> Sides:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_megatron.data.samples import Pair
+from rl_megatron.data.samples import Pair, WrittenRow
 from rl_megatron.errors import DataError
-from rl_megatron.rollout.conversation.forms import SIDES, behind_common, written_sides
+from rl_megatron.rollout.conversation.forms import SIDES, behind_common, written_conversation, written_sides
 from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.types import Prompt
 
@@ -36,6 +36,21 @@ def paired_answers(prompts: Sequence[Prompt], conversations: WrittenConversation
             raise _alike(prompt)
         pairs.append((better, worse))
     return pairs
+
+
+def single_answers(prompts: Sequence[Prompt], conversations: WrittenConversations) -> list[tuple[Prompt, WrittenRow]]:
+    """The row of each conversation's turns, without conversations that have none to learn.
+
+    Raises DataError that names the prompt: as `WrittenConversations.rows_of`, and where turns are in several rows.
+    """
+    found = conversations.rows_of([written_conversation(one) for one in prompts])
+    for prompt, rows in zip(prompts, found, strict=True):
+        if len(rows) > 1:
+            raise DataError(
+                f"prompt {prompt.id!r}: the turns that its label is of are in {len(rows)} rows, because the chat "
+                "template shows one of them otherwise later on; end the conversation with the first"
+            )
+    return [(prompt, row) for prompt, rows in zip(prompts, found, strict=True) for row in rows]
 
 
 def paired_texts(prompts: Sequence[Prompt], conversations: WrittenConversations) -> list[tuple[str, str]]:

@@ -1,7 +1,8 @@
 """Jobs on what somebody wrote: an optimizer step on each ``batch_size`` rows of the data, and a measurement on held-out
 rows. What is learnt from the rows is the `JobObjective`'s.
 
-What jobs on pairs learn: to prefer answers (``job=dpo``), or to score texts (``job=reward_model``).
+What jobs on pairs learn: to prefer answers (``job=dpo``, also of single answers with labels), or to score texts
+(``job=reward_model``).
 
 Cross-entropy on written text: optimizer steps, and the loss on held-out text (``job=sft``).
 """
@@ -16,6 +17,7 @@ from asyncio import to_thread
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -25,13 +27,21 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from rl_megatron.algorithms.auxiliary import KtoLoss
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.algorithms.segments import segment_sum, sequence_ids
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import Packer, unpack
 from rl_megatron.data.problems.mixture import MixtureState
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.data.samples import EndTokens, WrittenRow, warn_of_other_ends, with_margins, written_samples
+from rl_megatron.data.samples import (
+    EndTokens,
+    WrittenRow,
+    mismatched,
+    warn_of_other_ends,
+    with_margins,
+    written_samples,
+)
 from rl_megatron.durable import remove_folder
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Learner, Roles, Scorer
@@ -162,7 +172,7 @@ def fitted(units: Sequence[Unit], config: RunConfig) -> Fitted:
         if section.on_long == "fail":
             raise DataError(
                 f"{_length(long[0], config)}; raise it, or set {config.job}.on_long=drop"
-                + ("" if config.kind.pairs else " or cut")
+                + ("" if config.kind.pairs or config.kind.labels else " or cut")
             )
         short = [shorter for row in unit if (shorter := _cut(row, most)) is not None]
         if section.on_long == "cut" and len(short) == len(unit):
@@ -439,7 +449,14 @@ class PairObjective(JobObjective):
     optimizer_steps: OptimizerSteps
     parts: list[Samples]  # held out
     reference: Reference | None = None
-    _referred: bool = False
+    _referred: list[list[Samples]] = field(default_factory=list)  # of each part, as of `_compared`
+
+    async def _compared(self, samples: Samples) -> list[Samples]:
+        """The samples, with the reference's log-probs if there is one, and others that `_loss_of` wants beside them."""
+        return [samples if self.reference is None else await self.reference.scored(self.roles, samples)]
+
+    async def _loss_of(self, compared: Sequence[Samples]) -> Loss:
+        return self.loss
 
     @override
     async def begin(self, *, fresh: bool) -> None:
@@ -448,24 +465,23 @@ class PairObjective(JobObjective):
 
     @override
     async def step(self, samples: Samples, rate: float, prompts: Iterable[Prompt], watch: Stopwatch) -> Made | None:
-        if self.reference is not None:
-            with watch("reference"):
-                samples = await self.reference.scored(self.roles, samples)
+        with watch("reference") if self.reference is not None else nullcontext():
+            compared = await self._compared(samples)
+            loss = await self._loss_of(compared)
         with watch("train"):
-            batch = self.packer.pack(samples)
-            made = await self.optimizer_steps.step(self.roles.policy, batch, self.loss, rate, prompts)
+            batch = self.packer.pack(compared[0])
+            made = await self.optimizer_steps.step(self.roles.policy, batch, loss, rate, prompts)
         await self._forget()
         return made
 
     @override
     async def held_out(self) -> Row:
-        if self.reference is not None and not self._referred:
-            self.parts = [await self.reference.scored(self.roles, part) for part in self.parts]
-            self._referred = True
+        self._referred = self._referred or [await self._compared(part) for part in self.parts]
         found = []
-        for part in self.parts:
+        for compared in self._referred:
+            loss, part = await self._loss_of(compared), compared[0]
             scores = await _scores(self.roles.policy, self.packer, part, self.wants)
-            found.append(await to_thread(_measured, self.loss, part, **{self.wants: scores}))
+            found.append(await to_thread(_measured, loss, part, **{self.wants: scores}))
             await self._forget()
         return _eval_row(found, self.parts)
 
@@ -483,6 +499,38 @@ class Preferences(PairObjective):
     @staticmethod
     def samples_of(rows: Sequence[WrittenRow]) -> Samples:
         return written_samples(rows)
+
+
+@dataclass(slots=True, kw_only=True)
+class LabeledAnswers(PairObjective):
+    """Of rows that are single answers: those with the label true become more probable, the others less, by `KtoLoss`
+    with the reference point of each batch."""
+
+    wants = "logprobs"
+    loss: KtoLoss
+    most: int  # positions of a sequence
+
+    @override
+    @staticmethod
+    def samples_of(rows: Sequence[WrittenRow]) -> Samples:
+        return with_margins(rows)
+
+    @override
+    async def _compared(self, samples: Samples) -> list[Samples]:
+        assert self.reference is not None
+        both = samples, mismatched(samples, self.most)
+        return [await self.reference.scored(self.roles, one) for one in both]
+
+    @override
+    async def _loss_of(self, compared: Sequence[Samples]) -> Loss:
+        """With the mean over the batch of log pi/ref of each prompt with another row's answer, at least 0; with 0 where
+        one row alone is left."""
+        _, apart = compared
+        if apart.num_sequences < 2 or apart.ref_logprobs is None:
+            return self.loss
+        scores = await _scores(self.roles.policy, self.packer, apart, "logprobs")
+        ratios = (scores.double() - apart.ref_logprobs.double())[apart.mask]
+        return replace(self.loss, reference_point=max(0.0, float(ratios.sum()) / apart.num_sequences))
 
 
 class Scoring(PairObjective):
@@ -527,12 +575,12 @@ def _measured(
 
 
 def _eval_row(found: Sequence[Mapping[str, float]], parts: Sequence[Samples]) -> Row:
-    """Means over all pairs of the parts."""
-    pairs = [part.num_sequences // 2 for part in parts]
+    """Means over all pairs, or single answers, of the parts."""
+    counts = [part.num_sequences for part in parts]
     named = {"eval/loss": "loss", "eval/preference_accuracy": "preference/accuracy"}
     named |= {"eval/preference_margin": "preference/margin"}
     return {
-        name: sum(one[key] * count for one, count in zip(found, pairs, strict=True)) / sum(pairs)
+        name: sum(one[key] * count for one, count in zip(found, counts, strict=True)) / sum(counts)
         for name, key in named.items()
     }
 

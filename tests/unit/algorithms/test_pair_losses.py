@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from rl_megatron import algorithms, types
-from rl_megatron.algorithms.auxiliary import PAIR_LOSSES, PreferenceLoss, ScoreLoss, ValueLoss
+from rl_megatron.algorithms.auxiliary import PAIR_LOSSES, KtoLoss, PreferenceLoss, ScoreLoss, ValueLoss
 from rl_megatron.algorithms.losses import LossOutput, loss_of
 from rl_megatron.config.io import load_config
-from rl_megatron.config.sections.algorithm import PAIR_LOSS_NAMES, AlgorithmSection
+from rl_megatron.config.sections.algorithm import PAIR_LOSS_NAMES, UNPAIRED, AlgorithmSection
 from rl_megatron.data import packing
 from rl_megatron.errors import ConfigError
 from rl_megatron.training.credit import shaping, state
@@ -102,6 +102,96 @@ def test_losses_are_their_equations_and_gradients_their_differences(loss: Prefer
     check_equation(loss, equation)
 
 
+LABELS = [True, False, False, True, True, False]
+WEIGHTS = {True: 1.5, False: 0.6}
+
+
+@pytest.mark.parametrize("point", [0.0, 1.3])
+@pytest.mark.parametrize("kept", [1.0, 0.75])
+def test_kto_is_trls_loss_and_its_gradient_over_answers_with_labels(point: float, kept: float) -> None:
+    """As TRL writes it: desirable answers apart from undesirable ones, then the mean over both, in float64."""
+    inputs = batch(LENGTHS, 3, scale=0.6, kept=kept)
+    ids, mask, returns = inputs.segment_ids, inputs.mask, torch.zeros(29, dtype=torch.float64)
+    for number, label in enumerate(LABELS):
+        first = int((mask & (ids == number)).nonzero()[0])
+        returns[first] = WEIGHTS[label] if label else -WEIGHTS[label]
+    given, plain = (inputs.logprobs.detach().clone().requires_grad_() for _ in range(2))
+    output = KtoLoss(beta=BETA, reference_point=point)(replace(inputs, logprobs=given, returns=returns))
+    output.loss.backward()
+    assert inputs.ref_logprobs is not None
+    ratios = [(plain - inputs.ref_logprobs)[mask & (ids == number)].sum() for number in range(6)]
+    chosen = torch.stack([r for r, label in zip(ratios, LABELS, strict=True) if label])
+    rejected = torch.stack([r for r, label in zip(ratios, LABELS, strict=True) if not label])
+    good, bad = 1 - (BETA * (chosen - point)).sigmoid(), 1 - (BETA * (point - rejected)).sigmoid()
+    loss = torch.cat([WEIGHTS[True] * good, WEIGHTS[False] * bad]).mean()
+    loss.backward()
+    assert output.loss.item() == pytest.approx(loss.item(), abs=1e-12)
+    assert given.grad is not None
+    assert plain.grad is not None
+    assert (given.grad - plain.grad).abs().max() < 1e-12
+    margins = BETA * torch.cat([chosen - point, point - rejected])
+    found = {name: metric.value.item() for name, metric in output.metrics.items()}
+    wanted = {"margin": margins.mean().item(), "accuracy": (margins > 0).double().mean().item()}
+    assert found["kl/reference"] == pytest.approx(point)
+    assert {name: found[f"preference/{name}"] for name in wanted} == pytest.approx(wanted)
+    assert 0 < wanted["accuracy"] < 1
+
+
+def test_an_answer_without_a_trained_token_is_padding_for_kto() -> None:
+    logprobs, ref = torch.tensor([-1.0, math.nan, -2.0], requires_grad=True), torch.zeros(3)
+    mask, returns = [True, False, True], torch.tensor([2.0, math.nan, -1.0])
+    given = loss_inputs([1, 1, 1], mask, num_sequences=2, logprobs=logprobs, ref_logprobs=ref, returns=returns)
+    output = KtoLoss(beta=1.0)(given)
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx((2 / (1 + math.exp(-1)) + 1 / (1 + math.exp(2))) / 2)
+    assert logprobs.grad is not None
+    assert logprobs.grad[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (("nll=1",), r"dpo.nll=1\.0: dpo.loss=kto has no better answer of a pair; leave it out"),
+        (("per_token=true",), "dpo.per_token=True: dpo.loss=kto compares sums over an answer's tokens"),
+        (("reference_free=true",), "dpo.reference_free=True: dpo.loss=kto estimates the KL to a frozen model"),
+        (("label_smoothing=0.1",), r"dpo.label_smoothing=0\.1: dpo.loss=kto has no order"),
+        (("target_margin=1",), "dpo.target_margin=1: dpo.loss=kto does not read it"),
+        (
+            ("batch_size=1",),
+            "dpo.batch_size=1: dpo.loss=kto estimates the KL on each prompt with the answer of another",
+        ),
+        (("loss=dpo", "desirable_weight=2"), r"dpo.desirable_weight=2\.0: dpo.loss=dpo does not read it, and loss=kto"),
+        (("loss=ipo", "undesirable_weight=2"), r"dpo.undesirable_weight=2\.0: dpo.loss=ipo does not read it"),
+        (("undesirable_weight=0",), "dpo.undesirable_weight=0: "),
+    ],
+)
+def test_keys_that_single_answers_or_pairs_do_not_read_are_refused(keys: Sequence[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config("dpo_tiny", [*FILES, "dpo.loss=kto", *(f"dpo.{one}" for one in keys)])
+
+
+FILES = ("data.type=files", "data.train=a.jsonl", "data.eval=b.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keys", "said"),
+    [
+        ("tiny_cpu", ("algorithm.preference.loss=kto", "algorithm.preference.beta=1"), "set another loss, or job=dpo"),
+        ("dpo_tiny", ("dpo.loss=kto",), "data.type=arithmetic: its problems have no labels; read rows of files"),
+        (
+            "dpo_tiny",
+            (*FILES, "dpo.loss=kto", "data.rejected_field=worse"),
+            "one answer a row, with its label; leave it",
+        ),
+        ("dpo_tiny", (*FILES, "dpo.loss=kto", "learner.draft.train=true"), "answers that the policy is to avoid"),
+        ("dpo_tiny", (*FILES, "dpo.loss=kto", "dpo.on_long=cut"), "dpo.on_long="),
+    ],
+)
+def test_single_answers_are_refused_where_they_cannot_be(recipe: str, keys: Sequence[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(recipe, keys)
+
+
 def one_pair(better: float, worse: float, loss: PreferenceLoss) -> tuple[float, list[float]]:
     """Of answers of one token, under a reference of log-probs of 0."""
     inputs = replace(batch([1, 1], 0), logprobs=torch.tensor([better, worse]), ref_logprobs=torch.zeros(2))
@@ -141,7 +231,7 @@ def test_the_likelihood_term_is_reported_and_is_part_of_the_loss() -> None:
 
 
 def test_the_names_of_the_configuration_are_those_of_the_table() -> None:
-    assert set(PAIR_LOSSES) == set(PAIR_LOSS_NAMES)
+    assert {*PAIR_LOSSES, *UNPAIRED} == set(PAIR_LOSS_NAMES)
     assert {"dpo", "dpo_norm", "ipo", "orpo", "simpo"} == set(PAIR_ROWS)
 
 
@@ -153,7 +243,10 @@ def test_the_names_of_the_configuration_are_those_of_the_table() -> None:
         (("loss=my:own", "target_margin=1"), "target_margin=1: KEY.loss=my:own does not read it"),
         (("loss=orpo", "per_token=true"), "set KEY.per_token=true and reference_free=true"),
         (("loss=orpo", "reference_free=true"), "set KEY.per_token=true and reference_free=true"),
-        (("loss=slic",), "loss='slic': must be 'dpo', 'ipo', 'hinge' or 'orpo' .*or package.module:name of your own"),
+        (
+            ("loss=slic",),
+            "loss='slic': must be 'dpo', 'ipo', 'hinge', 'orpo' or 'kto' .*or package.module:name of your own",
+        ),
         (("label_smoothing=0.5",), "KEY.label_smoothing=0.5: "),
     ],
 )

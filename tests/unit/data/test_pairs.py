@@ -7,21 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
+from launcher.build.jobs import LearnedRows
+from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import FileRunData
 from rl_megatron.data.problems.mixture import OLDER_DIGESTS, DigestOf, digest_of_prompts
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts, wrong
 from rl_megatron.data.problems.rendering import Problem
-from rl_megatron.data.samples import answer_pairs, scored_pairs, with_margins
+from rl_megatron.data.samples import WrittenRow, answer_pairs, mismatched, scored_pairs, with_margins
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rewards.classifiers.in_process import ClassifierTexts
 from rl_megatron.rollout.conversation.forms import check_answers, check_texts
-from rl_megatron.rollout.conversation.pairs import paired_answers, paired_texts
+from rl_megatron.rollout.conversation.pairs import paired_answers, paired_texts, single_answers
 from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.types import Prompt
 
@@ -95,6 +98,89 @@ def test_a_scored_text_is_learnt_at_its_last_token_and_the_better_one_has_the_ma
     assert samples.returns is not None
     torch.testing.assert_close(samples.returns, torch.tensor([0, 0, 0.5, 0, 0]))
     assert samples.cu_seqlens.tolist() == [0, 3, 5]
+
+
+@pytest.mark.parametrize("most", [50, 4])
+def test_prompts_with_other_rows_answers_are_those_of_lists(most: int) -> None:
+    """Of rows of one turn and of two, whose weights are where their first learned token is predicted."""
+    prompts, answers = ([1, 2, 3], [4], [5, 6]), ([7], [8, 9, 10, 11, 12], [13, 14, 15])
+    turns = ([(0, 1)], [(0, 2), (3, 5)], [(0, 3)])  # within the answers
+    rows = [
+        WrittenRow(
+            id="p",
+            token_ids=np.array(p + a, np.int32),
+            turns=tuple((len(p) + start, len(p) + stop) for start, stop in of),
+            margin=margin,
+        )
+        for p, a, of, margin in zip(prompts, answers, turns, (1.5, -0.5, 2.0), strict=True)
+    ]
+    samples = with_margins(rows)
+    assert samples.returns is not None
+    assert samples.returns.tolist() == [0, 0, 1.5, -0.5, 0, 0, 0, 0, 0, 2.0, 0, 0]
+    found = mismatched(samples, most)
+    wanted = [(p + answers[i - 1])[: most + 1] for i, p in enumerate(prompts)]
+    learned = [{len(p) + k for start, stop in turns[i - 1] for k in range(start, stop)} for i, p in enumerate(prompts)]
+    assert found.input_ids.tolist() == [token for row in wanted for token in row[:-1]]
+    assert found.targets.tolist() == [token for row in wanted for token in row[1:]]
+    mask = [place in known for row, known in zip(wanted, learned, strict=True) for place in range(1, len(row))]
+    assert found.mask.tolist() == mask
+    assert found.cu_seqlens.diff().tolist() == [len(row) - 1 for row in wanted]
+
+
+@pytest.mark.parametrize("form", ["texts", "messages"])
+def test_rows_of_one_answer_have_the_weight_of_their_label(form: str) -> None:
+    """As TRL's ``prompt``, ``completion`` and ``label``, true and false also as 1 and 0."""
+    made = LearnedRows(
+        tokenizer=conversations()._tokenizer, stop_token_ids=[EOS], end_token_ids={"": EOS}, vocab_size=300
+    )
+    config = load_config(
+        "dpo_tiny",
+        ["data.type=files", "data.train=a", "data.eval=b", "dpo.loss=kto", *WEIGHTED],
+    )
+    text = json.dumps({"messages": said("u:1|a:2"), "tools": [], "first": 1})
+    one = Prompt(id="p:1", text="1", token_ids=(7,), answer="2")
+    if form == "messages":
+        one = replace(one, text=text, token_ids=(), answer="")
+    units = made.units(config)
+    labels = [True, False, 1, 0]
+    found = units([replace(one, meta={"label": label}) for label in labels])
+    assert [row.margin for (row,) in found] == [1.5, -0.25, 1.5, -0.25]
+    ((start, stop),) = found[0][0].turns
+    assert TOKENIZER.decode(found[0][0].token_ids[start : stop - 1]) == "2"
+    for label in (None, "true", 2, 1.0, "no"):
+        with pytest.raises(
+            DataError, match=rf"^prompt 'p:1': field 'label' is .*{label}.*; dpo\.loss=kto reads there true"
+        ):
+            units([replace(one, meta={"label": label} if label is not None else {"label": None})])
+    with pytest.raises(DataError, match=r"^prompt 'p:1': no field 'label'; it has labels; did you mean 'labels'"):
+        units([replace(one, meta={"labels": True})])
+
+
+WEIGHTED = ("dpo.desirable_weight=1.5", "dpo.undesirable_weight=0.25")
+
+
+def test_a_conversation_with_a_label_whose_turns_are_in_several_rows_is_refused() -> None:
+    """And one whose turns all have a weight of 0 has none."""
+    later = TEMPLATE.replace(
+        "{{ m['content'] }}", "{{ m['content'] if loop.last or m['role'] == 'user' else m['content'] | upper }}"
+    )
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template, tokenizer.split_special_tokens = later, False
+    text = json.dumps({"messages": said("u:a|a:b|u:c|a:d"), "tools": []})
+    one = Prompt(id="p:1", text=text, token_ids=(), answer="")
+    with pytest.raises(DataError, match=r"^prompt 'p:1': the turns that its label is of are in 2 rows"):
+        single_answers([one], WrittenConversations(tokenizer, [EOS]))
+    silent = [{**message, "weight": 0} for message in said("u:a|a:b")]
+    none = replace(one, text=json.dumps({"messages": silent, "tools": []}))
+    assert single_answers([none], conversations()) == []
+
+
+def test_another_label_of_a_conversation_is_another_data_set_and_none_that_of_older_files() -> None:
+    one = Prompt(id="p:1", text="{}", token_ids=(), answer="", meta={"label": True, "messages": []})
+    bad, without = replace(one, meta={"label": False}), replace(one, meta={"messages": []})
+    assert len({digest_of_prompts([each]) for each in (one, bad, without)}) == 3
+    for of in OLDER_DIGESTS:
+        assert len({digest_of_prompts([each], of) for each in (one, bad, without)}) == 1
 
 
 def test_of_two_conversations_what_is_behind_their_common_messages_is_learnt() -> None:

@@ -71,6 +71,23 @@ def test_bad_pairs_are_found_before_the_run(tmp_path: Path) -> None:
     assert "train.jsonl:1: field 'm' is 1000" in found
 
 
+def test_rows_without_a_label_are_found_before_the_run(tmp_path: Path) -> None:
+    """In both splits, all by name; none where such rows are left out."""
+    labels: dict[str, list[object]] = {"train": [True, "yes", False, None], "eval": [1, 2, 0]}
+    for name, values in labels.items():
+        rows = ({"prompt": f"{name} {n}", "completion": "2", "label": one} for n, one in enumerate(values))
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
+    files = ("data.type=files", *(f"data.{name}={tmp_path}/{name}.jsonl" for name in labels))
+    keys = (*files, "data.prompt_field=prompt", "data.answer_field=completion", "dpo.loss=kto")
+    found = "\n".join(preflight(load_config("dpo_tiny", keys)).texts("problem"))
+    for place, value in (("train.jsonl:2", "'yes'"), ("train.jsonl:4", "None"), ("eval.jsonl:2", "2")):
+        assert f"{place}': field 'label' is {value};" in found, found
+    assert found.count("dpo.loss=kto reads there") == 3
+    assert "dpo.on_refused=drop" in found
+    left = preflight(load_config("dpo_tiny", [*keys, "dpo.on_refused=drop"]))
+    assert not any("label" in text for text in left.texts("problem"))
+
+
 @pytest.mark.parametrize("field", ["talk", "worse"])
 def test_null_arguments_of_calls_in_jsonl_are_noted_once_and_in_parquet_left_out(tmp_path: Path, field: str) -> None:
     """As a table of Arrow's has them: each call with the arguments of every function."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
+from rl_megatron.algorithms.auxiliary import KtoLoss
 from rl_megatron.algorithms.losses import MEANS_OF_RATIOS
 from rl_megatron.algorithms.ratios import histogram
 from rl_megatron.config.io import load_config
@@ -27,7 +28,7 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.scaling.memory import footprints
 from rl_megatron.seeds import seed_of
-from rl_megatron.training.jobs.written import Preferences
+from rl_megatron.training.jobs.written import LabeledAnswers, Preferences, Reference
 from rl_megatron.training.measures import Made, critic_row, policy_row
 from rl_megatron.training.optimizer_steps import OptimizerSteps, critic_learning_rate, learning_rate, steps_of
 from rl_megatron.types import Counts, Metric, ParallelDims, Samples, StepResult
@@ -373,6 +374,70 @@ async def test_a_step_and_held_out_pairs_are_those_of_plain_means_and_no_model_s
     assert made.loss == pytest.approx(loss.item(), rel=1e-6)
     assert (policy.weights - (weights - RATE * plain.grad)).abs().max() < 1e-6
     assert "seconds/reference" not in watch.row()
+
+
+PROMPTS, ANSWERS = ((1, 2), (3,), (4, 5, 6)), ((7, 8, 9, 10), (1,), (2, 11))
+LABELED = (1.5, -0.6, 1.5)  # the weight of each answer, negative where its label is false
+
+
+@pytest.mark.parametrize(("policy_seed", "reference_seed"), [(1, 2), (2, 1)], ids=["positive z0", "z0 of 0"])
+@pytest.mark.parametrize("most", [9, 3])
+async def test_answers_with_labels_are_learned_by_trls_kto(
+    policy_seed: int, reference_seed: int, most: int, tmp_path: Path
+) -> None:
+    """Loss, step and held-out figures in float64. z0 is the mean log pi/ref of each prompt with the answer of the row
+    before it, of ``most`` positions. Each answer is in a micro-batch of its own, or all are in one."""
+    tables = [table(VOCABULARY, VOCABULARY, seed=seed) for seed in (policy_seed, reference_seed)]
+    policy, reference = map(Toy, tables)
+    rows = [
+        WrittenRow(id="p", token_ids=np.array(p + a, np.int32), turns=((len(p), len(p + a)),), margin=margin)
+        for p, a, margin in zip(PROMPTS, ANSWERS, LABELED, strict=True)
+    ]
+    samples = LabeledAnswers.samples_of(rows)
+    plain, frozen = tables[0].double().requires_grad_(), tables[1].double()
+
+    def ratio(prompt: Sequence[int], answer: Sequence[int], most: int = 9) -> torch.Tensor:
+        read = (*prompt, *answer)[: most + 1][len(prompt) - 1 :]
+        gap = plain.log_softmax(-1) - frozen.log_softmax(-1)
+        return torch.stack([gap[x, y] for x, y in pairwise(read)]).sum()
+
+    with torch.no_grad():
+        apart = [float(ratio(p, a, most)) for p, a in zip(PROMPTS, (*ANSWERS[-1:], *ANSWERS[:-1]), strict=True)]
+    point = max(0.0, sum(apart) / 3)
+    assert (point > 0) == (policy_seed == 1)
+    ratios = torch.stack([ratio(p, a) for p, a in zip(PROMPTS, ANSWERS, strict=True)])
+    signed = torch.tensor(LABELED, dtype=torch.float64)
+    margins = 0.7 * signed.sign() * (ratios - point)
+    loss = (signed.abs() * (1 - margins.sigmoid())).mean()
+    loss.backward()
+    loss, margins = loss.detach(), margins.detach()
+    for max_tokens in (6, 30):
+        policy.weights = tables[0]
+        packer = Packer(dims=ParallelDims(), max_tokens=max_tokens, attention_cost=0.0, unit=1)
+        job = LabeledAnswers(
+            loss=KtoLoss(beta=0.7),
+            roles=Roles(learners={"policy": policy}, frozen={"reference": reference}, engine=NONE, weights=NONE),
+            packer=packer,
+            optimizer_steps=OptimizerSteps(name="policy", most=0),
+            parts=[samples],
+            reference=Reference(packer=packer, folder=tmp_path, start_folder=tmp_path),
+            most=most,
+        )
+        await job.begin(fresh=True)
+        held_out, made = await job.held_out(), await job.step(samples, RATE, [], Stopwatch())
+        assert made is not None
+        assert made.loss == pytest.approx(loss.item(), abs=1e-6)
+        assert made.of_loss["kl/reference"].value == pytest.approx(point, abs=1e-6)
+        assert plain.grad is not None
+        assert (policy.weights - (tables[0] - RATE * plain.grad)).abs().max() < 1e-6
+        figures = {
+            "loss": loss,
+            "preference_accuracy": (margins > 0).double().mean(),
+            "preference_margin": margins.mean(),
+        }
+        assert held_out == pytest.approx({f"eval/{name}": float(value) for name, value in figures.items()}, abs=1e-6)
+        after = await job.held_out()  # of the policy that has learned, by another z0
+        assert after["eval/loss"] < held_out["eval/loss"]
 
 
 def test_a_plan_has_no_memory_of_a_reference() -> None:
