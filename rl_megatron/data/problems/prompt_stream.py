@@ -17,7 +17,10 @@ from rl_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-_SAME_LEAKS = "and with data.on_leak and eval.sets by which the same problems are dropped (docs/running.md)"
+_SAME_LEAKS = (
+    "and with data.on_leak and eval.sets by which the same problems are dropped; if nothing of these has changed, an "
+    "older version of rl_megatron, with which to resume it, took other problems for equal (docs/running.md)"
+)
 
 
 class PromptStream:

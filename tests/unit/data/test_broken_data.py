@@ -421,3 +421,25 @@ def test_a_resume_keeps_a_new_sets_leaks_or_says_that_it_drops_them(weights: Map
     assert kept.take(20) == before.take(20)
     with pytest.raises(CheckpointError, match=r"data\.on_leak and eval\.sets by which the same problems are dropped"):
         stream(new, "drop").restore(before.state())
+
+
+@pytest.mark.parametrize(("third", "goes_on"), [(("a ", "1"), True), (("z", "3"), True), (("a", "3"), False)])
+def test_a_run_of_0_3_0_goes_on_if_its_problems_are_the_same(
+    tmp_path: Path, third: tuple[str, str], goes_on: bool
+) -> None:
+    """That version wrote this state of each of these files, whose third row it dropped."""
+    state = {"epoch": 0, "position": 1, "num_prompts": 2, "digest": 184590635176733261}
+    rows = [{"question": q, "answer": a} for q, a in (("a", "1"), ("b", "2"), third)]
+    train, held_out = table(tmp_path / "t.jsonl", rows), table(tmp_path / "e.jsonl", [{"question": "z", "answer": "1"}])
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    data = {"type": "files", "train": train, "eval": held_out, "on_leak": "drop"}
+    config = RunConfig.model_validate({"data": data, "warm_start": {"steps": 0}})
+    stream = PromptStream(load_data(config, tmp_path / "model").train, seed=1)
+    if not goes_on:
+        with pytest.raises(
+            CheckpointError, match=r"with 2 .* prompts, but the data has 3; .* an older version of rl_meg"
+        ):
+            stream.restore(state)
+    else:
+        stream.restore(state)
+        assert [one.id for one in stream.take(3)] == ["t:2", "t:1", "t:2"]
