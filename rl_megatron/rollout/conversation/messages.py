@@ -120,6 +120,8 @@ def _tidied(place: int, given: ChatMessage) -> ChatMessage:
             message[REASONING[0]] = texts.popitem()[1]
     calls = message.pop("tool_calls", None)
     if calls:
+        if not isinstance(calls, list | tuple):
+            raise MessagesRefused(f"message {place} has the tool_calls {calls!r:.200}; it must be a list of calls")
         message["tool_calls"] = [_call(place, call) for call in calls]
     return message
 

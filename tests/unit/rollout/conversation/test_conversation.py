@@ -368,6 +368,7 @@ def test_a_turn_that_was_cut_is_closed_by_the_template() -> None:
         ([{"role": "user", "text": "hi"}], r"message 1, of the role 'user', has no content, but \['role', 'text'\]"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "message 1 has content .*must be a text, or a list"),
         ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], "message 1 has the call .*must have function.name"),
+        ([{"role": "assistant", "tool_calls": 0.5}], "message 1 has the tool_calls 0.5; it must be a list of calls"),
         ([{"role": "tool", "content": "1"}], "chat template refuses these messages: .*no previous assistant message"),
     ],
 )
