@@ -111,6 +111,7 @@ class _Reader:
         self._rows: LearnedRows | None = None  # None: the tokenizer cannot be read here
         self.longer = list[str]()  # files with more rows than are read
         self._unshown = list[str]()  # files with rows that the chat template is not asked to show
+        self._empty: dict[str, list[str]] = {"train": [], "eval": []}  # why no row of a file is left, or nothing
 
     def prepare(self, subject: Subject) -> Iterator[Found]:
         """Reads what the run makes tokens by, and yields why that fails, unless another check does."""
@@ -132,11 +133,13 @@ class _Reader:
         self._rows = LearnedRows(tokenizer=tokenizer, stop_token_ids=stops, end_token_ids=ends, vocab_size=size)
 
     def unread(self) -> Iterator[Found]:
-        """Yields which rows were not read, or not in full."""
+        """Yields which rows were not read, or not in full, and the files of which none is left."""
         if self.longer:
             yield unchecked(f"rows of {' and '.join(self.longer)} after the first {ROWS}")
         if self._unshown:
             yield unchecked(f"how the chat template shows {' and '.join(self._unshown)}")
+        for each in self._empty.values():
+            yield from map(problem if all(each) else note, filter(None, each))
 
     def split(self, section: str, data: FileKeys, name: str) -> Generator[Found, None, list[Problem]]:
         """Yields what is wrong in the file ``name`` of ``data``, and what may not be meant. Returns its problems."""
@@ -186,9 +189,10 @@ class _Reader:
         named, source, config = [replace(one, id=one.place) for one in problems], name_of(section), self._config
         if self._rows is None:
             return [] if data.messages_field is None else unrendered(named)
+        drawn = name == "train" and data.train.suffix != ".jsonl"  # of parquet a job drops long rows as it draws them
         form = RowForm(
             tokenizer=self._rows.tokenizer,
-            max_tokens=config.longest_prompt,
+            max_tokens=sys.maxsize if drawn and not config.kind.samples else config.longest_prompt,
             on_long=config.on_long_prompt,
             keys=config.prompt_limit_keys,
             vocab_size=self._rows.vocab_size,
@@ -226,10 +230,10 @@ class _Reader:
             yield problem("\n".join([listed(refused), or_left_out(config)]) if refused else str(error))
             return
         told = without.told(f"the first {len(shown)} rows of {key}", config)
-        if is_whole and shown and len(shown) == len(prompts) and not fit:
-            yield problem(f"{key}: no row is left: {'; '.join(told) or 'all are too long'}")
-        else:
-            yield from map(note, told)
+        is_empty = is_whole and shown and len(shown) == len(prompts) and not fit
+        why = f"{key}: no row is left: {'; '.join(told) or 'all are too long'}" if is_empty else ""
+        self._empty[key.rpartition(".")[2]].append(why)
+        yield from map(note, () if is_empty else told)
 
     def _taught(self, prompts: Sequence[Prompt], rows: LearnedRows) -> Iterator[Found]:
         """Yields why the answers of prompts cannot be learned in a warm start, or their demonstrations."""

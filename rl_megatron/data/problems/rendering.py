@@ -21,7 +21,15 @@ from rl_megatron.data.problems.conversations import (
     messages_of,
 )
 from rl_megatron.data.problems.leaks import ProblemKey, spaced
-from rl_megatron.data.problems.records import Record, beyond_embedding, null_field, unread_field, without_null_keys
+from rl_megatron.data.problems.records import (
+    Record,
+    beyond_embedding,
+    bytes_field,
+    has_bytes,
+    null_field,
+    unread_field,
+    without_null_keys,
+)
 from rl_megatron.errors import DataError
 from rl_megatron.json_text import value_at
 from rl_megatron.types import Prompt
@@ -288,6 +296,8 @@ def _with_fields(problem: Problem, parts: Sequence[tuple[str, str | None]], key:
             raise DataError(f"{problem.place}: {unread_field(name, problem.meta, key)}") from None
         if value is None:
             raise DataError(f"{problem.place}: {null_field(name, key)}")
+        if has_bytes(value):
+            raise DataError(f"{problem.place}: {bytes_field(name)}, for {key}")
         return value if isinstance(value, str) else _to_json(value)
 
     return "".join(text + ("" if name is None else of_field(name)) for text, name in parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -21,10 +22,11 @@ from launcher.preflight import model_files, problems_of_data
 from launcher.preflight.subject import Subject, found_by
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.data import MixtureData
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.training.jobs.written import fitted, held_out_parts, made_units
+from rl_megatron.training.jobs.written import held_out_parts
 from rl_megatron.types import Samples
 from tests.unit.data import test_context_of_rows, test_pairs, test_written_rows
 from tests.unit.launcher.sites import data_file, model_folder
@@ -143,7 +145,7 @@ def run_refuses(config: RunConfig, folder: Path) -> str:
             parts = Parts(config=config, folder=folder, reward=none, allocation=None)
             roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
             job = written_job(parts, shape, roles, data, attention_cost=1.0, note=print)
-            fitted(made_units(data.train[:], job.units_of, config)[0], config)
+            asyncio.run(job._look_ahead())
             held_out_parts(data.train[:], job.units_of, lambda rows: cast(Samples, rows), config)
             return ""
         rows = LearnedRows(
@@ -162,6 +164,24 @@ def run_refuses(config: RunConfig, folder: Path) -> str:
     return ""
 
 
+def keys_of(recipe: str, given: Mapping[str, Any], folder: Path) -> list[str]:
+    """The keys of a run, without its files."""
+    whole = ("algorithm", "warm_start", "dpo", "sft")
+    keys = [f"{name if name.split('.')[0] in whole else f'data.{name}'}={value}" for name, value in given.items()]
+    keys += [] if "warm_start.steps" in given or recipe != "gsm8k_tiny" else ["warm_start.steps=0"]
+    return [*keys, "data.type=files", "data.on_leak=keep", f"model.path={folder}"]
+
+
+def verdict(config: RunConfig, folder: Path) -> str:
+    """Why the run is refused, as its check says too."""
+    subject = Subject(config, for_job=False)
+    found = [*found_by("data", problems_of_data.check(subject)), *found_by("files", model_files.check(subject))]
+    problems = [one.text for one in found if one.kind == "problem"]
+    refused = run_refuses(config, folder)
+    assert bool(refused) == bool(problems), refused or problems
+    return refused
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model(tmp_path_factory.mktemp("refused"))
@@ -176,17 +196,51 @@ def test_a_row_that_a_run_refuses_is_refused_by_its_check(
     path = tmp_path / f"rows{suffix}"
     if not written(path, row):
         return
-    whole = ("algorithm", "warm_start.steps")
-    keys = [f"{name if name in whole else f'data.{name}'}={value}" for name, value in given.items()]
-    keys += [] if "warm_start.steps" in given or recipe != "gsm8k_tiny" else ["warm_start.steps=0"]
-    keys += ["data.type=files", f"data.train={path}", f"data.eval={path}", "data.on_leak=keep", f"model.path={folder}"]
-    config = load_config(recipe, keys)
-    subject = Subject(config, for_job=False)
-    found = [*found_by("data", problems_of_data.check(subject)), *found_by("files", model_files.check(subject))]
-    problems = [one.text for one in found if one.kind == "problem"]
-    refused = run_refuses(config, folder)
-    assert bool(refused) == bool(problems), refused or problems
-    assert refused or number < len(CASES) - len([*more()]) or suffix == ".parquet"
+    config = load_config(recipe, [*keys_of(recipe, given, folder), f"data.train={path}", f"data.eval={path}"])
+    assert verdict(config, folder) or number < len(CASES) - len([*more()]) or suffix == ".parquet"
+
+
+DROPS = {"dpo.on_refused": "drop", "dpo.on_long": "drop"}
+TEACHER = {"coefficient": 0.1} | {
+    f"teachers.t.{k}": v for k, v in (("prompt", "{of}: {prompt}"), ("max_prompt_tokens", 9))
+}
+TAUGHT = {f"algorithm.kl.{name}": value for name, value in TEACHER.items()}
+GOOD = {"good": [USER, SAYS], "bad": [USER, SAYS | {"content": "3"}], "question": "1", "answer": "2", "of": "2"}
+PLACED: list[tuple[Case, str]] = [
+    (("dpo_tiny", PAIRS | DROPS, {"good": [USER, {"role": "assistant"}]}), "train eval"),
+    (("dpo_tiny", {"rejected_field": "of"} | DROPS, {"question": "1" * 999, "of": "4"}), "train eval"),
+    (("gsm8k_tiny", TAUGHT, {"of": b"\xff"}), "train mixture"),
+    (("gsm8k_tiny", TAUGHT, {"of": None}), "train mixture"),
+    (("gsm8k_tiny", TAUGHT, {"of": "1" * 99}), "train mixture"),
+    (
+        ("gsm8k_tiny", {"chat_template": "true"}, {"question": json.dumps([USER | {"content": None}])}),
+        "train eval mixture",
+    ),
+]
+"""Each with the places where it ends a run."""
+
+
+def placed(config: RunConfig, place: str, row: Path, good: Path) -> RunConfig:
+    """The run with the row there, and good ones elsewhere."""
+    files = {"train": row if place in ("train", "mixture") else good, "eval": row if place == "eval" else good}
+    data = config.data.model_copy(update=files)
+    if place == "mixture":
+        source = {**data.model_dump(exclude={"on_leak", "curriculum"})}
+        sources = {"a": source | {"train": good}, "b": source}
+        data = MixtureData.model_validate({"type": "mixture", "on_leak": "keep", "sources": sources})
+    return config.model_copy(update={"data": data})
+
+
+@pytest.mark.parametrize("place", ["train", "eval", "mixture"])
+@pytest.mark.parametrize("number", range(len(PLACED)))
+def test_a_row_has_one_verdict_wherever_it_is(tmp_path: Path, folder: Path, number: int, place: str) -> None:
+    (recipe, given, row), where = PLACED[number]
+    path, good = tmp_path / "row.parquet", tmp_path / "good.parquet"
+    assert written(path, GOOD | row)
+    assert written(good, GOOD | ({"of": "3"} if "rejected_field" in given else {}))
+    keys = [*keys_of(recipe, given, folder), f"data.train={good}", f"data.eval={good}"]
+    refused = verdict(placed(load_config(recipe, keys), place, path, good), folder)
+    assert bool(refused) == (place in where)
 
 
 ENDS = "generation_config.json"
