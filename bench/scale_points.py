@@ -233,7 +233,7 @@ def _rl_config(point: Mapping[str, Any]) -> RunConfig:
     stages = "+".join(str(each_stage + (i < more)) for i in range(d["pp"] * d["vpp"])) if more else None
     learner = {
         **{key: d[key] for key in ("tp", "pp", "vpp", "cp")},
-        "ep": min(d["ep"], rest // d["pp"]),  # of the GPUs that train
+        "ep": min(d["ep"], rest // d["pp"]),  # at most the GPUs that train
         "etp": point.get("etp") or 1,
         "dp": rest // (d["tp"] * d["pp"] * d["cp"]),
         "stage_layers": stages,

@@ -33,7 +33,7 @@ _MOST_TIMES = 32  # the bytes of its values; what a template writes for each mes
 _MOST_SHOWN = 2000  # characters of an error
 _OF_DICTS = frozenset(dir(dict))
 _OF_JINJA = frozenset({LoopContext, Namespace})
-_PLAIN = frozenset({bool, int, str})  # of what is no method of a text, which the base looks at
+_PLAIN = frozenset({bool, int, str})  # the base needs to see methods of a text, not these
 
 
 class TemplateFailed(ValueError):
@@ -202,7 +202,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     @override
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        asked = type(obj), attr  # on which alone it depends
+        asked = type(obj), attr  # the result depends on nothing else
         if (safe := self._safe.get(asked)) is None:
             safe = self._safe[asked] = super().is_safe_attribute(obj, attr, value)
         return safe

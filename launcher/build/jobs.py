@@ -226,7 +226,7 @@ _OBJECTIVES: Mapping[JobName, tuple[str, Callable[[_Building], JobObjective]]] =
     "dpo": ("preferences", _preferences),
     "reward_model": ("reward model", _scoring),
 }
-"""What progress calls a job, and the builder of its objective."""
+"""The name of each job in progress lines, and the builder of its objective."""
 
 
 def written_job(

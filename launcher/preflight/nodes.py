@@ -34,7 +34,7 @@ def beside_nodes(config: RunConfig) -> Iterator[Found]:
     slurm = config.slurm
     on_gpus, nodes = config.learner.device != "cpu", made_up_nodes(config)
     if on_gpus and not slurm.gpus_per_node:
-        places = config.rollout.served or slurm.container_runtime == "apptainer"  # which depend on the number
+        places = config.rollout.served or slurm.container_runtime == "apptainer"  # both need the number
         yield (problem if places else note)(
             f"learner.device={config.learner.device}, but slurm.gpus_per_node=0: the job requests no GPUs; set it to "
             "the GPUs of a node, with slurm.options=[--gres=none] if Slurm itself knows of no GPUs"

@@ -267,7 +267,7 @@ def _begun(prompts: Sequence[Prompt], rows: LearnedRows) -> Iterator[Found]:
 
 
 def _refused(prompts: Sequence[Prompt], units_of: Callable[[Sequence[Prompt]], list[Any]]) -> list[str]:
-    """Why prompts are refused, of each that is."""
+    """Returns the reason for each prompt that is refused."""
     from rl_megatron.training.jobs.written import units_of_each
 
     return [why for _, why in units_of_each(prompts, units_of)[1]]

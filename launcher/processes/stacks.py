@@ -55,7 +55,7 @@ def living() -> None:
 
 def tidy(folder: Path) -> None:
     """Removes empty files of stacks, and folders that are then empty. They stay where the disk is read-only."""
-    with contextlib.suppress(OSError):  # else this would hide why the run ends
+    with contextlib.suppress(OSError):  # an error here would hide why the run ends
         for file in folder.rglob("*.txt"):
             if not file.stat().st_size:
                 file.unlink()

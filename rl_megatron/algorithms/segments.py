@@ -53,7 +53,7 @@ def segment_range(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def differ(values: Tensor, ids: Tensor) -> Tensor:
-    """Whether a segment has two values that differ beyond `ROUNDING` of its largest, [K]."""
+    """True for each segment with two values that differ by more than `ROUNDING` of its largest, [K]."""
     low, high = segment_range(values, ids)
     return high - low > ROUNDING * torch.maximum(high.abs(), low.abs())
 

@@ -55,7 +55,7 @@ class Recorder:
         self._samples, self._timeline = SamplesWriter(folder), Timeline(folder)
         self._per_step, self._per_group, self._decode = log.samples_per_step, log.samples_per_group, decode
         self._idle_steps, self._warned = 0, is_taught  # latest steps in a row without a gradient
-        self._still_steps, self._warned_still = 0, False  # those with a gradient of exactly 0
+        self._still_steps, self._warned_still = 0, False  # latest steps whose gradient was exactly 0
         self._file = folder / "samples.jsonl"
         self.progress, self._process, self._before_row = progress, process, before_row
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")  # one, so that rows keep their order

@@ -10,7 +10,7 @@ from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards.threads import in_daemon_thread
 from rl_megatron.types import Completion, Prompt, Scored
 
-LIMIT_SECONDS = 3.0  # of a processor, for one completion: most patterns take microseconds
+LIMIT_SECONDS = 3.0  # processor time for one completion; most patterns take microseconds
 
 
 class FormatReward:

@@ -25,7 +25,7 @@ _MEASURE = re.compile(  # a number, with its thousands and words for its unit, o
 )
 _SCIENTIFIC = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\w|\.\d)", re.ASCII)
 
-_LETTER = re.compile(r"\(?[A-J]\)?")  # of a multiple choice
+_LETTER = re.compile(r"\(?[A-J]\)?")  # the answer to a multiple choice
 _CHOICE = re.compile(r"(?:(?i:\b(?:answer|option|choice)(?: is)?)|^)[ :*_(]*([A-J])\b[)*_.]* *$", re.MULTILINE)
 
 
@@ -53,8 +53,8 @@ def _told(answer: str, text: str | None) -> dict[str, Any]:
 
 
 def _equal(package: Callable[..., bool], one: Any, other: Any, *places: int) -> bool:
-    """Whether the package finds two numbers equal, and their difference is within 1e-5 of them if one is a decimal,
-    else within 1e-30; it compares six decimal places. Decimals that are equal as fractions are equal."""
+    """True if the package, which compares six decimal places, finds two numbers equal and they differ by at most 1e-5
+    of them if one is a decimal, otherwise 1e-30. Decimals that are equal as fractions are equal."""
     from math_verify.grader import Float, Rational, get_pct_val
 
     same = package(one, other, *places)
@@ -100,7 +100,7 @@ def _positional(text: str) -> str:
 
 
 if __name__ == "__main__":
-    kernel.prctl(kernel.PDEATHSIG, signal.SIGKILL)  # also while it computes
+    kernel.prctl(kernel.PDEATHSIG, signal.SIGKILL)  # kills this process even while it computes
     with contextlib.suppress(ImportError):
         import math_verify  # noqa: F401  its seconds are of no call
     answer_calls(_told, MEMORY_BYTES)

@@ -17,7 +17,7 @@ _SMALL = _RAISED | _LOWERED
 _NAMES = r"""times cdot cdot cdot div pm mp infty le le le ge ge ge ne approx to in cup cap emptyset setminus mathbb{R}
 mathbb{Z} mathbb{N} mathbb{Q} mathbb{C} lfloor rfloor lceil rceil sqrt sqrt[3] sqrt[4] sum prod int"""
 _COMMANDS = dict(zip("×⋅·∙÷±∓∞≤⩽≦≥⩾≧≠≈→∈∪∩∅∖ℝℤℕℚℂ⌊⌋⌈⌉√∛∜∑∏∫", _NAMES.split(), strict=True))
-_KEPT = {*_SMALL, *"√∛∜…¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}  # for the patterns below
+_KEPT = {*_SMALL, *"√∛∜…¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}  # the patterns below read them
 _THOUSANDS = re.compile(r"(?<=\d)(?:[\u00a0\u2007-\u2009\u202f]|\\[,!]|\{,\})(?=\d{3}(?!\d))")
 _LONG_DASH = re.compile(r"(?<![^\s(\[{=$,:])[—―](?=[\d.√∞π(])")  # elsewhere it is punctuation
 _DEGREES = re.compile(r"(?<=\d) ?[°º˚∘](?:[CF]\b)?")
@@ -34,9 +34,9 @@ _ROOT = re.compile(
     r"|((?:\d++(?:\.\d++)?|\\[A-Za-z]++|[A-Za-zπ])(?:\{\d+\})*+[⁰¹²³⁴-⁹]*+))"
 )
 _SCRIPT = re.compile(f"([{re.escape(''.join(_RAISED))}]+)|[{re.escape(''.join(_LOWERED))}]+")
-_EXPONENT = re.compile(r"\^(-\d+|\\frac\{\d+\}\{\d+\})")  # which LaTeX would take in part
+_EXPONENT = re.compile(r"\^(-\d+|\\frac\{\d+\}\{\d+\})")  # LaTeX would raise a part of these alone
 _FUNCTION = re.compile(r"(?<![A-Za-z\\])(?=(?:sin|cos|tan|log|ln)(?:[_^]\{|\\))")
-_OPENING = re.compile(r"\\boxed\s*\{|\\begin\{|\\[(\[]|\$\$|(?<![\d\\])\$")  # of what math-verify reads as LaTeX
+_OPENING = re.compile(r"\\boxed\s*\{|\\begin\{|\\[(\[]|\$\$|(?<![\d\\])\$")  # math-verify reads LaTeX after them
 _CLOSING = {"\\begin{": "\\end{", "\\(": "\\)", "\\[": "\\]", "$$": "$$", "$": "$"}
 _BARE = re.compile(  # a formula outside of these, with spaces around its operators and commas alone
     r"(?: ?[-+*/=<>]+ ?| ?\\(?:log|ln|sin|cos|tan)(?:[_^]\{[^{}]{1,40}\})? *| ?\\[A-Za-z]+ *"
@@ -50,7 +50,7 @@ _REASON = re.compile(  # after a value; without parentheses only after a stated 
     r"(?:[,;]? (?:because|since)|[,;] as| as(?= [\d\\$(√]))\b[^\n]*?(?=\.?$|\.\s)",
     re.MULTILINE,
 )
-_OPERATORS = {r"\times": "*", r"\cdot": "*", r"\div": "/"}  # as math-verify reads them in plain text
+_OPERATORS = {r"\times": "*", r"\cdot": "*", r"\div": "/"}  # math-verify reads these in plain text
 
 
 class _Table(dict[int, str]):

@@ -11,7 +11,7 @@ from rl_megatron.json_text import parse
 from rl_megatron.types import Completion, Prompt
 
 _GIVEN = ("prompts", "completions", "completion_ids")
-_TRAINER = ("trainer_state", "log_extra", "log_metric", "environments")  # of TRL's trainer
+_TRAINER = ("trainer_state", "log_extra", "log_metric", "environments")  # TRL's trainer passes these
 
 
 def is_trl(function: Callable[..., object]) -> bool:

@@ -55,8 +55,8 @@ class PolicySampler(GroupSource):
         max_new_tokens: int | None = None,
         router_noise: float = 0.0,
     ) -> SamplingParams:
-        """How to sample a completion or a turn, with the run's stop tokens and texts; without ``max_new_tokens`` it has
-        rollout.max_new_tokens at most."""
+        """Returns the parameters of a completion or a turn, with the run's stop tokens and texts. The default of
+        ``max_new_tokens`` is rollout.max_new_tokens."""
         return SamplingParams(
             temperature=temperature,
             top_p=top_p,

@@ -305,7 +305,7 @@ def _memory_bytes(pids: list[int], first: int | None) -> int:
                 if rights[3] == "s" and device == "00:01":  # anonymous
                     start, end = (int(part, 16) for part in span.split("-"))
                     shared[inode] = max(shared.get(inode, 0), end - start)
-    with contextlib.suppress(OSError):  # of the network of a fenced program
+    with contextlib.suppress(OSError):  # a fenced program has its own network
         total += int(kernel.read_file(f"/proc/{first}/net/sockstat").split()[2]) * _SOCKET_BYTES
         for kind in ("tcp", "tcp6"):
             for line in kernel.read_file(f"/proc/{first}/net/{kind}").splitlines()[1:]:

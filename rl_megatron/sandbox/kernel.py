@@ -54,7 +54,7 @@ alarm 37 -, getitimer 36 102, setitimer 38 103, timer_create 222 107, timer_sett
 timer_getoverrun 225 109, timer_delete 226 111, getrandom 318 278
 """
 _MACHINES = {"x86_64": (0xC000003E, 1), "aarch64": (0xC00000B7, 2)}  # its name in filters, its column in the table
-_FAMILIES = (1, 2, 10, 16)  # of sockets: Unix, IPv4, IPv6, netlink
+_FAMILIES = (1, 2, 10, 16)  # sockets may be Unix, IPv4, IPv6 or netlink
 
 
 class FenceRefused(Exception):

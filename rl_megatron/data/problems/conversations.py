@@ -117,8 +117,8 @@ def system_of(record: Record, place: str, data: FileKeys) -> str:
 
 
 def messages_of(record: Record, place: str, data: FileKeys, *, in_structs: bool) -> tuple[Mapping[str, Any], ...]:
-    """What a model is to answer in a row: its list of messages, which with ``chat_template`` may be JSON text, or its
-    text as the user's; before them the system's, of a field of its own. ``in_structs``: as of `conversation_text`.
+    """Returns the messages that a model answers: a row's list, also as JSON text with ``chat_template``, or its text as
+    the user's. A message of the system's field comes first. ``in_structs`` is `conversation_text`'s.
 
     Raises DataError for a list that is not of messages with texts, and for a last one of the assistant or the system.
     """
@@ -237,7 +237,7 @@ def _messages_in(text: str) -> list[Any] | None:
 
 
 def _no_message(at: int, one: object, *, rendered: bool) -> str | None:
-    """Why an item of a list, from 1, is no message of text; None if it is one. An environment may change roles."""
+    """Returns why item ``at`` (from 1) is not a message of text, or None. An environment may change roles."""
     if not isinstance(one, dict) or not isinstance(role := one.get("role"), str):
         shared = _RENAMED if isinstance(one, dict) and one.keys() >= _SHAREGPT else ""
         return f"item {at} must be a message, an object with role and content{shared}"

@@ -33,7 +33,7 @@ class FileRows:
         return [*fields_of(self.data), *_others(self.data)]
 
     def compared(self, *by: ProblemKey) -> list[ProblemTexts]:
-        """What rows are compared by, in each of these ways. What Python makes of all rows is made once for them."""
+        """Returns the texts that rows are compared by, for each key. All keys share what Python makes of the rows."""
         read = _ReadRows(self)
         return [_RowTexts(read, one) for one in by]
 
@@ -99,7 +99,7 @@ class _ReadRows:
 
 
 class _RowTexts(ProblemTexts):
-    """What each row is compared by."""
+    """The texts that each row is compared by."""
 
     def __init__(self, read: _ReadRows, by: ProblemKey) -> None:
         self._read, self._by = read, by

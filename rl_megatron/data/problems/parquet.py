@@ -234,7 +234,7 @@ class ParquetRows:
             yield whole if isinstance(whole, str) else record_of(whole, self._fields, lists=self._lists)
 
     def _spaced(self, batch: Any, texts: int, form: str) -> list[str]:
-        """As `leaks.spaced` of each row's first ``texts`` fields, columns of text, the first in its ``form``."""
+        """Joins each row's first ``texts`` fields, columns of text, by `leaks.spaced`. The first is in its ``form``."""
         import pyarrow as pa
         import pyarrow.compute as pc
 

@@ -160,8 +160,8 @@ def formed(problems: Sequence[Problem], source: OneSource | FileKeys, form: RowF
 
 
 def _compared_by(environment: EnvironmentSection | None, reward: RewardSection | None) -> ProblemKey:
-    """What problems are compared by that one of these judges: the fields that it reads. Those of custom code and of
-    servers are not known, so they are all."""
+    """Returns the key that compares problems of this environment or reward: the fields that it reads, or all fields
+    where custom code or a server reads them."""
     if environment is not None:
         return ProblemKey(fields=() if environment.function in ("calculator", "guess") else None)
     functions = [] if reward is None else list(reward.functions.values())
@@ -171,7 +171,7 @@ def _compared_by(environment: EnvironmentSection | None, reward: RewardSection |
 
 
 def _judged_by(environment: EnvironmentSection | None, reward: RewardSection | None) -> str:
-    """What makes a problem another one: another environment, or another reward."""
+    """Names the environment or the reward. The same problem with another one is a different problem."""
     if environment is not None:
         return json.dumps([environment.function, dict(environment.options)], sort_keys=True)
     return "" if reward is None else reward.model_dump_json()
@@ -186,9 +186,9 @@ def without_leaks(
     *,
     samples: bool,
 ) -> dict[str, NDArray[np.bool_]]:
-    """Which problems of each source to train on: each once in each of the ``environments`` or for each of the
-    ``rewards`` (by source), and without leaks where they are dropped. Raises as `rows_to_keep`, and for a source that
-    has none left."""
+    """Returns which problems of each source to train on: each once for each of the ``environments`` or ``rewards`` (by
+    source), and no leaks where they are dropped. Raises like `rows_to_keep`, and for a source that has no problem
+    left."""
     judges = {key: (environments.get(key), rewards.get(key)) for key in train}
     wholes = {key: _compared_by(*of) if samples else ANSWERED for key, of in judges.items()}
     # an environment of the user's may ask what any field of a row has

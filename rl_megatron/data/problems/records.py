@@ -157,8 +157,8 @@ def decoded_row(row: dict[str, Any]) -> Mapping[str, object] | str:
 
 
 def as_json(value: object) -> object:
-    """Convert a value of a parquet column to JSON: bytes to their UTF-8 text, or `Base64` where they are none or have a
-    NUL, as UTF-16 has; dates and decimals to text, NaN to null."""
+    """Convert a value of a parquet column to JSON: dates and decimals to text, NaN to null, bytes to their UTF-8 text.
+    Bytes that are not UTF-8, or have a NUL like UTF-16, become `Base64`."""
     match value:
         case str() | None | bool() | int():
             return value

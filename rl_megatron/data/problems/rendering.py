@@ -91,7 +91,7 @@ class Problem:
     margin: float = 0.0  # of a pair
     messages: tuple[Mapping[str, Any], ...] = ()  # of a row of a file: what is asked is the text of the last one
     meta: Mapping[str, Any] = field(default_factory=dict)
-    form: str = "{prompt}"  # as of `form_of`
+    form: str = "{prompt}"  # the template that `form_of` returns
 
     @property
     def asked(self) -> str:
@@ -154,8 +154,8 @@ def rendered(
 def rendered_rows(
     records: Sequence[Record], path: Path, first: int, data: FileKeys, tokenizer: PreTrainedTokenizerBase | None
 ) -> Iterator[Problem | DataError]:
-    """As `rendered`, of rows from the line ``first`` on: each problem, or what is wrong with its row. Raises DataError
-    for the first row that exceeds a limit of templates."""
+    """Yields what `rendered` returns for each row from line ``first`` on: a problem, or the error of its row. Raises
+    DataError for the first row that exceeds a limit of templates."""
     for start in range(0, len(records), _RENDERED_TOGETHER):
         part = records[start : start + _RENDERED_TOGETHER]
         made = [_before_template(record, path, line, data) for line, record in enumerate(part, first + start)]

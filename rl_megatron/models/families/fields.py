@@ -132,7 +132,7 @@ class ConfigFields(JsonFields):
     mlp_layer_types: list[str] | None = None
     rms_norm_eps: _Number = None
     rope_theta: _Number = None
-    rope_parameters: dict[str, Any] | None = None  # of `RopeFields`
+    rope_parameters: dict[str, Any] | None = None  # has the keys of `RopeFields`
     rope_scaling: dict[str, Any] | None = None
     partial_rotary_factor: _Share = None
     routed_scaling_factor: _Number = None
@@ -144,8 +144,8 @@ class ConfigFields(JsonFields):
     use_qk_norm: _Flag = None
     use_mtp: _Flag = None
     topk_method: _Text = None
-    quantization_config: dict[str, Any] | None = None  # of `QuantizationFields`
-    text_config: dict[str, Any] | None = None  # of these
+    quantization_config: dict[str, Any] | None = None  # has the keys of `QuantizationFields`
+    text_config: dict[str, Any] | None = None  # has these keys
     stacked_experts: _Flag = None  # this package's own, as the next: of megatron checkpoints
     stacked_drafts: _Flag = None
 

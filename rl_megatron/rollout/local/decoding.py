@@ -179,7 +179,7 @@ class Decoding:
             self._admit()
 
     def _completes_text(self, state: Tensor) -> Tensor:
-        """Which active rows [n] bool have a stop text that their last token completes.
+        """Returns which active rows [n] bool have a stop text that their last token completes.
 
         A text of n bytes has at most n tokens; the token before them may lose a space.
         """

@@ -65,7 +65,7 @@ class StartOptions:
     batch_invariant: bool  # whether a token's log-prob must not depend on its batch
     adapters: AdapterPlaces | None = None  # for versions of adapters beside its model, if it is to hold some
     draft_tokens: int = 0  # that its draft layer proposes at each step; 0: it has none
-    stops: bool = False  # whether requests have texts that end completions
+    stops: bool = False  # requests have texts that end completions
     extra: tuple[str, ...]
 
     @property

@@ -256,7 +256,7 @@ def is_draft(name: str, shape: ModelShape) -> bool:
 def own_weights(
     folder: Path, stored: Mapping[str, Shape], shape: ModelShape
 ) -> tuple[dict[str, Shape], TiedHead | None]:
-    """Those of the folder's ``stored`` tensors that are the model's, and the pair whose numbers the caller compares.
+    """Returns the model's tensors among the ``stored`` ones, and the pair whose numbers the caller compares.
 
     Left aside are draft layers that the model lacks, a draft layer's copy of the embedding or the output matrix,
     frequencies of rotary angles, scales of a quantized KV cache, and the output matrix of a tied model, which is that

@@ -76,7 +76,7 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
 
 
 def adapters_alone(folder: Path) -> str:
-    """What a folder of peft's adapters needs in place of weights; empty if it is none."""
+    """Says what a folder of peft's adapters needs in place of weights. Empty for other folders."""
     if not (folder / "adapter_config.json").is_file():
         return ""
     return (

@@ -184,7 +184,7 @@ class VLLMAdapter(Adapter):
             "stop_token_ids": list(p.stop_token_ids),
             "ignore_eos": True,  # the line above says what ends a completion
             "logprobs": 0,  # of the sampled token
-            "detokenize": bool(p.stop),  # in which it looks for texts
+            "detokenize": bool(p.stop),  # it looks for stop texts in the decoded text
             **({"stop": p.stop, "include_stop_str_in_output": True, "skip_special_tokens": False} if p.stop else {}),
         }
         body: dict[str, object] = {
