@@ -24,7 +24,7 @@ from bench.scale_points import (
     predict_rl_steps,
     shape_of_point,
 )
-from bench.step_time import POINTS, Fit, described, fit, left_out, model_rows, usable, without_own_model
+from bench.step_time import POINTS, Fit, described, fit, left_out, logs, model_rows, usable, without_own_model
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
@@ -335,11 +335,10 @@ def test_each_model_is_left_out_of_its_fit_and_counts_only_its_own_pairs(monkeyp
     monkeypatch.setattr(step_time, "fit", fit_nothing)
     found = without_own_model(points)
     assert [found.keys() - kept for kept in fitted] == [{model} for model in found]
-    rates = [rate for rates in found.values() for rate in rates]
-    *each, every = model_rows("training", found)
-    assert (every["points"], every["mean"]) == (60, pytest.approx(np.mean([abs(rate.error) for rate in rates])))
-    assert (every["right"], every["pairs"]) == ordered_pairs(rates)
-    assert sum(int(str(row["points"])) for row in each) == 60
+    for model, rates in found.items():
+        assert rates == [*predict_rates([point for point in points if point["model"] == model], PRIOR)]
+    assert sum(map(len, found.values())) == 60
+    assert np.expm1(logs(points, PRIOR)) == pytest.approx([rate.error for rate in predict_rates(points, PRIOR)])
 
 
 def test_a_published_step_of_reinforcement_learning_is_predicted_from_its_layout() -> None:
@@ -374,6 +373,18 @@ def test_pairs_count_only_within_a_model_gpu_and_release_and_where_they_lie_apar
     assert ordered_pairs([rate(2, 100), rate(1, 120)]) == (0, 1)
     assert ordered_pairs([rate(2, 100), rate(1, 114)]) == (0, 0)
     assert ordered_pairs([rate(2, 100), rate(1, 120, "other"), rate(1, 120, release="2026.06")]) == (0, 0)
+    assert ordered_pairs([rate(1, 100), rate(2, 120), rate(3, 150), rate(0, 150, "other")]) == (3, 3)
+
+
+def test_rows_have_mean_sizes_of_errors_and_each_models_own_pairs() -> None:
+    found = {"a": [rate(1.2, 1, "a"), rate(1.6, 2, "a")], "b": [rate(3, 2, "b"), rate(2, 3, "b")]}
+    assert [tuple(row.values()) for row in model_rows("training", found)] == [
+        ("training", "a", 2, pytest.approx(0.2), 1, 1),
+        ("training", "b", 2, pytest.approx((1 / 2 + 1 / 3) / 2), 0, 1),
+        ("training", "all", 4, pytest.approx((0.2 + 0.2 + 1 / 2 + 1 / 3) / 4), 1, 2),
+    ]
+    figures = {"mean": 0.4 / 3, "median": 0.1, "worst": -0.3, "bias": 0.77 ** (1 / 3) - 1}
+    assert described(np.log([1.1, 0.7, 1.0])) == pytest.approx(figures)
 
 
 # What adapters take of GPUs, of a node and of a disk, by closed forms over the matrices of Qwen3-30B-A3B.
