@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -190,20 +191,25 @@ print(sum(libc.sigqueue(os.getpid(), 34, None) == 0 for _ in range(1000)))
 
 
 def test_the_numbers_of_calls_are_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    headers = {
-        "x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h",
-        "aarch64": "/usr/include/asm-generic/unistd.h",
+    headers = {  # arm64 numbers its calls as the generic header does
+        "x86_64": ("x86_64-linux-gnu/asm/unistd_64.h", "EM_X86_64"),
+        "aarch64": ("asm-generic/unistd.h", "EM_AARCH64"),
     }
-    if not all(Path(header).exists() for header in headers.values()):
+    include = Path("/usr/include")
+    if not all((include / header).exists() for header, _ in headers.values()):
         pytest.skip("there are no headers of Linux")
-    for machine, header in headers.items():
-        text = Path(header).read_text().replace("__NR3264_fstatat", "__NR_newfstatat").replace("__NR3264_", "__NR_")
-        known = {name: int(number) for name, number in re.findall(r"#define __NR_(\w+)\s+(\d+)\n", text)}
+    names = set()
+    for machine, (header, elf) in headers.items():
+        text = (include / header).read_text().replace("__NR3264_fstatat", "__NR_newfstatat")
+        known = {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)\n", text)}
         monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
         calls = kernel.allowed_calls()
-        calls.pop("fchmodat2")  # newer than the headers
-        assert calls == {name: known[name] for name in calls}
+        assert calls.pop("fchmodat2") == 452  # since Linux 6.6, newer than the headers
+        names |= calls.keys()
+        assert calls == {name: known[name] for name in sorted(names & known.keys())}
         assert {"clone", "execve", "futex", "openat", "socket"} <= set(calls)
+        (number,) = re.findall(rf"{elf}\s+(\d+)", (include / "linux/elf-em.h").read_text())
+        assert struct.unpack_from("HBBI", kernel.call_filter(), 8)[3] == 0xC0000000 | int(number)  # AUDIT_ARCH_…
 
 
 @fenced
