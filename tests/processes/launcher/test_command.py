@@ -11,17 +11,23 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from rich.console import Console
 
 import launcher
+from launcher.__main__ import app
 from launcher.hosts.slurm.script import job_script
+from launcher.programs import train
 from launcher.programs.experiment import run_cells
+from launcher.runs.folder import claim
 from rl_megatron.config.io import load_config, save_resolved
+from rl_megatron.config.run import RunConfig
 from rl_megatron.experiments.cells import cells_of
 from rl_megatron.experiments.study import read_study
+from tests.forks import FORKS
 from tests.unit.launcher.sites import site
 from tests.unit.launcher.test_memory import QWEN3, QWEN_30B
 from tests.unit.launcher.test_plan_command import ASKED
@@ -47,6 +53,51 @@ def test_a_name_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
         done = subprocess.run([*command, more], cwd=where, capture_output=True, env=variables, check=False)
         assert (done.returncode, done.stderr.count(b"\n")) == (1, 1)
         assert f"{said!r}, is not UTF-8".encode() in done.stderr
+
+
+def test_stacks_on_a_read_only_disk_hide_no_error(tmp_path: Path) -> None:
+    mounted = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
+    mount = 'mount -o bind,ro "$1" "$1"'
+    if subprocess.run([*mounted, mount, "sh", tmp_path], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets no user mount")
+    (tmp_path / "controller.txt").touch()
+    code = "import sys, pathlib; from launcher.processes import stacks; stacks.tidy(pathlib.Path(sys.argv[1]))"
+    script = f'{mount}; ! touch "$1/other"; exec "$0" -c "$2" "$1"'
+    done = subprocess.run([*mounted, script, sys.executable, tmp_path, code], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"Read-only file system" in done.stderr  # of touch
+    assert os.listdir(tmp_path) == ["controller.txt"]
+
+
+def start_unnamed(runs: Path, all_chose: Any, all_claimed: Any) -> None:
+    """Starts a run that claims its folder when all have chosen a name, and ends when all have claimed one."""
+    chosen = []
+
+    async def program(config: RunConfig, *_: object, resume: bool) -> None:
+        chosen.append(config.run.name)
+        if len(chosen) == 1:
+            all_chose.wait(300)
+        with claim(config.run.dir / str(config.run.name), resume=resume):
+            all_claimed.wait(300)
+
+    train.train = program  # type: ignore[assignment]
+    try:
+        app(["train", f"run.dir={runs}"], standalone_mode=False)
+    except BaseException:
+        all_claimed.abort()  # the others do not wait for this one
+        raise
+    assert chosen[0] == "tiny_cpu"
+
+
+def test_three_processes_that_chose_one_name_have_a_run_each(tmp_path: Path) -> None:
+    barriers = FORKS.Barrier(3), FORKS.Barrier(3)
+    starts = [FORKS.Process(target=start_unnamed, args=(tmp_path / "runs", *barriers)) for _ in range(3)]
+    for start in starts:
+        start.start()
+    for start in starts:
+        start.join()
+    assert [start.exitcode for start in starts] == [0, 0, 0]
+    assert sorted(os.listdir(tmp_path / "runs")) == ["tiny_cpu", "tiny_cpu-2", "tiny_cpu-3"]
 
 
 def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback(tmp_path: Path) -> None:
