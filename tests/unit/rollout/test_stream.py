@@ -110,7 +110,9 @@ class World:
         until = STEPS if self.served else STEPS + self.staleness
         assert state.drawn - state.opened <= min(stream.version + self.staleness + 1, until) * self.size, self.seed
         assert all(one.answered.reason for one in state.left_out if one.answered is not None)
-        assert all(place.birth <= stream.version < place.due for place in state.places), self.seed
+        assert all(
+            place.birth <= stream.version < place.due == place.birth + self.staleness + 1 for place in state.places
+        ), self.seed
         if not self.served:
             assert all(place.answered is not None for place in state.places), self.seed
 
