@@ -118,7 +118,7 @@ def report(
     last: Annotated[int | None, typer.Option(min=1, help="the mean of its last so many values")] = None,
     out: Annotated[Path | None, typer.Option(help="the HTML file [default: report.html in that folder]")] = None,
 ) -> None:
-    """Write the page over all runs, with differences, fits and survival; beside it JSON, CSV and SVG.
+    """Write the page over all runs, with differences and fits; beside it JSON and CSV.
 
     With --metric, --last or --override it is written into a folder named by them, so that a study's outcomes do not
     replace one another.

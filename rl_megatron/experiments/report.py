@@ -1,4 +1,4 @@
-"""Writes what a study has found: the page over its runs, results as JSON and CSV, and figures as SVG."""
+"""Writes what a study has found: the page over its runs, and results as JSON and CSV."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import csv
 import io
 import itertools
 import json
-import re
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
@@ -31,13 +30,12 @@ from rl_megatron.experiments.sigmoid import NAMES
 from rl_megatron.experiments.states import CellStanding, CellState, drift_of, find_states
 from rl_megatron.experiments.study import Study
 from rl_megatron.observability.arms import Arm, group_runs
-from rl_megatron.observability.charts import DOTTED, Chart, Point, Series, line_chart, number_text
+from rl_megatron.observability.charts import DOTTED, Chart, Series, number_text
 from rl_megatron.observability.history import load_runs
 from rl_megatron.observability.intervals import Interval
 from rl_megatron.observability.metrics.curve import Curve
 from rl_megatron.observability.metrics.table import documented
 from rl_megatron.observability.report import Panel, arms_chart, write_page
-from rl_megatron.observability.svg import standalone_svg
 
 _UNITS = {
     "steps": "RL steps",
@@ -46,13 +44,12 @@ _UNITS = {
     "flops": "FLOPs of training",
 }
 _POINTS = 60  # of a fitted curve
-_FIGURE = re.compile(r"(curves|survival|fit(-.*)?)\.svg")  # names of `_drawn`, and one of older versions
 
 
 def write_study_report(
     study: Study, cells: Sequence[Cell], out: Path, queue: Mapping[str, Queued] | None = None
 ) -> Path:
-    """Write the page to ``out``, and beside it results.json, results.csv, curves.csv and figures/. Returns the page.
+    """Write the page to ``out``, and beside it results.json, results.csv and curves.csv. Returns the page.
 
     Cells may still run, wait or have failed: the page names them. ``queue`` is what Slurm says of those sent to it,
     None if it was not asked. Raises DataError if none has recorded a step.
@@ -77,35 +74,13 @@ def write_study_report(
     write_atomically(out.with_name("results.json"), f"{document}\n".encode())
     write_atomically(out.with_name("results.csv"), _results_csv(results, found, runs).encode())
     write_atomically(out.with_name("curves.csv"), _curves_csv(study, runs).encode())
-    _write_figures(out.with_name("figures"), drawn)
     return out
-
-
-def _write_figures(folder: Path, drawn: Mapping[str, Chart]) -> None:
-    """Write the charts, and remove those of an earlier report that are not drawn any more; other files stay."""
-    folder.mkdir(exist_ok=True)
-    files = {f"{file}.svg": chart for file, chart in zip(figure_files(list(drawn)), drawn.values(), strict=True)}
-    for file, chart in files.items():
-        write_atomically(folder / file, standalone_svg(chart).encode())
-    for path in folder.iterdir():
-        if _FIGURE.fullmatch(path.name) and path.name not in files:
-            path.unlink()
-
-
-def figure_files(names: Sequence[str]) -> list[str]:
-    """A name for each that every system can write; names that come out alike are numbered."""
-    files: list[str] = []
-    for name in names:
-        file = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")[:120]
-        alike = (file if number == 1 else f"{file}-{number}" for number in itertools.count(1))
-        files.append(next(each for each in alike if each not in files))
-    return files
 
 
 def _drawn(
     study: Study, results: StudyResults, runs: Sequence[CellRun], arms: Sequence[Arm], style: Mapping[str, int]
 ) -> dict[str, Chart]:
-    """Returns charts by their files' names: the metric, and each fit."""
+    """Returns charts by their names: the metric, and each fit."""
     metric = study.evaluation.metric
     curves = arms_chart(Curve("Results", metric, metric=metric, limits=study.evaluation.limits), arms)
     charts = {"curves": curves} if curves else {}
@@ -121,25 +96,16 @@ def _fit_chart(study: Study, arm: str, each: ArmFit, runs: Sequence[CellRun], st
     curves, unit = curves_for_fit(study, runs), _UNITS[study.evaluation.compute]
     at = np.linspace(min(c.compute.min() for c in curves), max(c.compute.max() for c in curves), _POINTS)
     values, half = each.fit.at(at)
-    fitted = [
-        Point(
-            x=float(c),
-            y=float(v),
-            label=f"{number_text(float(c))} {unit}",
-            low=None if half is None else float(v - half[i]),
-            high=None if half is None else float(v + half[i]),
-        )
-        for i, (c, v) in enumerate(zip(at, values, strict=True))
-    ]
+    low, high = (None, None) if half is None else (values - half, values + half)
     by_step = sorted(point for run in runs for point in points_for_fit(study, run))
     at_step = (list(points) for _, points in itertools.groupby(by_step, key=lambda point: point[0]))
-    seen = (np.mean([point[1:] for point in points], axis=0) for points in at_step)
-    means = [Point(x=float(c), y=float(v), label=f"{number_text(float(c))} {unit}") for c, v in seen]
+    x, means = np.array([np.mean([point[1:] for point in points], axis=0) for points in at_step]).T
     lines = [
-        Series(label="fit, with its 95 % band", style=style, points=fitted),
-        Series(label="mean of runs (dotted)", style=style % (DOTTED // 2) + DOTTED, points=means),
+        Series(name="fit, with its 95 % band", style=style, x=at, y=values, low=low, high=high),
+        Series(name="mean of runs (dotted)", style=style % (DOTTED // 2) + DOTTED, x=x, y=means),
     ]
-    return line_chart(f"{arm}: {study.evaluation.metric} by {unit}", "", lines, study.evaluation.limits)
+    title, limits = f"{arm}: {study.evaluation.metric} by {unit}", study.evaluation.limits
+    return Chart(title=title, unit="", series=lines, axis=unit, limits=limits)
 
 
 def _panels(

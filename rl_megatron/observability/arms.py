@@ -9,9 +9,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rl_megatron.observability.charts import Point, thinned
+import numpy as np
+
+from rl_megatron.observability.charts import Floats
 from rl_megatron.observability.history import Run
-from rl_megatron.observability.intervals import mean_interval
+from rl_megatron.observability.intervals import t_quantile
 
 LEAST_FOR_INTERVAL = 4
 """Seeds from which on a band is the interval of the mean; with fewer it goes from the least to the greatest."""
@@ -55,27 +57,23 @@ def group_runs(runs: Sequence[Run], names: Sequence[str] | None = None) -> list[
     return arms
 
 
-def over_seeds(runs: Sequence[Sequence[tuple[float, str, float | None]]]) -> list[Point]:
-    """The mean of several runs at each x where some have a value, with its band: as many points as a chart draws.
+def over_seeds(runs: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats, Floats, Floats]:
+    """Each x where some of the runs have a value, their mean there and its band, NaN where one run alone has a value.
 
-    ``runs`` have x, label and value."""
-    at: dict[float, tuple[str, list[float]]] = {}
-    for x, label, value in (one for run in runs for one in run):
-        if value is not None:
-            at.setdefault(x, (label, []))[1].append(value)
-    means = [(x, label, math.fsum(values) / len(values), values) for x, (label, values) in sorted(at.items())]
-    return [_banded(*mean) for mean in thinned(means, lambda mean: mean[2])]
-
-
-def _banded(x: float, label: str, mean: float, values: Sequence[float]) -> Point:
-    low, high = min(values), max(values)
-    if len(values) >= LEAST_FOR_INTERVAL:
-        found = mean_interval(values)
-        assert found.low is not None
-        assert found.high is not None
-        low, high = found.low, found.high
-    banded = len(values) > 1
-    return Point(x=x, y=mean, label=label, low=low if banded else None, high=high if banded else None)
+    ``runs`` have x and values."""
+    x = np.unique(np.concatenate([at[~np.isnan(y)] for at, y in runs]))
+    values = np.full((len(runs), len(x)), math.nan)
+    for row, (at, y) in zip(values, runs, strict=True):
+        row[np.searchsorted(x, at[~np.isnan(y)])] = y[~np.isnan(y)]
+    count = (~np.isnan(values)).sum(0)
+    mean, low, high = np.nansum(values, 0) / count, np.nanmin(values, 0), np.nanmax(values, 0)
+    low[count == 1] = high[count == 1] = math.nan
+    squares = np.nansum((values - mean) ** 2, 0)
+    for n in range(LEAST_FOR_INTERVAL, len(runs) + 1):
+        of_n = count == n
+        half = t_quantile(n - 1) * np.sqrt(squares[of_n] / (n - 1) / n)
+        low[of_n], high[of_n] = mean[of_n] - half, mean[of_n] + half
+    return x, mean, low, high
 
 
 def differing(runs: Sequence[Run]) -> dict[str, list[str]]:

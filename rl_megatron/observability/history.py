@@ -33,18 +33,12 @@ class MetricRows:
     x: NDArray[np.float64]  # [n], as charts has it
     run: Run
     warm_start: NDArray[np.intp]  # places in the run's rows
-    warm_steps: NDArray[np.float64]  # numbers of these rows
     rl: NDArray[np.intp]
 
     def values(self, name: str) -> NDArray[np.float64]:
         """Of any metric in these rows, [n]; NaN where it is null, or not recorded."""
         of = self.run.warm_start.values(name)[self.warm_start], self.run.rl.values(name)[self.rl]
         return np.concatenate(of)
-
-    def label(self, at: int) -> str:
-        """Of the row at this place in ``x``."""
-        warm = len(self.warm_start)
-        return f"warm-start step {self.warm_steps[at]:.0f}" if at < warm else self.run.labels[self.rl[at - warm]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +48,6 @@ class Run:
     label: str
     warm_start: MetricColumns
     rl: MetricColumns
-    labels: Sequence[str]  # of each row of ``rl``
     names: Sequence[str]  # of all metrics in its rows, by their first row
     config: Mapping[str, str]
     samples: Sequence[SampleRow]  # of its first, a middle and its last step
@@ -86,13 +79,17 @@ class Run:
         """The rows with a metric: of one of the warm start its own, by their steps; of others those of steps, and
         before them with ``warm_start`` the warm start's, in [-1, 0)."""
         first, rl = self.warm_start.recorded(name), self.rl.recorded(name)
-        all_steps = _numbers_of(self.warm_start, "warm_start/step")
+        steps = _numbers_of(self.warm_start, "warm_start/step")
         if name.startswith("warm_start/"):
-            return MetricRows(x=all_steps[first], run=self, warm_start=first, warm_steps=all_steps[first], rl=rl[:0])
+            return MetricRows(x=steps[first], run=self, warm_start=first, rl=rl[:0])
         first = first if warm_start else first[:0]
-        steps = all_steps[first]
-        x = steps * (1 / (all_steps.max(initial=0) or 1)) - 1, _numbers_of(self.rl, "step")[rl]
-        return MetricRows(x=np.concatenate(x), run=self, warm_start=first, warm_steps=steps, rl=rl)
+        x = steps[first] / (self.warm_steps + 1) - 1, _numbers_of(self.rl, "step")[rl]
+        return MetricRows(x=np.concatenate(x), run=self, warm_start=first, rl=rl)
+
+    @property
+    def warm_steps(self) -> int:
+        """The last step of the warm start."""
+        return int(_numbers_of(self.warm_start, "warm_start/step").max(initial=0))
 
     @property
     def success_reward(self) -> float:
@@ -171,7 +168,6 @@ def _load(folder: Path, label: str, left_out: Callable[[str], None] | None, each
         label=label,
         warm_start=warm_start,
         rl=rl,
-        labels=[f"step {step:.0f}" for step in _numbers_of(rl, "step").tolist()],
         names=tuple(dict.fromkeys((*warm_start.names, *rl.names))),
         config=_config(folder / "config.yaml", (folder / "config.yaml").stat().st_mtime_ns),
         samples=samples_between(samples) if samples.is_file() else [],  # log.samples_per_step=0 writes none

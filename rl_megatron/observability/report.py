@@ -16,26 +16,13 @@ from typing import Protocol
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from jinja2.utils import htmlsafe_json_dumps
-from numpy.typing import NDArray
 
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import DataError
 from rl_megatron.observability.arms import LEAST_FOR_INTERVAL, Arm, differing, group_runs, over_seeds
-from rl_megatron.observability.charts import (
-    DOTTED,
-    FRAME,
-    Chart,
-    Point,
-    Series,
-    averaged,
-    histogram_chart,
-    line_chart,
-    places_of_thinned,
-    stacked_bars,
-    styles,
-)
+from rl_megatron.observability.charts import DOTTED, Chart, Series, averaged, in_a_unit, stacked_bars, styles
 from rl_megatron.observability.files import JsonRow, number
-from rl_megatron.observability.history import MetricRows, Run, headline_figures, load_runs
+from rl_megatron.observability.history import Run, headline_figures, load_runs
 from rl_megatron.observability.intervals import mean_interval
 from rl_megatron.observability.metrics.curve import Curve
 from rl_megatron.observability.metrics.table import METRICS, PHASE_SECONDS, documented
@@ -151,7 +138,6 @@ def write_page(
         searched=searched,
         again=again,
         now=time.time(),
-        size=FRAME,
         styles=styles(len(arms)),
         config=list(runs[0].config.items()) if len(runs) == 1 else [],
         versions=list(runs[0].versions.items()) if len(runs) == 1 else [],
@@ -170,6 +156,7 @@ def template() -> Template:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters["by_its_ends"] = _by_its_ends
     environment.filters["utc"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
     return environment.get_template("report.html.j2")
@@ -179,13 +166,18 @@ def arms_chart(curve: Curve, arms: Sequence[Arm]) -> Chart | None:
     """The chart of a metric, a line an arm; None where no run has it, or where it is constant and so hidden."""
     several = any(len(arm.runs) > 1 for arm in arms)
     lines = [line for arm in arms for line in _lines(curve, arm, len(arms), several=several)]
-    values = [p.y for line in lines for p in line.points if p.y is not None]
-    if not values or (curve.hide_constant and len(set(values)) == 1):
+    if not lines or (
+        curve.hide_constant and len({y for line in lines for y in line.y[~np.isnan(line.y)].tolist()}) == 1
+    ):
         return None
     title = curve.title + ("" if several or len(arms) > MAX_BANDS else curve.band)
-    metric = documented(curve.metric)
-    title += f" (dotted: {lines[0].label})" if len(lines) > len(arms) else ""
-    return line_chart(title, metric.unit if metric else "", lines, curve.limits)
+    title += f" (dotted: {lines[0].name})" if len(lines) > len(arms) else ""
+    metric, warm = documented(curve.metric), {run.warm_steps for arm in arms for run in arm.runs if run.warm_start}
+    unit, series = in_a_unit(metric.unit if metric else "", lines)
+    axis = "warm-start step" if curve.metric.startswith("warm_start/") else "step"
+    return Chart(
+        title=title, unit=unit, series=series, axis=axis, limits=curve.limits, warm=max(warm) if len(warm) == 1 else 0
+    )
 
 
 def _rows(arms: Sequence[Arm], differences: Mapping[str, Sequence[str]]) -> list[dict[str, object]]:
@@ -304,65 +296,37 @@ def _groups(metric: str, runs: Sequence[Run]) -> float:
 def _lines(curve: Curve, arm: Arm, num_arms: int, *, several: bool) -> list[Series]:
     """One line; of a run alone on the page also its peaks. ``several``: some arm has several runs."""
     found = [run.rows_of(curve.metric, warm_start=curve.warm_start and not several) for run in arm.runs]
-    values, lines = [one.values(curve.metric) for one in found], []
-    alone = num_arms == 1 and not several
+    rows, alone, lines = found[0], num_arms == 1 and not several, list[Series]()
+    x, y = rows.x, rows.values(curve.metric)
     if curve.peak is not None and alone:
-        points = _points(found[0], found[0].values(curve.peak))
-        lines.append(Series(label="greatest", style=arm.style + DOTTED, points=points))
+        lines.append(Series(name="greatest", style=arm.style + DOTTED, x=x, y=rows.values(curve.peak)))
     if (planned := arm.runs[0].plan.get(curve.metric)) is not None and alone:
-        points = _points(found[0], np.full(len(values[0]), planned))
-        lines.append(Series(label="plan", style=arm.style + DOTTED, points=points))
-    if len(found) == 1 and num_arms > MAX_BANDS:
-        points = averaged(_labelled(found[0], values[0]))
-    elif len(found) == 1:
-        points = _points(found[0], values[0], None if several else curve)
-    else:
-        points = over_seeds([_labelled(*one) for one in zip(found, values, strict=True)])
+        lines.append(Series(name="plan", style=arm.style + DOTTED, x=x, y=np.full(len(x), planned)))
+    low = high = None
+    each = 1
+    if len(found) > 1:
+        x, y, low, high = over_seeds([(one.x, one.values(curve.metric)) for one in found])
+    elif num_arms > MAX_BANDS:
+        x, y, each = averaged(x, y)
+    elif not several and curve.spread is not None:
+        low, high = y - rows.values(curve.spread), y + rows.values(curve.spread)
+    elif not several and curve.low and curve.high:
+        low, high = rows.values(curve.low), rows.values(curve.high)
     name = ("mean" if curve.peak else curve.metric) if alone else arm.label
-    lines.append(Series(label=name, style=arm.style, points=points))
-    return [line for line in lines if any(p.y is not None for p in line.points)]
-
-
-def _labelled(rows: MetricRows, values: NDArray[np.float64]) -> list[tuple[float, str, float | None]]:
-    """x, label and value of all rows."""
-    labels = map(rows.label, range(len(values)))
-    return list(zip(rows.x.tolist(), labels, _or_none(values), strict=True))
-
-
-def _points(rows: MetricRows, values: NDArray[np.float64], banded: Curve | None = None) -> list[Point]:
-    """As many as a chart draws, with the band of ``banded``."""
-    low = high = np.full(len(values), math.nan)
-    if banded is not None and banded.spread is not None:
-        spread = rows.values(banded.spread)
-        low, high = values - spread, values + spread
-    elif banded is not None and banded.low and banded.high:
-        low, high = rows.values(banded.low), rows.values(banded.high)
-    kept = places_of_thinned(values)
-    drawn = zip(kept, rows.x[kept].tolist(), *(_or_none(each[kept]) for each in (values, low, high)), strict=True)
-    return [Point(x=x, y=y, label=rows.label(at), low=lowest, high=highest) for at, x, y, lowest, highest in drawn]
-
-
-def _or_none(values: NDArray[np.float64]) -> list[float | None]:
-    return [None if math.isnan(value) else value for value in values.tolist()]
+    lines.append(Series(name=name, style=arm.style, x=x, y=y, low=low, high=high, each=each))
+    return [line for line in lines if not np.isnan(line.y).all()]
 
 
 def _phases(run: Run, *, named: bool) -> Chart | None:
     """How a step's time divides into phases; ``other`` is the remainder."""
-    seconds = run.rl.values("seconds/step")
-    rows = np.flatnonzero(~np.isnan(seconds))
-    if not len(rows):
-        return None
-    whole, (steps, *phases) = (
-        seconds[rows].tolist(),
-        (
-            np.nan_to_num(run.rl.values(name)[rows], nan=0.0).tolist()
-            for name in ("step", *(f"seconds/{phase}" for phase in PHASE_SECONDS))
-        ),
+    rows = np.flatnonzero(~np.isnan(run.rl.values("seconds/step")))
+    whole, steps, *phases = (
+        np.nan_to_num(run.rl.values(name)[rows], nan=0.0)
+        for name in ("seconds/step", "step", *(f"seconds/{phase}" for phase in PHASE_SECONDS))
     )
-    other = [max(w - sum(values), 0.0) for w, *values in zip(whole, *phases, strict=True)]
-    parts = [*zip(PHASE_SECONDS, phases, strict=True), ("other", other)]
+    parts = [*zip(PHASE_SECONDS, phases, strict=True), ("other", np.maximum(whole - sum(phases), 0.0))]
     title = "Where the time goes" + (f": {run.label}" if named else "")
-    return stacked_bars(title, "s", [int(step) for step in steps], parts)
+    return stacked_bars(title, "s", steps, parts) if any(seconds.any() for _, seconds in parts) else None
 
 
 def _idle(run: Run) -> str:
@@ -386,12 +350,13 @@ def _staleness(run: Run, *, named: bool) -> Chart | None:
     last = max((age for age, own in rows.items() if len(own)), default=0)
     if last == 0:
         return None
-    weights = [0.0] * (last + 1)
+    weights = np.zeros(last + 1)
     for age, own in rows.items():
         if len(own):
             weights[age] = sum((groups[own] * np.nan_to_num(run.rl.values(shares[age])[own], nan=0.0)).tolist())
     title = "Completions by staleness" + (f": {run.label}" if named else "")
-    return histogram_chart(title, "pushes", "completions", weights)
+    bars = Series(name="completions", style=0, x=np.arange(last + 1.0), y=100 * weights / weights.sum())
+    return Chart(title=title, unit="% by pushes", series=[bars], axis="staleness", bars=True)
 
 
 def _samples(run: Run) -> list[tuple[int, list[tuple[SampleRow, bool]]]]:
@@ -436,7 +401,7 @@ def _searched(folder: Path, run: Run, left_out: Callable[[str], None] | None) ->
 
 
 def _row_to_search(sample: SampleRow, prompt: int, *, right: bool) -> list[object]:
-    """In the order in which page.js.j2 reads it; turns are what was read and what was said."""
+    """In the order in which page.js reads it; turns are what was read and what was said."""
     most = min(_MOST_TEXT, _MOST_TURNS // max(1, len(sample.turns)))
     turns = [[_by_its_ends(turn.read, most), _by_its_ends(turn.said, most)] for turn in sample.turns]
     turns = turns or [["", _by_its_ends(sample.completion)]]

@@ -84,13 +84,83 @@ def test_the_first_screen_has_accuracy_reward_and_where_the_time_goes(
 ) -> None:
     opened(page, report, width, height)
     assert fits(page)
-    names = "[...document.querySelectorAll('figure svg')].map((e) => e.getAttribute('aria-label'))"
+    names = "[...document.querySelectorAll('figure [role=img]')].map((e) => e.getAttribute('aria-label'))"
     assert [name.split(".")[0].split(",")[0] for name in page.value(names)[:3]] == [
         *("Reward", "Held-out accuracy", "Where the time goes")
     ]
     last = 2 if width > 600 else 0  # of the charts, in the window
-    bottom = f"document.querySelectorAll('figure svg')[{last}].getBoundingClientRect().bottom"
+    bottom = f"document.querySelectorAll('figure [role=img]')[{last}].getBoundingClientRect().bottom"
     assert page.value(bottom) <= height
+
+
+def shown(page: Browser) -> dict[str, str]:
+    """What stands below each chart, by its title, with a space between what is apart."""
+    words = "[...e.querySelectorAll('tr:not(.bound) > :not(:empty)')].filter((w) => w.offsetWidth)"
+    each = f"[e.querySelector('h3').textContent, {words}.map((w) => w.textContent).join(' ')]"
+    below: dict[str, str] = page.value(
+        f"Object.fromEntries([...document.querySelectorAll('figure')].map((e) => {each}))"
+    )
+    return below
+
+
+def mouse(page: Browser, share: float, *kinds: str, **more: object) -> None:
+    """Events of the mouse at this share of the width of the first chart."""
+    box = page.value("{ const r = plots[0].u.over.getBoundingClientRect(); [r.x, r.y, r.width, r.height]; }")
+    for kind in kinds:
+        at = {"x": box[0] + share * box[2], "y": box[1] + box[3] / 2}
+        page.ask("Input.dispatchMouseEvent", type=kind, **at, **more)
+
+
+REWARD = "Reward, mean ± standard deviation"
+
+
+def test_the_cursor_reads_all_charts_at_one_step_and_a_drag_zooms_all(page: Browser, report: Path) -> None:
+    opened(page, report, 1440, 900)
+    below = shown(page)
+    assert below[REWARD] == "last reward/mean 4 (3.75 to 4.25)"
+    assert below["Held-out accuracy"] == "last eval/accuracy 6"
+    assert below["Where the time goes"] == "last other 0.5 train 1 rollout 0.5"
+    mouse(page, 0.5, "mouseMoved")
+    page.until("document.querySelector('.u-legend td').textContent.startsWith('step')")
+    below = shown(page)
+    assert below["Loss"].startswith("step ")
+    step = int(below["Loss"].split()[1])
+    assert step in (20, 21)
+    assert below["Loss"] == f"step {step} loss {-0.5 * step:g}"
+    assert below[REWARD].startswith(f"step {step} reward/mean {0.1 * step:.4g} (")
+    assert below["Where the time goes"].startswith(f"step {step} other 0.5")
+    ranges = "plots.map(({ u }) => [u.scales.x.min, u.scales.x.max].map(Math.round)).filter((r, i) => i < 3 || i === 5)"
+    whole = page.value(ranges)
+    assert whole[0] == [1, 40]
+    mouse(page, 0.25, "mousePressed", button="left", clickCount=1)
+    mouse(page, 0.5, "mouseMoved", "mouseReleased", button="left", clickCount=1)
+    page.until("plots.every(({ u }) => u.scales.x.min > 5 && u.scales.x.max < 25)")
+    for clicks in (1, 2):
+        mouse(page, 0.4, "mousePressed", "mouseReleased", button="left", clickCount=clicks)
+    page.until(f"JSON.stringify({ranges}) === {json.dumps(json.dumps(whole, separators=(',', ':')))}")
+
+
+def test_lines_are_drawn_in_the_colors_of_the_theme_also_where_it_changes(page: Browser, report: Path) -> None:
+    opened(page, report, 1440, 900)
+    canvas, light, dark = "plots[1].u.ctx.canvas", "47,95,222,255", "122,165,255,255"
+    pixels = f"plots[1].u.ctx.getImageData(0, 0, {canvas}.width, {canvas}.height).data.join()"
+    try:
+        for theme, color, other in (("light", light, dark), ("dark", dark, light)):
+            page.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+            page.until(f"{pixels}.includes('{color}')")
+            assert not page.value(f"{pixels}.includes('{other}')")
+    finally:
+        page.ask("Emulation.setEmulatedMedia", features=[])
+    page.value("1")
+    page.faults[:] = [fault for fault in page.faults if "readback" not in fault]  # of this test's own reading
+
+
+def test_the_warm_start_has_a_fifth_of_the_width_and_its_steps_are_named(page: Browser, report: Path) -> None:
+    opened(page, report, 1440, 900)
+    u = "plots[1].u"
+    assert page.value(f"{u}.valToPos(0, 'x') / {u}.over.clientWidth") == pytest.approx(0.2, abs=0.005)
+    labels = f"[0, 1, 2, 3].map((i) => {u}.series[0].value({u}, {u}.data[0][i], 0, i))"
+    assert page.value(labels) == ["warm-start step 0", "warm-start step 10", "warm-start step 20", "step 2"]
 
 
 @pytest.mark.parametrize(("width", "height"), WIDTHS)
@@ -139,14 +209,14 @@ def test_the_page_of_a_run_that_goes_on_loads_itself_and_keeps_its_place(
     page: Browser, run: Path, tmp_path: Path
 ) -> None:
     own = shutil.copytree(run, tmp_path / "growing")
-    report = write_report([own], own / "report.html", again=0.5)
+    report = write_report([own], own / "report.html", again=1.5)
     opened(page, report, 1440, 900)
     assert "the run goes on" in page.value("document.querySelector('header').textContent")
     trained(own, step=41)
     assert len(found(page, text="said-")) == 40
     page.value("document.getElementById('search').scrollIntoView()")
     assert page.value("scrollY") > 100
-    write_report([own], report, again=0.5)
+    write_report([own], report, again=1.5)
     page.until(f"({STEPS}).includes('41 of') && document.querySelector('#found article')")
     assert len(page.value(CARDS)) == 40
     assert page.value("document.getElementById('search').elements.text.value") == "said-"
@@ -154,14 +224,14 @@ def test_the_page_of_a_run_that_goes_on_loads_itself_and_keeps_its_place(
     write_report([own], report)
     page.until("document.body && !document.body.dataset.again && document.querySelector('#found article')")
     page.requests.clear()
-    time.sleep(1.0)
+    time.sleep(2.0)
     assert len(page.value(CARDS)) == 40
     assert page.requests == [], "the run has ended, and its page still loads itself"
 
 
 def test_a_group_that_is_read_stays_where_newer_samples_come(page: Browser, run: Path, tmp_path: Path) -> None:
     own = shutil.copytree(run, tmp_path / "growing")
-    report = write_report([own], own / "report.html", again=0.5)
+    report = write_report([own], own / "report.html", again=1.5)
     opened(page, report, 1440, 900)
     assert len(found(page, text="high")) == 1
     page.value("document.querySelector('#found button').click()")
@@ -188,10 +258,17 @@ def test_the_page_of_a_run_that_was_killed_says_so_and_rests(page: Browser, run:
 @pytest.mark.parametrize(("width", "height"), WIDTHS)
 def test_twenty_runs_of_a_thousand_steps_are_drawn_and_fit(page: Browser, many: Path, width: int, height: int) -> None:
     page.show(many.as_uri(), width, height)
-    page.until("document.querySelector('.legend')")
+    page.until("document.querySelector('.u-over')")
     assert fits(page)
     assert page.value("document.querySelectorAll('.legend input').length") == 20
     assert page.value("document.getElementById('search')") is None
+    drawn = "plots[0].u.series.slice(1).map((s) => s.show)"
+    assert page.value(drawn) == [True] * 20
+    page.value("document.getElementById('run3').click()")
+    page.until(f"!{drawn}[3]")
+    assert page.value(drawn) == [*[True] * 3, False, *[True] * 16]
+    page.value("document.getElementById('run3').click()")  # the page keeps what is hidden
+    assert len(set(page.value("plots[0].u.series.slice(1).map((s, i) => s.stroke() + s.dash)"))) == 20
 
 
 @pytest.fixture(scope="module")

@@ -112,3 +112,8 @@ def test_the_source_archive_makes_the_same_wheel_and_holds_no_caches(wheel: Path
         assert {file.filename: file.CRC for file in one.infolist()} == {f.filename: f.CRC for f in other.infolist()}
         shipped = {name.removeprefix("rl_megatron/") for name in one.namelist() if not name.endswith(".py")}
     assert {str(path.relative_to(REPO)) for path in (REPO / "conf").rglob("*.yaml")} < shipped
+    page = {f"uplot/{name}" for name in ("uPlot.iife.min.js", "uPlot.min.css", "LICENSE")} | {
+        "report.html.j2",
+        "page.js",
+    }
+    assert {f"observability/{name}" for name in {"charts.js", *page}} < shipped

@@ -8,7 +8,6 @@ import os
 import re
 from collections import Counter
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from launcher.programs.experiment import cells_at_once
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.experiments.cells import Cell, cells_of, config_digest
-from rl_megatron.experiments.report import figure_files, write_study_report
+from rl_megatron.experiments.report import write_study_report
 from rl_megatron.experiments.results import points_of
 from rl_megatron.experiments.states import (
     CellRecord,
@@ -36,6 +35,7 @@ from rl_megatron.observability.history import load_runs
 from rl_megatron.observability.metrics.writer import MetricsWriter
 from rl_megatron.weights.checkpoints.upcycle import read_upcycling, upcycle
 from tests.unit.launcher.commands import status_of
+from tests.unit.observability.report_pages import Page
 
 ALGORITHMS = ["algorithm=grpo", "algorithm=gspo"]
 RATES = ["train.learning_rate=1e-3", {"fast": ["train.learning_rate=3e-3", "train.lr_warmup_steps=5"]}]
@@ -512,10 +512,9 @@ def test_results_are_those_of_the_rows(
     assert "moe gspo: refused, as it has not bent" in text
     assert len(re.findall(r'<th><span class="runname s\d">[a-z]+-[a-z]+-s\d-', page)) == 15
     assert page.count('type="checkbox"') == 4, "a colour an arm"
-    for figure in ("curves", "fit-dense-gspo"):
-        root = ElementTree.parse(tmp_path / "out" / "figures" / f"{figure}.svg").getroot()
-        assert root.tag.endswith("svg")
-        assert any(each.get("fill-opacity") for each in root.iter()), "a band"
+    charts = Page(tmp_path / "out" / "report.html").charts()
+    for title in ("eval/accuracy", "dense gspo: eval/accuracy by RL steps"):
+        assert any("low" in line for line in charts[title]["series"]), "a band"
 
 
 def test_a_study_without_a_step_says_what_to_do(tmp_path: Path) -> None:
@@ -697,27 +696,6 @@ def test_the_mean_under_a_fit_is_taken_step_by_step(tmp_path: Path) -> None:
         curve = 0.1 + 0.6 / (1 + (6 / (AT + 2)) ** 1.6)
         recorded(cell, curve + 0.01 * rng.normal() + 0.003 * rng.normal(size=len(AT)), tokens=tokens)
     write_study_report(read, cells, tmp_path / "report.html")
-    root = ElementTree.parse(tmp_path / "figures" / "fit-base.svg").getroot()
-    (dotted,) = [each for each in root.iter() if each.get("stroke-dasharray") and each.get("d", "").count("L") > 1]
-    assert dotted.get("d", "").count("L") == len(AT) - 1
-
-
-def test_a_report_that_is_made_again_leaves_no_figure_of_the_one_before(tmp_path: Path) -> None:
-    """An arm that has another name now; a file of the user's stays."""
-    found = []
-    for arm in ("before", "after"):
-        axes = {"model": [{arm: "model.tiny.num_experts=4"}]}
-        study = {"folder": str(tmp_path / arm), "overrides": [f"train.steps={STEPS}"], "seeds": [0], "axes": axes}
-        (tmp_path / "s.yaml").write_text(yaml.safe_dump(study))
-        read = read_study(tmp_path / "s.yaml")
-        (cell,) = cells_of(read)
-        recorded(cell, 0.1 + 0.6 / (1 + (6 / (AT + 2)) ** 1.6))
-        write_study_report(read, [cell], tmp_path / "report.html")
-        found.append(sorted(path.name for path in (tmp_path / "figures").iterdir()))
-        (tmp_path / "figures" / "mine.svg").touch()
-    assert found == [["curves.svg", "fit-before.svg"], ["curves.svg", "fit-after.svg", "mine.svg"]]
-
-
-def test_figures_of_names_that_come_out_alike_are_numbered() -> None:
-    names = ["curves", "fit a b", "fit a/b", "fit β", "fit γ"]
-    assert figure_files(names) == ["curves", "fit-a-b", "fit-a-b-2", "fit", "fit-2"]
+    (chart,) = [c for title, c in Page(tmp_path / "report.html").charts().items() if "sampled tokens" in title]
+    fit, means = chart["series"]
+    assert (len(fit["y"]), len(means["y"]), chart["axis"]) == (60, len(AT), "sampled tokens")

@@ -33,15 +33,17 @@ class Page(HTMLParser):
         self.text += data
 
     def charts(self) -> dict[str, dict[str, Any]]:
-        """Each chart's hover data by the start of its accessible name."""
-        hover = [json.loads(a["data-hover"] or "") for tag, a in self.tags if tag == "figure" and "data-hover" in a]
-        names = [a["aria-label"] or "" for tag, a in self.tags if tag == "svg" and "aria-label" in a]
-        return {re.split(r"[,.] ", name)[0]: data for name, data in zip(names, hover, strict=True)}
+        """What each chart is given by the start of its accessible name; each line has its x."""
+        found = dict[str, dict[str, Any]]()
+        for _, attributes in self.tags:
+            if data := attributes.get("data-chart"):
+                chart = found[re.split(r"[,.] ", attributes["aria-label"] or "")[0]] = json.loads(data)
+                chart["series"] = [{"x": chart["series"][0]["x"], **line} for line in chart["series"]]
+        return found
 
-    def styles(self, kind: str) -> list[str]:
-        """The styles of all drawn elements of a kind, each once."""
-        classes = [(a["class"] or "").split() for tag, a in self.tags if tag == "path"]
-        return list(dict.fromkeys(style for k, style in classes if k == kind))
+    def names(self, title: str) -> list[tuple[str, int]]:
+        """The name and the style of each line of a chart."""
+        return [(line["name"], line["style"]) for line in self.charts()[title]["series"]]
 
     def themes(self) -> list[dict[str, str]]:
         """The colors of the light and of the dark page by name."""

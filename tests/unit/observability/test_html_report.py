@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from rl_megatron.errors import DataError
 from rl_megatron.observability import report
 from rl_megatron.observability.charts import (
-    BOTTOM,
-    LEFT,
     MAX_BARS,
     MAX_MEANS,
     MAX_POINTS,
-    RIGHT,
-    TOP,
     Chart,
-    Point,
     Series,
     averaged,
-    line_chart,
+    in_a_unit,
     number_text,
     stacked_bars,
 )
@@ -129,17 +127,39 @@ def test_headlines_of_a_job_on_written_text_are_its_records(tmp_path: Path, job:
     assert "<td>-</td>" not in table
 
 
-def test_each_recorded_point_can_be_read_by_hovering(tmp_path: Path) -> None:
+def test_each_recorded_value_is_in_its_chart(tmp_path: Path) -> None:
+    """Of the warm start too: its steps 0, 10 and 20 lie before step 0, which the page writes as (x + 1) * (20 + 1)."""
     charts = Page(write_report([a_run(tmp_path / "a")], tmp_path / "r.html")).charts()
-    points = charts["Held-out accuracy"]["points"]
-    assert [(label, values[0][2]) for _, label, values in points] == [
-        *(("warm-start step 0", "0"), ("warm-start step 10", "0.1"), ("warm-start step 20", "0.2"), ("step 2", "0.3")),
-        *(("step 4", "0.6"), ("step 6", "0.9")),
-    ]
-    assert [x for x, _, _ in points] == sorted(x for x, _, _ in points)
-    reward = charts["Reward"]["points"][1]
-    assert reward[1:] == ["step 2", [[0, reward[2][0][1], "0.2 (-0.05 to 0.45)"]]]
-    assert charts["Where the time goes"]["points"][0][2] != []
+    accuracy = charts["Held-out accuracy"]
+    (line,) = accuracy["series"]
+    assert (accuracy["axis"], accuracy["warm"], accuracy["limits"]) == ("step", 20, [0, 1])
+    assert [(x + 1) * 21 for x in line["x"][:3]] == pytest.approx([0, 10, 20], abs=1e-9)
+    assert max(line["x"][:3]) < 0
+    assert (line["x"][3:], line["y"]) == ([2, 4, 6], [0, 0.1, 0.2, 0.3, 0.6, 0.9])
+    (reward,) = charts["Reward"]["series"]
+    assert [reward[name][1] for name in ("x", "y", "low", "high")] == [2, 0.2, -0.05, 0.45]
+    assert {line["name"]: line["y"] for line in charts["Where the time goes"]["series"]} == {
+        "rollout": [0.5] * 6,
+        "train": [1] * 6,
+        "other": [0.5] * 6,
+    }
+
+
+def test_the_first_and_last_values_are_said_to_those_who_do_not_see_the_chart(tmp_path: Path) -> None:
+    page = Page(write_report([a_run(tmp_path / "a")], tmp_path / "r.html"))
+    labels = [a["aria-label"] for _, a in page.tags if a.get("role") == "img"]
+    assert "Held-out accuracy. eval/accuracy: 0 in the warm start, 0.9 at step 6" in labels
+    assert "Loss. loss: -0.5 at step 1, -3 at step 6" in labels
+
+
+def test_a_constant_metric_is_hidden_also_where_a_row_lacks_it(tmp_path: Path) -> None:
+    metrics = MetricsWriter(a_run(tmp_path / "a"))
+    for step, servers in ((7, 2), (8, None), (9, 2)):
+        metrics.write({"phase": "rl", "step": step, "engine/healthy": servers})
+    assert "Engine servers that serve" not in Page(write_report([tmp_path / "a"], tmp_path / "r.html")).charts()
+    metrics.write({"phase": "rl", "step": 10, "engine/healthy": 1})
+    (line,) = Page(write_report([tmp_path / "a"], tmp_path / "r.html")).charts()["Engine servers that serve"]["series"]
+    assert (line["x"], line["y"]) == ([7, 8, 9, 10], [2, None, 2, 1])
 
 
 def test_no_two_phases_of_a_step_have_one_color(tmp_path: Path) -> None:
@@ -148,9 +168,10 @@ def test_no_two_phases_of_a_step_have_one_color(tmp_path: Path) -> None:
     MetricsWriter(folder).write({"phase": "rl", "step": 7, **every})
     page = Page(write_report([folder], tmp_path / "r.html"))
     colors = dict(re.findall(r"\.stack \.(s\d+)\{--c:var\((--p\d)\)\}", page.text))
-    assert len(page.styles("bar")) == len(PHASE_SECONDS) + 1
+    parts = [f"s{style}" for _, style in page.names("Where the time goes")]
+    assert len(parts) == len(PHASE_SECONDS) + 1
     for theme in page.themes():
-        assert len({theme[colors[style]] for style in page.styles("bar")}) == len(PHASE_SECONDS) + 1
+        assert len({theme[colors[style]] for style in parts}) == len(PHASE_SECONDS) + 1
 
 
 def test_each_reward_part_has_a_chart_of_its_own(tmp_path: Path) -> None:
@@ -163,9 +184,10 @@ def test_each_reward_part_has_a_chart_of_its_own(tmp_path: Path) -> None:
         file.write(f"{json.dumps(row)}\n")
     charts = Page(write_report([folder], tmp_path / "r.html")).charts()
     assert [title for title in charts if "part" in title] == ["Reward part right", "Reward part style"]
-    assert charts["Reward part right"]["points"][0][2][0][2] == "0.25"
+    assert charts["Reward part right"]["series"][0]["y"] == [0.25]
     assert {"Source math: reward", "Source math: share of the groups"} <= charts.keys()
-    assert charts["Set aime: pass@8"]["points"][0][2][0][2] == "0.5 (0.25 to 0.75)"
+    (line,) = charts["Set aime: pass@8"]["series"]
+    assert [line[name] for name in ("y", "low", "high")] == [[0.5], [0.25], [0.75]]
 
 
 @pytest.mark.parametrize(("count", "of"), [(24, ""), (30, " (24 most trained of 30)")])
@@ -219,14 +241,15 @@ def test_a_run_that_still_goes_or_lacks_figures_is_shown_as_far_as_it_is(tmp_pat
         file.write('{"step": 2, "phase": "rl", "loss": null}\n{"step": 3, "pha')
     (folder / "samples.jsonl").unlink()
     page = Page(write_report([folder], tmp_path / "r.html"))
-    assert [label for _, label, _ in page.charts()["Loss"]["points"]] == ["step 1"]
+    (line,) = page.charts()["Loss"]["series"]
+    assert (line["x"], line["y"]) == ([1, 2], [-0.5, None])
     assert "Held-out accuracy" not in page.charts()
     assert "Sample completions" not in page.text
     warm_only = a_run(tmp_path / "w", steps=1)
     lines = (warm_only / "metrics.jsonl").read_text().splitlines(keepends=True)
     (warm_only / "metrics.jsonl").write_text("".join(lines[:3]))
-    points = Page(write_report([warm_only], tmp_path / "r.html")).charts()["Held-out accuracy"]["points"]
-    assert [label for _, label, _ in points] == ["warm-start step 0", "warm-start step 10", "warm-start step 20"]
+    (line,) = Page(write_report([warm_only], tmp_path / "r.html")).charts()["Held-out accuracy"]["series"]
+    assert ([round((x + 1) * 21) for x in line["x"]], line["y"]) == ([0, 10, 20], [0, 0.1, 0.2])
 
 
 @pytest.mark.parametrize(
@@ -280,8 +303,7 @@ def test_memory_and_mfu_are_beside_the_plans(tmp_path: Path) -> None:
     (folder / "plan.json").write_text('{"memory/peak": 8.5e9, "mfu/train": 0.4}')
     charts = Page(write_report([folder], tmp_path / "r.html")).charts()
     found = charts["Most memory that a rank has held (dotted: plan)"]
-    assert [name for name, _ in found["names"]] == ["plan", "memory/peak"]
-    assert {tuple(text for *_, text in values) for *_, values in found["points"]} == {("8.5", "7")}
+    assert {line["name"]: set(line["y"]) for line in found["series"]} == {"plan": {8.5}, "memory/peak": {7}}
     assert (tmp_path / "r.html").read_text().count("<span>GB</span>") == 1
     assert not any("MFU" in name for name in charts)  # no row has it
     (folder / "plan.json").write_text("[1]")
@@ -327,12 +349,9 @@ def test_completions_are_counted_by_the_pushes_since_their_oldest_token(tmp_path
     metrics.write({"phase": "rl", "step": 8, "groups/trained": 2, **ages})
     metrics.write({"phase": "rl", "step": 9, "groups/trained": 0})
     charts = Page(write_report([tmp_path / "a"], tmp_path / "r.html")).charts()
-    found = charts["Completions by staleness"]["points"]
-    assert [(label, values[0][2]) for _, label, values in found] == [
-        ("staleness 0", "87.5%"),
-        ("staleness 1", "0.0%"),
-        ("staleness 2", "12.5%"),
-    ]
+    found = charts["Completions by staleness"]
+    assert (found["axis"], found["bars"]) == ("staleness", True)
+    assert [(line["x"], line["y"]) for line in found["series"]] == [([0, 1, 2], [87.5, 0, 12.5])]  # in %
 
 
 def test_the_page_says_what_was_idle_in_the_last_rows(tmp_path: Path) -> None:
@@ -358,10 +377,8 @@ def test_runs_compared_share_axes_and_show_what_differs(tmp_path: Path) -> None:
     ]
     page = Page(write_report(runs, tmp_path / "out" / "r.html"))
     charts = page.charts()
-    assert charts["Reward"]["names"] == [[f"{tmp_path.name}/a", 0], [f"{tmp_path.name}/b", 1], ["x/a", 2]]
-    step_2 = next(values for _, label, values in charts["Reward"]["points"] if label == "step 2")
-    assert [text.split()[0] for _, _, text in step_2] == ["0.2", "0.1", "0.2"]
-    assert step_2[0][1] == step_2[2][1] < step_2[1][1], "a greater reward is higher up, equal ones are level"
+    assert page.names("Reward") == [(f"{tmp_path.name}/a", 0), (f"{tmp_path.name}/b", 1), ("x/a", 2)]
+    assert [line["y"][line["x"].index(2)] for line in charts["Reward"]["series"]] == [0.2, 0.1, 0.2]
     keys = re.findall(r"(?m)^\s*((?:\w+\.)*\w+)\s*$", page.text)
     assert "seed" in page.text
     assert "train.steps" in page.text
@@ -386,14 +403,13 @@ def test_runs_that_differ_in_the_seed_alone_are_one_arm_with_a_band(tmp_path: Pa
         for seed, scale in enumerate(each)
     ]
     page = Page(write_report([runs[4], *runs[:4], runs[5]], tmp_path / "r.html"))
-    reward = page.charts()["Reward"]
-    assert reward["names"] == [["learning_rate=0.0001 (2 seeds)", 0], ["learning_rate=0.001 (4 seeds)", 1]]
-    step_2 = next(values for _, label, values in reward["points"] if label == "step 2")
+    assert page.names("Reward") == [("learning_rate=0.0001 (2 seeds)", 0), ("learning_rate=0.001 (4 seeds)", 1)]
+    lines = page.charts()["Reward"]["series"]
+    slow, fast = ([line[name][line["x"].index(2)] for name in ("y", "low", "high")] for line in lines)
     rewards = [0.2, 0.22, 0.18, 0.24]
     mean, half = 0.21, 3.1824 * (sum((r - 0.21) ** 2 for r in rewards) / 3 / 4) ** 0.5
-    assert step_2[0][2] == "0.12 (0.1 to 0.14)"
-    assert step_2[1][2] == f"{mean:.4g} ({mean - half:.4g} to {mean + half:.4g})"
-    assert len(page.styles("band")) == 2
+    assert slow == [0.12, 0.1, 0.14]
+    assert fast == pytest.approx([mean, mean - half, mean + half], rel=2e-5)
     text = re.sub(r"\s+", " ", page.text)
     assert "with fewer than 4 runs goes from the least value to the greatest" in text
     assert "seed" in text
@@ -408,8 +424,7 @@ def test_runs_that_differ_in_the_seed_alone_are_one_arm_with_a_band(tmp_path: Pa
 )
 def test_an_arm_is_named_by_what_its_runs_have_in_common(tmp_path: Path, names: tuple[str, ...], arm: str) -> None:
     runs = [a_run(tmp_path / name, seed=seed) for seed, name in enumerate(names)]
-    charts = Page(write_report(runs, tmp_path / "r.html")).charts()
-    assert charts["Reward"]["names"] == [[f"{arm} (2 seeds)", 0]]
+    assert Page(write_report(runs, tmp_path / "r.html")).names("Reward") == [(f"{arm} (2 seeds)", 0)]
 
 
 def test_arms_that_differ_in_many_keys_are_named_by_those_that_tell_them_apart(tmp_path: Path) -> None:
@@ -417,13 +432,13 @@ def test_arms_that_differ_in_many_keys_are_named_by_those_that_tell_them_apart(t
     sizes = [{"group_size": n, "prompts_per_step": 64 // n, "max_new_tokens": 8 * n} for n, _ in many]
     keys = [{"train": {"learning_rate": r}, "rollout": size} for size, (_, r) in zip(sizes, many, strict=True)]
     runs = [a_run(tmp_path / f"{seed}{i}", seed=seed, **one) for seed in (0, 1) for i, one in enumerate(keys)]
-    names = Page(write_report(runs, tmp_path / "r.html")).charts()["Reward"]["names"]
+    names = Page(write_report(runs, tmp_path / "r.html")).names("Reward")
     assert [name for name, _ in names] == [f"group_size={n} learning_rate={r} (2 seeds)" for n, r in many]
 
 
 def test_equal_runs_are_compared_not_averaged(tmp_path: Path) -> None:
     runs = [a_run(tmp_path / name, seed=seed) for name, seed in (("before", 0), ("after", 0), ("other", 1))]
-    names = Page(write_report(runs, tmp_path / "r.html")).charts()["Reward"]["names"]
+    names = Page(write_report(runs, tmp_path / "r.html")).names("Reward")
     assert [name for name, _ in names] == ["before", "after", "other"]
 
 
@@ -436,19 +451,17 @@ def _relative_luminance(color: str) -> float:
 
 def test_twenty_runs_are_told_apart_and_each_can_be_hidden(tmp_path: Path) -> None:
     page = Page(write_report([a_run(tmp_path / f"r{i}", steps=1, warm=0) for i in range(20)], tmp_path / "r.html"))
-    lines = page.styles("line")
+    lines = [f"s{style}" for _, style in page.names("Reward")]
     rules = re.findall(r"\n\.(s\d+)\{--c:var\((--c\d)\);--on:(\d+)px;--off:(\d+)px\}", page.text)
     looks = {style: (color, off != "0" and (on, off)) for style, color, on, off in rules}
     assert len({looks[style] for style in lines}) == len(lines) == 20
-    assert "stroke-dasharray: var(--on) var(--off)" in page.text
     for theme in page.themes():
         card = _relative_luminance(theme["--card"])
         for color in {looks[style][0] for style in lines}:
             low, high = sorted((_relative_luminance(theme[color]), card))
             assert (high + 0.05) / (low + 0.05) >= 3, f"{color}: a line's contrast by WCAG 2.2, 1.4.11"
     boxes = [a["id"] for tag, a in page.tags if a.get("type") == "checkbox" and "checked" in a]
-    rule = r"body:has\(#(\w+):not\(:checked\)\) figure:not\(\.stack\) \.(s\d+)\{display:none\}"
-    assert re.findall(rule, page.text) == list(zip(boxes, lines, strict=True))
+    assert boxes == [f"run{style[1:]}" for style in lines]
 
 
 def test_a_long_run_takes_few_bytes_a_number(tmp_path: Path) -> None:
@@ -521,7 +534,7 @@ def test_the_latest_samples_can_be_searched_and_a_prompt_is_there_once(tmp_path:
     SamplesWriter(folder).write([row, row])
     answers = ((3, True), (2, False), (1, True))
     page = write_report([folder], tmp_path / "r.html")
-    assert page.read_text().count("<script") == 2  # its own
+    assert page.read_text().count("<script") == 3  # uPlot, its own, and these samples
     assert searched(page) == {
         "prompts": [EVIL, "1+1="],
         "rows": [
@@ -614,121 +627,130 @@ def test_without_predicted_seconds_or_with_too_few_steps_there_is_no_card(tmp_pa
     assert "Predicted beside" not in write_report([whole], tmp_path / "r.html").read_text()
 
 
-# Points to paths: places checked against straight-line arithmetic of their own.
-def _points(values: list[float | None], first: int = 1) -> list[Point]:
-    return [Point(x=first + i, y=v, label=f"step {first + i}") for i, v in enumerate(values)]
+# What a chart gives the page's script.
+def a_line(values: list[float | None], **bands: NDArray[np.float64]) -> Series:
+    y = np.array([math.nan if v is None else v for v in values])
+    return Series(name="a", style=0, x=np.arange(1.0, len(y) + 1), y=y, **bands)
 
 
-def _chart(values: list[float | None], **kwargs: tuple[float, float]) -> Chart:
-    return line_chart("t", "", [Series(label="a", style=0, points=_points(values))], **kwargs)
+def drawn_line(*values: float | None) -> dict[str, Any]:
+    series: Any = Chart(title="t", unit="", series=[a_line([*values])]).data["series"]
+    (line,) = series
+    return dict(line)
 
 
-def test_a_line_goes_up_with_its_values_and_a_null_breaks_it() -> None:
-    chart = _chart([0.0, 0.5, 1.0], limits=(0.0, 1.0))
-    middle = ((LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2)
-    assert chart.marks[0].path == f"M{LEFT} {BOTTOM}L{middle[0]} {middle[1]}L{RIGHT} {TOP}"
-    path = _chart([1.0, None, 2.0, None, 3.0, 4.0]).marks[0].path
-    assert re.sub(r"[\d. ]", "", path) == "MhMhML"
-
-
-def test_the_warm_start_has_a_fifth_of_the_width_however_long_it_was() -> None:
-    warm = [Point(x=i / 1000 - 1, y=0.1, label="") for i in range(0, 1001, 100)]
-    chart = line_chart("t", "", [Series(label="a", style=0, points=[*warm, *_points([0.5] * 10)])])
-    assert chart.warm_end == pytest.approx(LEFT + 0.2 * (RIGHT - LEFT))
-    xs = [x for x, _, _ in chart.hover]
-    assert (xs[0], xs[10], xs[-1]) == (LEFT, chart.warm_end, RIGHT)
-    assert _chart([0.5]).warm_end is None
+def test_a_null_breaks_a_line_and_numbers_are_short() -> None:
+    line = drawn_line(1.0, None, 1 / 3, 20000.4, 123_456_789.0, 1.23456789e12)
+    assert json.dumps(line["y"]) == "[1, null, 0.333333, 20000.4, 123456789, 1234570000000.0]"
+    assert line["x"] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(
-    ("values", "unit", "ticks", "told"),
-    [
-        ([61e9, None, 68.4e9], "GB", {"62", "64", "66", "68"}, ["61", "68.4"]),
-        ([0.0, 2e6], "MB", {"0", "0.5", "1", "1.5", "2"}, ["0", "2"]),
-        ([0.0, 12.0], "bytes", {"0", "5", "10"}, ["0", "12"]),
-    ],
+    ("values", "unit", "shown"),
+    [([61e9, None, 68.4e9], "GB", [61, 68.4]), ([0.0, 2e6], "MB", [0, 2]), ([0.0, 12.0], "bytes", [0, 12])],
 )
-def test_bytes_are_in_the_largest_unit(values: list[float | None], unit: str, ticks: set[str], told: list[str]) -> None:
-    chart = line_chart("t", "bytes", [Series(label="a", style=0, points=_points(values))])
-    assert (chart.unit, {tick.text for tick in chart.y_ticks}) == (unit, ticks)
-    assert [text for *_, ((_, _, text),) in chart.hover] == told
-
-
-def test_a_band_is_closed_around_its_line_and_ends_at_the_frame() -> None:
-    points = [Point(x=x, y=0.9, label="", low=-0.3, high=2.1) for x in (0, 1)]
-    band, _ = line_chart("t", "", [Series(label="a", style=0, points=points)], (0.0, 1.0)).marks
-    assert band.path == f"M{LEFT} {TOP}L{RIGHT} {TOP}L{RIGHT} {BOTTOM}L{LEFT} {BOTTOM}Z"
-    points = [Point(x=x, y=0.5, label="", low=0.25, high=0.75) for x in (0, 1)]
-    band, line = line_chart("t", "", [Series(label="a", style=0, points=points)], (0.0, 1.0)).marks
-    low, high = BOTTOM - 0.25 * (BOTTOM - TOP), BOTTOM - 0.75 * (BOTTOM - TOP)
-    assert (band.kind, line.kind) == ("band", "line")
-    assert band.path == f"M{LEFT} {high}L{RIGHT} {high}L{RIGHT} {low}L{LEFT} {low}Z"
+def test_bytes_are_in_the_largest_unit(values: list[float | None], unit: str, shown: list[float]) -> None:
+    given, (line,) = in_a_unit("bytes", [a_line(values, high=np.full(len(values), 2e9))])
+    assert (given, [y for y in line.y.tolist() if y == y]) == (unit, shown)
+    assert line.low is None
+    assert line.high is not None
+    assert line.high.tolist() == pytest.approx([2e9 * shown[-1] / (values[-1] or 1)] * len(values))
+    assert in_a_unit("s", [line]) == ("s", [line])
 
 
 def test_long_runs_are_thinned_without_losing_spikes_or_ends() -> None:
     values: list[float | None] = [float(i % 7) for i in range(20_000)]
     values[7_777], values[12_345] = 100.0, -50.0
-    chart = _chart(values)
-    shown = {label: text for _, label, [(_, _, text)] in chart.hover}
+    line = drawn_line(*values)
+    shown = dict(zip(line["x"], line["y"], strict=True))
     assert len(shown) <= MAX_POINTS + 2
-    assert (shown["step 7778"], shown["step 12346"]) == ("100", "-50")
-    assert {"step 1", "step 20000"} <= shown.keys()
-    values = [(-0.5, "warm", 9.0), *((float(x), f"step {x}", float(x % 2)) for x in range(1000))]
-    warm, *means = averaged(values)
-    assert warm == Point(x=-0.5, y=9.0, label="warm")
-    assert len(means) == MAX_MEANS
-    assert {p.y for p in means} == {0.5}
-    assert means[1] == Point(x=14.5, y=0.5, label="step 10 to step 19, mean")
-    assert averaged(values[:101]) == [Point(x=x, y=y, label=label) for x, label, y in values[:101]]
-    gap = averaged([(float(x), "", None if x < 10 else 1.0) for x in range(1000)])
-    assert [p.y for p in gap[:2]] == [None, 1.0]
+    assert (shown[7778], shown[12346]) == (100, -50)
+    assert {1, 20000} <= shown.keys()
 
 
-def test_stacked_bars_lie_on_one_another_and_average_their_steps() -> None:
-    chart = stacked_bars("t", "s", [1, 2], [("a", [1.0, 2.0]), ("b", [3.0, 2.0])])
-    tops = [[float(v) for v in re.findall(r"V([\d.]+)h", mark.path)] for mark in chart.marks]
-    bottoms = [[float(v) for v in re.findall(r"M[\d.]+ ([\d.]+)V", mark.path)] for mark in chart.marks]
-    assert bottoms[0] == [BOTTOM, BOTTOM]
-    assert bottoms[1] == tops[0]
-    assert tops[1] == [TOP, TOP]
-    assert [t for _, _, t in chart.hover[0][2]] == ["3", "1"], "listed as they lie, top first"
-    many = stacked_bars("t", "s", list(range(1, 1001)), [("a", [float(i) for i in range(1000)])])
-    assert len(many.hover) <= MAX_BARS
-    assert many.hover[0][1:] == ("steps 1-17, mean", [(0, many.hover[0][2][0][1], "8")])
-    assert many.hover[-1][1].endswith("-1000, mean")
+def test_lines_of_one_chart_are_thinned_at_the_same_places() -> None:
+    """So that the values of all are read at one step; each keeps its spike and its band."""
+    one, two = (a_line([0.0] * 3000), a_line([1.0] * 2000, low=np.zeros(2000), high=np.arange(2000.0)))
+    one.y[1000], two.y[1500] = 9.0, 8.0
+    series: Any = Chart(title="t", unit="", series=[one, two]).data["series"]
+    longer, shorter = series
+    assert len(longer["x"]) <= MAX_POINTS + 4
+    assert [x for x in longer["x"] if x <= 2000] == shorter["x"]
+    assert (longer["y"][longer["x"].index(1001)], longer["y"][longer["x"].index(1501)]) == (9, 0)
+    assert (shorter["y"][shorter["x"].index(1001)], shorter["y"][shorter["x"].index(1501)]) == (1, 8)
+    assert shorter["high"] == [x - 1 for x in shorter["x"]]
+
+
+def test_among_many_lines_a_value_is_the_mean_of_several_steps() -> None:
+    x, y = np.array([-0.5, *range(1000)]), np.array([9.0, *(n % 2 for n in range(1000))])
+    places, means, each = averaged(x, y)
+    assert (places[0], means[0], each) == (-0.5, 9, 10)
+    assert (len(means), set(means[1:].tolist())) == (1 + MAX_MEANS, {0.5})
+    assert places[2] == 14.5  # of steps 10 to 19
+    few = averaged(x[:101], y[:101])
+    assert (few[0].tolist(), few[1].tolist(), few[2]) == (x[:101].tolist(), y[:101].tolist(), 1)
+    gap = averaged(x[1:], np.array([math.nan] * 15 + [1.0] * 985))[1].tolist()
+    assert (math.isnan(gap[0]), gap[1], gap[2]) == (True, 1.0, 1.0)
+
+
+def test_stacked_bars_average_their_steps_and_the_first_part_lies_lowest() -> None:
+    chart = stacked_bars("t", "s", np.array([1.0, 2.0]), [("a", np.array([1.0, 2.0])), ("b", np.array([3.0, 2.0]))])
+    assert [(line.name, line.y.tolist()) for line in chart.series] == [("b", [3, 2]), ("a", [1, 2])]
+    (line,) = stacked_bars("t", "s", np.arange(1.0, 1001), [("a", np.arange(1000.0))]).series
+    assert len(line.y) <= MAX_BARS
+    assert (line.x[0], line.y[0], line.each) == (9, 8, 17)  # steps 1 to 17
+    assert line.y[-1] == 992.5  # of the last 14 steps
 
 
 def test_parts_that_took_no_time_are_not_named_and_the_others_keep_their_colours() -> None:
-    chart = stacked_bars("t", "s", [1, 2], [("a", [1.0, 2.0]), ("none", [0.0, 0.0]), ("b", [0.0, 2.0])])
-    assert chart.names == [("a", 0), ("b", 2)]
-    assert [mark.style for mark in chart.marks] == [0, 2]
-    assert [chart.names[index][0] for index, _, _ in chart.hover[0][2]] == ["b", "a"]
+    parts = [("a", np.array([1.0, 2.0])), ("none", np.zeros(2)), ("b", np.array([0.0, 2.0]))]
+    chart = stacked_bars("t", "s", np.array([1.0, 2.0]), parts)
+    assert [(line.name, line.style) for line in chart.series] == [("b", 2), ("a", 0)]
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "texts"),
-    [
-        (5.47561, 5.47583, ["5.4756", "5.47565", "5.4757", "5.47575", "5.4758"]),
-        (0.99990, 0.99999, ["0.9999", "0.99995"]),
-        (20000.1, 20000.9, ["20,000.2", "20,000.4", "20,000.6", "20,000.8"]),
-        (0.0, 1.0, ["0", "0.5", "1"]),
-    ],
-)
-def test_ticks_have_as_many_digits_as_they_need(low: float, high: float, texts: list[str]) -> None:
-    assert [tick.text for tick in _chart([low, high]).y_ticks] == texts
+@given(st.lists(st.one_of(st.none(), st.floats(-1e12, 1e12, allow_subnormal=False)), min_size=1, max_size=900))
+def test_every_line_keeps_its_ends_and_extremes_as_json(values: list[float | None]) -> None:
+    line = json.loads(json.dumps(drawn_line(*values), allow_nan=False))
+    known, shown = ([v for v in of if v is not None] for of in (values, line["y"]))
+    assert (line["x"][0], line["x"][-1]) == (1, len(values))
+    if known:
+        assert (min(shown), max(shown)) == pytest.approx((min(known), max(known)), rel=1e-5)
+    band: Any = Chart(title="t", unit="", series=[a_line([1.0], low=np.array([-math.inf]))]).data["series"]
+    assert band[0]["low"] == [None], "which is no JSON"
 
 
-@given(st.lists(st.one_of(st.none(), st.floats(-1e12, 1e12, allow_subnormal=False)), min_size=1, max_size=300))
-def test_every_shape_stays_inside_the_frame_with_round_ticks(values: list[float | None]) -> None:
-    if all(v is None for v in values):
-        return
-    chart = _chart(values)
-    for x, _, marks in chart.hover:
-        assert LEFT <= x <= RIGHT
-        assert all(TOP - 0.1 <= y <= BOTTOM + 0.1 for _, y, _ in marks)
-    assert all(TOP - 0.1 <= t.at <= BOTTOM + 0.1 for t in chart.y_ticks)
-    assert all(LEFT - 0.1 <= t.at <= RIGHT + 0.1 for t in chart.x_ticks)
-    assert len(chart.y_ticks) <= 12
+# The page itself: uPlot is in it, whole and with its license; it stays small, and no name can end its script.
+UPLOT = Path(report.__file__).with_name("uplot")
+
+
+def test_the_page_has_uplot_and_its_license_and_no_more_than_a_megabyte(tmp_path: Path) -> None:
+    """A run of 2,000 steps that recorded every metric that has a chart; samples have bytes of their own."""
+    folder, rng = a_run(tmp_path / "a", steps=0), np.random.default_rng(0)
+    given_to = [metric for metric in METRICS.values() if metric.curve]
+    curves = [metric.curve for metric in given_to if metric.curve]
+    named = {name for c in curves for name in (c.metric, c.spread, c.low, c.high, c.peak) if name}
+    names = sorted({name.replace("<name>", "n").replace("<k>", "8") for name in named} | {"seconds/step"})
+    metrics = MetricsWriter(folder)
+    for step, row in enumerate(rng.normal(size=(2000, len(names))).tolist(), 1):
+        metrics.write({"phase": "rl", "step": step, **dict(zip(names, row, strict=True))})
+    metrics.close()
+    out = write_report([folder], tmp_path / "r.html")
+    assert len(Page(out).charts()) > 100
+    assert out.stat().st_size <= 1_000_000
+    text = out.read_text()
+    for name in ("uPlot.iife.min.js", "uPlot.min.css", "LICENSE"):
+        assert (UPLOT / name).read_text().strip() in text
+    assert "Copyright (c) 2022 Leon Sorokin" in text
+
+
+def test_no_name_of_a_run_ends_the_script_or_an_attribute(tmp_path: Path) -> None:
+    """Names that repeat are told apart by their parents', so that they have slashes."""
+    evil = "a<", "script><img src=x onerror=alert(1)>'\"&amp;"
+    runs = [a_run(tmp_path.joinpath(parent, evil[1])) for parent in (evil[0], "b<")]
+    page = Page(write_report(runs, tmp_path / "r.html"))
+    assert page.names("Reward") == [("/".join(evil), 0), (f"b</{evil[1]}", 1)]
+    assert [tag for tag, _ in page.tags].count("script") == 2
+    assert not [tag for tag, _ in page.tags if tag == "img"]
 
 
 @pytest.mark.parametrize(

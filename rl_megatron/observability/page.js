@@ -1,7 +1,8 @@
-const byId = (id) => document.getElementById(id);
 const KEY = "rl_megatron report " + location.pathname;
 let state = {};
 try { state = JSON.parse(sessionStorage.getItem(KEY)) ?? {}; } catch { /* a browser may keep nothing */ }
+for (const id of state.off ?? []) if (byId(id)) byId(id).checked = false;
+drawCharts();
 const summaries = () => [...document.querySelectorAll("details > summary")];
 
 if (byId("samples")) {
@@ -75,7 +76,6 @@ if (byId("samples")) {
 }
 
 for (const each of summaries()) if (state.open?.includes(each.textContent)) each.parentElement.open = true;
-for (const id of state.off ?? []) if (byId(id)) byId(id).checked = false;
 const headings = () => [...document.querySelectorAll("h2")], topOf = (node) => node.getBoundingClientRect().top;
 const reading = headings().find((each) => each.textContent === state.heading);
 if (state.heading !== undefined) scrollTo(0, reading ? scrollY + topOf(reading) - state.top : state.y);
