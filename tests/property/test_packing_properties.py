@@ -218,6 +218,13 @@ def test_a_pair_that_only_its_padding_makes_too_long_is_refused() -> None:
         plan_packing(np.array([4, 4, 5, 3]), dims=ParallelDims(cp=2), max_tokens=8, unit=2)
 
 
+def test_a_sequence_may_fill_a_micro_batch_unless_it_needs_room() -> None:
+    packer = Packer(dims=ParallelDims(), max_tokens=8, attention_cost=0.0)
+    assert packer.pack(ragged([8])).num_sequences == 1
+    with pytest.raises(DataError, match="sequence 0 has 9 "):
+        packer.pack(ragged([8]), with_room=True)
+
+
 def test_a_micro_batch_more_that_is_no_more_even_is_not_taken() -> None:
     """64 positions: the heaviest of 8 has 9, the heaviest of 9 has 8, both 9/8 of the mean."""
     plan = plan_packing(np.array([3, 5, 6, 3, 7, 5, 4, 4, 7, 7, 7, 6]), dims=ParallelDims(), max_tokens=9)
