@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.results import parse, write
-from rl_megatron.rollout.servers.decoding import SampledColumns
-from rl_megatron.rollout.servers.sglang import answer as sglang
-from rl_megatron.rollout.servers.vllm import answer as vllm
+from rl_megatron.engines.answers import SampledColumns
+from rl_megatron.engines.sglang import forms as sglang
+from rl_megatron.engines.vllm import forms as vllm
 
 BAR = 0.3  # microseconds a token
 SKIPPED = msgspec.json.Decoder(msgspec.Raw)

@@ -86,11 +86,11 @@ def floor(path: Path, kind: str) -> dict[str, float]:
 
 def ours(path: Path, draws: int, kind: str) -> dict[str, float]:
     """Load the data of a run and draw."""
+    from rl_megatron.agents.conversation.forms import check_answers
     from rl_megatron.config.sections.data import FileRunData
     from rl_megatron.data.problems.prompt_stream import PromptStream
     from rl_megatron.data.problems.prompts import load_prompts
     from rl_megatron.models.tiny import byte_tokenizer
-    from rl_megatron.rollout.conversation.forms import check_answers
 
     fields = {} if kind == "problems" else dict(zip(("messages_field", "rejected_field"), COLUMNS[kind], strict=False))
     keys = {"type": "files", "train": path, "eval": path.with_name("held_out.parquet"), "on_leak": "drop"}

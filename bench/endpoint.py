@@ -32,12 +32,12 @@ import openai
 from typing_extensions import override
 
 from bench.results import parse, write
+from rl_megatron.agents.conversation.written import ChatTemplate
+from rl_megatron.agents.endpoint.server import Endpoint
+from rl_megatron.agents.endpoint.shapes import chat_answer
+from rl_megatron.agents.episode import Episode, PlaySetting, TrajectoryPlace
+from rl_megatron.agents.parsers import PARSERS
 from rl_megatron.config.sections.reward import EnvironmentSection
-from rl_megatron.rollout.conversation.chat import ChatTemplate
-from rl_megatron.rollout.endpoint.server import Endpoint
-from rl_megatron.rollout.endpoint.shapes import chat_answer
-from rl_megatron.rollout.environments.episode import Episode, PlaySetting, TrajectoryPlace
-from rl_megatron.rollout.parsers.table import PARSERS
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, Span
 from tests.unit.rollout.conversation.families import FAMILIES, tokenizer_of
 

@@ -34,10 +34,10 @@ from bench.results import parse, write
 from launcher.servers.engines import SERVERS
 from launcher.servers.pool import ServedEngines
 from rl_megatron.config.io import load_config
+from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.http import Server
+from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.rollout.local.engine import LocalEngine
-from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import GenerationRequest, SamplingParams
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.servers.mirror import Mirror

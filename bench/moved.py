@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.results import parse, write
+from rl_megatron.engines.requests import surplus
 from rl_megatron.models.named import NAMED
-from rl_megatron.rollout.servers.places import surplus
 from rl_megatron.scaling.hardware import GPUS
 from rl_megatron.scaling.rollouts import COMPUTED, ServerShape, token_seconds
 

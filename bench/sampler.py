@@ -28,7 +28,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils import logging
 
 from bench.results import parse, write
-from rl_megatron.rollout.local.engine import LocalEngine
+from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.types import GenerationRequest, SamplingParams
 from rl_megatron.weights.layouts.families import read_shape
 

@@ -53,16 +53,16 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.engine_token import VARIABLE, EngineToken
+from rl_megatron.engines.http import Server
+from rl_megatron.engines.local import adapter as wire
+from rl_megatron.engines.local.adapter import EmbeddedAdapter
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.rollout.batch import Ledger, RolloutBatch
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.rollout.servers.embedded import wire
-from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
-from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.rollout.servers.engine_token import VARIABLE, EngineToken
-from rl_megatron.rollout.servers.http import Server
 from rl_megatron.rollout.stream import Stream
 from rl_megatron.training.update import Update
 from rl_megatron.types import (

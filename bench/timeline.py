@@ -28,15 +28,15 @@ from pathlib import Path
 from typing_extensions import override
 
 from bench.results import parse, write
+from rl_megatron.engines.adapter import EngineGauges
+from rl_megatron.engines.engine import PERIOD_SECONDS, GaugesInTurn
+from rl_megatron.engines.http import Server
+from rl_megatron.engines.replicas import ReplicaSet
+from rl_megatron.engines.vllm.adapter import VLLMAdapter
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability import activity
 from rl_megatron.observability.timeline import ranks, spans
 from rl_megatron.observability.timeline.trace import TraceFile, read_trace
-from rl_megatron.rollout.servers.adapter import EngineGauges
-from rl_megatron.rollout.servers.gauges import PERIOD_SECONDS, GaugesInTurn
-from rl_megatron.rollout.servers.http import Server
-from rl_megatron.rollout.servers.replicas import ReplicaSet
-from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 
 BAR, COUNT, TRIES = 0.005, 20_000, 7
 QUESTIONS = 100

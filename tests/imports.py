@@ -18,9 +18,9 @@ import launcher.__main__  # noqa: E402
 import launcher.preflight.checks  # noqa: E402
 import launcher.programs.train  # noqa: E402
 import launcher.worker.process  # noqa: E402
+import rl_megatron.engines.local.engine  # noqa: E402
+import rl_megatron.engines.local.server  # noqa: E402
 import rl_megatron.learner.megatron  # noqa: E402
-import rl_megatron.rollout.local.engine  # noqa: E402
-import rl_megatron.rollout.servers.embedded.server  # noqa: E402
 import rl_megatron.weights.transports.delta  # noqa: E402, F401
 from rl_megatron.observability import report  # noqa: E402
 

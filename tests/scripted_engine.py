@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from rl_megatron.agents.conversation.templates import PlainText, tokens_of_text
+from rl_megatron.agents.source import EnvironmentSampler
 from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.batch import Answered
-from rl_megatron.rollout.conversation.templates import PlainText, tokens_of_text
-from rl_megatron.rollout.environments.source import EnvironmentSampler
 from rl_megatron.types import Completion, GenerationRequest, Trajectory
 from tests.completions import completion
 

@@ -18,12 +18,11 @@ from launcher.servers.engines import adapter_of
 from launcher.servers.pool import ServedEngines
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY
+from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.local.engine import InThisProcess, LocalEngine, decoder_of
 from rl_megatron.errors import CorruptionError
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.local.batched import InThisProcess
-from rl_megatron.rollout.local.engine import LocalEngine, decoder_of
-from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums, read_boxes

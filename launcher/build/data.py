@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_megatron.agents.conversation.forms import check_of
+from rl_megatron.agents.conversation.written import end_of_turns
 from rl_megatron.chat_templates import setting
 from rl_megatron.config.beside import with_own_prompt
 from rl_megatron.config.environments import begun_by_messages
@@ -27,8 +29,6 @@ from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.evaluation.sets import ProblemSet
 from rl_megatron.models.families.fields import GenerationFields
 from rl_megatron.models.json_files import read_json
-from rl_megatron.rollout.conversation.forms import check_of
-from rl_megatron.rollout.conversation.written import end_of_turns
 from rl_megatron.training.jobs.written import or_left_out
 from rl_megatron.types import Prompt
 

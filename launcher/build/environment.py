@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING
 
 from launcher.build.data import Data
 from launcher.servers.site import HERE
+from rl_megatron.agents.conversation.probe import probe_template
+from rl_megatron.agents.conversation.rendering import template_of
+from rl_megatron.agents.conversation.templates import PlainText, Template, tokens_of_text
+from rl_megatron.agents.conversation.written import ChatTemplate
+from rl_megatron.agents.parsers import PARSERS, WRITTEN
+from rl_megatron.agents.source import EnvironmentSampler, Waves
 from rl_megatron.config.run import RunConfig
 from rl_megatron.environments.demonstrations import demonstrated
 from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_environment
 from rl_megatron.interfaces import RolloutEngine
-from rl_megatron.rollout.conversation.chat import ChatTemplate
-from rl_megatron.rollout.conversation.probe import probe_template
-from rl_megatron.rollout.conversation.rendering import template_of
-from rl_megatron.rollout.conversation.templates import PlainText, Template, tokens_of_text
-from rl_megatron.rollout.environments.source import EnvironmentSampler
-from rl_megatron.rollout.environments.waves import Waves
-from rl_megatron.rollout.parsers.table import PARSERS, WRITTEN
 from rl_megatron.seeds import text_seed
 from rl_megatron.training.jobs.warm_start import Targets
 from rl_megatron.types import Prompt

@@ -18,6 +18,7 @@ from launcher.build.environment import demonstrations, made_environment
 from launcher.build.roles import Parts, attention_cost
 from launcher.build.sampler import sampler_of, samplers_of_sets
 from launcher.runs.resume import START_FOLDER
+from rl_megatron.agents.conversation.written import WrittenConversations, paired_answers, paired_texts, single_answers
 from rl_megatron.algorithms.auxiliary import KtoLoss, PreferenceLoss, ScoreLoss
 from rl_megatron.algorithms.own import check_own_pair_loss
 from rl_megatron.config.resume import fixed
@@ -35,8 +36,6 @@ from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.timeline.kernels import folder_of
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.rollout.batch import Ledger
-from rl_megatron.rollout.conversation.pairs import paired_answers, paired_texts, single_answers
-from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.scaling.flops import seconds_at_peak, training_flops
 from rl_megatron.scaling.routes import route_of
 from rl_megatron.training.checkpoints import CheckpointStore

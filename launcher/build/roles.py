@@ -24,13 +24,13 @@ from rl_megatron.config.beside import reward_model_roles
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.teachers import teacher_role
 from rl_megatron.data.packing import causal_attention_cost, packer_of
+from rl_megatron.engines.teachers import Teacher
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import Launcher, RewardFunction, Roles, unheard
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.progress import Progress
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.rewards.classifiers.on_ranks import RewardModels
-from rl_megatron.rollout.teachers import Teacher
 from rl_megatron.training.scores.reward_models import RankedScores
 from rl_megatron.training.tasks import unless_stopped
 from rl_megatron.weights.layouts.families import read_shape

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from launcher.build.data import Data
 from launcher.build.environment import environment_sampler, made_environment
+from rl_megatron.agents.conversation.templates import tokens_of_text
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import data_sources, name_of
 from rl_megatron.data.demonstrations import Demonstrations
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
-from rl_megatron.rollout.conversation.templates import tokens_of_text
 from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.policy_sampler import PolicySampler
 from rl_megatron.rollout.sampler import RolloutSampler, SamplerBySource

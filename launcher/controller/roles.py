@@ -23,10 +23,10 @@ from typing_extensions import override
 from launcher.controller.group import WorkerGroup
 from rl_megatron.data.sent import Sent
 from rl_megatron.data.shares import Share
+from rl_megatron.engines.local.engine import Batched
 from rl_megatron.errors import CorruptionError, SyncError
 from rl_megatron.interfaces import Pass, PassScores, WeightSync
 from rl_megatron.observability.timeline import spans
-from rl_megatron.rollout.local.batched import Batched
 from rl_megatron.types import (
     Batch,
     Completion,

@@ -131,8 +131,8 @@ def _tokenizer(subject: Subject, folder: Path) -> Iterator[Found]:
         assert subject.stop_token_ids
     except RLMegatronError as error:
         yield problem(str(error))
-    from rl_megatron.rollout.conversation.chat import ChatTemplate  # transformers takes half a second to import
-    from rl_megatron.rollout.conversation.rendering import ChatRenderer, unwritten_header
+    from rl_megatron.agents.conversation.rendering import ChatRenderer, unwritten_header
+    from rl_megatron.agents.conversation.written import ChatTemplate  # transformers takes half a second to import
 
     keys = dict(_shown_by_template(subject.config))
     if not tokenizer.chat_template:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from launcher.preflight.subject import Found, Subject, fact, note, problem, unchecked
+from rl_megatron.agents.conversation.forms import check_of
+from rl_megatron.agents.conversation.messages import MessagesRefused, tidied
 from rl_megatron.config.beside import with_own_prompt
 from rl_megatron.config.environments import begun_by_messages
 from rl_megatron.config.run import RunConfig
@@ -29,8 +31,6 @@ from rl_megatron.interfaces import RewardFunction
 from rl_megatron.json_text import parse
 from rl_megatron.rewards.final_number import final_number, is_formula
 from rl_megatron.rewards.registry import REWARDS
-from rl_megatron.rollout.conversation.forms import check_of
-from rl_megatron.rollout.conversation.messages import MessagesRefused, tidied
 from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ class _Reader:
 
 def _begun(prompts: Sequence[Prompt], rows: LearnedRows) -> Iterator[Found]:
     """Yields which prompts an environment cannot begin with as they are."""
-    from rl_megatron.rollout.conversation.rendering import ChatRenderer  # transformers takes half a second to import
+    from rl_megatron.agents.conversation.rendering import ChatRenderer  # transformers takes half a second to import
 
     refused, begun = list[str](), [prompt for prompt in prompts if prompt.messages]
     if not begun or not rows.tokenizer.chat_template:

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from rl_megatron.engines.http import OutOfFiles, Server, out_of_files
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.rollout.servers.http import OutOfFiles, Server, out_of_files
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

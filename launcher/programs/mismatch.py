@@ -30,6 +30,7 @@ from rl_megatron.diagnosis.causes import CAUSES, Finding, judge
 from rl_megatron.diagnosis.experiments import Bench, run_experiments
 from rl_megatron.diagnosis.sampling import Parameters
 from rl_megatron.durable import write_atomically
+from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
@@ -37,7 +38,6 @@ from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
 from rl_megatron.rewards.classifiers.on_ranks import RewardModels
 from rl_megatron.rewards.registry import resolve_rewards
-from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.training.checkpoints import files_of, latest
 from rl_megatron.types import Prompt
 from rl_megatron.weights.checkpoints.kind import is_megatron

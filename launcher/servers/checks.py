@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.engines.adapter import Adapter, Description
+from rl_megatron.engines.http import AttemptFailed, Server
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.families.fields import read_config
-from rl_megatron.rollout.servers.adapter import Adapter, Description
-from rl_megatron.rollout.servers.http import AttemptFailed, Server
 
 logger = logging.getLogger(__name__)
 

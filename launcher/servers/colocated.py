@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl_megatron.digests import Digest
+from rl_megatron.engines.weights import ReplicaWeights
 from rl_megatron.interfaces import FrozenModel, Learner, Pass, PassScores, Roles, Saving, Together, WeightSync
-from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.types import Batch, Counts, Loss, Metric, Scores, SkippedStep, StepResult, Want, WeightUpdate
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.engines.adapter import Adapter, AdapterPlaces, refused_variables, words_of
+from rl_megatron.engines.local.adapter import EmbeddedAdapter
+from rl_megatron.engines.sglang.adapter import SGLangAdapter
+from rl_megatron.engines.vllm.adapter import VLLMAdapter
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers.adapter import Adapter, AdapterPlaces, refused_variables, words_of
-from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
-from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
-from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.user_code import load_named
 from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.lora import ranks_of_parts

@@ -11,7 +11,7 @@ from launcher.processes.own_thread import in_own_thread
 from rl_megatron.errors import ConfigError
 
 if TYPE_CHECKING:  # it imports torch, which a login node that checks a job may lack
-    from rl_megatron.rollout.servers.adapter import Adapter
+    from rl_megatron.engines.adapter import Adapter
 
 ANSWER_SECONDS = 60.0  # an interpreter on a slow disk of a network starts in some ten
 

@@ -33,17 +33,16 @@ from launcher.servers.site import HERE, GpuTurns, Site, Sites, elsewhere
 from launcher.servers.supervisor import Attached, Failed, Standing, Started, Supervisor
 from launcher.servers.versions import compare_environments, container_of, shared_settings
 from rl_megatron.config.run import RunConfig
+from rl_megatron.engines import engine_token
+from rl_megatron.engines.adapter import Adapter, StartOptions, words_of
+from rl_megatron.engines.engine import GaugesInTurn, ServedEngine
+from rl_megatron.engines.http import AttemptFailed, OutOfFiles, Server
+from rl_megatron.engines.replicas import Replica
+from rl_megatron.engines.weights import ReplicaWeights
 from rl_megatron.errors import ConfigError, EngineError, together
 from rl_megatron.http.token_file import TokenFile
 from rl_megatron.interfaces import Launcher, Roles, WeightSync, unheard
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers import engine_token
-from rl_megatron.rollout.servers.adapter import Adapter, StartOptions, words_of
-from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.rollout.servers.gauges import GaugesInTurn
-from rl_megatron.rollout.servers.http import AttemptFailed, OutOfFiles, Server
-from rl_megatron.rollout.servers.replicas import Replica
-from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import header_bytes
 from rl_megatron.weights.formats.hf_folder import config_text, copy_companions

@@ -16,12 +16,12 @@ from typing_extensions import override
 from launcher.processes import restarts
 from launcher.processes.guards import Guard, end_of
 from rl_megatron.config.sections.rollout import ServerSection
+from rl_megatron.engines import replicas
+from rl_megatron.engines.adapter import ForeignWeights, Sampling
+from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.http import AttemptFailed, NoAnswer, OutOfFiles, Server, TokenRefused, Unreachable
+from rl_megatron.engines.replicas import Event, Health, Replica
 from rl_megatron.errors import ConfigError, EngineError, SyncError
-from rl_megatron.rollout.servers import replicas
-from rl_megatron.rollout.servers.adapter import ForeignWeights, Sampling
-from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.rollout.servers.http import AttemptFailed, NoAnswer, OutOfFiles, Server, TokenRefused, Unreachable
-from rl_megatron.rollout.servers.replicas import Event, Health, Replica
 
 logger = logging.getLogger(__name__)
 

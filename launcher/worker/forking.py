@@ -28,7 +28,7 @@ _OTHERS = (  # they import nearly all that a rank imports until its second step
     *("torch", "torch._dynamo", "launcher.worker.remote", "rl_megatron.observability.log"),
     *("rl_megatron.weights.layouts.families", "rl_megatron.weights.layouts.learner", "launcher.runs.folder"),
     *("rl_megatron.weights.transports.delta", "rl_megatron.weights.servers.mirror"),
-    *("rl_megatron.weights.checks.reports", "rl_megatron.rollout.local.engine", "rl_megatron.algorithms.losses"),
+    *("rl_megatron.weights.checks.reports", "rl_megatron.engines.local.engine", "rl_megatron.algorithms.losses"),
     "rl_megatron.weights.checkpoints.safetensors_io",
 )
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED, cuda.h

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from rl_megatron.rollout.local.engine import LocalEngine
+    from rl_megatron.engines.local.engine import LocalEngine
     from rl_megatron.weights.adapters.pushed import AdapterEnds
     from rl_megatron.weights.checks.reports import Report
     from rl_megatron.weights.layouts.recorded import Boxes
@@ -61,7 +61,7 @@ class Worker(RankModels):
 
     def _make_holder(self, config: RunConfig, run_folder: Path) -> LocalEngine | Mirror | None:
         """The target of pushes: this rank's engine or, if servers sample or nobody does, its node's mirror file."""
-        from rl_megatron.rollout.local.engine import LocalEngine, decoder_of
+        from rl_megatron.engines.local.engine import LocalEngine, decoder_of
 
         section, longest = config.rollout, config.rollout.max_prompt_tokens + config.longest_completion
         if config.fills_files:

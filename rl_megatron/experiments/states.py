@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from rl_megatron.agents.threads import began
 from rl_megatron.config import yaml_text
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import DataError, shorten
@@ -19,7 +20,6 @@ from rl_megatron.experiments.study import Study
 from rl_megatron.json_text import parse
 from rl_megatron.observability.files import JsonRow, from_the_end, number
 from rl_megatron.observability.metrics.table import STEPS
-from rl_megatron.rollout.environments.processes import began
 
 
 class CellState(StrEnum):

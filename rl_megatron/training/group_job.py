@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_megatron.agents.source import environment_row
 from rl_megatron.algorithms.kl import average_age
 from rl_megatron.config.beside import frozen_folders, reference_follows
 from rl_megatron.config.run import RunConfig
@@ -22,7 +23,6 @@ from rl_megatron.durable import remove_folder
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.rollout.batch import UNTAUGHT, RolloutBatch, Waiting
-from rl_megatron.rollout.environments.figures import environment_row
 from rl_megatron.rollout.stream import Stream
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.credit.shaping import groups_that_differ, shared_states

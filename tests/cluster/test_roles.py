@@ -140,7 +140,7 @@ def weights_in(memory: Path) -> int:
 
 def kill_server(job: Job, on: str) -> None:
     """The programs of the server on one node."""
-    for server, node in programs(job, "rl_megatron.rollout.servers.vllm.server").items():
+    for server, node in programs(job, "rl_megatron.engines.vllm.server").items():
         if node == on:
             server.kill()
 

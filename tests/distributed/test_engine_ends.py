@@ -374,7 +374,7 @@ def server(folder: Path) -> Callable[..., Any]:
     """What orders our worker in SGLang, of which it asks only the rank, and says the answer."""
     for name in ("sglang", "sglang.srt", "sglang.srt.runtime_context"):
         sys.modules[name] = SimpleNamespace(get_parallel=lambda: SimpleNamespace(tp_rank=0))  # type: ignore[assignment]
-    from rl_megatron.rollout.servers.sglang import worker
+    from rl_megatron.engines.sglang import worker
 
     model, answer = Whole(), folder / "answer"
 

@@ -111,7 +111,7 @@ def pushed_during_a_step(rank: int, path: Path) -> None:
 
     streams.install()
     base.server(path.parent)  # puts what our worker asks of SGLang in place
-    from rl_megatron.rollout.servers.sglang import worker
+    from rl_megatron.engines.sglang import worker
 
     model, step = base.Whole(), torch.cuda.Stream()
     model.params = {name: torch.full_like(one, 7.0, device="cuda") for name, one in model.params.items()}

@@ -132,7 +132,7 @@ def rollouts(shape: ModelShape, model: Path) -> Samples:
     """What the in-process engine samples with weights rounded to bfloat16, and the routes it took."""
     from safetensors.torch import load_file
 
-    from rl_megatron.rollout.local.engine import LocalEngine
+    from rl_megatron.engines.local.engine import LocalEngine
 
     engine = LocalEngine(shape, slots=64, dtype=torch.float32, device="cpu", max_length=64)
     weights = load_file(model / "model.safetensors")

@@ -24,7 +24,7 @@ from launcher.processes.parent import die_with_parent
 from tests import fork_server
 
 REPOSITORY = Path(__file__).parents[2]
-MODULE = "rl_megatron.rollout.servers.embedded.server"
+MODULE = "rl_megatron.engines.local.server"
 SOCKET, GUARD = "socket", "guard.py"
 _MESSAGE_BYTES = 1 << 17  # a command and an environment
 _SCRIPT = f"""import sys

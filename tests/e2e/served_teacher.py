@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rl_megatron.rollout.servers.decoding import Judged
-from rl_megatron.rollout.servers.http import Server
+from rl_megatron.engines.answers import Judged
+from rl_megatron.engines.http import Server
 from tests.forks import FORKS
 
 

@@ -16,7 +16,7 @@ from tests.kills.series import SIZE, STALENESS, Series
 from tests.perfetto import check_trace
 
 STREAM, LEDGER = "rl_megatron.rollout.stream:Stream", "rl_megatron.rollout.batch:Ledger"
-SAVES, PUSHES = "rl_megatron.training.checkpoints", "rl_megatron.rollout.servers.embedded.adapter:EmbeddedAdapter"
+SAVES, PUSHES = "rl_megatron.training.checkpoints", "rl_megatron.engines.local.adapter:EmbeddedAdapter"
 MIXED = 5  # completions of the last start that the run is awaited to continue over a push
 POINTS = (
     Point(name="a step trains, before the first checkpoint", call="rl_megatron.training.update:Update.__call__"),

@@ -22,10 +22,10 @@ from launcher.servers.pool import ServedEngines
 from launcher.servers.site import Sites
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
+from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.local.engine import LocalEngine
-from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.types import (
     Batch,
     Completion,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_megatron.rollout.servers.sglang import worker as sglang_worker
+from rl_megatron.engines.sglang import worker as sglang_worker
 
 LOST, FLIPPED = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.mlp.experts.3.up_proj.weight"
 FAULTS = {101: "lost", 102: "flipped", 103: "packed"}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_megatron.rollout.servers.vllm import worker as vllm_worker
+from rl_megatron.engines.vllm import worker as vllm_worker
 from rl_megatron.weights.servers import mirror
 
 LOST = FLIPPED = "model.embed_tokens.weight"  # which kernels keep as it comes

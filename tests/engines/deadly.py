@@ -17,9 +17,9 @@ from typing import Any
 
 sys.path.pop(0)  # this folder, whose modules are the tests'
 
-from rl_megatron.rollout.local.engine import LocalEngine
-from rl_megatron.rollout.servers.embedded import server, wire
-from rl_megatron.rollout.servers.embedded.running import RunningBatch
+from rl_megatron.engines.local import adapter, server
+from rl_megatron.engines.local.engine import LocalEngine
+from rl_megatron.engines.local.server import RunningBatch
 
 FOLDER = Path(os.environ["DEADLY"])
 PROMPT = tuple(json.loads((FOLDER / "prompt").read_text()))
@@ -33,7 +33,7 @@ def die(cause: str, beside: int) -> None:
 
 
 def main() -> None:
-    asked, serve, make = wire.request_of, LocalEngine.serve, RunningBatch.__init__
+    asked, serve, make = adapter.request_of, LocalEngine.serve, RunningBatch.__init__
 
     def request_of(body: Any) -> Any:
         name, request = asked(body)
@@ -54,7 +54,7 @@ def main() -> None:
         make(batch, *given, **named)
         RUNNING.append(batch)
 
-    setattr(wire, "request_of", request_of)  # noqa: B010  an assignment is none of mypy's
+    setattr(adapter, "request_of", request_of)  # noqa: B010  an assignment is none of mypy's
     setattr(LocalEngine, "serve", half_loaded)  # noqa: B010
     setattr(RunningBatch, "__init__", remembered)  # noqa: B010
     server.main()

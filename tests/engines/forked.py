@@ -20,17 +20,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from launcher.processes import engine_guard, guards
-from rl_megatron.rollout.servers import engine_token
+from rl_megatron.engines import engine_token
 
 _SOCKET, _STUB_FILE = "socket", "guard.py"
 _GUARD = str(engine_guard.__file__)
 _IMPORTS = {
-    "rl_megatron.rollout.servers.vllm.server": (
+    "rl_megatron.engines.vllm.server": (
         "vllm.entrypoints.openai.api_server",
         "vllm.v1.engine.core",
         "vllm.v1.worker.cpu_worker",
     ),
-    "rl_megatron.rollout.servers.sglang.server": (
+    "rl_megatron.engines.sglang.server": (
         "sglang.srt.entrypoints.http_server",
         "sglang.srt.managers.scheduler",
         "sglang.srt.model_executor.model_runner",

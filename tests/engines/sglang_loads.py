@@ -27,7 +27,7 @@ from sglang.srt.models import kimi_k25
 from sglang.srt.runtime_context import get_parallel, publish
 from sglang.srt.server_args import ServerArgs
 
-from rl_megatron.rollout.servers.sglang import worker
+from rl_megatron.engines.sglang import worker
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.compare import compare
 from tests.engines.loaded import changed, digest_of

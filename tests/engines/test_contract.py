@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from launcher.servers.engines import SERVERS
 from rl_megatron.data.routes import decode_routes
+from rl_megatron.engines.local.engine import decoder_of
 from rl_megatron.errors import EngineError
-from rl_megatron.rollout.local.engine import decoder_of
 from rl_megatron.types import Completion, Span
 from tests.engines.benches import (
     RETURN_ROUTES,

@@ -15,9 +15,9 @@ import pytest
 
 from launcher.processes import restarts
 from rl_megatron.data.problems.arithmetic import split_sums
-from rl_megatron.rollout.servers import attempts
-from rl_megatron.rollout.servers.adapter import Command, StartOptions
-from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
+from rl_megatron.engines import requests
+from rl_megatron.engines.adapter import Command, StartOptions
+from rl_megatron.engines.local.adapter import EmbeddedAdapter
 from tests.e2e.processes import REWARDS, Place, Run
 from tests.kills.reader import lines_of
 
@@ -47,7 +47,7 @@ class Deadly:
             return replace(given, arguments=(python, deadly, *rest), environment=environment)
 
         setattr(EmbeddedAdapter, "command", command)  # noqa: B010  an assignment is none of mypy's
-        restarts._FIRST_WAIT = attempts._WAIT = 0.01
+        restarts._FIRST_WAIT = requests._WAIT = 0.01
 
 
 def epoch(number: int) -> list[str]:

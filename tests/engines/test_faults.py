@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from launcher.servers.engines import SERVERS
+from rl_megatron.engines.replicas import Health, Replica
+from rl_megatron.engines.sglang import adapter as sglang
 from rl_megatron.errors import ConfigError, EngineError, RLMegatronError, SyncError
-from rl_megatron.rollout.servers.replicas import Health, Replica
-from rl_megatron.rollout.servers.sglang import adapter as sglang
 from rl_megatron.types import Completion
 from tests.e2e.processes import alive, eventually
 from tests.engines.benches import REPO, ServedBench, interpreter, logprobs_of, request, served, spare_a_core, words_of

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from launcher.servers.engines import SERVERS
-from rl_megatron.rollout.servers import replicas
-from rl_megatron.rollout.servers.replicas import Health
+from rl_megatron.engines import replicas
+from rl_megatron.engines.replicas import Health
 from rl_megatron.types import Completion, GenerationRequest
 from tests.e2e.processes import alive, eventually
 from tests.engines.benches import NEW, ServedBench, logprobs_of, request, served, spare_a_core, words_of
@@ -192,7 +192,7 @@ def test_a_run_whose_only_server_is_killed_loses_and_repeats_nothing(tmp_path: P
         )
         assert run.poll() is None
         family = psutil.Process(run.pid).children(recursive=True)
-        (victim,) = [p for p in family if "rl_megatron.rollout.servers.vllm.server" in words_of(p)[1:4]]
+        (victim,) = [p for p in family if "rl_megatron.engines.vllm.server" in words_of(p)[1:4]]
         guard = victim.parent()
         assert guard is not None
         holder = guard.parent()

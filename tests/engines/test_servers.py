@@ -17,9 +17,9 @@ from torch import Tensor
 
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.data.routes import decode_routes
+from rl_megatron.engines.adapter import EngineGauges
+from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.errors import ConfigError, EngineError, SyncError
-from rl_megatron.rollout.servers.adapter import EngineGauges
-from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.types import Completion
 from tests.engines.benches import MAX_LENGTH, NEW, RETURN_ROUTES, ServedBench, logprobs_of, request, routes_of, served
 from tests.exposure import check_secrets, check_sockets, family

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_megatron.config.sections.rollout import RunningRequests, ServerSection
 from rl_megatron.data.routes import decode_routes
-from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.types import Completion, GenerationRequest
 from tests.engines.benches import (
     MAX_LENGTH,

@@ -20,10 +20,10 @@ import yaml
 from launcher.processes.ports import free_port
 from launcher.servers.engines import SERVERS
 from launcher.servers.interpreter import show_package
+from rl_megatron.engines.sglang import options
+from rl_megatron.engines.sglang.options import ON_CPU
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.files import read_jsonl
-from rl_megatron.rollout.servers.sglang import priorities
-from rl_megatron.rollout.servers.sglang.options import ON_CPU
 from tests.engines.benches import interpreter
 from tests.engines.conftest import needs
 
@@ -35,12 +35,12 @@ KEYS = (
     *("rollout.prompts_per_step=4", "rollout.group_size=4", "log.tensorboard=false", "reward.parts.exact_match=0"),
 )
 # As on GPUs, and as a run's: a scheduler that overlaps and has priorities must outlive /health, which has none.
-SGLANG = (*(one for one in ON_CPU if one != "--disable-overlap-schedule"), *priorities.started_with(()))
+SGLANG = (*(one for one in ON_CPU if one != "--disable-overlap-schedule"), *options.started_with(()))
 ON_CPUS = {
     "vllm": f"--enforce-eager --dtype float32 --max-model-len {LENGTH}",
     "sglang": f"{' '.join(SGLANG)} --dtype float32 --context-length {LENGTH} --max-total-tokens 4096",
 }
-MODULES = {engine: f"rl_megatron.rollout.servers.{engine}.server" for engine in SERVERS}
+MODULES = {engine: f"rl_megatron.engines.{engine}.server" for engine in SERVERS}
 SETTING = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
 
 

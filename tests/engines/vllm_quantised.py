@@ -13,7 +13,7 @@ from torch.nn.functional import linear, silu
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-from rl_megatron.rollout.servers.vllm.worker import WorkerExtension
+from rl_megatron.engines.vllm.worker import WorkerExtension
 
 __all__ = ["WorkerExtension"]
 

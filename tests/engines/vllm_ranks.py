@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-from rl_megatron.rollout.servers.vllm.worker import WorkerExtension
+from rl_megatron.engines.vllm.worker import WorkerExtension
 
 __all__ = ["WorkerExtension"]
 _apply = CPUUnquantizedExperts.apply

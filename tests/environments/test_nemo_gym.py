@@ -17,11 +17,11 @@ import nemo_gym_sessions as example
 import pytest
 from json_server import MOST_BYTES
 
+from rl_megatron.agents.conversation.written import ChatTemplate
+from rl_megatron.agents.parsers import hermes
+from rl_megatron.agents.source import Waves
 from rl_megatron.errors import ConfigError, EnvironmentFailed
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.rollout.conversation.chat import ChatTemplate
-from rl_megatron.rollout.environments.waves import Waves
-from rl_megatron.rollout.parsers.hermes import hermes
 from rl_megatron.types import Prompt, Trajectory
 from tests.completions import drawn
 from tests.environments.served import INTERPRETERS, interpreter, serving

@@ -14,10 +14,9 @@ from typing import Any
 import openenv_episodes as example
 import pytest
 
+from rl_megatron.agents.source import EnvironmentSampler, Waves
 from rl_megatron.environments.protocol import Reply
 from rl_megatron.errors import ConfigError, DataError, EnvironmentFailed
-from rl_megatron.rollout.environments.source import EnvironmentSampler
-from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.types import Prompt, Trajectory
 from tests.completions import drawn
 from tests.environments.served import interpreter, serving

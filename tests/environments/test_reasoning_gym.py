@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from reasoning_gym_problems import EXECUTING, ReasoningGym
 
+from rl_megatron.agents.source import Waves
 from rl_megatron.environments.protocol import EnvironmentStep, Reply
 from rl_megatron.errors import ConfigError, DataError
-from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.types import Prompt
 from tests.completions import drawn
 from tests.scripted_engine import Scripted, sampler, trajectories

@@ -22,8 +22,8 @@ NEW_TOKENS = 12
 def engine_main(rank: int, folder: Path, keys: Mapping[str, Any]) -> None:
     """Push into the embedded engine over a group of one, add up checksums, sample greedily, and flip a bit."""
     learner, device = branch.begin(rank, folder, keys)
+    from rl_megatron.engines.local.engine import LocalEngine
     from rl_megatron.learner.megatron import make_policy
-    from rl_megatron.rollout.local.engine import LocalEngine
     from rl_megatron.types import GenerationRequest, SamplingParams
     from rl_megatron.weights.checks.checksums import checksum
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout

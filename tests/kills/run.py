@@ -23,14 +23,14 @@ DONE = "done.jsonl"
 EACH_STEP = {
     "rl_megatron.rollout.stream:Stream": ("take", "settled", "pushed", "interrupt", "state"),
     "rl_megatron.rollout.batch:Ledger": ("end", "write", "check", "state"),
-    "rl_megatron.rollout.servers.weights:ReplicaWeights": ("load", "commit"),
+    "rl_megatron.engines.weights:ReplicaWeights": ("load", "commit"),
     "rl_megatron.training.checkpoints:CheckpointStore": ("save", "_make_room", "_publish"),
     "rl_megatron.training.checkpoints": ("publish_folder", "digest_of"),
     "rl_megatron.training.update:Update": ("__call__",),
     "rl_megatron.observability.recorder:Recorder": ("write", "write_samples"),
 }
 OFTEN = {
-    "rl_megatron.rollout.servers.embedded.adapter:EmbeddedAdapter": ("pause", "load", "resume", "relabel", "generate"),
+    "rl_megatron.engines.local.adapter:EmbeddedAdapter": ("pause", "load", "resume", "relabel", "generate"),
     "rl_megatron.rollout.stream:Stream": ("_draw", "_answer", "_send"),
     "rl_megatron.observability.files:JsonlFile": ("append",),
 }

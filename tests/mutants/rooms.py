@@ -147,7 +147,7 @@ ROOMS = (
     ),
     Room(
         name="requests",
-        paths=_under("rl_megatron/rollout/servers", "attempts.py", "places.py", "answers.py"),
+        paths=_under("rl_megatron/engines", "attempts.py", "places.py", "answers.py"),
         mutants=60,
         first=_under("tests/unit/rollout", "test_answers.py", "test_requests.py", "test_suspects.py"),
         after=(

@@ -42,9 +42,9 @@ def engine_main(rank: int, learner: LearnerSection, folder: Path, model: Path, a
     """One rank: fill and train, or load what such a one saved; train on, push into the embedded engine, and sample."""
     import torch
 
+    from rl_megatron.engines.local.engine import LocalEngine
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_frozen, make_policy
-    from rl_megatron.rollout.local.engine import LocalEngine
     from rl_megatron.types import GenerationRequest, SamplingParams
     from rl_megatron.weights.checks.checksums import checksum
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape

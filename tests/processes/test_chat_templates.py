@@ -17,13 +17,13 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rl_megatron import chat_templates
+from rl_megatron.agents.conversation.messages import MessagesRefused
+from rl_megatron.agents.conversation.written import ChatTemplate
 from rl_megatron.chat_templates import template_text
 from rl_megatron.config.sections.data import FileData
 from rl_megatron.data.problems.rendering import Record, rendered_rows
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.rollout.conversation.chat import ChatTemplate
-from rl_megatron.rollout.conversation.messages import MessagesRefused
 from tests.unit.rollout.conversation.families import FAMILIES
 from tests.unit.rollout.endpoint.serving import ASK, TOKENIZER, Saying, episode
 

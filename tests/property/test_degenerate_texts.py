@@ -12,14 +12,14 @@ from itertools import product
 
 import pytest
 
+from rl_megatron.agents.conversation.messages import tidied
+from rl_megatron.agents.conversation.written import _marked, _parted
+from rl_megatron.agents.parsers import PARSERS
 from rl_megatron.environments.calculator import evaluated
 from rl_megatron.rewards.final_number import is_formula, last_number
 from rl_megatron.rewards.math_verify_worker import _readable
 from rl_megatron.rewards.symbols import mark_formulas, to_latex
 from rl_megatron.rewards.tests import code_of, same_output
-from rl_megatron.rollout.conversation.chat import _marked, _parted
-from rl_megatron.rollout.conversation.messages import tidied
-from rl_megatron.rollout.parsers.table import PARSERS
 
 FIRST, LAST = 1 << 10, 1 << 15  # characters
 ENOUGH_SECONDS, MOST_TIMES = 0.005, 2.6

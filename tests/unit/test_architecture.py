@@ -41,8 +41,8 @@ IN_ENGINES = (  # which read the environment of an engine's process, or of anoth
     "rl_megatron/bounded.py",  # which passes it on to a process of its own
     "rl_megatron/environments/adapters/verifiers.py",  # which passes it on to that interpreter
     "rl_megatron/environments/adapters/verifiers_worker.py",  # another interpreter, whose clients read keys there
-    "rl_megatron/rollout/servers/engine_token.py",
-    "rl_megatron/rollout/servers/sglang/server.py",
+    "rl_megatron/engines/engine_token.py",
+    "rl_megatron/engines/sglang/server.py",
     "rl_megatron/weights/checks/libraries.py",
     "rl_megatron/weights/transports/joined.py",  # and tells NCCL, which has no argument for it, how to wait
 )

@@ -22,6 +22,7 @@ from rl_megatron.config.errors import explain_errors
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig, RunSection
 from rl_megatron.config.sections.data import ArithmeticRunData, FileRunData
+from rl_megatron.engines.http import Server
 from rl_megatron.errors import ConfigError, EngineError, RewardError, RLMegatronError
 from rl_megatron.http.client import TryAgain
 from rl_megatron.http.token_file import TokenFile
@@ -30,7 +31,6 @@ from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.timeline import kernels
 from rl_megatron.observability.timeline.trace import read_trace
 from rl_megatron.rewards.tests import _tests
-from rl_megatron.rollout.servers.http import Server
 from rl_megatron.section import Section
 from rl_megatron.types import Prompt
 from tests.rows import config_of

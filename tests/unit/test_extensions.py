@@ -10,10 +10,10 @@ import pytest
 from launcher.preflight.engine import module_of
 from launcher.servers.engines import adapter_of
 from rl_megatron.config.io import load_config
+from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.http import Server
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import TinySizes, tiny_shape
-from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.rollout.servers.http import Server
 from tests.documents import blocks
 from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, push, running
 from tests.unit.training.test_update_oracle import assert_as_plain_loops

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rl_megatron.agents.source import Waves
 from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.errors import ConfigError
-from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.types import Prompt
 from tests.completions import drawn
 from tests.scripted_engine import Scripted, sampler, trajectories

@@ -35,11 +35,11 @@ from launcher.servers.site import Site
 from launcher.servers.supervisor import Started
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.weights import NODE_MEMORY
+from rl_megatron.engines.adapter import Command, StartOptions
+from rl_megatron.engines.http import Server
+from rl_megatron.engines.local.adapter import EmbeddedAdapter
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.rollout.servers.adapter import Command, StartOptions
-from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
-from rl_megatron.rollout.servers.http import Server
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.reports import sealed_by
 from rl_megatron.weights.layouts.families import read_shape

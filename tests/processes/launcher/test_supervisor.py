@@ -25,16 +25,16 @@ from launcher.servers.supervisor import Failed, Standing, Supervisor
 from launcher.servers.supervisor import Started as StartedServer
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
+from rl_megatron.engines import replicas as replicas_
+from rl_megatron.engines import requests as attempts
+from rl_megatron.engines.adapter import Description, ForeignWeights
+from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.http import NoAnswer, Server
+from rl_megatron.engines.local.adapter import EmbeddedAdapter
+from rl_megatron.engines.replicas import Health, Replica
 from rl_megatron.errors import EngineError, ReplicasLost
 from rl_megatron.interfaces import Launcher, Roles
 from rl_megatron.models.tiny import TinySizes, make_tiny_model, tiny_shape
-from rl_megatron.rollout.servers import attempts
-from rl_megatron.rollout.servers import replicas as replicas_
-from rl_megatron.rollout.servers.adapter import Description, ForeignWeights
-from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
-from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.rollout.servers.http import NoAnswer, Server
-from rl_megatron.rollout.servers.replicas import Health, Replica
 from rl_megatron.weights.layouts.families import read_shape
 from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, Fake, Words, push, running
 

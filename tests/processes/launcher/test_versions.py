@@ -25,11 +25,11 @@ from launcher.servers import interpreter
 from launcher.servers.pool import ServedEngines
 from launcher.servers.versions import compare_environments, libraries_of, why_no_group
 from rl_megatron.config.io import load_config, save_resolved
+from rl_megatron.engines.sglang.adapter import SGLangAdapter
+from rl_megatron.engines.vllm.adapter import VLLMAdapter
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.report import write_report
-from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
-from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.weights.checks.libraries import Libraries, nccl_version
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.parsing import model_shape

@@ -28,18 +28,17 @@ from launcher.servers.engines import SERVERS
 from launcher.servers.pool import ServedEngines
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.rollout import ServerSection
+from rl_megatron.engines import requests as attempts
+from rl_megatron.engines.engine import GaugesInTurn, ServedEngine
+from rl_megatron.engines.engine_token import VARIABLE, authorization
+from rl_megatron.engines.http import Server
+from rl_megatron.engines.local.adapter import EmbeddedAdapter
+from rl_megatron.engines.local.engine import LocalEngine
+from rl_megatron.engines.sglang.adapter import SGLangAdapter
 from rl_megatron.errors import CorruptionError, EngineError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.timeline import spans as spans_of_timeline
-from rl_megatron.rollout.local.engine import LocalEngine
-from rl_megatron.rollout.servers import attempts
-from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
-from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.rollout.servers.engine_token import VARIABLE, authorization
-from rl_megatron.rollout.servers.gauges import GaugesInTurn
-from rl_megatron.rollout.servers.http import Server
-from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.checks.compare import ReportReader
@@ -74,7 +73,7 @@ def urls(model_folder: Path) -> Iterator[list[str]]:
         options = (
             f"--model {model_folder} --host 127.0.0.1 --port {ports[-1]} --dtype float32 --max-length 128 --slots 6"
         )
-        arguments = [sys.executable, "-m", "rl_megatron.rollout.servers.embedded.server", *options.split()]
+        arguments = [sys.executable, "-m", "rl_megatron.engines.local.server", *options.split()]
         processes.append(subprocess.Popen(arguments, env={**os.environ, VARIABLE: TOKEN}))
     found = [f"http://127.0.0.1:{port}" for port in ports]
     try:
@@ -509,7 +508,7 @@ import torch
 
 for name in ("sglang", "sglang.srt", "sglang.srt.runtime_context"):
     sys.modules[name] = SimpleNamespace(get_parallel=lambda: SimpleNamespace(tp_rank=rank))
-from rl_megatron.rollout.servers.sglang import worker
+from rl_megatron.engines.sglang import worker
 from rl_megatron.weights.servers.mirror import Mirror
 
 class Model(torch.nn.Module):

@@ -17,12 +17,12 @@ from typing import Any
 import psutil
 import pytest
 
+from rl_megatron.agents import playing as playing_module
+from rl_megatron.agents import threads
+from rl_megatron.agents.threads import Adopted
 from rl_megatron.environments import marks
 from rl_megatron.environments.protocol import EnvironmentStep, Reply
 from rl_megatron.environments.registry import EnvironmentMaker
-from rl_megatron.rollout.environments import playing as playing_module
-from rl_megatron.rollout.environments import threads
-from rl_megatron.rollout.environments.processes import Adopted
 from rl_megatron.types import Prompt
 from tests.completions import drawn
 from tests.scripted_engine import Scripted, sampler, trajectories

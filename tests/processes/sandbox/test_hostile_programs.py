@@ -19,10 +19,10 @@ from tempfile import TemporaryDirectory
 import psutil
 import pytest
 
+from rl_megatron.agents.threads import began
 from rl_megatron.config.sections.reward import SandboxSection
 from rl_megatron.environments import marks
 from rl_megatron.errors import SandboxError
-from rl_megatron.rollout.environments.processes import began
 from rl_megatron.sandbox import kernel
 from rl_megatron.sandbox import subprocess as here
 from rl_megatron.sandbox.keeper import clear_away

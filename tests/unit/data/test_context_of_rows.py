@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from launcher.build.data import load_data, training_data
+from rl_megatron.agents.conversation.written import WrittenConversations, paired_answers, paired_texts
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import ArithmeticRunData, FileRunData, MixtureData
 from rl_megatron.config.sections.teachers import TeacherSection
@@ -28,8 +29,6 @@ from rl_megatron.data.trajectories import single_turns
 from rl_megatron.environments.protocol import Observed
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.rollout.conversation.pairs import paired_answers, paired_texts
-from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.types import Prompt, RolloutGroup
 from tests.completions import completion
 

@@ -13,6 +13,8 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from launcher.build.jobs import LearnedRows
+from rl_megatron.agents.conversation.forms import check_answers, check_texts
+from rl_megatron.agents.conversation.written import WrittenConversations, paired_answers, paired_texts, single_answers
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import FileRunData
 from rl_megatron.data.problems.mixture import OLDER_DIGESTS, DigestOf, digest_of_prompts
@@ -23,9 +25,6 @@ from rl_megatron.data.samples import WrittenRow, answer_pairs, mismatched, score
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rewards.classifiers.in_process import ClassifierTexts
-from rl_megatron.rollout.conversation.forms import check_answers, check_texts
-from rl_megatron.rollout.conversation.pairs import paired_answers, paired_texts, single_answers
-from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.types import Prompt
 
 TOKENIZER = byte_tokenizer()

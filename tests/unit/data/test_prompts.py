@@ -18,6 +18,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from typing_extensions import override
 
+from rl_megatron.agents.conversation.templates import PlainText
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import ArithmeticData, FileData
 from rl_megatron.data.problems.pool import Listed, Pool
@@ -25,7 +26,6 @@ from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.rollout.conversation.templates import PlainText
 from rl_megatron.types import Prompt
 
 ROWS = [

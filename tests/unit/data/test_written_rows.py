@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rl_megatron.agents.conversation.forms import check_answers
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import FileRunData, MixtureData
 from rl_megatron.data.problems import parquet, pool
@@ -25,7 +26,6 @@ from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.data.samples import answer_pairs, supervised_rows
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.rollout.conversation.forms import check_answers
 from rl_megatron.training.jobs.warm_start import answers
 from rl_megatron.training.jobs.written import Unit, fitted
 

@@ -21,9 +21,8 @@ from rl_megatron.diagnosis.case import Setting, TokenizerCheck, WeightCheck
 from rl_megatron.diagnosis.causes import Finding, judge
 from rl_megatron.diagnosis.experiments import Bench, Outcomes, run_experiments
 from rl_megatron.diagnosis.sampling import Parameters
+from rl_megatron.engines.local.engine import InThisProcess, LocalEngine
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.local.batched import InThisProcess
-from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Samples, Scores, Want
 from rl_megatron.weights.layouts.families import read_shape
 from tests.completions import completion

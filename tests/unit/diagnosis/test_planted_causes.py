@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_megatron.engines.local import engine as local
 from rl_megatron.models import mlp
 from rl_megatron.models.attention import Context
 from rl_megatron.models.kv_cache import KVCache, Prefix
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.local import engine as local
 from rl_megatron.types import Completion, GenerationRequest, Samples
 from tests.unit.diagnosis.rig import (
     BOS,

@@ -22,13 +22,13 @@ from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import pack
+from rl_megatron.engines import replicas
+from rl_megatron.engines.replicas import Health
+from rl_megatron.engines.weights import ReplicaWeights
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.interfaces import Launcher, Roles
 from rl_megatron.models.tiny import TinySizes, tiny_shape
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.rollout.servers import replicas
-from rl_megatron.rollout.servers.replicas import Health
-from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.jobs.rl import Reinforcement
 from rl_megatron.types import Loss, ParallelDims

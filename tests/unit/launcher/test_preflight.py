@@ -19,12 +19,12 @@ from launcher.build.roles import Parts
 from launcher.preflight import batches, own_modules
 from launcher.preflight.checks import preflight
 from launcher.preflight.subject import Subject
+from rl_megatron.agents.conversation.forms import WrittenConversation
+from rl_megatron.agents.conversation.written import WrittenConversations
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.rollout.conversation.forms import WrittenConversation
-from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.training.jobs.written import made_units
 from tests.unit.launcher.sites import data_file, model_folder
 from tests.unit.launcher.test_memory import QWEN3

@@ -20,12 +20,12 @@ from launcher.servers.degrees import degree_problems
 from launcher.servers.pool import ServedEngines, _tolerance
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
+from rl_megatron.engines.http import AttemptFailed, OutOfFiles, Server
+from rl_megatron.engines.replicas import Health
+from rl_megatron.engines.vllm.adapter import VLLMAdapter
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.rollout.servers.http import AttemptFailed, OutOfFiles, Server
-from rl_megatron.rollout.servers.replicas import Health
-from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.servers.mirror import Mirror

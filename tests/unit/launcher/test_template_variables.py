@@ -18,6 +18,7 @@ from transformers import AutoConfig
 from launcher.build.data import load_data, read_tokenizer
 from launcher.build.environment import environment_sampler
 from launcher.build.sampler import sampler_of
+from rl_megatron.agents.source import EnvironmentSampler
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.reward import RewardModelSection
@@ -26,7 +27,6 @@ from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import CHAT_TEMPLATE, TinySizes, byte_tokenizer, make_tiny_model
 from rl_megatron.rewards.classifiers.in_process import classifier_texts
-from rl_megatron.rollout.environments.source import EnvironmentSampler
 from rl_megatron.rollout.policy_sampler import HeldOut
 from rl_megatron.types import Prompt, Scored
 from rl_megatron.weights.formats.hf_folder import copy_companions

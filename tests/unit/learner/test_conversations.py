@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from launcher.wire.greetings import Setup
 from launcher.worker.models import RankModels
+from rl_megatron.agents.conversation.conversation import Conversation
+from rl_megatron.agents.conversation.written import ChatTemplate
 from rl_megatron.columns import TokenIds
 from rl_megatron.config.io import load_config
 from rl_megatron.data.samples import to_samples
+from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.interfaces import Pass
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.rollout.conversation.chat import ChatTemplate
-from rl_megatron.rollout.conversation.conversation import Conversation
-from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.types import Chain, Completion, ParallelDims, Prompt, RolloutGroup, Trajectory
 from rl_megatron.weights.layouts.families import read_shape
 from tests.shares import share_of

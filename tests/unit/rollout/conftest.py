@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeForCausalLM
 
-from rl_megatron.rollout.local.engine import LocalEngine
-from rl_megatron.rollout.servers import attempts
+from rl_megatron.engines import requests
+from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.weights.layouts.families import read_shape
 from tests.unit.diagnosis.rig import make_model
 
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts, "_WAIT", 0.01)
+    monkeypatch.setattr(requests, "_WAIT", 0.01)
 
 
 @pytest.fixture(scope="session")

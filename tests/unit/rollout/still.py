@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.rollout.servers.adapter import Adapter
+from rl_megatron.engines.adapter import Adapter
 from rl_megatron.types import GenerationRequest
 
 

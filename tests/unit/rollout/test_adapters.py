@@ -21,14 +21,14 @@ from launcher.servers.engines import SERVERS, adapter_of, adapter_places, engine
 from launcher.servers.pool import ServedEngines
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
+from rl_megatron.engines.adapter import AdapterPlaces
+from rl_megatron.engines.answers import sampled_with
+from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.http import Server
+from rl_megatron.engines.replicas import Event
 from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers.adapter import AdapterPlaces
-from rl_megatron.rollout.servers.answers import sampled_with
-from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.rollout.servers.http import Server
-from rl_megatron.rollout.servers.replicas import Event
 from rl_megatron.scaling.estimates import estimate
 from rl_megatron.scaling.pushes import push_cost, served_bytes
 from rl_megatron.types import (

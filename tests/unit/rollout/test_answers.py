@@ -20,18 +20,17 @@ import pytest
 
 from bench.answers import drawn, loaded_sglang, loaded_vllm, of_sglang, of_vllm
 from launcher.servers.engines import SERVERS
+from rl_megatron.engines import answers
+from rl_megatron.engines.answers import Judged, SampledColumns, as_it_should_end, joined, problem_of, rest_of, spans_of
+from rl_megatron.engines.http import AttemptFailed, Server
+from rl_megatron.engines.replicas import ReplicaSet
+from rl_megatron.engines.requests import Attempts
+from rl_megatron.engines.sglang import forms as sglang
+from rl_megatron.engines.sglang.adapter import SGLangAdapter
+from rl_megatron.engines.vllm import forms as vllm
+from rl_megatron.engines.vllm.adapter import _NEEDED, VLLMAdapter
 from rl_megatron.errors import CorruptionError, EngineError
 from rl_megatron.models.named import NAMED
-from rl_megatron.rollout.servers import decoding
-from rl_megatron.rollout.servers.answers import as_it_should_end, joined, problem_of, rest_of, spans_of
-from rl_megatron.rollout.servers.attempts import Attempts
-from rl_megatron.rollout.servers.decoding import Judged, SampledColumns
-from rl_megatron.rollout.servers.http import AttemptFailed, Server
-from rl_megatron.rollout.servers.replicas import ReplicaSet
-from rl_megatron.rollout.servers.sglang import answer as sglang
-from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
-from rl_megatron.rollout.servers.vllm import answer as vllm
-from rl_megatron.rollout.servers.vllm.adapter import _NEEDED, VLLMAdapter
 from rl_megatron.types import Completion, GenerationRequest, Routes, SamplingParams
 from rl_megatron.weights.checks.compare import ReportReader
 from rl_megatron.weights.checks.reports import REPORT_FORM, Report, packed_report
@@ -463,13 +462,13 @@ class Judging(Server):
 @ENGINES
 def test_a_judged_text_is_decoded_beside_the_event_loop(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 32,768 tokens with 64 others each it takes seconds."""
-    threads, decoder = list[threading.Thread](), decoding._decoder
+    threads, decoder = list[threading.Thread](), answers._decoder
 
     def watched(form: type) -> Any:
         threads.append(threading.current_thread())
         return decoder(form)
 
-    monkeypatch.setattr(decoding, "_decoder", watched)
+    monkeypatch.setattr(answers, "_decoder", watched)
     said = asyncio.run(SERVERS[engine](NAMED["qwen3-30b-a3b"]).judge(Judging(engine), TEXT, 2))
     assert said.top_ids.tolist() == [[4, 2], [7, 3]]
     assert threads

@@ -19,10 +19,10 @@ from bench.streaming import GROUP, MEAN, MOST, PROMPTS, SERVERS, SLOTS, TOKEN_SE
 from rl_megatron.config.sections.rollout import RolloutSection, RunningRequests, ServerSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.trajectories import single_turns
+from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.http import Server
 from rl_megatron.rollout.batch import Answered, Drawn, Ledger
 from rl_megatron.rollout.policy_sampler import HeldOut
-from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.rollout.servers.http import Server
 from rl_megatron.rollout.stream import Stream, StreamState
 from rl_megatron.training.group_job import carried_row, stretch_row
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, Turn

@@ -19,14 +19,14 @@ from launcher.servers.checks import ServerChecks
 from launcher.servers.degrees import degree_problems
 from launcher.servers.engines import SERVERS
 from rl_megatron.config.io import load_config
+from rl_megatron.engines.adapter import Description
+from rl_megatron.engines.http import AttemptFailed, Refused, Server
+from rl_megatron.engines.sglang import drafts as sglang_drafts
+from rl_megatron.engines.sglang.adapter import SGLangAdapter
+from rl_megatron.engines.vllm import drafts
+from rl_megatron.engines.vllm.adapter import VLLMAdapter
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
-from rl_megatron.rollout.servers.adapter import Description
-from rl_megatron.rollout.servers.http import AttemptFailed, Refused, Server
-from rl_megatron.rollout.servers.sglang import drafts as sglang_drafts
-from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
-from rl_megatron.rollout.servers.vllm import drafts
-from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.weights.checks.reports import Report, packed_report
 from tests.unit.rollout.test_engine_routes import ASKED, OPTIONS
 from tests.unit.rollout.test_engine_servers import Asked, Fake, Words, engine_of, push, running

@@ -20,22 +20,22 @@ from launcher.preflight.subject import Subject
 from launcher.servers.checks import ServerChecks
 from launcher.servers.degrees import degree_problems
 from launcher.servers.engines import SERVERS, engine_problems, longest_sequence
+from rl_megatron.agents.source import Waves
 from rl_megatron.config.io import load_config
+from rl_megatron.engines import engine as gauges
+from rl_megatron.engines.adapter import Adapter, Description, EngineGauges, StartOptions, words_of
+from rl_megatron.engines.answers import rest_of
+from rl_megatron.engines.engine import GaugesInTurn
+from rl_megatron.engines.http import AttemptFailed, Server
+from rl_megatron.engines.local import adapter as wire
+from rl_megatron.engines.local.adapter import EmbeddedAdapter
+from rl_megatron.engines.replicas import Event, ReplicaSet
+from rl_megatron.engines.sglang.adapter import SGLangAdapter
+from rl_megatron.engines.vllm.adapter import VLLMAdapter
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.timeline import spans
-from rl_megatron.rollout.environments.waves import Waves
-from rl_megatron.rollout.servers import gauges
-from rl_megatron.rollout.servers.adapter import Adapter, Description, EngineGauges, StartOptions, words_of
-from rl_megatron.rollout.servers.answers import rest_of
-from rl_megatron.rollout.servers.embedded import wire
-from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
-from rl_megatron.rollout.servers.gauges import GaugesInTurn
-from rl_megatron.rollout.servers.http import AttemptFailed, Server
-from rl_megatron.rollout.servers.replicas import Event, ReplicaSet
-from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
-from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.types import Prompt
 from rl_megatron.weights.servers.probe import Probe
 from tests.completions import completion, drawn
@@ -379,7 +379,7 @@ OF_A_RUN = {
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_pages_command_of_a_server_has_the_options_of_a_runs_own(engine: str) -> None:
     page = (Path(__file__).parents[3] / "docs" / "engines.md").read_text().replace("\\\n", "")
-    ((module, given),) = re.findall(rf"-m (rl_megatron\.rollout\.servers\.{engine}\.server) (.*)", page)
+    ((module, given),) = re.findall(rf"-m (rl_megatron\.engines\.{engine}\.server) (.*)", page)
     own = SERVERS[engine](MOE).command(replace(OPTIONS, routes=False, tp=8, dtype="bfloat16")).arguments
     assert module in own
     there = dict(re.findall(r"(--\S+) ?((?!--)'.*?'|(?!--)\S+|)", given))

@@ -20,14 +20,14 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_megatron.data.routes import decode_routes
+from rl_megatron.engines.adapter import StartOptions
+from rl_megatron.engines.local.engine import LocalEngine
+from rl_megatron.engines.local.noise import normal_of
+from rl_megatron.engines.sglang.adapter import SGLangAdapter
+from rl_megatron.engines.vllm.adapter import VLLMAdapter
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import LatentAttention, ModelShape
-from rl_megatron.rollout.local.engine import LocalEngine
-from rl_megatron.rollout.local.noise import normal_of
-from rl_megatron.rollout.servers.adapter import StartOptions
-from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
-from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
 from rl_megatron.weights.layouts.families import read_shape
 

@@ -21,13 +21,13 @@ import pytest
 from launcher.servers.engines import SERVERS
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.rollout import RunningRequests, ServerSection
+from rl_megatron.engines import weights
+from rl_megatron.engines.adapter import Adapter, Command, Description, Labels, StartOptions
+from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.http import Broken, Server
+from rl_megatron.engines.replicas import Event, Health, Replica, ReplicaSet, after
 from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.models.named import NAMED
-from rl_megatron.rollout.servers import weights
-from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, Labels, StartOptions
-from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.rollout.servers.http import Broken, Server
-from rl_megatron.rollout.servers.replicas import Event, Health, Replica, ReplicaSet, after
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams, Span
 from rl_megatron.weights.checks.reports import Report, packed_report
 from rl_megatron.weights.layouts.recorded import Boxes

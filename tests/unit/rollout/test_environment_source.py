@@ -15,6 +15,8 @@ import openai
 import psutil
 import pytest
 
+from rl_megatron.agents.source import EnvironmentSampler, Waves, environment_row
+from rl_megatron.agents.threads import Threads
 from rl_megatron.data.samples import to_samples
 from rl_megatron.environments.adapters.verifiers import InterpreterFailed, PackageFailed
 from rl_megatron.environments.calculator import Calculator
@@ -22,10 +24,6 @@ from rl_megatron.environments.protocol import EnvironmentStep, LimitReached, Mod
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.errors import DataError, EngineError, EnvironmentFailed, PoisonPrompt
 from rl_megatron.rollout.batch import Answered, RolloutBatch
-from rl_megatron.rollout.environments.figures import environment_row
-from rl_megatron.rollout.environments.source import EnvironmentSampler
-from rl_megatron.rollout.environments.threads import Threads
-from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.rollout.policy_sampler import HeldOut
 from rl_megatron.types import Chain, Completion, GenerationRequest, Prompt, Span, Trajectory, Turn
 from tests.completions import drawn

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from rl_megatron.agents import playing as playing_module
+from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.http import Server
 from rl_megatron.environments.protocol import EnvironmentStep, LimitReached, Model, Observed, Reply
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.errors import EnvironmentFailed, PoisonPrompt
 from rl_megatron.rollout.batch import Answered, RolloutBatch
-from rl_megatron.rollout.environments import playing as playing_module
-from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest, Prompt
 from tests.completions import drawn
 from tests.scripted_engine import EOS, Scripted, sampler, trajectories

@@ -27,12 +27,12 @@ from transformers.cache_utils import DynamicCache
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.data.routes import decode_routes
+from rl_megatron.engines.local.engine import LocalEngine
+from rl_megatron.engines.local.sampling import RowSampling, choose_tokens, stream_keys, uniforms
+from rl_megatron.engines.local.server import Ended, RunningBatch
 from rl_megatron.errors import EngineError
 from rl_megatron.models.delta import DeltaStates
 from rl_megatron.models.named import NAMED
-from rl_megatron.rollout.local.engine import LocalEngine
-from rl_megatron.rollout.local.sampling import RowSampling, choose_tokens, stream_keys, uniforms
-from rl_megatron.rollout.servers.embedded.running import Ended, RunningBatch
 from rl_megatron.scaling.memory import fullest
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
 from rl_megatron.weights.formats.hf_folder import is_draft

@@ -13,6 +13,10 @@ from typing import Any
 import openai
 import pytest
 
+from rl_megatron.agents.conversation.templates import text_of, tokens_of_text
+from rl_megatron.agents.conversation.written import ChatTemplate
+from rl_megatron.agents.parsers import PARSERS
+from rl_megatron.agents.source import EnvironmentSampler, environment_row
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.environments.protocol import EnvironmentStep, Model, Observed
@@ -20,11 +24,6 @@ from rl_megatron.environments.protocol import Reply as ModelReply
 from rl_megatron.environments.registry import EnvironmentMaker
 from rl_megatron.errors import ConfigError
 from rl_megatron.rollout.batch import Answered
-from rl_megatron.rollout.conversation.chat import ChatTemplate
-from rl_megatron.rollout.conversation.templates import text_of, tokens_of_text
-from rl_megatron.rollout.environments.figures import environment_row
-from rl_megatron.rollout.environments.source import EnvironmentSampler
-from rl_megatron.rollout.parsers.table import PARSERS
 from rl_megatron.types import Prompt
 from tests.completions import drawn
 from tests.scripted_engine import sampler, trajectories

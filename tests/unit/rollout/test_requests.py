@@ -24,16 +24,16 @@ from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.packing import Packer, unpack
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns
+from rl_megatron.engines import engine_token, requests
+from rl_megatron.engines.answers import Judged
+from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.engine_token import EngineToken
+from rl_megatron.engines.http import AttemptFailed, Broken, Server, Unreachable
+from rl_megatron.engines.local.engine import LocalEngine
+from rl_megatron.engines.replicas import Replica
+from rl_megatron.engines.requests import Places
+from rl_megatron.engines.teachers import Teacher
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.rollout.local.engine import LocalEngine
-from rl_megatron.rollout.servers import attempts, engine_token
-from rl_megatron.rollout.servers.decoding import Judged
-from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.rollout.servers.engine_token import EngineToken
-from rl_megatron.rollout.servers.http import AttemptFailed, Broken, Server, Unreachable
-from rl_megatron.rollout.servers.places import Places
-from rl_megatron.rollout.servers.replicas import Replica
-from rl_megatron.rollout.teachers import Teacher
 from rl_megatron.training.group_job import late_row
 from rl_megatron.types import Batch, Completion, FinishReason, ParallelDims, Prompt, RolloutGroup, Samples, Want
 from tests.completions import completion, plain
@@ -221,7 +221,7 @@ async def test_what_servers_go_on_ending_without_an_update_is_an_error(fakes: li
 
 
 def test_what_was_sent_last_is_remembered_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_megatron.rollout.servers.places._REMEMBERED", 2)
+    monkeypatch.setattr("rl_megatron.engines.requests._REMEMBERED", 2)
     places = Places()
     for number in range(3):
         places.choose(replace(REQUEST, id=f"{number}", group=None), replicas_of(1), None)
@@ -236,16 +236,16 @@ def test_the_wait_before_a_retry_doubles_with_each_failure_that_nothing_explains
             return False
 
         of: Any = SimpleNamespace(_too_many=too_many, _unexplained=lambda failures: unexplained)
-        failure = attempts.FailedAttempt(replica, replica.server, None)
-        await attempts.Attempts._wait(of, REQUEST, AttemptFailed("http://h: status 500"), [failure])
+        failure = requests.FailedAttempt(replica, replica.server, None)
+        await requests.Attempts._wait(of, REQUEST, AttemptFailed("http://h: status 500"), [failure])
         return asyncio.get_running_loop().time()
 
-    assert [run_at_once(waited(failures)) / attempts._WAIT for failures in range(4)] == [1, 1, 2, 4]
+    assert [run_at_once(waited(failures)) / requests._WAIT for failures in range(4)] == [1, 1, 2, 4]
 
 
 def test_a_time_limit_counts_its_attempts_and_is_twice_as_long_once_it_was_over() -> None:
-    async def spent() -> attempts.TimeLimit:
-        limit = attempts.TimeLimit(limit=3.0)
+    async def spent() -> requests.TimeLimit:
+        limit = requests.TimeLimit(limit=3.0)
         for seconds in (1.0, 1.5):
             await asyncio.sleep(7.0)
             limit.start()
@@ -417,7 +417,7 @@ async def test_the_end_of_a_run_waits_for_an_abort_for_a_short_time_and_says_whe
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not for as long as a request may take, which is the limit of the abort's answer too."""
-    monkeypatch.setattr(attempts, "_CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(requests, "_CLOSE_SECONDS", 0.2)
     over = threading.Event()
 
     def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
@@ -737,7 +737,7 @@ async def test_a_token_is_read_for_each_attempt(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_token_that_lacks_or_stays_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_megatron.rollout.teachers._RETRIES", 0)
+    monkeypatch.setattr("rl_megatron.engines.teachers._RETRIES", 0)
     file = tmp_path / "token"
     with running(1) as (fake,):
         with pytest.raises(ConfigError, match=r"algorithm\.kl\.teachers\.t\.token_file=.*No such file"):
@@ -755,7 +755,7 @@ def test_a_token_that_lacks_or_stays_wrong_is_refused(tmp_path: Path, monkeypatc
 
 
 def test_what_goes_on_failing_or_is_refused_ends_with_the_teachers_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_megatron.rollout.teachers._RETRIES", 0)
+    monkeypatch.setattr("rl_megatron.engines.teachers._RETRIES", 0)
     with running(1) as (fake,):
         fake.answer = lambda path, body, number: (500, {"why": "tired"})
         with pytest.raises(EngineError, match=r"algorithm\.kl\.teachers\.t: .*tired.*; attempts made: 1$"):

@@ -20,16 +20,16 @@ from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import InterruptSection, RolloutSection
 from rl_megatron.data.routes import decode_routes
 from rl_megatron.data.samples import to_samples
+from rl_megatron.engines.answers import joined
+from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.errors import ConfigError, EngineError, PoisonPrompt, RewardError
 from rl_megatron.evaluation.sets import ProblemSet, measure
 from rl_megatron.rewards.threads import Plain
 from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.rollout.generations import sampled_by
 from rl_megatron.rollout.interruption import Interruption
-from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler
 from rl_megatron.rollout.sampler import RolloutSampler, SamplerBySource
-from rl_megatron.rollout.servers.answers import joined
 from rl_megatron.training.group_job import interrupted_row
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, Scored
 from tests.completions import completion, drawn

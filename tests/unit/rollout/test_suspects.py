@@ -20,12 +20,12 @@ from pydantic import TypeAdapter
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.http import AttemptFailed, Broken, Server, Unreachable
+from rl_megatron.engines.replicas import Event, Replica
+from rl_megatron.engines.requests import surplus
 from rl_megatron.errors import EngineError, PoisonPrompt
 from rl_megatron.rollout.batch import Answered
-from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.rollout.servers.http import AttemptFailed, Broken, Server, Unreachable
-from rl_megatron.rollout.servers.places import surplus
-from rl_megatron.rollout.servers.replicas import Event, Replica
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.jobs.rl import Reinforcement
 from rl_megatron.types import Completion, GenerationRequest, Prompt

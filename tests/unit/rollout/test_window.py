@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl_megatron.rollout.servers.vllm.window import Window
+from rl_megatron.engines.vllm.window import Window
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.places import Held, record
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
+from rl_megatron.agents.conversation.written import WrittenConversations
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import Packer
@@ -24,7 +25,6 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.observability import progress
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.jobs import warm_start as warm_starts
 from rl_megatron.training.jobs import written

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rl_megatron.agents.source import EnvironmentSampler, Waves
 from rl_megatron.environments.adapters import verifiers as adapter
 from rl_megatron.environments.adapters import verifiers_worker
 from rl_megatron.environments.registry import Agent
 from rl_megatron.errors import ConfigError, EnvironmentFailed
-from rl_megatron.rollout.environments.source import EnvironmentSampler
-from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.types import Prompt, Trajectory
 from tests.completions import drawn
 from tests.environments.served import PACKAGES, interpreter

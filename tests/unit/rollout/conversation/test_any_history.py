@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
+from rl_megatron.agents.conversation.conversation import Conversation, TurnPrompt
+from rl_megatron.agents.conversation.messages import MessagesRefused
+from rl_megatron.agents.conversation.templates import PlainText
+from rl_megatron.agents.conversation.written import ChatTemplate
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.rollout.conversation.chat import ChatTemplate
-from rl_megatron.rollout.conversation.conversation import Conversation, TurnPrompt
-from rl_megatron.rollout.conversation.messages import MessagesRefused
-from rl_megatron.rollout.conversation.templates import PlainText
 from rl_megatron.types import Chain, Completion
 from tests.unit.rollout.conversation.families import (
     FAMILIES,

@@ -21,17 +21,16 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import chat_template_utils
 
+from rl_megatron.agents.conversation.conversation import Conversation, TurnPrompt
+from rl_megatron.agents.conversation.forms import WrittenConversation, check_turns
+from rl_megatron.agents.conversation.messages import MessagesRefused, tidied
+from rl_megatron.agents.conversation.templates import PlainText
+from rl_megatron.agents.conversation.written import _BACK, _FRONT, ChatTemplate, WrittenConversations
 from rl_megatron.data.routes import decode_routes, encode_routes
 from rl_megatron.data.samples import WrittenRow, to_samples, written_samples
+from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.models.tiny import TinySizes, byte_tokenizer, make_tiny_model
-from rl_megatron.rollout.conversation.chat import _BACK, _FRONT, ChatTemplate
-from rl_megatron.rollout.conversation.conversation import Conversation, TurnPrompt
-from rl_megatron.rollout.conversation.forms import WrittenConversation, check_turns
-from rl_megatron.rollout.conversation.messages import MessagesRefused, tidied
-from rl_megatron.rollout.conversation.templates import PlainText
-from rl_megatron.rollout.conversation.written import WrittenConversations
-from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.types import (
     Chain,
     Completion,

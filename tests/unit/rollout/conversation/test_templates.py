@@ -12,16 +12,15 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from rl_megatron.agents.conversation.conversation import Conversation
+from rl_megatron.agents.conversation.forms import WrittenConversation
+from rl_megatron.agents.conversation.messages import ChatMessage, MessagesRefused, written_arguments
+from rl_megatron.agents.conversation.probe import TemplateReport, probe_template
+from rl_megatron.agents.conversation.templates import PlainText, Template, Tools
+from rl_megatron.agents.conversation.written import ChatTemplate, WrittenConversations, end_of_turns
 from rl_megatron.chat_templates import _compiled
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.rollout.conversation.chat import ChatTemplate
-from rl_megatron.rollout.conversation.conversation import Conversation
-from rl_megatron.rollout.conversation.forms import WrittenConversation
-from rl_megatron.rollout.conversation.messages import ChatMessage, MessagesRefused, written_arguments
-from rl_megatron.rollout.conversation.probe import TemplateReport, probe_template
-from rl_megatron.rollout.conversation.templates import PlainText, Template, Tools
-from rl_megatron.rollout.conversation.written import WrittenConversations, end_of_turns
 from tests.unit.rollout.conversation.families import FAMILIES, TOOLS, completion, tokenizer_of
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "items": ["ü"]}}}

@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 import numpy as np
 import openai
 
+from rl_megatron.agents.conversation.written import ChatTemplate
+from rl_megatron.agents.endpoint.server import Endpoint
+from rl_megatron.agents.episode import Episode, PlaySetting, TrajectoryPlace
+from rl_megatron.agents.parsers import PARSERS
 from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.errors import EngineError
-from rl_megatron.rollout.conversation.chat import ChatTemplate
-from rl_megatron.rollout.endpoint.server import Endpoint
-from rl_megatron.rollout.environments.episode import Episode, PlaySetting, TrajectoryPlace
-from rl_megatron.rollout.parsers.table import PARSERS
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, Span
 from tests.unit.rollout.conversation.families import FAMILIES, tokenizer_of
 

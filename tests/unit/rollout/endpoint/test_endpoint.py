@@ -28,13 +28,14 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
-from rl_megatron.rollout.conversation.chat import ChatTemplate
-from rl_megatron.rollout.conversation.templates import PlainText, text_of
-from rl_megatron.rollout.endpoint import bodies, server
-from rl_megatron.rollout.endpoint.keys import OpenConversation
-from rl_megatron.rollout.environments.figures import environment_row, of_requests
-from rl_megatron.rollout.local.engine import LocalEngine
-from rl_megatron.rollout.servers.embedded.server import _Protocol as EmbeddedProtocol
+from rl_megatron.agents.conversation.templates import PlainText, text_of
+from rl_megatron.agents.conversation.written import ChatTemplate
+from rl_megatron.agents.endpoint import server
+from rl_megatron.agents.endpoint import server as bodies
+from rl_megatron.agents.endpoint.server import OpenConversation
+from rl_megatron.agents.source import environment_row, of_requests
+from rl_megatron.engines.local.engine import LocalEngine
+from rl_megatron.engines.local.server import _Protocol as EmbeddedProtocol
 from rl_megatron.types import Chain, Completion, GenerationRequest, SamplingParams, Trajectory, Turn
 from tests.unit.rollout.conversation.families import FAMILIES, TOOLS
 from tests.unit.rollout.endpoint.serving import (

@@ -1,0 +1,320 @@
+"""One conversation: prompts that keep sampled tokens as they are, and the rows to train on.
+
+Where clients write prompts as tokens, rows are joined by exact prefix.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from rl_megatron.agents.conversation.messages import (
+    ChatMessage,
+    MessagesRefused,
+    alike,
+    losable,
+    same,
+    tidied,
+    with_others,
+)
+from rl_megatron.agents.conversation.templates import Rendered, Rewritten, Template, Tools
+from rl_megatron.columns import TokenIds, freeze
+from rl_megatron.data.trajectories import turn_at
+from rl_megatron.errors import DataError
+from rl_megatron.types import Chain, Completion, Routes, Turn
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Row:
+    tokens: TokenIds
+    turns: tuple[Turn, ...]
+
+
+class TokenRows:
+    """A prompt that begins with a whole row goes on from it; another begins a row."""
+
+    def __init__(self) -> None:
+        self._rows: list[_Row] = []
+        self.gone_on = 0  # turns that go on from an earlier one's row
+
+    def add(self, prompt: TokenIds, completion: Completion, text: str) -> Turn | None:
+        """Take what was sampled after the ``prompt``, [L] int32. The turn at its place; None if nothing was sampled."""
+        if not len(completion.token_ids):
+            return None
+        turn = turn_at(len(prompt), completion, text)
+        begun = [row for row in self._rows if np.array_equal(row.tokens, prompt[: len(row.tokens)])]
+        row = max(begun, key=lambda one: len(one.tokens), default=None)
+        if row is None:
+            row = _Row(tokens=prompt, turns=())
+            self._rows.append(row)
+        else:
+            self.gone_on += 1
+        row.tokens, row.turns = np.concatenate((prompt, completion.token_ids)), (*row.turns, turn)
+        return turn
+
+    def rows(self) -> Iterator[TokenIds]:
+        """The tokens of all rows so far."""
+        return (row.tokens for row in self._rows)
+
+    def chains(self) -> tuple[Chain, ...]:
+        """The rows to train on; each turn is in one."""
+        return tuple(Chain(token_ids=row.tokens, turns=row.turns) for row in self._rows)
+
+
+Branch = Rewritten | Literal["edited", "again"]
+"""Why a prompt begins a row after the first: its template's reason; ``edited`` if the last assistant message was not
+sampled after these messages; ``again`` if there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TurnPrompt:
+    """The prompt of one turn, to send to an engine and to give back with its answer."""
+
+    token_ids: TokenIds  # [L] int32
+    branch: Branch | None  # None: it goes on from a turn's row, or is the conversation's first
+    rendered: Rendered = field(repr=False)
+    after: SampledTurn | None = field(repr=False)  # the turn whose row it goes on from
+    node: Node = field(repr=False)  # the last of its messages that is in the tree
+    new: Sequence[ChatMessage] = field(repr=False)  # those after it
+
+    def __post_init__(self) -> None:
+        freeze(self.token_ids)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SampledTurn:
+    """A turn with its place. Its row goes on from that of the turn ``after``, whose tokens it does not hold again."""
+
+    branch: Branch | None
+    rendered: Rendered  # its prompt; without its text once a row has gone on from the turn
+    after: SampledTurn | None
+    completion: Completion
+    added: TokenIds  # [n] int32, of its prompt and its completion after the row of ``after``
+    length: int  # tokens of its row
+    turn: Turn | None  # None if no token was sampled
+
+    @property
+    def row(self) -> TokenIds:
+        """[length] int32: the prompt and the completion."""
+        parts, one = [self.added], self.after
+        while one is not None:
+            parts.append(one.added)
+            one = one.after
+        return np.concatenate(parts[::-1])
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Node:
+    """A message of the tree. Several children may be equal: turns sampled for the same messages."""
+
+    message: ChatMessage
+    parent: Node | None
+    sampled: SampledTurn | None = None
+    children: list[Node] = field(default_factory=list)
+
+
+class Conversation:
+    """The messages of one agent's run, as a tree. What was sampled has its tokens there."""
+
+    def __init__(self, template: Template, stop_token_ids: Collection[int] | None = None) -> None:
+        self._template, self._stop_token_ids = template, stop_token_ids
+        self._root = Node(message={}, parent=None)
+        self._sampled: list[SampledTurn] = []
+
+    def prompt_for(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> TurnPrompt:
+        """The prompt for the turn that answers ``messages``. It changes nothing, and prompts may be asked at once.
+
+        It goes on from the row of the last assistant message, if that was sampled after the messages before it and the
+        template allows (of equal turns, from the newest one's). Raises MessagesRefused, also for calls of messages that
+        were not sampled, if the template leaves them out.
+        """
+        given = tidied(messages)
+        last = _last_turn(given)
+        path = self._known(given, last, tools)
+        known = (*(node.message for node in path), *given[len(path) :])
+        after = path[last].sampled if 0 <= last < len(path) else None
+        branch: Branch | None = ("again" if last < 0 else "edited") if self._sampled else None
+        if after is not None:
+            ended = int(after.completion.token_ids[-1]) if after.completion.finish_reason == "stop" else None
+            if self._stop_token_ids is not None and ended not in self._stop_token_ids:
+                ended = None  # a text ended it
+            found = self._template.proceed(after.rendered, known, tools, ended)
+            if isinstance(found, str):
+                after, branch = None, found
+            else:
+                (tokens, rendered), branch = found, None
+                tokens = np.concatenate((after.row, tokens))
+        if after is None:
+            tokens, rendered = self._template.begin(known, tools)
+            self._check_calls(known, tools, {place for place, node in enumerate(path) if node.sampled is not None})
+        return TurnPrompt(
+            token_ids=tokens,
+            branch=branch,
+            rendered=rendered,
+            after=after,
+            node=path[-1] if path else self._root,
+            new=given[len(path) :],
+        )
+
+    def cannot_show_turn(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> bool:
+        """Whether the template refuses the last assistant message, which was sampled, and not those before it."""
+        given = tidied(messages)
+        last = _last_turn(given)
+        path = self._path(given, last, alike)
+        if not 0 <= last < len(path) or path[last].sampled is None:
+            return False
+        known = [node.message for node in path]
+        try:
+            self._template.begin(known[:last], tools)
+        except MessagesRefused:
+            return False
+        try:
+            self._template.begin(known, tools)
+        except MessagesRefused:
+            return True
+        return False
+
+    def add(self, asked: TurnPrompt, completion: Completion, message: ChatMessage) -> Turn | None:
+        """Take what an engine sampled for a prompt, and the assistant ``message`` that the client gets and sends back.
+
+        The turn, at its place in its row; None if nothing was sampled. Raises MessagesRefused for another role's.
+        """
+        (answer,) = tidied((message,))
+        if answer["role"] != "assistant":
+            raise MessagesRefused(f"a sampled message has the role {answer['role']!r}; it must be 'assistant'")
+        turn = Turn(
+            start=len(asked.token_ids),
+            logprobs=completion.logprobs,
+            finish_reason=completion.finish_reason,
+            spans=completion.spans,
+            text=self._template.decode(completion.token_ids),
+        )
+        begun = 0
+        if (before := asked.after) is not None:
+            begun, before.rendered = before.length, replace(before.rendered, text=None)
+        sampled = SampledTurn(
+            branch=asked.branch,
+            rendered=asked.rendered,
+            after=asked.after,
+            completion=completion,
+            added=np.concatenate((asked.token_ids[begun:], completion.token_ids)),
+            length=len(asked.token_ids) + len(completion.token_ids),
+            turn=turn if len(turn.logprobs) else None,
+        )
+        node = asked.node
+        for new in asked.new:
+            again = (child for child in node.children if child.sampled is None and same(child.message, new))
+            node = next(again, None) or _child(node, new)
+        _child(node, answer).sampled = sampled
+        self._sampled.append(sampled)
+        return sampled.turn
+
+    @property
+    def gone_on(self) -> int:
+        """How many turns go on from an earlier one's row."""
+        return sum(one.after is not None for one in self._sampled)
+
+    def branches(self) -> Mapping[Branch, int]:
+        """How many turns began a row after the first, by the reason."""
+        return Counter(one.branch for one in self._sampled if one.branch is not None)
+
+    def rows(self) -> Iterator[TokenIds]:
+        """The tokens of all rows so far."""
+        return (one.row for one in self._ends())
+
+    def chains(self) -> tuple[Chain, ...]:
+        """The rows to train on: each turn is in one of them, and is context in others that go on from it.
+
+        Raises DataError for routes that do not fit.
+        """
+        used, rows = set[int](), []
+        for end in sorted(self._ends(), key=lambda one: one.turn is None):
+            row = [end]
+            while (before := row[0].after) is not None:
+                row.insert(0, before)
+            turns = tuple(one.turn for one in row if one.turn is not None and id(one) not in used)
+            used |= {id(one) for one in row}
+            if turns:
+                tokens = end.row[: turns[-1].stop]
+                rows.append(Chain(token_ids=tokens, turns=turns, routes=_routes(row, len(tokens))))
+        return tuple(rows)
+
+    def _ends(self) -> list[SampledTurn]:
+        """The turns from which none goes on."""
+        gone_on = {id(one.after) for one in self._sampled}
+        return [one for one in self._sampled if id(one) not in gone_on]
+
+    def _check_calls(self, messages: Sequence[ChatMessage], tools: Tools, sampled: Collection[int]) -> None:
+        """Raises MessagesRefused for what was not sampled and is lost, but for thinking, which templates drop by
+        intent, and content beside calls, which some models have no place for."""
+        places = [place for place in losable(messages) if place not in sampled]
+        for place, part in self._template.lost(messages, tools, places) if places else ():
+            if part not in ("reasoning", "content"):
+                raise MessagesRefused(
+                    f"message {place + 1}: the model's chat template does not write its {part}, so the model would not "
+                    "read it; give the model a template that writes it, or say it in the message's content"
+                )
+
+    def _known(self, given: Sequence[ChatMessage], last: int, tools: Tools) -> list[Node]:
+        """The nodes of the messages that are known, up to the message ``last``.
+
+        Clients add keys to messages that they send back (``name``, ``provider_specific_fields``): these make another
+        message only where they change the template's text.
+        """
+        path = self._path(given, last, alike)
+        own, new = [node.message for node in path], given[len(path) :]
+        sent = [with_others(one, other) for one, other in zip(own, given, strict=False)]
+        if sent == own or self._template.shows_alike((*own, *new), (*sent, *new), tools):
+            return path
+        return self._path(given, last, same)
+
+    def _path(
+        self, given: Sequence[ChatMessage], last: int, equal: Callable[[ChatMessage, ChatMessage], bool]
+    ) -> list[Node]:
+        found, level = self._root, [self._root]
+        for message in given[: last + 1]:
+            level = [child for node in level for child in node.children if equal(child.message, message)]
+            if not level:
+                break
+            found = level[-1]
+        path: list[Node] = []
+        while found.parent is not None:
+            path.append(found)
+            found = found.parent
+        return path[::-1]
+
+
+def _last_turn(given: Sequence[ChatMessage]) -> int:
+    """The place of the last assistant message, -1 if there is none."""
+    return next((place for place in range(len(given) - 1, -1, -1) if given[place]["role"] == "assistant"), -1)
+
+
+def _child(parent: Node, message: ChatMessage) -> Node:
+    node = Node(message=message, parent=parent)
+    parent.children.append(node)
+    return node
+
+
+def _routes(row: Sequence[SampledTurn], length: int) -> Routes | None:
+    """Routes of the row's first ``length`` tokens but the last.
+
+    A position has those of the request that computed it first: a turn's last token is an input of the next turn's.
+    """
+    parts, have, shape = [], 0, (0, 0, 0)
+    for one in row:
+        if (routes := one.completion.routes) is None:
+            return None
+        shape = shape if have else routes.shape
+        if routes.shape != (one.length - 1, *shape[1:]):
+            raise DataError(
+                f"a turn's routes have shape {routes.shape}, but its prompt and completion have {one.length} tokens; "
+                "[positions, MoE layers, experts a token] must be of each of them but the last"
+            )
+        each = len(routes.data) // routes.shape[0]
+        parts.append(routes.data[have * each : (min(length, one.length) - 1) * each])
+        have = one.length - 1
+    return Routes(data=b"".join(parts), shape=(length - 1, *shape[1:]))

@@ -1,0 +1,180 @@
+"""Conversations that somebody wrote, and pairs of them: what of each is learnt or scored, and whether it has the form.
+
+It needs no tokenizer and no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_megatron.agents.conversation.messages import LOSABLE, REASONING, ChatMessage, MessagesRefused, tidied
+from rl_megatron.agents.conversation.templates import Tools
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.jobs import JobName
+from rl_megatron.data.problems.records import listed
+from rl_megatron.errors import DataError
+from rl_megatron.types import Prompt
+
+_DETAILS = ("train_detail", "training_detail")
+_MARKS = ("weight", "train", "training", "train_on_turn", "loss", "trainable", *_DETAILS)
+"""Keys of a message that say whether it is learnt: OpenAI's, those of Axolotl's files, ms-swift's, and agents'."""
+_ANSWERS_NOBODY = (
+    "message 1 is the assistant's, which answers nobody; put one before it (where a row has the prompt's in another "
+    "field, name that in data.context_field), or give it a weight of 0"
+)
+SIDES = ("better", "worse")
+Sides = tuple["WrittenConversation", "WrittenConversation"]
+"""The better and the worse one of a pair."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenConversation:
+    """The conversation of the prompt ``id``, of which what is before message ``first`` is context alone."""
+
+    id: str
+    messages: Sequence[Mapping[str, Any]]
+    tools: Tools
+    first: int = 0
+
+    def tidied(self) -> tuple[ChatMessage, ...]:
+        """The messages in one form, without what says which are learnt. Raises MessagesRefused."""
+        return tidied([{key: value for key, value in one.items() if key not in _MARKS} for one in self.messages])
+
+    def learnt(self) -> tuple[tuple[ChatMessage, ...], list[int]]:
+        """The messages in one form, and which of them are turns to learn. Raises MessagesRefused."""
+        known = self.tidied()
+        said = [place for place, one in enumerate(known) if one["role"] == "assistant" and place >= self.first]
+        turns = [place for place in said if _weight(place, self.messages[place])]
+        if turns[:1] == [0]:
+            raise MessagesRefused(_ANSWERS_NOBODY)
+        for place in turns:
+            if not any(str(known[place].get(key) or "").strip() for key in ("content", *LOSABLE, *REASONING)):
+                raise MessagesRefused(
+                    f"message {place + 1} has neither content nor tool_calls, so a model would learn to say nothing; "
+                    "name its text content, or give it a weight of 0"
+                )
+        return known, turns
+
+    def scored(self) -> tuple[ChatMessage, ...]:
+        """The messages in one form, of a conversation that is scored as a whole. Raises MessagesRefused."""
+        known = self.tidied()
+        if known[0]["role"] == "assistant" and _weight(0, self.messages[0]):
+            raise MessagesRefused(_ANSWERS_NOBODY)
+        if (last := known[-1]["role"]) != "assistant":
+            raise MessagesRefused(
+                f"message {len(known)}, the last, is of the role {last!r:.40}, and what is scored is an answer; end "
+                "the conversation with the assistant's"
+            )
+        return known
+
+
+def written_conversation(prompt: Prompt) -> WrittenConversation:
+    """The conversation of which ``prompt.text`` is the JSON."""
+    said = json.loads(prompt.text)
+    return WrittenConversation(id=prompt.id, messages=said["messages"], tools=said["tools"], first=said.get("first", 0))
+
+
+def written_sides(prompt: Prompt) -> Sides:
+    """Both conversations of a pair, as a whole."""
+    said = json.loads(prompt.text)
+    better, worse = (
+        WrittenConversation(id=prompt.id, messages=said[side], tools=said["tools"]) for side in ("messages", "rejected")
+    )
+    return better, worse
+
+
+def check_turns(prompts: Iterable[Prompt]) -> None:
+    """Raises DataError that names each of the conversations of which no template makes rows."""
+    check_each(prompts, lambda prompt: written_conversation(prompt).learnt())
+
+
+def check_answers(prompts: Iterable[Prompt]) -> None:
+    """Raises DataError that names each of the conversations of whose two sides `paired_answers` makes no pair."""
+    check_each(prompts, behind_common)
+
+
+def check_texts(prompts: Iterable[Prompt]) -> None:
+    """Raises DataError that names each pair with a conversation of which `paired_texts` makes no text."""
+    check_each(prompts, lambda prompt: [side.scored() for side in written_sides(prompt)])
+
+
+_FORMS: Mapping[JobName, Callable[[Iterable[Prompt]], None]] = {
+    "sft": check_turns,
+    "dpo": check_answers,
+    "reward_model": check_texts,
+}
+
+
+def check_of(config: RunConfig) -> Callable[[Iterable[Prompt]], None] | None:
+    """What looks at the form of the job's conversations; None for a job that samples."""
+    return check_turns if config.kind.labels else _FORMS.get(config.job)
+
+
+def behind_common(prompt: Prompt) -> Sides:
+    """Both from the first message on in which they differ. Raises DataError that names the prompt."""
+    try:
+        return _answers(*written_sides(prompt))
+    except MessagesRefused as error:
+        raise DataError(f"prompt {prompt.id!r}: {error}") from error
+
+
+def check_each(prompts: Iterable[Prompt], check: Callable[[Prompt], object]) -> None:
+    """Raises DataError that names each of the prompts that ``check`` refuses."""
+    bad = list[str]()
+    for prompt in prompts:
+        try:
+            check(prompt)
+        except DataError as error:
+            bad.append(str(error))
+        except MessagesRefused as error:
+            bad.append(f"prompt {prompt.id!r}: {error}")
+    if bad:
+        raise DataError(listed(bad))
+
+
+def _answers(better: WrittenConversation, worse: WrittenConversation) -> Sides:
+    """Both from the first message on in which they differ. Raises MessagesRefused."""
+    alike = zip(better.tidied(), worse.tidied(), strict=False)
+    first = next((place for place, (one, other) in enumerate(alike) if one != other), None)
+    if first is None:
+        raise MessagesRefused("one conversation of its pair begins with the whole of the other")
+    for side in (better, worse):
+        if (role := side.messages[first].get("role")) != "assistant":
+            raise MessagesRefused(
+                f"its conversations first differ in message {first + 1}, of the role {role!r:.40}; a pair has two "
+                "answers of the assistant to the same messages"
+            )
+    answers = _from(better, first), _from(worse, first)
+    for which, side in zip(SIDES, answers, strict=True):
+        if not side.learnt()[1]:
+            raise MessagesRefused(
+                f"the assistant's messages of its {which} conversation have a weight of 0 from message {first + 1} on, "
+                "where the other differs, so there is nothing to compare; remove the weight or the row"
+            )
+    return answers
+
+
+def _from(side: WrittenConversation, first: int) -> WrittenConversation:
+    return WrittenConversation(id=side.id, messages=side.messages, tools=side.tools, first=first)
+
+
+def _weight(place: int, message: Mapping[str, Any]) -> int:
+    """Whether to train on a message, as its marks say; 1 without any."""
+    marks = {key: value for key in _MARKS if (value := message.get(key)) is not None}
+    for key, value in marks.items():
+        if key in _DETAILS:
+            raise MessagesRefused(
+                f"message {place + 1}: {key}={value!r:.100} names parts of it, and a turn is learnt as a whole or not "
+                "at all; write train instead, or weight"
+            )
+        if value not in (0, 1):
+            raise MessagesRefused(f"message {place + 1}: {key}={value!r:.100}; it must be 0 or 1, or false or true")
+    if len(said := set(map(int, marks.values()))) > 1:
+        raise MessagesRefused(
+            f"message {place + 1}: {', '.join(f'{key}={value!r}' for key, value in marks.items())} say different "
+            "things; keep one of them"
+        )
+    return said.pop() if said else 1

@@ -1,0 +1,324 @@
+"""Conversations that somebody wrote, as rows of tokens: each turn of the assistant after the prompt that it answers.
+
+A turn is trained on after the very prompt for which the model would sample it, as the chat template writes that. Where
+a template shows a turn otherwise later on (Qwen3 drops its thinking), the turns after it begin a new row. The
+template's texts and the turns' are encoded apart, as they are when a model samples. To find what the template writes
+after a turn, it is rendered with marks in that turn, and the text after the last mark is encoded alone. Marks are
+characters of Unicode's private use. No model has code of its own here.
+
+In a pair of conversations, what follows the messages that both begin with is the better and the worse answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from typing_extensions import override
+
+from rl_megatron.agents.conversation.forms import (
+    SIDES,
+    WrittenConversation,
+    behind_common,
+    written_conversation,
+    written_sides,
+)
+from rl_megatron.agents.conversation.messages import REASONING, ChatMessage, MessagesRefused
+from rl_megatron.agents.conversation.rendering import THOUGHT, ChatRenderer, without_thinking
+from rl_megatron.agents.conversation.shown import RowTexts, ShownConversations
+from rl_megatron.agents.conversation.templates import Rendered, Rewritten, Template, Tools, text_of, tokens_of_text
+from rl_megatron.columns import TokenIds
+from rl_megatron.data.samples import Pair, WrittenRow
+from rl_megatron.errors import ConfigError, DataError
+from rl_megatron.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+Thinking = Literal["template", "keep"]
+
+_FRONT, _BACK = "\uf8a1\uf8a2", "\uf8a3\uf8a4"
+
+
+class ChatTemplate(ChatRenderer, Template):
+    """A tokenizer's chat template, with ``options`` for variables of its own, as a `ChatRenderer` shows messages."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        thinking: Thinking = "template",
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """With ``thinking="keep"`` rows go on where the template drops the thinking of turns and does nothing else.
+
+        Raises ConfigError as `ChatRenderer`, and for a tokenizer that alters texts.
+        """
+        super().__init__(tokenizer, options)
+        sample = "\n user: 1"
+        if (back := text_of(tokenizer, tokens_of_text(tokenizer, sample), special=True)) != sample:
+            raise ConfigError(
+                f"the model's tokenizer makes {back!r} of {sample!r}, so that what its template writes behind a turn "
+                "cannot be encoded alone; use a tokenizer that gives every text back as it was"
+            )
+        self._tokenizer, self._thinking = tokenizer, thinking
+        self._stops = dict[int, str]()
+        self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
+
+    @override
+    def begin(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[TokenIds, Rendered]:
+        text = self.render(messages, tools)
+        return tokens_of_text(self._tokenizer, text), Rendered(text=text, messages=messages, tools=tools)
+
+    @override
+    def proceed(
+        self, before: Rendered, messages: Sequence[ChatMessage], tools: Tools, ended: int | None
+    ) -> tuple[TokenIds, Rendered] | Rewritten:
+        found = self._behind(before, messages, tools)
+        if isinstance(found, str):
+            return found
+        text, has_calls, whole = found
+        if ended is not None:
+            stop = self._text_of_stop(ended)
+            at = text.find(stop)
+            if at >= 0 and (has_calls or not text[:at].strip()):  # white space before it was not sampled
+                text = text[at + len(stop) :]
+            elif has_calls or text.startswith(self._special):
+                return "closing"  # else the template writes no token there, and the turn keeps its own
+        elif has_calls:
+            return "closing"
+        shown = self.render(messages, tools) if whole is None else whole
+        return tokens_of_text(self._tokenizer, text), Rendered(text=shown, messages=messages, tools=tools)
+
+    @override
+    def shows_alike(self, one: Sequence[ChatMessage], other: Sequence[ChatMessage], tools: Tools) -> bool:
+        return self.render(one, tools) == self.render(other, tools)
+
+    @override
+    def decode(self, token_ids: TokenIds, *, special: bool = False) -> str:
+        return text_of(self._tokenizer, token_ids, special=special)
+
+    def _text_of_stop(self, token: int) -> str:
+        if token not in self._stops:
+            self._stops[token] = text_of(self._tokenizer, np.array([token], np.int32), special=True)
+        return self._stops[token]
+
+    def _behind(
+        self, before: Rendered, messages: Sequence[ChatMessage], tools: Tools
+    ) -> tuple[str, bool, str | None] | Rewritten:
+        """The text after the turn's last mark, whether it has the turn's calls, and the whole text without marks.
+
+        The whole is None where it lacks the calls' arguments, or thinking. Where a template trims a content that has no
+        mark at its end, the whole differs from `render`'s, which `_extends` then compares.
+        """
+        place = len(before.messages)
+        turn = messages[place]
+        for has_calls in (False, True) if "tool_calls" in turn else (False,):
+            marked = _marked(turn, has_calls)
+            try:
+                now = self.render([*messages[:place], marked, *messages[place + 1 :]], tools)
+                break
+            except MessagesRefused:
+                continue
+        else:
+            return "refused"
+        parts = _parted(now, marked)
+        if parts is not None and self._extends(parts, before):
+            return parts.behind, has_calls, None if "tool_calls" in turn else parts.whole
+        bare = [without_thinking(message) for message in messages]
+        marked = bare[place] = _marked(bare[place], has_calls)
+        parts = _parted(self.render(bare, tools), marked)
+        if parts is None or not parts.begins_with(self.render(bare[:place], before.tools, opened=False)):
+            return "context"
+        return (parts.behind, has_calls, None) if self._thinking == "keep" else "thinking"
+
+    def _extends(self, now: _Parts, before: Rendered) -> bool:
+        """Whether the text begins with the prompt before, whose opening of a turn need not be what a history shows."""
+        text = self.render(before.messages, before.tools) if before.text is None else before.text
+        return now.begins_with(text) or now.begins_with(self.render(before.messages, before.tools, opened=False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """A text that had a turn's marks in it."""
+
+    whole: str  # without them
+    first: int  # the place in it of the first of them
+    behind: str  # what follows the last of them
+
+    def begins_with(self, text: str) -> bool:
+        """Whether this text is before all marks."""
+        return len(text) <= self.first and self.whole.startswith(text)
+
+
+def _marked(turn: ChatMessage, has_calls: bool) -> ChatMessage:
+    """The turn with a mark in its reasoning and one at its content's end, or at both ends of a content alone.
+
+    Its calls are left out, or have no arguments. A turn of reasoning and calls keeps its empty content.
+    """
+    marked = {key: value for key, value in turn.items() if key != "tool_calls"}
+    if has_calls:
+        marked["tool_calls"] = [
+            call | {"function": call["function"] | {"arguments": {}}} for call in turn["tool_calls"]
+        ]
+    content = turn["content"]
+    if REASONING[0] in turn:
+        marked[REASONING[0]] += _FRONT
+        if has_calls and not content:
+            return marked
+    elif THOUGHT in content:
+        content = content.replace(THOUGHT, _FRONT + THOUGHT, 1)
+    else:
+        content = _FRONT + content
+    return {**marked, "content": content + _BACK}
+
+
+def _parted(text: str, marked: ChatMessage) -> _Parts | None:
+    """The text's parts; None unless it has each mark of the turn once.
+
+    A mark is looked for from the end, which it is near, and then in what is before it, where a text of ASCII or Latin 1
+    has none, whatever its length.
+    """
+    put, first, last = marked.get(REASONING[0], "") + marked["content"], len(text), len(text)
+    for mark in (_FRONT, _BACK):
+        if mark not in put:
+            continue
+        before, found, behind = text.rpartition(mark)
+        if not found or mark in before or put.count(mark) != 1:
+            return None
+        text, first, last = before + behind, min(first, len(before)), min(last, len(behind))
+    return _Parts(whole=text, first=first, behind=text[len(text) - last :])
+
+
+def end_of_turns(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> int | None:
+    """The token with which turns of conversations are learnt to end; None for a tokenizer without a chat template, and
+    for one that ends no turn or does not show it after its own prompt."""
+    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    made_up = Prompt(id="", text=json.dumps({"messages": messages, "tools": []}), token_ids=(), answer="")
+    try:
+        (row,) = WrittenConversations(tokenizer, stop_token_ids).rows([made_up])
+    except (ConfigError, DataError):
+        return None
+    return int(row.token_ids[-1])
+
+
+class WrittenConversations(ShownConversations):
+    """Makes rows of conversations by the chat template of a model, whose sampling ends with ``stop_token_ids``."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> None:
+        """Raises ConfigError for a tokenizer without a usable chat template. One that writes today's date writes this
+        moment's in all rows: midnight must not come between two texts of one."""
+        now = {"strftime_now": datetime.now().astimezone().strftime}
+        template = ChatTemplate(tokenizer, options=now)
+        self._tokenizer, self._stops = tokenizer, np.array(stop_token_ids, np.int32)
+        endings = (template.decode(self._stops[i : i + 1], special=True) for i in range(len(self._stops)))
+        super().__init__(template, tuple(endings))
+
+    def rows(self, prompts: Sequence[Prompt]) -> list[WrittenRow]:
+        """The rows of the prompts, of each one or several, in their order. Raises as ``rows_of``."""
+        found = self.rows_of([written_conversation(one) for one in prompts])
+        return [row for rows in found for row in rows]
+
+    def rows_of(self, conversations: Sequence[WrittenConversation]) -> list[list[WrittenRow]]:
+        """The rows of each conversation.
+
+        Raises DataError that names its prompt: the template refuses its messages, does not show a turn after its own
+        prompt, or writes no token before it, or none there that ends sampling.
+        """
+        made = [self.texts(one) for one in conversations]
+        texts = [text for rows in made for row in rows for text, _ in row.parts]
+        encoded = iter(self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
+        return [
+            [self._row(one.id, row, [next(encoded) for _ in row.parts]) for row in rows]
+            for one, rows in zip(conversations, made, strict=True)
+        ]
+
+    def _row(self, name: str, row: RowTexts, encoded: Sequence[Sequence[int]]) -> WrittenRow:
+        tokens, turns = list[int](), list[tuple[int, int]]()
+        for (text, is_turn), ids in zip(row.parts, encoded, strict=True):
+            if is_turn:
+                ends = np.flatnonzero(np.isin(np.array(ids, np.int64), self._stops))
+                if not len(ends) or self._tokenizer.decode(ids[ends[-1] + 1 :]).strip():
+                    raise DataError(
+                        f"prompt {name!r}: the chat template ends a turn with {text[-40:]!r}, in which no token ends "
+                        f"sampling (ids {self._stops.tolist()}), so a model would learn to go on; add its id to "
+                        "eos_token_id in generation_config.json"
+                    )
+                if behind := self._tokenizer.decode(ids[ends[0] + 1 : ends[-1]], skip_special_tokens=True).strip():
+                    raise DataError(
+                        f"prompt {name!r}: a turn goes on with {behind[:40]!r} after a token that ends sampling (id "
+                        f"{ids[ends[0]]}), where no model would; take that token's text out of the message, or "
+                        "give it a weight of 0"
+                    )
+                if not tokens:
+                    raise DataError(
+                        f"prompt {name!r}: the chat template writes nothing before its first turn, {text[:40]!r}, and "
+                        "tokens are learnt behind others; give the messages before it a text"
+                    )
+                turns.append((len(tokens), len(tokens) + int(ends[0]) + 1))
+            tokens += ids
+        return WrittenRow(id=name, token_ids=np.array(tokens[: turns[-1][1]], np.int32), turns=tuple(turns))
+
+
+def paired_answers(prompts: Sequence[Prompt], conversations: WrittenConversations) -> list[Pair]:
+    """The rows of either conversation's turns after their common beginning.
+
+    Raises DataError that names the prompt: as `WrittenConversations.rows_of`; the conversations first differ in what
+    the assistant did not say; one has no turn to learn there; a template shows one of these turns otherwise later on,
+    so that they are in several rows; or it shows both alike, as it trims white space.
+    """
+    found = conversations.rows_of([side for prompt in prompts for side in behind_common(prompt)])
+    pairs = []
+    for number, prompt in enumerate(prompts):
+        for which, rows in zip(SIDES, found[2 * number : 2 * number + 2], strict=True):
+            if len(rows) != 1:
+                raise DataError(
+                    f"prompt {prompt.id!r}: the turns of its {which} conversation that the other lacks are in "
+                    f"{len(rows)} rows, because the chat template shows one of them otherwise later on; end both "
+                    "conversations with the first message that differs"
+                )
+        better, worse = found[2 * number][0], found[2 * number + 1][0]
+        if np.array_equal(better.token_ids, worse.token_ids):
+            raise _alike(prompt)
+        pairs.append((better, worse))
+    return pairs
+
+
+def single_answers(prompts: Sequence[Prompt], conversations: WrittenConversations) -> list[tuple[Prompt, WrittenRow]]:
+    """The row of each conversation's turns, without conversations that have none to learn.
+
+    Raises DataError that names the prompt: as `WrittenConversations.rows_of`, and where turns are in several rows.
+    """
+    found = conversations.rows_of([written_conversation(one) for one in prompts])
+    for prompt, rows in zip(prompts, found, strict=True):
+        if len(rows) > 1:
+            raise DataError(
+                f"prompt {prompt.id!r}: the turns that its label is of are in {len(rows)} rows, because the chat "
+                "template shows one of them otherwise later on; end the conversation with the first"
+            )
+    return [(prompt, row) for prompt, rows in zip(prompts, found, strict=True) for row in rows]
+
+
+def paired_texts(prompts: Sequence[Prompt], conversations: WrittenConversations) -> list[tuple[str, str]]:
+    """The chat template's texts of both conversations. Raises DataError that names the prompt: as
+    `WrittenConversations.whole`, and where the texts are equal."""
+    found = []
+    for prompt in prompts:
+        better, worse = written_sides(prompt)
+        texts = conversations.whole(better), conversations.whole(worse)
+        if texts[0] == texts[1]:
+            raise _alike(prompt)
+        found.append(texts)
+    return found
+
+
+def _alike(prompt: Prompt) -> DataError:
+    return DataError(
+        f"prompt {prompt.id!r}: the chat template's texts of both conversations are equal, as it leaves out where they "
+        "differ, so there is nothing to compare; remove the row, or give the model a template that shows it"
+    )

@@ -1,0 +1,495 @@
+"""The endpoint of a run's conversations: an HTTP server on loopback, in the event loop.
+
+It is an ASGI application with limits for bodies. Each conversation has a key, which says who may ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import resource
+import secrets
+import socket
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+import uvicorn
+from typing_extensions import override
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from rl_megatron.agents.conversation.messages import MessagesRefused
+from rl_megatron.agents.endpoint.shapes import (
+    ChatRequest,
+    RequestRefused,
+    Served,
+    TokenRequest,
+    chat_answer,
+    chat_stream,
+    models,
+    refused_body,
+    token_answer,
+)
+from rl_megatron.errors import EngineError
+from rl_megatron.types import SamplingParams
+
+MAX_BODY_BYTES = 32 * 2**20
+_BODY_SECONDS = 30.0
+_READ_ON = 4  # times as much is read and dropped, so that its client reads why
+
+ReceivePart = Callable[[], Awaitable[MutableMapping[str, Any]]]
+SendPart = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+async def read_body(headers: Mapping[bytes, bytes], receive: ReceivePart) -> bytes:
+    """The body of a request. Raises RequestRefused where it is too long, ends early or is not there in 30 seconds."""
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            return await _body(headers, receive)
+    except TimeoutError as error:
+        raise RequestRefused(408, f"the body was not there within {_BODY_SECONDS:g} s") from error
+
+
+async def _body(headers: Mapping[bytes, bytes], receive: ReceivePart) -> bytes:
+    parts, have, more = list[bytes](), 0, True
+    said = headers.get(b"content-length", b"0")
+    too_long = not said.isdigit() or int(said) > MAX_BODY_BYTES
+    while more and have <= _READ_ON * MAX_BODY_BYTES:
+        event = await receive()
+        if event["type"] == "http.disconnect":
+            raise RequestRefused(400, "the body ended early")
+        part, more = event.get("body", b""), event.get("more_body", False)
+        have += len(part)
+        too_long = too_long or have > MAX_BODY_BYTES
+        if too_long:
+            parts.clear()
+        else:
+            parts.append(part)
+    if too_long:
+        raise RequestRefused(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+    return b"".join(parts)
+
+
+def read_request(body: bytes, kind: type[R]) -> R:
+    """The request. Raises RequestRefused."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestRefused(400, f"the body is no request of this path: {error}") from error
+
+
+def method_of(scope: Mapping[str, Any], methods: Mapping[str, str]) -> str:
+    """The path of a request. Raises RequestRefused for one that is not in ``methods``, or by another method."""
+    path: str = scope["path"]
+    if (wanted := methods.get(path)) is None:
+        raise RequestRefused(404, f"there is no {path!r:.100}; there are {', '.join(sorted(methods))}")
+    if scope["method"] != wanted:
+        raise RequestRefused(405, f"{path} takes {wanted}, not {scope['method']}")
+    return path
+
+
+async def respond(send: SendPart, status: int, headers: Mapping[bytes, bytes], parts: Iterable[bytes]) -> None:
+    """SendPart an answer as one body."""
+    body = b"".join(parts)
+    length = {b"content-length": str(len(body)).encode()}
+    await send({"type": "http.response.start", "status": status, "headers": [*{**headers, **length}.items()]})
+    await send({"type": "http.response.body", "body": body})
+
+
+_MOST_ENDED = 65_536  # keys that are remembered, to say that their conversation has ended
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestCounts:
+    """What clients asked for in a conversation."""
+
+    answered: int = 0  # turns that were sampled
+    retried: int = 0  # requests that got a turn that was sampled for an earlier one
+    refused: int = 0
+    overridden: int = 0  # turns whose client asked for another temperature or top_p than the run's
+    own_ms: list[float] = field(default_factory=list)  # of each turn answered: what the endpoint itself took
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class OpenConversation:
+    """One open conversation, its answers by what was asked last, and all turns that are being sampled."""
+
+    served: Served
+    requests: RequestCounts = field(default_factory=RequestCounts)
+    answers: dict[bytes, asyncio.Task[Any]] = field(default_factory=dict)
+    sampling: set[asyncio.Task[Any]] = field(default_factory=set)
+    left: dict[bytes, list[asyncio.Task[Any]]] = field(default_factory=dict)  # by what was asked: their clients went
+
+    def left_turn(self, digest: bytes, *, done: bool) -> asyncio.Task[Any] | None:
+        """The first turn whose client has gone, for a request that asks the same: also if sampled, where ``done``."""
+        turns = [task for task in self.left.pop(digest, ()) if done or not task.done()]
+        if len(turns) > 1:
+            self.left[digest] = turns[1:]
+        return turns[0] if turns else None
+
+    def forget(self, digest: bytes, failed: asyncio.Task[Any]) -> None:
+        """Answer nobody with a turn that failed."""
+        if self.answers.get(digest) is failed:
+            del self.answers[digest]
+        if turns := [task for task in self.left.pop(digest, ()) if task is not failed]:
+            self.left[digest] = turns
+
+    def end(self) -> None:
+        """Give up what is being sampled."""
+        for task in self.sampling:
+            task.cancel()
+
+
+class Keys:
+    """Keys of open conversations, by their digests: no comparison of a key depends on another's first characters."""
+
+    def __init__(self) -> None:
+        self._lines: dict[bytes, OpenConversation] = {}
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
+
+    def open(self, served: Served) -> str:
+        """A key of 256 random bits for the conversation."""
+        key = secrets.token_hex(32)
+        self._lines[_digest(key)] = OpenConversation(served=served)
+        return key
+
+    def close(self, key: str) -> None:
+        """End the key's conversation; it may have ended already."""
+        digest = _digest(key)
+        line = self._lines.pop(digest, None)
+        if line is not None:
+            line.end()
+        self._ended[digest] = None
+        if len(self._ended) > _MOST_ENDED:
+            self._ended.popitem(last=False)
+
+    def requests(self, key: str) -> RequestCounts:
+        """Of the key's conversation, which is open."""
+        return self._lines[_digest(key)].requests
+
+    def line(self, headers: Mapping[bytes, bytes]) -> OpenConversation:
+        """The conversation of a request. Raises RequestRefused: 401 for no key or a foreign one, 410 for an ended."""
+        scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            raise RequestRefused(401, "no key; send the conversation's as Authorization: Bearer")
+        digest = _digest(key.strip())
+        if (line := self._lines.get(digest)) is not None:
+            return line
+        if digest in self._ended:
+            raise RequestRefused(410, "this conversation has ended")
+        raise RequestRefused(401, "the key is no conversation's")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+logger = logging.getLogger(__name__)
+
+_RETRY = b"x-stainless-retry-count"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    path: str
+    headers: Mapping[bytes, bytes]
+    body: bytes
+    receive: ReceivePart  # what comes after the body
+    line: OpenConversation
+    read: float = field(default_factory=time.perf_counter)  # when the body was there
+
+    def took(self, waited: float) -> None:
+        """Count the time until now, but for what its turn ``waited``."""
+        self.line.requests.own_ms.append((time.perf_counter() - self.read - waited) * 1000)
+
+
+class Application:
+    """ASGI: one HTTP request a call."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys, self._turns, self._warned = keys, itertools.count(1), False
+
+    async def __call__(self, scope: Mapping[str, Any], receive: ReceivePart, send: SendPart) -> None:
+        """Answer, or refuse with a status and OpenAI's form of an error."""
+        status, headers = 200, dict[bytes, bytes]()
+        line: OpenConversation | None = None
+        try:
+            line = self._keys.line(dict(scope["headers"]))
+            kind, parts = await self._answer(scope, receive, line)
+        except (RequestRefused, MessagesRefused, RecursionError) as error:  # read, but too deep to be written again
+            status = error.status if isinstance(error, RequestRefused) else 400
+            kind, parts = b"application/json", [msgspec.json.encode(refused_body(status, str(error)))]
+            if line is not None:
+                line.requests.refused += 1
+        except EngineError as error:
+            status = 502
+            said = refused_body(status, f"the engine failed: {error}")
+            kind, parts = b"application/json", [msgspec.json.encode(said)]
+            headers[b"x-should-retry"] = b"false"  # the run retries by itself
+        await respond(send, status, {b"content-type": kind, **headers}, parts)
+
+    async def _answer(
+        self, scope: Mapping[str, Any], receive: ReceivePart, line: OpenConversation
+    ) -> tuple[bytes, Iterable[bytes]]:
+        headers = dict(scope["headers"])
+        path = method_of(scope, {"/v1/models": "GET", "/health": "GET"} | dict.fromkeys(_ASKED, "POST"))
+        if path == "/health":
+            return b"application/json", [b'{"status":"ok"}']
+        if path == "/v1/models":
+            return b"application/json", [msgspec.json.encode(models(line.served.max_length))]
+        body = await read_body(headers, receive)
+        asked = _Asked(path=path, headers=headers, body=body, receive=receive, line=line)
+        return await (self._chat(asked) if path == _ASKED[0] else self._tokens(asked))
+
+    async def _chat(self, asked: _Asked) -> tuple[bytes, Iterable[bytes]]:
+        request = read_request(asked.body, ChatRequest)
+        request.check()
+        tools = () if request.tool_choice == "none" else request.tools or ()
+        served = asked.line.served
+        answer, name, first = await self._once(
+            asked, request, lambda: served.answer(request.messages, tools, request.most)
+        )
+        kind, usage = b"application/json", request.stream_options is not None and request.stream_options.include_usage
+        if request.stream:
+            kind, parts = b"text/event-stream", list(chat_stream(answer, name, request.model, usage=usage))
+        else:
+            parts = [msgspec.json.encode(chat_answer(answer, name, request.model))]
+        if first:
+            asked.took(answer.waited)
+        return kind, parts
+
+    async def _tokens(self, asked: _Asked) -> tuple[bytes, Iterable[bytes]]:
+        request = read_request(asked.body, TokenRequest)
+        served, params = asked.line.served, request.sampling_params
+        request.check(served.params.stop_token_ids)
+        answer, name, first = await self._once(
+            asked, params, lambda: served.complete(request.token_ids, params.max_tokens)
+        )
+        parts = [msgspec.json.encode(token_answer(answer.completion, name))]
+        if first:
+            asked.took(answer.waited)
+        return b"application/json", parts
+
+    async def _once(
+        self, asked: _Asked, params: Any, sample: Callable[[], Coroutine[Any, Any, T]]
+    ) -> tuple[T, str, bool]:
+        """The turn, its id, and whether the request is the first for it.
+
+        One that comes again gets the turn that was sampled for it, or is being sampled. It says so itself (`_RETRY`),
+        or says nothing, and the client of an equal one under way has gone. Of equal turns it gets one whose client has
+        gone, each another, else the newest. A client that goes away ends nothing.
+        """
+        digest = hashlib.sha256(asked.path.encode() + b"\n" + asked.body).digest()
+        task: asyncio.Task[T] | None
+        if (said := asked.headers.get(_RETRY)) is None:
+            task = asked.line.left_turn(digest, done=False)
+        elif said.strip() == b"0":
+            task = None
+        else:
+            task = asked.line.left_turn(digest, done=True) or asked.line.answers.get(digest)
+        if first := task is None:
+            task = asyncio.create_task(_counted(sample(), asked.line.requests), name=f"turn-{next(self._turns)}")
+            asked.line.answers[digest] = task
+            asked.line.sampling.add(task)
+            task.add_done_callback(asked.line.sampling.discard)
+            asked.line.requests.overridden += self._is_overridden(params, asked.line.served.params)
+        else:
+            asked.line.requests.retried += 1
+        watching = asyncio.create_task(_leave(asked, digest, task))
+        try:
+            turn = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise RequestRefused(410, "this conversation has ended") from None
+            raise
+        except Exception:
+            asked.line.forget(digest, task)
+            raise
+        finally:
+            watching.cancel()
+        return turn, task.get_name(), first
+
+    def _is_overridden(self, params: Any, used: SamplingParams) -> bool:
+        """Whether the client asks for another distribution than the run samples. The first time it is logged."""
+        for name, own in (("temperature", used.temperature), ("top_p", used.top_p)):
+            given = getattr(params, name)
+            if given is not None and given != own:
+                if not self._warned:
+                    logger.warning("a client asks for %s=%g; the run samples with %g, here and later", name, given, own)
+                self._warned = True
+                return True
+        return False
+
+
+async def _counted(sampling: Coroutine[Any, Any, T], requests: RequestCounts) -> T:
+    turn = await sampling
+    requests.answered += 1
+    return turn
+
+
+async def _leave(asked: _Asked, digest: bytes, task: asyncio.Task[Any]) -> None:
+    """Note the turn as left once the client goes away."""
+    while (await asked.receive())["type"] != "http.disconnect":
+        pass
+    asked.line.left.setdefault(digest, []).append(task)
+
+
+_ASKED = ("/v1/chat/completions", "/inference/v1/generate")
+
+
+_CLOSING_SECONDS = 2
+_BACKLOG = 1024
+_HEAD_SECONDS = 30.0  # from a connection's beginning, or a head's, until that head is there
+
+
+class Endpoint:
+    """Serves conversations under a key each on 127.0.0.1, from the first one on until its event loop ends, or `stop`.
+
+    Its methods are called in that event loop.
+    """
+
+    def __init__(self) -> None:
+        self._keys = Keys()
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._base_url = ""
+
+    def open(self, conversation: Served) -> tuple[str, str]:
+        """``(base_url, api_key)``, at which the conversation is until `close`."""
+        if self._serving is None or self._serving.done():
+            self._listen()
+        return self._base_url, self._keys.open(conversation)
+
+    def requests(self, api_key: str) -> RequestCounts:
+        """What clients asked for so far in the key's conversation, which is open."""
+        return self._keys.requests(api_key)
+
+    def close(self, api_key: str) -> None:
+        """End a key's conversation. What is being sampled for it is given up."""
+        self._keys.close(api_key)
+
+    def _listen(self) -> None:
+        """The kernel keeps clients until they are served."""
+        # With the protocol named, asyncio sets TCP_NODELAY; without it an answer's second packet waits 40 ms.
+        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        try:
+            listening.bind(("127.0.0.1", 0))
+            listening.listen(_BACKLOG)
+        except OSError:
+            listening.close()
+            raise
+        self._base_url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        config = uvicorn.Config(
+            Application(self._keys),
+            lifespan="off",
+            ws="none",
+            http=BoundedProtocol,
+            proxy_headers=False,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=60,
+            timeout_graceful_shutdown=_CLOSING_SECONDS,
+            backlog=BoundedProtocol.backlog(),
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(_serve(self._server, listening), name="endpoint")
+
+    async def stop(self) -> None:
+        """Stop listening; requests under way have 2 seconds."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+
+
+async def _serve(server: uvicorn.Server, listening: socket.socket) -> None:
+    with listening:
+        try:
+            await server.serve(sockets=[listening])
+        except Exception:  # its clients find nobody there
+            logger.exception("the endpoint ends")
+
+
+class BoundedProtocol(H11Protocol):
+    """Closes connections that ask nothing, which need no key to be there, and those whose next head never ends.
+
+    So many may come that the process has no file left: beyond their share each new one takes the place of another.
+    """
+
+    files_share = 4
+    """Connections have at most one in this many of the process's files."""
+
+    @classmethod
+    def max_connections(cls) -> int:
+        """Returns how many connections there may be, idle and busy."""
+        return _most_files() // cls.files_share
+
+    @staticmethod
+    def backlog() -> int:
+        """Returns how many connections asyncio may accept before it counts the first: at most a quarter of the files,
+        which are left where half of them are counted connections."""
+        return min(_BACKLOG, _most_files() // 4)
+
+    @override
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._late: asyncio.TimerHandle | None = self.loop.call_later(_HEAD_SECONDS, self._close_unasked)
+        if len(self.connections) > self.max_connections():
+            self._make_room()
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._is_waiting():
+            self._in_time()
+        elif self._late is None:  # for the rest of this head; between requests uvicorn itself counts
+            self._late = self.loop.call_later(_HEAD_SECONDS, self._close_unasked)
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._in_time()
+        super().connection_lost(exc)
+
+    def _is_waiting(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete  # uvicorn's, of the last request
+
+    def _make_room(self) -> None:
+        """Close a connection on which no request is being answered: this one, if there is no other."""
+        others = (other for other in self.connections if isinstance(other, BoundedProtocol) and other is not self)
+        idle = (other for other in others if other._is_waiting() and not other.transport.is_closing())
+        next(idle, self).transport.close()
+
+    def _in_time(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _close_unasked(self) -> None:
+        self._late = None
+        if self._is_waiting():
+            self.transport.close()
+
+
+def _most_files() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+class _Server(uvicorn.Server):
+    """Leaves the process's signals to the run, whose Ctrl-C uvicorn would take."""
+
+    @contextmanager
+    @override
+    def capture_signals(self) -> Iterator[None]:
+        yield

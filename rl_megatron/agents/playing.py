@@ -1,0 +1,264 @@
+"""Leads one trajectory to its end: an environment's calls in a thread of their own, or an agent of the user's."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import SupportsFloat, TypeVar
+
+from rl_megatron.agents.conversation.messages import MessagesRefused
+from rl_megatron.agents.endpoint.server import Endpoint, RequestCounts
+from rl_megatron.agents.episode import AgentModel, Episode, LongPrompt
+from rl_megatron.agents.threads import LoopThread, TooLate, UserCodeFailed
+from rl_megatron.config.sections.reward import EnvironmentSection
+from rl_megatron.environments.adapters.verifiers import PackageFailed
+from rl_megatron.environments.protocol import (
+    Environment,
+    EnvironmentStep,
+    LimitReached,
+    Observed,
+    OpenAIMessage,
+    Transcript,
+)
+from rl_megatron.environments.registry import Agent, EnvironmentMaker
+from rl_megatron.errors import EngineError
+from rl_megatron.interfaces import LARGEST_REWARD
+from rl_megatron.types import Prompt, StopReason
+
+T = TypeVar("T")
+_CLOSE_SECONDS = 10.0  # then processes that the environment started are killed
+_MOST_METRICS, _METRIC = 32, re.compile("[a-z][a-z0-9_]{0,60}")
+
+
+class EnvironmentFault(Exception):
+    """The environment raised, was ``late`` or answered what is no answer; the text says in which call."""
+
+    def __init__(self, said: str, *, late: bool = False) -> None:
+        super().__init__(said)
+        self.late = late
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryEnd:
+    """How a trajectory ended; ``reward`` is finite. ``problem`` says what was given up at its time limit."""
+
+    stop: StopReason
+    reward: float
+    turn_rewards: tuple[float | None, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    problem: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Playing:
+    """One trajectory that is under way."""
+
+    episode: Episode
+    task: Prompt
+    seed: int
+    section: EnvironmentSection
+    cut: Callable[[OpenAIMessage], OpenAIMessage]  # a message to what ``max_observation_tokens`` leaves of it
+    sampled: Callable[[], None]  # called once, when it asks the engine no more
+    thread: LoopThread
+    endpoint: Endpoint
+    started: bool = False  # its environment may be there
+    environment: Environment | None = None
+    messages: list[OpenAIMessage] = field(default_factory=list)
+    rewards: list[float | None] = field(default_factory=list)
+    states: list[str | None] = field(default_factory=list)  # that turns began from, where the environment names them
+    metrics: dict[str, float] = field(default_factory=dict)
+    requests: RequestCounts | None = None  # of an agent's clients, if it has any
+
+    async def run(self, made: EnvironmentMaker | Agent) -> TrajectoryEnd:
+        """Play to the end, but for `close`. Raises EnvironmentFault, and what `Episode.reply` raises of the engine."""
+        try:
+            if isinstance(made, Agent):
+                return await self._led(made)
+            stop = await self._turns(made)
+        finally:
+            self.sampled()
+        return TrajectoryEnd(
+            stop=stop, reward=await self._reward(stop), turn_rewards=tuple(self.rewards), metrics=self.metrics
+        )
+
+    async def close(self) -> str | None:
+        """Close the environment. Returns what went wrong, if anything did."""
+        if not self.started:
+            return None
+
+        async def close() -> None:  # after `start` in its thread, which may have made it only now
+            if self.environment is not None:
+                await self.environment.close()
+
+        try:
+            await self.thread.call(close, _CLOSE_SECONDS)
+        except TooLate:
+            return f"close did not end within {_CLOSE_SECONDS:g} s"
+        except UserCodeFailed as error:
+            return f"close {error}"
+        return None
+
+    async def _turns(self, made: EnvironmentMaker) -> StopReason:
+        async def start() -> Observed:
+            self.environment = made()
+            return await self.environment.start(self.task, self.seed)
+
+        self.started = True
+        seen = await self._call("start", start)
+        env = self.environment
+        assert env is not None
+        tools = self._observe(seen, "start").tools
+        while True:
+            self.states.append(seen.state)
+            try:
+                reply = await self.episode.reply(self.messages, tools)
+            except LimitReached as limit:
+                return limit.stop
+            except MessagesRefused as error:
+                raise self._fault("step" if self.episode.replies else "start", str(error)) from error
+            self.messages.append(reply.message)
+            if self.episode.stop is not None:  # the turn was cut, or has a bad call
+                return self.episode.stop
+            if reply.bad_call is not None:
+                self.rewards.append(None)
+                seen = self._observe(Observed(said=f"error: {reply.bad_call}", state=seen.state), "step")
+                continue
+            step = await self._call("step", lambda reply=reply: env.step(reply))  # type: ignore[misc]
+            if not isinstance(step, EnvironmentStep):
+                raise self._fault("step", f"returned a {type(step).__name__:.80}, which is no EnvironmentStep")
+            self._count(step)
+            if step.observation is None:
+                return "done"
+            seen = self._observe(step.observation, "step")
+
+    async def _led(self, agent: Agent) -> TrajectoryEnd:
+        """An agent leads by itself; its calls of the model are served on this loop.
+
+        What it raises because its client was refused a turn is what the turn was refused for. What the engine raised
+        for its last request is raised however it ends. One that has sampled and does not end in time is scored as one
+        that raises at the limit.
+        """
+        model = AgentModel(self.episode, self.endpoint)
+        section, stop, reward, problem = self.section, "done", 0.0, ""
+        given: EnvironmentStep | float = 0.0
+        error: TooLate | UserCodeFailed | None = None
+        try:
+            given = await self.thread.call(
+                lambda: agent.solve(self.task, model), section.seconds + section.step_seconds
+            )
+        except (TooLate, UserCodeFailed) as raised:
+            error = raised
+        finally:
+            model.close()
+            self.requests = model.requests
+        refused = self._refused(error)
+        if isinstance(refused, (EngineError, LongPrompt)):
+            raise refused from error
+        if error is None:
+            step = given if isinstance(given, EnvironmentStep) else EnvironmentStep(reward=given)
+            reward = self._finite("the function", step.reward)
+            self._count(step)
+        elif isinstance(error, TooLate):
+            late = f"did not end within environment.seconds={section.seconds:g} and step_seconds after that"
+            fault = self._fault("the function", late, late=True)
+            if not self.episode.replies and not self.episode.is_asked:
+                raise fault from error
+            stop, problem = "seconds", str(fault) if self.episode.replies else ""
+        elif refused is None:
+            before = "" if self.episode.failed is None else f"; it had been refused a turn ({self.episode.failed})"
+            raise self._fault("the function", f"{error}{before}") from error
+        if isinstance(refused, LimitReached):
+            stop = refused.stop
+        stop = self.episode.stop or stop
+        return TrajectoryEnd(stop=stop, reward=reward, metrics=self.metrics, problem=problem)  # type: ignore[arg-type]
+
+    def _refused(self, error: TooLate | UserCodeFailed | None) -> BaseException | None:
+        """Why a function that ended so got no turn, where it ended by that: by the engine's failure in any way."""
+        failed, cause = self.episode.failed, None if error is None else error.__cause__
+        if isinstance(failed, EngineError):
+            return failed
+        if isinstance(cause, (EngineError, LongPrompt, LimitReached)):
+            return cause
+        status = 400 if isinstance(failed, LongPrompt) else 410
+        return failed if isinstance(error, TooLate) or _is_refusal(cause, status) else None
+
+    async def _reward(self, stop: StopReason) -> float:
+        given = [reward for reward in self.rewards if reward is not None]
+        if given:
+            return self._finite("step", math.fsum(given))
+        env, replies = self.environment, tuple(self.episode.replies)
+        assert env is not None
+        seen = Transcript(task=self.task, messages=tuple(self.messages), replies=replies, stop=stop)
+        return self._finite("score", await self._call("score", lambda: env.score(seen)))
+
+    async def _call(self, name: str, function: Callable[[], Awaitable[T]]) -> T:
+        """A call of the environment, within its own time: the trajectory's ends at the next turn."""
+        seconds = self.section.step_seconds
+        try:
+            return await self.thread.call(function, seconds)
+        except TooLate as error:
+            raise self._fault(name, f"did not end within environment.step_seconds={seconds:g}", late=True) from error
+        except UserCodeFailed as error:
+            raise self._fault(name, str(error)) from error
+
+    def _observe(self, seen: object, name: str) -> Observed:
+        if not isinstance(seen, Observed):
+            raise self._fault(name, f"returned a {type(seen).__name__:.80}, which is no Observed")
+        try:
+            messages = seen.messages
+        except TypeError as error:
+            raise self._fault(name, f"returned an Observed that said {seen.said!r:.80}, which is no text") from error
+        if not messages or not all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages):
+            raise self._fault(name, "returned an Observed without messages, or with one that has no role")
+        if not isinstance(seen.state, str | None):
+            raise self._fault(name, f"returned an Observed of the state {seen.state!r:.80}, which is no text")
+        try:
+            self.messages += [self.cut(one) for one in messages]
+        except MessagesRefused as error:
+            raise self._fault(name, str(error)) from error
+        return seen
+
+    def _count(self, step: EnvironmentStep) -> None:
+        self.rewards.append(None if step.reward is None else self._finite("step", step.reward))
+        if not isinstance(step.metrics, Mapping):
+            raise self._fault("step", f"returned the metrics {step.metrics!r:.80}, which are no mapping")
+        for key, value in step.metrics.items():
+            if key not in self.metrics and len(self.metrics) >= _MOST_METRICS:
+                raise self._fault("step", f"returned more than {_MOST_METRICS} metrics")
+            if not isinstance(key, str) or not _METRIC.fullmatch(key):
+                raise self._fault("step", f"returned a metric {key!r:.80}; its name must be like {_METRIC.pattern}")
+            self.metrics[key] = self.metrics.get(key, 0.0) + self._finite(f"step, metric {key!r:.80},", value)
+
+    def _finite(self, name: str, given: object) -> float:
+        value = math.nan
+        if isinstance(given, SupportsFloat):
+            with suppress(Exception):  # it may be of the user's own kind
+                value = float(given)
+        if not abs(value) <= LARGEST_REWARD:
+            beyond = f" of at most {LARGEST_REWARD:g}" if math.isfinite(value) else ""
+            raise self._fault(name, f"returned {given!r:.80}, which is no finite number{beyond}")
+        return value
+
+    def _fault(self, name: str, problem: str, *, late: bool = False) -> EnvironmentFault:
+        return EnvironmentFault(f"turn {len(self.episode.replies)}: {name} {problem}", late=late)
+
+
+def _is_refusal(error: BaseException | None, status: int, depth: int = 16) -> bool:
+    """Whether it, or what it was raised ``from``, is what a client raises at ``status``; of a group each part.
+
+    What was raised while a refusal was handled is another failure.
+    """
+    if error is None or not depth:
+        return False
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_refusal(one, status, depth - 1) for one in error.exceptions)
+    if isinstance(error, (LimitReached, LongPrompt, PackageFailed)):
+        return True
+    with suppress(Exception):  # attributes of the user's own kind
+        for one in (error, getattr(error, "response", None)):
+            if status in (getattr(one, "status_code", None), getattr(one, "status", None)):
+                return True
+    return _is_refusal(error.__cause__, status, depth - 1)

@@ -1,0 +1,420 @@
+"""A source of groups whose trajectories an environment or an agent leads. Runs in the controller process.
+
+An engine that answers batch by batch samples turn k of all trajectories as one batch. The metrics ``environment/…`` of
+a step's trajectories are computed here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from operator import itemgetter
+
+import numpy as np
+from typing_extensions import override
+
+from rl_megatron.agents.conversation.messages import tidied
+from rl_megatron.agents.conversation.templates import Template
+from rl_megatron.agents.endpoint.server import Endpoint, RequestCounts
+from rl_megatron.agents.episode import Episode, LongPrompt, PlaySetting, TrajectoryPlace
+from rl_megatron.agents.parsers import Parser
+from rl_megatron.agents.playing import EnvironmentFault, Playing, TrajectoryEnd
+from rl_megatron.agents.threads import Threads
+from rl_megatron.columns import TokenIds
+from rl_megatron.config.sections.reward import EnvironmentSection
+from rl_megatron.data.trajectories import known_beginnings, tokens_behind_prompt
+from rl_megatron.environments.protocol import OpenAIMessage
+from rl_megatron.environments.registry import Agent, EnvironmentMaker
+from rl_megatron.errors import DataError, EnvironmentFailed, PoisonPrompt, together
+from rl_megatron.interfaces import RolloutEngine
+from rl_megatron.rollout.batch import Answered, Drawn, Reason, reason_of
+from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler, Tell
+from rl_megatron.seeds import text_seed
+from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams, Scored, Trajectory
+
+SECONDS, CALLS, BAD_CALLS, GONE_ON = "seconds", "tool_calls", "bad_calls", "gone_on"
+"""In a trajectory's metrics: its seconds, its calls of tools, its turns with one that cannot be read, whether it is in
+place of one that failed, and its turns that go on from an earlier one's row."""
+BRANCHES, OWN, ENDPOINT = "branches/", "own/", "endpoint/"
+"""There, the beginnings of names: of why rows began, of its environment's own, and of what its clients asked for."""
+
+
+def of_requests(requests: RequestCounts) -> dict[str, float]:
+    """Metrics of a trajectory whose clients asked for this."""
+    return {f"{ENDPOINT}{name}": float(value) for name, value in asdict(requests).items() if name != "own_ms"}
+
+
+def environment_row(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Means, extremes and shares; empty where no environment led them."""
+    led = [one for one in trajectories if SECONDS in one.metrics]
+    if not led:
+        return {}
+    turns = np.array([len(one.turns) for one in led])
+    rows = np.array([len(one.chains) for one in led])
+    seconds = np.array([one.metrics[SECONDS] for one in led])
+    known = [known_beginnings(one) for one in led]
+    sampled = np.array([one.num_sampled for one in led])
+    read = np.array([tokens_behind_prompt(*pair) for pair in zip(led, known, strict=True)]) - sampled
+    named = sorted({name for one in led for name in one.metrics if name.startswith((BRANCHES, OWN))})
+    served = [one.metrics for one in led if f"{ENDPOINT}answered" in one.metrics]
+    asked = sorted({name for one in served for name in one if name.startswith(ENDPOINT)})
+    return {
+        "environment/turns_mean": float(turns.mean()),
+        "environment/turns_max": int(turns.max()),
+        "environment/rows_mean": float(rows.mean()),
+        "environment/row_inflation": _inflation(led, sum(map(sum, known))),
+        **_kept_prefix(led),
+        "environment/observation_tokens": float(read.mean()),
+        "environment/untrained_fraction": float(read.sum() / (read.sum() + sampled.sum())),
+        "environment/seconds_mean": float(seconds.mean()),
+        "environment/seconds_p99": float(np.quantile(seconds, 0.99, method="higher")),
+        "environment/tool_calls": sum(one.metrics[CALLS] for one in led) / len(led),
+        "environment/bad_calls": sum(one.metrics[BAD_CALLS] for one in led) / len(led),
+        **{f"environment/stop/{stop}": count / len(led) for stop, count in Counter(one.stop for one in led).items()},
+        **{f"environment/{name}": sum(one.metrics.get(name, 0.0) for one in led) / len(led) for name in named},
+        **{name: sum(one[name] for one in served) / len(served) for name in asked},
+        **_overhead([took for one in led for took in one.overhead_ms]),
+    }
+
+
+def _kept_prefix(led: Sequence[Trajectory]) -> dict[str, float]:
+    later = sum(len(one.turns) - 1 for one in led)
+    return {"environment/kept_prefix_fraction": sum(one.metrics[GONE_ON] for one in led) / later} if later else {}
+
+
+def _overhead(took: Sequence[float]) -> dict[str, float]:
+    at = {"p50": 0.5, "p99": 0.99} if took else {}
+    return {f"endpoint/overhead_ms_{name}": float(np.quantile(took, q, method="higher")) for name, q in at.items()}
+
+
+def _inflation(led: Sequence[Trajectory], shared: int) -> float:
+    """Tokens of all rows over those that differ, of which ``shared`` are in an earlier row too."""
+    tokens = sum(len(row.token_ids) for one in led for row in one.chains)
+    return tokens / (tokens - shared)
+
+
+PATIENCE = 0.25  # seconds without a further request after which a wave goes without those that are late
+
+_Asked = tuple[str, GenerationRequest, asyncio.Future[Sequence[Completion]]]
+
+
+class Waves(RolloutEngine):
+    """Sends requests on together: once every trajectory that is under way waits for one, or the others are late, and
+    the engine has answered those before.
+
+    A wave is in the order of its requests' ids, so that equal ones are computed equally.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._under_way = 0
+        self._waiting: list[_Asked] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """One more trajectory will ask."""
+        self._under_way += 1
+
+    def end(self) -> None:
+        """A trajectory asks no more."""
+        self._under_way -= 1
+        self._consider()
+
+    @override
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        answer: asyncio.Future[Sequence[Completion]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request.id, request, answer))
+        self._consider()
+        return await answer
+
+    @override
+    def so_far(self, request_id: str) -> Completion | None:
+        return self._engine.so_far(request_id)
+
+    @override
+    async def interrupt(self) -> None:
+        await self._engine.interrupt()
+
+    def _consider(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._waiting = [one for one in self._waiting if not one[2].done()]  # cancelled ones are
+        if not self._waiting or self._running is not None:
+            return
+        loop = asyncio.get_running_loop()
+        if len(self._waiting) >= self._under_way:
+            self._go()
+        else:
+            self._timer = loop.call_later(PATIENCE, self._go)
+
+    def _go(self) -> None:
+        self._timer = None
+        wave, self._waiting = sorted(self._waiting, key=itemgetter(0)), []
+        self._running = asyncio.ensure_future(self._sample(wave))
+
+    async def _sample(self, wave: Sequence[_Asked]) -> None:
+        found = await asyncio.gather(*(self._engine.generate(one) for _, one, _ in wave), return_exceptions=True)
+        for (_, _, answer), result in zip(wave, found, strict=True):
+            if answer.done():
+                continue
+            if isinstance(result, BaseException):
+                answer.set_exception(result)
+            else:
+                answer.set_result(result)
+        self._running = None
+        self._consider()
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """A trajectory; or None, and why there is none to train on."""
+
+    trajectory: Trajectory | None = None
+    reason: Reason | None = None
+    problem: str = ""  # also of an environment that failed in a trajectory that is kept
+    late: bool = False  # the problem is that it was
+    left_out_tokens: int = 0  # that were sampled, where there is none to train on
+
+    @property
+    def scored(self) -> Scored | None:
+        """Its reward, or how its environment failed; None where there was nothing to score."""
+        if self.reason == "environment_error" or (self.trajectory is not None and self.problem):
+            return Scored(total=math.nan, error=self.problem, late=self.late)
+        return None if self.trajectory is None else Scored(total=self.trajectory.reward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSampler(PolicySampler):
+    """A source over an engine, whose turns have a seed each. Seeds are functions of the run's seed and of what `Drawn`
+    names, so that a group repeats exactly as far as its environment does."""
+
+    made: EnvironmentMaker | Agent
+    template: Template
+    encode: Callable[[str], TokenIds]  # a text by itself
+    section: EnvironmentSection
+    vocab_size: int  # the model's
+    parser: Parser | None = None
+    key: str = "environment"  # of the section, for messages
+    threads: Threads = field(init=False)
+    endpoint: Endpoint = field(default_factory=Endpoint)
+    closing: set[asyncio.Future[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "threads", Threads(self.section.concurrency))
+
+    @override
+    async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
+        """``group_size`` trajectories of each prompt, in the order of their numbers.
+
+        Raises EnvironmentFailed that names task and turn if an environment fails and
+        ``environment.on_error`` is ``fail``.
+        """
+        count, section = self.rollout.group_size, self.rollout
+        members = [self._place(one.prompt, one.name(), i) for one in drawn for i in range(count)]
+        params = self.params(temperature=section.temperature, top_p=section.top_p, router_noise=section.router_noise)
+        played = await self._play(members, params)
+        parts = (played[first : first + count] for first in range(0, len(played), count))
+        return [_answered(one.prompt, part) for one, part in zip(drawn, parts, strict=True)]
+
+    @override
+    async def interrupt(self) -> None:
+        """Trajectories under way are not kept: a resume starts them over."""
+
+    @override
+    def so_far(self, drawn: Drawn) -> tuple[Completion | None, ...]:
+        """Nothing: a trajectory starts over, with the same seed."""
+        return ()
+
+    @override
+    async def held_out(self, asked: HeldOut) -> list[Answered]:
+        """As `PolicySampler.held_out`, of trajectories."""
+        places, prompts, samples = self.askable(asked), asked.prompts, asked.samples
+        numbered = [(prompts[place], place * samples + i) for place in places for i in range(samples)]
+        members = [self._place(prompt, asked.purpose, number) for prompt, number in numbered]
+        played = await self._play(members, asked.params, ahead=True, exact_logprobs=False, tell=asked.tell)
+        parts = [played[first : first + samples] for first in range(0, len(played), samples)]
+        answered = [_answered(prompts[place], part) for place, part in zip(places, parts, strict=True)]
+        return self.among_poison(asked, places, answered)
+
+    @override
+    async def closed(self) -> None:
+        """Each environment's ``close`` has its limit."""
+        while self.closing:
+            await asyncio.wait(set(self.closing))
+
+    async def _play(
+        self,
+        members: Sequence[TrajectoryPlace],
+        params: SamplingParams,
+        *,
+        ahead: bool = False,
+        exact_logprobs: bool = True,
+        tell: Tell | None = None,
+    ) -> list[Played]:
+        setting = PlaySetting(
+            engine=self.engine,
+            section=self.section,
+            params=params,
+            ahead=ahead,
+            exact_logprobs=exact_logprobs,
+            template=self.template,
+            max_prompt_tokens=self.rollout.max_prompt_tokens,
+            vocab_size=self.vocab_size,
+            parser=self.parser,
+        )
+        async with together() as tasks:
+            running = [tasks.create_task(self._one(setting, member)) for member in members]
+            if tell is not None:
+                for task in running:
+                    task.add_done_callback(lambda _: tell(1))
+        return [task.result() for task in running]
+
+    def _place(self, task: Prompt, name: str, number: int) -> TrajectoryPlace:
+        seed = text_seed(f"{self.seed}\n{name}\n{task.id}\n{number}")
+        return TrajectoryPlace(task=task, name=name, number=number, seed=seed)
+
+    async def _one(self, setting: PlaySetting, place: TrajectoryPlace) -> Played:
+        with ExitStack() as asking:
+            thread = await self.threads.take(lambda: self._begin(asking))
+            playing = Playing(
+                episode=Episode(setting, place),
+                task=place.task,
+                seed=place.seed,
+                section=self.section,
+                cut=self._cut,
+                sampled=asking.close,
+                thread=thread,
+                endpoint=self.endpoint,
+            )
+            waits, cut_off = True, False
+            try:
+                played = await self._ended(playing, place)
+                waits = not played.problem  # a group waits for no environment that failed; `closed` does
+                return played
+            except asyncio.CancelledError:
+                cut_off = True
+                raise
+            finally:
+                closing = asyncio.ensure_future(self._close(playing, place, cut_off=cut_off))
+                self.closing.add(closing)
+                closing.add_done_callback(self.closing.discard)
+                if waits:
+                    await _until_closed(closing)
+
+    def _begin(self, asking: ExitStack) -> None:
+        """Count a trajectory among those that will ask, until ``asking`` is closed."""
+        if isinstance(self.engine, Waves):
+            self.engine.begin()
+            asking.callback(self.engine.end)
+
+    async def _ended(self, playing: Playing, place: TrajectoryPlace) -> Played:
+        on_error, fault, late = self.section.on_error, "", False
+        try:
+            ended = await playing.run(self.made)
+            if ended.problem:
+                logger.warning("environment %r: %s, %s", self.section.function, self._said(place), ended.problem)
+        except EnvironmentFault as error:
+            late = error.late
+            fault = f"environment {self.section.function!r}: {self._said(place)}, {error}"
+            if on_error == "fail":
+                advice = f"fix it, or set {self.key}.on_error to drop or to a number"
+                raise EnvironmentFailed(f"{fault}; {advice}") from error
+            logger.warning("%s", fault)
+            if on_error == "drop":
+                tokens = playing.episode.num_sampled
+                return Played(reason="environment_error", problem=fault, late=late, left_out_tokens=tokens)
+            ended = TrajectoryEnd(stop="environment_error", reward=float(on_error), metrics=playing.metrics)
+        except LongPrompt as error:
+            if self.rollout.on_long_prompt == "fail":
+                advice = "raise it, or set rollout.on_long_prompt=drop"
+                raise DataError(f"{self._said(place)}: {error}; {advice}") from error
+            logger.warning("%s: %s; its group is dropped", self._said(place), error)
+            return Played(reason="long_prompt", problem=str(error))
+        except PoisonPrompt as error:
+            logger.error("prompt %r is dropped: %s", place.task.id, error)
+            return Played(reason="poison", problem=str(error), left_out_tokens=playing.episode.num_sampled)
+        chains = playing.episode.chains(ended.turn_rewards, playing.states)
+        if not any(chain.turns for chain in chains):
+            passed = f"{self.key}.seconds={self.section.seconds:g} passed before its first; raise it"
+            why = passed if ended.stop == "seconds" else f"it ended as {ended.stop}"
+            problem = fault or f"environment {self.section.function!r}: {self._said(place)} has no turn: {why}"
+            if not fault:
+                logger.warning("%s", problem)
+            return Played(reason="environment_error" if fault else "nothing_sampled", problem=problem, late=late)
+        seconds = asyncio.get_running_loop().time() - playing.episode.began
+        replies, branches = playing.episode.replies, playing.episode.conversation.branches()
+        metrics = {
+            SECONDS: seconds,
+            CALLS: sum(len(one.message.get("tool_calls") or ()) for one in replies),
+            BAD_CALLS: sum(one.bad_call is not None for one in replies),
+            GONE_ON: playing.episode.gone_on,
+            **{f"{BRANCHES}{why}": count for why, count in branches.items()},
+            **{f"{OWN}{name}": value for name, value in ended.metrics.items()},
+        }
+        took = tuple[float, ...]()
+        if playing.requests is not None:
+            metrics, took = metrics | of_requests(playing.requests), tuple(playing.requests.own_ms)
+        trajectory = Trajectory(chains=chains, reward=ended.reward, stop=ended.stop, metrics=metrics, overhead_ms=took)
+        return Played(trajectory=trajectory, problem=fault, late=late)
+
+    async def _close(self, playing: Playing, place: TrajectoryPlace, *, cut_off: bool) -> None:
+        """Of one that was ``cut_off``, as by the end of a run, processes are expected, and no warning."""
+        problem: str | None = "was cancelled while it closed"
+        try:
+            problem = await playing.close()
+        finally:
+            killed = await self.threads.give_back(playing.thread)
+            if problem:
+                logger.warning("environment %r: %s, %s", self.section.function, self._said(place), problem)
+            if killed:
+                of = f"environment {self.section.function!r}: {self._said(place)}"
+                level, pids = logging.INFO if cut_off else logging.WARNING, ", ".join(map(str, killed))
+                logger.log(level, "%s left processes running, which were killed: %s", of, pids)
+
+    def _said(self, place: TrajectoryPlace) -> str:
+        return f"prompt {place.task.id!r}, trajectory {place.number} of {place.name}"
+
+    def _cut(self, message: OpenAIMessage) -> OpenAIMessage:
+        """The message, its text cut in the middle to ``max_observation_tokens``."""
+        (shown,), most = tidied((message,)), self.section.max_observation_tokens
+        content = shown["content"]
+        if len(content) <= most // 4:  # of the shortest tokens, bytes of one character
+            return message
+        ids = self.encode(content)
+        if len(ids) <= most:
+            return message
+        half = most // 2
+        first, last = self.template.decode(ids[:half]), self.template.decode(ids[len(ids) - half :])
+        return {**message, "content": f"{first}\n[{len(ids) - 2 * half} tokens cut]\n{last}"}
+
+
+async def _until_closed(closing: asyncio.Future[None]) -> None:
+    """Wait also where this is cancelled: closing has a limit, and the end of a run cuts off what nobody waits for."""
+    try:
+        await asyncio.shield(closing)
+    except asyncio.CancelledError:
+        await asyncio.wait({closing})
+        raise
+
+
+def _answered(prompt: Prompt, played: Sequence[Played]) -> Answered:
+    """The group of these, if none failed."""
+    scored = tuple(one.scored for one in played if one.scored is not None)
+    kept = tuple(one.trajectory for one in played if one.trajectory is not None)
+    tokens = sum(one.left_out_tokens for one in played)
+    if len(kept) < len(played):
+        reason, problem = reason_of((one.reason, one.problem) for one in played)
+        tokens += sum(one.num_sampled for one in kept)
+        return Answered(group=None, reason=reason, problem=problem, scored=scored, left_out_tokens=tokens)
+    group = RolloutGroup(prompt=prompt, trajectories=kept)
+    return Answered(group=group, rewards=group.rewards, scored=scored, left_out_tokens=tokens)

@@ -1,0 +1,220 @@
+"""Decodes servers' answers straight into columns, checks them, and joins completions that a weight update cut.
+
+Fields that a type does not name are skipped. This file imports neither torch nor pydantic.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeVar, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_megatron.columns import LogProbs, TokenIds
+from rl_megatron.data.routes import encode_routes
+from rl_megatron.errors import DataError, EngineError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.seeds import text_seed
+from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes, Span
+
+T = TypeVar("T")
+
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}  # by form: to make one takes longer than to use it
+
+
+class LabelledSpan(msgspec.Struct, frozen=True):
+    """A part of a completion that one version of the weights sampled."""
+
+    start: int
+    version: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledColumns:
+    """One completion as a server sent it. Its spans and routes are not decoded yet."""
+
+    token_ids: TokenIds
+    logprobs: LogProbs
+    finish_reason: FinishReason
+    spans: Sequence[LabelledSpan]
+    routes: str | None
+    proposed: int = 0  # tokens by a draft layer, where answers tell
+    accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Judged:
+    """What a server says of a text of L tokens, at temperature 1: the log-prob [L - 1] of every token after the first,
+    and behind each beginning the most probable tokens [L - 1, k], the first the most probable, with theirs."""
+
+    logprobs: LogProbs
+    top_ids: NDArray[np.int32]
+    top_logprobs: NDArray[np.float32]
+
+
+def as_form(text: bytes, form: type[T]) -> T:
+    """The JSON ``text`` as ``form``. Raises ValueError that names the first part that is not of this form, or where the
+    text breaks off."""
+    try:
+        return cast(T, _decoder(form).decode(text))
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        return msgspec.convert(json.loads(text), form)  # NaN and infinity, which JSON lacks, and what is broken
+    except RecursionError as error:
+        raise ValueError(f"the answer is nested too deeply: {error}") from error
+
+
+def as_form_at_once(text: bytes, form: type[T]) -> T | None:
+    """The same, for a form with parts as they are written (`msgspec.Raw`); None for what it would raise or convert."""
+    try:
+        return cast(T, _decoder(form).decode(text))
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _decoder(form: type[T]) -> msgspec.json.Decoder[Any]:
+    if form not in _decoders:
+        _decoders[form] = msgspec.json.Decoder(form)
+    return _decoders[form]
+
+
+def whole_numbers(written: msgspec.Raw) -> TokenIds | None:
+    """The column of a JSON array of whole numbers from 0 to 2**31 - 1 without blanks; None for anything else."""
+    text = bytes(written)
+    inner = text[1:-1]
+    if text[:1] != b"[" or inner.translate(None, b"0123456789,"):
+        return None
+    found = np.fromstring(inner, np.int64, sep=",") if inner else np.empty(0, np.int64)
+    known = len(found) == (inner.count(b",") + 1 if inner else 0) and (not inner or found.max() < 2**31)
+    return found.astype(np.int32) if known else None
+
+
+def token_column(token_ids: Sequence[int]) -> TokenIds:
+    """Raises ValueError for what is no token id."""
+    try:
+        return np.array(token_ids, np.int32)
+    except OverflowError as error:
+        raise ValueError(f"token ids must be below {2**31}: {error}") from error
+
+
+def logprob_column(logprobs: Sequence[float]) -> LogProbs:
+    """A float32 column."""
+    column: NDArray[np.float32] = np.array(logprobs, np.float32)
+    return column
+
+
+_LOGPROBS = (-1000.0, 0.01)  # nats: excludes vLLM's -9999 for -inf; rounding alone gives values above 0
+
+
+def problem_of(completion: Completion, request: GenerationRequest, *, vocab_size: int) -> str | None:
+    """The reason why a completion must not be trained on; None if it may."""
+    tokens, logprobs, most = completion.token_ids, completion.logprobs, request.params.max_new_tokens
+    if len(tokens) != len(logprobs):
+        return f"it has {len(logprobs)} log-probs for {len(tokens)} tokens"
+    if len(tokens) > most:
+        return f"it has {len(tokens)} tokens, but at most {most} were requested"
+    if completion.finish_reason == "length" and len(tokens) < most:
+        return (
+            f"it was cut after {len(tokens)} tokens, but {most} were requested: check the size of the server's cache "
+            "and its limits, as SGLANG_MAX_NEW_TOKENS_LIMIT"
+        )
+    known = (tokens >= 0) & (tokens < vocab_size)
+    if not known.all():
+        at = int(known.argmin())
+        return f"token {at} has id {tokens[at]}, but the vocabulary has {vocab_size} tokens"
+    starts = [span.start for span in completion.spans]
+    if starts[:1] != [0] or any(b <= a for a, b in pairwise([*starts, max(1, len(tokens))])):
+        return f"its weight versions begin at tokens {starts} of {len(tokens)}; they must ascend from 0"
+    least, most_likely = _LOGPROBS
+    possible = (logprobs >= least) & (logprobs <= most_likely)  # NaN is neither
+    if not possible.all():
+        at = int(possible.argmin())
+        return f"token {at} has log-prob {logprobs[at]}, which no sampled token can have"
+    return None
+
+
+def as_it_should_end(completion: Completion, request: GenerationRequest) -> Completion:
+    """Correct the finish reason of an aborted completion that ends with a stop token or has reached its limit."""
+    params = request.params
+    if completion.finish_reason != "abort":
+        return completion
+    if len(completion.token_ids) and completion.token_ids[-1] in params.stop_token_ids:
+        return replace(completion, finish_reason="stop")
+    if len(completion.token_ids) >= params.max_new_tokens:
+        return replace(completion, finish_reason="length")
+    return completion
+
+
+def completion_seed(seed: int, place: int) -> int:
+    """The seed of the completion at ``place`` in its group, whose request has ``seed``: 63 bits."""
+    return text_seed(f"{seed} {place}")
+
+
+def rest_of(request: GenerationRequest, completion: Completion, place: int) -> GenerationRequest:
+    """A request for the rest of the completion at ``place`` in its group: its tokens are appended to the prompt."""
+    left = request.params.max_new_tokens - len(completion.token_ids)
+    return replace(
+        request,
+        token_ids=(*request.token_ids, *completion.token_ids.tolist()),
+        num_completions=1,
+        begun=None,
+        params=replace(request.params, max_new_tokens=left, seed=completion_seed(request.params.seed, place)),
+    )
+
+
+def spans_of(parts: Iterable[tuple[int, int]]) -> tuple[Span, ...]:
+    """Spans from the (first token, version) of each part; merges neighbours of one version."""
+    spans: list[Span] = []
+    for start, version in parts:
+        if not spans or version != spans[-1].version:
+            spans.append(Span(start, version))
+    return tuple(spans)
+
+
+def sampled_with(request: GenerationRequest, spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    """The spans of a completion: ``spans`` are of the model, beside which one version of adapters sampled it whole."""
+    return spans if request.adapters is None else (Span(0, request.adapters.version),)
+
+
+def joined(first: Completion, more: Completion) -> Completion:
+    """Join two completions, of which the second was sampled after prompt and first."""
+    if not len(first.token_ids):
+        return more
+    if not len(more.token_ids):
+        return replace(first, finish_reason=more.finish_reason)
+    routes = more.routes
+    if first.routes is not None and routes is not None:  # the first part's routes produced its tokens
+        routes = replace(routes, data=first.routes.data + routes.data[len(first.routes.data) :])
+    behind = ((len(first.token_ids) + span.start, span.version) for span in more.spans)
+    return Completion(
+        token_ids=np.concatenate((first.token_ids, more.token_ids)),
+        logprobs=np.concatenate((first.logprobs, more.logprobs)),
+        finish_reason=more.finish_reason,
+        spans=spans_of((*first.spans, *behind)),
+        routes=routes,
+        continued=True,
+    )
+
+
+def checked_routes(experts: NDArray[Any], *, positions: int, shape: ModelShape) -> Routes:
+    """Routes of the MoE layers, from an answer's expert numbers [positions, all layers, experts a token].
+
+    Raises EngineError for a wrong shape or an unknown expert.
+    """
+    wanted = (positions, shape.num_layers, shape.experts_per_token)
+    if experts.size != math.prod(wanted):
+        raise EngineError(
+            f"its routes have shape {experts.shape}; (positions, layers, experts a token) must be {wanted}"
+        )
+    layers = shape.moe_layers
+    try:
+        return encode_routes(experts.reshape(wanted)[:, layers.start : layers.stop], num_experts=shape.num_experts)
+    except DataError as error:
+        raise EngineError(str(error)) from error

@@ -1,0 +1,323 @@
+"""Presents engine servers as one RolloutEngine, and checks that only served versions sampled its completions.
+
+An adapter (adapter.py) translates requests and orders for its server. requests.py sends a request to replicas until one
+answers; weights.py has replicas load and serve new weights. For the timeline, servers are asked how busy they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+
+from rl_megatron.config.sections.rollout import ServerSection
+from rl_megatron.engines.adapter import Adapter, Sampling
+from rl_megatron.engines.answers import as_it_should_end
+from rl_megatron.engines.http import AttemptFailed, Server
+from rl_megatron.engines.loras import Loras
+from rl_megatron.engines.replicas import Replica, ReplicaSet
+from rl_megatron.engines.requests import Attempts, FailedAttempt, TimeLimit
+from rl_megatron.engines.weights import ReplicaWeights
+from rl_megatron.errors import EngineError
+from rl_megatron.observability.timeline import spans
+from rl_megatron.observability.timeline.spans import Lane
+from rl_megatron.types import Completion, GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+PERIOD_SECONDS = 2.0
+"""Between two questions, whatever the number of servers."""
+_LIMIT_SECONDS = 1.0
+
+
+class GaugesInTurn:
+    """Asks one server every ``seconds``, each in its turn: what that costs does not grow with their number.
+
+    A server that does not answer in a second, or with an error, is asked again in its next turn: its supervisor finds
+    whether it works.
+    """
+
+    def __init__(self, adapter: Sampling, replicas: ReplicaSet, seconds: float = PERIOD_SECONDS) -> None:
+        self._adapter, self._replicas, self._seconds = adapter, replicas, seconds
+        self._lanes: dict[int, Lane] = {}
+        self._made: dict[Server, tuple[float, int]] = {}  # tokens, and when they were counted, by the servers that are
+
+    @contextlib.asynccontextmanager
+    async def asked(self) -> AsyncIterator[None]:
+        """Ask servers while the context lasts. If an answer cannot be read, it warns and asks no more."""
+        task = asyncio.create_task(self._ask_in_turn())
+        try:
+            yield
+        finally:
+            task.cancel()
+            (ended,) = await asyncio.gather(task, return_exceptions=True)
+            if isinstance(ended, Exception):
+                logger.warning("the timeline has no load of servers: %r", ended, exc_info=ended)
+
+    async def _ask_in_turn(self) -> None:
+        for turn in count():
+            await asyncio.sleep(self._seconds)
+            present = self._replicas.present()
+            if not present:
+                continue
+            replica = present[turn % len(present)]
+            try:
+                async with asyncio.timeout(_LIMIT_SECONDS):
+                    await self._ask(replica)
+            except (TimeoutError, AttemptFailed, EngineError):
+                continue
+            except (ValueError, LookupError, TypeError) as error:
+                logger.warning("the timeline has no load of servers: %s: %r", replica.server.url, error)
+                return
+
+    async def _ask(self, replica: Replica) -> None:
+        server = replica.server
+        found = await self._adapter.gauges(server)
+        if found is None:
+            return
+        lane = self._lanes.setdefault(replica.number, Lane(replica.title, ""))
+        spans.gauge(lane, "requests", running=found.running, waiting=found.waiting)
+        if found.cache is not None:
+            spans.gauge(lane, "cache", share=round(found.cache, 4))
+        now, speed = spans.now(), found.tokens_per_second
+        if speed is None and found.tokens is not None:
+            before = self._made.get(server)
+            present = {replica.server for replica in self._replicas.present()}
+            self._made = {each: made for each, made in self._made.items() if each in present}
+            self._made[server] = found.tokens, now
+            speed = None if before is None else (found.tokens - before[0]) / ((now - before[1]) / 1e9)
+        if speed is not None:
+            spans.gauge(lane, "tokens", per_second=round(speed, 1))
+
+
+class ServedEngine:
+    """A RolloutEngine over servers; the weight sync uses its ``weights``.
+
+    During a push, running requests are paused and continue with the new weights, or are aborted and sent again with
+    their tokens (``running_requests``); their answers are released after the commit. A prompt and its completion have
+    at most ``max_length`` tokens, of ids below ``vocab_size``: other requests, which a server would truncate or crash
+    on, are refused here. At most ``rollout.server.concurrency`` groups of ``group_size`` completions are in flight,
+    however many a request is for; of evaluations so many problems, with ``samples`` each, if these are more. ``slots``:
+    of each server, where they are known and each request is for one completion.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        servers: Sequence[Server],
+        section: ServerSection,
+        *,
+        max_length: int,
+        vocab_size: int,
+        group_size: int = 1,
+        samples: int = 1,
+        slots: int | None = None,
+    ) -> None:
+        self.adapter, self._mode = adapter, section.running_requests
+        self.replicas = ReplicaSet(adapter.name, servers)
+        self._attempts = Attempts(adapter, self.replicas, vocab_size=vocab_size, slots=slots)
+        self.weights = ReplicaWeights(adapter, self.replicas, section, self._attempts)
+        self._max_length, self._vocab_size = max_length, vocab_size
+        self._in_flight = _InFlight(section.concurrency * group_size)
+        self._ahead = _InFlight(section.concurrency * max(group_size, samples))
+
+    @property
+    def servers(self) -> list[Server]:
+        """The servers that answer."""
+        return [replica.server for replica in self.replicas.present()]
+
+    def metrics(self) -> dict[str, int]:
+        """Counts of healthy replicas and of restarts."""
+        restarts = sum(replica.restarts for replica in self.replicas.all)
+        return {"engine/healthy": len(self.replicas.healthy()), "engine/restarts": restarts}
+
+    def step_row(self) -> dict[str, float]:
+        """Metrics of a step, after its push: those of now, and those since the call before."""
+        row: dict[str, float] = {**self.metrics(), "seconds/pause": self.weights.paused_seconds}
+        row |= self.weights.drafts.row()
+        if self._attempts.slot_use is not None:
+            row |= self._attempts.slot_use.row(len(self.replicas.present()))
+        if self._mode == "abort" and (running := self._attempts.so_far):
+            row["in_flight/tokens"] = sum(len(one.token_ids) for one in running.values() if one is not None)
+        return row
+
+    def beside(self, run: str, count: int) -> Loras:
+        """Has servers hold ``count`` versions of adapters beside their model, under names that begin with ``run``."""
+        return Loras(self.adapter, self.weights, self._attempts, run=run, count=count)
+
+    def tries(self, replica: Replica) -> int:
+        """The replica's restarts that count, but one for each of its servers that died under a dropped prompt."""
+        explained = {server for server, _ in self._attempts.suspects.explained}
+        return max(0, replica.restarts - replica.forgiven - len((replica.ended - replica.forgiven_ended) & explained))
+
+    def so_far(self, request_id: str) -> Completion | None:
+        """What a running request of one completion has sampled, as far as servers have told."""
+        return self._attempts.so_far.get(request_id)
+
+    async def interrupt(self) -> None:
+        """Have `so_far` know all tokens that running requests of one completion have sampled.
+
+        Servers abort them, and each is sent again with its tokens, which servers still have in their caches.
+        """
+        await self._attempts.interrupt()
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        """Completions sampled by served versions alone, but for what was ``begun``. Raises EngineError; PoisonPrompt if
+        the prompt is to be dropped."""
+        if not request.num_completions:
+            return []
+        self._check(request)
+        if request.begun is not None and not len(request.begun.token_ids):
+            request = replace(request, begun=None)  # it has no version
+        if request.num_completions == 1:
+            self._attempts.so_far[request.id] = request.begun
+        try:
+            in_flight = self._ahead if request.ahead else self._in_flight
+            async with in_flight.places(request.num_completions):
+                with self._attempts.suspects.following(request):
+                    return await self._generated(request)
+        finally:
+            self._attempts.so_far.pop(request.id, None)
+            self._attempts.aborted.pop(request.id, None)
+
+    async def _begin(self, request: GenerationRequest) -> int:
+        """Wait until no update is under way and it is the request's turn; the served version. Raises EngineError."""
+        while True:
+            version = await self.weights.served_version(request)
+            await self._attempts.turn()
+            if version == self.weights.version:  # else an update has begun meanwhile
+                return version
+
+    async def _generated(self, request: GenerationRequest) -> Sequence[Completion]:
+        before, begun = await self._begin(request), request.begun
+        if request.birth is None:
+            began = before if begun is None else begun.spans[0].version
+            request = replace(request, birth=0 if request.ahead else began)
+        clock = TimeLimit(request.max_seconds)
+        if begun is None:
+            state = self._state(before)
+            started = await self._attempts.sampled(request, clock=clock)
+        else:
+            state = None
+            started = [begun]
+        finishing = (self._finished(request, c, n, state, replace(clock)) for n, c in enumerate(started))
+        completions = await _all_or_none(finishing)
+        after = await self.weights.served_version(request)
+        if len(completions) != request.num_completions:
+            raise EngineError(
+                f"request {request.id!r}: {len(completions)} completions arrived of {request.num_completions}"
+            )
+        old = {span.version for span in begun.spans} if begun else set[int]()
+        strays = {s.version for c in completions for s in c.spans if not before <= s.version <= after} - old
+        if strays:
+            raise EngineError(
+                f"request {request.id!r} was sampled with version {min(strays)}, but {before} to {after} were served: "
+                "check that no other run uses the servers and that nobody restarted one"
+            )
+        return completions
+
+    def _check(self, request: GenerationRequest) -> None:
+        prompt, new = request.token_ids, request.params.max_new_tokens
+        ids = np.fromiter(prompt, np.int64, len(prompt))
+        if request.begun is not None and request.num_completions != 1:
+            problem = f"num_completions={request.num_completions}, but what was begun is one completion"
+        elif not prompt or ids.min() < 0 or ids.max() >= self._vocab_size:
+            problem = f"the prompt must have one or more token ids in [0, {self._vocab_size}), got {prompt[:8]}..."
+        elif len(prompt) + new > self._max_length:
+            problem = (
+                f"{len(prompt)} prompt tokens + max_new_tokens={new} exceed the engine's "
+                f"max_length={self._max_length}; shorten the prompt or lower max_new_tokens"
+            )
+        else:
+            return
+        raise EngineError(f"request {request.id!r}: {problem}")
+
+    async def _finished(
+        self,
+        request: GenerationRequest,
+        completion: Completion,
+        place: int,
+        state: tuple[int, int] | None,
+        clock: TimeLimit,
+    ) -> Completion:
+        """The completion at ``place``; if an update, an interrupt or a server's end aborted it, with the rest of it.
+
+        One whose time is over has ended, unless it has no token yet: then it waited for a slot, and gets as long again.
+        ``state`` was when it was sent, None if it was begun before. Raises EngineError where servers went on aborting
+        it although there was neither update nor interrupt.
+        """
+        failures = list[FailedAttempt]()
+        while (completion := as_it_should_end(completion, request)).finish_reason == "abort":
+            if clock.over and (made := len(completion.token_ids)):
+                logger.info("request %r: ended after %d tokens in %.1f s", request.id, made, clock.spent)
+                return replace(completion, finish_reason="length")
+            now = self._state(await self._begin(request))
+            failed = None
+            if state == now and not clock.over:
+                problem = (
+                    f"the server aborted it after {len(completion.token_ids)} tokens, although weight version {now[0]} "
+                    "was served all the time, as one does that shuts down; check that no other client aborts or pauses"
+                )
+                failed = await self._attempts.after_abort(request, problem, failures)
+            state = now
+            clock.extend()
+            rest = replace(request, num_completions=1, begun=completion)
+            (completion,) = await self._attempts.sampled(rest, place=place, clock=clock, failed=failed)
+        return completion
+
+    def _state(self, version: int) -> tuple[int, int]:
+        """What changes before a server may abort a request: the version served, and the number of interrupts."""
+        return version, self._attempts.interrupts
+
+    async def tokenized(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...] | None:
+        """Token ids of a text by a replica's own tokenizer; None if it has none. Raises EngineError."""
+        server = self.servers[0]
+        body = {"prompt": text, "add_special_tokens": add_special_tokens}
+        try:
+            if "/tokenize" not in (await server.get("/openapi.json")).get("paths", ()):
+                return None
+            answer = await server.post("/tokenize", body)
+        except AttemptFailed as error:
+            raise EngineError(f"its tokenizer does not answer: {error}") from error
+        return tuple(answer["tokens"])
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._attempts.close()
+        await asyncio.gather(*(replica.server.close() for replica in self.replicas.all))
+
+
+class _InFlight:
+    """At most ``most`` completions are in flight; requests wait in their order, each for places of all its own."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._free, self._first = most, asyncio.Semaphore(most), asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def places(self, completions: int) -> AsyncIterator[None]:
+        """Places for a request of so many; all that there are for one of more."""
+        taken = 0
+        try:
+            async with self._first:  # two that had a part each would wait for each other
+                while taken < min(completions, self._most):
+                    await self._free.acquire()
+                    taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                self._free.release()
+
+
+async def _all_or_none(work: Iterable[Coroutine[None, None, Completion]]) -> list[Completion]:
+    """The results; an error of one ends the others, which would go on asking servers."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

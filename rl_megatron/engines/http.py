@@ -1,0 +1,245 @@
+"""Sends JSON over HTTP to one engine server. Distinguishes failures that a retry may fix from others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx2
+import msgspec
+
+from rl_megatron.engines.engine_token import authorization
+from rl_megatron.errors import EngineError
+from rl_megatron.http.client import KEEP_ALIVE_SECONDS, TryAgain, describe_transport, new_client
+from rl_megatron.http.token_file import StatusAndBody, TokenFile
+from rl_megatron.json_text import parse
+
+T = TypeVar("T")
+
+_PASSING = (408, 429, 503)
+_SHOWN = 2000  # characters of an answer in an error
+_beside = ThreadPoolExecutor(1, thread_name_prefix="decoding")  # the event loop would have to wait for each of several
+
+
+class AttemptFailed(TryAgain):
+    """There was no connection, no answer in time, or a server error."""
+
+
+class NoAnswer(AttemptFailed):
+    """There was a connection, but no answer in time."""
+
+
+class Unreachable(AttemptFailed):
+    """There was no connection, or it broke."""
+
+
+class Broken(Unreachable):
+    """The connection broke after the request was sent, perhaps because the server died of it."""
+
+
+class Busy(AttemptFailed):
+    """The server takes no request at present."""
+
+
+class TokenRefused(Busy):
+    """The server does not take the token of a file, which may hold another one later."""
+
+
+class Refused(EngineError):
+    """The server refuses this request for good."""
+
+
+class Unauthorized(EngineError):
+    """The server does not take a token that does not change."""
+
+
+class OutOfFiles(EngineError):
+    """This process may open no more files, so it has no connection: nothing is known of the server."""
+
+
+class Server:
+    """One engine server at ``url``, without proxies.
+
+    Every request carries ``token``, or that of the file. An answer must arrive within ``timeout_seconds``, except for
+    requests that wait in the server's queue: their time does not show whether the server works. The tokens it makes do
+    (launcher/servers/supervisor.py).
+    """
+
+    def __init__(
+        self, url: str, *, token: str | TokenFile | None, timeout_seconds: float, answers: Path | None = None
+    ) -> None:
+        self.url, self.token, self._limit = url.rstrip("/"), token, timeout_seconds
+        self.answers = answers  # a folder that its nodes see as this one does; None: that of the weights is one
+        self.in_flight = 0  # completions that are asked for
+        self.paused = False  # whether its sampling is paused
+        self.released = False  # whether its memory is released: of weights and cache, or of its cache alone
+        self.priorities = False  # whether it takes requests by their priority
+        self.draft_tokens = 0  # that a draft layer proposes at each of its steps
+        self.salt: str | None = None  # names the weights in each request, where prefixes of others stay in the cache
+        self.reclaimed = False  # whether that of weights is allocated again, and the cache's is not yet
+        self.checked = asyncio.Lock()  # held while its health is asked for, and while its memory is released
+        limits = httpx2.Limits(
+            max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS
+        )
+        self._client = new_client(base_url=self.url, limits=limits)
+
+    @contextlib.contextmanager
+    def busy(self, completions: int = 1) -> Iterator[None]:
+        """Counts a request for tokens as in flight: each of its completions."""
+        self.in_flight += completions
+        try:
+            yield
+        finally:
+            self.in_flight -= completions
+
+    async def post(self, path: str, body: object = None, *, params: Mapping[str, str] | None = None) -> Any:
+        """The answer's JSON, None if it is empty. Raises as ``get`` does."""
+        return self._json(path, await self._ask("POST", path, body, params, self._limit))
+
+    async def told(self, path: str, body: object) -> None:
+        """Post what has an answer in words, which nobody reads. Raises as ``get`` does."""
+        await self._ask("POST", path, body, None, self._limit)
+
+    async def sampled(self, path: str, body: object, read: Callable[[bytes], T], *, beside: bool = False) -> T:
+        """The server's samples or scores for ``body``, by ``read``, ``beside`` the event loop where it takes long;
+        without a time limit. Raises as ``get`` does, and AttemptFailed where ``read`` raises ValueError."""
+        answer = await self._ask("POST", path, body, None, None)
+        try:
+            return await read_beside(read, answer) if beside else read(answer)
+        except ValueError as error:
+            raise AttemptFailed(f"{self.url}{path}: its answer has another form: {error!s:.300}") from error
+
+    async def reported(self, path: str, body: object, read: Callable[[bytes], T]) -> T:
+        """What ranks report, by ``read`` beside the event loop: of a large model it takes long. Raises as ``get`` does,
+        and EngineError where ``read`` raises ValueError."""
+        answer = await self._ask("POST", path, body, None, self._limit)
+        try:
+            return await read_beside(read, answer)
+        except ValueError as error:
+            raise EngineError(f"{self.url}{path}: its answer has another form: {error!s:.300}") from error
+
+    async def get(self, path: str) -> Any:
+        """The answer's JSON. Raises AttemptFailed, or EngineError with the answer if the server refuses for good."""
+        return self._json(path, await self.text(path))
+
+    async def text(self, path: str) -> str:
+        """The answer as text. Raises as ``get`` does. Asks again where the connection breaks: the server may have
+        closed it as idle just then, while one that died refuses the next (RFC 9110, 9.2.2)."""
+        try:
+            answer = await self._ask("GET", path, None, None, self._limit)
+        except Broken:
+            answer = await self._ask("GET", path, None, None, self._limit)
+        return answer.decode(errors="replace")
+
+    async def _ask(
+        self, method: str, path: str, body: object, params: Mapping[str, str] | None, limit: float | None
+    ) -> bytes:
+        what = f"{self.url}{path}"
+        content = None if body is None else msgspec.json.encode(body)  # the tokens of long prompts: json takes 15 times
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            async with asyncio.timeout(limit):
+                status, answer = await self._answered(method, path, headers, content=content, params=params)
+        except TimeoutError as error:
+            raise NoAnswer(f"{what}: no answer within rollout.server.timeout_seconds={limit:g}") from error
+        except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
+            raise _unreachable(what, error) from error
+        except httpx2.TransportError as error:
+            raise Broken(f"{what}: {describe_transport(error)}") from error
+        except TryAgain as error:
+            raise Busy(f"{what}: {error}") from error
+        if isinstance(self.token, TokenFile) and (advice := self.token.refused(status)):
+            raise TokenRefused(f"{what}: status {status}: {_shown(answer)}{advice}")
+        if status in _PASSING:
+            raise Busy(f"{what}: status {status}: {_shown(answer)}")
+        if status >= 500:
+            raise AttemptFailed(f"{what}: status {status}: {_shown(answer)}")
+        if status == 401:
+            raise Unauthorized(f"{what}: status {status}: {_shown(answer)}")
+        if status >= 300:
+            raise Refused(f"{what}: status {status}: {_shown(answer)}")
+        return answer
+
+    async def _answered(self, method: str, path: str, headers: Mapping[str, str], **options: Any) -> StatusAndBody:
+        """Status and body. Raises TryAgain where a file holds no token, and httpx's errors."""
+
+        async def ask(token: str) -> StatusAndBody:
+            given = {**headers, **authorization(token)} if token else headers
+            response = await self._client.request(method, path, headers=given, **options)
+            return response.status_code, bytes(response.content)
+
+        return await (self.token.answer(ask) if isinstance(self.token, TokenFile) else ask(self.token or ""))
+
+    def _json(self, path: str, text: bytes | str) -> Any:
+        try:
+            return parse(text) if text else None
+        except ValueError as error:
+            raise EngineError(f"{self.url}{path}: the answer is not JSON: {text[:80]!r}") from error
+
+    async def status(self, path: str, *, seconds: float) -> int | None:
+        """The status of an answer to GET; None if none arrived within ``seconds``. Raises OutOfFiles."""
+        try:
+            async with asyncio.timeout(seconds):
+                return (await self._answered("GET", path, {}))[0]
+        except (TimeoutError, TryAgain):
+            return None
+        except httpx2.TransportError as error:
+            if isinstance(told := _unreachable(f"{self.url}{path}", error), OutOfFiles):
+                raise told from error
+            return None
+
+    async def health(self, *, seconds: float) -> int | None:
+        """The status of /health, as `status` says; 200 without asking while memory is released.
+
+        SGLang samples a token for the answer. Its scheduler ends if it has one to sample where memory is to be
+        released, and has no weights to sample one with afterwards. So this first waits for a release under way.
+        """
+        async with self.checked:
+            return 200 if self.released else await self.status("/health", seconds=seconds)
+
+    async def open_to_strangers(self) -> bool:
+        """Whether it answers requests without a token. Raises AttemptFailed."""
+        async with new_client(base_url=self.url) as stranger:
+            try:
+                return (await stranger.get("/openapi.json", timeout=self._limit)).status_code not in (401, 403)
+            except httpx2.TransportError as error:
+                raise _unreachable(self.url, error) from error
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._client.aclose()
+
+
+async def read_beside(read: Callable[[bytes], T], text: bytes) -> T:
+    """The large answer ``text`` by ``read``, in a thread that decodes one at a time."""
+    return await asyncio.get_running_loop().run_in_executor(_beside, read, text)
+
+
+def out_of_files(what: str, error: OSError) -> OutOfFiles | None:
+    """The error of a process that may open no more files, if the system said that."""
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        return None
+    return OutOfFiles(
+        f"{what}: this process has no open file left: {error.strerror}; raise the hard limit of open files "
+        "(ulimit -Hn), or lower rollout.server.concurrency"
+    )
+
+
+def _unreachable(what: str, error: httpx2.TransportError) -> Unreachable | OutOfFiles:
+    """The error of a request without a connection, by what the system said: httpx keeps it as a cause alone."""
+    causes: list[BaseException] = [error]
+    for one in causes:
+        if isinstance(one, OSError) and (none_left := out_of_files(what, one)):
+            return none_left
+        behind = one.__cause__ or one.__context__
+        causes += [*getattr(one, "exceptions", ()), *([behind] if behind else [])]  # a group: an error of each address
+    return Unreachable(f"{what}: {describe_transport(error)}")
+
+
+def _shown(answer: bytes) -> str:
+    return answer[: 4 * _SHOWN].decode(errors="replace")[:_SHOWN]

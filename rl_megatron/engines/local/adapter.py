@@ -1,0 +1,225 @@
+"""The adapter for servers of the in-process engine, which run on this machine's CPUs in processes of their own.
+
+Adapter and server exchange the JSON that this file defines; columns are base64.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict, override
+
+from rl_megatron.config.sections.rollout import RunningRequests
+from rl_megatron.engines.adapter import Adapter, Command, Description, EngineGauges, StartOptions
+from rl_megatron.engines.answers import as_form
+from rl_megatron.engines.http import AttemptFailed, Server
+from rl_megatron.errors import ConfigError, SyncError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes, SamplingParams, Span
+from rl_megatron.weights.boxes import Box
+from rl_megatron.weights.checks.compare import ReportReader
+from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.layouts.recorded import Boxes
+
+PROTOCOL = "4"
+"""Both ends have the same."""
+
+
+class SaidRoutes(TypedDict):
+    """`Routes`."""
+
+    data: str
+    shape: tuple[int, int, int]
+
+
+class Said(TypedDict):
+    """A `Completion`: little-endian columns, spans as (first token, version)."""
+
+    tokens: str
+    logprobs: str
+    finish_reason: FinishReason
+    spans: list[tuple[int, int]]
+    routes: SaidRoutes | None
+
+
+SAID = TypeAdapter(list[Said])
+
+
+def asked(name: str, request: GenerationRequest) -> dict[str, object]:
+    """A request that the server knows by ``name``."""
+    return {
+        "name": name,
+        "token_ids": request.token_ids,
+        "num_completions": request.num_completions,
+        "params": asdict(request.params),
+        "routes": request.routes,
+    }
+
+
+def request_of(body: Mapping[str, Any]) -> tuple[str, GenerationRequest]:
+    """The inverse of `asked`."""
+    params = dict(body["params"])
+    stops, texts = tuple(params.pop("stop_token_ids")), tuple(params.pop("stop"))
+    return body["name"], GenerationRequest(
+        id=body["name"],
+        token_ids=tuple(body["token_ids"]),
+        num_completions=body["num_completions"],
+        params=SamplingParams(stop_token_ids=stops, stop=texts, **params),
+        routes=body["routes"],
+    )
+
+
+def answer_of(completions: Sequence[Completion]) -> list[Said]:
+    """The completions' JSON."""
+    return [
+        Said(
+            tokens=base64.b64encode(one.token_ids.astype("<i4").tobytes()).decode(),
+            logprobs=base64.b64encode(one.logprobs.astype("<f4").tobytes()).decode(),
+            finish_reason=one.finish_reason,
+            spans=[(span.start, span.version) for span in one.spans],
+            routes=None if one.routes is None else _of_routes(one.routes),
+        )
+        for one in completions
+    ]
+
+
+def completions_of(answer: Sequence[Said]) -> list[Completion]:
+    """The inverse of `answer_of`. Raises ValueError for what is no base64 of whole numbers."""
+    return [
+        Completion(
+            token_ids=np.frombuffer(base64.b64decode(one["tokens"], validate=True), "<i4"),
+            logprobs=np.frombuffer(base64.b64decode(one["logprobs"], validate=True), "<f4"),
+            finish_reason=one["finish_reason"],
+            spans=tuple(Span(start, version) for start, version in one["spans"]),
+            routes=None if one["routes"] is None else _routes_of(one["routes"]),
+        )
+        for one in answer
+    ]
+
+
+def _of_routes(routes: Routes) -> SaidRoutes:
+    return SaidRoutes(data=base64.b64encode(routes.data).decode(), shape=routes.shape)
+
+
+def _routes_of(given: SaidRoutes) -> Routes:
+    return Routes(data=base64.b64decode(given["data"], validate=True), shape=given["shape"])
+
+
+class EmbeddedAdapter(Adapter):
+    """``rollout.engine=local`` with ``rollout.server.replicas``."""
+
+    name = "local"
+    module = "rl_megatron"
+    tested = PROTOCOL
+    renormalises_top_p = True
+
+    def __init__(self, shape: ModelShape) -> None:
+        self._shape, self._reader = shape, ReportReader()
+
+    @override
+    def command(self, options: StartOptions) -> Command:
+        if options.extra:
+            raise ConfigError(
+                f"rollout.server.options={' '.join(options.extra)}: servers of rollout.engine=local have none; leave "
+                "the key out"
+            )
+        return Command(
+            arguments=(
+                str(options.python),
+                *("-P", "-m", "rl_megatron.engines.local.server", "--model", str(options.bare_folder)),
+                *("--host", options.host, "--port", str(options.port), "--dtype", options.dtype),
+                *("--max-length", str(options.max_length), "--slots", str(options.slots)),
+                *(("--tokenizer", str(options.model_folder)) if options.stops else ()),
+            ),
+            environment={},
+        )
+
+    @override
+    async def describe(self, server: Server) -> Description:
+        found = await server.get("/openapi.json")
+        return Description(
+            version=str(found.get("protocol", "unknown")),
+            dtype=str(found["dtype"]),
+            architecture=str(found["architecture"]),
+            max_length=int(found["max_length"]),
+            problems=(),
+        )
+
+    @override
+    async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
+        answer = await server.sampled("/generate", asked(request_id, request), SAID.validate_json)
+        try:
+            return completions_of(answer)
+        except ValueError as error:
+            raise AttemptFailed(f"{server.url}/generate: its columns are not base64 of numbers: {error}") from error
+
+    @override
+    async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
+        await server.post("/abort", {"name": request_id})
+
+    @override
+    async def score(self, server: Server, text: Sequence[int]) -> list[float]:
+        found: list[float] = await server.post("/score", {"text": list(text)})
+        return found
+
+    @override
+    async def tokens(self, server: Server) -> int:
+        return int(await server.get("/tokens"))
+
+    @override
+    async def gauges(self, server: Server) -> EngineGauges:
+        return EngineGauges(**await server.get("/gauges"))
+
+    @override
+    async def pause(self, server: Server, mode: RunningRequests) -> None:
+        await server.post("/pause", {"mode": mode})
+
+    @override
+    async def resume(self, server: Server) -> None:
+        await server.post("/resume")
+
+    @override
+    async def load(
+        self,
+        server: Server,
+        path: Path,
+        version: int,
+        *,
+        private: Collection[str],
+        straight: bool = False,
+    ) -> list[Report]:
+        if straight:
+            raise SyncError(f"{server.url}: servers of rollout.engine=local load files; set weights.transport=auto")
+        body = {"path": str(path), "version": version, "known": self._reader.known}
+        return [await server.reported("/load", body, self._reader.read)]
+
+    @override
+    async def boxes(self, server: Server, path: Path) -> list[Boxes]:
+        return [await server.reported("/boxes", None, partial(as_form, form=dict[str, Box]))]
+
+    @override
+    async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
+        raise SyncError(f"{server.url}: servers of rollout.engine=local join no group; set weights.transport=auto")
+
+    @override
+    async def relabel(self, server: Server, version: int) -> None:
+        """Nothing: what they load is labelled with its version, and is served after this."""
+
+    @override
+    async def release(self, server: Server) -> None:
+        """Nothing: on CPUs servers do not release their memory."""
+
+    @override
+    async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
+        """Nothing, as for `release`."""
+
+    @override
+    async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
+        return [await server.reported("/held", {"known": self._reader.known}, self._reader.read)]

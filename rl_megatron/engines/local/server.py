@@ -1,0 +1,491 @@
+"""Serves the in-process engine over HTTP: ``python -m rl_megatron.engines.local.server <options>``.
+
+So what engine servers do can be tried where no vLLM or SGLang is: several of them sample while the learner trains, and
+take weights while completions run. Requests come and go while others decode, and go on after their weights were
+replaced. Every request needs the run's token (`engine_token`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import queue
+import threading
+import traceback
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from rl_megatron.agents.endpoint.server import BoundedProtocol
+from rl_megatron.config.sections.rollout import RunningRequests
+from rl_megatron.engines.answers import joined, spans_of
+from rl_megatron.engines.engine_token import EngineToken
+from rl_megatron.engines.local import adapter
+from rl_megatron.engines.local.decoding import Continuations, Decoding
+from rl_megatron.engines.local.engine import LocalEngine, decoder_of
+from rl_megatron.errors import EngineError, RLMegatronError
+from rl_megatron.models.families.fields import read_config
+from rl_megatron.models.kv_cache import KVCache
+from rl_megatron.types import Completion, GenerationRequest, SamplingParams, Span
+from rl_megatron.weights.boxes import whole_box
+from rl_megatron.weights.checks.checksums import checksum
+from rl_megatron.weights.checks.reports import Report, packed_report
+from rl_megatron.weights.layouts.families import read_shape
+from rl_megatron.weights.servers import mirror
+
+Ended = list[tuple[str, list[Completion]]]
+"""Requests by name whose every completion has ended, with these in order."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Sequence:
+    """One completion of a request."""
+
+    name: str
+    number: int
+    request: GenerationRequest
+    part: Completion | None = None  # made before a replacement of weights that computes again
+    versions: list[tuple[int, int]] = field(default_factory=list)  # of what is made since: (first token, version)
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """The tokens to go on from."""
+        made = () if self.part is None else self.part.token_ids.tolist()
+        return (*self.request.token_ids, *made)
+
+    @property
+    def params(self) -> SamplingParams:
+        """Those of the rest."""
+        made = 0 if self.part is None else len(self.part.token_ids)
+        return replace(self.request.params, max_new_tokens=self.request.params.max_new_tokens - made)
+
+    def whole(self, rest: Completion) -> Completion:
+        """The completion, of which ``rest`` was made since ``part``."""
+        rest = replace(rest, spans=spans_of(self.versions))
+        return rest if self.part is None else joined(self.part, rest)
+
+
+class RunningBatch:
+    """The completions that a process samples, at most ``slots`` at once. One thread calls every method.
+
+    A completion's random numbers depend on its request's seed, its number and a token's position in its text, so that
+    they go on where other weights stopped.
+    """
+
+    def __init__(self, engine: LocalEngine, *, slots: int) -> None:
+        model, max_length = engine.model, engine.max_length
+        cache = KVCache(model.shape, rows=slots, columns=max_length, dtype=model.dtype, device=model.device)
+        self._engine, self._decoding = (
+            engine,
+            Decoding(model, cache, places=slots, width=max_length, decode=engine.decode),
+        )
+        self._free = list(range(slots))
+        self._queue: deque[_Sequence] = deque()
+        self._decoded: dict[int, tuple[_Sequence, Continuations]] = {}  # by place
+        self._done: dict[str, dict[int, Completion]] = {}  # of requests that are not finished, by number
+        self._counts: dict[str, int] = {}
+        self.tokens = 0  # sampled since the start
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a completion decodes or waits."""
+        return bool(self._queue or self._decoded)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Completions that decode, and that wait; any thread may ask."""
+        return len(self._decoded), len(self._queue)
+
+    def start(self, name: str, request: GenerationRequest) -> None:
+        """Have the request's completions wait for a slot. Raises EngineError if it cannot be served."""
+        self._engine.check(request)
+        self._counts[name], self._done[name] = request.num_completions, {}
+        self._queue += [_Sequence(name=name, number=n, request=request) for n in range(request.num_completions)]
+
+    @torch.inference_mode()
+    def step(self) -> Ended:
+        """Make one token of each completion that has a slot.
+
+        Raises EngineError if the weights give log-probs that are not finite.
+        """
+        self._admit()
+        self.tokens += len(self._decoded)
+        if self._decoding.unfinished:
+            self._decoding.step()
+        return self._finished(self._ended())
+
+    @torch.inference_mode()
+    def pause(self, mode: RunningRequests) -> Ended:
+        """Before other weights are loaded: keep what completions have made, and what they have cached if ``mode`` says
+        so; with ``abort`` end them where they are."""
+        if mode == "keep_cache":
+            return []
+        self._decoding.cut(self._decoded.keys())
+        cut = self._ended()
+        if mode == "abort":
+            waiting, self._queue = self._queue, deque()
+            return self._finished([*map(_aborted, cut), *((one, _nothing(one)) for one in waiting)])
+        for sequence, part in reversed(cut):
+            sequence.part = part
+            self._queue.appendleft(sequence)
+        return []
+
+    def resume(self) -> None:
+        """Label what is made from now on with the engine's version."""
+        assert self._engine.version is not None
+        made = self._decoding.made()
+        for place, (sequence, _) in self._decoded.items():
+            sequence.versions.append((made[place], self._engine.version))
+
+    @torch.inference_mode()
+    def abort(self, name: str) -> Ended:
+        """End a request's completions where they are."""
+        self._decoding.cut([place for place, (one, _) in self._decoded.items() if one.name == name])
+        waiting = [one for one in self._queue if one.name == name]
+        self._queue = deque(one for one in self._queue if one.name != name)
+        return self._finished([*map(_aborted, self._ended()), *((one, _nothing(one)) for one in waiting)])
+
+    def drop(self) -> list[str]:
+        """Forget everything. Returns the names of all requests."""
+        self._decoding.cut(self._decoded.keys())
+        self._decoding.ended()
+        self._free += self._decoded
+        names = list(self._counts)
+        for held in (self._queue, self._decoded, self._done, self._counts):
+            held.clear()
+        return names
+
+    def _admit(self) -> None:
+        """Give waiting completions the free slots. Those of one prompt share its prefill."""
+        groups: dict[tuple[object, ...], list[_Sequence]] = {}
+        for _ in range(min(len(self._free), len(self._queue))):
+            one = self._queue.popleft()
+            alike = (one.text, replace(one.params, seed=0), one.request.routes)
+            own = (one.request.params.seed,) if one.params.router_noise else ()  # it is in the prompt's cache too
+            groups.setdefault((*alike, *own), []).append(one)
+        self._decoding.add([self._asked(sequences) for sequences in groups.values()])
+
+    def _asked(self, sequences: list[_Sequence]) -> Continuations:
+        first, text = sequences[0], sequences[0].text
+        asked = Continuations(
+            request=replace(first.request, token_ids=text, params=first.params, num_completions=len(sequences)),
+            places=[self._free.pop() for _ in sequences],
+            seeds=[one.request.params.seed for one in sequences],
+            numbers=[one.number for one in sequences],
+            counters=[len(text)] * len(sequences),
+        )
+        assert self._engine.version is not None
+        for place, one in zip(asked.places, sequences, strict=True):
+            one.versions = [(0, self._engine.version)]
+            self._decoded[place] = one, replace(asked, places=[place], seeds=[], numbers=[], counters=[])
+        return asked
+
+    def _ended(self) -> list[tuple[_Sequence, Completion]]:
+        """The completions of sequences that have ended, whose places are free again."""
+        places = self._decoding.ended()
+        if not places:
+            return []
+        ended = [self._decoded.pop(place) for place in places]
+        self._free += places
+        completions = self._decoding.completions([asked for _, asked in ended], 0)
+        return [(one, one.whole(said)) for (one, _), said in zip(ended, completions, strict=True)]
+
+    def _finished(self, ended: Iterable[tuple[_Sequence, Completion]]) -> Ended:
+        out = []
+        for sequence, completion in ended:
+            done = self._done[sequence.name]
+            done[sequence.number] = completion
+            if len(done) == self._counts[sequence.name]:
+                del self._done[sequence.name], self._counts[sequence.name]
+                out.append((sequence.name, [done[number] for number in sorted(done)]))
+        return out
+
+
+def _aborted(ended: tuple[_Sequence, Completion]) -> tuple[_Sequence, Completion]:
+    return ended[0], replace(ended[1], finish_reason="abort")
+
+
+def _nothing(sequence: _Sequence) -> Completion:
+    """What a completion without a slot has made."""
+    empty = Completion(
+        token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), finish_reason="abort", spans=(Span(0, 0),)
+    )
+    return empty if sequence.part is None else replace(sequence.part, finish_reason="abort")
+
+
+T = TypeVar("T")
+
+_CLOSING_SECONDS = 1
+
+
+class Sampler(threading.Thread):
+    """The thread that samples; between two tokens it does what others ask of it.
+
+    All computation of torch is in it, so that it competes with nothing.
+    """
+
+    def __init__(self, engine: LocalEngine, *, slots: int) -> None:
+        super().__init__(name="sampler", daemon=True)
+        self._engine, self.running = engine, RunningBatch(engine, slots=slots)
+        self.paused = False
+        self._loop = asyncio.get_running_loop()
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._answers: dict[str, asyncio.Future[list[Completion]]] = {}
+
+    def run(self) -> None:
+        """Sample until the process ends. An error that no request explains ends it: its guard starts another."""
+        try:
+            self._sample()
+        except BaseException:  # noqa: BLE001  whatever it is, nothing would be sampled any more
+            traceback.print_exc()
+            os._exit(1)
+
+    def _sample(self) -> None:
+        while True:
+            self._orders.get()()
+            with self._engine.model.packed() if self._works else contextlib.nullcontext():
+                while self._works:
+                    self._step()
+                    while self._works and not self._orders.empty():
+                        self._orders.get()()
+
+    @property
+    def _works(self) -> bool:
+        return not self.paused and self.running.unfinished
+
+    def _step(self) -> None:
+        with contextlib.suppress(RLMegatronError):  # callers of sampled get it
+            self.answer(self.running.step)
+
+    async def order(self, function: Callable[[], T]) -> T:
+        """Call ``function`` in the thread, between two tokens. Returns and raises as it does."""
+        answer: asyncio.Future[T] = self._loop.create_future()
+
+        def call() -> None:
+            try:
+                result = function()
+            except BaseException as error:  # noqa: BLE001  the caller gets it
+                self._loop.call_soon_threadsafe(answer.set_exception, error)
+            else:
+                self._loop.call_soon_threadsafe(answer.set_result, result)
+
+        self._orders.put(call)
+        return await answer
+
+    async def sampled(self, name: str, request: GenerationRequest) -> list[Completion]:
+        """All completions of a request. Raises EngineError."""
+        answer: asyncio.Future[list[Completion]] = self._loop.create_future()
+        self._answers[name] = answer
+        try:
+            await self.order(lambda: self.running.start(name, request))
+            return await answer
+        finally:
+            del self._answers[name]
+
+    def answer(self, change: Callable[[], Ended]) -> None:
+        """Answer the requests that have ended by ``change``. If it raises, that answers all, and is raised."""
+        try:
+            ended = change()
+        except RLMegatronError as error:
+            for name in self.running.drop():
+                self._tell(name, error)
+            raise
+        for name, completions in ended:
+            self._tell(name, completions)
+
+    def _tell(self, name: str, said: list[Completion] | RLMegatronError) -> None:
+        def tell() -> None:
+            answer = self._answers.get(name)
+            if answer is None or answer.done():
+                return
+            if isinstance(said, RLMegatronError):
+                answer.set_exception(said)
+            else:
+                answer.set_result(said)
+
+        self._loop.call_soon_threadsafe(tell)
+
+
+class _Protocol(BoundedProtocol):
+    files_share = 2  # almost all files of this process are connections
+
+
+class Service:
+    """The paths that the adapter asks."""
+
+    def __init__(self, engine: LocalEngine, *, slots: int, description: Mapping[str, object]) -> None:
+        self._engine, self._slots, self._description = engine, slots, description
+        self._sampler: Sampler
+
+    @contextlib.asynccontextmanager
+    async def running(self, _: Starlette) -> AsyncIterator[None]:
+        """With the thread that samples; it ends with the process."""
+        self._sampler = Sampler(self._engine, slots=self._slots)
+        self._sampler.start()
+        yield
+
+    def routes(self) -> list[Route]:
+        """All paths."""
+        asked = {
+            "/health": self._health,
+            "/openapi.json": self._describe,
+            "/tokens": self._tokens,
+            "/gauges": self._gauges,
+        }
+        ordered = ("generate", "abort", "score", "pause", "resume", "load", "held", "boxes")
+        return [
+            *(Route(path, endpoint) for path, endpoint in asked.items()),
+            *(Route(f"/{name}", getattr(self, f"_{name}"), methods=["POST"]) for name in ordered),
+        ]
+
+    async def _health(self, _: Request) -> Response:
+        return Response()
+
+    async def _describe(self, _: Request) -> Response:
+        return JSONResponse(self._description)
+
+    async def _tokens(self, _: Request) -> Response:
+        return JSONResponse(self._sampler.running.tokens)
+
+    async def _gauges(self, _: Request) -> Response:
+        running, waiting = self._sampler.running.counts
+        return JSONResponse({"running": running, "waiting": waiting, "tokens": self._sampler.running.tokens})
+
+    async def _generate(self, asked: Request) -> Response:
+        name, request = adapter.request_of(await asked.json())
+        return JSONResponse(adapter.answer_of(await self._sampler.sampled(name, request)))
+
+    async def _abort(self, asked: Request) -> Response:
+        name, running = (await asked.json())["name"], self._sampler.running
+        await self._sampler.order(lambda: self._sampler.answer(lambda: running.abort(name)))
+        return Response()
+
+    async def _score(self, asked: Request) -> Response:
+        text = torch.tensor([(await asked.json())["text"]])
+
+        def score() -> list[float]:
+            logprobs = self._engine.model.logits(text)[0, :-1].log_softmax(-1)
+            found: list[float] = logprobs.gather(1, text[0, 1:, None]).view(-1).tolist()
+            return found
+
+        return JSONResponse(await self._sampler.order(score))
+
+    async def _pause(self, asked: Request) -> Response:
+        mode: RunningRequests = (await asked.json())["mode"]
+
+        def pause() -> None:
+            if not self._sampler.paused:
+                self._sampler.paused = True
+                self._sampler.answer(lambda: self._sampler.running.pause(mode))
+
+        await self._sampler.order(pause)
+        return Response()
+
+    async def _resume(self, _: Request) -> Response:
+        def resume() -> None:
+            self._sampler.running.resume()
+            self._sampler.paused = False
+
+        await self._sampler.order(resume)
+        return Response()
+
+    async def _load(self, asked: Request) -> Response:
+        body = await asked.json()
+        path, version = Path(body["path"]), int(body["version"])
+
+        def load() -> Report:
+            if not self._sampler.paused:
+                raise EngineError("pause before weights are replaced")
+            found = mirror.read(path, version)
+            self._engine.withdraw()
+            for name, tensor in self._engine.tensors.items():
+                tensor.copy_(found[name])
+            self._engine.serve(version)
+            return self._checked()
+
+        return JSONResponse(packed_report(await self._sampler.order(load), body["known"]))
+
+    async def _held(self, asked: Request) -> Response:
+        body = await asked.json()
+        return JSONResponse(packed_report(await self._sampler.order(self._checked), body["known"]))
+
+    async def _boxes(self, _: Request) -> Response:
+        return JSONResponse({name: whole_box(tensor.shape) for name, tensor in self._engine.tensors.items()})
+
+    def _checked(self) -> Report:
+        """Checksums of the tensors that the engine holds."""
+        tensors = self._engine.tensors.items()
+        rows = [(name, name, whole_box(one.shape), checksum(one, tuple(one.shape))) for name, one in tensors]
+        return Report(rows=rows, seconds=0.0)
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    return PlainTextResponse(str(error), status_code=400)
+
+
+def application(options: argparse.Namespace) -> Starlette:
+    """The application, which samples with weights of zeros until some are loaded."""
+    torch.set_num_threads(options.threads)
+    engine = LocalEngine(
+        read_shape(options.model),
+        slots=options.slots,
+        dtype=getattr(torch, options.dtype),
+        device="cpu",
+        max_length=options.max_length,
+    )
+    engine.decode = options.tokenizer and decoder_of(options.tokenizer)
+    known = read_config(options.model).get("architectures") or ()
+    described = {
+        "protocol": adapter.PROTOCOL,
+        "dtype": options.dtype,
+        "max_length": options.max_length,
+        "architecture": ",".join(known),
+    }
+    service = Service(engine, slots=options.slots, description=described)
+    return Starlette(
+        routes=service.routes(),
+        lifespan=service.running,
+        middleware=[Middleware(EngineToken)],
+        exception_handlers={RLMegatronError: _refused},
+    )
+
+
+def main() -> None:
+    """Serve until a signal ends the process."""
+    parser = argparse.ArgumentParser(description="a server of the in-process engine")
+    parser.add_argument("--model", type=Path, required=True, help="folder with config.json")
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--dtype", required=True)
+    parser.add_argument("--max-length", type=int, required=True)
+    parser.add_argument("--slots", type=int, required=True)
+    parser.add_argument("--tokenizer", type=Path, help="folder with the tokenizer, for requests with stop texts")
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    options = parser.parse_args()
+    uvicorn.run(
+        application(options),
+        host=options.host,
+        port=options.port,
+        log_level="warning",
+        access_log=False,
+        http=_Protocol,
+        backlog=_Protocol.backlog(),
+        timeout_graceful_shutdown=_CLOSING_SECONDS,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,587 @@
+"""Sends a request to one replica, and retries it on others until it is answered.
+
+It chooses a replica that has the request's prefix in its cache, unless another is less busy, and says when running
+completions should move. It counts the slots of servers, and how their draft layers are used.
+
+A prompt under which three servers were lost is dropped. A server is lost if it dies, if its connection breaks, or if it
+answers a request with an error. That may fail all requests in flight there, so a prompt under which two were lost is a
+*suspect*: a server has one suspect at a time, with all of its requests. The third loss drops the prompt, and counts for
+no other prompt that was in flight beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import uuid
+import weakref
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from rl_megatron.engines.adapter import Adapter, ForeignWeights
+from rl_megatron.engines.answers import joined, problem_of, rest_of
+from rl_megatron.engines.http import AttemptFailed, Broken, Busy, Refused, Server, Unreachable
+from rl_megatron.engines.replicas import Replica, ReplicaDied, ReplicaSet
+from rl_megatron.errors import EngineError, PoisonPrompt
+from rl_megatron.observability.timeline.spans import FreeLanes
+from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
+
+_LOSSES = 3
+
+ServerLoss = tuple[Server, int]
+"""A server, and how many losses of it came before."""
+
+
+def is_loss(error: Exception) -> bool:
+    """True if the request may be why it failed: it was at a server that takes requests."""
+    if not isinstance(error, AttemptFailed) or isinstance(error, Busy):
+        return False
+    return isinstance(error, Broken) or not isinstance(error, Unreachable)
+
+
+class Suspects:
+    """Counts lost servers by prompt. ``changed`` is called when a request may go where it could not."""
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
+        self._requests = Counter[str]()  # that are not answered, by prompt
+        self._under: dict[str, set[ServerLoss]] = {}  # by prompt
+        self._counts = Counter[Server]()  # losses
+        self._here: dict[Server, list[str]] = {}  # the suspect at a server, once for each of its requests
+        self.explained = set[ServerLoss]()
+        """The losses under prompts that were dropped."""
+
+    @contextlib.contextmanager
+    def following(self, request: GenerationRequest) -> Iterator[None]:
+        """Remembers losses under the request's prompt until the last request of the prompt is answered."""
+        prompt = _prompt_of(request)
+        self._requests[prompt] += 1
+        try:
+            yield
+        finally:
+            self._requests[prompt] -= 1
+            if not self._requests[prompt]:
+                del self._requests[prompt]
+                self._under.pop(prompt, None)
+
+    def places(self, request: GenerationRequest, healthy: Sequence[Replica]) -> list[Replica]:
+        """Returns the replicas to which the request may go now."""
+        prompt = _prompt_of(request)
+        if not self._is_suspect(prompt):
+            return list(healthy)
+        if any(prompt in here for here in self._here.values()):
+            return [one for one in healthy if prompt in self._here.get(one.server, ())]
+        return [one for one in healthy if one.server not in self._here]
+
+    def _is_suspect(self, prompt: str) -> bool:
+        return len(self._under.get(prompt, ())) >= _LOSSES - 1
+
+    @contextlib.contextmanager
+    def sent(self, request: GenerationRequest, server: Server) -> Iterator[ServerLoss]:
+        """Counts the request at the server. Yields the loss that its failure would be."""
+        prompt, loss = _prompt_of(request), (server, self._counts[server])
+        if not self._is_suspect(prompt):
+            yield loss
+            return
+        self._here.setdefault(server, []).append(prompt)
+        try:
+            yield loss
+        finally:
+            self._here[server].remove(prompt)
+            if not self._here[server]:
+                del self._here[server]
+                self._changed()
+
+    def lost(self, request: GenerationRequest, loss: ServerLoss) -> str:
+        """Counts a loss under the request's prompt. Returns the lost servers if the prompt is to be dropped, or ""."""
+        server, before = loss
+        self._counts[server] = max(self._counts[server], before + 1)
+        under = self._under.setdefault(_prompt_of(request), set())
+        if loss not in self.explained:
+            under.add(loss)
+        if len(under) < _LOSSES:
+            return ""
+        self.explained |= under
+        for other in self._under.values():
+            if other is not under:
+                other.difference_update(under)
+        self._changed()
+        return ", ".join(sorted(server.url for server, _ in under))
+
+
+def _prompt_of(request: GenerationRequest) -> str:
+    """The name that all requests of one prompt share."""
+    return request.group or request.id
+
+
+class SlotUse:
+    """Seconds in which slots were used, since the row before; ``slots`` are those of each server.
+
+    A server's completions beyond its slots wait in it. The servers counted on are those that answered at the row
+    before.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._slots, self._servers = slots, 0
+        self._running = Counter[Server]()
+        self._in_flight = self._used = 0  # completions, and those that have a slot
+        self._since: float | None = None
+        self._whole = self._seconds = self._spare = 0.0  # of the clock, of used slots, and with a slot to spare
+
+    @contextlib.contextmanager
+    def busy(self, server: Server, completions: int) -> Iterator[None]:
+        """Count these as in flight at ``server``."""
+        self._change(server, completions)
+        try:
+            yield
+        finally:
+            self._change(server, -completions)
+
+    def row(self, servers: int) -> dict[str, float]:
+        """Metrics since the row before; none in the first. ``servers`` answer now."""
+        self._advance()
+        row = {}
+        if self._servers and self._whole:
+            row["idle/engine_fraction"] = max(0.0, 1 - self._seconds / (self._whole * self._slots * self._servers))
+            row["wait/admission_seconds"] = self._spare
+        self._servers, self._whole, self._seconds, self._spare = servers, 0.0, 0.0, 0.0
+        return row
+
+    def _change(self, server: Server, by: int) -> None:
+        self._advance()
+        before = self._running[server]
+        self._running[server] = before + by
+        if not before + by:
+            del self._running[server]  # of servers that died, too
+        self._in_flight += by
+        self._used += min(self._slots, before + by) - min(self._slots, before)
+
+    def _advance(self) -> None:
+        now = asyncio.get_running_loop().time()
+        seconds = 0.0 if self._since is None else now - self._since
+        self._since = now
+        self._whole += seconds
+        self._seconds += seconds * self._used
+        self._spare += seconds * (self._in_flight < self._slots * self._servers)
+
+
+class DraftUse:
+    """Counts what servers' draft layers proposed, and what was accepted, from one push to the next."""
+
+    def __init__(self) -> None:
+        self._last: weakref.WeakKeyDictionary[Server, tuple[float, float]] = weakref.WeakKeyDictionary()
+        self._proposed = self._accepted = 0.0
+
+    def counted(self, server: Server, proposed: float, accepted: float) -> None:
+        """What the server has counted since its start, at a push. What it counted before its first one is left out."""
+        before = self._last.get(server, (proposed, accepted))
+        self._last[server] = proposed, accepted
+        self._proposed += proposed - before[0]
+        self._accepted += accepted - before[1]
+
+    def row(self) -> dict[str, float]:
+        """Metrics of what was counted since the row before; none where nothing was proposed."""
+        row = {"draft/acceptance": self._accepted / self._proposed} if self._proposed else {}
+        self._proposed = self._accepted = 0.0
+        return row
+
+
+_LEAD = 2  # completions that a replica may run beyond the least busy one, at least
+_SHARE = 16  # and this part of what that one runs
+_MOST_LEAD, _MOST_SHARE = 2, 4  # the same, before completions move
+_REMEMBERED = 16384  # prompts and requests
+
+
+class Places:
+    """Remembers where prompts were sent last.
+
+    A request goes where its own tokens are cached (it was interrupted), else where its prompt is (requests of one
+    ``group``), unless that replica runs 2 completions, or a 16th, more than the least busy one; else to the least busy.
+    With 4 replicas of 128 slots and 16 completions of a prompt, a prompt is so computed by 2.0 replicas, and by 4.0 if
+    each goes to the least busy one.
+    """
+
+    def __init__(self) -> None:
+        self._servers: dict[str, list[Server]] = {}  # that have had a request or group, oldest use first
+
+    def choose(self, request: GenerationRequest, healthy: Sequence[Replica], failed: Replica | None) -> Replica:
+        """One of ``healthy``; not ``failed`` if there is another."""
+        chosen = least = min(healthy, key=lambda replica: (replica is failed, replica.server.in_flight))
+        keys = [request.id, *([request.group] if request.group is not None else [])]
+        for key in keys:
+            servers = self._servers.get(key, [])
+            near = [one for one in healthy if one is not failed and one.server in servers]
+            if near:
+                nearest = min(near, key=lambda replica: replica.server.in_flight)
+                busy = least.server.in_flight
+                if nearest.server.in_flight - busy < max(_LEAD, busy // _SHARE):
+                    chosen = nearest
+                break
+        for key in keys:
+            servers = self._servers.pop(key, [])
+            self._servers[key] = [*(one for one in servers if one is not chosen.server), chosen.server]
+        while len(self._servers) > _REMEMBERED:
+            del self._servers[next(iter(self._servers))]
+        return chosen
+
+
+def surplus(running: Sequence[int]) -> list[int]:
+    """How many of the completions that each server is ``running`` should move to the least busy ones.
+
+    As many as are needed for none to run more than 2, or a quarter, beyond the least busy one. A server's token takes
+    longer the more rows it has, because it reads more experts and more of the cache; so uneven servers make long
+    completions wait for rows that an idler one would take. To gather what is left on few servers would slow it down
+    (`python -m bench.moved`).
+    """
+    have = list(running)
+    moved = [0] * len(have)
+    while have and max(have) - (least := min(have)) > max(_MOST_LEAD, least // _MOST_SHARE):
+        busiest = have.index(max(have))
+        moved[busiest] += 1
+        have[busiest] -= 1
+        have[have.index(least)] += 1
+    return moved
+
+
+logger = logging.getLogger(__name__)
+
+_RETRIES = 3  # of a request, on another replica if there is one
+_WAIT = 0.5  # seconds before the first retry; the wait doubles each time
+_CLOSE_SECONDS = 10.0
+_AGAIN_SECONDS = 0.5  # a server ignores an abort that overtakes its request
+_MOVE_SECONDS = 5.0  # after a request ended, until others may move: some seconds' tokens are the price of a move
+_PASSES = 8  # of the event loop, in which a request is sent, when no other is
+
+
+@dataclass(slots=True)
+class TimeLimit:
+    """The time that a completion, or the completions of one request, may run; ``limit`` None: without end.
+
+    It stands still between two attempts, and an attempt that failed takes no time: its tokens are lost.
+    """
+
+    limit: float | None = None
+    spent: float = 0.0
+    over: bool = False  # whether the last attempt ran until its time was over
+    _began: float = 0.0
+
+    @property
+    def left(self) -> float:
+        """Seconds until the limit."""
+        assert self.limit is not None
+        return max(0.0, self.limit - self.spent)
+
+    def start(self) -> None:
+        """An attempt begins."""
+        self.over, self._began = False, asyncio.get_running_loop().time()
+
+    def stop(self) -> None:
+        """An attempt ends: its seconds count."""
+        self.spent += asyncio.get_running_loop().time() - self._began
+
+    def extend(self) -> None:
+        """Where the time is over, begin again with twice as much."""
+        if self.over and self.limit is not None:
+            self.limit, self.spent = 2 * self.limit, 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attempt:
+    """A request that a server is sampling."""
+
+    server: Server
+    request: GenerationRequest
+    name: str
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FailedAttempt:
+    """An attempt that failed at a server that was not known to be dead."""
+
+    replica: Replica
+    server: Server
+    loss: ServerLoss | None
+
+
+class Attempts:
+    """Retries failed requests a few times; a request whose replica died goes to another, or waits for one."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        replicas: ReplicaSet,
+        *,
+        vocab_size: int,
+        slots: int | None = None,
+    ) -> None:
+        self._adapter, self._replicas = adapter, replicas
+        self._vocab_size = vocab_size
+        self._places = Places()
+        self._lanes: dict[int, FreeLanes] = {}  # of the timeline, by replica
+        self._running: dict[_Attempt, None] = {}  # in the order sent
+        self._cancelled: dict[Server, dict[str, GenerationRequest]] = {}  # that it is still to abort, by name
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
+        self._levelling: asyncio.Task[None] | None = None
+        self.slot_use = None if slots is None else SlotUse(slots)
+        self.suspects = Suspects(replicas.wake)
+        self.so_far: dict[str, Completion | None] = {}
+        """What requests have sampled, as far as servers have told; of those whose ids are keys."""
+        self.aborted: dict[str, FailedAttempt] = {}
+        """Who answered a request with an aborted completion last."""
+        self.interrupts = 0
+        """How often running requests were interrupted or moved."""
+        self.adapters_of: Callable[[Completion | None], LoadedAdapters] | None = None
+        """The adapters that sample a request, from its completion so far; None: servers hold none."""
+
+    async def sampled(
+        self,
+        request: GenerationRequest,
+        only: Replica | None = None,
+        *,
+        place: int = 0,
+        clock: TimeLimit | None = None,
+        failed: Replica | None = None,
+    ) -> list[Completion]:
+        """Completions by a replica that `Places` chooses, or by ``only``. Raises EngineError; PoisonPrompt, where there
+        is no ``only``, by the rules of `suspects`.
+
+        Neither deaths of replicas count as attempts nor what failed beside a prompt that is dropped.
+        What is ``begun`` of the completion at ``place`` in its group is a part of the answer. Servers abort what
+        runs longer than ``clock`` allows. A replica that ``failed`` is asked only if there is no other.
+        """
+        clock = clock or TimeLimit()
+        failures = list[FailedAttempt]()
+        begun, refusals = request.begun, dict[int, Refused]()
+        asked = request if begun is None else rest_of(request, begun, place)
+        while True:
+            replica = only or await self._place(request, failed, refusals)
+            server, loss = replica.server, None
+            try:
+                if only is not None:
+                    return await self._attempt(replica, asked, begun, clock)
+                with self.suspects.sent(request, server) as loss:
+                    return await self._attempt(replica, asked, begun, clock)
+            except ReplicaDied as error:
+                if only is not None:
+                    raise
+                self._count_loss(request, loss, error)
+                failed = replica
+                logger.warning("request %r is sent again: %s", request.id, error)
+                await self.turn()
+            except (AttemptFailed, ForeignWeights) as error:
+                self._count_loss(request, loss, error)
+                failed = replica
+                failures.append(FailedAttempt(replica, server, loss))
+                await self._wait(request, error, failures)
+            except Refused as error:
+                if only is not None or not self._another(request, replica, error, refusals):
+                    raise EngineError(f"request {request.id!r}: {error}") from error
+                failed = replica
+            except PoisonPrompt:
+                raise
+            except EngineError as error:
+                raise EngineError(f"request {request.id!r}: {error}") from error
+
+    async def turn(self) -> None:
+        """Let requests and their aborts be sent one after another. A push, a checkpoint and a server's end have many:
+        their sending at once would take the event loop from all that the learner waits for."""
+        async with self._turn:
+            for _ in range(_PASSES):
+                await asyncio.sleep(0)
+
+    async def after_abort(self, request: GenerationRequest, problem: str, failures: list[FailedAttempt]) -> Replica:
+        """The replica that has ended a completion of ``request`` unasked, as servers do that get SIGTERM.
+
+        Waits, as before each retry: ``failures`` are those of this completion before, to which it is added. Raises
+        EngineError where they are too many.
+        """
+        failure = self.aborted[request.id]
+        failures.append(failure)
+        await self._wait(request, AttemptFailed(f"{failure.server.url}: {problem}"), failures)
+        return failure.replica
+
+    async def _wait(self, request: GenerationRequest, error: Exception, failures: Sequence[FailedAttempt]) -> None:
+        """Suspect the last replica of ``failures``, and wait before the retry. Raises EngineError if it is the last."""
+        replica = failures[-1].replica
+        replica.suspect(error)
+        foreign = isinstance(error, ForeignWeights) and not replica.supervised
+        if foreign or await self._too_many(failures):
+            raise EngineError(f"request {request.id!r}: {error}; attempts made: {len(failures)}") from error
+        wait = _WAIT * 2 ** max(0, self._unexplained(failures) - 1)
+        logger.warning("request %r: %s; retrying in %g s", request.id, error, wait)
+        await asyncio.sleep(wait)
+
+    async def _too_many(self, failures: Sequence[FailedAttempt]) -> bool:
+        if self._unexplained(failures) <= _RETRIES:
+            return False
+        await self._replicas.judged()  # a death may be known only after its requests have failed
+        return self._unexplained(failures) > _RETRIES
+
+    def _unexplained(self, failures: Sequence[FailedAttempt]) -> int:
+        """How many are neither of a server that died since nor beside a prompt that was dropped."""
+        explained = self.suspects.explained
+        return sum(one.server not in one.replica.ended and one.loss not in explained for one in failures)
+
+    async def _place(
+        self, request: GenerationRequest, failed: Replica | None, refusals: Mapping[int, Refused]
+    ) -> Replica:
+        def places() -> list[Replica]:
+            healthy = self._replicas.healthy()
+            others = [one for one in healthy if one.number not in refusals]
+            return self.suspects.places(request, others or healthy)
+
+        return self._places.choose(request, await self._replicas.some(places), failed)
+
+    def _count_loss(self, request: GenerationRequest, loss: ServerLoss | None, error: Exception) -> None:
+        """Raises PoisonPrompt if the prompt is to be dropped. It must be called before any other request is sent."""
+        if loss is not None and is_loss(error) and (lost := self.suspects.lost(request, loss)):
+            raise PoisonPrompt(f"request {request.id!r}: servers were lost under it: {lost}; {error}") from error
+
+    def _another(
+        self, request: GenerationRequest, replica: Replica, error: Refused, refusals: dict[int, Refused]
+    ) -> bool:
+        """Whether another replica may take a request that this one refuses. Raises PoisonPrompt if two refuse it."""
+        if refusals and replica.number not in refusals:
+            (other,) = refusals.values()
+            raise PoisonPrompt(f"request {request.id!r} is refused by two servers: {other}; {error}") from error
+        if replica.number in refusals:
+            return False  # no other was left
+        refusals[replica.number] = error
+        logger.warning("request %r: %s; asking another server", request.id, error)
+        return any(one.number not in refusals for one in self._replicas.healthy())
+
+    async def _attempt(
+        self, replica: Replica, asked: GenerationRequest, begun: Completion | None, clock: TimeLimit
+    ) -> list[Completion]:
+        """What ``replica`` answers, behind what was ``begun``."""
+        server = replica.server
+        if self.adapters_of is not None and asked.adapters is None:  # a probe names its own
+            asked = replace(asked, adapters=self.adapters_of(begun))
+        attempt = _Attempt(server, asked, f"{asked.id} {uuid.uuid4().hex}")
+        kind = "probe" if asked.birth is None else "attempt"
+        self._running[attempt] = None
+        if clock.limit is not None:
+            self._apart(self._end_in_time(attempt, clock), server)
+        clock.start()
+        try:
+            with self._busy(server, asked.num_completions), self._lanes_of(replica).during(kind, request=asked.id):
+                completions = await replica.while_alive(self._adapter.generate(server, asked, attempt.name))
+            for completion in completions:
+                if problem := problem_of(completion, asked, vocab_size=self._vocab_size):
+                    raise AttemptFailed(f"{server.url}: {problem}")
+            clock.stop()
+            if any(one.finish_reason == "abort" for one in completions):
+                self.aborted[asked.id] = FailedAttempt(replica, server, None)
+            if begun is not None:
+                completions = [joined(begun, more) for more in completions]
+            if asked.id in self.so_far and len(completions[0].token_ids):
+                self.so_far[asked.id] = completions[0]
+            return completions
+        except asyncio.CancelledError:
+            if server not in self._cancelled:
+                self._cancelled[server] = {}
+                self._apart(self._abort_cancelled(server), server)
+            self._cancelled[server][attempt.name] = asked
+            raise
+        finally:
+            del self._running[attempt]
+            attempt.over.set()
+            if asked.group is not None and (self._levelling is None or self._levelling.done()):
+                self._levelling = asyncio.create_task(self._level())
+
+    @contextlib.contextmanager
+    def _busy(self, server: Server, completions: int) -> Iterator[None]:
+        use = contextlib.nullcontext() if self.slot_use is None else self.slot_use.busy(server, completions)
+        with server.busy(completions), use:
+            yield
+
+    def _lanes_of(self, replica: Replica) -> FreeLanes:
+        return self._lanes.setdefault(replica.number, FreeLanes(replica.title, "request"))
+
+    def sampling_with(self, adapters: LoadedAdapters) -> bool:
+        """Whether a request that runs names ``adapters``."""
+        return any(attempt.request.adapters == adapters for attempt in self._running)
+
+    async def _abort(self, server: Server, requests: Mapping[str, GenerationRequest]) -> None:
+        await self.turn()
+        with contextlib.suppress(AttemptFailed, EngineError):  # the server's end ends the requests too
+            await self._adapter.abort_all(server, requests, self.turn)
+
+    async def _abort_cancelled(self, server: Server) -> None:
+        """Have the server abort what is cancelled; it may otherwise notice closed connections only seconds later."""
+        await self.turn()  # the end of a run cancels all at once
+        await self._abort(server, self._cancelled.pop(server))
+
+    async def interrupt(self) -> None:
+        """Abort the requests in `so_far` that run now. Returns when each is over, and all its tokens are there."""
+        self.interrupts += 1
+        await self._end([attempt for attempt in self._running if attempt.request.id in self.so_far])
+
+    async def _level(self) -> None:
+        """Some seconds later, abort what should move: it goes on at a less busy replica, from its tokens.
+
+        Only requests of one completion of a ``group`` move, those sent last first: for them the least is computed
+        again. None moves while a push has servers paused.
+        """
+        await asyncio.sleep(_MOVE_SECONDS)
+        healthy = self._replicas.healthy()
+        if any(replica.server.paused for replica in healthy):
+            return
+        moved: list[_Attempt] = []
+        for replica, count in zip(healthy, surplus([one.server.in_flight for one in healthy]), strict=True):
+            if count:
+                its = [one for one in self._running if one.server is replica.server and one.request.group is not None]
+                moved += its[max(0, len(its) - count) :]
+        if moved:
+            logger.info("%d completions move to less busy servers", len(moved))
+            self.interrupts += 1
+            await self._end(moved)
+
+    async def _end_in_time(self, attempt: _Attempt, clock: TimeLimit) -> None:
+        """Abort what still runs when its time is over."""
+        try:
+            async with asyncio.timeout(clock.left):
+                await attempt.over.wait()
+        except TimeoutError:
+            clock.over = True
+            await self._end([attempt])
+
+    async def _end(self, running: Sequence[_Attempt]) -> None:
+        """Abort requests until each is over."""
+        while running := [attempt for attempt in running if not attempt.over.is_set()]:
+            by_server: dict[Server, dict[str, GenerationRequest]] = {}
+            for attempt in running:
+                by_server.setdefault(attempt.server, {})[attempt.name] = attempt.request
+            await asyncio.gather(*itertools.starmap(self._abort, by_server.items()))
+            waiting = [asyncio.ensure_future(attempt.over.wait()) for attempt in running]
+            try:
+                await asyncio.wait(waiting, timeout=_AGAIN_SECONDS)
+            finally:
+                for one in waiting:
+                    one.cancel()
+
+    def _apart(self, work: Coroutine[None, None, None], server: Server) -> None:
+        """Have ``work`` with ``server`` done beside; `close` waits for it."""
+        task = asyncio.create_task(work, name=server.url)
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def close(self) -> None:
+        """Wait until servers have got all aborts, for a short time: theirs may be as long as a request's."""
+        if self._levelling is not None:
+            self._levelling.cancel()
+        if not self._aborts:
+            return
+        done, late = await asyncio.wait(self._aborts, timeout=_CLOSE_SECONDS)
+        for task in late:
+            task.cancel()
+        if late:
+            servers = ", ".join(sorted({task.get_name() for task in late}))
+            logger.warning("aborted requests are left: no answer from %s in %g s", servers, _CLOSE_SECONDS)
+        for task in done:
+            task.result()

@@ -1,0 +1,67 @@
+"""Starts SGLang's server for a run: ``python -m rl_megatron.engines.sglang.server <SGLang's options>``.
+
+Unlike SGLang's own command it requires a token that is on no command line and in no log (`engine_token`), and skips the
+warm-up, whose requests have no token and whose failure ends the server. Ranks on one node rendezvous in a file of this
+user, not at a port that is open to everybody. /rl_megatron_abort aborts several requests, which no path of SGLang's
+does. Runs in SGLang's interpreter. Written against SGLang 0.5.21 (launch_server.py, entrypoints/http_server.py,
+managers/tokenizer_manager.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from sglang.launch_server import run_server
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import prepare_server_args
+from sglang.srt.utils import kill_process_tree
+
+from rl_megatron.engines.engine_token import VARIABLE, EngineToken, authorization
+from rl_megatron.user_code import import_from
+
+_SECONDS = 10.0
+
+
+def main() -> None:
+    """Start the server as ``python -m sglang.launch_server`` does."""
+    import_from(Path.cwd())
+    load_plugins()
+    arguments = prepare_server_args(["--skip-server-warmup", *sys.argv[1:]])
+    from sglang.srt.entrypoints import http_server  # as SGLang does, after parsing arguments
+
+    http_server.app.add_middleware(EngineToken)
+    http_server.app.post("/rl_megatron_abort")(_abort)
+    http_server._freeze_gc_after_server_warmup = _freeze
+    if arguments.nnodes == 1:
+        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{tempfile.mkdtemp()}/ranks"
+    try:
+        run_server(arguments)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+async def _abort(asked: dict[str, list[str]]) -> None:
+    """Abort the requests of its ``names``, as SGLang's /abort_request does one: others, and names it does not know, are
+    left alone."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    manager = get_global_state().tokenizer_manager
+    for name in asked["names"]:
+        manager.abort_request(name)
+
+
+def _freeze(arguments: Any) -> None:
+    """Freeze the garbage collector as SGLang does at the end of its start; its own request for it has no token."""
+    header = authorization(os.environ[VARIABLE])
+    asking = urllib.request.Request(f"{arguments.url()}/freeze_gc", method="POST", headers=dict(header))
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asking, timeout=_SECONDS):
+        pass
+
+
+if __name__ == "__main__":
+    main()

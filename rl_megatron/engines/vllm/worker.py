@@ -1,0 +1,320 @@
+"""Runs inside vLLM's workers: loads weights from a mirror file, and reports checksums of the loaded parameters.
+
+vLLM imports it by ``--worker-extension-cls`` in its own interpreter, which has torch but not our other dependencies.
+Written against vLLM 0.32.0 (vllm/distributed/weight_transfer/base.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.distributed import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _layerwise_process,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
+
+from rl_megatron.engines.vllm.rejection import repair
+from rl_megatron.engines.vllm.window import Window
+from rl_megatron.errors import WeightError
+from rl_megatron.weights.checks.places import Held, record
+from rl_megatron.weights.checks.reports import (
+    REPORT_FORM,
+    Beside,
+    Report,
+    checksums_of,
+    not_private,
+    of_one_rank,
+    packed_report,
+)
+from rl_megatron.weights.servers import mirror
+from rl_megatron.weights.transports.engine_ends import Receiver
+from rl_megatron.weights.transports.joined import Rendezvous
+from rl_megatron.weights.transports.words import gather
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+T = TypeVar("T")
+
+BACKEND = "rl_megatron_mirror"
+_SMALL = 16  # scales and biases are less than this part of a layer's weight
+
+
+@dataclass
+class NoInit(WeightTransferInitInfo):
+    """Empty: each update opens a file, so there is nothing to agree on."""
+
+
+@dataclass
+class MirrorUpdate(WeightTransferUpdateInfo):
+    """The mirror file, and the version that it must hold."""
+
+    path: str
+    version: int
+    straight: bool = False  # the learner's ranks send shards over the group that this rank has joined
+
+
+class MirrorEngine(WeightTransferEngine):
+    """Loads Hugging Face tensors through the model's own loader, which shards them for this rank."""
+
+    init_info_cls = NoInit
+    update_info_cls = MirrorUpdate
+
+    def init_transfer_engine(self, init_info: NoInit) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """Discard the remains of a failed update, and record each layer for the reload."""
+        abandon(self.model)
+        forget_packed_experts(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: MirrorUpdate) -> None:
+        """Load the version. Raises SyncError if the file holds another, or learner and engine ranks do not meet."""
+        if update_info.straight:
+            READ[self.model] = STRAIGHT[self.model].receive(update_info.version)
+            return
+        found, beside = mirror.read(Path(update_info.path), update_info.version), Beside()
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            """Checksums tensors as they are read, because most end in a private layout of the kernels."""
+            for name, tensor in found.items():
+                beside.read(name, tensor)
+                yield name, tensor.to(self.device)
+
+        self.model.load_weights(tensors())
+        READ[self.model] = beside.report()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Skips the base class's wait for an accelerator, which a CPU lacks; `Tensor.to` has already waited."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def finish_weight_update(self) -> None:
+        """Have vLLM convert the loaded tensors for its kernels."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack_tied_heads(self.model)
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+
+def models_of(runner: Any) -> list[nn.Module]:
+    """A runner's model, and the one of its draft layer if it has one."""
+    drafts = runner.get_draft_model()
+    return [runner.model] if drafts is None else [runner.model, drafts]
+
+
+def abandon(model: nn.Module) -> None:
+    """Discard an update that failed half-way: tensors that it left in a layer would count for the next."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            _place_kernel_tensors(layer, info)
+            info.reset()
+
+
+def forget_packed_experts(model: nn.Module) -> None:
+    """Make a reload pack the experts again.
+
+    On CPUs, vLLM 0.32.0 packs them only while there is no kernel (UnquantizedFusedMoEMethod._setup_kernel): a second
+    load would leave them unpacked for a kernel that expects them packed; log-probs would be wrong without an error.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if type(method).__name__ == "UnquantizedFusedMoEMethod":
+            method.moe_kernel = None
+
+
+def repack_tied_heads(model: nn.Module) -> None:
+    """Pack an output layer again that is tied to the embedding.
+
+    On CPUs, vLLM 0.32.0 samples with a packed copy of it, which it repacks only if a checkpoint has a tensor for the
+    layer; a tied layer would keep the first weights' logits without an error.
+    """
+    weights = {id(m.weight) for m in model.modules() if type(m).__name__ == "VocabParallelEmbedding"}
+    for module in model.modules():
+        if type(module).__name__ == "ParallelLMHead" and id(module.weight) in weights:
+            method: Any = module.quant_method
+            method.process_weights_after_loading(module)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; the trainer calls these over /collective_rpc."""
+
+    rank: int  # in its dp replica
+    model_runner: Any
+    weight_transfer_engine: Any
+    model_config: Any
+    vllm_config: Any
+
+    def rl_megatron_ping(self) -> None:
+        """Shows that this rank answers."""
+
+    def rl_megatron_describe(self) -> dict[str, str]:
+        """What the trainer must know before it uses this server. Raises WeightError if some rank could not answer."""
+        self._check_world()
+        drafts = self.vllm_config.speculative_config
+        return {
+            "dtype": str(self.model_config.dtype).removeprefix("torch."),
+            "logprobs_mode": str(self.model_config.logprobs_mode),
+            "architecture": ",".join(self.model_config.hf_config.architectures),
+            "policy": str(self.vllm_config.scheduler_config.policy),
+            "draft_tokens": str(drafts.num_speculative_tokens if drafts else 0),
+            "reports": REPORT_FORM,
+            "routes": str(self.vllm_config.aux_output_config.enable_return_routed_experts),
+        }
+
+    def rl_megatron_end_update(self) -> None:
+        """End an update that failed or was left open; the layers get the kernels' tensors back."""
+        for model in models_of(self.model_runner):
+            abandon(model)
+        self.weight_transfer_engine.reset_weight_update_target()
+        self._weight_update_active = False
+
+    def rl_megatron_held(self, path: str, private: list[str], known: list[str]) -> list[dict[str, object]]:
+        """A `packed_report` on each rank's parameters. Only the probe checks those in a private layout of kernels.
+
+        Collective, like all below: no replica may sample.
+        """
+        own = []
+        for model in models_of(self.model_runner):
+            places = not_private(layout_of(model, path, partial=True), private)
+            own.append(checksums_of(places, dict(model.named_parameters())))
+            own.append(READ.pop(model, Report(rows=(), seconds=0.0)))
+        return self._gathered(packed_report(of_one_rank(own), known))
+
+    def rl_megatron_boxes(self, path: str) -> list[dict[str, object]]:
+        """The box of each Hugging Face tensor that each rank holds."""
+        return self._gathered({one.hf: one.box for one in layout_of(self.model_runner.model, path)})
+
+    def rl_megatron_join(self, path: str, rendezvous: str, first: int) -> None:
+        """Join the group of learner and engine ranks, as ``first`` plus the rank in its server. Collective."""
+        model = self.model_runner.model
+        abandon(model)
+        if model in STRAIGHT:
+            STRAIGHT.pop(model).close()
+        STRAIGHT[model] = Straight(model, path, Rendezvous(**json.loads(rendezvous)), first + get_world_group().rank)
+
+    def _gathered(self, own: T) -> list[T]:
+        """The answers of all ranks of the server, in the order of their numbers; on the first of a dp replica alone.
+        Collective.
+
+        vLLM calls every rank, and returns what the ranks of one dp replica answer.
+        """
+        said = gather(own, get_world_group().cpu_group)
+        return [] if self.rank else said
+
+    def _check_world(self) -> None:
+        world, ranks = get_world_group().world_size, self.vllm_config.parallel_config.world_size_across_dp
+        if world != ranks:
+            raise WeightError(f"{world} ranks of vLLM can answer, but it has {ranks}: tp * pp * dp")
+
+
+class Straight:
+    """This rank's end of a transport, and the window through which layers arrive."""
+
+    def __init__(self, model: nn.Module, path: str, rendezvous: Rendezvous, rank: int) -> None:
+        places, device = layout_of(model, path), next(model.parameters()).device
+        wanted = {one.param for one in places}
+        modules: dict[nn.Module, dict[str, str]] = {}
+        with as_loaded(model) as params:
+            for prefix, layer in model.named_modules():
+                for name in get_layer_tensors(layer):
+                    if (param := f"{prefix}.{name}" if prefix else name) in wanted:
+                        modules.setdefault(layer, {})[name] = param
+            self._window = Window(places, params, modules, device, give_to_kernels)
+        self._receiver = Receiver(rendezvous, rank, self._window.boxes)
+
+    def receive(self, version: int) -> Report:
+        """Receive a version, and convert each layer for the kernels. Returns its checksums.
+
+        After an error some layers are of this version and others of the last.
+        """
+        self._window.begin()
+        try:
+            self._receiver.receive(version, self._window.whole, self._window.coming)
+            return self._window.finish()
+        finally:
+            self._window.release()
+
+    def close(self) -> None:
+        """Leave the group of learner and engine ranks."""
+        self._receiver.close()
+
+
+def give_to_kernels(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give a layer's tensors to its kernels, which copy what they need, as vLLM does after a load.
+
+    Kernels of experts keep scales and biases themselves (FusedMoEQuantConfig), so these are copies: the memory of
+    ``tensors`` is released.
+    """
+    largest = max(tensor.numel() for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        wanted, filled = getattr(layer, name), tensor.detach()
+        if tensor.numel() * _SMALL <= largest:
+            filled = filled.clone()
+        filled.__class__, filled.__dict__ = wanted.__class__, wanted.__dict__.copy()
+        setattr(layer, name, filled)
+    _layerwise_process(layer, get_layerwise_info(layer))
+
+
+STRAIGHT: dict[Any, Straight] = {}
+"""By model, the receiver of the shards that the learner's ranks send."""
+
+
+READ: dict[Any, Report] = {}
+"""By model, the report of the last load, until it is asked for."""
+
+
+@cache
+def layout_of(model: Any, path: str, *, partial: bool = False) -> list[Held]:
+    """Where the model's loader puts a mirror file's tensors; with ``partial``, only those that it merely copies."""
+    with as_loaded(model) as params:
+        file = Path(path)
+        return record(model.load_weights, mirror.shapes(file), params, mirror.dtypes(file), partial=partial)
+
+
+@contextmanager
+def as_loaded(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """The parameters as the loader expects them, without data. On exit the kernels' own are restored."""
+    abandon(model)  # an update that was left open holds these
+    layers = list(model.modules())
+    try:
+        for layer in layers:
+            info = get_layerwise_info(layer)
+            info.kernel_tensors = get_layer_params_buffers(layer)
+            info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+            restore_layer_on_meta(layer, info)
+            for tensor in get_layer_tensors(layer).values():
+                if hasattr(tensor, "weight_loader"):  # an earlier load has wrapped it
+                    tensor.weight_loader = _get_original_loader(tensor)
+        yield dict(model.named_parameters())
+    finally:
+        for layer in layers:
+            info = get_layerwise_info(layer)
+            _place_kernel_tensors(layer, info)
+            info.reset()
+
+
+repair()
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, MirrorEngine)

@@ -1,0 +1,293 @@
+"""Has replicas load, report, score and commit weight versions, so that all serve the same one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rl_megatron.config.sections.rollout import ServerSection
+from rl_megatron.engines.adapter import Adapter
+from rl_megatron.engines.http import AttemptFailed, OutOfFiles, Server
+from rl_megatron.engines.replicas import HEALTH_SECONDS, PRESENT, Event, Health, Replica, ReplicaSet
+from rl_megatron.engines.requests import Attempts, DraftUse
+from rl_megatron.errors import EngineError, ReplicasLost, SyncError
+from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
+from rl_megatron.weights.checks.compare import count_verified
+from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
+from rl_megatron.weights.layouts.recorded import Boxes
+from rl_megatron.weights.servers.mirror import shapes
+
+T = TypeVar("T")
+
+_GRACE_SECONDS = 2.0  # a dying server fails its last requests before its end is known
+
+
+class ReplicaWeights:
+    """Serves a version from ``commit`` on, and none from ``load`` until then."""
+
+    def __init__(self, adapter: Adapter, replicas: ReplicaSet, section: ServerSection, attempts: Attempts) -> None:
+        self._adapter, self._replicas, self._section, self._attempts = adapter, replicas, section, attempts
+        self._holding: dict[Replica, Server] = {}  # the servers that loaded the latest weights
+        self._version: int | None = None
+        self.drafts = DraftUse()
+        self.paused_seconds = 0.0
+        """The longest that a push paused the sampling of a server; of the last push to all."""
+        self._released, self._releasing = False, asyncio.Lock()
+        self.refitting = asyncio.Lock()  # held while a server that came back is refitted: its memory is not released
+        self._turn = asyncio.Event()  # set while GPUs are the servers', not the learner's
+        self._turn.set()
+        self._settled = asyncio.Event()
+        self._settled.set()
+
+    @property
+    def updating(self) -> bool:
+        """Whether a push is under way or memory is released, so that servers may be paused."""
+        return self._released or not self._settled.is_set()
+
+    @property
+    def version(self) -> int | None:
+        """The version that is served; None during a push, and before the first."""
+        return self._version
+
+    async def room(self) -> None:
+        """Wait until a server can start: with ``rollout.server.colocated``, until the next push has given those that
+        answer their memory, or begins if none does. One that starts takes what is allocated meanwhile for its own.
+
+        `release` waits for one that has started before.
+        """
+        while self._takes_turns and not (self._turn.is_set() and self._replicas.none_is_released()):
+            await (self._replicas.change() if self._turn.is_set() else self._turn.wait())
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether the learner's GPUs are those of servers that this run starts."""
+        return self._section.colocated and self._section.addresses is None
+
+    async def served_version(self, request: GenerationRequest) -> int:
+        """Wait until no update is under way; the served version. Raises EngineError if there is none."""
+        await self._settled.wait()
+        if self._version is None:
+            raise EngineError(f"request {request.id!r}: no weights are served; push some first")
+        return self._version
+
+    def stale(self, url: str) -> bool:
+        """Whether the server at ``url`` answers but does not serve."""
+        return not self._released and any(r.health is Health.STALE and r.server.url == url for r in self._replicas.all)
+
+    def names(self) -> list[str]:
+        """URLs of the replicas that answer."""
+        return [replica.server.url for replica in self._replicas.present()]
+
+    async def boxes(self, path: Path) -> dict[str, list[Boxes]]:
+        """By URL, the boxes of the mirror file's tensors that each rank of each replica holds. Raises SyncError.
+
+        Released weights get their memory again: an engine's loader may compute with what it is recorded on.
+        """
+        self._turn.set()
+
+        async def one(server: Server) -> list[Boxes]:
+            await self._reclaim_weights(server)
+            return await self._adapter.boxes(server, path)
+
+        present = {replica: replica.server for replica in await self._replicas.some(self._replicas.present)}
+        return await self.on_each(present, "recording layouts", lambda r: one(r.server))
+
+    async def _reclaim_weights(self, server: Server) -> None:
+        """Allocate released weights again, once."""
+        if server.released and not server.reclaimed:
+            await self._adapter.reclaim(server, "weights")
+            server.reclaimed = True
+
+    async def join(self, path: Path, rendezvous: Mapping[str, object], first: Mapping[str, int]) -> None:
+        """Join the replicas' ranks to a group, each replica's from its ``first`` on, by URL. Raises SyncError."""
+        wanted = {r: r.server for r in self._replicas.present() if r.server.url in first}
+        await self.on_each(
+            wanted, "joining a group", lambda r: self._adapter.join(r.server, path, rendezvous, first[r.server.url])
+        )
+
+    async def load(
+        self,
+        path: Path,
+        version: int,
+        *,
+        only: str | None = None,
+        straight: Collection[str] = (),
+        private: Kinds = NO_KINDS,
+    ) -> dict[str, list[Report]]:
+        """Have every replica that answers load ``version``; nothing is served after that. Returns the ranks' reports.
+
+        ``only``: the replica at that URL alone; the others still serve. ``straight``: the replicas at these URLs, which
+        have joined a group, receive it there. Reports leave out ``private`` kinds, by URL. Raises SyncError;
+        ReplicasLost if all died: requests wait until another ``load`` is committed, or `refuse`.
+        """
+        if only is None:
+            self._turn.set()
+            self._settled.clear()
+            self._version, self.paused_seconds = None, 0.0
+
+        clock = asyncio.get_running_loop()
+
+        async def one(server: Server) -> list[Report]:
+            server.paused, began = True, clock.time()
+            try:
+                await self._adapter.pause(server, self._section.running_requests)
+                if server.draft_tokens:
+                    self.drafts.counted(server, *await self._adapter.drafted(server))
+                # From now on: what is sent waits for the new weights. Another run may have cached by this version.
+                keeps = self._section.running_requests == "keep_cache"
+                server.salt = f"{version}-{uuid.uuid4().hex}" if keeps else None
+                await self._reclaim_weights(server)
+                kinds = private.get(server.url, frozenset())
+                reports = await self._adapter.load(server, path, version, private=kinds, straight=bool(straight))
+                if server.released:
+                    await self._adapter.reclaim(server, "cache")
+                    server.released = server.reclaimed = False
+                await self._adapter.resume(server)
+                if only is None:
+                    self.paused_seconds = clock.time() - began  # all began together: the last one's
+            finally:
+                server.paused = False  # also after a failure, when nothing resumes it
+            return reports
+
+        try:
+            present = self._replicas.present() if only else await self._replicas.some(self._replicas.present)
+            wanted = {only} if only else straight or {replica.server.url for replica in present}
+            holding = {replica: replica.server for replica in present if replica.server.url in wanted}
+            reports = await self.on_each(holding, f"version {version}", lambda replica: one(replica.server))
+        except BaseException as error:
+            if only is None and not isinstance(error, ReplicasLost):  # else it is loaded again, and requests wait
+                self._settled.set()
+            raise
+        self._holding = holding if only is None else self._holding | holding
+        self._released = self._released and only is not None
+        return reports
+
+    async def sample_everywhere(
+        self, requests: Sequence[GenerationRequest], *, only: str | None = None
+    ) -> dict[str, list[list[Completion]]]:
+        """Completions by each loaded replica, or by ``only``; by URL."""
+
+        async def all_of(replica: Replica) -> list[list[Completion]]:
+            return list(await asyncio.gather(*(self._attempts.sampled(r, replica) for r in requests)))
+
+        return await self.on_each(self.loaded(only), "a probe of new weights", all_of)
+
+    async def score_everywhere(
+        self, texts: Sequence[Sequence[int]], *, only: str | None = None, adapters: LoadedAdapters | None = None
+    ) -> dict[str, list[list[float]]]:
+        """Log-probs of each text's tokens after the first, likewise; with ``adapters`` beside the weights."""
+
+        def one(server: Server, text: Sequence[int]) -> Coroutine[Any, Any, list[float]]:
+            if adapters is None:
+                return self._adapter.score(server, text)
+            return self._adapter.score_with(server, text, adapters)
+
+        async def all_of(replica: Replica) -> list[list[float]]:
+            with replica.server.busy():
+                return list(await asyncio.gather(*(one(replica.server, text) for text in texts)))
+
+        return await self.on_each(self.loaded(only), "a probe of new weights", all_of)
+
+    async def comparable(self, path: Path, checksums: Mapping[str, int]) -> dict[str, tuple[int, list[str]]]:
+        """How many of the mirror's tensors checksums cover, and those that differ; by URL. Raises SyncError."""
+        what = "comparing weights"
+        said = await self.on_each(self.loaded(None), what, lambda r: self._adapter.held(r.server, path))
+        known = shapes(path)
+        return {url: await asyncio.to_thread(count_verified, checksums, known, said[url]) for url in said}
+
+    async def commit(self, version: int, *, only: str | None = None) -> None:
+        """Serve the loaded weights as ``version``; with ``only``, also on that replica."""
+        await self.label(version, only=only)
+        self.serve(version, only=only)
+
+    async def label(self, version: int, *, only: str | None = None) -> None:
+        """Have servers label the loaded weights as ``version``, without serving them."""
+        loaded = self.loaded(only)
+        await self.on_each(loaded, f"version {version}", lambda r: self._adapter.relabel(r.server, version))
+
+    def serve(self, version: int, *, only: str | None = None) -> None:
+        """Have replicas that hold the loaded weights serve ``version``: these, or adapters beside them."""
+        for replica in self.loaded(only):
+            replica.apply(Event.REFITTED)
+        if only is None:
+            self._version = version
+            self._settled.set()
+
+    async def release(self) -> None:
+        """Release the servers' memory for training. Nothing is served until the next ``load`` is committed.
+
+        No request may run. Does nothing if the memory is released; concurrent callers wait for the same release; a
+        server that was restarted since releases its own. One that is being restarted is waited for, and none is from
+        now on (`room`); one that died is waited for too, until its processes have ended.
+        """
+        self._released, self._version = True, None
+        self._turn.clear()
+        if self._takes_turns:
+            await self._replicas.all_at_rest()
+
+        async def one(replica: Replica) -> None:
+            async with replica.server.checked:
+                if not replica.server.released:
+                    await self._adapter.release(replica.server)
+                    replica.server.released = True
+
+        async with self.refitting, self._releasing:
+            present = {replica: replica.server for replica in self._replicas.present()}
+            with contextlib.suppress(ReplicasLost):  # dead servers, which have ended, hold no memory
+                await self.on_each(present, "releasing memory", one)
+
+    async def served_somewhere(self) -> None:
+        """Wait until a replica serves. Raises EngineError if none will."""
+        await self._replicas.some(self._replicas.healthy)
+
+    def refuse(self) -> None:
+        """Serve nothing until another ``load`` is committed; requests that wait fail."""
+        self._settled.set()
+
+    def loaded(self, only: str | None) -> dict[Replica, Server]:
+        """The replicas that hold the weights loaded last, or ``only``; a server that was restarted since does not."""
+        return {
+            replica: server
+            for replica, server in self._holding.items()
+            if replica.server is server and replica.health in PRESENT and only in (None, server.url)
+        }
+
+    async def on_each(
+        self, replicas: Mapping[Replica, Server], what: str, order: Callable[[Replica], Coroutine[Any, Any, T]]
+    ) -> dict[str, T]:
+        """Apply ``order`` to all replicas concurrently; leave out those that die meanwhile.
+
+        Raises SyncError that names the replicas on which it failed, ReplicasLost if all died, OutOfFiles.
+        """
+        answers = await asyncio.gather(*(r.while_alive(order(r)) for r in replicas), return_exceptions=True)
+        for (replica, server), answer in zip(replicas.items(), answers, strict=True):
+            if isinstance(answer, AttemptFailed) and replica.server is server:  # not one that came since
+                replica.suspect(answer)
+        if any(isinstance(a, AttemptFailed) for a in answers):
+            await self._ends_are_known()
+        done: dict[str, T] = {}
+        problems = []
+        for (replica, server), answer in zip(replicas.items(), answers, strict=True):
+            if not isinstance(answer, BaseException):
+                done[server.url] = answer
+            elif isinstance(answer, OutOfFiles) or not isinstance(answer, AttemptFailed | EngineError | SyncError):
+                raise answer
+            elif replica.health in PRESENT and replica.server is server:
+                problems.append(f"{server.url}: {answer}")
+        if problems:
+            raise SyncError("\n  ".join([f"{what} failed, and is not served:", *problems]))
+        if not done:
+            ends = dict.fromkeys(f"{replica.reason}" for replica in self._replicas.all)
+            raise ReplicasLost("\n  ".join([f"{what} failed, and is not served:", *ends]))
+        return done
+
+    async def _ends_are_known(self) -> None:
+        """Wait until it is known which servers that failed have died: on a busy machine that may take long."""
+        await asyncio.sleep(_GRACE_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEALTH_SECONDS):
+                await self._replicas.judged()

@@ -1,1 +1,0 @@
-"""Conversations whose sampled tokens are never decoded and encoded again."""

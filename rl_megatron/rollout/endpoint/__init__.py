@@ -1,1 +1,0 @@
-"""Serves conversations over HTTP, in OpenAI's form, from any engine. Runs in the controller process."""
