@@ -40,7 +40,7 @@ from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import GenerationRequest, SamplingParams
 from rl_megatron.weights.layouts.families import read_shape
-from rl_megatron.weights.servers.mirror import Mirror
+from rl_megatron.weights.routes.mirror import Mirror
 
 REPO = Path(__file__).resolve().parents[1]
 PROMPT_TOKENS, NEW_TOKENS = 16, 32

@@ -30,10 +30,9 @@ from rl_megatron.weights.bytes.hashing import PIECE_BYTES, digest
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables import qwen3_moe
 from rl_megatron.weights.plans.plan import plan
-from rl_megatron.weights.transports.commit import Transport
-from rl_megatron.weights.transports.delta import DeltaTransport
-from rl_megatron.weights.transports.process_group import ProcessGroupTransport
-from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
+from rl_megatron.weights.routes.delta import DeltaTransport
+from rl_megatron.weights.routes.group import ProcessGroupTransport, Transport
+from rl_megatron.weights.routes.last_hop import SharedMemoryTransport
 
 REPEATS, BASELINE_REPEATS = 9, 3
 BAR = 0.35  # of the baseline's seconds

@@ -31,9 +31,9 @@ from rl_megatron.weights.checks.reports import NO_KINDS, Report
 from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
-from rl_megatron.weights.servers import mirror
-from rl_megatron.weights.servers.file import FileDelivery, LearnerWeights
-from rl_megatron.weights.servers.leftovers import in_use, remove_abandoned
+from rl_megatron.weights.routes import mirror
+from rl_megatron.weights.routes.file import FileDelivery, LearnerWeights
+from rl_megatron.weights.routes.mirror import in_use, remove_abandoned
 
 logger = logging.getLogger(__name__)
 

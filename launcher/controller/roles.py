@@ -39,7 +39,7 @@ from rl_megatron.types import (
 )
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes
-from rl_megatron.weights.transports.joined import Rendezvous
+from rl_megatron.weights.routes.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from torch import Tensor

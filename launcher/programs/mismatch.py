@@ -42,7 +42,7 @@ from rl_megatron.training.checkpoints import files_of, latest
 from rl_megatron.types import Prompt
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums
-from rl_megatron.weights.servers.mirror import dtypes, seal_of, shapes
+from rl_megatron.weights.routes.mirror import dtypes, seal_of, shapes
 
 _TOKENIZED_PROMPTS = 8
 _STYLES = {"guilty": "bold red", "noise": "yellow", "not guilty": "green", "not checked": "magenta"}

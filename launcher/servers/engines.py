@@ -13,7 +13,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.user_code import load_named
 from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.lora import ranks_of_parts
-from rl_megatron.weights.servers.probe import PROBE_LENGTH
+from rl_megatron.weights.push.trust import PROBE_LENGTH
 
 SERVERS: Mapping[str, Callable[[ModelShape], Adapter]] = {
     "sglang": SGLangAdapter,

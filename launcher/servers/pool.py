@@ -48,15 +48,14 @@ from rl_megatron.weights.bytes.mapped import header_bytes
 from rl_megatron.weights.formats.hf_folder import config_text, copy_companions
 from rl_megatron.weights.formats.served import FORMATS, stored
 from rl_megatron.weights.layouts.families import hf_layout
-from rl_megatron.weights.servers.beside import AdapterRanks, AdapterWeights
-from rl_megatron.weights.servers.delivery import Delivery
-from rl_megatron.weights.servers.direct import DirectDelivery, LearnerRanks
-from rl_megatron.weights.servers.file import FileDelivery, LearnerWeights
-from rl_megatron.weights.servers.leftovers import await_free
-from rl_megatron.weights.servers.probe import Probe
-from rl_megatron.weights.servers.sync import ServedWeights
-from rl_megatron.weights.servers.trust import Trust
-from rl_megatron.weights.transports.joined import Keeper
+from rl_megatron.weights.push.beside import AdapterRanks, AdapterWeights
+from rl_megatron.weights.push.sync import ServedWeights
+from rl_megatron.weights.push.trust import Probe, Trust
+from rl_megatron.weights.routes.delivery import Delivery
+from rl_megatron.weights.routes.direct import DirectDelivery, LearnerRanks
+from rl_megatron.weights.routes.file import FileDelivery, LearnerWeights
+from rl_megatron.weights.routes.mirror import await_free
+from rl_megatron.weights.routes.rendezvous import Keeper
 
 logger = logging.getLogger(__name__)
 

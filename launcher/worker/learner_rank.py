@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from rl_megatron.weights.adapters.pushed import AdapterEnds
     from rl_megatron.weights.checks.reports import Report
     from rl_megatron.weights.layouts.recorded import Boxes
-    from rl_megatron.weights.servers.mirror import Mirror
-    from rl_megatron.weights.transports.engine_ends import Sender
-    from rl_megatron.weights.transports.joined import Rendezvous
+    from rl_megatron.weights.routes.engine_ends import Sender
+    from rl_megatron.weights.routes.mirror import Mirror
+    from rl_megatron.weights.routes.rendezvous import Rendezvous
 
 
 class Worker(RankModels):
@@ -80,9 +80,8 @@ class Worker(RankModels):
         """
         from launcher.runs.folder import mirror_path
         from rl_megatron.weights.formats.served import FORMATS
-        from rl_megatron.weights.servers.leftovers import await_free, in_use, remove_abandoned
-        from rl_megatron.weights.servers.mirror import Mirror
-        from rl_megatron.weights.transports.words import gather
+        from rl_megatron.weights.routes.mirror import Mirror, await_free, in_use, remove_abandoned
+        from rl_megatron.weights.routes.rendezvous import gather
 
         path, shapes, float32 = mirror_path(config, run_folder), self._hf.local_shapes(0), self._float32
         kind, group = FORMATS[config.rollout.server.quantization], self._fellow_writers
@@ -116,8 +115,8 @@ class Worker(RankModels):
         from rl_megatron.weights.checks.reports import add_up, sources_of
         from rl_megatron.weights.formats.served import FORMATS
         from rl_megatron.weights.plans.plan import plan, plan_into_copies
-        from rl_megatron.weights.transports.commit import Staging
-        from rl_megatron.weights.transports.delta import make_transport
+        from rl_megatron.weights.routes.delta import make_transport
+        from rl_megatron.weights.routes.group import Staging
 
         held = self._held
         if config.fills_files:
@@ -214,7 +213,7 @@ class Worker(RankModels):
     def sums(self) -> Report:
         """Checksums of this rank's boxes of the weights in the mirror."""
         from rl_megatron.weights.checks.reports import Report, sent_checksums
-        from rl_megatron.weights.servers.mirror import Mirror
+        from rl_megatron.weights.routes.mirror import Mirror
 
         if self._sealed:
             dtypes = self._dtypes_in_files
@@ -243,7 +242,7 @@ class Worker(RankModels):
         from rl_megatron.weights.formats.at_sender import at_sender
         from rl_megatron.weights.formats.served import FORMATS
         from rl_megatron.weights.layouts.recorded import recorded_layout
-        from rl_megatron.weights.transports.engine_ends import Sender
+        from rl_megatron.weights.routes.engine_ends import Sender
 
         form = FORMATS[self._quantization]
         quantiser, learner, hf = at_sender(form, self._layout, self._hf, self._rank, self._tensors)

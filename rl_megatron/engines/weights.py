@@ -19,7 +19,7 @@ from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 from rl_megatron.weights.checks.compare import count_verified
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
 from rl_megatron.weights.layouts.recorded import Boxes
-from rl_megatron.weights.servers.mirror import shapes
+from rl_megatron.weights.routes.mirror import shapes
 
 T = TypeVar("T")
 

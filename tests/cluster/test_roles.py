@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_megatron.weights.servers.mirror import shapes
+from rl_megatron.weights.routes.mirror import shapes
 from tests.cluster.jobs import REPO, Cluster, Job, read_record
 from tests.e2e.served_teacher import serving
 

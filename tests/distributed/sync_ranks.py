@@ -21,11 +21,10 @@ from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.plan import plan
-from rl_megatron.weights.transports.commit import Staging
-from rl_megatron.weights.transports.delta import DeltaTransport
-from rl_megatron.weights.transports.ends import Parcel
-from rl_megatron.weights.transports.process_group import ProcessGroupTransport
-from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
+from rl_megatron.weights.routes.delta import DeltaTransport
+from rl_megatron.weights.routes.ends import Parcel
+from rl_megatron.weights.routes.group import ProcessGroupTransport, Staging
+from rl_megatron.weights.routes.last_hop import SharedMemoryTransport
 from tests.distributed.test_transport import hf_tensors, megatron_tensors
 from tests.forks import FORKS
 from tests.small_models import SMALL_MOE

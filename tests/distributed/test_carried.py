@@ -33,12 +33,11 @@ from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes, EngineLayout, recorded_layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.plan import Place, Plan, carriers_of, plan_into_copies
-from rl_megatron.weights.servers import mirror
-from rl_megatron.weights.servers.mirror import Mirror
-from rl_megatron.weights.transports import carried, engine_ends
-from rl_megatron.weights.transports.engine_ends import Receiver, Sender
-from rl_megatron.weights.transports.joined import Keeper, Rendezvous
-from rl_megatron.weights.transports.process_group import Exchange, ProcessGroupTransport
+from rl_megatron.weights.routes import engine_ends, last_hop, mirror
+from rl_megatron.weights.routes.engine_ends import Receiver, Sender
+from rl_megatron.weights.routes.group import Exchange, ProcessGroupTransport
+from rl_megatron.weights.routes.mirror import Mirror
+from rl_megatron.weights.routes.rendezvous import Keeper, Rendezvous
 from tests.distributed import test_transport as base
 from tests.distributed.ranks import LIMIT, run_ranks
 from tests.family_models import save_model
@@ -114,7 +113,7 @@ def process(rank: int, job: Job) -> None:
     if job.device == "cuda":
         torch.cuda.set_device(ord(job.nodes[rank]) - ord("A"))
     else:
-        carried.own_place = lambda tensors: Place(node=job.nodes[rank], name=f"node {job.nodes[rank]}", gpu="")
+        last_hop.own_place = lambda tensors: Place(node=job.nodes[rank], name=f"node {job.nodes[rank]}", gpu="")
     said = learner(rank, job) if rank < LEARNERS else engine(rank - LEARNERS, job)
     torch.save(said, job.folder / f"{rank}.pt")
 

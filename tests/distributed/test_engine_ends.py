@@ -38,9 +38,9 @@ from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes, EngineLayout, recorded_layout, shared
 from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.plan import plan
-from rl_megatron.weights.transports import engine_ends
-from rl_megatron.weights.transports.engine_ends import Receiver, Sender
-from rl_megatron.weights.transports.joined import JOINING, Keeper, Member, Rendezvous
+from rl_megatron.weights.routes import engine_ends
+from rl_megatron.weights.routes.engine_ends import Receiver, Sender
+from rl_megatron.weights.routes.rendezvous import JOINING, Keeper, Member, Rendezvous
 from tests.distributed import test_transport as base
 from tests.distributed.ranks import run_ranks
 from tests.forks import FORKS

@@ -35,7 +35,7 @@ from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, rea
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from rl_megatron.weights.plans.plan import plan
-from rl_megatron.weights.servers.beside import ADAPTERS, adapters_folder
+from rl_megatron.weights.push.beside import ADAPTERS, adapters_folder
 from tests.distributed.ranks import run_ranks, whole_gradients, worlds
 from tests.distributed.test_families import LENGTHS, logits_error, make_samples
 from tests.family_models import BASE, MODELS, save_model

@@ -23,12 +23,10 @@ from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.plan import Plan, plan
-from rl_megatron.weights.transports import words
-from rl_megatron.weights.transports.commit import Transport
-from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport
-from rl_megatron.weights.transports.delta import DeltaTransport
-from rl_megatron.weights.transports.process_group import ProcessGroupTransport
-from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
+from rl_megatron.weights.routes import rendezvous
+from rl_megatron.weights.routes.delta import DeltaTransport
+from rl_megatron.weights.routes.group import ProcessGroupTransport, Transport
+from rl_megatron.weights.routes.last_hop import CudaIpcTransport, SharedMemoryTransport
 from tests.distributed.ranks import run_ranks
 from tests.small_models import SMALL_MOE
 
@@ -226,11 +224,11 @@ def test_every_process_hears_of_one_processs_misfits(tmp_path: Path) -> None:
 # Messages between the processes of a group, over gloo.
 def words_main(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    assert words.gather(f"of {rank}", None) == ["of 0", "of 1"]
+    assert rendezvous.gather(f"of {rank}", None) == ["of 0", "of 1"]
     if rank == 1:
         os._exit(0)
     with pytest.raises(SyncError, match="a process of the group was lost: "):
-        words.gather("anybody there?", None)
+        rendezvous.gather("anybody there?", None)
     os._exit(0)
 
 

@@ -13,7 +13,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.reports import sealed_by
-from rl_megatron.weights.servers.mirror import read, shapes
+from rl_megatron.weights.routes.mirror import read, shapes
 
 
 async def test_a_bit_that_flips_between_learner_and_file_is_not_sealed(tmp_path: Path) -> None:

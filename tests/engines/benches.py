@@ -40,11 +40,10 @@ from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import job_shape
-from rl_megatron.weights.servers.file import FileDelivery
-from rl_megatron.weights.servers.mirror import Mirror
-from rl_megatron.weights.servers.probe import Probe
-from rl_megatron.weights.servers.sync import ServedWeights
-from rl_megatron.weights.servers.trust import Probed, Trust
+from rl_megatron.weights.push.sync import ServedWeights
+from rl_megatron.weights.push.trust import Probe, Probed, Trust
+from rl_megatron.weights.routes.file import FileDelivery
+from rl_megatron.weights.routes.mirror import Mirror
 from tests.engines.ties import nearest
 
 REPO = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.engines.vllm import worker as vllm_worker
-from rl_megatron.weights.servers import mirror
+from rl_megatron.weights.routes import mirror
 
 LOST = FLIPPED = "model.embed_tokens.weight"  # which kernels keep as it comes
 _fault = ""

@@ -18,10 +18,10 @@ from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.recorded import Boxes, recorded_layout
 from rl_megatron.weights.plans.plan import plan
-from rl_megatron.weights.servers.direct import DirectDelivery
-from rl_megatron.weights.servers.mirror import dtypes
-from rl_megatron.weights.transports.engine_ends import Sender
-from rl_megatron.weights.transports.joined import Keeper, Rendezvous
+from rl_megatron.weights.routes.direct import DirectDelivery
+from rl_megatron.weights.routes.engine_ends import Sender
+from rl_megatron.weights.routes.mirror import dtypes
+from rl_megatron.weights.routes.rendezvous import Keeper, Rendezvous
 from tests.engines.benches import Change, ServedBench, weights_of
 
 

@@ -30,7 +30,7 @@ from rl_megatron.weights.adapters.pushed import AdapterFolders
 from rl_megatron.weights.checkpoints.made_up import MadeUp
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.lora import hf_adapters, ranks_of_parts
-from rl_megatron.weights.servers.beside import ADAPTERS, AdapterWeights, adapters_folder
+from rl_megatron.weights.push.beside import ADAPTERS, AdapterWeights, adapters_folder
 from tests.completions import completion
 from tests.e2e.processes import REWARDS
 from tests.engines.benches import MAX_LENGTH, NEW, FolderSync, ServedBench, logprobs_of, request, served, spare_a_core

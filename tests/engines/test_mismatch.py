@@ -20,10 +20,9 @@ from rl_megatron.diagnosis.sampling import Parameters
 from rl_megatron.engines.http import Server
 from rl_megatron.types import Batch, ParallelDims, Prompt, Samples, Scores, Want
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums
-from rl_megatron.weights.servers.mirror import dtypes, shapes
-from rl_megatron.weights.servers.probe import Probe
-from rl_megatron.weights.servers.sync import ServedWeights
-from rl_megatron.weights.servers.trust import Trust
+from rl_megatron.weights.push.sync import ServedWeights
+from rl_megatron.weights.push.trust import Probe, Trust
+from rl_megatron.weights.routes.mirror import dtypes, shapes
 from tests.engines.benches import Change, ServedBench
 
 SETTING = Setting(learner_dtype="float32", engine_dtype="float32", configured=Parameters(), served=True)

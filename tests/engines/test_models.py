@@ -20,8 +20,8 @@ from launcher.servers.engines import SERVERS
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.recorded import Boxes
-from rl_megatron.weights.servers.direct import DirectDelivery
-from rl_megatron.weights.transports.joined import Keeper
+from rl_megatron.weights.routes.direct import DirectDelivery
+from rl_megatron.weights.routes.rendezvous import Keeper
 from tests.engines.benches import REPO, LocalBench, ServedBench, logprobs_of, request, served
 from tests.engines.conftest import needs
 from tests.engines.learned import KERNELS, LAYOUTS, SHARED, Learners, folder_of, learners_of, mirror_of

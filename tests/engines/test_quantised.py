@@ -10,7 +10,7 @@ import torch
 
 from rl_megatron.errors import CorruptionError
 from rl_megatron.weights.formats.scaled import BLOCKS
-from rl_megatron.weights.servers.mirror import dtypes, shapes
+from rl_megatron.weights.routes.mirror import dtypes, shapes
 from tests.engines.benches import REPO, logprobs_of, request, served
 from tests.engines.conftest import needs
 from tests.engines.straight import FolderSender, direct

@@ -28,8 +28,7 @@ def engine_main(rank: int, folder: Path, keys: Mapping[str, Any]) -> None:
     from rl_megatron.weights.checks.checksums import checksum
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
     from rl_megatron.weights.plans.plan import plan
-    from rl_megatron.weights.transports.commit import Staging
-    from rl_megatron.weights.transports.process_group import ProcessGroupTransport
+    from rl_megatron.weights.routes.group import ProcessGroupTransport, Staging
 
     shape = branch.SHAPE
     policy = make_policy(shape, learner, device, temperature=0.7)

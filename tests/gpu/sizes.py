@@ -114,7 +114,7 @@ def push_main(rank: int, folder: Path, keys: Mapping[str, Any], small: bool) -> 
     from rl_megatron.weights.checks.checksums import box_checksums
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
     from rl_megatron.weights.plans.plan import plan
-    from rl_megatron.weights.transports.process_group import ProcessGroupTransport
+    from rl_megatron.weights.routes.group import ProcessGroupTransport
 
     shape = shape_of(small)
     model = make_frozen(shape, learner, device, temperature=1.0)

@@ -90,8 +90,8 @@ ROOMS = (
         ),
     ),
     Room(
-        name="transports",
-        paths=_under("rl_megatron/weights/transports", "ends.py", "buckets.py", "carried.py"),
+        name="routes",
+        paths=_under("rl_megatron/weights/routes", "ends.py", "last_hop.py"),
         mutants=60,
         first=("tests/unit/weights/test_transports.py", "tests/distributed/test_carried.py"),
         after=(
@@ -147,7 +147,7 @@ ROOMS = (
     ),
     Room(
         name="requests",
-        paths=_under("rl_megatron/engines", "attempts.py", "places.py", "answers.py"),
+        paths=_under("rl_megatron/engines", "requests.py", "answers.py"),
         mutants=60,
         first=_under("tests/unit/rollout", "test_answers.py", "test_requests.py", "test_suspects.py"),
         after=(

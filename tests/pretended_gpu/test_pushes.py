@@ -49,8 +49,7 @@ def engine_main(rank: int, learner: LearnerSection, folder: Path, model: Path, a
     from rl_megatron.weights.checks.checksums import checksum
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
     from rl_megatron.weights.plans.plan import plan
-    from rl_megatron.weights.transports.commit import Staging
-    from rl_megatron.weights.transports.process_group import ProcessGroupTransport
+    from rl_megatron.weights.routes.group import ProcessGroupTransport, Staging
 
     torch.set_num_threads(1)
     shape = read_shape(model)

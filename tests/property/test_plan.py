@@ -25,7 +25,7 @@ from rl_megatron.weights.layouts.tables.deepseek_v3 import ENGINE_DEEPSEEK_V3, H
 from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.plan import Plan, Turns, from_json, plan, to_json
 from rl_megatron.weights.plans.transfers import Transfer
-from rl_megatron.weights.transports.buckets import BucketPart, cut_into_buckets
+from rl_megatron.weights.routes.ends import BucketPart, cut_into_buckets
 from tests.property.shards import (
     SMALL,
     UNWRITTEN,

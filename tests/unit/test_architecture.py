@@ -36,7 +36,7 @@ ONE_EACH = {  # functions that may have one name, by where they are: a table tak
     "train": "launcher/commands",
     "verify": "launcher/commands",
 }
-COLLECTIVE = ("rl_megatron/learner", "rl_megatron/weights/transports")
+COLLECTIVE = ("rl_megatron/learner", "rl_megatron/weights/routes")
 IN_ENGINES = (  # which read the environment of an engine's process, or of another program's
     "rl_megatron/bounded.py",  # which passes it on to a process of its own
     "rl_megatron/environments/adapters/verifiers.py",  # which passes it on to that interpreter
@@ -44,7 +44,7 @@ IN_ENGINES = (  # which read the environment of an engine's process, or of anoth
     "rl_megatron/engines/engine_token.py",
     "rl_megatron/engines/sglang/server.py",
     "rl_megatron/weights/checks/libraries.py",
-    "rl_megatron/weights/transports/joined.py",  # and tells NCCL, which has no argument for it, how to wait
+    "rl_megatron/weights/routes/rendezvous.py",  # and tells NCCL, which has no argument for it, how to wait
 )
 
 
@@ -181,8 +181,8 @@ def test_rooms_keep_to_their_own() -> None:
         ("rl_megatron/training/trainer.py", "mpu.get_data_parallel_rank()", 1),
         ("rl_megatron/learner/x.py", "from megatron.core import parallel_state\nimport torch.distributed as dist", 0),
         ("rl_megatron/weights/plans/plan.py", "import torch.distributed as dist\ndist.broadcast(x)", 2),
-        ("rl_megatron/weights/transports/x.py", "import torch.distributed as dist\ndist.broadcast(x)", 0),
-        ("rl_megatron/weights/transports/x.py", "import torch.distributed as dist\ndist.all_gather_object(x, y)", 1),
+        ("rl_megatron/weights/routes/x.py", "import torch.distributed as dist\ndist.broadcast(x)", 0),
+        ("rl_megatron/weights/routes/x.py", "import torch.distributed as dist\ndist.all_gather_object(x, y)", 1),
         ("rl_megatron/rollout/x.py", "x.to('cuda'); x.to('cuda:1'); torch.cuda.is_available()", 2),
         ("rl_megatron/options/device.py", "device = 'cuda'", 0),
         ("rl_megatron/learner/x.py", "import os\nos.environ['A'] = os.getenv('B')", 2),

@@ -17,7 +17,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.placement.ranks import beside, ranks_by_role
 from rl_megatron.weights.checks.libraries import DEFAULTS, FIELDS
-from rl_megatron.weights.transports import engine_ends
+from rl_megatron.weights.routes import engine_ends
 from tests.unit.launcher.test_memory import DEEPSEEK
 
 REPO = Path(__file__).resolve().parents[2]

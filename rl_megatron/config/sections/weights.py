@@ -14,7 +14,7 @@ NODE_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportKind:
-    """What a transport supports, for checks of the configuration; `rl_megatron.weights.transports` has its code."""
+    """What a transport supports, for checks of the configuration; `rl_megatron.weights.routes` has its code."""
 
     name: str
     direct: bool = True

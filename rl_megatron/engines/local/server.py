@@ -44,7 +44,7 @@ from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.reports import Report, packed_report
 from rl_megatron.weights.layouts.families import read_shape
-from rl_megatron.weights.servers import mirror
+from rl_megatron.weights.routes import mirror
 
 Ended = list[tuple[str, list[Completion]]]
 """Requests by name whose every completion has ended, with these in order."""

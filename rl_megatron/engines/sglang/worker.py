@@ -22,9 +22,9 @@ from rl_megatron.durable import write_atomically
 from rl_megatron.errors import RLMegatronError, WeightError
 from rl_megatron.weights.checks.places import Held, record
 from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, not_private, packed_report
-from rl_megatron.weights.servers import mirror
-from rl_megatron.weights.transports.engine_ends import Receiver, one_thread
-from rl_megatron.weights.transports.joined import Rendezvous
+from rl_megatron.weights.routes import mirror
+from rl_megatron.weights.routes.engine_ends import Receiver, one_thread
+from rl_megatron.weights.routes.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
 

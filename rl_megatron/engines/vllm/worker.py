@@ -44,10 +44,9 @@ from rl_megatron.weights.checks.reports import (
     of_one_rank,
     packed_report,
 )
-from rl_megatron.weights.servers import mirror
-from rl_megatron.weights.transports.engine_ends import Receiver
-from rl_megatron.weights.transports.joined import Rendezvous
-from rl_megatron.weights.transports.words import gather
+from rl_megatron.weights.routes import mirror
+from rl_megatron.weights.routes.engine_ends import Receiver
+from rl_megatron.weights.routes.rendezvous import Rendezvous, gather
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -18,9 +18,9 @@ from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from rl_megatron.weights.plans.plan import plan_into_copies
-from rl_megatron.weights.servers.beside import ADAPTERS, adapters_folder
-from rl_megatron.weights.transports.commit import Staging
-from rl_megatron.weights.transports.delta import make_transport
+from rl_megatron.weights.push.beside import ADAPTERS, adapters_folder
+from rl_megatron.weights.routes.delta import make_transport
+from rl_megatron.weights.routes.group import Staging
 
 
 class AdapterFolders:

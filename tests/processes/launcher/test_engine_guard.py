@@ -43,7 +43,7 @@ from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.reports import sealed_by
 from rl_megatron.weights.layouts.families import read_shape
-from rl_megatron.weights.servers.leftovers import in_use
+from rl_megatron.weights.routes.mirror import in_use
 from tests.e2e.processes import alive, eventually
 from tests.family_models import save_model
 from tests.processes.launcher.test_supervisor import FOREIGN, PORT

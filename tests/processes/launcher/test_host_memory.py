@@ -36,7 +36,7 @@ from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.layouts.learner import learner_layout
-from rl_megatron.weights.servers.mirror import Mirror
+from rl_megatron.weights.routes.mirror import Mirror
 from tests.unit.launcher.test_memory import ONE_MACHINE, QWEN_30B, QWEN_80GB, QWEN_APART, RECIPES, folder_of
 from tests.unit.launcher.test_spent import ROWS
 

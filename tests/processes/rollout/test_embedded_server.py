@@ -44,7 +44,7 @@ from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.checks.compare import ReportReader
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
-from rl_megatron.weights.servers.mirror import Mirror
+from rl_megatron.weights.routes.mirror import Mirror
 from tests.completions import completion
 from tests.processes.launcher.test_supervisor import Described
 from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, Fake, Words, engine_of, fakes, push
@@ -509,7 +509,7 @@ import torch
 for name in ("sglang", "sglang.srt", "sglang.srt.runtime_context"):
     sys.modules[name] = SimpleNamespace(get_parallel=lambda: SimpleNamespace(tp_rank=rank))
 from rl_megatron.engines.sglang import worker
-from rl_megatron.weights.servers.mirror import Mirror
+from rl_megatron.weights.routes.mirror import Mirror
 
 class Model(torch.nn.Module):
     def __init__(self):

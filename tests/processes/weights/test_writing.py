@@ -28,9 +28,9 @@ from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert, verify, writing
 from rl_megatron.weights.checkpoints.streaming import Files
 from rl_megatron.weights.checkpoints.writing import Share
-from rl_megatron.weights.servers import leftovers
-from rl_megatron.weights.servers.leftovers import await_free, in_use, remove_abandoned
-from rl_megatron.weights.transports.shared_memory import _HELLO, Rings
+from rl_megatron.weights.routes import mirror
+from rl_megatron.weights.routes.last_hop import _HELLO, Rings
+from rl_megatron.weights.routes.mirror import await_free, in_use, remove_abandoned
 from tests.unit.weights.conversions import tree
 from tools.conversion import read_share, run
 
@@ -342,7 +342,7 @@ def test_of_many_parts_to_write_the_command_names_twenty(tmp_path: Path, capsys:
 
 
 # What a killed run left in a node's memory goes with the next run there; what a living one has stays.
-HOLD = "import sys\nfrom pathlib import Path\nfrom rl_megatron.weights.servers.leftovers import in_use\n" + (
+HOLD = "import sys\nfrom pathlib import Path\nfrom rl_megatron.weights.routes.mirror import in_use\n" + (
     "with in_use(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()\n"
 )
 
@@ -376,7 +376,7 @@ def test_a_folder_that_another_run_uses_is_not_taken_over(tmp_path: Path, monkey
     await_free(tmp_path)
     held = hold(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(leftovers, "_ENDING_SECONDS", 0.0)
+        patched.setattr(mirror, "_ENDING_SECONDS", 0.0)
         with pytest.raises(SyncError, match=rf"{tmp_path} has weights of a run that goes on.* run\.name, run\.dir or"):
             await_free(tmp_path)
     held.send_signal(signal.SIGKILL)  # an earlier start that ends meanwhile

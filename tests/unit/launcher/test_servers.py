@@ -28,7 +28,7 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
-from rl_megatron.weights.servers.mirror import Mirror
+from rl_megatron.weights.routes.mirror import Mirror
 from tests.processes.launcher.test_supervisor import LIMIT, REQUEST, bed, running
 from tests.unit.rollout.test_engine_servers import REQUEST as ENGINE_REQUEST
 from tests.unit.rollout.test_engine_servers import running as running_servers

@@ -37,7 +37,7 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.timeline import spans
 from rl_megatron.types import Prompt
-from rl_megatron.weights.servers.probe import Probe
+from rl_megatron.weights.push.trust import Probe
 from tests.completions import completion, drawn
 from tests.scripted_engine import Scripted, sampler, trajectories
 from tests.unit.rollout.test_engine_routes import ASKED, OPTIONS

@@ -33,7 +33,7 @@ from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.layouts.learner import learner_layout
 from rl_megatron.weights.plans.plan import plan
-from rl_megatron.weights.transports import engine_ends
+from rl_megatron.weights.routes import engine_ends
 from tests.unit.launcher.test_memory import DEEPSEEK, QWEN_30B, QWEN_235B
 
 REPO = Path(__file__).resolve().parents[3]

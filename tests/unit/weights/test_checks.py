@@ -27,7 +27,7 @@ from rl_megatron.weights.checks.checksums import add, box_checksums, checksum, n
 from rl_megatron.weights.checks.compare import ReportReader, compare, count_verified
 from rl_megatron.weights.checks.places import record
 from rl_megatron.weights.checks.reports import Report, checksums_of, kind_of, packed_report, sealed_by, sent_checksums
-from rl_megatron.weights.servers.mirror import Mirror, read, seal, seal_of
+from rl_megatron.weights.routes.mirror import Mirror, read, seal, seal_of
 
 SHAPE = (24, 40)
 

@@ -28,7 +28,7 @@ from rl_megatron.weights.checkpoints.torch_dist import read_index
 from rl_megatron.weights.checkpoints.verify import verify
 from rl_megatron.weights.checkpoints.writing import Share
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
-from rl_megatron.weights.servers.mirror import Mirror
+from rl_megatron.weights.routes.mirror import Mirror
 from tests.draft_models import COPIES, save_with_drafts, save_with_qwens_draft
 from tests.family_models import save_model
 from tests.saved_adapters import save_adapters

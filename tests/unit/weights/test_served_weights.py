@@ -38,15 +38,14 @@ from rl_megatron.weights.formats.scaled import BLOCKS, with_scales
 from rl_megatron.weights.formats.schemes import is_quantised
 from rl_megatron.weights.formats.served import FORMATS, stored
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
-from rl_megatron.weights.servers import trust
-from rl_megatron.weights.servers.delivery import Delivered
-from rl_megatron.weights.servers.direct import DirectDelivery
-from rl_megatron.weights.servers.file import FileDelivery
-from rl_megatron.weights.servers.mirror import Mirror, Seal, dtypes, read, seal, shapes
-from rl_megatron.weights.servers.probe import Probe, ScoredText
-from rl_megatron.weights.servers.sync import ServedWeights
-from rl_megatron.weights.servers.trust import Trust
-from rl_megatron.weights.transports.joined import Keeper
+from rl_megatron.weights.push import trust
+from rl_megatron.weights.push.sync import ServedWeights
+from rl_megatron.weights.push.trust import Probe, ScoredText, Trust
+from rl_megatron.weights.routes.delivery import Delivered
+from rl_megatron.weights.routes.direct import DirectDelivery
+from rl_megatron.weights.routes.file import FileDelivery
+from rl_megatron.weights.routes.mirror import Mirror, Seal, dtypes, read, seal, shapes
+from rl_megatron.weights.routes.rendezvous import Keeper
 from tests.completions import completion
 from tests.small_models import SMALL_MOE
 

@@ -35,19 +35,16 @@ from rl_megatron.weights.layouts.recorded import Boxes
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.plan import from_json, plan
 from rl_megatron.weights.plans.transfers import Transfer
-from rl_megatron.weights.servers.direct import DirectDelivery
-from rl_megatron.weights.servers.file import FileDelivery
-from rl_megatron.weights.servers.mirror import Mirror
-from rl_megatron.weights.transports import ends, joined, words
-from rl_megatron.weights.transports.buckets import Bucket, _split
-from rl_megatron.weights.transports.carried import in_turn
-from rl_megatron.weights.transports.commit import Staging
-from rl_megatron.weights.transports.cuda_ipc import CudaRings
-from rl_megatron.weights.transports.ends import Dtypes, PlanEnds
-from rl_megatron.weights.transports.joined import Keeper, Member, Rendezvous
-from rl_megatron.weights.transports.process_group import ProcessGroupTransport
-from rl_megatron.weights.transports.shared_memory import _HELLO, Rings
-from rl_megatron.weights.transports.words import Peers
+from rl_megatron.weights.routes import ends
+from rl_megatron.weights.routes import rendezvous as joined
+from rl_megatron.weights.routes import rendezvous as words
+from rl_megatron.weights.routes.direct import DirectDelivery
+from rl_megatron.weights.routes.ends import Bucket, Dtypes, PlanEnds, _split
+from rl_megatron.weights.routes.file import FileDelivery
+from rl_megatron.weights.routes.group import ProcessGroupTransport, Staging
+from rl_megatron.weights.routes.last_hop import _HELLO, CudaRings, Rings, in_turn
+from rl_megatron.weights.routes.mirror import Mirror
+from rl_megatron.weights.routes.rendezvous import Keeper, Member, Peers, Rendezvous
 from tests.distributed.test_transport import hf_tensors, megatron_tensors
 from tests.small_models import SMALL_MOE
 

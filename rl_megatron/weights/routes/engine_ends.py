@@ -22,13 +22,11 @@ from rl_megatron.weights.checks.reports import Report, Source, sent_checksums
 from rl_megatron.weights.formats.at_sender import Quantiser
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.plans.plan import Place, Plan, carried_plan, carriers_of, from_json, plan, to_json
-from rl_megatron.weights.transports import carried
-from rl_megatron.weights.transports.buckets import Bucket
-from rl_megatron.weights.transports.commit import Transport
-from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport
-from rl_megatron.weights.transports.ends import PlanEnds
-from rl_megatron.weights.transports.joined import Member, Rendezvous
-from rl_megatron.weights.transports.process_group import ProcessGroupTransport
+from rl_megatron.weights.routes import last_hop
+from rl_megatron.weights.routes.ends import Bucket, PlanEnds
+from rl_megatron.weights.routes.group import ProcessGroupTransport, Transport
+from rl_megatron.weights.routes.last_hop import CudaIpcTransport
+from rl_megatron.weights.routes.rendezvous import Member, Rendezvous
 
 _BUCKET_BYTES = 64 * 2**20
 _SLOT_BYTES = 2**20  # of host memory: two stay in the cores' shared cache
@@ -60,14 +58,14 @@ def _cuda_ipc(member: Member, layouts: Layouts | None, **ends: Any) -> _Transpor
 def _carried(
     member: Member, layouts: Layouts | None, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]
 ) -> _Transport:
-    place = carried.own_place((src or dst).values())
+    place = last_hop.own_place((src or dst).values())
     places = [Place(*said) for said in member.gather(place)]
     carriers = carriers_of(places, member.rendezvous.learners)
     moves = _told(member, carried_plan(*layouts, carriers) if layouts else None)
     bucket_bytes = _BUCKET_BYTES if place.gpu else _SLOT_BYTES
     if layouts:
-        return carried.Carrier(moves, carriers, src=src, member=member, bucket_bytes=bucket_bytes)
-    return carried.carried(moves, carriers, dst=dst, member=member, bucket_bytes=bucket_bytes)
+        return last_hop.Carrier(moves, carriers, src=src, member=member, bucket_bytes=bucket_bytes)
+    return last_hop.carried(moves, carriers, dst=dst, member=member, bucket_bytes=bucket_bytes)
 
 
 def _plan(member: Member, layouts: Layouts | None) -> Plan:

@@ -17,8 +17,8 @@ from typing_extensions import override
 from rl_megatron.config.sections.weights import WeightsSection
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.plans.plan import Plan
-from rl_megatron.weights.transports.ends import Parcel
-from rl_megatron.weights.transports.process_group import Operation, ProcessGroupTransport, Step
+from rl_megatron.weights.routes.ends import Parcel
+from rl_megatron.weights.routes.group import Operation, ProcessGroupTransport, Step
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 2**16  # elements whose places differ in 16 bits

@@ -19,9 +19,9 @@ from rl_megatron.interfaces import WeightSync
 from rl_megatron.observability.timeline import spans
 from rl_megatron.types import LoadedAdapters, WeightUpdate
 from rl_megatron.weights.checks.reports import Report
-from rl_megatron.weights.servers.delivery import Delivery
-from rl_megatron.weights.servers.file import FileDelivery
-from rl_megatron.weights.servers.trust import Trust, Verified
+from rl_megatron.weights.push.trust import Trust, Verified
+from rl_megatron.weights.routes.delivery import Delivery
+from rl_megatron.weights.routes.file import FileDelivery
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.checks.reports import Kinds, Report
-from rl_megatron.weights.servers.mirror import Seal
+from rl_megatron.weights.routes.mirror import Seal
 
 logger = logging.getLogger(__name__)
 

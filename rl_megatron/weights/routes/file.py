@@ -16,8 +16,8 @@ from typing_extensions import override
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report, sealed_by, seconds_waited
-from rl_megatron.weights.servers import mirror
-from rl_megatron.weights.servers.delivery import Deliver, Delivered, Delivery, with_error
+from rl_megatron.weights.routes import mirror
+from rl_megatron.weights.routes.delivery import Deliver, Delivered, Delivery, with_error
 
 
 @runtime_checkable

@@ -18,10 +18,10 @@ from rl_megatron.errors import ReplicasLost, SyncError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report, largest_change, seconds_waited
 from rl_megatron.weights.layouts.recorded import Boxes, shared
-from rl_megatron.weights.servers import mirror
-from rl_megatron.weights.servers.delivery import Deliver, Delivered, Delivery, with_error
-from rl_megatron.weights.servers.file import FileDelivery
-from rl_megatron.weights.transports.joined import JOINING, Keeper, Rendezvous
+from rl_megatron.weights.routes import mirror
+from rl_megatron.weights.routes.delivery import Deliver, Delivered, Delivery, with_error
+from rl_megatron.weights.routes.file import FileDelivery
+from rl_megatron.weights.routes.rendezvous import JOINING, Keeper, Rendezvous
 
 logger = logging.getLogger(__name__)
 

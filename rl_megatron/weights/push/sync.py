@@ -17,8 +17,8 @@ from rl_megatron.errors import ReplicasLost
 from rl_megatron.interfaces import WeightSync
 from rl_megatron.observability.timeline import spans
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.servers.delivery import Deliver, Delivery
-from rl_megatron.weights.servers.trust import Trust, Verified
+from rl_megatron.weights.push.trust import Trust, Verified
+from rl_megatron.weights.routes.delivery import Deliver, Delivery
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,0 @@
-"""Transports, which execute plans. The only part of this room that imports torch.distributed."""
