@@ -38,7 +38,7 @@ from launcher.controller.roles import LearnerGroup, Plane
 from launcher.processes import limits
 from launcher.wire import messages
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.held import HeldRows
+from rl_megatron.data.rows import HeldRows
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.update import Update

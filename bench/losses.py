@@ -34,9 +34,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.training.credit.assign import assign_credit
-from rl_megatron.training.credit.shaping import shape_rewards
-from rl_megatron.training.credit.state import AlgorithmState
+from rl_megatron.training.credit import AlgorithmState, assign_credit, shape_rewards
 from rl_megatron.types import Completion, LossInputs, Prompt, RolloutGroup, Span
 
 TOKENS = 65_536

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rl_megatron.data.sent import Sent
-from rl_megatron.data.shares import Share
+from rl_megatron.data.rows import Sent, Share
 from rl_megatron.types import Batch, ParallelDims, Samples
 
 

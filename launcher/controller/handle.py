@@ -24,8 +24,7 @@ from launcher.wire import messages
 from launcher.wire.greetings import Setup
 from launcher.wire.messages import STACKS, Message
 from rl_megatron.errors import RLMegatronError, SyncError, WorkerDied
-from rl_megatron.observability.timeline.kernels import RankKernels, Recorded
-from rl_megatron.observability.timeline.ranks import RankTimed, RankTimes
+from rl_megatron.observability.timeline.ranks import RankKernels, RankTimed, RankTimes, Recorded
 from rl_megatron.placement.names import LEARNER, called
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
 from launcher.controller.group import WorkerGroup
-from rl_megatron.observability.timeline.kernels import Recorded, save
+from rl_megatron.observability.timeline.ranks import Recorded, save
 from rl_megatron.placement.names import file_stem
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from launcher.controller.group import WorkerGroup
-from rl_megatron.data.sent import Sent
-from rl_megatron.data.shares import Share
+from rl_megatron.data.rows import Sent, Share
 from rl_megatron.engines.local.engine import Batched
 from rl_megatron.errors import CorruptionError, SyncError
 from rl_megatron.interfaces import Pass, PassScores, WeightSync

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from launcher.preflight.subject import Found, Subject, note
-from rl_megatron.config.reads.choices import READS
+from rl_megatron.config.reads import READS
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import data_sources
 

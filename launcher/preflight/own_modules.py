@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
-from rl_megatron.config.reads.choices import READS
+from rl_megatron.config.reads import READS
 from rl_megatron.config.sections.algorithm import PAIR_LOSS_NAMES
 
 _BIND_UNSEEN = frozenset(

@@ -25,7 +25,7 @@ from rl_megatron.durable import make_inside, naming
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.timeline import spans
-from rl_megatron.observability.timeline.kernels import FOLDER, Recorded
+from rl_megatron.observability.timeline.ranks import FOLDER, Recorded
 from rl_megatron.placement.names import file_stem
 from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.memory import Footprint, advice, footprints
@@ -51,7 +51,7 @@ from rl_megatron.types import Counts, Loss, Metric, Samples, SkippedStep, StepRe
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rl_megatron.data.shares import Share
+    from rl_megatron.data.rows import Share
     from rl_megatron.learner.checkpoint.companions import Companions
     from rl_megatron.learner.checkpoint.saving import ShardSave
     from rl_megatron.learner.trained import MegatronLearner, MegatronScorer
@@ -115,7 +115,7 @@ class RankModels:
         """``store``: see ``world.join``."""
 
         from launcher.worker.models import remember
-        from rl_megatron.data.held import HeldRows
+        from rl_megatron.data.rows import HeldRows
         from rl_megatron.learner import world
         from rl_megatron.weights.bytes.parked import Parked
         from rl_megatron.weights.layouts.families import hf_layout, read_shape

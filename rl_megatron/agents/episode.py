@@ -27,7 +27,7 @@ from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.environments.protocol import LimitReached, Model, OpenAIMessage, Reply
 from rl_megatron.errors import EngineError
 from rl_megatron.interfaces import RolloutEngine
-from rl_megatron.rollout.generations import sampled_by
+from rl_megatron.rollout.sampler import sampled_by
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Chain, Completion, GenerationRequest, Prompt, SamplingParams, StopReason, Turn
 

@@ -19,9 +19,9 @@ from rl_megatron.algorithms.advantages import LEVELS, ROUNDING, group_advantages
 from rl_megatron.algorithms.auxiliary import PAIR_LOSSES, pair_loss_of, with_slopes
 from rl_megatron.algorithms.objectives import OBJECTIVES, Objective, objective_of
 from rl_megatron.algorithms.ratios import RATIO_LEVELS, masked
+from rl_megatron.algorithms.returns import to_unit_range
 from rl_megatron.algorithms.segments import segment_sum
-from rl_megatron.algorithms.shaping import to_unit_range
-from rl_megatron.config.reads.algorithm import problems_of_own_objective
+from rl_megatron.config.reads import problems_of_own_objective
 from rl_megatron.config.sections.algorithm import AlgorithmSection, PreferenceSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import ConfigError

@@ -1,7 +1,7 @@
-"""Computes per-token advantages and returns from per-token rewards: GAE, discounted returns, whitening. Float64 inside.
+"""Shapes rewards, and computes per-token advantages and returns from them: GAE, discounted returns, whitening.
 
-Letters: N positions of S sequences, concatenated; ``cu_seqlens`` [S + 1]. All functions skip positions outside ``mask``
-(prompts, tool outputs), whatever their values, and give them 0.
+Float64 inside. Letters: n completions, N positions of S sequences, concatenated; ``cu_seqlens`` [S + 1]. All functions
+skip positions outside ``mask`` (prompts, tool outputs), whatever their values, and give them 0.
 """
 
 from __future__ import annotations
@@ -16,12 +16,43 @@ from rl_megatron.algorithms.segments import (
     ROUNDING,
     dense,
     differ,
+    difference,
     discounted_sum,
     segment_range,
     segment_sum,
     sequence_ids,
     whole_sequences,
 )
+
+
+def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: float, factor: float = 1.0) -> Tensor:
+    """Penalty [n] float32 in [-factor, 0]: -factor·excess/buffer over the last ``buffer`` tokens before ``max_length``.
+
+    DAPO (arXiv:2503.14476), soft overlong punishment; ``lengths`` [n] are of completions. A ``buffer`` below 1 is a
+    share of ``max_length``.
+    """
+    buffer = buffer if buffer >= 1 else buffer * max_length
+    excess = lengths.double() - (max_length - buffer)
+    return ((-excess / buffer).clamp(-1, 0) * factor).float()
+
+
+def drop_truncated(mask: Tensor, truncated: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Mask [N] without the sequences whose ``truncated`` [S] is set (DAPO's overlong filter)."""
+    return mask & ~truncated[sequence_ids(cu_seqlens)]
+
+
+def score_finished(rewards: Tensor, finished: Tensor, *, unfinished_reward: float) -> Tensor:
+    """Rewards [n] of completions that ended by themselves; the others get ``unfinished_reward``."""
+    return torch.where(finished, rewards, unfinished_reward)
+
+
+def to_unit_range(values: Tensor, ids: Tensor, rewards: Tensor, ids_of_rewards: Tensor) -> Tensor:
+    """(value - least)/(greatest - least) of the rewards that have its id, [K] float32; least alone if all are equal.
+
+    ``values`` [K] may be the ``rewards`` [n] themselves, or others under the same ``ids``, 0 .. without gaps.
+    """
+    low, high = segment_range(rewards, ids_of_rewards)
+    return difference(values, low[ids]) / torch.where(differ(rewards, ids_of_rewards), high - low, 1.0)[ids]
 
 
 def last_token_rewards(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:

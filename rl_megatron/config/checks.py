@@ -15,8 +15,7 @@ from rl_megatron.config.environments import problems_of_environments
 from rl_megatron.config.evaluating import problems_of_evaluating
 from rl_megatron.config.keeping import problems_of_keeping
 from rl_megatron.config.modes import problems_of_modes
-from rl_megatron.config.reads.job import problems_of_job
-from rl_megatron.config.reads.unread import problems_of_unread_keys
+from rl_megatron.config.reads import problems_of_job, problems_of_unread_keys
 from rl_megatron.config.rewards import problems_of_rewards
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.weights import NODE_MEMORY

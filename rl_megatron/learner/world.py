@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data.shares import Share, layers_in, of_layers
+from rl_megatron.data.rows import Share, layers_in, of_layers
 from rl_megatron.errors import ConfigError
 
 

@@ -11,8 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rl_megatron.models.linear import linear
-from rl_megatron.models.norms import rms_norm
+from rl_megatron.models.operations import linear, rms_norm
 from rl_megatron.models.rotary import RotaryTables, as_halves, softmax_scale
 from rl_megatron.models.shape import LatentAttention, ModelShape
 

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rl_megatron.models.attention import Context, LayerAttention, Zeros
-from rl_megatron.models.linear import linear
-from rl_megatron.models.norms import rms_norm
+from rl_megatron.models.operations import linear, rms_norm
 from rl_megatron.models.shape import DeltaNet, ModelShape
 
 _EPS = 1e-6  # of the length of queries and keys

@@ -28,10 +28,9 @@ from rl_megatron.models.attention import (
     score_scale,
 )
 from rl_megatron.models.delta import DeltaLayer, DeltaStates, remember_whole
+from rl_megatron.models.experts import ClampedExperts, DenseMlp, ExpertMlp, GatedExperts
 from rl_megatron.models.kv_cache import Prefix
-from rl_megatron.models.linear import linear
-from rl_megatron.models.mlp import ClampedExperts, DenseMlp, ExpertMlp, GatedExperts
-from rl_megatron.models.norms import Norm
+from rl_megatron.models.operations import Norm, linear
 from rl_megatron.models.rotary import RotaryTables
 from rl_megatron.models.shape import DecoderNames, ExpertNames, ModelShape
 

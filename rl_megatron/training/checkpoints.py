@@ -31,7 +31,7 @@ from rl_megatron.interfaces import Learner, Saving
 from rl_megatron.observability.recorder import Row
 from rl_megatron.observability.timeline import spans
 from rl_megatron.rollout.stream import StreamState
-from rl_megatron.training.credit.state import AlgorithmState
+from rl_megatron.training.credit import AlgorithmState
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.rollout.batch import UNTAUGHT, RolloutBatch, Waiting
 from rl_megatron.rollout.stream import Stream
 from rl_megatron.training.checkpoints import TrainerState
-from rl_megatron.training.credit.shaping import groups_that_differ, shared_states
+from rl_megatron.training.credit import groups_that_differ, shared_states
 from rl_megatron.training.evaluation import Evaluation, EvaluationBeside
 from rl_megatron.training.update import Update
 from rl_megatron.types import RolloutGroup, Trajectory

@@ -37,9 +37,7 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.seeds import seed_of
 from rl_megatron.training.balanced_clip import BalancedClip
-from rl_megatron.training.credit.assign import assign_credit
-from rl_megatron.training.credit.shaping import Rewards, shape_rewards
-from rl_megatron.training.credit.state import AlgorithmState, describe_kl
+from rl_megatron.training.credit import AlgorithmState, Rewards, assign_credit, describe_kl, shape_rewards
 from rl_megatron.training.measures import (
     LOGPROBS,
     Made,

@@ -14,7 +14,7 @@ import torch
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.types import LossInputs, LossOutput, Samples
-from rl_megatron.weights.bytes.pinned import Extent, Pinned
+from rl_megatron.weights.bytes.parked import Extent, Pinned
 from tests.distributed.low_moments import fill
 from tests.distributed.test_kept import SHAPES, samples
 from tests.samples import sequences_of
@@ -74,14 +74,15 @@ def rank_main(rank: int, folder: Path, layout: str) -> None:
     """A policy for each of `PARTS`, or its first two, one after the other."""
     torch.set_num_threads(1)
     from rl_megatron.learner import world
-    from rl_megatron.learner.model import offload
-    from rl_megatron.learner.model.kernels import fused
+    from rl_megatron.learner.model import kernels, offload
     from tests.distributed.pretended import streams
     from tests.recipes.meter import Meter
 
     streams.install()
     offload.LEAST = 1  # this model's tensors are small
-    fused.F.rms_norm = lambda x, _, weight, eps: fused._RMSNorm.apply(x, weight, eps)  # keeps what a GPU's kernel does
+    kernels.F.rms_norm = lambda x, _, weight, eps: kernels._RMSNorm.apply(
+        x, weight, eps
+    )  # keeps what a GPU's kernel does
     device = world.join(learner(layout), rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=0)
     seen: dict[str, Any] = {}
     for parts in PARTS if layout == METERED else PARTS[:2]:

@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from rl_megatron.learner.model.attention import PackedAttention
-from rl_megatron.learner.model.kernels.fused import rotate
+from rl_megatron.learner.model.kernels import rotate
 from rl_megatron.learner.model.layers import torch_layer_spec
 from rl_megatron.models.shape import ModelShape
 

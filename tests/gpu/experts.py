@@ -18,7 +18,7 @@ NAMES = ("one by one", "in one call")
 def experts_main(rank: int, folder: Path, keys: Mapping[str, Any], small: bool) -> None:
     """Seconds forward and backward in bfloat16, and how far results are from float32's; some experts have no rows."""
     _, device = branch.begin(rank, folder, keys)
-    from rl_megatron.learner.model.kernels import fused, grouped
+    from rl_megatron.learner.model import kernels
 
     experts, hidden, width, rows = (8, 64, 32, 96) if small else (128, 2048, 768, 65536)
     torch.manual_seed(1)
@@ -30,11 +30,11 @@ def experts_main(rank: int, folder: Path, keys: Mapping[str, Any], small: bool) 
     toward = torch.randn(rows, hidden, device=device)
 
     def one_by_one(x: Tensor, probs: Tensor, *weights: Tensor) -> Tensor:
-        out: Tensor = fused._ExpertMLP.apply(x, probs, counts, False, *weights)  # type: ignore[no-untyped-call]
+        out: Tensor = kernels._ExpertMLP.apply(x, probs, counts, False, *weights)  # type: ignore[no-untyped-call]
         return out
 
     def in_one_call(x: Tensor, probs: Tensor, *weights: Tensor) -> Tensor:
-        return grouped.grouped_mlp(x, probs, counts, weights[:experts], weights[experts:], recompute=False)
+        return kernels.grouped_mlp(x, probs, counts, weights[:experts], weights[experts:], recompute=False)
 
     def computed(call: Callable[..., Tensor], dtype: torch.dtype) -> Callable[[], Sequence[Tensor]]:
         leaves = [x.to(torch.float32 if x.ndim == 1 else dtype).requires_grad_() for x in given]

@@ -37,8 +37,8 @@ ROOMS = (
     Room(
         name="credit",
         paths=(
-            "rl_megatron/training/credit",
-            *_under("rl_megatron/algorithms", "advantages.py", "returns.py", "segments.py", "shaping.py"),
+            "rl_megatron/training/credit.py",
+            *_under("rl_megatron/algorithms", "advantages.py", "returns.py", "segments.py"),
         ),
         mutants=106,
         first=("tests/unit/training/test_credit.py", "tests/unit/algorithms/test_advantages.py", _ADVANTAGES),
@@ -56,14 +56,14 @@ ROOMS = (
     ),
     Room(
         name="packing",
-        paths=_under("rl_megatron/data", "bins.py", "packing.py"),
+        paths=("rl_megatron/data/packing.py",),
         mutants=34,
         first=("tests/property/test_packing_properties.py",),
         after=("tests/unit/data/test_samples.py", _UPDATE),
     ),
     Room(
         name="data",
-        paths=_under("rl_megatron/data", "samples.py", "trajectories.py", "sent.py", "held.py", "shares.py"),
+        paths=_under("rl_megatron/data", "samples.py", "trajectories.py", "rows.py"),
         mutants=60,
         first=("tests/unit/data/test_samples.py", "tests/property/test_samples_properties.py"),
         after=(
@@ -124,7 +124,7 @@ ROOMS = (
     Room(
         name="config",
         paths=(
-            "rl_megatron/config/reads",
+            "rl_megatron/config/reads.py",
             *_under("rl_megatron/config", "beside.py", "checks.py", "environments.py", "evaluating.py"),
             *_under("rl_megatron/config", "io.py", "keeping.py", "modes.py", "resume.py"),
         ),

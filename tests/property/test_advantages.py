@@ -22,10 +22,10 @@ from rl_megatron.algorithms.returns import (
     last_token_rewards,
     length_adaptive_lambda,
     less_optimal_baseline,
+    to_unit_range,
     whiten,
 )
 from rl_megatron.algorithms.segments import discounted_sum, whole_sequences
-from rl_megatron.algorithms.shaping import to_unit_range
 
 seeds = st.integers(0, 2**32)
 sizes = st.lists(st.integers(1, 6), min_size=1, max_size=6)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data import bins
+from rl_megatron.data import packing
 from rl_megatron.data.packing import Packer, causal_attention_cost, pack, packer_of, plan_packing, unpack
 from rl_megatron.errors import DataError
 from rl_megatron.learner.packed import Slots, pack_micro_batch
@@ -95,10 +95,10 @@ def test_micro_batches_are_few(lengths: list[int], dp: int, max_tokens: int, cos
 
     def fits(num_micro: int) -> bool:
         of_parts = [(part.tolist(), (part + cost * part**2).tolist()) for part in parts]
-        return all(bins._longest_first(*one, shared * num_micro, max_tokens, 80) is not None for one in of_parts)
+        return all(packing._longest_first(*one, shared * num_micro, max_tokens, 80) is not None for one in of_parts)
 
     fewest = next(filter(fits, range(1, 81)))
-    _, num_bins = bins.fill_bins(sizes, work, dp=dp, budget=max_tokens, most=None, ranks=ranks)
+    _, num_bins = packing.fill_bins(sizes, work, dp=dp, budget=max_tokens, most=None, ranks=ranks)
     memory = max(-(-int(part.sum()) // (shared * max_tokens)) for part in parts)
     assert fewest <= num_bins // dp <= max(fewest, memory + memory // 8)
 
@@ -126,8 +126,8 @@ def test_no_more_are_tried_where_the_longest_sequence_is_the_heaviest(monkeypatc
 
 
 def counted_tries(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    tries, real = list[object](), bins._longest_first
-    monkeypatch.setattr(bins, "_longest_first", lambda *given: (tries.append(given), real(*given))[1])
+    tries, real = list[object](), packing._longest_first
+    monkeypatch.setattr(packing, "_longest_first", lambda *given: (tries.append(given), real(*given))[1])
     return tries
 
 

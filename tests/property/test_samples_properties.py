@@ -14,13 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from rl_megatron.data.held import HeldRows
 from rl_megatron.data.packing import Packer
 from rl_megatron.data.problems.mixture import MixtureState, Proportions
 from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.rows import HeldRows, Sent, Share
 from rl_megatron.data.samples import as_seen, seen_by, select, to_samples
-from rl_megatron.data.sent import Sent
-from rl_megatron.data.shares import Share
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.types import (

@@ -41,9 +41,11 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.optimizer import get_megatron_optimizer  # noqa: E402
 
 from rl_megatron.learner import logprobs, megatron, optimizer, world  # noqa: E402
-from rl_megatron.learner.model import attention  # noqa: E402
-from rl_megatron.learner.model.delta.chunks import cut_into_chunks  # noqa: E402
-from rl_megatron.learner.model.kernels import grouped  # noqa: E402
+from rl_megatron.learner.model import (
+    attention,
+    kernels,
+)
+from rl_megatron.learner.model.delta import cut_into_chunks  # noqa: E402
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch, with_next  # noqa: E402
 from rl_megatron.learner.trained import MegatronLearner  # noqa: E402
 
@@ -173,7 +175,7 @@ def _install(hidden: Sequence[int], *, at_once: bool) -> None:
     random.CudaRNGStatesTracker.fork = _unforked
     buffers._coalescing_manager = _one_by_one
     attention.__dict__["faster_attention"] = lambda *_: None
-    grouped.__dict__["takes"] = lambda *_: at_once
+    kernels.__dict__["takes"] = lambda *_: at_once
     clip_grads.l2_norm_impl = optimizer.l2_norm
     dist.__dict__["all_gather_object"] = _all_alike  # which megatron calls on the names of parameters
     optimizer.__dict__["get_megatron_optimizer"] = partial(get_megatron_optimizer, use_gloo_process_groups=False)

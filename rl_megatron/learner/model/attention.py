@@ -20,8 +20,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
-from rl_megatron.learner.model.kernels.causal import faster_attention
-from rl_megatron.learner.model.kernels.fused import from_slots, into_slots, rotate
+from rl_megatron.learner.model.kernels import faster_attention, from_slots, into_slots, rotate
 from rl_megatron.learner.packed import LengthClass, PackedAttentionParams
 from rl_megatron.models.rotary import inverse_frequencies
 

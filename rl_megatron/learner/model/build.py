@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.decoder_config import DecoderConfig, LatentDecoderConfig
-from rl_megatron.learner.model.delta.net import delta_net_spec
+from rl_megatron.learner.model.delta import delta_net_spec
 from rl_megatron.learner.model.dispatchers import forget_routes
 from rl_megatron.learner.model.latent import (
     HeldIndexer,

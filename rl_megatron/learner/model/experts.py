@@ -13,9 +13,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from rl_megatron.learner.model import kernels
 from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
-from rl_megatron.learner.model.kernels import grouped
-from rl_megatron.learner.model.kernels.fused import expert_mlp
+from rl_megatron.learner.model.kernels import expert_mlp
 
 _ALPHA = 1.702  # gate * sigmoid(alpha * gate)
 
@@ -70,7 +70,7 @@ class FusedExperts(TogetherExperts):
 
     def _compute(self, counts: list[int], x: Tensor, probs: Tensor) -> Tensor:
         weights = (self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias)
-        if grouped.takes(x, self.gate_up_proj, self.down_proj):
+        if kernels.takes(x, self.gate_up_proj, self.down_proj):
             return self._together(counts, x, probs)
         out = []
         for rows, prob, fc1, bias1, fc2, bias2 in zip(x.split(counts), probs.split(counts), *weights, strict=True):
@@ -80,11 +80,11 @@ class FusedExperts(TogetherExperts):
 
     def _together(self, counts: list[int], x: Tensor, probs: Tensor) -> Tensor:
         """As a loop over experts, on a GPU in calls for all."""
-        groups = grouped.groups_of(counts, x)
-        own = grouped.own(groups, x)
-        active = self._gated(grouped.multiply(x, self.gate_up_proj, groups) + own @ self.gate_up_proj_bias)
+        groups = kernels.groups_of(counts, x)
+        own = kernels.own(groups, x)
+        active = self._gated(kernels.multiply(x, self.gate_up_proj, groups) + own @ self.gate_up_proj_bias)
         active, own = ((part * probs[:, None]).to(x.dtype) for part in (active, own))
-        out: Tensor = grouped.multiply(active, self.down_proj, groups) + own @ self.down_proj_bias
+        out: Tensor = kernels.multiply(active, self.down_proj, groups) + own @ self.down_proj_bias
         return out
 
     def _gated(self, inside: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rl_megatron.learner.model.attention import PackedAttention
 from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
-from rl_megatron.learner.model.kernels.fused import linear, rms_norm, rotate
+from rl_megatron.learner.model.kernels import linear, rms_norm, rotate
 from rl_megatron.learner.model.layers import NormColumnLinear
 from rl_megatron.learner.packed import PackedAttentionParams
 from rl_megatron.models.rotary import as_halves, inverse_frequencies, softmax_scale

@@ -37,7 +37,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.attention import AllHeadsAttention, PackedAttention
 from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
 from rl_megatron.learner.model.experts import FusedExperts, StackedExperts
-from rl_megatron.learner.model.kernels.fused import expert_mlp, linear, rms_norm
+from rl_megatron.learner.model.kernels import expert_mlp, linear, rms_norm
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.user_code import load_named
 

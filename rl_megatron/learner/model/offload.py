@@ -2,7 +2,7 @@
 
 megatron-core 0.16.1 has such an offload (``fine_grained_activation_offloading``), which is not used here. It asks for
 TransformerEngine; it takes the micro-batches of its first step for those of all later ones, and leaves others on the
-GPU; its pinned memory grows with every new length (`rl_megatron.weights.bytes.pinned`); and it frees storages of which
+GPU; its pinned memory grows with every new length (`rl_megatron.weights.bytes.parked`); and it frees storages of which
 torch's layers keep other parts. Here torch's own hooks of saved tensors act around the halves of a layer.
 """
 
@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from rl_megatron.options.offload import HELD, SLAB
-from rl_megatron.weights.bytes.pinned import Extent, Pinned
+from rl_megatron.weights.bytes.parked import Extent, Pinned
 
 LEAST = 2**20
 """Bytes of the smallest storage that is moved: a smaller copy would take as long."""

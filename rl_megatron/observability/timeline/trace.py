@@ -28,7 +28,7 @@ from rl_megatron.durable import naming, write_atomically
 from rl_megatron.errors import DataError
 from rl_megatron.json_text import parse
 from rl_megatron.observability.timeline import spans
-from rl_megatron.observability.timeline.kernels import read_kernels
+from rl_megatron.observability.timeline.ranks import read_kernels
 from rl_megatron.observability.timeline.spans import Clock, KeptSpan, Lane, SpanDetails
 
 FILES = ("trace_before.json", "trace.json")

@@ -15,7 +15,7 @@ from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import DataError
 from rl_megatron.rollout.batch import UNTAUGHT, GroupSource, Ledger, Reason, RolloutBatch
 from rl_megatron.rollout.stream import Stream
-from rl_megatron.training.credit.shaping import groups_to_train_on
+from rl_megatron.training.credit import groups_to_train_on
 from rl_megatron.training.group_job import GroupJob
 
 logger = logging.getLogger(__name__)

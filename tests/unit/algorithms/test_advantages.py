@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.advantages import group_advantages
-from rl_megatron.algorithms.returns import less_optimal_baseline
-from rl_megatron.algorithms.shaping import drop_truncated, overlong_penalty, score_finished
+from rl_megatron.algorithms.returns import drop_truncated, less_optimal_baseline, overlong_penalty, score_finished
 from rl_megatron.config.io import load_config
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import ConfigError
-from rl_megatron.training.credit.shaping import groups_that_differ
+from rl_megatron.training.credit import groups_that_differ
 from rl_megatron.types import Prompt
 from tests.completions import completion
 from tests.rows import config_of

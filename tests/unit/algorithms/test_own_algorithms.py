@@ -26,7 +26,7 @@ from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.training.credit.shaping import groups_that_differ
+from rl_megatron.training.credit import groups_that_differ
 from rl_megatron.training.update import Update
 from rl_megatron.types import Loss, LossInputs, Trajectory
 from tests.documents import blocks

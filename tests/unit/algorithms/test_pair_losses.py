@@ -22,7 +22,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.algorithm import PAIR_LOSS_NAMES, UNPAIRED, AlgorithmSection
 from rl_megatron.data import packing
 from rl_megatron.errors import ConfigError
-from rl_megatron.training.credit import shaping, state
+from rl_megatron.training import credit
 from rl_megatron.types import LossInputs
 from tests.losses import loss_inputs
 from tests.property.test_losses_metrics import batch
@@ -377,7 +377,7 @@ def values_of(module: ModuleType) -> Iterator[type]:
     return (kind for kind in own if isinstance(kind, type) and dataclasses.is_dataclass(kind))
 
 
-VALUES = [kind for module in (*MODULES, shaping, state, types, packing) for kind in values_of(module)]
+VALUES = [kind for module in (*MODULES, credit, credit, types, packing) for kind in values_of(module)]
 
 
 @pytest.mark.parametrize("kind", VALUES, ids=lambda kind: kind.__name__)

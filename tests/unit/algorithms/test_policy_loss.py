@@ -16,9 +16,7 @@ from rl_megatron.algorithms.losses import CrossEntropy, PolicyLoss, loss_of
 from rl_megatron.config.io import load_config
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns
-from rl_megatron.training.credit.assign import assign_credit
-from rl_megatron.training.credit.shaping import groups_to_train_on, shape_rewards
-from rl_megatron.training.credit.state import AlgorithmState
+from rl_megatron.training.credit import AlgorithmState, assign_credit, groups_to_train_on, shape_rewards
 from rl_megatron.types import Loss, LossInputs, LossOutput, Prompt, Samples
 from tests.completions import completion
 from tests.losses import loss_inputs

@@ -29,9 +29,7 @@ from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.rollout.batch import Answered
 from rl_megatron.training.checkpoints import TrainerState
-from rl_megatron.training.credit.assign import assign_credit
-from rl_megatron.training.credit.shaping import shape_rewards
-from rl_megatron.training.credit.state import AlgorithmState
+from rl_megatron.training.credit import AlgorithmState, assign_credit, shape_rewards
 from rl_megatron.types import Prompt, RolloutGroup
 from tests.turns import trajectory
 from tests.unit.training.test_bad_steps import EQUAL, TEACHES, WANTED, Steps, job

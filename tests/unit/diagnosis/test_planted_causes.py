@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.engines.local import engine as local
-from rl_megatron.models import mlp
+from rl_megatron.models import experts as mlp
 from rl_megatron.models.attention import Context
 from rl_megatron.models.kv_cache import KVCache, Prefix
 from rl_megatron.models.shape import ModelShape

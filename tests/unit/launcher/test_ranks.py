@@ -40,9 +40,8 @@ from launcher.worker.models import RankModels
 from launcher.worker.process import say_alive, telling
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.io import load_config
-from rl_megatron.data.held import HeldRows
 from rl_megatron.data.packing import pack
-from rl_megatron.data.shares import Share
+from rl_megatron.data.rows import HeldRows, Share
 from rl_megatron.errors import CheckpointError, CorruptionError, RLMegatronError, SyncError, WorkerDied
 from rl_megatron.interfaces import Pass
 from rl_megatron.observability.timeline.ranks import RankTimed

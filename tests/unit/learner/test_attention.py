@@ -23,20 +23,15 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
+from rl_megatron.learner.model import kernels
+from rl_megatron.learner.model import kernels as fused
 from rl_megatron.learner.model.build import make_config
 from rl_megatron.learner.model.decoder_config import LatentDecoderConfig
-from rl_megatron.learner.model.delta.chunks import cut_into_chunks
-from rl_megatron.learner.model.delta.rule import convolve, gated_delta_rule
-from rl_megatron.learner.model.kernels import causal, fused
-from rl_megatron.learner.model.kernels.causal import (
-    AttentionKernel,
-    batched_attention,
-    faster_attention,
-    long_attention,
-)
+from rl_megatron.learner.model.delta import convolve, cut_into_chunks, gated_delta_rule
+from rl_megatron.learner.model.kernels import AttentionKernel, batched_attention, faster_attention, long_attention
 from rl_megatron.learner.model.latent import megatron_latent_keywords
 from rl_megatron.learner.model.refusals import refuse
-from rl_megatron.models import linear
+from rl_megatron.models import operations
 from rl_megatron.models.families.common import read_rope
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.rotary import inverse_frequencies, softmax_scale
@@ -60,9 +55,9 @@ def test_it_is_torchs_in_blocks_of_queries(
     attention: AttentionKernel, heads: int, width: int, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "MIN_ONEDNN_FLOPS", 1)  # its products, though they are small
-    monkeypatch.setattr(causal, "BATCHED_ROWS", 8)
-    monkeypatch.setattr(causal, "ROWS", 24)  # of 8 or 24 positions: sequences of several blocks, whole and cut
-    monkeypatch.setattr(causal, "SCORES", 600)  # of 37 positions a block has one or two of the four groups
+    monkeypatch.setattr(kernels, "BATCHED_ROWS", 8)
+    monkeypatch.setattr(kernels, "ROWS", 24)  # of 8 or 24 positions: sequences of several blocks, whole and cut
+    monkeypatch.setattr(kernels, "SCORES", 600)  # of 37 positions a block has one or two of the four groups
     draw = torch.Generator().manual_seed(0)
     shapes = (2, length, heads, 8), (2, length, 2, 8), (2, length, 2, width)
     given = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
@@ -82,24 +77,24 @@ def test_it_is_for_sequences_in_float32_where_a_library_has_avx512(monkeypatch: 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        monkeypatch.setattr(linear, "ONEDNN_LEADS", False)
-        monkeypatch.setattr(linear, "MKL_IS_WIDE", False)
-        assert faster_attention(queries, causal.LONG) is None
-        monkeypatch.setattr(linear, "MKL_IS_WIDE", True)
-        assert {faster_attention(queries, length) for length in causal.BY_MKL} == {batched_attention}
-        assert faster_attention(queries, causal.BY_MKL.start - 1) is None
-        assert faster_attention(queries, causal.BY_MKL.stop) is None
-        assert faster_attention(queries.bfloat16(), causal.LONG) is None
-        monkeypatch.setattr(linear, "MKL_IS_WIDE", False)
-        monkeypatch.setattr(linear, "ONEDNN_LEADS", True)
-        assert faster_attention(queries, causal.LEAST - 1) is None
+        monkeypatch.setattr(operations, "ONEDNN_LEADS", False)
+        monkeypatch.setattr(operations, "MKL_IS_WIDE", False)
+        assert faster_attention(queries, kernels.LONG) is None
+        monkeypatch.setattr(operations, "MKL_IS_WIDE", True)
+        assert {faster_attention(queries, length) for length in kernels.BY_MKL} == {batched_attention}
+        assert faster_attention(queries, kernels.BY_MKL.start - 1) is None
+        assert faster_attention(queries, kernels.BY_MKL.stop) is None
+        assert faster_attention(queries.bfloat16(), kernels.LONG) is None
+        monkeypatch.setattr(operations, "MKL_IS_WIDE", False)
+        monkeypatch.setattr(operations, "ONEDNN_LEADS", True)
+        assert faster_attention(queries, kernels.LEAST - 1) is None
         assert (
-            faster_attention(queries, causal.LEAST) is faster_attention(queries, causal.LONG - 1) is batched_attention
+            faster_attention(queries, kernels.LEAST) is faster_attention(queries, kernels.LONG - 1) is batched_attention
         )
-        assert faster_attention(queries, causal.LONG) is long_attention
-        assert faster_attention(queries.bfloat16(), causal.LONG) is None
+        assert faster_attention(queries, kernels.LONG) is long_attention
+        assert faster_attention(queries.bfloat16(), kernels.LONG) is None
         torch.set_num_threads(2)
-        assert faster_attention(queries, causal.LONG) is None
+        assert faster_attention(queries, kernels.LONG) is None
     finally:
         torch.set_num_threads(threads)
 

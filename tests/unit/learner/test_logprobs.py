@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner import logprobs as module
 from rl_megatron.learner.logprobs import head_logprobs, logit_norms, token_logprobs
-from rl_megatron.learner.model.kernels import fused, grouped
+from rl_megatron.learner.model import kernels
 from rl_megatron.learner.packed import Slots
-from rl_megatron.models import linear
+from rl_megatron.models import operations
 from rl_megatron.options import head
 from rl_megatron.options.head import OutputHead
 from rl_megatron.options.option import Elements, Rank
@@ -186,8 +186,8 @@ def test_a_float32_head_holds_the_bytes_of_its_term(dtype: str, gradient: str, m
 @pytest.fixture(params=["oneDNN", "torch's own"])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each library of products, whichever is the faster one on this processor."""
-    monkeypatch.setattr(linear, "ONEDNN_LEADS", request.param == "oneDNN" and linear.HAS_ONEDNN)
-    monkeypatch.setattr(fused, "MIN_ONEDNN_FLOPS", 1)  # tests' are small
+    monkeypatch.setattr(operations, "ONEDNN_LEADS", request.param == "oneDNN" and operations.HAS_ONEDNN)
+    monkeypatch.setattr(kernels, "MIN_ONEDNN_FLOPS", 1)  # tests' are small
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -216,8 +216,8 @@ def plain_rotate(x: Tensor, angle: Tensor) -> Tensor:
 
 @pytest.mark.usefixtures("products")
 def test_linear() -> None:
-    x, weight = random(fused.WEIGHT_GRAD_ROWS + 37, 1, 24), random(40, 24)
-    assert_equal_with_gradients(fused.linear, F.linear, [x, weight])
+    x, weight = random(kernels.WEIGHT_GRAD_ROWS + 37, 1, 24), random(40, 24)
+    assert_equal_with_gradients(kernels.linear, F.linear, [x, weight])
 
 
 def test_rms_norm_and_rotate() -> None:
@@ -227,18 +227,18 @@ def test_rms_norm_and_rotate() -> None:
     def plain(x: Tensor, weight: Tensor) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
-    ours = through_slice(lambda x, weight: fused.rms_norm(x, weight, 1e-6))
+    ours = through_slice(lambda x, weight: kernels.rms_norm(x, weight, 1e-6))
     assert_equal_with_gradients(ours, through_slice(plain), [random(9, 3, 64), random(32)])
     angle = random(11, 1, 8)
     assert_equal_with_gradients(
-        lambda x: fused.rotate(x, angle.cos(), angle.sin()),
+        lambda x: kernels.rotate(x, angle.cos(), angle.sin()),
         lambda x: plain_rotate(x, angle.double()),
         [random(11, 3, 16)],
     )
 
 
 @pytest.mark.usefixtures("products")
-@pytest.mark.parametrize("function", [fused.expert_mlp, grouped.grouped_mlp], ids=["one by one", "in one call"])
+@pytest.mark.parametrize("function", [kernels.expert_mlp, kernels.grouped_mlp], ids=["one by one", "in one call"])
 @pytest.mark.parametrize(
     "counts", [[200, 0, 37, 64], [0, 0, 0, 5], [1, 130, 2, 300]], ids=["an empty expert", "one expert", "uneven"]
 )
@@ -275,8 +275,8 @@ def test_grouped_products_with_biases() -> None:
     counts, inside, outside = [3, 0, 40, 5], 24, 16
 
     def ours(x: Tensor, weights: Tensor, biases: Tensor) -> Tensor:
-        groups = grouped.groups_of(counts, x)
-        return grouped.multiply(x, weights, groups) + grouped.own(groups, x) @ biases
+        groups = kernels.groups_of(counts, x)
+        return kernels.multiply(x, weights, groups) + kernels.own(groups, x) @ biases
 
     def plain(x: Tensor, weights: Tensor, biases: Tensor) -> Tensor:
         return torch.cat([rows @ w + b for rows, w, b in zip(x.split(counts), weights, biases, strict=True)])
@@ -298,13 +298,13 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("leads", [False, True])
 def test_onednn_compiles_no_kernel_for_a_small_product(leads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "ONEDNN_LEADS", leads and linear.HAS_ONEDNN)
-    rows = int(fused.MIN_ONEDNN_FLOPS) // (2 * 64 * 50)
+    monkeypatch.setattr(operations, "ONEDNN_LEADS", leads and operations.HAS_ONEDNN)
+    rows = int(kernels.MIN_ONEDNN_FLOPS) // (2 * 64 * 50)
     for a in (random(rows - 1, 64), random(rows, 64)):
         b = random(50, 64)
         with Products("_linear_pointwise") as compiled:
-            found = fused.matmul_transposed(a, b)
-        assert compiled.count == (leads and linear.HAS_ONEDNN and len(a) == rows)
+            found = kernels.matmul_transposed(a, b)
+        assert compiled.count == (leads and operations.HAS_ONEDNN and len(a) == rows)
         torch.testing.assert_close(found, (a.double() @ b.double().T).float(), rtol=1e-5, atol=1e-4)
 
 
@@ -312,25 +312,25 @@ COUNTS = [3, 0, 40, 5]
 
 
 def one_by_one(x: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
-    return fused.expert_mlp(x, probs, COUNTS, fc1, fc2)
+    return kernels.expert_mlp(x, probs, COUNTS, fc1, fc2)
 
 
 def in_one_call(x: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
-    return grouped.grouped_mlp(x, probs, COUNTS, fc1, fc2, recompute=False)
+    return kernels.grouped_mlp(x, probs, COUNTS, fc1, fc2, recompute=False)
 
 
 def apart_in_one_call(x: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
-    return grouped.grouped_mlp(x, probs, COUNTS, list(fc1), list(fc2), recompute=False)
+    return kernels.grouped_mlp(x, probs, COUNTS, list(fc1), list(fc2), recompute=False)
 
 
 def products_alone(x: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
-    groups = grouped.groups_of(COUNTS, x)
-    inside = grouped.multiply(x, fc1.mT, groups).chunk(2, -1)[0]
-    return grouped.multiply(inside * probs[:, None], fc2.mT, groups)
+    groups = kernels.groups_of(COUNTS, x)
+    inside = kernels.multiply(x, fc1.mT, groups).chunk(2, -1)[0]
+    return kernels.multiply(inside * probs[:, None], fc2.mT, groups)
 
 
 def linears(x: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
-    return fused.linear(fused.linear(x, fc1[0]).chunk(2, -1)[0] * probs[:, None], fc2[0])
+    return kernels.linear(kernels.linear(x, fc1[0]).chunk(2, -1)[0] * probs[:, None], fc2[0])
 
 
 @pytest.mark.usefixtures("products")
@@ -366,8 +366,8 @@ def test_an_expert_without_rows_has_no_gradient_at_all(counts: list[int], monkey
     monkeypatch.setattr(F, "grouped_mm", leaving)
     given = [random(sum(counts), 8), random(sum(counts)), random(3, 16, 8), random(3, 8, 8)]
     x, probs, fc1, fc2 = (tensor.requires_grad_() for tensor in given)
-    out = grouped.grouped_mlp(x, probs, counts, fc1, fc2, recompute=False)
-    out = grouped.multiply(out, fc2, grouped.groups_of(counts, x))
+    out = kernels.grouped_mlp(x, probs, counts, fc1, fc2, recompute=False)
+    out = kernels.multiply(out, fc2, kernels.groups_of(counts, x))
     for grad in torch.autograd.grad(out.sum(), (fc1, fc2)):
         assert [bool(one.any()) for one in grad] == [count > 0 for count in counts]
         assert grad.isfinite().all()
@@ -379,6 +379,6 @@ def test_slots_and_back() -> None:
     )
     real = torch.tensor([1.0, 1, 1, 1, 1, 1, 1, 0])[:, None]
     assert_equal_with_gradients(
-        lambda x: fused.into_slots(x, slots) * real, lambda x: x[slots.row] * real, [random(7, 3)]
+        lambda x: kernels.into_slots(x, slots) * real, lambda x: x[slots.row] * real, [random(7, 3)]
     )
-    assert_equal_with_gradients(lambda y: fused.from_slots(y, slots), lambda y: y[slots.slot], [random(8, 3)])
+    assert_equal_with_gradients(lambda y: kernels.from_slots(y, slots), lambda y: y[slots.slot], [random(8, 3)])

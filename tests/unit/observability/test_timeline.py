@@ -14,8 +14,16 @@ import pytest
 from rl_megatron.errors import DataError
 from rl_megatron.observability import activity
 from rl_megatron.observability.timeline import ranks, spans
-from rl_megatron.observability.timeline.kernels import KernelEvent, RankKernels, Recorded, folder_of, read_kernels, save
-from rl_megatron.observability.timeline.ranks import RankTimed, RankTimes
+from rl_megatron.observability.timeline.ranks import (
+    KernelEvent,
+    RankKernels,
+    RankTimed,
+    RankTimes,
+    Recorded,
+    folder_of,
+    read_kernels,
+    save,
+)
 from rl_megatron.observability.timeline.spans import DRIFT, Clock
 from rl_megatron.observability.timeline.trace import Timeline, TraceFile, read_trace, write_trace
 from tests.perfetto import check_trace

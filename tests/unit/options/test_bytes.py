@@ -22,10 +22,9 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.learner.model.delta.chunks import cut_into_chunks
-from rl_megatron.learner.model.delta.rule import convolve, gated_delta_rule
+from rl_megatron.learner.model import kernels
+from rl_megatron.learner.model.delta import convolve, cut_into_chunks, gated_delta_rule
 from rl_megatron.learner.model.experts import FusedExperts
-from rl_megatron.learner.model.kernels import grouped
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import DeltaNet, ModelShape
 from rl_megatron.options import table
@@ -155,7 +154,7 @@ def computing(shape: ModelShape) -> Compute:
         given: Any = fc1.requires_grad_(), fc2.requires_grad_()
     else:
         given = [[one.clone().requires_grad_() for one in some] for some in (fc1, fc2)]
-    return lambda counts, x, probs: grouped.grouped_mlp(x, probs, counts, *given, recompute=False)
+    return lambda counts, x, probs: kernels.grouped_mlp(x, probs, counts, *given, recompute=False)
 
 
 @pytest.mark.parametrize(("width", "etp"), [(32, 1), (12, 1), (20, 1), (24, 1), (24, 2), (88, 2), (96, 2)])
@@ -166,7 +165,7 @@ def test_the_learner_does_as_planned(width: int, etp: int, generation: int, monk
     rows: Any = MagicMock(is_cuda=True, dtype=torch.bfloat16, __len__=lambda self: 5)
     fc1 = torch.empty(2 * width // etp, TINY_MOE.hidden_size), torch.empty(TINY_MOE.hidden_size, width // etp)
     planned = multiplies_at_once(GPU.model_copy(update={"etp": etp}), replace(TINY_MOE, expert_width=width))
-    assert grouped.takes(rows, *fc1) == (planned and generation in (9, 10))
+    assert kernels.takes(rows, *fc1) == (planned and generation in (9, 10))
 
 
 @pytest.mark.parametrize("width", [32, 128])

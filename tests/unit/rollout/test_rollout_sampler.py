@@ -26,10 +26,9 @@ from rl_megatron.errors import ConfigError, EngineError, PoisonPrompt, RewardErr
 from rl_megatron.evaluation.sets import ProblemSet, measure
 from rl_megatron.rewards.threads import Plain
 from rl_megatron.rollout.batch import RolloutBatch
-from rl_megatron.rollout.generations import sampled_by
 from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler
-from rl_megatron.rollout.sampler import RolloutSampler, SamplerBySource
+from rl_megatron.rollout.sampler import RolloutSampler, SamplerBySource, sampled_by
 from rl_megatron.training.group_job import interrupted_row
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, Scored
 from tests.completions import completion, drawn

@@ -20,9 +20,16 @@ from rl_megatron.data.packing import Packer, with_own_columns
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns, tokens_behind_prompt
 from rl_megatron.errors import DataError
-from rl_megatron.training.credit.assign import assign_credit
-from rl_megatron.training.credit.shaping import Rewards, groups_that_differ, groups_to_train_on, shape_rewards
-from rl_megatron.training.credit.state import AlgorithmState, mean_over_completions, reference_kl
+from rl_megatron.training.credit import (
+    AlgorithmState,
+    Rewards,
+    assign_credit,
+    groups_that_differ,
+    groups_to_train_on,
+    mean_over_completions,
+    reference_kl,
+    shape_rewards,
+)
 from rl_megatron.training.measures import explained_variance
 from rl_megatron.training.update import selection_of
 from rl_megatron.types import Chain, FinishReason, ParallelDims, Prompt, RolloutGroup, Samples, Trajectory

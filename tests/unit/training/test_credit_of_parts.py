@@ -29,15 +29,15 @@ from rl_megatron.environments.protocol import EnvironmentStep, Observed, Reply, 
 from rl_megatron.environments.registry import EnvironmentMaker
 from rl_megatron.errors import ConfigError, DataError, EnvironmentFailed, RewardError
 from rl_megatron.rewards.threads import scored
-from rl_megatron.training.credit.assign import assign_credit
-from rl_megatron.training.credit.shaping import (
+from rl_megatron.training.credit import (
+    AlgorithmState,
+    assign_credit,
     groups_that_differ,
     groups_to_train_on,
     shape_rewards,
     shared_states,
     states_of,
 )
-from rl_megatron.training.credit.state import AlgorithmState
 from rl_megatron.training.group_job import carried_row
 from rl_megatron.types import Chain, Completion, Prompt, RolloutGroup, Samples, Scored, Span, Trajectory, Turn
 from tests.completions import completion, drawn

@@ -25,8 +25,8 @@ from rl_megatron.algorithms.segments import segment_sum, sequence_ids
 from rl_megatron.config.beside import frozen_folders
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.held import HeldRows
 from rl_megatron.data.packing import Packer
+from rl_megatron.data.rows import HeldRows
 from rl_megatron.data.samples import as_seen, read_by_teacher, to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError, WorkerDied

@@ -28,7 +28,7 @@ from typing_extensions import override
 from rl_megatron.errors import ConfigError, CorruptionError, ReplicasLost, SyncError, WeightError
 from rl_megatron.types import ParallelDims, WeightUpdate
 from rl_megatron.weights.bytes.hashing import PIECE_BYTES
-from rl_megatron.weights.bytes.pinned import Extent, Pinned
+from rl_megatron.weights.bytes.parked import Extent, Pinned
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes

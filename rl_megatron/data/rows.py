@@ -1,24 +1,222 @@
-"""In the controller: the columns of a step's rows that each data-parallel rank does not hold yet, as bytes.
+"""Columns of a step's rows on their way from the controller to ranks: both ends.
 
-How a column is sent (`held.Form`) is found once for all its rows, in parts that stay in the processor's cache; a share
-is then copied row by row into the memory that is sent. Letters as in `held`.
+The controller sends a data-parallel rank a *share*: what the rank does not hold yet for one pass, as one array of bytes
+without a pickle. A share has a header in JSON, the numbers of the rows that the pass takes, and columns of rows, each
+array at a multiple of 8 bytes. Each column goes to a data-parallel rank once a step, in the shortest of the forms below
+that gives its numbers back to the bit. How a column is sent (`Form`) is found once for all its rows, in parts that stay
+in the processor's cache; a share is then copied row by row into the memory that is sent. Letters: S sequences (rows),
+T positions of those of one block, D data-parallel ranks, M micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_megatron.data.held import TO_SCORE, Form
 from rl_megatron.data.samples import tokens_of
-from rl_megatron.data.shares import Pieces, Share, share_of
+from rl_megatron.errors import RLMegatronError
 from rl_megatron.types import Batch, Samples
+
+Share: TypeAlias = NDArray[np.uint8]
+"""What one data-parallel rank is sent for one pass."""
+
+Pieces: TypeAlias = tuple[Sequence[NDArray[Any]], np.dtype[Any], tuple[int, ...]]
+"""Arrays that are sent as one, its dtype and its shape."""
+
+_ALIGNMENT = 8
+
+
+def share_of(head: dict[str, Any], every: Sequence[Pieces]) -> Share:
+    """Header and arrays in one array of bytes."""
+    text = json.dumps({**head, "arrays": [(dtype.str, shape) for _, dtype, shape in every]}).encode()
+    sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in every]
+    place = 8 + _room_for(len(text))
+    out = np.zeros(place + sum(map(_room_for, sizes)), np.uint8)
+    out[:8].view(np.int64)[0] = len(text)
+    out[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
+    for (arrays, dtype, shape), size in zip(every, sizes, strict=True):
+        np.concatenate(arrays, out=out[place : place + size].view(dtype).reshape(shape), casting="unsafe")
+        place += _room_for(size)
+    return out
+
+
+def opened(share: Share) -> tuple[dict[str, Any], list[NDArray[Any]]]:
+    """Header and arrays, which use the share's memory."""
+    length = int(share[:_ALIGNMENT].view(np.int64)[0])
+    head = json.loads(share[_ALIGNMENT : _ALIGNMENT + length].tobytes())
+    place, arrays = _ALIGNMENT + _room_for(length), []
+    for dtype, shape in head["arrays"]:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        arrays.append(share[place : place + size].view(dtype).reshape(shape))
+        place += _room_for(size)
+    return head, arrays
+
+
+def layers_in(share: Share) -> int:
+    """The MoE layers of the routes that it brings; 0 if it brings none."""
+    head, arrays = opened(share)
+    return next((a.shape[1] for name, a in zip(_names(head), arrays, strict=True) if name == "routes"), 0)
+
+
+def of_layers(share: Share, layers: Sequence[int]) -> Share:
+    """The share with the routes of these MoE layers alone, of all that it has."""
+    head, arrays = opened(share)
+    cut = [a[:, list(layers)] if name == "routes" else a for name, a in zip(_names(head), arrays, strict=True)]
+    return share_of({**head, "is_cut": True}, [([array], array.dtype, array.shape) for array in cut])
+
+
+def _names(head: dict[str, Any]) -> list[str]:
+    """What each array is."""
+
+    def of_blocks() -> Iterator[str]:
+        for forms in head["blocks"]:
+            yield from ("rows", "lengths", *(name for name, (form, _) in forms.items() if form != "copy"))
+
+    return ["rows", "counts", *head["spare"], *of_blocks()]
+
+
+def _room_for(size: int) -> int:
+    """Bytes that an array of ``size`` bytes takes."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+TO_SCORE = ("input_ids", "targets", "mask", "routes")  # columns that a pass without a loss reads
+Form = Literal["whole", "bits", "last", "copy", "masked", "trained", "spread"]
+"""How a column is sent: all its numbers; as bits; the last of each row, if the others are the next input; nothing, if
+it is equal to another column; those at masked-in positions, if the others are 0; a number a row, times the mask; a
+number a row."""
+
+_SHOWN = 8  # rows in a message
+
+
+class HeldRows:
+    """On a rank: the rows of a step that its data-parallel rank was sent."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._rows: dict[str, dict[int, Tensor]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all columns of all rows."""
+        return sum(row.nbytes for rows in self._rows.values() for row in rows.values())
+
+    def forget(self) -> None:
+        """Free the step's rows."""
+        self._rows = {}
+
+    def take(self, share: Share, layers: Sequence[int] = ()) -> tuple[Samples, ...]:
+        """Keep what is new, and build the pass's micro-batches [M]; of routes those of this rank's MoE ``layers``.
+
+        Raises RLMegatronError for rows that it was not sent.
+        """
+        head, arrays = opened(share)
+        whole = "is_cut" not in head
+        if head["step"] != self._step:
+            self.forget()
+            self._step = head["step"]
+        rows, counts, *arrays = arrays
+        spare = {name: torch.from_numpy(arrays.pop(0)) for name in head["spare"]}
+        if whole and "routes" in spare:
+            spare["routes"] = _of_layers(spare["routes"], layers)
+        for forms in head["blocks"]:
+            new, lengths, *arrays = arrays
+            found = self._decoded(forms, arrays, new, torch.from_numpy(lengths).long())
+            for name, column in found.items():
+                column = _of_layers(column, layers) if whole and name == "routes" else column
+                if column.untyped_storage().nbytes() > 2 * column.nbytes:  # else it would keep others' in memory
+                    column = column.clone()
+                self._rows.setdefault(name, {}).update(zip(new.tolist(), column.split(lengths.tolist()), strict=True))
+        cut = np.split(rows, np.cumsum(counts)[:-1])
+        return tuple(
+            self._micro_batch(ids.tolist(), head["columns"]) if len(ids) else _empty(spare, head) for ids in cut
+        )
+
+    def _decoded(
+        self, forms: dict[str, tuple[Form, str]], arrays: list[NDArray[Any]], new: NDArray[np.int32], lengths: Tensor
+    ) -> dict[str, Tensor]:
+        """The columns of a block; takes its arrays off the list."""
+        found: dict[str, Tensor] = {}
+        for name, (form, other) in forms.items():
+            if form == "copy":
+                found[name] = found[other]
+                continue
+            sent = torch.from_numpy(arrays.pop(0))
+            mask = found.get("mask")
+            if mask is None and form in ("masked", "trained"):
+                mask = torch.cat(self._pieces("mask", new.tolist()))
+            found[name] = _decoded(form, sent, lengths, mask, found.get("input_ids"))
+        return found
+
+    def _micro_batch(self, rows: list[int], names: Sequence[str]) -> Samples:
+        columns = {name: torch.cat(self._pieces(name, rows)) for name in names}
+        bounds = torch.zeros(len(rows) + 1, dtype=torch.int64)
+        torch.cumsum(torch.tensor([len(piece) for piece in self._pieces("input_ids", rows)]), 0, out=bounds[1:])
+        return _samples(columns, bounds)
+
+    def _pieces(self, name: str, rows: list[int]) -> list[Tensor]:
+        held = self._rows.get(name, {})
+        if lost := [row for row in rows if row not in held]:
+            shown = f"{', '.join(map(str, lost[:_SHOWN]))}{', …' if len(lost) > _SHOWN else ''}"
+            raise RLMegatronError(
+                f"this rank is asked for {name!r} of rows {shown} of batch {self._step}, {len(lost)} in all, which it "
+                f"was not sent; it holds those of {len(held)} rows. The controller counts on rows that are not here: "
+                "resume from the last checkpoint"
+            )
+        return [held[row] for row in rows]
+
+
+def _samples(columns: dict[str, Tensor], cu_seqlens: Tensor) -> Samples:
+    """Samples with zeros for the columns that a loss needs and the pass has not."""
+    ids, targets = columns["input_ids"].long(), columns["targets"].long()
+    zeros = torch.zeros(len(ids))
+    rest = {name: columns.get(name, zeros) for name in ("advantages", "rollout_logprobs", "old_logprobs")}
+    if "turn_of" in columns:
+        rest["turn_of"] = columns["turn_of"].int()
+    return Samples(**{**columns, **rest, "input_ids": ids, "targets": targets}, cu_seqlens=cu_seqlens)
+
+
+def _empty(spare: dict[str, Tensor], head: dict[str, Any]) -> Samples:
+    """As `gathered` has it of the same samples."""
+    length = len(spare["input_ids"])
+    columns = {name: torch.zeros(length) for name in head["columns"]} | spare
+    columns["mask"] = torch.zeros(length, dtype=torch.bool)
+    return _samples(columns, torch.tensor([0, 1]))
+
+
+def _of_layers(routes: Tensor, layers: Sequence[int]) -> Tensor:
+    return routes if len(layers) == routes.shape[1] else routes[:, list(layers)]
+
+
+def _decoded(form: Form, sent: Tensor, lengths: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
+    """The column [T, …] of rows of ``lengths``; ``ids`` are their inputs, ``mask`` is theirs."""
+    total = int(lengths.sum())
+    if form == "bits":
+        return torch.from_numpy(np.unpackbits(sent.numpy(), count=total).view(np.bool_))
+    if form == "last":
+        assert ids is not None
+        targets = torch.empty_like(ids)
+        targets[:-1] = ids[1:]
+        targets[lengths.cumsum(0) - 1] = sent.to(ids.dtype)
+        return targets
+    if form == "masked":
+        assert mask is not None
+        out = torch.zeros(total, *sent.shape[1:])
+        out[mask] = sent
+        return out
+    if form in ("trained", "spread"):
+        everywhere = torch.repeat_interleave(sent, lengths, output_size=total)
+        return everywhere if form == "spread" or mask is None else everywhere * mask
+    return sent
+
 
 _PART = 2**18  # positions
 

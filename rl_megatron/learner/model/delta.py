@@ -1,14 +1,18 @@
 """A decoder layer's gated delta net over packed sequences, with TP and CP.
 
-Of what it computes between its linears it keeps nothing but their output and input, and computes it again in the
-backward pass: the chunks' states and products take tens of times as many bytes, and a small part of a layer's products.
+Packed sequences are cut into chunks, with room before each for a convolution; the gated delta rule takes a chunk at a
+time. Of what the net computes between its linears it keeps nothing but their output and input, and computes it again in
+the backward pass: the chunks' states and products take tens of times as many bytes, and a small part of a layer's
+products.
 
 TP cuts it between key heads, with their value heads. Under CP ranks exchange positions for heads: each then has the
 whole sequences of its share of its TP rank's heads, and the parameters of these.
+Letters: T positions, n chunks of C, K key heads with R value heads each, dk and dv their sizes.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,12 +29,76 @@ from torch import Tensor
 
 from rl_megatron.learner.model.attention import CutAlongHeads
 from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
-from rl_megatron.learner.model.delta.chunks import Chunks, cut_into_chunks
-from rl_megatron.learner.model.delta.rule import convolve, gated_delta_rule
-from rl_megatron.learner.model.kernels.fused import rms_norm
+from rl_megatron.learner.model.kernels import from_slots, into_slots, rms_norm
 from rl_megatron.learner.model.layers import NormColumnLinear
-from rl_megatron.learner.packed import PackedAttentionParams
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.learner.packed import PackedAttentionParams, Slots
+from rl_megatron.models.delta import by_chunks
+from rl_megatron.models.shape import DeltaNet, ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """The chunks of all sequences: their first ones, then their second ones, and so on, longest sequences first.
+
+    So the n-th chunks follow the first ``counts[n]`` of the (n - 1)-th, and no chunk has two sequences. ``slots`` maps
+    the T positions to the chunks' positions; the last chunk of a sequence repeats its last position. ``place`` [T] is
+    each position's place among all where ``gap`` empty ones stand before each sequence, in ``places``.
+    """
+
+    counts: tuple[int, ...]
+    size: int
+    slots: Slots
+    place: Tensor
+    places: int
+    gap: int
+
+
+def cut_into_chunks(starts: Tensor, *, gap: int, size: int = DeltaNet.chunk) -> Chunks:
+    """``starts`` [S + 1] are cumulative lengths, on any device; the answer is on theirs."""
+    device, starts = starts.device, starts.to("cpu", torch.int64)
+    lengths = starts.diff()
+    order = torch.argsort(lengths, descending=True, stable=True)
+    of_sequence = (lengths[order] + size - 1) // size
+    step = torch.repeat_interleave(torch.ones_like(of_sequence).cumsum(0) - 1, of_sequence)  # rank of its sequence
+    first = torch.repeat_interleave(of_sequence.cumsum(0) - of_sequence, of_sequence)
+    number = torch.arange(len(step)) - first
+    by_number = torch.argsort(number, stable=True)
+    sequence, number = order[step[by_number]], number[by_number]
+    inside = number[:, None] * size + torch.arange(size)
+    length = lengths[sequence, None]
+    row = (starts[sequence, None] + torch.minimum(inside, length - 1)).flatten()
+    real = (inside < length).flatten()
+    slot = torch.empty(int(starts[-1]), dtype=torch.int64)
+    slot[row[real]] = torch.nonzero(real).squeeze(1)
+    slots = Slots(row=row.to(device), slot=slot.to(device), padding=torch.nonzero(~real).squeeze(1).to(device))
+    own = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), lengths)
+    place = torch.arange(len(own)) + gap * own
+    counts = tuple(torch.bincount(number).tolist())
+    places = len(own) + gap * len(lengths)
+    return Chunks(counts=counts, size=size, slots=slots, place=place.to(device), places=places, gap=gap)
+
+
+def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:
+    """query, key [T, K, dk], value [T, K, R, dv], decay (the logarithm, at most 0) and beta [T, K, R] ->
+    [T, K, R, dv] in float32 or more, by `by_chunks`."""
+    q, k, v = (_laid_out(x, chunks).movedim(1, -2) for x in (query, key, value))
+    g, b = (_laid_out(x, chunks).movedim(1, -1) for x in (decay, beta))
+    out, _ = by_chunks(q, k, v, g, b, chunks.counts)  # [n, K, R, C, dv]
+    return from_slots(out.permute(0, 3, 1, 2, 4).flatten(0, 1), chunks.slots)
+
+
+def _laid_out(x: Tensor, chunks: Chunks) -> Tensor:
+    """[T, ...] -> [n, C, ...], at least float32."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    out: Tensor = into_slots(wide, chunks.slots).unflatten(0, (-1, chunks.size))
+    return out
+
+
+def convolve(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
+    """Each channel of [T, c] over the last positions of its sequence, by ``weight`` [c, 1, gap + 1]; then silu."""
+    padded = x.new_zeros(chunks.places, x.shape[1]).index_copy(0, chunks.place, x)
+    out = F.conv1d(padded.t()[None], weight, groups=len(weight))[0].t()
+    return F.silu(out.index_select(0, chunks.place - chunks.gap))
 
 
 class CutParameter(CutAlongHeads):

@@ -1,0 +1,463 @@
+"""Refuses a set key that no choice of the configuration reads: it would change nothing.
+
+`KEYS` and its like list the keys that each choice of the ``algorithm`` section reads. A test checks the table: each key
+changes what a step does, or is refused. A job refuses keys that it does not read, and data of another form than it
+trains on.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
+
+from rl_megatron.config.sections.data import (
+    TURNS_IN_TEXT,
+    ArithmeticData,
+    FileKeys,
+    MixtureData,
+    data_sources,
+    rewards_of,
+)
+from rl_megatron.config.sections.eval import RunData
+from rl_megatron.config.sections.jobs import JOBS, JobKind
+from rl_megatron.config.sections.reward import RANKS, reward_key
+from rl_megatron.section import Section
+
+if TYPE_CHECKING:
+    from rl_megatron.config.run import RunConfig
+    from rl_megatron.config.sections.algorithm import AlgorithmSection
+    from rl_megatron.config.sections.reward import RewardSection
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A key that is no section: its value and its default."""
+
+    value: object
+    default: object
+
+
+def set_leaves(name: str, section: BaseModel) -> Iterator[tuple[str, Leaf]]:
+    """The keys of the section ``name`` and of its inner sections whose values differ from their defaults, so that a
+    saved configuration, which has every key, sets none; by the key's full name."""
+    values = section.__dict__
+    for key, default in _defaults(type(section)).items():
+        value = values[key]
+        if isinstance(value, BaseModel):
+            yield from set_leaves(f"{name}.{key}", value)
+        elif value is not default and value != default:
+            yield f"{name}.{key}", Leaf(value, default)
+
+
+@functools.cache
+def _defaults(section: type[BaseModel]) -> Mapping[str, object]:
+    """Made once: pydantic copies a default each time it is asked for one."""
+    return {key: field.get_default(call_default_factory=True) for key, field in section.model_fields.items()}
+
+
+def is_in(leaf: str, key: str) -> bool:
+    """Whether the leaf is the key, or in the section of that name."""
+    return leaf == key or leaf.startswith(f"{key}.")
+
+
+def does_nothing(name: str, leaf: Leaf, reason: str) -> str:
+    """The problem of a set key that is not read, and what to do."""
+    return (
+        f"{name}={as_given(leaf.value)} does nothing: {reason}; leave it out, or set it to its default, "
+        f"{as_given(leaf.default)}"
+    )
+
+
+def as_given(value: object) -> str:
+    """The value as a user writes it on a command line."""
+    if isinstance(value, BaseModel):
+        return as_given(value.model_dump(mode="json", exclude_defaults=True))
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {as_given(one)}' for name, one in value.items())}}}"
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+ON, OFF = "on", "off"
+"""The states of a choice that is a number: off is 0 or null, on is any other."""
+OWN = "package.module:name"
+"""The state of a choice that is code of the user's own."""
+_CORRECTION = ("correction.level", "correction.high")
+_OF_RATIOS = (*_CORRECTION, "correction.low")
+_OF_THE_GAP = ("correction.mode", "correction.veto")
+_KL = tuple(f"kl.{key}" for key in ("placement", "estimator", "importance_weighted", "top_k", "beta", "teachers"))
+OF_OBJECTIVES = (
+    "ratio_level",
+    "clip_low",
+    "clip_high",
+    "keep_low",
+    "keep_high",
+    "dual_clip",
+    "cap_low",
+    "cap_high",
+    "tau_positive",
+    "tau_negative",
+    "shape_positive",
+    "shape_negative",
+    "rate_positive",
+    "rate_negative",
+)
+"""The keys that an objective may read."""
+
+READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "advantage_mean": {
+        "none": (),
+        "group": ("leave_one_out", "best_of"),
+        "batch": ("leave_one_out",),
+        "greedy": (),
+        "moving": ("baseline_decay",),
+        "tracked": ("baseline_decay",),
+        OWN: (),
+    },
+    "advantage_std": {
+        "none": (),
+        "group": ("std_unbiased",),
+        "batch": ("std_unbiased",),
+        "advantages": ("std_unbiased",),
+    },
+    "credit": {
+        "completion": (),
+        "turn": ("gamma_turn", "turn_baseline", "turn_compared", "turn_weight"),
+        "discounted": ("gamma",),
+        "optimal": ("gamma",),
+        "gae": ("gamma", "lam", "lam_length_factor", "critic"),
+    },
+    "objective": {
+        "clip": ("ratio_level", "clip_low", "clip_high", "keep_low", "keep_high", "dual_clip", "balance"),
+        "cispo": ("ratio_level", "cap_low", "cap_high"),
+        "reinforce": (),
+        "importance": ("ratio_level",),
+        "sapo": ("ratio_level", "tau_positive", "tau_negative"),
+        "vespo": ("ratio_level", "shape_positive", "shape_negative", "rate_positive", "rate_negative"),
+        "topr": ("ratio_level", "cap_low", "cap_high"),
+        "gmpo": ("clip_low", "clip_high"),
+        "dppo_tv": ("clip_low", "clip_high", "cap_high"),
+        "dppo_kl": ("clip_low", "clip_high", "cap_high"),
+        OWN: OF_OBJECTIVES,  # which of them is known once it is called: algorithms.own
+    },
+    "old_logprobs": {
+        "learner": (*_OF_THE_GAP, "old_kl_limit"),
+        "interpolated": _OF_THE_GAP,  # this old policy follows the current one
+        "rollout": ("old_kl_limit",),  # the old policy is the one that sampled
+    },
+    "correction.mode": {
+        "none": (),
+        **dict.fromkeys(("truncate", "mask", "band"), _OF_RATIOS),
+        "reject": _CORRECTION,
+    },
+    "tokens.choose": {
+        "all": (),
+        "top_entropy": ("tokens.share",),
+        "clip_cov": ("tokens.share", "tokens.low", "tokens.high"),
+        "kl_cov": ("tokens.share", "tokens.kl_coefficient"),
+        "second_moment": ("tokens.limit",),
+    },
+    "balance.share": {OFF: (), ON: ("balance.high", "balance.low")},
+    "kl.coefficient": {OFF: (), ON: _KL},
+    "kl.placement": {"loss": ("kl.importance_weighted",), "token_reward": (), "completion_reward": ()},
+    "kl.follow_rate": {OFF: (), ON: ("kl.follow_every", "kl.reset_moments")},
+    "kl.estimator": dict.fromkeys(("k1", "k2", "k3", "abs"), ("kl.importance_weighted",))
+    | {"top_k": ("kl.top_k", "kl.beta")},
+    "critic.backbone": {
+        "own": ("critic.path", "critic.learning_rate", "critic.only_steps", "critic.optimizer"),
+        "policy": ("critic.coefficient",),
+    },
+    "overlong_buffer": {OFF: (), ON: ("overlong_factor",)},
+    "whiten": {OFF: (), ON: ("whiten_of",)},
+}
+"""For each choice of the ``algorithm`` section and each of its values: the keys and inner sections that it reads."""
+
+PREFERENCE_READS = (
+    "preference",
+    "kl",  # the reference; no coefficient: _kl_problems
+    "unfinished_reward",
+    "overlong_buffer",
+    "overlong_factor",
+    "reward_scale",
+    "normalise_rewards",
+    "old_logprobs",
+    "routing_replay",
+)
+"""The keys that training on pairs (``preference.beta``) reads; without it, any key may be read."""
+
+
+def unread_of_algorithm(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Keys and sections of ``algorithm`` that nothing reads, and why; the first reason of a key is the one to give."""
+    yield from _unread_by_preference(config.algorithm)
+    yield from _unread_by_choices(config.algorithm)
+    yield from _without_effect(config)
+
+
+def problems_of_own_objective(row: AlgorithmSection, read: Collection[str]) -> list[str]:
+    """A line for each set key that ``objective=package.module:name`` could have read, but is not among ``read``."""
+    leaves, reason = dict(set_leaves("algorithm", row)), f"algorithm.objective={row.objective} does not read it"
+    unread = [f"algorithm.{key}" for key in OF_OBJECTIVES if key not in read]
+    return [does_nothing(name, leaves[name], reason) for name in unread if name in leaves]
+
+
+def _unread_by_preference(a: AlgorithmSection) -> Iterator[tuple[str, str]]:
+    if not a.pairs:
+        return
+    for name, _ in set_leaves("algorithm", a):
+        if not any(is_in(name, f"algorithm.{key}") for key in PREFERENCE_READS):
+            yield name, f"algorithm.preference.beta={a.preference.beta} trains on pairs without it"
+
+
+def _unread_by_choices(a: AlgorithmSection) -> Iterator[tuple[str, str]]:
+    for choice, reads in READS.items():
+        value = attrgetter(choice)(a)
+        chosen = str(value) if value in reads else OWN if OWN in reads else (ON if value else OFF)
+        for key in {key for keys in reads.values() for key in keys} - set(reads[chosen]):
+            readers = _named(choice, [name for name, keys in reads.items() if key in keys], value)
+            yield f"algorithm.{key}", f"algorithm.{choice}={as_given(value)} does not read it, {readers} does"
+
+
+def _named(choice: str, values: list[str], instead_of: object) -> str:
+    """``algorithm.objective=cispo or topr``."""
+    if values == [ON]:
+        return f"algorithm.{choice}=true" if instead_of is False else f"algorithm.{choice} above 0"
+    return f"algorithm.{choice}={' or '.join(values)}"
+
+
+def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Keys of the algorithm that several choices together make useless, and why."""
+    a, train = config.algorithm, config.train
+    if train.epochs * train.minibatches == 1 and a.old_logprobs == "learner":
+        reason = "with train.epochs=1 and train.minibatches=1 the only optimizer step begins at the old policy"
+        yield "algorithm.old_kl_limit", reason
+        if a.tokens.choose == "kl_cov":
+            yield "algorithm.tokens", f"{reason}, where abs has no gradient (raise train.minibatches)"
+    if not a.pairs:
+        yield "algorithm.preference", "without algorithm.preference.beta no pairs are trained on"
+    if not a.needs_reference:
+        reason = "without algorithm.kl.coefficient or preference.beta no reference is loaded"
+        if a.pairs:
+            reason = "with algorithm.preference.reference_free=true no reference is loaded"
+        of_reference = ("reference", "follow_rate", "follow_every", "reset_moments")
+        yield from ((f"algorithm.kl.{key}", reason) for key in of_reference)
+    if a.advantage_mean == a.advantage_std == "none":
+        for key in ("turn_baseline", "turn_compared"):
+            yield f"algorithm.{key}", "without a mean and a std of advantages turns are not compared"
+    if a.gamma_turn == 0:
+        yield "algorithm.turn_compared", "with algorithm.gamma_turn=0 the return from a turn on is its own reward"
+    rewards = rewards_of(config.data, config.reward, config.environment).values()
+    parts = {frozenset(name for name, part in one.parts.items() if part.weight) for one in rewards}
+    apart = a.advantage_mean == "batch" and len(parts) > 1  # the mean of a part is over those of its sources alone
+    if a.advantage_std == "none" and ":" not in a.advantage_mean and not apart:
+        yield (
+            "algorithm.advantage_of",
+            "with advantage_std=none the sum of parts less their means is the sum less its mean (advantage_std=group "
+            "tells parts apart)",
+        )
+    if a.lam_length_factor is not None and a.critic.lam is not None:
+        yield "algorithm.lam", "algorithm.lam_length_factor and algorithm.critic.lam replace it for policy and critic"
+    alone = a.pairs or (a.credit != "gae" and not (a.kl.coefficient > 0 and a.kl.placement != "loss"))
+    levelled = a.credit == "optimal" and a.gamma == 1  # by a mean over each place of a group
+    divided = a.advantage_std != "none" or a.whiten
+    centred = levelled or a.advantage_mean in {"group", "batch"}
+    if a.normalise_rewards != "none" or (alone and (a.pairs or divided)):
+        yield "algorithm.reward_scale", "a later comparison of rewards, or division by their std or range, undoes it"
+    of_group = a.advantage_mean == "group" and a.advantage_std == "group"
+    if alone and (a.pairs or of_group or (a.normalise_rewards == "batch" and divided and centred)):
+        yield "algorithm.normalise_rewards", "a later comparison of rewards, or centring and division, undoes it"
+
+
+def problems_of_job(config: RunConfig) -> list[str]:
+    """A line for each set key that the job does not read, and for data of another form than it trains on."""
+    given = {name.removeprefix("."): leaf for name, leaf in set_leaves("", config)}
+    for key, source in data_sources(config.data).items():
+        given |= set_leaves(key, source) if key != "data" else {}
+    unread = sorted(name for name in given if not _read(config.kind, name))
+    return [*(_not_read(name, given[name], config.job) for name in unread), *_of_other_form(config)]
+
+
+def _not_read(name: str, leaf: Leaf, job: str) -> str:
+    readers = " or ".join(f"job={other}" for other, kind in JOBS.items() if _read(kind, name))
+    return (
+        f"{name}={as_given(leaf.value)}: job={job} does not read it, {readers} may; leave it out, or set it to its "
+        f"default, {as_given(leaf.default)}"
+    )
+
+
+def _of_other_form(config: RunConfig) -> Iterator[str]:
+    """The sources of a job on pairs that have none, and of one that learns answers whose answer is the question."""
+    demonstrated = config.environment.function is not None  # which is what a warm start learns then
+    learns = not config.kind.samples or (config.warm_start.steps > 0 and not demonstrated)
+    for key, source in data_sources(config.data).items():
+        if not isinstance(source, FileKeys):
+            if config.kind.labels:
+                yield f"job={config.job} {key}.type={source.type}: its problems have no labels; read rows of files"
+            continue
+        is_answer = source.prompt_field in (source.answer_field, source.rejected_field)
+        shown = config.algorithm.demonstration_gamma is not None and source.demonstration_field is None
+        if (learns or shown) and source.messages_field is None and is_answer:
+            yield (
+                f"{key}.prompt_field={source.prompt_field!r} is the field of an answer, too, so a model would learn to "
+                f"repeat the question; name both. {TURNS_IN_TEXT}"
+            )
+        if config.kind.pairs and source.rejected_field is None:
+            yield (
+                f"job={config.job} trains on pairs of answers, and {key}.rejected_field is not given; set it to the "
+                f"field of the worse one (of the better one: {key}.answer_field={source.answer_field})"
+            )
+        if config.kind.labels and source.rejected_field is not None:
+            yield (
+                f"{key}.rejected_field={source.rejected_field}: dpo.loss={config.dpo.loss} trains on one answer a row, "
+                "with its label; leave it out, or set another loss"
+            )
+
+
+def _read(kind: JobKind, leaf: str) -> bool:
+    """Whether jobs of the kind read a key; a source of a mixture has the keys of ``data``."""
+    names = [leaf, f"data.{leaf.split('.')[-1]}"] if leaf.startswith("data.sources.") else [leaf]
+    unread = any(is_in(one, key) for key in kind.unread for one in names)
+    return not unread and (kind.reads is None or any(is_in(one, key) for key in kind.reads for one in names))
+
+
+def problems_of_unread_keys(config: RunConfig) -> list[str]:
+    """A line for each set key that nothing reads: what would read it, and its default."""
+    sections: list[tuple[str, Section]] = [("model", config.model), ("algorithm", config.algorithm)]
+    sections += [("rollout", config.rollout), *_rewards(config), ("train", config.train), ("weights", config.weights)]
+    beside = ("run", "data", "sandbox", "environment", "warm_start", "eval", "checkpoint", "log", "slurm")
+    sections += [(name, getattr(config, name)) for name in beside]
+    given = {name: leaf for key, section in sections for name, leaf in set_leaves(key, section)}
+    unread = (
+        _of_model,
+        unread_of_algorithm,
+        _of_rollout,
+        _of_rewards,
+        _of_train,
+        _of_weights,
+        _of_programs,
+        _of_rest,
+    )
+    inside: dict[str, list[str]] = {}  # of each section and key, the given keys
+    for name in given:
+        for key in itertools.accumulate(name.split("."), "{}.{}".format):
+            inside.setdefault(key, []).append(name)
+    reasons: dict[str, str] = {}
+    for key, reason in itertools.chain.from_iterable(of_section(config) for of_section in unread):
+        for name in inside.get(key, ()):
+            reasons.setdefault(name, reason)
+    return [does_nothing(name, leaf, reasons[name]) for name, leaf in given.items() if name in reasons]
+
+
+def _of_model(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Keys that nothing reads, each with the reason; so do the functions below, of their sections."""
+    sources = (*data_sources(config.data).values(), *config.eval.data_of_sets.values())
+    shown = any(isinstance(one, FileKeys) and (one.chat_template or one.messages_field) for one in sources)
+    if not shown and all(one.template != "chat" for one in config.environments.values()):
+        reason = "no data has chat_template=true or messages_field, and no environment has template=chat"
+        yield "model.template_variables", reason
+    if config.model.path is not None:
+        for key in ("model.tiny", "model.cache_dir"):
+            yield key, f"model.path={config.model.path} is the model, and no tiny one is made"
+    if not config.warm_start.steps:
+        yield "warm_start", "warm_start.steps=0 is no warm start"
+
+
+def _of_rollout(config: RunConfig) -> Iterator[tuple[str, str]]:
+    rollout = config.rollout
+    if not rollout.served:
+        reason = f"rollout.engine={rollout.engine} samples in the learner's processes, and only servers read it"
+        yield from (("rollout.python", reason), ("rollout.server", reason))
+    elif rollout.embedded:
+        reason = f"servers of rollout.engine={rollout.engine} run in the trainer's interpreter, on CPUs"
+        yield from (("rollout.python", reason), ("rollout.server.memory_fraction", reason))
+    at_pushes = config.train.max_staleness or config.eval.mode == "beside" or config.environments
+    if rollout.served and not at_pushes and rollout.server.addresses is None:
+        reason = f"with train.max_staleness=0 and eval.mode={config.eval.mode} no request runs at a push"
+        yield "rollout.server.running_requests", reason
+    if not rollout.server.draft_tokens:
+        yield "slurm.speeds.draft_acceptance", "with rollout.server.draft_tokens=0 nothing is proposed"
+
+
+def _of_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
+    sources = config.data.sources.values() if isinstance(config.data, MixtureData) else ()
+    sets = [one for one in config.eval.sets.values() if not isinstance(one.data, RunData)]
+    if sources and all(one.reward or one.environment for one in (*sources, *sets)):
+        judged = "data.sources and every set of eval.sets with data of its own" if sets else "data.sources"
+        yield "reward", f"every source of {judged} has a reward or an environment of its own"
+    for above, its in _rewards(config):
+        for section, does in _reward_options(its).items():
+            if not does:
+                reason = f"no reward reads it that {above}.function={its.function} or {above}.parts name"
+                yield f"{above}.{section}", reason
+        if config.algorithm.credit != "turn":
+            reason = f"algorithm.credit={config.algorithm.credit} compares whole completions, credit=turn their steps"
+            yield f"{above}.steps", reason
+
+
+def _of_train(config: RunConfig) -> Iterator[tuple[str, str]]:
+    key, beta = "train.whole_groups", config.algorithm.preference.beta
+    if config.train.minibatches == 1:
+        yield key, "with train.minibatches=1 a minibatch is the whole batch"
+    elif beta is not None:
+        yield key, f"algorithm.preference.beta={beta} keeps each group's pair together"
+    elif config.rollout.group_size == 1 and config.algorithm.demonstration_gamma is None:
+        yield key, "with rollout.group_size=1 a group is one completion"
+    if config.train.lr_decay == "none":
+        yield "train.lr_min", "train.lr_decay=none keeps the learning rate; set linear or cosine"
+    if config.written_epochs is not None:
+        yield "train.steps", f"{config.job}.epochs={config.written_epochs:g} says how many steps there are"
+
+
+def _of_weights(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if not config.rollout.served:
+        reason = f"rollout.engine={config.rollout.engine} samples in the learner's processes, and only servers use it"
+        yield from ((f"weights.{key}", reason) for key in ("folder", "meeting_host"))
+    elif not config.transport.direct:
+        way = config.weights.transport
+        yield "weights.meeting_host", f"weights.transport={way} is a file here, and weights.transport=direct reads it"
+
+
+def _of_programs(config: RunConfig) -> Iterator[tuple[str, str]]:
+    tested = any("tests" in its.functions.values() for _, its in _rewards(config))
+    if not tested and not config.environments:
+        yield "sandbox", "only reward.function=tests and environments run programs"
+    if config.environment.function is None:
+        yield "environment", "without environment.function there is no environment"
+
+
+def _of_rest(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Keys of data, of what is measured, evaluated, kept and shown beside the steps, and of containers."""
+    if isinstance(config.data, ArithmeticData) and not config.eval.data_of_sets:
+        yield "data.on_leak", "data.type=arithmetic holds out what it does not train on"
+    if config.eval.sets and all(one.temperature is not None for one in config.eval.sets.values()):
+        yield "eval.temperature", "every set of eval.sets has a temperature of its own"
+    if not config.log.samples_per_step:
+        yield "log.samples_per_group", "log.samples_per_step=0 writes none of any group"
+    if config.log.wandb == "off":
+        yield "log.wandb_project", "log.wandb=off sends no metrics"
+    if config.slurm.container is None:
+        for key in ("runtime", "mounts") if config.slurm.engines.container is None else ():
+            yield f"slurm.container_{key}", "without slurm.container and slurm.engines.container nothing runs in one"
+        yield "slurm.container_python", "without slurm.container ranks run in slurm.python"
+
+
+def _rewards(config: RunConfig) -> list[tuple[str, RewardSection]]:
+    """The run's reward and those of sources and sets, each with the key of its section."""
+    return [("reward", config.reward), *((reward_key(name), reward) for name, reward in config.own_rewards.items())]
+
+
+def _reward_options(reward: RewardSection) -> dict[str, bool]:
+    """For each inner section of a reward: whether a function of it reads that."""
+    names = reward.functions.values()
+    return {
+        "format": "format" in names,
+        "length": "length" in names,
+        "tests": "tests" in names,
+        "http": any(name.startswith(("http://", "https://")) for name in names),
+        "model": any(name.startswith(("hf:", RANKS)) for name in names),
+        **{f"model.{key}": any(name.startswith("hf:") for name in names) for key in ("label", "device")},
+    }

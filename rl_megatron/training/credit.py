@@ -1,0 +1,540 @@
+"""Assigns an advantage to every trained token: KL, baseline, credit, whitening, in that order, of shaped rewards.
+
+Works on the whole rollout batch before it is split into minibatches, so advantages do not depend on the split. First
+rewards are shaped, and the groups found whose shaped rewards differ; a weighted sum of rewards may be split into its
+parts, each with advantages of its own: GDPO (arXiv:2601.05242).
+Letters: K trajectories (a completion is one), k of them whose reward has a part, n turns of all of them, S sequences,
+N positions of all of them. S is K unless a trajectory has several rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_megatron.algorithms.advantages import (
+    LEVELS,
+    ROUNDING,
+    bests_differ,
+    moving_baseline,
+    own_gives,
+    remax_advantages,
+    row_advantages,
+    turn_advantages,
+)
+from rl_megatron.algorithms.kl import kl_in_sequence_rewards, kl_in_token_rewards, kl_per_token
+from rl_megatron.algorithms.returns import (
+    discounted_returns,
+    drop_truncated,
+    gae,
+    last_token_rewards,
+    length_adaptive_lambda,
+    less_optimal_baseline,
+    overlong_penalty,
+    score_finished,
+    to_unit_range,
+    whiten,
+)
+from rl_megatron.algorithms.segments import dense, differ, difference, discounted_sum, segment_sum, sequence_ids
+from rl_megatron.columns import TokenIds
+from rl_megatron.config.sections.algorithm import AlgorithmSection
+from rl_megatron.data.demonstrations import with_demonstrations
+from rl_megatron.data.trajectories import tokens_behind_prompt
+from rl_megatron.errors import DataError
+from rl_megatron.observability.recorder import Row
+from rl_megatron.types import RolloutGroup, Samples, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmState:
+    """An algorithm's state from step to step. Part of a checkpoint."""
+
+    baseline: float | None = None  # moving mean of the rewards; None before the first batch
+
+
+def describe_kl(samples: Samples, section: AlgorithmSection, row: Row) -> None:
+    """Writes the KL to the reference into the row, if there is one."""
+    if section.kl.coefficient:
+        row["kl/reference"] = mean_over_completions(reference_kl(samples, section), samples)
+
+
+def reference_kl(samples: Samples, section: AlgorithmSection) -> Tensor:
+    """Estimate of KL(old‖ref) at each position, [N]; 0 outside the mask."""
+    assert samples.ref_logprobs is not None
+    return kl_per_token(samples.old_logprobs, samples.ref_logprobs, samples.mask, estimator=section.kl.estimator)
+
+
+def mean_over_completions(values: Tensor, samples: Samples) -> float:
+    """Mean over completions of the mean over each one's trained tokens; NaN if there is none."""
+    ids, of = sequence_ids(samples.cu_seqlens), samples.trajectory_of
+    ids, num = ids if of is None else of[ids], samples.num_trajectories
+    count = segment_sum(samples.mask.double(), ids, num)
+    sums = segment_sum(values.double() * samples.mask, ids, num)
+    return float((sums / count.clamp(min=1)).sum() / count.count_nonzero())
+
+
+def parts_advantages(groups: Sequence[RolloutGroup], ids: Tensor, lengths: Tensor, section: AlgorithmSection) -> Tensor:
+    """The weighted sum [K] float32 of what `row_advantages` gives for each part; ``ids`` and ``lengths`` [K].
+
+    The mean and the std of a batch are over the trajectories that have the part. Raises DataError for a trajectory
+    without parts.
+    """
+    return _summed(groups, ids, lengths, section)[0].float()
+
+
+def parts_differ(groups: Sequence[RolloutGroup], ids: Tensor, lengths: Tensor, section: AlgorithmSection) -> Tensor:
+    """Whether the parts of each group [groups] bool give it an advantage, whose sum is not 0 but for rounding.
+
+    Of the group alone: where the std is of the batch, advantages of two parts are taken not to cancel.
+    """
+    mean = "group" if section.advantage_mean in LEVELS else None
+    scaled = section.advantage_std == "group"
+    total, largest = _summed(groups, ids, lengths, section, mean=mean, std=None if scaled else "none")
+    found = total.abs() if scaled or section.advantage_std == "none" else largest
+    return segment_sum((found > ROUNDING).int(), ids, len(groups)) > 0
+
+
+def _summed(
+    groups: Sequence[RolloutGroup],
+    ids: Tensor,
+    lengths: Tensor,
+    section: AlgorithmSection,
+    *,
+    mean: str | None = None,
+    std: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The weighted sum of parts' advantages, and the largest of its terms, [K] float64 each.
+
+    Terms that cancel leave exactly 0: whitening divides a batch's sums by their std, and would make rounding large.
+    """
+    total, largest = torch.zeros(2, len(ids), dtype=torch.float64)
+    for part in _parts_of(groups):
+        above = part.weights * row_advantages(part.values, ids[part.of], lengths[part.of], section, mean=mean, std=std)
+        total[part.of] += above
+        largest[part.of] = largest[part.of].maximum(above.abs())
+    return torch.where(total.abs() > ROUNDING * largest, total, 0.0), largest
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    of: Tensor  # [k] int64, the trajectories
+    values: Tensor  # [k] float32
+    weights: Tensor  # [k] float64
+
+
+def _parts_of(groups: Sequence[RolloutGroup]) -> Iterator[_Part]:
+    """Each part, by name: sources have their own. One of weight 0 is recorded alone, and may be beyond float32."""
+    found: dict[str, list[tuple[int, float, float]]] = {}
+    trajectories = ((group.prompt.id, one) for group in groups for one in group.trajectories)
+    for place, (prompt, one) in enumerate(trajectories):
+        if not one.parts:
+            raise DataError(
+                f"algorithm.advantage_of=parts, but a reward of prompt {prompt!r} has no parts: it was given by a "
+                "version that kept none, or by a source of your own; start a new run, or set advantage_of=sum"
+            )
+        for name, (value, weight) in one.parts.items():
+            if weight:
+                found.setdefault(name, []).append((place, value, weight))
+    for rows in found.values():
+        of, values, weights = zip(*rows, strict=True)
+        yield _Part(torch.tensor(of), torch.tensor(values), torch.tensor(weights, dtype=torch.float64))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewards:
+    """Shaped rewards [K] float32 in the order of trajectories, and the algorithm's state of the last step."""
+
+    values: Tensor
+    state: AlgorithmState
+    greedy: Tensor | None = None  # [groups], of greedy completions, if they were sampled
+    tracked: Tensor | None = None  # [groups], what each prompt's earlier completions have shown, where it is tracked
+
+
+def shape_rewards(
+    groups: Sequence[RolloutGroup], section: AlgorithmSection, state: AlgorithmState, *, max_new_tokens: int
+) -> Rewards:
+    """Apply unfinished and overlong rewards, scale and range, in this order, where set.
+
+    Greedy completions are shaped likewise, but do not enter the ranges.
+    """
+    judged = _judged(groups, section, max_new_tokens)
+    greedy = [g.greedy for g in groups if g.greedy is not None]
+    baseline = _judged(greedy, section, max_new_tokens) if greedy else None
+    if section.normalise_rewards != "none":
+        raw, ids = judged, _ids_of_range(groups, section)
+        judged = to_unit_range(raw, ids, raw, ids)
+        if baseline is not None:
+            baseline = to_unit_range(baseline, _ids_of_range(greedy, section), raw, ids)
+    return Rewards(values=judged, state=state, greedy=baseline)
+
+
+def _judged(groups: Sequence[RolloutGroup], section: AlgorithmSection, max_new_tokens: int) -> Tensor:
+    """Rewards [K] after the rules that look at one completion alone."""
+    rewards = torch.tensor([r for g in groups for r in g.rewards])
+    if section.unfinished_reward is not None:
+        rewards = score_finished(rewards, ~truncated(groups), unfinished_reward=section.unfinished_reward)
+    if section.overlong_buffer:
+        lengths = torch.tensor([tokens_behind_prompt(one) for g in groups for one in g.trajectories])
+        rewards = rewards + overlong_penalty(
+            lengths, max_length=max_new_tokens, buffer=section.overlong_buffer, factor=section.overlong_factor
+        )
+    return rewards * section.reward_scale
+
+
+def _ids_of_range(groups: Sequence[RolloutGroup], section: AlgorithmSection) -> Tensor:
+    """[K] of each group, or one of the batch."""
+    ids = group_ids(groups)
+    return ids if section.normalise_rewards == "group" else torch.zeros_like(ids)
+
+
+def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int) -> list[bool]:
+    """Whether each group has two different shaped rewards, or bests of ``best_of`` of them, and so a gradient.
+
+    With credit=turn, whether two of its turns that have one baseline differ, or with a ``turn_weight`` two of its
+    trajectories. Ignores the range of the batch, which would make the choice depend on when it is made. Where
+    advantages are a function of the user's own, whether that gives any, as `AlgorithmSection.own_decides` says. With
+    advantage_of=parts, `parts_differ`. Demonstrations are compared, too.
+    """
+    if not groups:
+        return []
+    groups = with_demonstrations(groups)
+    if section.advantage_of == "parts":
+        return parts_differ(groups, group_ids(groups), nums_sampled(groups), section).tolist()
+    judged = _judged(groups, section, max_new_tokens)
+    ids = group_ids(groups)
+    if section.credit == "turn":
+        turns = turns_of(groups, judged, section)
+        alike = dense(turns.baseline_of)
+        some = _teaching(turns.compared, alike, turns.lengths, section)[alike]
+        teach = segment_sum(some.int(), ids[turns.trajectory_of], len(groups)) > 0
+        if section.turn_weight is not None:
+            teach |= _teaching(judged, ids, nums_sampled(groups), section)
+        return teach.tolist()
+    if section.normalise_rewards == "group":
+        judged = to_unit_range(judged, ids, judged, ids)
+    return _teaching(judged, ids, nums_sampled(groups), section).tolist()
+
+
+def groups_to_train_on(groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int) -> list[bool]:
+    """Which groups dynamic sampling keeps (DAPO): `groups_that_differ`, before the overlong penalty too."""
+    found = groups_that_differ(groups, section, max_new_tokens=max_new_tokens)
+    if not section.overlong_buffer:
+        return found
+    unpenalised = section.model_copy(update={"overlong_buffer": 0.0})
+    before = groups_that_differ(groups, unpenalised, max_new_tokens=max_new_tokens)
+    return [one and other for one, other in zip(found, before, strict=True)]
+
+
+def _teaching(rewards: Tensor, ids: Tensor, lengths: Tensor, section: AlgorithmSection) -> Tensor:
+    """Of the rewards that have one baseline, [K] bool."""
+    if section.best_of > 1:
+        return bests_differ(rewards, ids, section.best_of, leave_one_out=section.leave_one_out)
+    if not section.own_decides:
+        return differ(rewards, ids)
+    own = own_gives(section.advantage_mean, rewards, ids, lengths)
+    return own & differ(rewards, ids) if section.levels_equal else own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardedTurns:
+    """The turns of all trajectories, in the order in which they were sampled, and what of each is compared."""
+
+    compared: Tensor  # [n] float32, rewards or returns
+    lengths: Tensor  # [n] tokens
+    in_rows: Tensor  # [n] their places here, in the order of rows
+    trajectory_of: Tensor  # [n]
+    baseline_of: Tensor  # [n] those with an equal number are compared
+    each: Tensor  # [K] turns of each trajectory
+
+
+def turns_of(groups: Sequence[RolloutGroup], judged: Tensor, section: AlgorithmSection) -> RewardedTurns:
+    """The last turn of a trajectory has what earlier turns leave of its reward, and of what shaping made of that.
+
+    Sums are in float64, so that equal rewards and returns stay equal in float32; ``judged`` [K] is taken where shaping
+    acted, and where it is that of a single turn.
+    """
+    trajectories = [one for group in groups for one in group.trajectories]
+    turns = [turn for one in trajectories for turn in one.turns]
+    numbers = [turn.number for one in trajectories for row in one.chains for turn in row.turns]
+    each = torch.tensor([len(one.turns) for one in trajectories])
+    own = []
+    for one in trajectories:
+        earlier = [turn.reward or 0.0 for turn in one.turns[:-1]]
+        own += [*earlier, one.reward - math.fsum(earlier)]
+    rewards, last = torch.tensor(own, dtype=torch.float64) * section.reward_scale, each.cumsum(0) - 1
+    trajectory_of = torch.repeat_interleave(torch.arange(len(each)), each)
+    left = judged - segment_sum(rewards.index_fill(0, last, 0.0), trajectory_of, len(each))
+    as_given = judged == torch.tensor([one.reward for one in trajectories]) * section.reward_scale
+    rewards[last] = torch.where(as_given & (each > 1), rewards[last], left)
+    if section.turn_compared == "returns":
+        rewards = discounted_sum(rewards, each, torch.tensor([section.gamma_turn], dtype=torch.float64))
+    return RewardedTurns(
+        compared=rewards.float(),
+        lengths=torch.tensor([len(turn.logprobs) for turn in turns]),
+        in_rows=torch.from_numpy(np.lexsort((np.array(numbers), trajectory_of.numpy())).argsort()),
+        trajectory_of=trajectory_of,
+        baseline_of=_BASELINES[section.turn_baseline](groups, each),
+        each=each,
+    )
+
+
+def states_of(groups: Sequence[RolloutGroup]) -> Tensor:
+    """The number of the state that each turn began from, [n] int64: turns of a group with an equal one are compared by
+    ``turn_baseline=state``, and turns of two groups have none in common."""
+    numbers: dict[tuple[int, str | bytes], int] = {}
+    states = ((place, state) for place, g in enumerate(groups) for one in g.trajectories for state in _states(one))
+    return torch.tensor([numbers.setdefault(state, len(numbers)) for state in states])
+
+
+def shared_states(groups: Sequence[RolloutGroup]) -> float:
+    """The share of turns that began from the state of another turn of their group."""
+    states = states_of(groups)
+    return float((states.bincount()[states] > 1).double().mean())
+
+
+_known: WeakKeyDictionary[Trajectory, list[str | bytes]] = WeakKeyDictionary()
+
+
+def _states(one: Trajectory) -> list[str | bytes]:
+    """As `_hashed`, once: a step asks which groups teach, how many states are shared, and for advantages."""
+    if (found := _known.get(one)) is None:
+        found = _known[one] = _hashed(one)
+    return found
+
+
+def _hashed(one: Trajectory) -> list[str | bytes]:
+    """Of each turn, the name that its environment gave, or 128 bits of BLAKE2b of the tokens that were read since the
+    last sampled one before it, or of its whole context where that goes on from no turn."""
+    ends = sorted({turn.stop for row in one.chains for turn in row.turns})
+    before = [_digests(row.token_ids, ends) for row in one.chains]
+    sampled = {until[turn.stop] for row, until in zip(one.chains, before, strict=True) for turn in row.turns}
+    found = {}
+    for row, until in zip(one.chains, before, strict=True):
+        known = [0, *(end for end, digest in until.items() if digest in sampled)]  # a row's context has others' turns
+        for turn in row.turns:
+            begin = known[bisect_right(known, turn.start) - 1]
+            (found[id(turn)],) = _digests(row.token_ids[begin : turn.start], [turn.start - begin]).values()
+    return [found[id(turn)] if turn.state is None else turn.state for turn in one.turns]
+
+
+def _digests(tokens: TokenIds, ends: Sequence[int]) -> dict[int, bytes]:
+    """Of the first tokens up to each of the ascending ``ends`` that there is."""
+    found, start, sum_so_far = {}, 0, hashlib.blake2b(digest_size=16)
+    for end in ends:
+        if end <= len(tokens):
+            sum_so_far.update(tokens[start:end].tobytes())
+            found[end], start = sum_so_far.digest(), end
+    return found
+
+
+def _by_group(groups: Sequence[RolloutGroup], each: Tensor) -> Tensor:
+    return group_ids(groups).repeat_interleave(each)
+
+
+def _by_index(groups: Sequence[RolloutGroup], each: Tensor) -> Tensor:
+    index = torch.arange(int(each.sum())) - (each.cumsum(0) - each).repeat_interleave(each)
+    return _by_group(groups, each) * int(each.max()) + index
+
+
+_BASELINES: Mapping[str, Callable[[Sequence[RolloutGroup], Tensor], Tensor]] = {
+    "all": _by_group,
+    "index": _by_index,
+    "state": lambda groups, _: states_of(groups),
+}
+
+
+def group_ids(groups: Sequence[RolloutGroup]) -> Tensor:
+    """The group of each trajectory, [K]."""
+    return torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g.rewards) for g in groups]))
+
+
+def nums_sampled(groups: Sequence[RolloutGroup]) -> Tensor:
+    """Sampled tokens of each trajectory, [K]."""
+    return torch.tensor([one.num_sampled for g in groups for one in g.trajectories])
+
+
+def truncated(groups: Sequence[RolloutGroup]) -> Tensor:
+    """Which trajectories did not end by themselves, [K] bool."""
+    return torch.tensor([one.stop != "done" for g in groups for one in g.trajectories])
+
+
+def assign_credit(
+    samples: Samples,
+    groups: Sequence[RolloutGroup],
+    rewards: Rewards,
+    section: AlgorithmSection,
+    *,
+    success_reward: float,
+    next_values: Tensor | None = None,
+    logit_norms: Tensor | None = None,
+) -> tuple[Samples, AlgorithmState]:
+    """Add advantages [N] (and returns, and NLL marks) to ``samples`` of ``groups``; also returns the next state.
+
+    ``next_values`` [S] are the critic's values after each completion's last token; ``logit_norms`` [N] are
+    `types.Want`'s, of the policy at the start of the update. Raises DataError for a credit over tokens where a
+    trajectory has several rows.
+    """
+    state = rewards.state
+    penalty = torch.zeros_like(samples.old_logprobs)
+    values = rewards.values
+    if section.kl.coefficient and section.kl.placement != "loss":
+        kl = reference_kl(samples, section)
+        if section.kl.placement == "token_reward":
+            penalty = kl_in_token_rewards(penalty, kl, beta=section.kl.coefficient)
+        else:
+            values = kl_in_sequence_rewards(
+                values, kl, samples.cu_seqlens, beta=section.kl.coefficient, trajectory_of=samples.trajectory_of
+            )
+    if section.credit == "turn":
+        whole = None
+        if section.turn_weight is not None:
+            whole = _completion_advantages(groups, replace(rewards, values=values), section)
+        samples = _by_turn(samples, turns_of(groups, values, section), whole, section)
+    else:
+        advantages = _completion_advantages(groups, replace(rewards, values=values), section)
+        if section.whiten and section.whiten_of == "completions":
+            advantages = whiten(advantages, torch.ones_like(advantages, dtype=torch.bool))
+        state = _with_baseline(state, values, section)
+        goes_on = truncated(groups) & (section.unfinished_reward is None)  # which sets the reward of an end
+        credit = _Credit(advantages, penalty, goes_on, next_values, logit_norms, group_ids(groups))
+        samples = _CREDITS[section.credit](samples, credit, section)
+    if section.whiten and section.whiten_of == "tokens":
+        samples = replace(samples, advantages=whiten(samples.advantages, samples.mask))
+    if section.drop_truncated:
+        cut = _of_sequences(truncated(groups), samples)
+        samples = replace(samples, mask=drop_truncated(samples.mask, cut, samples.cu_seqlens))
+    if section.nll_coefficient:
+        right = torch.tensor([r >= success_reward for g in groups for r in g.rewards])
+        if section.unfinished_reward is not None:
+            right &= ~truncated(groups)
+        marks = _of_sequences(right, samples)[sequence_ids(samples.cu_seqlens)] & samples.mask
+        samples = replace(samples, nll_weights=section.nll_coefficient * marks.float())
+    return samples, state
+
+
+def _of_sequences(values: Tensor, samples: Samples) -> Tensor:
+    """[K] -> [S]"""
+    return values if samples.trajectory_of is None else values[samples.trajectory_of]
+
+
+@dataclass(frozen=True, slots=True)
+class _Credit:
+    of_completions: Tensor  # [K] rewards minus their baseline
+    of_tokens: Tensor  # [N] the reward of each token by itself
+    goes_on: Tensor  # [K] bool, whether to bootstrap from ``next_values``
+    next_values: Tensor | None  # [S]
+    logit_norms: Tensor | None  # [N]
+    group_of: Tensor  # [K]
+
+    def per_token(self, samples: Samples, section: AlgorithmSection) -> Tensor:
+        if samples.trajectory_of is not None:
+            raise DataError(
+                f"algorithm.credit={section.credit} goes from token to token, but here trajectories have several rows: "
+                "the context of a later turn does not extend the row before it. Set credit=completion or turn"
+            )
+        return last_token_rewards(self.of_completions, samples.mask, samples.cu_seqlens) + self.of_tokens
+
+
+def _by_completion(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
+    everywhere = np.repeat(_of_sequences(credit.of_completions, samples).numpy(), samples.cu_seqlens.diff().numpy())
+    return replace(samples, advantages=torch.from_numpy(everywhere).mul_(samples.mask))
+
+
+def _discounted(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
+    rewards = credit.per_token(samples, section)
+    return replace(
+        samples, advantages=discounted_returns(rewards, samples.mask, samples.cu_seqlens, gamma=section.gamma)
+    )
+
+
+def _less_optimal(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
+    """Returns less the baseline of the group's tokens at the same place of least variance of the gradient."""
+    returns, norms = _discounted(samples, credit, section).advantages, credit.logit_norms
+    assert norms is not None
+    advantages = less_optimal_baseline(returns, norms, samples.mask, samples.cu_seqlens, group_of=credit.group_of)
+    return replace(samples, advantages=advantages)
+
+
+def _generalised(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
+    """GAE twice: with the policy's lambda for advantages, with the critic's for returns (VAPO decouples them)."""
+    values, after = samples.old_values, credit.next_values
+    assert values is not None
+    assert after is not None
+    rewards = credit.per_token(samples, section)
+
+    def advantages(lam: Tensor | float) -> Tensor:
+        return gae(
+            rewards,
+            values,
+            samples.mask,
+            samples.cu_seqlens,
+            next_values=after,
+            truncated=credit.goes_on,
+            gamma=section.gamma,
+            lam=lam,
+        )
+
+    factor = section.lam_length_factor
+    lam = section.lam if factor is None else length_adaptive_lambda(samples.mask, samples.cu_seqlens, alpha=factor)
+    critic_lam = section.lam if section.critic.lam is None else section.critic.lam
+    of_policy = advantages(lam)
+    of_critic = of_policy if lam is critic_lam else advantages(critic_lam)
+    return replace(samples, advantages=of_policy, returns=of_critic + values)
+
+
+def _by_turn(samples: Samples, turns: RewardedTurns, whole: Tensor | None, section: AlgorithmSection) -> Samples:
+    """The tokens of a turn, which are masked in one turn after another, have its advantage, beside the ``whole``
+    completion's [K] under ``turn_weight``."""
+    of_turns = row_advantages(turns.compared, turns.baseline_of, turns.lengths, section)
+    if section.turn_compared == "rewards":
+        of_turns = turn_advantages(of_turns, turns.each, gamma=section.gamma_turn)
+    if whole is not None:
+        assert section.turn_weight is not None
+        of_turns = whole[turns.trajectory_of] + section.turn_weight * of_turns
+    advantages = torch.zeros_like(samples.advantages)
+    advantages[samples.mask] = torch.repeat_interleave(of_turns[turns.in_rows], turns.lengths[turns.in_rows])
+    return replace(samples, advantages=advantages)
+
+
+_CREDITS: Mapping[str, Callable[[Samples, _Credit, AlgorithmSection], Samples]] = {
+    "completion": _by_completion,
+    "discounted": _discounted,
+    "optimal": _less_optimal,
+    "gae": _generalised,
+}
+
+
+def _completion_advantages(groups: Sequence[RolloutGroup], rewards: Rewards, section: AlgorithmSection) -> Tensor:
+    ids, lengths = group_ids(groups), nums_sampled(groups)
+    if section.advantage_of == "parts":
+        return parts_advantages(groups, ids, lengths, section)
+    values, mean, before = rewards.values, section.advantage_mean, rewards.state.baseline
+    if mean == "greedy":
+        if rewards.greedy is None:
+            raise DataError(
+                "algorithm.advantage_mean=greedy, but these groups have no greedy completion: they were sampled before "
+                "it was set; start a new run"
+            )
+        return remax_advantages(values, rewards.greedy[ids])
+    if mean == "tracked":
+        assert rewards.tracked is not None
+        values, mean = difference(values, rewards.tracked[ids]), "batch"
+    if mean == "moving":
+        baseline = values.double().mean() if before is None else torch.tensor(before, dtype=torch.float64)
+        values, mean = difference(values.double(), baseline).float(), "none"
+    return row_advantages(values, ids, lengths, section, mean=mean)
+
+
+def _with_baseline(state: AlgorithmState, rewards: Tensor, section: AlgorithmSection) -> AlgorithmState:
+    if section.advantage_mean != "moving":
+        return state
+    before = float(rewards.double().mean()) if state.baseline is None else state.baseline
+    return replace(state, baseline=moving_baseline(before, rewards, decay=section.baseline_decay))
