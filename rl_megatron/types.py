@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from rl_megatron.columns import LogProbs, RouteBytes, SampledText, TokenIds, freeze
-from rl_megatron.json_text import ForeignText
+from rl_megatron.files import ForeignText
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
+from rl_megatron.files import write_atomically
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, coordinates, degree
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
 from tools import conversion

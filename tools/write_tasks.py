@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from rl_megatron.durable import write_atomically
 from rl_megatron.environments.adapters import verifiers
 from rl_megatron.errors import ConfigError
+from rl_megatron.files import write_atomically
 from rl_megatron.user_code import load_named
 from tools import conversion
 

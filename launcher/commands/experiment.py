@@ -11,9 +11,8 @@ from typing import Annotated
 import typer
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.experiments.cells import Cell, cells_of
 from rl_megatron.experiments.states import STARTABLE, CellState, counts, drift_of, find_states, states_table
-from rl_megatron.experiments.study import Study, outcome_folder, read_study
+from rl_megatron.experiments.study import Cell, Study, cells_of, outcome_folder, read_study
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Run a study: a grid of runs with seeds, from one file."

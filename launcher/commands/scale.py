@@ -16,10 +16,8 @@ from rich.table import Table
 from launcher.programs.scale import Asked, asked_of, configuration_file
 from rl_megatron.scaling.constants import RANGE
 from rl_megatron.scaling.hardware import GB, GPUS
-from rl_megatron.scaling.planner.explained import explain_term
-from rl_megatron.scaling.planner.fitting import PlannedRun
 from rl_megatron.scaling.planner.layouts import described
-from rl_megatron.scaling.planner.search import SearchResult, search
+from rl_megatron.scaling.planner.search import PlannedRun, SearchResult, explain_term, search
 
 _SHOWN = 8  # rejected layouts
 _ORDER = (

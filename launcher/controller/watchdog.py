@@ -13,8 +13,8 @@ from pathlib import Path
 from launcher.controller.handle import Failure, WorkerHandle
 from launcher.processes import stacks
 from rl_megatron.config.run import RunConfig
-from rl_megatron.durable import make_inside
 from rl_megatron.errors import WorkerDied
+from rl_megatron.files import make_inside
 from rl_megatron.placement.names import LEARNER, file_stem
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.config.sections.jobs import CHECKPOINT
 from rl_megatron.config.sections.teachers import teacher_role
 from rl_megatron.errors import ConfigError, RLMegatronError, of_the_hub
-from rl_megatron.json_text import parse
+from rl_megatron.files import parse
 from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.families.fields import CLASSIFIER
 from rl_megatron.models.json_files import tensor_names

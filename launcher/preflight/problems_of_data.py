@@ -27,10 +27,10 @@ from rl_megatron.data.problems.prompts import check_template, formed, read_probl
 from rl_megatron.data.problems.records import listed
 from rl_megatron.data.problems.rendering import Problem, RowForm, unrendered
 from rl_megatron.errors import DataError, RLMegatronError
+from rl_megatron.files import parse
 from rl_megatron.interfaces import RewardFunction
-from rl_megatron.json_text import parse
-from rl_megatron.rewards.final_number import final_number, is_formula
 from rl_megatron.rewards.registry import REWARDS
+from rl_megatron.rewards.simple import final_number, is_formula
 from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import psutil
 from typing_extensions import override
 
 from launcher.processes import engine_guard
-from rl_megatron.durable import append_private
+from rl_megatron.files import append_private
 from rl_megatron.observability.files import text_at_end
 
 logger = logging.getLogger(__name__)

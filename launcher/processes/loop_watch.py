@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from launcher.processes import stacks
 from rl_megatron.config.run import RunConfig
-from rl_megatron.durable import InHand, in_hand
+from rl_megatron.files import InHand, in_hand
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from rl_megatron.durable import make_inside
+from rl_megatron.files import make_inside
 
 SIGNAL = signal.SIGUSR2
 _HEAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*\(most recent call first\):$", re.MULTILINE)

@@ -18,13 +18,11 @@ from launcher.programs import submit
 from rl_megatron.config.io import save_resolved
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import minutes_of
-from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
 from rl_megatron.experiments import states
-from rl_megatron.experiments.cells import Cell
-from rl_megatron.experiments.queued import Queued
-from rl_megatron.experiments.states import CellRecord
-from rl_megatron.experiments.study import Study
+from rl_megatron.experiments.states import CellRecord, Queued
+from rl_megatron.experiments.study import Cell, Study
+from rl_megatron.files import write_atomically
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

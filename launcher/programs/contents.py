@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_megatron.errors import CheckpointError
-from rl_megatron.json_text import parse
+from rl_megatron.files import parse
 from rl_megatron.training.checkpoints import latest
 from rl_megatron.weights.checkpoints.contents import Contents, contents
 

@@ -23,10 +23,8 @@ from launcher.runs.folder import lock
 from rl_megatron.config.io import save_resolved
 from rl_megatron.errors import ConfigError, together
 from rl_megatron.experiments import states
-from rl_megatron.experiments.cells import Cell
-from rl_megatron.experiments.queued import Queued
-from rl_megatron.experiments.states import CellRecord, CellStanding, CellState
-from rl_megatron.experiments.study import Study
+from rl_megatron.experiments.states import CellRecord, CellStanding, CellState, Queued
+from rl_megatron.experiments.study import Cell, Study
 
 _LOOK_SECONDS = 1.0  # between two looks at what runs
 _LINE_SECONDS = 60.0  # between two lines where there is no terminal

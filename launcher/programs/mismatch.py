@@ -25,13 +25,12 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.diagnosis.case import Setting, TokenizerCheck, WeightCheck
-from rl_megatron.diagnosis.causes import CAUSES, Finding, judge
+from rl_megatron.diagnosis.causes import CAUSES, Finding, Setting, TokenizerCheck, WeightCheck, judge
 from rl_megatron.diagnosis.experiments import Bench, run_experiments
 from rl_megatron.diagnosis.sampling import Parameters
-from rl_megatron.durable import write_atomically
 from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.errors import ConfigError, SyncError
+from rl_megatron.files import write_atomically
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.log import run_log

@@ -18,8 +18,8 @@ from launcher.hosts.slurm.jobs import Status, status_of
 from rl_megatron.config.errors import explain_errors
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.jobs import LogSection, WarmStartSection
-from rl_megatron.durable import remove_folder
 from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.files import remove_folder
 from rl_megatron.observability.files import read_jsonl, text_at_end
 from rl_megatron.observability.metrics.table import PHASE_SECONDS, STEPS, deterministic
 from rl_megatron.placement.names import LEARNER

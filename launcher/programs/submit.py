@@ -22,8 +22,8 @@ from rl_megatron.config.beside import separate
 from rl_megatron.config.errors import explain_errors
 from rl_megatron.config.io import resolved
 from rl_megatron.config.run import RunConfig
-from rl_megatron.durable import remove_folder, write_atomically
 from rl_megatron.errors import ConfigError
+from rl_megatron.files import remove_folder, write_atomically
 from rl_megatron.placement.names import LEARNER, called
 from rl_megatron.placement.ranks import Placement, made_up_nodes, placement_of
 from rl_megatron.placement.seats import Seat, describe_seats, seats_of

@@ -28,8 +28,8 @@ from launcher.runs.stop import Stop, stop_signals
 from launcher.servers.versions import container_of
 from rl_megatron.config.io import save_resolved
 from rl_megatron.config.run import RunConfig
-from rl_megatron.durable import write_atomically
 from rl_megatron.errors import RLMegatronError, Stopped
+from rl_megatron.files import write_atomically
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress

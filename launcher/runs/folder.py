@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.durable import naming
 from rl_megatron.errors import CheckpointError, ConfigError
+from rl_megatron.files import naming
 from rl_megatron.placement.files import weights_folder
 
 

@@ -19,11 +19,11 @@ from typing import Any
 
 from typing_extensions import override
 
-from launcher.processes import restarts
 from launcher.processes.guards import Order
 from launcher.processes.own_thread import in_own_thread
 from launcher.processes.scratch import scratch
 from launcher.runs.folder import mirror_path
+from launcher.servers import supervisor as supervision
 from launcher.servers.checks import ServerChecks
 from launcher.servers.colocated import colocated
 from launcher.servers.degrees import degree_problems
@@ -358,14 +358,14 @@ class ServedEngines:
             async with asyncio.timeout(limit):
                 while True:
                     try:
-                        async with asyncio.timeout(restarts.ANSWER_SECONDS):
+                        async with asyncio.timeout(supervision.ANSWER_SECONDS):
                             await again.text("/health")
                         await self._checks.check([again])
                         return Attached(server=again)
                     except OutOfFiles:
                         raise
                     except TimeoutError:
-                        heard = f"{server.url}/health: no answer within {restarts.ANSWER_SECONDS:g} s"
+                        heard = f"{server.url}/health: no answer within {supervision.ANSWER_SECONDS:g} s"
                     except (AttemptFailed, EngineError) as error:
                         heard = str(error)
                     await asyncio.sleep(_LOOK_SECONDS)

@@ -11,7 +11,7 @@ from pathlib import Path
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import CARRIED, CUDA_IPC, PROCESS_GROUP
 from rl_megatron.errors import EngineError
-from rl_megatron.json_text import parse
+from rl_megatron.files import parse
 from rl_megatron.weights.checks import libraries
 from rl_megatron.weights.checks.libraries import DEFAULTS, Libraries, compare_facts, facts, library_table
 

@@ -21,8 +21,8 @@ import torch
 
 from launcher.wire.greetings import Setup
 from rl_megatron.config.run import RunConfig
-from rl_megatron.durable import make_inside, naming
 from rl_megatron.errors import RLMegatronError
+from rl_megatron.files import make_inside, naming
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.ranks import FOLDER, Recorded

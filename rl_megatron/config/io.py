@@ -22,9 +22,8 @@ from rl_megatron.config.errors import did_you_mean, explain_errors, near_miss, n
 from rl_megatron.config.removed import without_removed
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.jobs import JOBS, WarmStartSection
-from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError, shorten
-from rl_megatron.shipped import shipped
+from rl_megatron.files import shipped, write_atomically
 
 _MAX_FILES = 100  # that defaults may lead to
 _MAX_LINES = 30  # of an error

@@ -1,4 +1,11 @@
-"""The experiments: what is asked of the engine and of the learner. What their outcomes prove is in causes.py."""
+"""The experiments: what is asked of the engine and of the learner. What their outcomes prove is in causes.py.
+
+What an engine sampled and said of it stands beside what the learner says of the same tokens, and how far the learner's
+routers choose other experts than the engine's, and what of the gap that explains.
+
+Letters: N positions of all sequences, n of them sampled, m of these with the learner's whole distribution,
+V vocabulary, L layers with experts, k experts a token. Log-probs are nats.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +20,139 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_megatron.algorithms.mismatch import expert_means
+from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns
-from rl_megatron.diagnosis.observation import Observation, size
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import RolloutEngine, Scorer
 from rl_megatron.options.padding import PaddingSection
-from rl_megatron.types import (
-    Completion,
-    GenerationRequest,
-    ParallelDims,
-    Prompt,
-    Samples,
-    SamplingParams,
-    Span,
-)
+from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, Samples, SamplingParams, Span
+
+MOST = 1.0  # nats that a token counts for at most: a few tokens must not hide what the others say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """Sequences with the engine's log-probs as ``rollout_logprobs``, and the learner's of the same tokens.
+
+    ``temperature`` is the learner's: ``learner`` are its log-probs there, ``logits`` are before it.
+    """
+
+    samples: Samples
+    learner: Tensor  # [N] float32
+    detailed: Tensor  # [N] bool, part of the samples' mask
+    logits: Tensor  # [m, V] float32, in the order of the detailed positions
+    temperature: float
+    learner_routes: Tensor | None = None  # [N, L, k], as the samples' routes, which are the engine's
+    replayed: Tensor | None = None  # [N] float32, as ``learner``, with the engine's routes
+
+    @property
+    def engine(self) -> Tensor:
+        """[N] float32."""
+        return self.samples.rollout_logprobs
+
+    @property
+    def gaps(self) -> Tensor:
+        """Engine less learner, [n] double."""
+        return (self.engine.double() - self.learner.double())[self.samples.mask]
+
+    @property
+    def owners(self) -> Tensor:
+        """Which sequence each sampled token belongs to, [n]."""
+        return sequence_ids(self.samples.cu_seqlens)[self.samples.mask]
+
+
+def size(gaps: Tensor) -> float:
+    """Mean of |gap| with each token at most 1 nat; what is not a number counts as 1; 0 of nothing."""
+    if not len(gaps):
+        return 0.0
+    return float(torch.nan_to_num(gaps.abs().double(), nan=MOST).clamp(max=MOST).mean())
+
+
+def shown(gaps: Tensor) -> str:
+    """Gaps in words."""
+    absolute = gaps.abs()
+    mean, median, largest = float(absolute.mean()), float(absolute.median()), float(absolute.max())
+    return f"mean |d| {mean:.2g}, median {median:.2g}, max {largest:.2g} nats"
+
+
+def shifted(observation: Observation, by: int) -> float:
+    """Size of the gaps where the engine's log-prob of token t is held against the learner's of token t - ``by``.
+
+    Tokens without such a neighbour in their sequence are left out.
+    """
+    engine, learner = (x[observation.samples.mask] for x in (observation.engine, observation.learner))
+    owners = observation.owners
+    one, other = (slice(by, None), slice(None, -by)) if by > 0 else (slice(None, by), slice(-by, None))
+    same = owners[one] == owners[other]
+    return size((engine[one] - learner[other])[same])
+
+
+_LEAST_TOKENS = 8
+_CONSPICUOUS = 4.0  # times the mean gap of the other tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingGap:
+    """Gaps of tokens with and without another choice of experts, at them or before them in their sequence."""
+
+    share: float  # of positions at which some router chose otherwise
+    without: Tensor  # gaps of tokens before any other choice
+    with_: Tensor
+    replayed: Tensor  # gaps of all tokens where the learner takes the engine's experts
+
+    @property
+    def shown(self) -> str:
+        """In words."""
+        text = f"{100 * self.share:.2g} % of positions have other experts"
+        if len(self.without):
+            text += f"; before any such: {shown(self.without)}"
+        if len(self.with_):
+            text += f"; from one on: {shown(self.with_)}; with the engine's experts: {shown(self.replayed)}"
+        return text
+
+
+def routing_gap(observation: Observation) -> RoutingGap | None:
+    """None where the routes of one side are not known."""
+    engine, learner, replayed = observation.samples.routes, observation.learner_routes, observation.replayed
+    if engine is None or learner is None or replayed is None:
+        return None
+    other = (engine.sort(-1).values != learner.to(engine.dtype).sort(-1).values).flatten(1).any(1)
+    bounds, mask = observation.samples.cu_seqlens, observation.samples.mask
+    counted = torch.cat([torch.zeros(1, dtype=torch.int64), other.long().cumsum(0)])
+    before = counted[bounds[:-1]].repeat_interleave(bounds.diff())
+    touched = (counted[1:] > before)[mask]
+    gaps = observation.gaps
+    return RoutingGap(
+        share=float(other.double().mean()),
+        without=gaps[~touched],
+        with_=gaps[touched],
+        replayed=(observation.engine.double() - replayed.double())[mask],
+    )
+
+
+def suspected_expert(gaps: Tensor, routes: Tensor | None) -> str:
+    """The expert whose tokens differ far more than all others', in words; empty where none stands out.
+
+    ``gaps`` [n] of tokens after one-token prompts: in longer ones attention takes a fault to all tokens after it.
+    """
+    if routes is None:
+        return ""
+    absolute = gaps.abs()
+    means, counts = expert_means(absolute, routes)
+    means = means.masked_fill(counts < _LEAST_TOKENS, -1.0)
+    layer, expert = divmod(int(means.argmax()), means.shape[1])
+    through = (routes[:, layer] == expert).any(1)
+    rest = float(absolute[~through].mean()) if bool((~through).any()) else 0.0
+    if means[layer, expert] < _CONSPICUOUS * rest:
+        return ""
+    return (
+        f"behind one token, those through expert {expert} of MoE layer {layer} differ by "
+        f"{float(means[layer, expert]):.2g} nats on average, all others by {rest:.2g}"
+    )
+
 
 MOST_LOGITS = 2**26  # values of logits that are fetched
 _GREEDY_PROMPTS = 8

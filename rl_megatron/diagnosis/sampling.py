@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rl_megatron.diagnosis.observation import Observation, size
+from rl_megatron.diagnosis.experiments import Observation, size
 
 _MOST_VALUES = 2**24  # of logits that are looked at
 _SURE = 6.0  # standard deviations: less than one in a billion by chance

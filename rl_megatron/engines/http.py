@@ -15,9 +15,9 @@ import msgspec
 
 from rl_megatron.engines.engine_token import authorization
 from rl_megatron.errors import EngineError
+from rl_megatron.files import parse
 from rl_megatron.http.client import KEEP_ALIVE_SECONDS, TryAgain, describe_transport, new_client
 from rl_megatron.http.token_file import StatusAndBody, TokenFile
-from rl_megatron.json_text import parse
 
 T = TypeVar("T")
 

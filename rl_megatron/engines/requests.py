@@ -348,7 +348,7 @@ class Attempts:
         failed: Replica | None = None,
     ) -> list[Completion]:
         """Completions by a replica that `Places` chooses, or by ``only``. Raises EngineError; PoisonPrompt, where there
-        is no ``only``, by the rules of `suspects`.
+        is no ``only``, by the rules above.
 
         Neither deaths of replicas count as attempts nor what failed beside a prompt that is dropped.
         What is ``begun`` of the completion at ``place`` in its group is a part of the answer. Servers abort what

@@ -17,10 +17,10 @@ from rl_megatron.config.resume import flat, is_free
 from rl_megatron.config.sections.reward import RANKS, EnvironmentSection, RewardSection, SandboxSection
 from rl_megatron.data.problems.mixture import digest_of_prompts
 from rl_megatron.digests import digest_of
-from rl_megatron.durable import write_atomically
 from rl_megatron.errors import DataError
 from rl_megatron.evaluation.figures import difference_interval, pass_at
 from rl_megatron.evaluation.sets import MeasuredSet, ProblemSet
+from rl_megatron.files import write_atomically
 from rl_megatron.observability.intervals import Interval
 from rl_megatron.section import Section
 

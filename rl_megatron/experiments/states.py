@@ -1,25 +1,98 @@
-"""What has become of a study's cells: read from their run folders, their records, and what Slurm says of its tasks."""
+"""What has become of a study's cells: read from their run folders, their records, and what Slurm says of its tasks.
+
+The tasks' scripts (slurm/job.sh) leave a word of their own about cells that were sent to Slurm.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 
 from rl_megatron.agents.threads import began
 from rl_megatron.config import yaml_text
-from rl_megatron.durable import write_atomically
 from rl_megatron.errors import DataError, shorten
-from rl_megatron.experiments.cells import Cell, numbers_of
-from rl_megatron.experiments.queued import Queued, Task, read_task
-from rl_megatron.experiments.study import Study
-from rl_megatron.json_text import parse
+from rl_megatron.experiments.study import Cell, Study, numbers_of
+from rl_megatron.files import parse, write_atomically
 from rl_megatron.observability.files import JsonRow, from_the_end, number
 from rl_megatron.observability.metrics.table import STEPS
+
+_SAID = re.compile(r"^\[([-+0-9T:]+)\] job \S+, restart (\d+): (.*)$", re.MULTILINE)
+_ENDS = ("done", "saved, but ", "failed with status ", "failed: twice in a row ")
+_WHILE_IT_RUNS = "the time limit or preemption is near"
+_WAITS = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
+_RUNS = {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
+_FAILED = {"FAILED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """Slurm's word on a task, as PENDING, and a line with its reason or its node."""
+
+    word: str
+    text: str
+
+    @property
+    def waits(self) -> bool:
+        """Whether it will start, or start again."""
+        return self.word in _WAITS
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has nodes."""
+        return self.word in _RUNS
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended by a fault of its own: not by a node's, nor because somebody cancelled it."""
+        return self.word in _FAILED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What the script of a cell's array task has said. ``end`` is ``done``, the line of its failure or of requeues
+    that are used up, or empty."""
+
+    log: Path
+    end: str
+    seconds: float
+    time_was_up: bool  # in its last attempt, so that the run was saved
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended by an error."""
+        return self.end.startswith("failed")
+
+
+def task_log(cell: Cell, task: str) -> Path:
+    """What the task of this name, as 12_3, has printed: its script's own lines, and Slurm's."""
+    return cell.folder.parent / "jobs" / f"{task}.txt"
+
+
+def read_task(cell: Cell, task: str) -> Task:
+    """Read its lines and its attempts' folders; a task that has not started has said nothing."""
+    log, jobs = task_log(cell, task), cell.folder / "jobs"
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    end, attempt = "", jobs
+    began, ended = dict[Path, float](), dict[Path, float]()
+    for when, restart, said in _SAID.findall(text):
+        attempt, end = jobs / f"{task}-{restart}", said if said.startswith(_ENDS) else ""
+        at = datetime.fromisoformat(when).timestamp()  # older scripts wrote no zone: this one's
+        if said.startswith("starts on"):
+            began[attempt] = at
+        elif not said.startswith(_WHILE_IT_RUNS):
+            ended[attempt] = at
+    for each in began.keys() - ended.keys():  # it runs, or Slurm ended it
+        if (printed := each / "controller.txt").is_file():
+            ended[each] = printed.stat().st_mtime
+    seconds = sum(max(ended[each] - began[each], 0.0) for each in began.keys() & ended.keys())
+    return Task(log=log, end=end, seconds=seconds, time_was_up=(attempt / "requeue").exists())
 
 
 class CellState(StrEnum):

@@ -1,10 +1,18 @@
-"""The file of a study: a base configuration, axes of overrides, seeds, a budget and what is evaluated."""
+"""The file of a study: a base configuration, axes of overrides, seeds, a budget and what is evaluated; and its cells.
+
+Each cell has a checked configuration and the name of its run folder. A study may not ask its cells for what runs of
+their configuration never record.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,9 +21,17 @@ from pydantic_core import ErrorDetails
 
 from rl_megatron.config import yaml_text
 from rl_megatron.config.errors import near_miss
+from rl_megatron.config.io import load_config
+from rl_megatron.config.resume import flat
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.data import MixtureData
+from rl_megatron.config.sections.eval import EvalSetSection
+from rl_megatron.config.sections.jobs import JobKind
 from rl_megatron.errors import ConfigError, shorten
-from rl_megatron.observability.metrics.table import documented
+from rl_megatron.observability.metrics.table import ENVIRONMENTS, SAMPLING, documented
+from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.section import Finite, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from rl_megatron.weights.layouts.families import read_shape
 
 Level = str | list[str] | dict[str, str | list[str]]
 """One place on an axis: an override, several, or ``{label: override or several}``."""
@@ -206,3 +222,244 @@ def _line(path: Path, error: ErrorDetails) -> str:
         else error["msg"].removeprefix("Input should ").removeprefix("be ")
     )
     return f"{path}: {key}={shorten(error['input'])}: must be {text}"
+
+
+_OF_ENTRY = re.compile(r"(eval|source)/([^/]+)/([^/]+).*")
+_OF_PAIRS, _OF_TEXT = ("eval/preference_accuracy", "eval/preference_margin"), ("eval/perplexity",)
+_HELD_OUT = ("eval/accuracy", "eval/loss", *_OF_PAIRS, *_OF_TEXT)
+_SAMPLED = {name for name, *_ in (*SAMPLING, *ENVIRONMENTS)}
+
+
+def never_recorded(study: Study, config: RunConfig) -> list[str]:
+    """Returns a line for the metric, and for the measure of compute, if a run of ``config`` can have no value of it."""
+    metric = study.evaluation.metric
+    found = [f"evaluation.metric={metric}: {why}" for why in _why_never(metric, config)]
+    if study.evaluation.compute == "tokens" and not config.kind.samples:
+        found.append(
+            f"evaluation.compute=tokens: job={config.job} samples no tokens; take steps, device_seconds or flops"
+        )
+    return found
+
+
+def recorded_by_none(study: Study, configs: Sequence[RunConfig]) -> list[str]:
+    """Returns a line if the study's metric is a critic's or of experts, and a run of none of ``configs`` records it: an
+    arm without them may be beside one that has them."""
+    metric = study.evaluation.metric
+    lacking = {_lacking(metric, config) for config in configs}
+    if not lacking or None in lacking:
+        return []
+    return [f"evaluation.metric={metric}: no cell records it: {'; '.join(sorted(filter(None, lacking)))}"]
+
+
+def _lacking(metric: str, config: RunConfig) -> str | None:
+    """What a run lacks to record a metric of a critic or of experts; None for what it has, and others."""
+    room, _, name = metric.partition("/")
+    if room == "critic":
+        section = config.algorithm
+        if section.critic.backbone == "policy" and name in ("grad_norm", "learning_rate"):
+            return f"algorithm.critic.backbone=policy trains it in the policy's own steps; take {name}"
+        if config.kind.samples and (section.needs_critic or section.is_own_critic):
+            return None
+        return f"job={config.job} with algorithm.credit={section.credit} has no critic; take algorithm=ppo"
+    if room != "moe":
+        return None
+    if (dense := _dense(config.model.path, config.learner.model)) is not None:
+        return f"model.path={config.model.path}: model_type={dense!r} has no experts"
+    if name.endswith("_loss") and name not in config.learner.router.losses:
+        return f"learner.router.{name}=0; set a coefficient"
+    if name.startswith(("flips_update", "first_flip")) and not config.train.route_flips:
+        return "train.route_flips=false; set it to true"
+    if name == "rerouted_fraction" and config.algorithm.routing_replay == "off":
+        return "algorithm.routing_replay=off; set r2 or r3"
+    return None
+
+
+@cache
+def _dense(folder: Path | None, family: str | None) -> str | None:
+    """The family of a model without experts; None for others, and for a folder that cannot be read, which the run's
+    checks report."""
+    try:
+        shape = None if folder is None else read_shape(folder, family)
+    except ConfigError:
+        return None
+    return shape.family if shape is not None and not shape.num_experts else None
+
+
+def _why_never(metric: str, config: RunConfig) -> Iterator[str]:
+    kind, found = config.kind, documented(metric)
+    held_out, name = _held_out(kind), found.name if found else metric
+    sampled = name in _SAMPLED or name == "tokens/rollout" or name.startswith(("reward/", "source/", "eval/<name>/"))
+    if (sampled and name != "source/<name>/epoch" and not kind.samples) or (name in _HELD_OUT and name not in held_out):
+        yield f"job={config.job} never records it; of held-out data it records {' and '.join(held_out)}"
+    elif match := _OF_ENTRY.fullmatch(metric):
+        room, name, figure = match.groups()
+        yield from _of_entry(room, name, figure, config)
+
+
+def _held_out(kind: JobKind) -> tuple[str, ...]:
+    """The metrics of held-out data, but those of ``eval.sets``."""
+    if kind.samples:
+        return ("eval/accuracy",)
+    return ("eval/loss", *(_OF_PAIRS if kind.pairs or kind.labels else _OF_TEXT))
+
+
+def _of_entry(room: str, name: str, figure: str, config: RunConfig) -> Iterator[str]:
+    """Why not, of a metric that a set of problems or a source has."""
+    sets = config.eval.sets
+    sources = config.data.sources if isinstance(config.data, MixtureData) else {}
+    key, entries = ("eval.sets", list(sets)) if room == "eval" else ("data.sources", list(sources))
+    if name not in entries:
+        yield f"{key} has no {name}; it has {', '.join(entries) or 'none'}"
+    elif room == "eval" and "_at_" in figure and figure not in (figures := _figures(sets[name])):
+        yield f"eval.sets.{name} gives {', '.join(figures)}; take one of these, or set its samples or pass_at"
+
+
+def _figures(one: EvalSetSection) -> list[str]:
+    whole = ("mean", "maj") if one.samples > 1 else ("mean",)
+    return [
+        *(f"{figure}_at_{one.samples}" for figure in whole),
+        *(f"{figure}_at_{k}" for k in one.pass_at for figure in ("pass", "all")),
+    ]
+
+
+_MOST_CELLS = 10_000
+_MOST_LINES = 20  # of an error
+_ANYWHERE = ("run.", "log.", "checkpoint.", "slurm.", "model.cache_dir")  # change no number of a run
+_DIGITS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One run of a study; cells of an ``arm`` differ in the seed alone."""
+
+    arm: str
+    seed: int
+    config: RunConfig
+
+    @property
+    def folder(self) -> Path:
+        """Its run folder."""
+        return self.config.run.dir / str(self.config.run.name)
+
+    @property
+    def name(self) -> str:
+        """Its run's name: arm and seed, readable, and the digest of its configuration."""
+        return str(self.config.run.name)
+
+    @property
+    def processes(self) -> int:
+        """Processes with a shard of a model: the learner's, and those of separate roles."""
+        return sum(ranks_by_role(self.config).values())
+
+
+def arms_of(study: Study) -> dict[str, list[str]]:
+    """The overrides of each arm by its name, which is the labels of its levels. Raises ConfigError for equal names."""
+    axes = [levels_of(axis) for axis in study.axes.values()]
+    rows = itertools.product(*axes) if study.combine == "product" or not axes else zip(*axes, strict=True)
+    arms: dict[str, list[str]] = {}
+    for row in itertools.islice(rows, _MOST_CELLS + 1):
+        name = " ".join(label for label, _ in row) or "base"
+        if name in arms:
+            raise ConfigError(f"two arms are named {name!r}; give their levels labels, as `label: override`")
+        arms[name] = [override for _, given in row for override in given]
+    return arms
+
+
+def cells_of(study: Study) -> list[Cell]:
+    """All cells, the first seed of every arm first, so that a study that is stopped has something of each.
+
+    Raises one ConfigError that names the cells whose configuration is refused, or never records what the study
+    compares, and why; also for a metric of a critic or of experts that no cell records, for two cells of one
+    configuration, and for names of arms that are not there.
+    """
+    arms = arms_of(study)
+    if len(arms) * len(study.seeds) > _MOST_CELLS:
+        raise ConfigError(f"the study has more than {_MOST_CELLS} cells; give it fewer levels or seeds")
+    cells, refused = list[Cell](), dict[str, list[str]]()
+    for seed in study.seeds:
+        for arm, overrides in arms.items():
+            own = seed if study.paired else seed + _first_seed(overrides)
+            try:
+                cells.append(_cell(study, arm, own, [*study.overrides, *overrides]))
+            except ConfigError as error:
+                for line in str(error).splitlines():
+                    refused.setdefault(line, []).append(f"{arm} seed={own}")
+    lines = [f"{_listed(names)}: {line}" for line, names in refused.items()]
+    if not lines:
+        lines = [
+            *_equal(cells),
+            *_unknown(study, arms),
+            *recorded_by_none(study, [cell.config for cell in cells]),
+        ]
+    if lines:
+        more = [f"... and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+        raise ConfigError("\n".join([*lines[:_MOST_LINES], *more]))
+    return cells
+
+
+def config_digest(config: RunConfig) -> str:
+    """Ten hexadecimal digits of the values that differ from the defaults, so that a new key does not change them.
+
+    Keys that change no number of a run are left out: its name and folder, what it shows and saves, the cluster's.
+    """
+    defaults = dict(flat(RunConfig().model_dump(mode="json")))
+    values = numbers_of(config.model_dump(mode="json"))
+    changed = sorted((k, v) for k, v in values if defaults.get(k, ...) != v)
+    return hashlib.sha256(json.dumps(changed).encode()).hexdigest()[:_DIGITS]
+
+
+def numbers_of(tree: Any) -> Iterator[tuple[str, Any]]:
+    """The keys of a whole configuration, as JSON values, that may change a run's numbers."""
+    return ((key, value) for key, value in flat(tree) if not key.startswith(_ANYWHERE))
+
+
+def _first_seed(overrides: Sequence[str]) -> int:
+    """Where the seeds of an arm that shares none begin: below 2**30, by its overrides alone, so that no other arm or
+    seed moves them. Seeds of 100 arms, 5 each, meet by a chance of 1 in 24,000.
+    """
+    return int(hashlib.sha256(json.dumps(sorted(overrides)).encode()).hexdigest()[:8], 16) >> 2
+
+
+def _cell(study: Study, arm: str, seed: int, overrides: Sequence[str]) -> Cell:
+    config = load_config(study.base, [*overrides, f"seed={seed}"])
+    if config.written_epochs is not None:  # its end is known only once its data is read
+        raise ConfigError(
+            f"{config.job}.epochs={config.written_epochs:g}: a study knows by train.steps whether a cell is done; set "
+            f"that instead, and {config.job}.epochs=null"
+        )
+    if problems := never_recorded(study, config):
+        raise ConfigError("\n".join(problems))
+    assert study.folder is not None
+    found = sorted(study.folder.glob(f"*-{config_digest(config)}"))  # also of an arm that had another label then
+    readable = re.sub(r"[^A-Za-z0-9._=]+", "-", f"{arm}-s{seed}").replace("=", "-").strip("._-")[:120]
+    name = found[0].name if found else f"{readable}-{config_digest(config)}"
+    run = config.run.model_copy(update={"dir": study.folder, "name": name})
+    return Cell(arm=arm, seed=seed, config=config.model_copy(update={"run": run}))
+
+
+def _equal(cells: Sequence[Cell]) -> list[str]:
+    seen: dict[str, Cell] = {}
+    found = []
+    for cell in cells:
+        other = seen.setdefault(cell.name.rpartition("-")[2], cell)
+        if other is not cell:
+            found.append(
+                f"{other.arm} seed={other.seed} and {cell.arm} seed={cell.seed} are one configuration; "
+                "a level changes nothing"
+            )
+    return found
+
+
+def _unknown(study: Study, arms: Mapping[str, object]) -> list[str]:
+    named = {"reference": [study.reference] if study.reference else []}
+    named |= {f"contrasts.{name}": list(weights) for name, weights in study.contrasts.items()}
+    return [
+        f"{place}: {arm!r} is no arm; arms: {', '.join(arms)}"
+        for place, given in named.items()
+        for arm in given
+        if arm not in arms
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from typing_extensions import override
 
 from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError, shorten
-from rl_megatron.json_text import parse
+from rl_megatron.files import parse
 
 MAX_BYTES = 256 << 20  # the index of a trillion parameters in 200,000 tensors has 20 MB
 _MAX_LINES = 10

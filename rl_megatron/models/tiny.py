@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_megatron.durable import naming, publish_folder
 from rl_megatron.errors import ConfigError
+from rl_megatron.files import naming, publish_folder
 from rl_megatron.models.shape import ModelShape
 
 if TYPE_CHECKING:

@@ -16,9 +16,8 @@ from typing import IO, Any
 
 from pydantic_core import from_json
 
-from rl_megatron.durable import naming, write_atomically
 from rl_megatron.errors import DataError
-from rl_megatron.json_text import parse
+from rl_megatron.files import naming, parse, write_atomically
 
 JsonValue = str | int | float | None
 JsonRow = Mapping[str, JsonValue]

@@ -14,7 +14,7 @@ import yaml
 from numpy.typing import NDArray
 
 from rl_megatron.errors import DataError
-from rl_megatron.json_text import parse
+from rl_megatron.files import parse
 from rl_megatron.observability.charts import number_text
 from rl_megatron.observability.files import JsonRow, JsonValue, number, rows_from, whole_rows
 from rl_megatron.observability.log import last_warnings

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rl_megatron.durable import naming
+from rl_megatron.files import naming
 from rl_megatron.observability.files import text_at_end
 
 OURS = ("rl_megatron", "launcher")

@@ -17,8 +17,8 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from jinja2.utils import htmlsafe_json_dumps
 
-from rl_megatron.durable import write_atomically
 from rl_megatron.errors import DataError
+from rl_megatron.files import write_atomically
 from rl_megatron.observability.arms import LEAST_FOR_INTERVAL, Arm, differing, group_runs, over_seeds
 from rl_megatron.observability.charts import DOTTED, Chart, Series, averaged, in_a_unit, stacked_bars, styles
 from rl_megatron.observability.files import JsonRow, number

@@ -18,13 +18,10 @@ from rl_megatron.errors import ConfigError, RewardError, together
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.classifiers.in_process import ClassifierReward
 from rl_megatron.rewards.classifiers.on_ranks import RankedReward, RewardModels
-from rl_megatron.rewards.exact_match import exact_match
-from rl_megatron.rewards.final_number import final_number
-from rl_megatron.rewards.format import format_reward
 from rl_megatron.rewards.http import HttpReward
-from rl_megatron.rewards.length import length_reward
 from rl_megatron.rewards.math_verify import math_verify
 from rl_megatron.rewards.scoring import queued, running
+from rl_megatron.rewards.simple import exact_match, final_number, format_reward, length_reward
 from rl_megatron.rewards.tests import PassedTests
 from rl_megatron.rewards.threads import Async, Plain
 from rl_megatron.rewards.trl import as_trl, is_trl

@@ -17,7 +17,7 @@ from typing import Any
 
 from rl_megatron.config.sections.reward import TestsSection
 from rl_megatron.errors import RewardError, together
-from rl_megatron.json_text import parse, value_at
+from rl_megatron.files import parse, value_at
 from rl_megatron.rewards.scoring import queued
 from rl_megatron.sandbox.table import Sandbox
 from rl_megatron.types import Completion, Prompt, Scored

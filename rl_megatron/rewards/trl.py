@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_megatron.errors import RewardError
-from rl_megatron.json_text import parse
+from rl_megatron.files import parse
 from rl_megatron.types import Completion, Prompt
 
 _GIVEN = ("prompts", "completions", "completion_ids")

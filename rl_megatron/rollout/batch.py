@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from rl_megatron.errors import CheckpointError
-from rl_megatron.json_text import ForeignText
+from rl_megatron.files import ForeignText
 from rl_megatron.observability.files import JsonlFile, JsonRow, rows_from
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Scored, Trajectory
 

@@ -29,7 +29,7 @@ from rl_megatron.placement.names import LEARNER, called
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.placement.seats import beside_ranks
 from rl_megatron.scaling.hardware import GB, gigabytes
-from rl_megatron.scaling.layers.peaks import beside_kept, in_forward
+from rl_megatron.scaling.layers import beside_kept, in_forward
 from rl_megatron.scaling.parameters import elements, ranks_of
 from rl_megatron.weights.formats.scaled import BLOCKS, ScaledLayout, with_scales
 from rl_megatron.weights.layouts.families import hf_layout

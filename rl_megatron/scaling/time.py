@@ -14,10 +14,18 @@ from typing import Literal
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.scaling.constants import FITTED, MEMORY, Constants
 from rl_megatron.scaling.hardware import GB, Gpu
-from rl_megatron.scaling.layers.matrices import matrices, orthogonal_seconds
-from rl_megatron.scaling.layers.messages import replicated
-from rl_megatron.scaling.layers.products import BYTES_READ, LayerKind, rate_of
-from rl_megatron.scaling.layers.seconds import Seconds, embedding_seconds, head_seconds, layer_seconds
+from rl_megatron.scaling.layers import (
+    BYTES_READ,
+    LayerKind,
+    Seconds,
+    embedding_seconds,
+    head_seconds,
+    layer_seconds,
+    matrices,
+    orthogonal_seconds,
+    rate_of,
+    replicated,
+)
 from rl_megatron.scaling.parameters import rank_parameters
 from rl_megatron.types import ParallelDims
 

@@ -25,8 +25,8 @@ from rl_megatron.config.sections.jobs import CHECKPOINT
 from rl_megatron.data.problems.mixture import MixtureState
 from rl_megatron.data.problems.prompt_table import TableState
 from rl_megatron.digests import KIND, Digest, digest_of, digests, misfits
-from rl_megatron.durable import REMOVING, naming, publish_folder, remove_folder, write_atomically
 from rl_megatron.errors import CheckpointError
+from rl_megatron.files import REMOVING, naming, publish_folder, remove_folder, write_atomically
 from rl_megatron.interfaces import Learner, Saving
 from rl_megatron.observability.recorder import Row
 from rl_megatron.observability.timeline import spans

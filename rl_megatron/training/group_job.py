@@ -19,7 +19,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.trajectories import spans_of_requests
-from rl_megatron.durable import remove_folder
+from rl_megatron.files import remove_folder
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.rollout.batch import UNTAUGHT, RolloutBatch, Waiting

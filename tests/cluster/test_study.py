@@ -12,9 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from rl_megatron.experiments.cells import cells_of
 from rl_megatron.experiments.states import output_path
-from rl_megatron.experiments.study import read_study
+from rl_megatron.experiments.study import cells_of, read_study
 from tests.cluster.jobs import LIMIT, TINY, Cluster, read_record
 
 CELLS = int(os.environ.get("STUDY_CELLS", "4"))

@@ -80,9 +80,8 @@ def rank_main(rank: int, folder: Path, layout: str) -> None:
 
     streams.install()
     offload.LEAST = 1  # this model's tensors are small
-    kernels.F.rms_norm = lambda x, _, weight, eps: kernels._RMSNorm.apply(
-        x, weight, eps
-    )  # keeps what a GPU's kernel does
+    # it keeps what a GPU's kernel does
+    kernels.F.rms_norm = lambda x, _, weight, eps: kernels._RMSNorm.apply(x, weight, eps)
     device = world.join(learner(layout), rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=0)
     seen: dict[str, Any] = {}
     for parts in PARTS if layout == METERED else PARTS[:2]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher.processes import restarts
+from launcher.servers import supervisor
 from rl_megatron.data.problems.arithmetic import split_sums
 from rl_megatron.engines import requests
 from rl_megatron.engines.adapter import Command, StartOptions
@@ -47,7 +47,7 @@ class Deadly:
             return replace(given, arguments=(python, deadly, *rest), environment=environment)
 
         setattr(EmbeddedAdapter, "command", command)  # noqa: B010  an assignment is none of mypy's
-        restarts._FIRST_WAIT = requests._WAIT = 0.01
+        supervisor._FIRST_WAIT = requests._WAIT = 0.01
 
 
 def epoch(number: int) -> list[str]:

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from rl_megatron.diagnosis.case import Setting, TokenizerCheck, WeightCheck
-from rl_megatron.diagnosis.causes import Finding, judge
+from rl_megatron.diagnosis.causes import Finding, Setting, TokenizerCheck, WeightCheck, judge
 from rl_megatron.diagnosis.experiments import Bench, run_experiments
 from rl_megatron.diagnosis.sampling import Parameters
 from rl_megatron.engines.http import Server

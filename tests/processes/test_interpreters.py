@@ -42,7 +42,7 @@ def test_what_the_system_refuses_to_a_library_in_rust_names_the_file(tmp_path: P
 def test_a_folder_whose_removal_is_killed_is_no_longer_there_in_part(tmp_path: Path) -> None:
     folder_with(tmp_path / "x", *(f"d{i}/f" for i in range(5)))
     code = (
-        "import os, shutil, signal, sys; from pathlib import Path; from rl_megatron import durable;"
+        "import os, shutil, signal, sys; from pathlib import Path; from rl_megatron import files as durable;"
         "shutil.rmtree = lambda p: (os.remove(p / 'd0/f'), os.kill(os.getpid(), signal.SIGKILL));"
         "durable.remove_folder(Path(sys.argv[1]))"
     )

@@ -13,7 +13,7 @@ from itertools import accumulate
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.option import BYTES, Terms
-from rl_megatron.scaling.layers.messages import (
+from rl_megatron.scaling.layers import (
     COUNT,
     LOGPROBS,
     PROBABILITY,

@@ -41,10 +41,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.optimizer import get_megatron_optimizer  # noqa: E402
 
 from rl_megatron.learner import logprobs, megatron, optimizer, world  # noqa: E402
-from rl_megatron.learner.model import (
-    attention,
-    kernels,
-)
+from rl_megatron.learner.model import attention, kernels  # noqa: E402
 from rl_megatron.learner.model.delta import cut_into_chunks  # noqa: E402
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch, with_next  # noqa: E402
 from rl_megatron.learner.trained import MegatronLearner  # noqa: E402

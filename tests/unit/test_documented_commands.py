@@ -28,8 +28,7 @@ from rl_megatron.config.docs import _Described, _section, render
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import ArithmeticRunData, CurriculumSection, FileRunData, HubRunData, MixtureData
-from rl_megatron.experiments.cells import cells_of
-from rl_megatron.experiments.study import read_study
+from rl_megatron.experiments.study import cells_of, read_study
 from rl_megatron.models.named import NAMED
 from rl_megatron.placement.seats import seats_of
 from rl_megatron.scaling.memory import check_memory

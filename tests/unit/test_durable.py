@@ -14,7 +14,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron.columns import ColumnReader, ColumnWriter, LogProbs, TokenIds
-from rl_megatron.durable import append_private, publish_folder, remove_folder, write_atomically
+from rl_megatron.files import append_private, publish_folder, remove_folder, write_atomically
 from rl_megatron.types import Completion, Routes, Span, Turn
 from tests.completions import completion, plain
 
@@ -39,7 +39,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from rl_megatron.durable import naming
+from rl_megatron.files import naming
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 with naming(Path("x")):
     save_file({"a": torch.zeros(1000)}, sys.argv[1])

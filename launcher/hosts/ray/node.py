@@ -27,7 +27,7 @@ from launcher.processes.ports import held_ports
 from launcher.processes.scratch import lasting
 from launcher.wire.greetings import this_node
 from rl_megatron.config.sections.slurm import SlurmSection
-from rl_megatron.durable import private_folder
+from rl_megatron.files import private_folder
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import Placement
 from rl_megatron.placement.seats import Seat

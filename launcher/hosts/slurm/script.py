@@ -12,8 +12,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
+from rl_megatron.files import shipped
 from rl_megatron.placement.ranks import beside
-from rl_megatron.shipped import shipped
 
 _HERE = Path(__file__).resolve().parents[3]
 _CODE = ("rl_megatron", "launcher", "tools")

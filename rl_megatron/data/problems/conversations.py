@@ -18,7 +18,7 @@ from rl_megatron.data.problems.records import (
     without_null_keys,
 )
 from rl_megatron.errors import DataError
-from rl_megatron.json_text import parse, value_at
+from rl_megatron.files import parse, value_at
 from rl_megatron.types import Prompt
 
 _to_json = json.JSONEncoder(ensure_ascii=False).encode

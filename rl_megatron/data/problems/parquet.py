@@ -32,7 +32,7 @@ from rl_megatron.data.problems.records import (
     values_of,
 )
 from rl_megatron.errors import DataError
-from rl_megatron.json_text import value_at
+from rl_megatron.files import value_at
 
 
 def column_at(batch: Any, name: str) -> Any:

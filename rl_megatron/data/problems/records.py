@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron.errors import DataError, cut_to
-from rl_megatron.json_text import value_at
+from rl_megatron.files import value_at
 
 NESTED = (
     "it must be text, or a list of messages, which data.chat_template=true renders, or an environment of template=chat"

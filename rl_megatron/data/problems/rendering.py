@@ -31,7 +31,7 @@ from rl_megatron.data.problems.records import (
     without_null_keys,
 )
 from rl_megatron.errors import DataError
-from rl_megatron.json_text import value_at
+from rl_megatron.files import value_at
 from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from rl_megatron.engines.http import AttemptFailed, Server, read_beside
 from rl_megatron.engines.sglang import drafts, forms, loras
 from rl_megatron.engines.sglang import forms as ask
 from rl_megatron.engines.sglang import forms as form
-from rl_megatron.engines.sglang import options as priorities
+from rl_megatron.engines.sglang import options as sglang_options
 from rl_megatron.engines.sglang.options import (
     DRAFTS,
     KEYS,
@@ -103,7 +103,7 @@ class SGLangAdapter(Adapter):
                 *(("--enable-deterministic-inference",) if options.batch_invariant else ()),
                 *loras.started_with(options),
                 *drafts.started_with(options.draft_tokens),
-                *priorities.started_with(options.extra),
+                *sglang_options.started_with(options.extra),
                 *options.extra,
             ),
             environment={
@@ -168,7 +168,7 @@ class SGLangAdapter(Adapter):
             architecture=",".join(info["architectures"] or ()),
             # Behind what its cache does not hold of a sequence, it ends a completion as if it had all tokens asked for.
             max_length=min(int(settings["context_length"] or _MARGIN) - _MARGIN, most_cached(settings)),
-            problems=(*problems, *drafts.obstacles(settings), *priorities.obstacles(settings)),
+            problems=(*problems, *drafts.obstacles(settings), *sglang_options.obstacles(settings)),
             draft_tokens=drafts.proposed_by(settings),
             priorities=bool(settings.get("enable_priority_scheduling")),
             no_routes=None

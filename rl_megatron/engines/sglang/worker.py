@@ -18,8 +18,8 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from rl_megatron.durable import write_atomically
 from rl_megatron.errors import RLMegatronError, WeightError
+from rl_megatron.files import write_atomically
 from rl_megatron.weights.checks.places import Held, record
 from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, not_private, packed_report
 from rl_megatron.weights.routes import mirror

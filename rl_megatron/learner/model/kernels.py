@@ -75,7 +75,7 @@ def own(groups: Groups, x: Tensor) -> Tensor:
 
 
 def grouped_mlp(x: Tensor, probs: Tensor, counts: list[int], fc1: Weights, fc2: Weights, *, recompute: bool) -> Tensor:
-    """`fused.expert_mlp` over all experts at once, for what `takes` returns true."""
+    """`expert_mlp` over all experts at once, for what `takes` returns true."""
     weights = [one for some in (fc1, fc2) for one in ([some] if isinstance(some, Tensor) else some)]
     out: Tensor = _GroupedMLP.apply(x, probs, counts, recompute, *weights)  # type: ignore[no-untyped-call]
     return out

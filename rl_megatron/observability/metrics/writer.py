@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl_megatron.durable import naming, write_atomically
 from rl_megatron.errors import ConfigError
+from rl_megatron.files import naming, write_atomically
 from rl_megatron.observability.files import JsonlFile, JsonRow, JsonValue, from_the_end
 from rl_megatron.observability.metrics.table import checked_row
 

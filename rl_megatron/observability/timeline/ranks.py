@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.durable import write_atomically
 from rl_megatron.errors import DataError
-from rl_megatron.json_text import parse
+from rl_megatron.files import parse, write_atomically
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.spans import Clock, Lane
 

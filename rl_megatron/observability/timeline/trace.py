@@ -24,9 +24,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
-from rl_megatron.durable import naming, write_atomically
 from rl_megatron.errors import DataError
-from rl_megatron.json_text import parse
+from rl_megatron.files import naming, parse, write_atomically
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.ranks import read_kernels
 from rl_megatron.observability.timeline.spans import Clock, KeptSpan, Lane, SpanDetails

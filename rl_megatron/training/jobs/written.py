@@ -42,8 +42,8 @@ from rl_megatron.data.samples import (
     with_margins,
     written_samples,
 )
-from rl_megatron.durable import remove_folder
 from rl_megatron.errors import DataError
+from rl_megatron.files import remove_folder
 from rl_megatron.interfaces import Learner, Roles, Scorer
 from rl_megatron.observability.progress import seldom
 from rl_megatron.observability.recorder import Row, Stopwatch

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
+from rl_megatron.files import write_atomically
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.lora import LoraSection
 from rl_megatron.weights.checkpoints.convert import options_of

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.durable import naming, publish_folder, remove_folder
+from rl_megatron.files import naming, publish_folder, remove_folder
 from rl_megatron.weights.adapters.files import PREFIX, peft_config
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.layouts.layout import Layout

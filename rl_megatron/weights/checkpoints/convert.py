@@ -15,8 +15,8 @@ from pathlib import Path
 
 from rl_megatron.chat_templates import TemplateValue
 from rl_megatron.digests import digest_of
-from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
+from rl_megatron.files import write_atomically
 from rl_megatron.models.json_files import tensor_names
 from rl_megatron.models.shape import STACKED, ModelShape
 from rl_megatron.weights.bytes.dtypes import DType, widest

@@ -11,8 +11,8 @@ from typing import IO
 
 from pydantic import ValidationError
 
-from rl_megatron.durable import write_atomically
 from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.files import write_atomically
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.lora import LoraSection
 from rl_megatron.weights.boxes import Box, Shape, intersect, shift, volume, whole_box

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_megatron.chat_templates import TemplateValue
-from rl_megatron.durable import naming, publish_folder, remove_folder
 from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.files import naming, publish_folder, remove_folder
 from rl_megatron.weights.boxes import Box, Shape, whole_box
 from rl_megatron.weights.bytes.bits import all_numbers, raise_overflow, to_tensor
 from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors

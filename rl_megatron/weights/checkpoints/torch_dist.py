@@ -20,8 +20,8 @@ from typing import IO, Any, cast
 
 import numpy as np
 
-from rl_megatron.durable import write_atomically
 from rl_megatron.errors import CheckpointError
+from rl_megatron.files import write_atomically
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.bytes.mapped import MappedFile

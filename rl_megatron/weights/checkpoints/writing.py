@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron.digests import Digest, digest_file
-from rl_megatron.durable import sync, write_atomically
 from rl_megatron.errors import CheckpointError, WeightError
-from rl_megatron.json_text import parse
+from rl_megatron.files import parse, sync, write_atomically
 from rl_megatron.weights.bytes.mapped import change
 from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Files, OnBytes, OnProgress, Sink
 from rl_megatron.weights.formats.hf_folder import companions

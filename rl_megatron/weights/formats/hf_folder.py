@@ -13,8 +13,8 @@ from typing import Annotated, NoReturn
 from pydantic import Field
 
 from rl_megatron.chat_templates import TemplateValue, setting
-from rl_megatron.durable import write_atomically
 from rl_megatron.errors import CheckpointError, WeightError, shorten
+from rl_megatron.files import write_atomically
 from rl_megatron.models.families.fields import CLASSIFIER, read_config
 from rl_megatron.models.json_files import MAX_BYTES, JsonFields, read_json
 from rl_megatron.models.shape import STACKED, ModelShape

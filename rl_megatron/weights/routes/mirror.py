@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_megatron.durable import private_folder, write_atomically
 from rl_megatron.errors import CorruptionError, SyncError
+from rl_megatron.files import private_folder, write_atomically
 from rl_megatron.weights.boxes import Shape, whole_box
 from rl_megatron.weights.bytes.bits import dtype_of, to_tensor
 from rl_megatron.weights.bytes.mapped import MappedFile, header_bytes, read_header

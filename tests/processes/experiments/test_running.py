@@ -19,7 +19,6 @@ from rich.console import Console
 
 from launcher.programs.experiment import Start, run_cells
 from rl_megatron.config.io import load_config, save_resolved
-from rl_megatron.experiments.cells import Cell, cells_of
 from rl_megatron.experiments.states import (
     CellRecord,
     CellStanding,
@@ -30,7 +29,7 @@ from rl_megatron.experiments.states import (
     read_record,
     write_record,
 )
-from rl_megatron.experiments.study import Study, read_study
+from rl_megatron.experiments.study import Cell, Study, cells_of, read_study
 
 LIMIT = 300.0  # seconds
 

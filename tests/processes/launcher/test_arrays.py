@@ -15,10 +15,17 @@ from launcher.programs.arrays import CellArray, arrays_of, checked_for_slurm, se
 from launcher.programs.experiment import alone
 from rl_megatron.config.sections.slurm import minutes_of
 from rl_megatron.errors import ConfigError
-from rl_megatron.experiments.cells import Cell, cells_of
-from rl_megatron.experiments.queued import Queued, read_task, task_log
-from rl_megatron.experiments.states import CellRecord, find_states, read_record, record_path, write_record
-from rl_megatron.experiments.study import Study, read_study
+from rl_megatron.experiments.states import (
+    CellRecord,
+    Queued,
+    find_states,
+    read_record,
+    read_task,
+    record_path,
+    task_log,
+    write_record,
+)
+from rl_megatron.experiments.study import Cell, Study, cells_of, read_study
 from rl_megatron.observability.metrics.writer import MetricsWriter
 from tests.unit.launcher.commands import status_of
 

@@ -25,8 +25,7 @@ from launcher.programs.experiment import run_cells
 from launcher.runs.folder import claim
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig
-from rl_megatron.experiments.cells import cells_of
-from rl_megatron.experiments.study import read_study
+from rl_megatron.experiments.study import cells_of, read_study
 from tests.forks import FORKS
 from tests.unit.launcher.sites import site
 from tests.unit.launcher.test_memory import QWEN3, QWEN_30B
@@ -191,8 +190,8 @@ for _ in range(2):  # what is only prepared is prepared again
 """
 FINDS = """import importlib.util, sys
 print([name for name in sys.argv[1:] if importlib.util.find_spec(name)])
-import launcher.entry, rl_megatron.shipped
-print(rl_megatron.shipped.shipped("slurm"))
+import launcher.entry, rl_megatron.files
+print(rl_megatron.files.shipped("slurm"))
 """
 
 

@@ -17,8 +17,8 @@ from typing import Any, cast
 
 import pytest
 
-from launcher.processes import restarts
 from launcher.processes.guards import GuardProcess, Order, start_guard
+from launcher.servers import supervisor as restarts
 from launcher.servers.pool import ServedEngines, ServedLauncher
 from launcher.servers.site import Site
 from launcher.servers.supervisor import Failed, Standing, Supervisor

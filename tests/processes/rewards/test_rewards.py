@@ -25,8 +25,8 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.reward import EnvironmentSection, RewardSection, SandboxSection
 from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.errors import ConfigError, RewardError, SandboxError
-from rl_megatron.rewards import format as format_rule
 from rl_megatron.rewards import math_verify, threads
+from rl_megatron.rewards import simple as format_rule
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rewards.scoring import score as judged
 from rl_megatron.rewards.tests import code_of, same_output

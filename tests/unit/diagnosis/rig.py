@@ -17,8 +17,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
 from rl_megatron.data.problems.prompts import Prompt
-from rl_megatron.diagnosis.case import Setting, TokenizerCheck, WeightCheck
-from rl_megatron.diagnosis.causes import Finding, judge
+from rl_megatron.diagnosis.causes import Finding, Setting, TokenizerCheck, WeightCheck, judge
 from rl_megatron.diagnosis.experiments import Bench, Outcomes, run_experiments
 from rl_megatron.diagnosis.sampling import Parameters
 from rl_megatron.engines.local.engine import InThisProcess, LocalEngine

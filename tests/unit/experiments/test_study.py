@@ -17,9 +17,7 @@ from launcher.preflight.checks import preflight
 from launcher.programs.experiment import cells_at_once
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.errors import ConfigError, DataError
-from rl_megatron.experiments.cells import Cell, cells_of, config_digest
-from rl_megatron.experiments.report import write_study_report
-from rl_megatron.experiments.results import points_of
+from rl_megatron.experiments.report import points_of, write_study_report
 from rl_megatron.experiments.states import (
     CellRecord,
     birth_of,
@@ -29,7 +27,7 @@ from rl_megatron.experiments.states import (
     states_table,
     write_record,
 )
-from rl_megatron.experiments.study import Study, outcome_folder, read_study
+from rl_megatron.experiments.study import Cell, Study, cells_of, config_digest, outcome_folder, read_study
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.history import load_runs
 from rl_megatron.observability.metrics.writer import MetricsWriter

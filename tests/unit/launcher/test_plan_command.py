@@ -15,7 +15,7 @@ from launcher.commands.plan import show_memory
 from launcher.processes import limits
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import FileKeys
-from rl_megatron.durable import write_atomically
+from rl_megatron.files import write_atomically
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability.files import JsonlFile
 from rl_megatron.observability.log import run_log

@@ -33,8 +33,8 @@ from rl_megatron.config.sections.jobs import LogSection
 from rl_megatron.config.sections.reward import EnvironmentSection, RewardSection
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.digests import digests
-from rl_megatron.durable import append_private
 from rl_megatron.errors import CheckpointError, ConfigError, WorkerDied
+from rl_megatron.files import append_private
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.metrics.writer import MetricsWriter

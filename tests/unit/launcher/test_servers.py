@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.processes import restarts
+from launcher.servers import supervisor
 from launcher.servers.degrees import degree_problems
 from launcher.servers.pool import ServedEngines, _tolerance
 from rl_megatron.config.io import load_config
@@ -36,7 +36,7 @@ from tests.unit.rollout.test_engine_servers import running as running_servers
 
 @pytest.mark.parametrize(("calm", "left"), [(0.0, Health.HEALTHY), (3600.0, Health.GONE)])
 async def test_early_restarts_do_not_count(calm: float, left: Health, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "CALM_SECONDS", calm)
+    monkeypatch.setattr(supervisor, "CALM_SECONDS", calm)
     with running(4) as fakes:
         async with bed(fakes[:1], fakes[1:], restarts=2) as it:
             await it.push(4)
@@ -66,8 +66,8 @@ async def test_a_server_that_comes_up_is_asked_again_where_it_does_not_answer(
     answers: list[int | str | None], seconds: float, said: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes the connection and answers nothing, as one whose loop still loads a model. The last answer stays."""
-    monkeypatch.setattr(restarts, "ANSWER_SECONDS", 0.05 if None in answers else 60.0)
-    monkeypatch.setattr(restarts, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "ANSWER_SECONDS", 0.05 if None in answers else 60.0)
+    monkeypatch.setattr(supervisor, "_LOOK_SECONDS", 0.01)
     left, ended = chain(answers, repeat(answers[-1])), asyncio.get_running_loop().create_future()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -87,7 +87,7 @@ async def test_a_server_that_comes_up_is_asked_again_where_it_does_not_answer(
         host, port = listening.sockets[0].getsockname()
         server = Server(f"http://{host}:{port}", token=None, timeout_seconds=60.0)
         try:
-            answered: object = await restarts.until_serving(server, ends(), seconds)
+            answered: object = await supervisor.until_serving(server, ends(), seconds)
         except TimeoutError as error:
             answered = error
         finally:
@@ -96,7 +96,7 @@ async def test_a_server_that_comes_up_is_asked_again_where_it_does_not_answer(
 
 
 def test_waits_double_to_a_minute() -> None:
-    assert [restarts.wait_before(number) for number in (0, 1, 6, 7, 5000)] == [0.5, 1.0, 32.0, 60.0, 60.0]
+    assert [supervisor.wait_before(number) for number in (0, 1, 6, 7, 5000)] == [0.5, 1.0, 32.0, 60.0, 60.0]
 
 
 FAULT, FULL = EngineError("answered nothing"), OSError(errno.EMFILE, "Too many open files")
@@ -131,9 +131,9 @@ def test_a_server_is_started_again_as_often_as_it_may_be(
 
     def brought_up() -> str:
         limits: Any = {"name": "judge", "most": 3, "made": lambda: made}
-        return asyncio.run(restarts.brought_up(start, again=again, failed=seen.append, ended=FAULT, **limits))
+        return asyncio.run(supervisor.brought_up(start, again=again, failed=seen.append, ended=FAULT, **limits))
 
-    monkeypatch.setattr("launcher.processes.restarts.asyncio.sleep", sleep)
+    monkeypatch.setattr("launcher.servers.supervisor.asyncio.sleep", sleep)
     if raised is None:
         assert brought_up() == "serves"
     else:

@@ -35,7 +35,7 @@ from rl_megatron.options.option import Elements, Rank
 from rl_megatron.options.pipeline import in_flight
 from rl_megatron.options.table import problems
 from rl_megatron.scaling.host_memory import host_bytes
-from rl_megatron.scaling.layers.peaks import _experts
+from rl_megatron.scaling.layers import _experts
 from rl_megatron.scaling.memory import footprints
 from rl_megatron.scaling.parameters import elements
 from rl_megatron.weights.layouts.families import megatron_layout

@@ -15,10 +15,9 @@ from rl_megatron.scaling.constants import FITTED, MEMORY
 from rl_megatron.scaling.flops import training_flops
 from rl_megatron.scaling.hardware import GPUS
 from rl_megatron.scaling.memory import weights_served
-from rl_megatron.scaling.planner.fitting import PlannedRun
 from rl_megatron.scaling.planner.layouts import Wanted, with_keys
 from rl_megatron.scaling.planner.places import SLOTS, placements
-from rl_megatron.scaling.planner.search import search
+from rl_megatron.scaling.planner.search import PlannedRun, search
 from rl_megatron.scaling.pushes import push_cost
 from rl_megatron.scaling.rl_step import forward_seconds, learner_work, push_bytes, rl_step, score_seconds, server_shape
 from rl_megatron.scaling.rollouts import (

@@ -21,12 +21,9 @@ from rl_megatron.placement.seats import seat
 from rl_megatron.scaling.hardware import GB, GPUS
 from rl_megatron.scaling.host_memory import copies_bytes, file_bytes, host_bytes
 from rl_megatron.scaling.memory import check_memory, fullest
-from rl_megatron.scaling.planner.explained import explain_term
-from rl_megatron.scaling.planner.fitting import PlannedRun
 from rl_megatron.scaling.planner.layouts import Wanted, described, layouts, stage_layers, with_keys
 from rl_megatron.scaling.planner.places import placements
-from rl_megatron.scaling.planner.savings import savings
-from rl_megatron.scaling.planner.search import NEAR, search
+from rl_megatron.scaling.planner.search import NEAR, PlannedRun, explain_term, savings, search
 from rl_megatron.scaling.rl_step import filled, learner_work, rl_step
 from rl_megatron.scaling.time import step_terms
 from rl_megatron.types import ParallelDims

@@ -20,7 +20,7 @@ from rl_megatron.scaling.constants import PRIOR
 from rl_megatron.scaling.estimates import StepTime, estimate, gpus_by_role
 from rl_megatron.scaling.flops import PASSES, training_flops
 from rl_megatron.scaling.hardware import GPUS, Gpu, gpu_named
-from rl_megatron.scaling.layers.messages import replicated
+from rl_megatron.scaling.layers import replicated
 from rl_megatron.scaling.parameters import rank_parameters
 from rl_megatron.scaling.planner.search import search
 from rl_megatron.scaling.rl_step import RlStep, rl_step

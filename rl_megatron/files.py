@@ -1,6 +1,8 @@
-"""Writes files and folders atomically and durably, so that a stop at any moment leaves them whole or absent.
+"""Writes files and folders atomically and durably, reads JSON that anybody may have written, and finds shipped folders.
 
-What is new is written under a hidden name, made durable (fsync) and renamed; what is old is renamed before it goes.
+What is new is written under a hidden name, made durable (fsync) and renamed; what is old is renamed before it goes. So
+a stop at any moment leaves files whole or absent. Shipped folders are recipes and job templates, in a checkout and in
+an installed wheel.
 """
 
 from __future__ import annotations
@@ -8,16 +10,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import glob
+import json
 import os
 import re
 import secrets
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal
 
 REMOVING = ".removing-"
 """Before the name of a folder that is being removed."""
@@ -163,3 +167,61 @@ def remove_folder(path: Path) -> None:
     for left in (doomed, *path.parent.glob(f"{glob.escape(doomed.name)}.*")):
         if left.is_dir():
             shutil.rmtree(left)
+
+
+def parse(text: str | bytes | bytearray) -> Any:
+    """The value. Raises ValueError for what is no JSON, or is nested too deeply, for which json has RecursionError."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("values are nested too deeply") from error
+
+
+def value_at(row: Mapping[str, Any], name: str) -> Any:
+    """Of a row's field; ``a.b`` is field b of the object in a, unless the row has a field of that whole name. A field
+    of null is null. Raises KeyError."""
+    if name in row:
+        return row[name]
+    inner: Any = row
+    for part in name.split("."):
+        if inner is None:
+            return None
+        if not isinstance(inner, Mapping):
+            raise KeyError(name)
+        inner = inner[part]
+    return inner
+
+
+@dataclass(frozen=True, slots=True)
+class _Escaped:
+    """The pydantic schema of a text whose halves of surrogate pairs, which no UTF-8 has, are written as ``\\ud83d``."""
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.str_schema(
+            serialization=core_schema.plain_serializer_function_ser_schema(_escaped, when_used="json")
+        )
+
+
+ForeignText = Annotated[str, _Escaped()]
+"""What a user's code, an engine or a model said, as it is: an error's text may quote half of an emoji."""
+
+
+def _escaped(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def shipped(folder: Literal["conf", "slurm"]) -> Path:
+    """The folder ``conf`` or ``slurm``: inside this package where a wheel put it, else beside it, in a checkout.
+
+    Raises FileNotFoundError if an installation has neither.
+    """
+    package = Path(str(files("rl_megatron")))
+    places = [package / folder, package.parent / folder]
+    for place in places:
+        if place.is_dir():
+            return place
+    raise FileNotFoundError(
+        f"{folder}/ of rl_megatron is neither {places[0]} nor {places[1]}: the installation lacks it; install it again"
+    )

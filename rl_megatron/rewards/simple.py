@@ -1,0 +1,146 @@
+"""Rewards that need no package: an equal text, an equal last number (GSM8K: after ``####``), a pattern, a length."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+
+from rl_megatron.bounded import BoundedProcess, LimitExceeded, ProcessFailed
+from rl_megatron.config.sections.reward import LengthSection, RewardSection
+from rl_megatron.errors import ConfigError, RewardError
+from rl_megatron.rewards.symbols import number_of, to_ascii, to_latex, without_reasons
+from rl_megatron.rewards.threads import in_daemon_thread
+from rl_megatron.types import Completion, Prompt, Scored
+
+
+async def exact_match(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
+    """1.0 if a text equals ``prompt.answer``, else 0.0."""
+    answer = prompt.answer.strip()
+    return [Scored(total=float(text.strip() == answer), answer=text.strip()) for text in texts]
+
+
+MAX_DIGITS = 1000  # a sampled number with more equals no answer; Python refuses to parse 4300 and more
+
+_POWER = r"(?:[eE][-+]?\d{1,3}(?!\w|\.\d))?"  # of ten; more digits would make integers of any size
+_DIGITS = rf"(?:(?:\d{{1,3}}(?:(?:,|\{{,\}})\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+){_POWER}"
+# A minus is a sign unless it subtracts from something before it: "5-3" ends in 3, "= -3" in -3.
+_NUMBER = re.compile(
+    rf"(?P<sign>(?<![\w.)%])[-+\u2212])?\$?(?P<inner>(?<=\$)[-+\u2212])?(?P<top>{_DIGITS})(?:/(?P<bottom>\d+(?:\.\d+)?{_POWER}))?(?P<raised>[⁺⁻]?[⁰¹²³⁴-⁹]+)?",
+    re.ASCII,
+)
+_FORMULA = re.compile(r"\\[dtc]?frac|\\sqrt|\\pi\b|\^")
+
+
+async def final_number(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
+    """1.0 if the numbers are equal as exact fractions, else 0.0: ``0.5``, ``1/2``, ``½``, ``.50``, ``5e-1`` and
+    ``$0.50`` are equal.
+
+    Ignores units (``%`` and ``$``) and commas between thousands. Raises RewardError if the answer holds no number.
+    """
+    wanted = last_number(prompt.answer.rsplit("####", 1)[-1])
+    if wanted is None:
+        raise RewardError(f"prompt {prompt.id!r}: its answer {prompt.answer!r:.80} holds no number to compare with")
+    return await in_daemon_thread(lambda: [_judged(last_number(text), wanted) for text in texts])
+
+
+def _judged(number: Fraction | None, wanted: Fraction) -> Scored:
+    return Scored(total=float(number == wanted), answer="" if number is None else str(number))
+
+
+def is_formula(answer: str) -> bool:
+    """Whether the answer itself, behind ``####`` or in ``\\boxed``, is a formula in LaTeX, of which the last number is
+    a part: 2 of ``\\frac{1}{2}``."""
+    return _FORMULA.search(to_latex(answer).rsplit("####", 1)[-1].rsplit("\\boxed", 1)[-1]) is not None
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number in ``text``; None if there is none, if it is under a root sign, or if it has more than
+    ``MAX_DIGITS`` digits."""
+    text, last = without_reasons(to_ascii(text)), None
+    for last in _NUMBER.finditer(text):  # noqa: B007  # only the last counts
+        pass
+    if last is None or len(last[0]) > MAX_DIGITS or text[: last.start()].rstrip(" (").endswith(("√", "∛", "∜")):
+        return None
+    value = Fraction(last["top"].replace("{,}", "").replace(",", ""))
+    if last["bottom"] is not None:
+        divisor = Fraction(last["bottom"])
+        if divisor == 0:
+            return None
+        value /= divisor
+    if last["raised"] is not None:
+        power = number_of(last["raised"][:5])
+        bits = max(value.numerator.bit_length(), value.denominator.bit_length())
+        if abs(power) * bits > 3 * MAX_DIGITS or (power < 0 and value == 0):
+            return None
+        value **= power
+    negative = (last["sign"] or last["inner"] or "+") != "+"
+    return -value if negative else value
+
+
+LIMIT_SECONDS = 3.0  # processor time for one completion; most patterns take microseconds
+
+
+class FormatReward:
+    """1.0 if ``pattern`` matches a text from its first character to its last, else 0.0, also for a text over which it
+    takes 3 s of a processor.
+
+    Another process matches, because a pattern that backtracks holds Python's lock until it ends.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern, self._process = pattern, BoundedProcess("rl_megatron.rewards.format_worker")
+
+    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
+        """1.0 or 0.0 for each text. Raises RewardError for a process that does not start, is killed or stands still."""
+        return await in_daemon_thread(lambda: [Scored(total=float(self._matches(text))) for text in texts])
+
+    def _matches(self, text: str) -> bool:
+        try:
+            return bool(self._process.ask(LIMIT_SECONDS, self._pattern, text))
+        except LimitExceeded:
+            return False
+        except ProcessFailed as error:
+            raise RewardError(f"format: {error}") from error
+
+
+def format_reward(section: RewardSection) -> FormatReward:
+    """The reward of ``reward.format``. Raises ConfigError if it has no pattern."""
+    if section.format.pattern is None:
+        raise ConfigError(
+            "the reward function format needs reward.format.pattern, a regular expression for the whole completion, "
+            r"for example reward.format.pattern='(?s)<think>.*</think>\s*\S.*'"
+        )
+    return FormatReward(section.format.pattern)
+
+
+class LengthReward:
+    """1.0 from ``min_tokens`` to ``max_tokens``; d tokens outside, max(0, 1 - d / falloff_tokens).
+
+    The stop token counts, as in the metric response/length_mean.
+    """
+
+    def __init__(self, section: LengthSection) -> None:
+        self._section = section
+
+    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
+        """A reward for each completion, from its number of tokens alone."""
+        return [Scored(total=self._of(len(completion.token_ids))) for completion in completions]
+
+    def _of(self, tokens: int) -> float:
+        section = self._section
+        above = tokens - section.max_tokens if section.max_tokens is not None else 0
+        outside = max(0, section.min_tokens - tokens, above)
+        if outside == 0:
+            return 1.0
+        return max(0.0, 1 - outside / section.falloff_tokens) if section.falloff_tokens else 0.0
+
+
+def length_reward(section: RewardSection) -> LengthReward:
+    """The reward of ``reward.length``. Raises ConfigError if it prefers no length."""
+    if section.length.max_tokens is None and section.length.min_tokens == 0:
+        raise ConfigError(
+            "the reward function length gives every completion 1; set reward.length.max_tokens or "
+            "reward.length.min_tokens"
+        )
+    return LengthReward(section.length)
