@@ -1,8 +1,7 @@
 """Refuses a set key that no choice of the configuration reads: it would change nothing.
 
-`KEYS` and its like list the keys that each choice of the ``algorithm`` section reads. A test checks the table: each key
-changes what a step does, or is refused. A job refuses keys that it does not read, and data of another form than it
-trains on.
+`READS` lists the keys that each choice of the ``algorithm`` section reads. A test checks the table: each key changes
+what a step does, or is refused. A job refuses keys that it does not read, and data of another form than it trains on.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def test_the_token_that_completes_a_stop_text_is_the_last(
 ) -> None:
     needs(engine)
     decode = decoder_of(models[0])
-    stop = (*"abcdefghijklmnopqrstuvwxyz0123", "é", "<pad>")
+    stop = (*"abcdefgh", "é", "<pad>")  # some half of the completions reach one, for vLLM samples without a seed
     with served(engine, models[0], tmp_path, routes=False, more=["rollout.stop=a"]) as server:
         server.push(models[0], 1)
         asked = [request(prompt, n=4, stop=stop) for prompt in PROMPTS]
