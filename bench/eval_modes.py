@@ -53,7 +53,7 @@ FEW = 4  # requests at once, of 16 slots
 
 @dataclass(slots=True)
 class Evaluating:
-    """Evaluates after pushes, as `training.group_job` does."""
+    """Evaluates after pushes, as `training.jobs.rl` does."""
 
     mode: str  # few: beside, with `FEW` requests at once
     last: int  # the version of the last step

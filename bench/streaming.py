@@ -239,7 +239,7 @@ def config_of(k: int) -> RunConfig:
 
 
 async def trained(stream: Stream, update: Update, step: int) -> RolloutBatch:
-    """As `training.group_job` trains on a step's batch."""
+    """As `training.jobs.rl` trains on a step's batch."""
     batch = await stream.take(step)
     await update(batch.groups, step, Stopwatch())
     return batch

@@ -40,7 +40,6 @@ from rl_megatron.scaling.flops import seconds_at_peak, training_flops
 from rl_megatron.scaling.routes import route_of
 from rl_megatron.training.checkpoints import CheckpointStore
 from rl_megatron.training.evaluation import Evaluation, EvaluationBeside
-from rl_megatron.training.group_job import GroupJob
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.jobs.warm_start import WarmStart, answers, warm_start_rows
 from rl_megatron.training.jobs.written import (
@@ -308,7 +307,7 @@ def loops_of(
 
 def _sampling(
     parts: Parts, shape: ModelShape, roles: Roles, data: Data, recorder: Recorder
-) -> tuple[WarmStart, GroupJob]:
+) -> tuple[WarmStart, Reinforcement]:
     """The warm start, and the job on groups of completions."""
     config, size, cost = parts.config, shape.vocab_size, attention_cost(shape)
     made = made_environment(config)

@@ -35,7 +35,7 @@ OFTEN = {
     "rl_megatron.observability.files:JsonlFile": ("append",),
 }
 RESUMES = ("rl_megatron.rollout.stream:Stream.restore", "rl_megatron.rollout.batch:Ledger.restore")
-RESUMES += ("rl_megatron.training.group_job:GroupJob.restore", "rl_megatron.observability.files:write_atomically")
+RESUMES += ("rl_megatron.training.jobs.rl:Reinforcement.restore", "rl_megatron.observability.files:write_atomically")
 FIRST = Point(name="training, once there is a checkpoint", call="rl_megatron.training.update:Update.__call__", nth=4)
 
 

@@ -1,24 +1,45 @@
-"""Reinforcement learning: samples completions of the policy, rewards them and trains on them."""
+"""Reinforcement learning: samples completions of the policy, rewards them, trains on them and pushes the weights."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
-from typing_extensions import override
+import numpy as np
 
+from rl_megatron.algorithms.kl import average_age
+from rl_megatron.config.beside import frozen_folders, reference_follows
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import DataError
-from rl_megatron.rollout.batch import UNTAUGHT, GroupSource, Ledger, Reason, RolloutBatch
+from rl_megatron.files import remove_folder
+from rl_megatron.interfaces import Learner, Roles
+from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
+from rl_megatron.rollout.batch import UNTAUGHT, GroupSource, Ledger, Reason, RolloutBatch, Waiting
 from rl_megatron.rollout.stream import Stream
+from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.credit import groups_to_train_on
-from rl_megatron.training.group_job import GroupJob
+from rl_megatron.training.evaluation import Evaluation, EvaluationBeside
+from rl_megatron.training.rollout_rows import rollout_row, stretch_row
+from rl_megatron.training.update import Update
 
 logger = logging.getLogger(__name__)
+
+_FOLDERS = {"policy": "learner"}  # a checkpoint's folder by role; others are named as their role
+_LEFT_OUT: Mapping[Reason, str] = {
+    "equal_rewards": "equal rewards",
+    "zero_advantages": "advantages of 0",
+    "poison": "servers that ended under them",
+    "reward_error": "failed rewards",
+    "environment_error": "failed trajectories",
+    "long_prompt": "prompts that are too long",
+    "nothing_sampled": "trajectories without a sampled turn",
+}
 
 
 def stream_of(config: RunConfig, prompts: PromptStream, source: GroupSource, ledger: Ledger) -> Stream:
@@ -36,24 +57,119 @@ def stream_of(config: RunConfig, prompts: PromptStream, source: GroupSource, led
     )
 
 
-_LEFT_OUT: Mapping[Reason, str] = {
-    "equal_rewards": "equal rewards",
-    "zero_advantages": "advantages of 0",
-    "poison": "servers that ended under them",
-    "reward_error": "failed rewards",
-    "environment_error": "failed trajectories",
-    "long_prompt": "prompts that are too long",
-    "nothing_sampled": "trajectories without a sampled turn",
-}
-
-
 @dataclass(slots=True, kw_only=True)
-class Reinforcement(GroupJob):
-    """Takes its groups from the stream, which draws from ``prompts``."""
+class Reinforcement:
+    """The Job of ``training.loop`` whose steps take a batch of groups from the stream, train the policy on it and push
+    its weights."""
 
-    stream: Stream
+    config: RunConfig
+    roles: Roles
+    prompts: PromptStream
+    stream: Stream  # of groups, also of those that are sampled ahead
+    evaluation: Evaluation
+    update: Update
+    start_folder: Path  # the policy is exported here at the start, if a reference or a critic starts from it
+    recorder: Recorder
+    route: str  # of pushes, in rows of metrics
+    name: str = "reinforcement"
+    beside: EvaluationBeside | None = None  # evaluates while later steps train, with eval.mode=beside
+    number: int = 0  # of the last step
+    places: tuple[Waiting, ...] = ()  # of the last batch
 
-    @override
+    @property
+    def first_step_is_saved(self) -> bool:
+        """Whether a warm start came before this job."""
+        return self.config.warm_start.steps > 0
+
+    async def start(self, *, fresh: bool) -> Row | None:
+        """Load the weights of reference and critic.
+
+        Where servers take turns with the learner, they have left their GPUs to the models that were loaded, and the
+        policy's weights are pushed again.
+        """
+        await asyncio.to_thread(self.prompts.read_ahead)
+        if fresh:
+            await asyncio.to_thread(self.stream.start_over)
+        loaded = await self.start_models(fresh=fresh)
+        if loaded and self.config.rollout.server.colocated:
+            await self.roles.weights.push(self.number)
+        return {"step": 0, "phase": "rl"} if fresh else None
+
+    async def start_models(self, *, fresh: bool) -> bool:
+        """Load the weights of frozen models, and on a fresh start those of a critic and of a reference that follows the
+        policy, which a checkpoint restores itself.
+
+        Returns whether there was anything to load.
+        """
+        roles, critic = self.roles, self.config.algorithm.critic
+        wanted = (
+            self.config.needs_reference and self.config.reference is None,
+            "critic" in roles.learners and critic.path is None,
+        )
+        if fresh and any(wanted):
+            remove_folder(self.start_folder)  # left by a run that was killed before its first checkpoint
+            await roles.weights.export(self.start_folder)
+        if fresh and "critic" in roles.learners:
+            await roles.learners["critic"].start_from(critic.path or self.start_folder)
+        frozen = {role: folder for role, (folder, _) in frozen_folders(self.config).items() if role in roles.frozen}
+        if not fresh and reference_follows(self.config):
+            del frozen["reference"]  # it is in the checkpoint
+        for role, folder in frozen.items():
+            await roles.frozen[role].start_from(folder or self.start_folder)
+        return bool(frozen) or (fresh and "critic" in roles.learners)
+
+    async def step(self, number: int, watch: Stopwatch) -> Row:
+        """Take a batch, train on it and push the weights. Returns the metrics row."""
+        self.number = number
+        if self.beside is not None:
+            self.beside.check()
+        row = await self._train(watch)
+        row |= await self._follow(watch)
+        if not row["tokens/train"]:
+            logger.warning("step %d has no token to train on and is skipped: the weights do not change", number)
+        with watch("rollout"):
+            await self.stream.settled()
+        row |= self._update_table()  # after all that is drawn before a push, so that draws depend on steps alone
+        with watch("weights"):
+            pushed = await self.roles.weights.push(number)
+        self.stream.pushed(number)
+        row |= self.stream.row()
+        watch.count("rollout", int(row["tokens/rollout"] or 0), beside=self.config.train.max_staleness > 0)
+        watch.count("train", int(row["tokens/train"] or 0))
+        row |= {"weights/bytes": pushed.num_bytes, "weights/route": self.route}
+        row["seconds/verify"] = pushed.verify_seconds
+        if pushed.quantization_error is not None:
+            row["weights/quantization_error"] = pushed.quantization_error
+        row |= self.roles.engine_metrics()
+        return {**row, **stretch_row(row), **self.roles.rank_metrics()}
+
+    async def _follow(self, watch: Stopwatch) -> Row:
+        """Have a reference that follows the policy take a share of its weights, if that is due, and the optimizer begin
+        again, if that is asked for. Returns how old those weights are that it scored this step with: a function of the
+        step alone."""
+        kl = self.config.algorithm.kl
+        if not reference_follows(self.config) or kl.follow_rate is None:
+            return {}
+        if self.number % kl.follow_every == 0:
+            with watch("reference"):
+                await self.roles.policy.lead(kl.follow_rate)
+                if kl.reset_moments:
+                    await self.roles.policy.reset_moments()
+        return {"kl/reference_age": average_age(self.number - 1, rate=kl.follow_rate, every=kl.follow_every)}
+
+    async def _train(self, watch: Stopwatch) -> Row:
+        """Trains on the step's batch. Returns its metrics."""
+        with watch("rollout"):
+            batch = await self.take()
+        self.places, epochs = batch.places, self.prompts.epochs()  # now: groups that end meanwhile have more drawn
+        row = await asyncio.to_thread(self._described, batch, epochs)  # it visits every token, and writes to a disk
+        return row | await self.update(batch.groups, self.number, watch)
+
+    def _described(self, batch: RolloutBatch, epochs: Mapping[str, float]) -> Row:
+        """Records samples of the batch. Returns its metrics."""
+        self.recorder.write_samples(self.number, batch.groups)
+        return rollout_row(self.config, self.number, batch, epochs)
+
     async def take(self) -> RolloutBatch:
         """The next batch, after dynamic sampling; short or empty if too many groups would give no gradient."""
         section = self.config.rollout
@@ -74,3 +190,83 @@ class Reinforcement(GroupJob):
             raise DataError(f"{found}. Fix these, or the data{first}")
         logger.warning("%s; the step trains on these", found)
         return batch
+
+    def _update_table(self) -> Row:
+        """Add what the step's prompts have shown to the table of pass rates; metrics ``curriculum/…``."""
+        table, right = self.prompts.table, self.config.eval.success_reward
+        if table is None:
+            return {}
+        seen = [
+            (one.drawn.prompt.id, one.answered.rewards)
+            for one in sorted(self.places, key=lambda place: place.drawn.ordinal)
+            if one.answered is not None and one.answered.rewards and (one.kept or one.answered.reason in UNTAUGHT)
+        ]
+        shares = [(name, float(np.mean([reward >= right for reward in rewards]))) for name, rewards in seen]
+        table.update(shares, self.number, self.prompts.left_out)
+        table.track(seen)
+        return dict(table.row())
+
+    async def evaluate(self, watch: Stopwatch) -> Row:
+        """Figures of the sets that are due, of the weights that were pushed last, timed as ``eval``.
+
+        With eval.mode=beside it returns figures before the first step and after the last one alone; other evaluations
+        end later.
+        """
+        if self.beside is not None and 0 < self.number < self.config.train.steps:
+            self.beside.begin(self.number)
+            return {}
+        with watch("eval"):
+            if self.beside is not None:
+                await self.beside.finish(self.number)
+            return await self.evaluation.row(self.number)
+
+    def enough(self, row: Row) -> bool:
+        """Always False: the job makes all its steps."""
+        return False
+
+    def learners(self) -> dict[str, Learner]:
+        """The learners whose shards a checkpoint holds, keyed by subfolder."""
+        return {_FOLDERS.get(role, role): learner for role, learner in self.roles.learners.items()}
+
+    async def before_save(self, stop: asyncio.Event) -> None:
+        """Have ``state`` know the tokens of groups that are being sampled. Waits for an evaluation of an earlier step,
+        whose weights are not in this checkpoint, unless ``stop`` is set."""
+        if self.beside is not None:
+            await self.beside.finish(self.number, stop)
+        await self.stream.interrupt()
+
+    def state(self) -> TrainerState:
+        """The position in the data, what was drawn and is not trained on yet, and the algorithm's state."""
+        return TrainerState(
+            step=self.number,
+            prompts=self.prompts.state(),
+            left_out=tuple(sorted(self.prompts.left_out)),
+            stream=self.stream.state(),
+            memory=self.update.state,
+            skipped={one.name: one.in_a_row for one in self.update.of_models},
+            table=None if self.prompts.table is None else self.prompts.table.state(),
+        )
+
+    async def close(self) -> None:
+        """End the sampling of groups, and an evaluation under way; wait until their environments are closed."""
+        if self.beside is not None:
+            await self.beside.close()
+        await self.stream.close()
+        await self.evaluation.closed()
+
+    async def restore(self, state: TrainerState) -> None:
+        """Continue from ``state``, and push the weights."""
+        self.number = state.step
+        await asyncio.to_thread(self.prompts.digest)
+        self.prompts.restore(state.prompts, state.left_out)
+        if self.prompts.table is not None:
+            self.prompts.table.restore(state.table)
+        if state.stream is not None:
+            await asyncio.to_thread(self.stream.restore, state.stream)  # reads all of the ledger
+        if state.memory is not None:
+            self.update.state = state.memory
+            for one in self.update.of_models:
+                one.in_a_row = state.skipped.get(one.name, 0)
+        await self.roles.weights.push(self.number)
+        if self.beside is not None and 0 < self.number < self.config.train.steps and self.evaluation.due(self.number):
+            self.beside.begin(self.number)

@@ -8,8 +8,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.rollout.batch import Answered, Drawn, RolloutBatch, Waiting
-from rl_megatron.training.group_job import GroupJob
+from rl_megatron.training.rollout_rows import source_row
 from rl_megatron.types import Completion, Prompt, Span
 from tests.completions import completion
 from tests.documents import blocks
@@ -247,10 +246,7 @@ def test_metrics_of_a_source() -> None:
     batch = replace(RolloutBatch.of([one.answered for one in places if one.answered]), places=places)
     prompts = mixture()
     prompts.take(8)
-    teaches = GroupJob.teaches
-    job = SimpleNamespace(config=RunConfig())
-    job.teaches = lambda groups: teaches(job, groups)  # type: ignore[arg-type]
-    assert GroupJob._describe_sources(cast(Any, job), batch, prompts.epochs()) == {
+    assert source_row(RunConfig(), batch, prompts.epochs()) == {
         "source/a/share": 1.0,
         "source/a/epoch": 1 + 1 / 5,
         "source/a/reward": 0.75,
@@ -262,4 +258,4 @@ def test_metrics_of_a_source() -> None:
         "source/b/sampled_reward": 0.0,
     }
     epochs = PromptStream(MIXED, seed=7).epochs()
-    assert GroupJob._describe_sources(cast(Any, job), batch, epochs) == {}
+    assert source_row(RunConfig(), batch, epochs) == {}

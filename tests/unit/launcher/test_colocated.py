@@ -136,7 +136,7 @@ async def test_models_loaded_at_the_start_leave_the_gpus_before_sampling(tmp_pat
         start_folder=tmp_path / "start",
         recorder=none,
         route="",
-        stream=cast(Any, None),
+        stream=cast(Any, SimpleNamespace(start_over=lambda: None)),
     )
     if fresh:
         await roles.weights.push(0)  # as the warm start before it

@@ -24,7 +24,7 @@ from rl_megatron.engines.http import Server
 from rl_megatron.rollout.batch import Answered, Drawn, Ledger
 from rl_megatron.rollout.policy_sampler import HeldOut
 from rl_megatron.rollout.stream import Stream, StreamState
-from rl_megatron.training.group_job import carried_row, stretch_row
+from rl_megatron.training.rollout_rows import carried_row, stretch_row
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, Turn
 from rl_megatron.weights.checks.reports import Report
 from tests.completions import completion

@@ -34,7 +34,7 @@ from rl_megatron.engines.replicas import Replica
 from rl_megatron.engines.requests import Places
 from rl_megatron.engines.teachers import Teacher
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.training.group_job import late_row
+from rl_megatron.training.rollout_rows import late_row
 from rl_megatron.types import Batch, Completion, FinishReason, ParallelDims, Prompt, RolloutGroup, Samples, Want
 from tests.completions import completion, plain
 from tests.turns import trajectory

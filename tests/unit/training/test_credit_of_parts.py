@@ -38,7 +38,7 @@ from rl_megatron.training.credit import (
     shared_states,
     states_of,
 )
-from rl_megatron.training.group_job import carried_row
+from rl_megatron.training.rollout_rows import carried_row
 from rl_megatron.types import Chain, Completion, Prompt, RolloutGroup, Samples, Scored, Span, Trajectory, Turn
 from tests.completions import completion, drawn
 from tests.documents import blocks
