@@ -6,14 +6,10 @@ what a step does, or is refused. A job refuses keys that it does not read, and d
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING
-
-from pydantic import BaseModel
 
 from rl_megatron.config.sections.data import (
     TURNS_IN_TEXT,
@@ -26,60 +22,13 @@ from rl_megatron.config.sections.data import (
 from rl_megatron.config.sections.eval import RunData
 from rl_megatron.config.sections.jobs import JOBS, JobKind
 from rl_megatron.config.sections.reward import RANKS, reward_key
+from rl_megatron.rules import Leaf, as_given, does_nothing, is_in, set_leaves
 from rl_megatron.section import Section
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
     from rl_megatron.config.sections.algorithm import AlgorithmSection
     from rl_megatron.config.sections.reward import RewardSection
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """A key that is no section: its value and its default."""
-
-    value: object
-    default: object
-
-
-def set_leaves(name: str, section: BaseModel) -> Iterator[tuple[str, Leaf]]:
-    """The keys of the section ``name`` and of its inner sections whose values differ from their defaults, so that a
-    saved configuration, which has every key, sets none; by the key's full name."""
-    values = section.__dict__
-    for key, default in _defaults(type(section)).items():
-        value = values[key]
-        if isinstance(value, BaseModel):
-            yield from set_leaves(f"{name}.{key}", value)
-        elif value is not default and value != default:
-            yield f"{name}.{key}", Leaf(value, default)
-
-
-@functools.cache
-def _defaults(section: type[BaseModel]) -> Mapping[str, object]:
-    """Made once: pydantic copies a default each time it is asked for one."""
-    return {key: field.get_default(call_default_factory=True) for key, field in section.model_fields.items()}
-
-
-def is_in(leaf: str, key: str) -> bool:
-    """Whether the leaf is the key, or in the section of that name."""
-    return leaf == key or leaf.startswith(f"{key}.")
-
-
-def does_nothing(name: str, leaf: Leaf, reason: str) -> str:
-    """The problem of a set key that is not read, and what to do."""
-    return (
-        f"{name}={as_given(leaf.value)} does nothing: {reason}; leave it out, or set it to its default, "
-        f"{as_given(leaf.default)}"
-    )
-
-
-def as_given(value: object) -> str:
-    """The value as a user writes it on a command line."""
-    if isinstance(value, BaseModel):
-        return as_given(value.model_dump(mode="json", exclude_defaults=True))
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {as_given(one)}' for name, one in value.items())}}}"
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 
 ON, OFF = "on", "off"
@@ -273,7 +222,7 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def problems_of_job(config: RunConfig) -> list[str]:
     """A line for each set key that the job does not read, and for data of another form than it trains on."""
-    given = {name.removeprefix("."): leaf for name, leaf in set_leaves("", config)}
+    given = dict(set_leaves("", config))
     for key, source in data_sources(config.data).items():
         given |= set_leaves(key, source) if key != "data" else {}
     unread = sorted(name for name in given if not _read(config.kind, name))

@@ -124,6 +124,7 @@ ROOMS = (
     Room(
         name="config",
         paths=(
+            "rl_megatron/rules.py",
             "rl_megatron/config/reads.py",
             *_under("rl_megatron/config", "beside.py", "checks.py", "environments.py", "evaluating.py"),
             *_under("rl_megatron/config", "io.py", "keeping.py", "modes.py", "resume.py"),

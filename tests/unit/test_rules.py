@@ -1,0 +1,186 @@
+"""The table of rules: each kind of row and of condition, with the lines that the checker gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+from pydantic import BaseModel, Field
+
+from rl_megatron.rules import (
+    SET,
+    TEXT,
+    UNSET,
+    Above,
+    Below,
+    CheckFunction,
+    Excludes,
+    Needs,
+    Not,
+    On,
+    OneOf,
+    ReadIf,
+    Rule,
+    broken,
+)
+
+
+class Entry(BaseModel):
+    size: int = 1
+    most: int = 4
+    label: str | None = None
+
+
+class Lora(BaseModel):
+    rank: int | None = None
+    alpha: float = 2.0
+
+
+class Config(BaseModel):
+    engine: str = "local"
+    steps: int = 10
+    rate: float = 0.5
+    lora: Lora = Lora()
+    entry: Entry | None = None
+    entries: Mapping[str, Entry] = Field(default_factory=dict)
+    names: tuple[Entry, ...] = ()
+
+    @property
+    def served(self) -> bool:
+        return self.engine != "local"
+
+    @property
+    def by_section(self) -> dict[str, Entry]:
+        return {f"entries.{name}.own": one for name, one in self.entries.items()}
+
+    @property
+    def asks(self) -> str | None:
+        return f"steps={self.steps} of {self.engine}" if self.steps > 10 else None
+
+
+def lines(rule: Rule, **given: object) -> list[str]:
+    return broken([rule], Config.model_validate(given))
+
+
+def refuses(condition: On, **given: object) -> bool:
+    return bool(lines(Excludes(one=condition, why="why", fix="fix"), **given))
+
+
+@pytest.mark.parametrize(
+    ("test", "broken_by", "kept_by"),
+    [
+        (20, 20, 10),
+        (Not(20), 10, 20),
+        (OneOf((20, 30)), 30, 10),
+        (Above(20), 21, 20),
+        (Below(20), 19, 20),
+        (Above("rate"), 1, 0),
+        (Below("rate"), 0, 1),
+    ],
+)
+def test_a_test_of_a_value(test: object, broken_by: int, kept_by: int) -> None:
+    assert refuses(On("steps", test), steps=broken_by)
+    assert not refuses(On("steps", test), steps=kept_by)
+
+
+def test_null_is_unset_and_neither_above_nor_below_a_number() -> None:
+    rank = {"lora": {"rank": 0}}
+    assert refuses(On("lora.rank", UNSET))
+    assert not refuses(On("lora.rank", UNSET), **rank)
+    assert refuses(On("lora.rank"), **rank)
+    assert not refuses(On("lora.rank", SET))
+    assert not any(refuses(On("lora.rank", test)) for test in (Above(-1), Below(1)))
+    assert refuses(On("entry.size", UNSET))  # of a section that is null
+    assert not refuses(On("entry.size", 1))
+    assert not refuses(On("nothing.size", UNSET))  # of a section that this configuration does not have
+
+
+def test_choices_that_exclude_each_other_are_named_with_their_values_the_reason_and_the_fix() -> None:
+    rule = Excludes(one=On("engine", "vllm"), other=(On("lora.rank"), On("steps", Above(5))), why="no", fix="set it")
+    assert lines(rule, engine="vllm", lora={"rank": 8}) == ["engine=vllm with lora.rank=8 and steps=10: no; set it"]
+    assert not lines(rule, engine="vllm", lora={"rank": 8}, steps=5)
+    assert not lines(rule, engine="sglang", lora={"rank": 8})
+    limit = Excludes(one=On("steps", Below("lora.rank")), why="w", fix="f")
+    assert lines(limit, lora={"rank": 80}) == ["steps=10 with lora.rank=80: w; f"]
+
+
+def test_a_choice_needs_all_of_its_others_and_names_those_that_it_lacks() -> None:
+    rule = Needs(when=On("engine", "vllm"), all=(On("lora.rank"), On("steps", Above(5))), why="no", fix="set it")
+    assert lines(rule, engine="vllm") == ["engine=vllm with lora.rank=null: no; set it"]
+    assert lines(rule, engine="vllm", steps=1) == ["engine=vllm with lora.rank=null and steps=1: no; set it"]
+    assert not lines(rule, engine="vllm", lora={"rank": 8})
+    assert not lines(rule)
+    of_any = Needs(when=On("engine", "vllm"), all=On("entries.*.label"), why="no", fix="set it")
+    assert lines(of_any, engine="vllm") == ["engine=vllm with no entries.*.label: no; set it"]
+    assert not lines(of_any, engine="vllm", entries={"a": {}, "b": {"label": "x"}})
+
+
+def test_each_entry_of_a_mapping_or_list_is_a_line_and_conditions_of_a_row_are_of_the_same_entry() -> None:
+    rule = Excludes(one=On("entries.*.size", Above("entries.*.most")), other=On("entries.*.label"), why="w", fix="f")
+    entries = {"a": {"size": 5}, "b": {"label": "x"}, "c": {"size": 6, "label": "y"}, "d": {"size": 7, "label": "z"}}
+    assert lines(rule, entries=entries) == [
+        "entries.c.size=6 with entries.c.most=4 and entries.c.label=y: w; f",
+        "entries.d.size=7 with entries.d.most=4 and entries.d.label=z: w; f",
+    ]
+    in_list = Excludes(one=On("names.*.size", 5), why="w", fix="f")
+    assert lines(in_list, names=[{}, {"size": 5}]) == ["names.1.size=5: w; f"]
+    needs = Needs(when=On("entries.*.size", Above(4)), all=On("entries.*.label"), why="w", fix="f")
+    assert lines(needs, entries=entries) == ["entries.a.size=5 with entries.a.label=null: w; f"]
+
+
+def test_entries_that_are_named_by_their_sections() -> None:
+    rule = Excludes(one=On("by_section@size", 5), other=On("by_section@label", UNSET), why="w", fix="f")
+    found = lines(rule, entries={"a": {"size": 5}, "b": {"size": 5, "label": "x"}})
+    assert found == ["entries.a.own.size=5 with entries.a.own.label=null: w; f"]
+
+
+def test_what_is_derived_from_a_key_is_named_by_the_key() -> None:
+    served = On("served", True, shown="engine")
+    assert lines(Excludes(one=served, why="w", fix="f"), engine="vllm") == ["engine=vllm: w; f"]
+    assert lines(Needs(when=On("steps"), all=served, why="w", fix="f")) == ["steps=10 with engine=local: w; f"]
+    asks = Excludes(one=On("asks", SET, TEXT), other=served, why="w", fix="f")
+    assert lines(asks, engine="vllm", steps=11) == ["steps=11 of vllm with engine=vllm: w; f"]
+    assert not lines(asks, engine="vllm")
+
+
+def test_a_set_key_that_nothing_reads_is_named_with_its_default_and_once() -> None:
+    unread: list[Rule] = [
+        ReadIf(keys=("lora", "rate"), any_of=(On("engine", "vllm"), On("steps", Above(10))), why="nothing reads it"),
+        ReadIf(keys=("lora.alpha",), any_of=(On("lora.rank"),), why="nothing adapts"),
+    ]
+    given = Config(rate=2.0, lora=Lora(alpha=0.25))
+    because = "does nothing: with engine=local and steps=10 nothing reads it; leave it out, or set it to its default,"
+    assert broken(unread, given) == [f"lora.alpha=0.25 {because} 2", f"rate=2 {because} 0.5"]
+    assert broken(unread, Config(rate=2.0, lora=Lora(alpha=0.25), steps=11)) == [
+        "lora.alpha=0.25 does nothing: with lora.rank=null nothing adapts; leave it out, or set it to its default, 2"
+    ]
+    assert not broken(unread, Config(rate=2.0, lora=Lora(rank=8), engine="vllm"))
+    assert not broken(unread, Config())  # a default is not set
+    each = ReadIf(keys=("entries.*.most", "by_section@size"), any_of=(On("entries.*.label"),), why="nothing labels")
+    entries = {"a": Entry(most=8), "b": Entry(most=8, size=3, label="x")}
+    assert [one.split(" ")[0] for one in broken([each], Config(entries=entries))] == ["entries.a.most=8"]
+
+
+def test_a_function_is_a_row_and_equal_lines_are_one() -> None:
+    def problems(config: Config) -> Iterator[str]:
+        yield f"steps={config.steps}"
+
+    assert broken([CheckFunction(problems), CheckFunction(problems)], Config()) == ["steps=10"]
+
+
+def test_rows_are_checked_where_they_say_and_see_the_shape_of_the_model() -> None:
+    @dataclass
+    class Shape:
+        num_experts: int
+
+    of_shape = Needs(when=On("steps"), all=On("shape.num_experts", Above(0)), why="w", fix="f", where="shape")
+    of_job = Excludes(one=On("steps"), why="of a job", fix="f", where="job")
+    rules = [of_shape, of_job]
+    assert broken(rules, Config()) == []
+    assert broken(rules, Config(), "shape", Shape(0)) == ["steps=10 with shape.num_experts=0: w; f"]
+    assert broken(rules, Config(), "shape", Shape(4)) == []
+    assert broken(rules, Config(), "job") == ["steps=10: of a job; f"]
+    plain = SimpleNamespace(steps=10)  # any object with these attributes is a configuration
+    assert broken([of_shape], plain, "shape", Shape(0)) == ["steps=10 with shape.num_experts=0: w; f"]
