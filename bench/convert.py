@@ -145,7 +145,7 @@ def timed(work: Callable[[], object], *, cold: bool) -> float:
     return time.perf_counter() - began
 
 
-TOOLS = {"to_megatron": "tools/hf_to_megatron.py", "to_hf": "tools/megatron_to_hf.py"}
+TOOLS = {"to_megatron": "tools/convert/hf_to_megatron.py", "to_hf": "tools/convert/megatron_to_hf.py"}
 
 
 def run(*arguments: str | Path) -> tuple[float, float]:

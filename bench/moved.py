@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from bench.results import parse, write
 from rl_megatron.engines.requests import surplus
 from rl_megatron.models.named import NAMED
-from rl_megatron.scaling.hardware import GPUS
-from rl_megatron.scaling.rollouts import COMPUTED, ServerShape, token_seconds
+from tools.planner.hardware import GPUS
+from tools.planner.rollouts import COMPUTED, ServerShape, token_seconds
 
 BAR = 0.02  # gain in a step, for which the rule is worth its lines
 GPU, PROMPT = GPUS["h200"], 512

@@ -15,7 +15,7 @@ import time
 
 from bench.results import parse, write
 from launcher.programs.scale import asked_of
-from rl_megatron.scaling.planner.search import search
+from tools.planner.search import search
 
 ASKED = ("kimi-k2", "gpus=4096", "gpu=h100", "rollout.prompts_per_step=1024")
 BAR = 2.0

@@ -12,14 +12,14 @@ from typing import Any
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import LatentAttention, ModelShape
-from rl_megatron.scaling.constants import FITTED, Constants
-from rl_megatron.scaling.flops import training_flops
-from rl_megatron.scaling.hardware import GB, GPUS
-from rl_megatron.scaling.memory import weights_served
-from rl_megatron.scaling.rl_step import rl_step
-from rl_megatron.scaling.rollouts import lengths_of
-from rl_megatron.scaling.time import LearnerWork, step_seconds
+from rl_megatron.training.flops import training_flops
 from rl_megatron.types import ParallelDims
+from tools.planner.constants import FITTED, Constants
+from tools.planner.hardware import GB, GPUS
+from tools.planner.memory import weights_served
+from tools.planner.rl_step import rl_step
+from tools.planner.rollouts import lengths_of
+from tools.planner.time import LearnerWork, step_seconds
 
 Points = Sequence[Mapping[str, Any]]
 NEWEST = (2026, 8)

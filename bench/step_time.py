@@ -1,4 +1,4 @@
-"""Fit the constants of `rl_megatron.scaling.time` to published runs, and print the errors, also of runs left out.
+"""Fit the constants of `tools.planner.time` to published runs, and print the errors, also of runs left out.
 
     python -m bench.step_time [--points FILE] [--json FILE]      # a quarter of a minute
 
@@ -26,7 +26,7 @@ import numpy as np
 from bench.results import parse, write
 from bench.scale_points import Points, Prediction, ordered_pairs, predict_rates, predict_rl_steps
 from rl_megatron.evaluation.figures import share_interval
-from rl_megatron.scaling.constants import PRIOR, Constants
+from tools.planner.constants import PRIOR, Constants
 
 POINTS = Path(__file__).with_name("published_runs.json")
 FREE = ("gemm", "gemm_fp8", "attention", "links", "imbalance", "fixed")

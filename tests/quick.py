@@ -13,7 +13,7 @@ import pytest
 from hypothesis import Phase, settings
 
 MAX_EXAMPLES = 20
-WITHOUT_PROCESSES = ("tests/unit/", "tests/property/")
+WITHOUT_PROCESSES = ("tests/unit/", "tests/tools/", "tests/property/")
 SHARED = ("rl_megatron.chat_templates", "rl_megatron.rewards.format_worker")  # one a session, of what needs no torch
 EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
 

@@ -20,7 +20,7 @@ from rl_megatron.environments.adapters import verifiers
 from rl_megatron.errors import ConfigError
 from rl_megatron.files import write_atomically
 from rl_megatron.user_code import load_named
-from tools import conversion
+from tools.convert import conversion
 
 Rows = Iterable[Mapping[str, Any]]
 

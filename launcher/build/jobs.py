@@ -35,11 +35,11 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.timeline.ranks import folder_of
 from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.routes import route_of
 from rl_megatron.rollout.batch import Ledger
-from rl_megatron.scaling.flops import seconds_at_peak, training_flops
-from rl_megatron.scaling.routes import route_of
 from rl_megatron.training.checkpoints import CheckpointStore
 from rl_megatron.training.evaluation import Evaluation, EvaluationBeside
+from rl_megatron.training.flops import seconds_at_peak, training_flops
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.jobs.warm_start import WarmStart, answers, warm_start_rows
 from rl_megatron.training.jobs.written import (

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from rl_megatron.errors import ConfigError
-from tools.options import ConfigFolder, FileSize, NewDtype, OnePart, OwnFamily
+from tools.convert.options import ConfigFolder, FileSize, NewDtype, OnePart, OwnFamily
 
 
 def convert(
@@ -43,7 +43,7 @@ def convert(
 
     Started by srun as several tasks, on one node or many, each writes its share of the files.
     """
-    from tools import conversion
+    from tools.convert import conversion
 
     conversion.run(
         source,

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.experiments.states import STARTABLE, CellState, counts, drift_of, find_states, states_table
-from rl_megatron.experiments.study import Cell, Study, cells_of, outcome_folder, read_study
+from tools.lab.states import STARTABLE, CellState, counts, drift_of, find_states, states_table
+from tools.lab.study import Cell, Study, cells_of, outcome_folder, read_study
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Run a study: a grid of runs with seeds, from one file."
@@ -123,7 +123,7 @@ def report(
     replace one another.
     """
     from launcher.programs.arrays import queue_of
-    from rl_megatron.experiments.report import write_study_report
+    from tools.lab.report import write_study_report
 
     loaded = read_study(study, override or []).with_outcome(metric, last)
     cells = cells_of(loaded)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rl_megatron.errors import ConfigError
-from tools.options import OwnFamily
+from tools.convert.options import OwnFamily
 
 
 def inspect(
@@ -25,13 +25,13 @@ def inspect(
 ) -> None:
     """Show what a folder holds: kind, model, tensors, dtypes, sizes, step; or what each rank of a layout would hold."""
     if layout is not None:
-        from tools import inspect_layout
+        from tools.convert import inspect_layout
 
         inspect_layout.run(target, layout, rank=rank, svg=svg, family=family)
         return
     if rank is not None or svg is not None or family is not None:
         raise ConfigError("--rank, --svg and --family need a layout; give one, as in megatron,tp=2,pp=2,ep=2")
     from launcher.programs import contents
-    from tools import conversion
+    from tools.convert import conversion
 
     contents.show(conversion.found(Path(target)))

@@ -26,17 +26,17 @@ from rl_megatron.options.implementation import wants_transformer_engine
 from rl_megatron.placement.files import weights_folder
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import ranks_by_role
-from rl_megatron.scaling.estimates import estimate
-from rl_megatron.scaling.hardware import GB, gigabytes
-from rl_megatron.scaling.host_memory import copies_bytes, file_bytes, host_bytes, why_off_gpus
-from rl_megatron.scaling.memory import Footprint, check_memory, footprints, fullest
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.learner import job_shape
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
 from rl_megatron.weights.plans.cost import Cost, Links, broadcast_cost, plan_cost
 from rl_megatron.weights.plans.plan import plan as plan_moves
-from tools.options import OwnFamily
+from tools.convert.options import OwnFamily
+from tools.planner.estimates import estimate
+from tools.planner.hardware import GB, gigabytes
+from tools.planner.host_memory import copies_bytes, file_bytes, host_bytes, why_off_gpus
+from tools.planner.memory import Footprint, check_memory, footprints, fullest
 
 _KEYS = {
     "nic": "slurm.speeds.nic",

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.programs.scale import Asked, asked_of, configuration_file
-from rl_megatron.scaling.constants import RANGE
-from rl_megatron.scaling.hardware import GB, GPUS
-from rl_megatron.scaling.planner.layouts import described
-from rl_megatron.scaling.planner.search import PlannedRun, SearchResult, explain_term, search
+from tools.planner.constants import RANGE
+from tools.planner.hardware import GB, GPUS
+from tools.planner.layouts import described
+from tools.planner.search import PlannedRun, SearchResult, explain_term, search
 
 _SHOWN = 8  # rejected layouts
 _ORDER = (

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tools.options import OwnFamily
+from tools.convert.options import OwnFamily
 
 
 def verify(
@@ -29,7 +29,7 @@ def verify(
     """
     if logprobs:
         from launcher.programs.logprobs import compare_logprobs
-        from tools import conversion
+        from tools.convert import conversion
 
         cores = len(os.sched_getaffinity(0))
         right = compare_logprobs(
@@ -43,7 +43,7 @@ def verify(
             threads=cores,
         )
     else:
-        from tools import verify_checkpoint
+        from tools.convert import verify_checkpoint
 
         right = verify_checkpoint.run(folder, against=against, config=config, family=family)
     if not right:

@@ -25,8 +25,8 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.files import hosts_of, weights_folder
 from rl_megatron.placement.ranks import ranks_by_role
-from rl_megatron.scaling.hardware import GB, gigabytes
-from rl_megatron.scaling.host_memory import (
+from tools.planner.hardware import GB, gigabytes
+from tools.planner.host_memory import (
     copies_bytes,
     file_bytes,
     filled_bytes,
@@ -34,8 +34,8 @@ from rl_megatron.scaling.host_memory import (
     sent_straight,
     why_off_gpus,
 )
-from rl_megatron.scaling.memory import check_memory
-from rl_megatron.scaling.pushes import served_bytes
+from tools.planner.memory import check_memory
+from tools.planner.pushes import served_bytes
 
 _UNITS: Mapping[str, int] = {"K": 2**10, "": 2**20, "M": 2**20, "G": 2**30, "T": 2**40}  # of Slurm's --mem
 

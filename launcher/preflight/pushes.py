@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from launcher.preflight.subject import Found, Subject, fact, note, problem
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import made_up_nodes, placement_of
-from rl_megatron.scaling.estimates import estimate
+from tools.planner.estimates import estimate
 
 
 def check(subject: Subject) -> Iterator[Found]:

@@ -19,10 +19,10 @@ from rl_megatron.config.io import save_resolved
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import minutes_of
 from rl_megatron.errors import ConfigError
-from rl_megatron.experiments import states
-from rl_megatron.experiments.states import CellRecord, Queued
-from rl_megatron.experiments.study import Cell, Study
 from rl_megatron.files import write_atomically
+from tools.lab import states
+from tools.lab.states import CellRecord, Queued
+from tools.lab.study import Cell, Study
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

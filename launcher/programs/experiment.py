@@ -22,9 +22,9 @@ from launcher.processes.parent import die_with_parent
 from launcher.runs.folder import lock
 from rl_megatron.config.io import save_resolved
 from rl_megatron.errors import ConfigError, together
-from rl_megatron.experiments import states
-from rl_megatron.experiments.states import CellRecord, CellStanding, CellState, Queued
-from rl_megatron.experiments.study import Cell, Study
+from tools.lab import states
+from tools.lab.states import CellRecord, CellStanding, CellState, Queued
+from tools.lab.study import Cell, Study
 
 _LOOK_SECONDS = 1.0  # between two looks at what runs
 _LINE_SECONDS = 60.0  # between two lines where there is no terminal

@@ -25,9 +25,6 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.diagnosis.causes import CAUSES, Finding, Setting, TokenizerCheck, WeightCheck, judge
-from rl_megatron.diagnosis.experiments import Bench, run_experiments
-from rl_megatron.diagnosis.sampling import Parameters
 from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.files import write_atomically
@@ -42,6 +39,9 @@ from rl_megatron.types import Prompt
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums
 from rl_megatron.weights.routes.mirror import dtypes, seal_of, shapes
+from tools.lab.mismatch.causes import CAUSES, Finding, Setting, TokenizerCheck, WeightCheck, judge
+from tools.lab.mismatch.experiments import Bench, run_experiments
+from tools.lab.mismatch.sampling import Parameters
 
 _TOKENIZED_PROMPTS = 8
 _STYLES = {"guilty": "bold red", "noise": "yellow", "not guilty": "green", "not checked": "magenta"}

@@ -17,12 +17,12 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import length_problem
 from rl_megatron.options.device import GPU
-from rl_megatron.scaling.hardware import gpu_named
-from rl_megatron.scaling.planner.layouts import Goal, Wanted
-from rl_megatron.scaling.planner.search import PlannedRun
-from rl_megatron.scaling.rollouts import lengths_of
 from rl_megatron.weights.layouts.learner import shape_with_drafts
 from rl_megatron.weights.layouts.parsing import model_shape
+from tools.planner.hardware import gpu_named
+from tools.planner.layouts import Goal, Wanted
+from tools.planner.rollouts import lengths_of
+from tools.planner.search import PlannedRun
 
 _OWN = ("gpus", "gpu", "goal", "mean_tokens")
 _GROUPS = {"algorithm": "gspo", "data": "gsm8k", "rollout": "vllm"}

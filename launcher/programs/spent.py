@@ -20,8 +20,8 @@ from rl_megatron.observability.metrics.table import STEPS
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import layout_said, ranks_by_role
 from rl_megatron.placement.seats import seats_here
-from rl_megatron.scaling.estimates import Estimate, gpus_by_role
-from rl_megatron.scaling.memory import footprints
+from tools.planner.estimates import Estimate, gpus_by_role
+from tools.planner.memory import footprints
 
 logger = logging.getLogger(__name__)
 

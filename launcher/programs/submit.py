@@ -27,8 +27,8 @@ from rl_megatron.files import remove_folder, write_atomically
 from rl_megatron.placement.names import LEARNER, called
 from rl_megatron.placement.ranks import Placement, made_up_nodes, placement_of
 from rl_megatron.placement.seats import Seat, describe_seats, seats_of
-from rl_megatron.scaling.hardware import GB
-from rl_megatron.scaling.memory import Footprint, check_memory
+from tools.planner.hardware import GB
+from tools.planner.memory import Footprint, check_memory
 
 _LOCK = "submit.lock"
 _PREPARED = {"config.yaml", "job.sbatch", "placement.txt", "jobs", "code", _LOCK}

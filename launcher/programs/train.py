@@ -36,11 +36,11 @@ from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.report import write_report
 from rl_megatron.rewards.classifiers.on_ranks import RewardModels
-from rl_megatron.scaling.estimates import estimate
 from rl_megatron.training.checkpoints import Checkpoint
 from rl_megatron.training.loop import Loop
 from rl_megatron.training.optimizer_steps import steps_of
 from rl_megatron.training.tasks import unless_stopped
+from tools.planner.estimates import estimate
 
 logger = logging.getLogger(__name__)
 

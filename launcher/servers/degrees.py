@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.scaling.pushes import engine_layout
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.formats.scaled import BLOCKS, Blocks, ScaledLayout, with_scales
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Slice
+from tools.planner.pushes import engine_layout
 
 
 def degree_problems(config: RunConfig, shape: ModelShape) -> list[str]:

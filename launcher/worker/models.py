@@ -27,10 +27,10 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.ranks import FOLDER, Recorded
 from rl_megatron.placement.names import file_stem
-from rl_megatron.scaling.hardware import GB
-from rl_megatron.scaling.memory import Footprint, advice, footprints
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import job_shape
+from tools.planner.hardware import GB
+from tools.planner.memory import Footprint, advice, footprints
 
 if TYPE_CHECKING:
     from torch.profiler import profile

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import yaml
 
-from rl_megatron.experiments.states import output_path
-from rl_megatron.experiments.study import cells_of, read_study
 from tests.cluster.jobs import LIMIT, TINY, Cluster, read_record
+from tools.lab.states import output_path
+from tools.lab.study import cells_of, read_study
 
 CELLS = int(os.environ.get("STUDY_CELLS", "4"))
 NODES = 8 if CELLS > 4 else 3

@@ -18,12 +18,12 @@ from rl_megatron.learner import logprobs
 from rl_megatron.models.shape import LatentAttention, ModelShape, Rope
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.options.fusion import FusionSection
-from rl_megatron.scaling.memory import footprints
 from tests.distributed.ranks import run_ranks
 from tests.recipes.collectives import collectives, layers_of
 from tests.recipes.dry_run import counted_micro_batches, dry_runs
 from tests.recipes.meter import Meter
 from tests.small_models import TINY_MOE
+from tools.planner.memory import footprints
 
 SEQUENCE = 128
 LAYOUTS: dict[str, dict[str, Any]] = {

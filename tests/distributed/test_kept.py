@@ -26,11 +26,11 @@ from rl_megatron.options.gradients import Gradients
 from rl_megatron.options.kept import freed, halves
 from rl_megatron.options.option import Elements, Rank
 from rl_megatron.options.recompute import Recompute, RecomputeSection
-from rl_megatron.scaling.memory import footprints
 from rl_megatron.types import LossInputs, LossOutput, Samples
 from tests.distributed.ranks import run_ranks
 from tests.samples import sequences_of
 from tests.small_models import TINY_MOE
+from tools.planner.memory import footprints
 
 LENGTHS = torch.tensor([60, 61] * 4)  # in one class, so that little is padding, which is not counted
 TOKENS = int(LENGTHS.sum())

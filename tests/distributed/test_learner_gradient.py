@@ -20,13 +20,13 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.options.optimizer import OptimizerSection
-from rl_megatron.scaling.memory import footprints
 from rl_megatron.training.measures import Made
 from rl_megatron.types import Samples
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import fill, run_ranks
 from tests.optimizer_step import train_step
 from tests.samples import sequences_of
+from tools.planner.memory import footprints
 
 STEPS = 10
 LEARNING_RATE = 2e-3

@@ -18,13 +18,13 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.data.samples import select
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.scaling.memory import footprints
 from rl_megatron.training.measures import Made
 from rl_megatron.types import Batch, Samples, SkippedStep
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import fill, ragged_samples, run_ranks
 from tests.optimizer_step import train_step
 from tests.rows import policy_loss
+from tools.planner.memory import footprints
 
 STEPS = 3
 BAD = 7  # a sequence
@@ -127,7 +127,7 @@ def in_parts(megatron: Any, batch: Batch, dp: int) -> dict[str, float]:
 
 
 def held_bytes(megatron: Any) -> dict[str, int]:
-    """Of this rank, by what `rl_megatron.scaling.memory` calls them; megatron pads gradients for their reduction."""
+    """Of this rank, by what `tools.planner.memory` calls them; megatron pads gradients for their reduction."""
     from rl_megatron.learner.optimizer import inner_optimizers
 
     chunks = megatron._chunks
@@ -161,7 +161,7 @@ def run(folder: Path, model: Path, learner: LearnerSection, max_tokens: int = 40
 
 
 def assert_as_planned(seen: Any, model: Path, learner: LearnerSection) -> None:
-    """Ranks hold what `rl_megatron.scaling.memory` says that they will."""
+    """Ranks hold what `tools.planner.memory` says that they will."""
     planned = {m.stage: m.terms for m in footprints(RunConfig(learner=learner), read_shape(model))}
     for stage, terms in planned.items():
         ranks = [s["bytes"] for s in seen if s["stage"] == stage]

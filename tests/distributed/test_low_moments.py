@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.scaling.memory import footprints
 from tests.distributed import low_moments
 from tests.distributed.pretended import te
 from tests.distributed.pretended.ranks import World, run_worlds
 from tests.distributed.test_kept import MOE
+from tools.planner.memory import footprints
 
 pytestmark = pytest.mark.skipif(not (te.FOLDER / ".installed").exists(), reason="needs `make .venv/te/.installed`")
 

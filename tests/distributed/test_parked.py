@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.scaling import host_memory
-from rl_megatron.scaling.host_memory import host_bytes, pinned
-from rl_megatron.scaling.memory import footprints
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed import parked
 from tests.distributed.pretended.ranks import World, run_worlds
+from tools.planner import host_memory
+from tools.planner.host_memory import host_bytes, pinned
+from tools.planner.memory import footprints
 
 HELD = ("parameters", "gradients", "optimizer", "critic", "reference")
 

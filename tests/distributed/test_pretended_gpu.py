@@ -17,7 +17,6 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.options.kept import offloaded as offloaded_halves
 from rl_megatron.options.offload import HELD
-from rl_megatron.scaling.memory import footprints
 from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.reports import Beside
@@ -27,6 +26,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engine_ends import tensors_of
 from tests.distributed.test_kept import TOKENS
 from tests.family_models import save_model
+from tools.planner.memory import footprints
 
 MUON = {"optimizer": {"name": "muon", "weight_decay": 0.1}}
 PARKED = {"offload": {"while_sampling": "optimizer"}}  # the state leaves the GPU before each step

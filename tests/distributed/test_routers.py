@@ -19,12 +19,12 @@ from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
-from rl_megatron.scaling.memory import footprints
 from rl_megatron.types import Batch, Samples, SkippedStep
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import fill, ragged_samples, run_ranks, worlds
 from tests.family_models import save_model
 from tests.rows import policy_loss
+from tools.planner.memory import footprints
 
 if TYPE_CHECKING:
     from rl_megatron.learner.trained import MegatronLearner

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from launcher.build.trained import hugging_face, trained_model
 from rl_megatron.errors import ConfigError
-from rl_megatron.scaling.flops import training_flops
+from rl_megatron.training.flops import training_flops
 from rl_megatron.weights.adapters.base import base_digest
 from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.checkpoints.megatron import held_lora

@@ -22,7 +22,6 @@ from rl_megatron.config.io import load_config
 from rl_megatron.data.routes import decode_routes
 from rl_megatron.evaluation.results import read_results
 from rl_megatron.observability.metrics.table import PHASE_SECONDS
-from rl_megatron.scaling.saves import bytes_by_rank
 from rl_megatron.training import checkpoints
 from rl_megatron.weights.layouts.learner import learner_layout
 from tests.documents import blocks
@@ -31,6 +30,7 @@ from tests.e2e.processes import PORTABLE, Place, Run, alive, eventually
 from tests.kills.points import Point, Witness, ctrl_c_at
 from tests.perfetto import check_trace
 from tests.unit.launcher.commands import status_of
+from tools.planner.saves import bytes_by_rank
 
 SAVES = "rl_megatron.training.checkpoints"
 FOLDER_MADE = Point(name="a checkpoint has its folder", call=f"{SAVES}:CheckpointStore._make_room", after=True)

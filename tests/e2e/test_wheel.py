@@ -69,7 +69,7 @@ def test_the_tutorial_is_followed_without_the_checkout(wheel: Path, tmp_path: Pa
         return ended.stdout
 
     packages = bin_.parent / "lib"
-    for name in ("rl_megatron", "launcher.entry", "tools.conversion"):
+    for name in ("rl_megatron", "launcher.entry", "tools.convert.conversion"):
         file = said("python", "-c", f"import {name} as it; print(it.__file__)")
         assert Path(file.strip()).is_relative_to(packages), name
     page = REPO / "docs" / "tutorial.md"

@@ -13,9 +13,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from rl_megatron.diagnosis.causes import Finding, Setting, TokenizerCheck, WeightCheck, judge
-from rl_megatron.diagnosis.experiments import Bench, run_experiments
-from rl_megatron.diagnosis.sampling import Parameters
 from rl_megatron.engines.http import Server
 from rl_megatron.types import Batch, ParallelDims, Prompt, Samples, Scores, Want
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums
@@ -23,6 +20,9 @@ from rl_megatron.weights.push.sync import ServedWeights
 from rl_megatron.weights.push.trust import Probe, Trust
 from rl_megatron.weights.routes.mirror import dtypes, shapes
 from tests.engines.benches import Change, ServedBench
+from tools.lab.mismatch.causes import Finding, Setting, TokenizerCheck, WeightCheck, judge
+from tools.lab.mismatch.experiments import Bench, run_experiments
+from tools.lab.mismatch.sampling import Parameters
 
 SETTING = Setting(learner_dtype="float32", engine_dtype="float32", configured=Parameters(), served=True)
 EXPERTS = [f"model.layers.1.mlp.experts.{expert}" for expert in range(8)]

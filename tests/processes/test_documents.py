@@ -26,8 +26,6 @@ from launcher.runs.folder import choose
 from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability.intervals import mean_interval
-from rl_megatron.scaling.estimates import estimate
-from rl_megatron.scaling.memory import check_memory
 from tests.budgets import FILE, counts
 from tests.proof import run
 from tests.proof.run import PAGE, Claim, claims, printed, stale
@@ -43,6 +41,8 @@ from tests.unit.test_documented_commands import (
     program,
     tracked,
 )
+from tools.planner.estimates import estimate
+from tools.planner.memory import check_memory
 
 
 @pytest.mark.parametrize("document", PAGES, ids=lambda path: str(path.relative_to(REPO)))

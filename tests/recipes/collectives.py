@@ -13,7 +13,7 @@ from itertools import accumulate
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.option import BYTES, Terms
-from rl_megatron.scaling.layers import (
+from tools.planner.layers import (
     COUNT,
     LOGPROBS,
     PROBABILITY,
@@ -43,7 +43,7 @@ def collectives(
 ) -> Mapping[str, float]:
     """Bytes by kind of a rank of ``stage`` with ``layers`` in a step of full micro-batches.
 
-    ``held`` are its bytes of parameters and gradients, as of `rl_megatron.scaling.memory.footprints`.
+    ``held`` are its bytes of parameters and gradients, as of `tools.planner.memory.footprints`.
     """
     d, size, tokens = learner.dims, BYTES[learner.dtype], learner.max_tokens_per_micro_batch
     whole = tokens * shape.hidden_size * size

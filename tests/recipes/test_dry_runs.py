@@ -12,10 +12,10 @@ import pytest
 from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.scaling.memory import footprints
 from tests.recipes.collectives import collectives, layers_of, uncounted
 from tests.recipes.dry_run import counted_micro_batches, dry_runs
 from tests.unit.launcher.test_memory import RECIPES
+from tools.planner.memory import footprints
 
 FILES = ["data.train=train.jsonl", "data.eval=test.jsonl", "model.path=/models/given"]
 

@@ -28,14 +28,14 @@ from rl_megatron.config.docs import _Described, _section, render
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import ArithmeticRunData, CurriculumSection, FileRunData, HubRunData, MixtureData
-from rl_megatron.experiments.study import cells_of, read_study
 from rl_megatron.models.named import NAMED
+from rl_megatron.placement.routes import route_of
 from rl_megatron.placement.seats import seats_of
-from rl_megatron.scaling.memory import check_memory
-from rl_megatron.scaling.routes import route_of
 from rl_megatron.section import EntryName, Section
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
 from tests.documents import blocks
+from tools.lab.study import cells_of, read_study
+from tools.planner.memory import check_memory
 
 REPO = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(

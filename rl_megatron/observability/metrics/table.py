@@ -52,7 +52,7 @@ COSTS: MetricTuples = (
      Curve("Speed", "Training speed", first=True)),
     ("flops/train", "FLOP", "FLOPs of the policy's model, and of a draft layer that is trained, in forward and "
      "backward over tokens/train, without what is computed again and gradients of frozen weights; those of sampling "
-     "and scores are not counted (rl_megatron/scaling/flops.py)"),
+     "and scores are not counted (rl_megatron/training/flops.py)"),
     ("mfu/train", "", "flops/train over seconds/train at the bfloat16 peak of the policy's GPUs; only where that is "
      "known", Curve("Speed", "Share of the GPUs' peak in training (MFU)")),
     ("seconds/rollout", "s", "sampling and rewards"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_megatron.observability.files import read_jsonl
-from rl_megatron.scaling.flops import peak_of
+from rl_megatron.training.flops import peak_of
 from tests.gpu.machine import Machine, note, versions
 
 pytestmark = pytest.mark.gpu

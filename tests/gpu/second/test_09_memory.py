@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.scaling.flops import peak_of, training_flops
-from rl_megatron.scaling.hardware import GB
-from rl_megatron.scaling.memory import footprints
+from rl_megatron.training.flops import peak_of, training_flops
 from tests.gpu import branch, sizes
 from tests.gpu.machine import Machine, note, versions
+from tools.planner.hardware import GB
+from tools.planner.memory import footprints
 
 pytestmark = pytest.mark.gpu
 SHORT = {"max_prompt_tokens": 8, "max_new_tokens": 8}  # of an engine that is not there

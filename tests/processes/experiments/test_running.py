@@ -19,7 +19,7 @@ from rich.console import Console
 
 from launcher.programs.experiment import Start, run_cells
 from rl_megatron.config.io import load_config, save_resolved
-from rl_megatron.experiments.states import (
+from tools.lab.states import (
     CellRecord,
     CellStanding,
     birth_of,
@@ -29,7 +29,7 @@ from rl_megatron.experiments.states import (
     read_record,
     write_record,
 )
-from rl_megatron.experiments.study import Cell, Study, cells_of, read_study
+from tools.lab.study import Cell, Study, cells_of, read_study
 
 LIMIT = 300.0  # seconds
 

@@ -15,7 +15,9 @@ from launcher.programs.arrays import CellArray, arrays_of, checked_for_slurm, se
 from launcher.programs.experiment import alone
 from rl_megatron.config.sections.slurm import minutes_of
 from rl_megatron.errors import ConfigError
-from rl_megatron.experiments.states import (
+from rl_megatron.observability.metrics.writer import MetricsWriter
+from tests.unit.launcher.commands import status_of
+from tools.lab.states import (
     CellRecord,
     Queued,
     find_states,
@@ -25,9 +27,7 @@ from rl_megatron.experiments.states import (
     task_log,
     write_record,
 )
-from rl_megatron.experiments.study import Cell, Study, cells_of, read_study
-from rl_megatron.observability.metrics.writer import MetricsWriter
-from tests.unit.launcher.commands import status_of
+from tools.lab.study import Cell, Study, cells_of, read_study
 
 ARMS = {"a": ["algorithm=grpo", "algorithm=gspo"]}
 WIDE = {"x": ["train.learning_rate=1e-3", {"two nodes": ["train.learning_rate=2e-3", "slurm.nodes=2"]}]}

@@ -25,11 +25,11 @@ from launcher.programs.experiment import run_cells
 from launcher.runs.folder import claim
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig
-from rl_megatron.experiments.study import cells_of, read_study
 from tests.forks import FORKS
 from tests.unit.launcher.sites import site
 from tests.unit.launcher.test_memory import QWEN3, QWEN_30B
 from tests.unit.launcher.test_plan_command import ASKED
+from tools.lab.study import cells_of, read_study
 
 
 def test_a_removed_current_folder_is_named(tmp_path: Path) -> None:

@@ -30,8 +30,6 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.models.tiny import TinySizes, tiny_shape
 from rl_megatron.observability.progress import Progress
 from rl_megatron.rewards.classifiers.on_ranks import RewardModels
-from rl_megatron.scaling.host_memory import copies_bytes, filled_bytes
-from rl_megatron.scaling.saves import bytes_by_rank, copied_by_rank, save_cost
 from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
@@ -39,6 +37,8 @@ from rl_megatron.weights.layouts.learner import learner_layout
 from rl_megatron.weights.routes.mirror import Mirror
 from tests.unit.launcher.test_memory import ONE_MACHINE, QWEN_30B, QWEN_80GB, QWEN_APART, RECIPES, folder_of
 from tests.unit.launcher.test_spent import ROWS
+from tools.planner.host_memory import copies_bytes, filled_bytes
+from tools.planner.saves import bytes_by_rank, copied_by_rank, save_cost
 
 APART = ("rollout.server.colocated=false", "learner.offload.while_sampling=null")
 FP8 = "rollout.server.quantization=fp8"

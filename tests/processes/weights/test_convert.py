@@ -46,8 +46,8 @@ from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from tests.family_models import save_model
-from tools import verify_checkpoint
-from tools.inspect_layout import _layers
+from tools.convert import verify_checkpoint
+from tools.convert.inspect_layout import _layers
 
 ROOT = Path(__file__).parents[3]
 SPEC = TinySizes(hidden_size=32, expert_width=24, num_layers=3, num_experts=4)
@@ -270,7 +270,7 @@ def _part(path: Path, start: int, length: int) -> Any:
 
 def test_what_moves_bytes_needs_no_torch(hf: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from tools import conversion; "
+        "import sys; from pathlib import Path; from tools.convert import conversion; "
         "from rl_megatron.weights.checkpoints import verify; "
         "there, back = Path(sys.argv[2]) / 'megatron', Path(sys.argv[2]) / 'back'; "
         "conversion.run(Path(sys.argv[1]), there); conversion.run(there, back); "
@@ -340,7 +340,7 @@ def test_a_conversion_there_and_back_keeps_all_files_that_are_no_weights(hf: Pat
 def test_a_disk_that_takes_no_more_is_told_and_the_conversion_goes_on_later(hf: Path, tmp_path: Path) -> None:
     """A limit on a file's size stands for the disk's end: the same write fails, with another number."""
     out = tmp_path / "out"
-    command = [sys.executable, "tools/hf_to_megatron.py", str(hf), str(out)]
+    command = [sys.executable, "tools/convert/hf_to_megatron.py", str(hf), str(out)]
     limit = 20_000
 
     def small_disk() -> None:
@@ -408,7 +408,7 @@ LAYOUT = "megatron,tp=2,pp=2,ep=4,dp=2"
 
 
 def inspect(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tools/inspect_layout.py", "qwen3-30b-a3b", *arguments]
+    command = [sys.executable, "tools/convert/inspect_layout.py", "qwen3-30b-a3b", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env={"COLUMNS": "160"})
 
 

@@ -32,7 +32,7 @@ from rl_megatron.weights.routes import mirror
 from rl_megatron.weights.routes.last_hop import _HELLO, Rings
 from rl_megatron.weights.routes.mirror import await_free, in_use, remove_abandoned
 from tests.unit.weights.conversions import tree
-from tools.conversion import read_share, run
+from tools.convert.conversion import read_share, run
 
 ROOT = Path(__file__).parents[3]
 SPEC = TinySizes(hidden_size=16, expert_width=8, num_layers=1, num_experts=2, head_dim=8, num_heads=2)

@@ -23,13 +23,13 @@ from rl_megatron.models.shape import ModelShape, Rope
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import made_up_nodes, placement_of
 from rl_megatron.placement.seats import beside_ranks, seats_here, seats_of
-from rl_megatron.scaling.hardware import GB, gigabytes
-from rl_megatron.scaling.host_memory import host_bytes, pinned
-from rl_megatron.scaling.memory import CHANGES, Footprint, check_memory, footprints, fullest, server_window
-from rl_megatron.scaling.parameters import elements
 from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.learner import learner_layout
+from rl_megatron.weights.layouts.parameters import elements
 from tests.unit.launcher.commands import status_of
+from tools.planner.hardware import GB, gigabytes
+from tools.planner.host_memory import host_bytes, pinned
+from tools.planner.memory import CHANGES, Footprint, check_memory, footprints, fullest, server_window
 
 CONF = Path(__file__).parents[3] / "conf"
 RECIPES = {  # name: GPUs of the learner, and of servers that have their own

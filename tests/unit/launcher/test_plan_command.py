@@ -19,9 +19,6 @@ from rl_megatron.files import write_atomically
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability.files import JsonlFile
 from rl_megatron.observability.log import run_log
-from rl_megatron.scaling.estimates import estimate
-from rl_megatron.scaling.hardware import GB
-from rl_megatron.scaling.memory import footprints, fullest
 from rl_megatron.weights.layouts.learner import job_shape
 from tests.unit.launcher.commands import Said, status_of
 from tests.unit.launcher.test_memory import (
@@ -35,6 +32,9 @@ from tests.unit.launcher.test_memory import (
     RECIPES,
     recipe,
 )
+from tools.planner.estimates import estimate
+from tools.planner.hardware import GB
+from tools.planner.memory import footprints, fullest
 
 
 @pytest.fixture

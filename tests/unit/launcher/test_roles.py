@@ -26,10 +26,10 @@ from rl_megatron.placement.ranks import beside, ranks_by_role
 from rl_megatron.rewards.classifiers.on_ranks import RewardModels, scored_here
 from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.rewards.scoring import score
-from rl_megatron.scaling.memory import footprints
 from rl_megatron.types import Prompt
 from tests.completions import completion
 from tests.unit.launcher.commands import status_of
+from tools.planner.memory import footprints
 
 JUDGE = ("reward.function=ranks:judge", "reward_models.judge.path=tests")
 

@@ -21,11 +21,11 @@ from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability.progress import Progress
-from rl_megatron.scaling.estimates import estimate
-from rl_megatron.scaling.memory import fullest
 from tests.unit.launcher.commands import status_of
 from tests.unit.launcher.test_memory import QWEN_30B, QWEN_235B
 from tests.unit.observability.report_pages import a_run
+from tools.planner.estimates import estimate
+from tools.planner.memory import fullest
 
 ROWS = [
     {"phase": "warm_start", "step": 0, "seconds/step": 360.0},

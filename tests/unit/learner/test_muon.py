@@ -21,9 +21,9 @@ from rl_megatron.learner.muon.newton_schulz import Muon, orthogonalised
 from rl_megatron.learner.muon.shared import _BUCKET, _buckets, share_out
 from rl_megatron.learner.optimizer import create_state, reset_moments, step
 from rl_megatron.models.named import NAMED
-from rl_megatron.scaling.time import step_terms
 from rl_megatron.weights.layouts.families import hf_layout
-from tests.unit.scaling.test_time import IDEAL, work
+from tests.tools.planner.test_time import IDEAL, work
+from tools.planner.time import step_terms
 
 SHAPES = [(48, 32), (32, 48), (16, 16), (3, 70)]
 SETTINGS = [{"weight_decay": 0.1, "scale": "match_rms_adamw"}, {"weight_decay": 0.0, "scale": "original"}]

@@ -28,10 +28,10 @@ from rl_megatron.learner.heads import ValueHead
 from rl_megatron.learner.model import build
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape, Rope, Router
-from rl_megatron.scaling.memory import footprints
 from tests.small_models import TINY_MOE
 from tests.unit.launcher.test_memory import QWEN_30B
 from tests.unit.launcher.test_memory import RECIPES as LARGE
+from tools.planner.memory import footprints
 
 STORED = Path(__file__).with_name("given.json")
 CONF = Path(__file__).parents[3] / "conf"

@@ -34,16 +34,16 @@ from rl_megatron.options.kept import delta_bytes, freed, halves, kept
 from rl_megatron.options.option import Elements, Rank
 from rl_megatron.options.pipeline import in_flight
 from rl_megatron.options.table import problems
-from rl_megatron.scaling.host_memory import host_bytes
-from rl_megatron.scaling.layers import _experts
-from rl_megatron.scaling.memory import footprints
-from rl_megatron.scaling.parameters import elements
 from rl_megatron.weights.layouts.families import megatron_layout
+from rl_megatron.weights.layouts.parameters import elements
 from tests.draft_models import save_with_drafts, save_with_qwens_draft
 from tests.family_models import save_model
 from tests.recipes.meter import Meter
 from tests.small_models import TINY_MOE
 from tests.unit.launcher.test_memory import QWEN_30B, QWEN_80GB
+from tools.planner.host_memory import host_bytes
+from tools.planner.layers import _experts
+from tools.planner.memory import footprints
 
 _MOE = "learner.offload.activations.moe=true"
 

@@ -55,7 +55,7 @@ from rl_megatron.config.resume import fixed
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.options.table import options
-from rl_megatron.scaling.memory import check_memory, footprints
+from tools.planner.memory import check_memory, footprints
 
 GIVEN = ["model.path=/models/given", "learner.residual_copies=3", "learner.pp=1"]
 

@@ -13,7 +13,7 @@ from transformers import Qwen3MoeForCausalLM
 from rl_megatron.engines import requests
 from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.weights.layouts.families import read_shape
-from tests.unit.diagnosis.rig import make_model
+from tests.tools.mismatch.rig import make_model
 
 
 @pytest.fixture(autouse=True)

@@ -29,8 +29,6 @@ from rl_megatron.engines.replicas import Event
 from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.scaling.estimates import estimate
-from rl_megatron.scaling.pushes import push_cost, served_bytes
 from rl_megatron.types import (
     Completion,
     GenerationRequest,
@@ -50,6 +48,8 @@ from tests.unit.launcher.test_memory import QWEN_80GB
 from tests.unit.rollout.test_engine_commands import TWO_NODES
 from tests.unit.rollout.test_engine_servers import SECTION, Fake, Words, serving
 from tests.unit.weights.test_served_weights import Both
+from tools.planner.estimates import estimate
+from tools.planner.pushes import push_cost, served_bytes
 
 MOE, CONF = NAMED["qwen3-30b-a3b"], Path(__file__).parents[3] / "conf"
 KEYS = ("rollout=vllm", "learner.lora.rank=12", "weights.push=adapters", "train.max_staleness=2")

@@ -33,13 +33,13 @@ from rl_megatron.engines.local.server import Ended, RunningBatch
 from rl_megatron.errors import EngineError
 from rl_megatron.models.delta import DeltaStates
 from rl_megatron.models.named import NAMED
-from rl_megatron.scaling.memory import fullest
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
 from rl_megatron.weights.formats.hf_folder import is_draft
 from rl_megatron.weights.layouts.families import FAMILIES, hf_layout, read_shape
 from rl_megatron.weights.layouts.layout import float32_in_files
 from tests.completions import plain
 from tests.family_models import MODELS, SPARSE, save_model
+from tools.planner.memory import fullest
 
 MakeEngine = Callable[[int], LocalEngine]
 LENGTHS = (1, 5, 2, 17, 9, 1, 30)

@@ -26,7 +26,6 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.scaling.memory import footprints
 from rl_megatron.seeds import seed_of
 from rl_megatron.training.jobs.written import LabeledAnswers, Preferences, Reference
 from rl_megatron.training.measures import Made, critic_row, policy_row
@@ -36,6 +35,7 @@ from tests.rows import pair_loss
 from tests.samples import sequences_of
 from tests.toy_roles import VOCABULARY, Toy, ToyEngine, ToyWeights, table
 from tests.unit.test_every_key_acts import BASE, STARTED, Rig
+from tools.planner.memory import footprints
 
 
 def rates(count: int = 10, **train: object) -> list[float]:

@@ -37,7 +37,6 @@ from rl_megatron.models.families.refused import REFUSED
 from rl_megatron.models.json_files import Fields
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import LatentAttention, ModelShape, Router
-from rl_megatron.scaling.parameters import elements, trained_elements
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
@@ -49,6 +48,7 @@ from rl_megatron.weights.layouts import families
 from rl_megatron.weights.layouts.families import FAMILIES, family_of, hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.lora import learner_adapters
+from rl_megatron.weights.layouts.parameters import elements, trained_elements
 from rl_megatron.weights.layouts.tables.deepseek_v3 import HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE
 from rl_megatron.weights.plans.plan import plan

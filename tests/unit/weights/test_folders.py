@@ -47,7 +47,7 @@ from rl_megatron.weights.layouts.parsing import model_shape
 from tests.draft_models import save_with_drafts
 from tests.family_models import MODELS, save_model
 from tests.saved_adapters import save_adapters
-from tools.conversion import run
+from tools.convert.conversion import run
 
 SPEC = TinySizes(hidden_size=32, expert_width=16, num_layers=2, num_experts=2)
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -1,0 +1,397 @@
+"""Routes, bytes and seconds of pushes and checkpoints: over every recipe, against closed forms, and by hand."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.slurm import SpeedsSection
+from rl_megatron.config.sections.weights import NODE_MEMORY
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.named import NAMED
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.tiny import TinySizes, tiny_shape
+from rl_megatron.placement.files import weights_folder, writers_of_files
+from rl_megatron.placement.routes import engine_nodes, route_of
+from rl_megatron.types import ParallelDims
+from rl_megatron.weights.bytes.bits import dtype_of
+from rl_megatron.weights.formats.scaled import BLOCKS
+from rl_megatron.weights.formats.served import FORMATS, stored
+from rl_megatron.weights.layouts.families import hf_layout
+from rl_megatron.weights.layouts.layout import float32_in_files
+from rl_megatron.weights.layouts.learner import learner_layout
+from rl_megatron.weights.plans.plan import plan
+from rl_megatron.weights.routes import engine_ends
+from tests.unit.launcher.test_memory import DEEPSEEK, QWEN_30B, QWEN_235B
+from tools.planner.estimates import estimate, floor_seconds
+from tools.planner.memory import WINDOW_LAYERS, check_memory, server_weights
+from tools.planner.pushes import engine_layout, push_cost, served_bytes
+from tools.planner.saves import bytes_by_rank, save_cost
+
+REPO = Path(__file__).resolve().parents[3]
+WRITTEN = {"dpo_tiny", "reward_tiny", "sft_tiny"}  # which push none
+RECIPES = sorted(path.stem for path in (REPO / "conf").glob("*.yaml") if path.stem not in WRITTEN)
+ENGINES = sorted(path.stem for path in (REPO / "conf" / "rollout").glob("*.yaml"))
+SHAPE = tiny_shape(TinySizes(head_dim=32))
+APART = "slurm.engines.nodes=0"
+WITHOUT_SERVERS = (  # what the in-process engine needs of a recipe with servers
+    *(APART, "slurm.heterogeneous=false"),
+    *(f"slurm.engines.{key}=null" for key in ("gpus_per_node", "memory_per_node", "cpus_per_server")),
+    *("learner.offload.while_sampling=null", "weights.transport=auto"),
+)
+BY_ADDRESS = (  # of running servers, whose degrees nobody states
+    *("rollout.server.addresses=http://engine1:8000,http://engine2:8000", "slurm.engines.nodes=0"),
+    *("rollout.server.replicas=1", "rollout.server.tp=1", "rollout.server.memory_fraction=null"),
+)
+WHOLE = ("norm", "mlp.gate.weight")  # of each engine rank, whatever its degrees
+
+
+def job(name: str, *keys: str) -> RunConfig:
+    return load_config(name, ["model.path=/given", "run.launcher=slurm", *keys])
+
+
+def tiny(*keys: str) -> RunConfig:
+    return load_config("tiny_cpu", ["run.launcher=slurm", *keys])
+
+
+def named(config: RunConfig) -> ModelShape:
+    return NAMED[str(config.model.name)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_recipe_pushes_through_a_shared_file_system(recipe: str, engine: str) -> None:
+    config = job(recipe, f"rollout={engine}", *(WITHOUT_SERVERS if engine == "local" else ()))
+    route = route_of(config)
+    assert not route.shared, route
+    assert route.name == config.transport.name
+    if engine == job(recipe).rollout.engine:
+        assert list(estimate(config, named(config) if config.model.name else SHAPE).warnings()) == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_fits_the_gpus_that_it_names_servers_and_the_layers_that_arrive_included(recipe: str) -> None:
+    config = job(recipe)
+    most = check_memory(config, named(config) if config.model.name else SHAPE)
+    assert (most is None) == (config.slurm.gpu_memory_gb is None)
+
+
+THROUGH_STORAGE = {
+    "servers on nodes of their own": (QWEN_235B, "weights.transport=file"),
+    "servers on all nodes of the learner and a folder given": (
+        *(
+            QWEN_30B,
+            "weights.transport=auto",
+            "slurm.nodes=2",
+            "learner.dp=4",
+            "rollout.server.replicas=2",
+        ),
+        "weights.folder=/fast",
+    ),
+    "servers elsewhere": (QWEN_235B, "weights.transport=auto", *BY_ADDRESS),
+}
+
+
+@pytest.mark.parametrize("case", THROUGH_STORAGE)
+def test_a_file_that_several_nodes_read_is_on_a_shared_file_system_and_warned_of(case: str) -> None:
+    config = job(*THROUGH_STORAGE[case])
+    found = estimate(config, named(config) if config.model.name else SHAPE)
+    assert (found.push.route.shared, found.push.route.name) == (True, "shared_file")
+    (warning,) = found.warnings()
+    assert warning.startswith("each push of weights goes through a file in ")
+    assert ", on a shared file system: " in warning
+
+
+def engines_bytes(tp: int, replicas: int, each: int) -> tuple[int, int]:
+    """Closed form: all bytes that engine ranks need, and the first one's, from Hugging Face's tensors."""
+    tensors = hf_layout(SHAPE).local_shapes(0)
+    whole = sum(prod(size) for name, size in tensors.items() if any(part in name for part in WHOLE))
+    everything, vocabulary = sum(map(prod, tensors.values())), 2 * SHAPE.vocab_size * SHAPE.hidden_size
+    rows = -(-SHAPE.vocab_size // (8 * tp)) * 8  # the last rank's padding is nobody's
+    first = (everything - whole - vocabulary) // tp + whole + 2 * min(rows, SHAPE.vocab_size) * SHAPE.hidden_size
+    return (everything + (tp - 1) * whole) * replicas * each, first * each
+
+
+@pytest.mark.parametrize(("tp", "replicas"), [(1, 1), (2, 1), (2, 3)])
+def test_a_straight_push_moves_what_engine_ranks_hold(tp: int, replicas: int) -> None:
+    keys = ["slurm.engines.nodes=3", "weights.transport=direct", "slurm.speeds.nic=2"]
+    config = tiny("rollout=vllm", *keys, f"rollout.server.tp={tp}", f"rollout.server.replicas={replicas}")
+    (hop,) = push_cost(config, SHAPE).hops
+    assert (hop.total, hop.received) == engines_bytes(tp, replicas, 4)
+    assert hop.total / 2 <= hop.sent <= 1.05 * hop.total / 2  # two learner ranks share the work
+    assert hop.seconds == max(hop.sent, hop.received) / 2e9
+    assert "2 between nodes" in hop.speed
+
+
+@pytest.mark.parametrize(("dp", "pp", "replicas"), [(2, 1, 1), (1, 2, 1), (2, 2, 2)])
+def test_stages_and_whole_experts_are_in_a_server_once(dp: int, pp: int, replicas: int) -> None:
+    """Closed form: the attention and all else beside experts is in each of a server's dp replicas."""
+    tensors = hf_layout(SHAPE).local_shapes(0)
+    experts = sum(prod(size) for name, size in tensors.items() if ".experts." in name)
+    rest = sum(map(prod, tensors.values())) - experts
+    degrees = [f"rollout.server.{key}={value}" for key, value in (("dp", dp), ("ep", dp), ("pp", pp))]
+    keys = ["slurm.engines.nodes=2", "rollout.server.nodes=2", f"rollout.server.replicas={replicas}", *degrees]
+    config = tiny("rollout=vllm", "weights.transport=direct", *keys)
+    assert engine_nodes(config) == [1] * (dp * pp // 2) + [2] * (dp * pp // 2) + ([1] * 2 + [2] * 2) * (replicas - 1)
+    (hop,) = push_cost(config, SHAPE).hops
+    assert hop.total == 4 * replicas * (dp * rest + experts)
+
+
+@pytest.mark.parametrize(("pp", "layers"), [(4, (23, 24, 24, 23)), (5, (19, 19, 19, 19, 18)), (3, (31, 32, 31))])
+def test_stages_of_servers_have_the_layers_that_vllm_gives_them(pp: int, layers: tuple[int, ...]) -> None:
+    """94 layers by vLLM 0.32.0's rule: those left over go to the stages before the last."""
+    keys = [f"rollout.server.pp={pp}", "rollout.server.nodes=1", "rollout.server.tp=1", "rollout.server.replicas=1"]
+    found = engine_layout(job(QWEN_235B, "rollout=vllm", *keys), NAMED["qwen3-235b-a22b"])
+    assert found.stages == layers
+
+
+@pytest.mark.parametrize(("learner", "replicas"), [("learner.dp=2", 2), ("learner.ep=2", 2), ("learner.ep=2", 4)])
+def test_carriers_get_what_they_lack_from_each_other(learner: str, replicas: int) -> None:
+    """Closed form: each lacks the experts of the other, for each server on its node, and nothing where it has all."""
+    keys = ["slurm.nodes=2", "learner.ep=1", learner, f"rollout.server.replicas={replicas}"]
+    config = tiny("rollout=vllm", "weights.transport=direct", "rollout.server.colocated=true", *keys)
+    experts = sum(prod(size) for name, size in hf_layout(SHAPE).local_shapes(0).items() if ".experts." in name)
+    lacks = 4 * experts // 2 * replicas if learner == "learner.ep=2" else 0
+    (hop,) = push_cost(config, SHAPE).hops
+    assert (hop.total, hop.received, hop.sent) == (lacks, lacks // 2, lacks // 2)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_a_straight_push_of_quantised_weights_moves_their_bytes(kind: str) -> None:
+    """Closed form: into a server of one rank goes what its file would hold; half of it from each of two ranks."""
+    keys = ("rollout=vllm", "learner.device=cuda", "learner.dtype=bfloat16", "slurm.engines.nodes=1")
+    plain = tiny(*keys, "weights.transport=direct")
+    config = tiny(*keys, "weights.transport=direct", f"rollout.server.quantization={kind}")
+    (hop,) = push_cost(config, SHAPE).hops
+    assert hop.total == hop.received == served_bytes(config, SHAPE) == server_weights(config, SHAPE)
+    assert hop.total / 2 <= hop.sent <= 0.6 * hop.total
+    assert hop.total < 0.8 * push_cost(plain, SHAPE).hops[0].total
+
+
+def test_a_push_to_the_same_node_is_as_fast_as_that_nodes_memory() -> None:
+    keys = ("run.launcher=local", "rollout=vllm", "weights.transport=direct", "slurm.speeds.memory=3")
+    config = load_config("tiny_cpu", keys)
+    (hop,) = push_cost(config, SHAPE).hops
+    assert hop.seconds == max(hop.sent, hop.received) / 3e9
+    assert hop.speed == "3 GB/s a rank inside a node"
+
+
+def test_the_235b_recipe_gets_its_weights_in_a_second_and_not_in_minutes() -> None:
+    config = job(QWEN_235B)
+    (straight,) = push_cost(config, NAMED["qwen3-235b-a22b"]).hops
+    assert straight.received / 1e9 == pytest.approx(59.0, abs=0.05)  # docs/weights.md: an eighth of 470 GB, and norms
+    assert straight.seconds == straight.received / 50e9
+    filled, written, read = push_cost(job(QWEN_235B, "weights.transport=file"), named(config)).hops
+    model = 2 * 235_093_634_560  # as published
+    assert filled.received == pytest.approx(model * (1 - 1 / 96), rel=0.01)
+    assert (written.total, read.total, read.received) == (model, 4 * model, model)  # one replica a node
+    assert (written.seconds, read.seconds) == (model / 5e9, model / 5e9)
+    slow = push_cost(job(QWEN_235B, "weights.transport=file", "slurm.speeds.storage=8"), named(config)).hops
+    assert slow[2].seconds == 4 * model / 8e9
+
+
+def test_servers_of_one_node_read_the_whole_file_each() -> None:
+    config = tiny("rollout=vllm", "rollout.server.replicas=3", "slurm.speeds.memory=2")
+    model = 4 * sum(prod(size) for size in hf_layout(SHAPE).local_shapes(0).values())
+    written, read = push_cost(config, SHAPE).hops  # the two learner ranks hold all that they write
+    assert (written.total, written.sent, written.seconds) == (model, model / 2, model / 4e9)
+    assert (read.total, read.received, read.seconds) == (3 * model, model, model / 2e9)
+
+
+@pytest.mark.parametrize("server", ["rollout.server.replicas=2", "rollout.server.tp=2"])
+def test_each_node_of_servers_has_a_file_that_its_own_ranks_write(server: str) -> None:
+    """Closed form: of two nodes of two ranks each lacks the experts of the other."""
+    keys = ["slurm.nodes=2", "learner.ep=4", "learner.dp=4", server]
+    keys += ["rollout.server.nodes=2"] if server.endswith("tp=2") else []
+    config, tensors = tiny("rollout=vllm", *keys), hf_layout(SHAPE).local_shapes(0)
+    model, experts = (4 * sum(prod(size) for n, size in tensors.items() if part in n) for part in ("", ".experts."))
+    filled, written, read = push_cost(config, SHAPE).hops
+    assert (filled.total, filled.received, filled.sent) == (experts, experts // 4, experts // 4)
+    assert (written.total, written.sent, read.total, read.received) == (2 * model, model / 2, 2 * model, model)
+
+
+def test_servers_by_address_have_unknown_ranks_and_the_senders_bound_the_push() -> None:
+    config = job(QWEN_235B, *BY_ADDRESS)
+    (hop,) = push_cost(config, NAMED["qwen3-235b-a22b"]).hops
+    assert hop.total == 2 * 2 * 235_093_634_560
+    assert hop.seconds == hop.total / 96 / 50e9
+    assert hop.received == 0
+    assert hop.speed.endswith("for the senders; the receivers' shares are not known")
+
+
+@pytest.mark.parametrize("kind", ["none", *BLOCKS])
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])
+def test_a_file_has_the_bytes_that_the_writer_of_it_makes_room_for(name: str, kind: str) -> None:
+    keys = [f"rollout.server.quantization={kind}", "weights.transport=file"]
+    config, shape = job(QWEN_30B, *keys), NAMED[name]
+    hf = hf_layout(shape)
+    entries = stored(hf.local_shapes(0), dtype_of(torch.bfloat16), FORMATS[kind], float32_in_files(hf))
+    assert served_bytes(config, shape) == sum(prod(size) * dtype.itemsize for dtype, size in entries.values())
+
+
+def test_every_format_and_every_engine_is_known() -> None:
+    assert {"none", *BLOCKS} == set(FORMATS)
+    assert set(WINDOW_LAYERS) == set(ENGINES) - {"local"}
+    assert engine_ends._BUCKET_BYTES == 64 * 2**20
+
+
+@pytest.mark.parametrize(
+    "keys", [("learner.dp=4",), ("learner.tp=2", "learner.ep=2", "learner.dp=2"), ("learner.ep=1", "learner.pp=2")]
+)
+def test_engines_in_the_learners_ranks_get_what_these_lack(keys: Sequence[str]) -> None:
+    config = tiny(*keys, "slurm.speeds.memory=4")
+    (hop,) = push_cost(config, SHAPE).hops
+    world = config.learner.dims.world_size
+    moves = plan(learner_layout(config, SHAPE), hf_layout(SHAPE, ParallelDims(dp=world)))
+    into = Counter[int]()
+    for (_, receiver), elements in moves.traffic().items():
+        into[receiver] += 4 * elements
+    assert hop.total == pytest.approx(into.total(), rel=0.02)  # the last vocabulary rows are padded
+    assert hop.received == pytest.approx(max(into.values()), rel=0.02)
+    assert hop.seconds == hop.received / 4e9
+
+
+@pytest.mark.parametrize("recipe", ["qwen3_30b_a3b", "qwen3_235b_a22b"])
+def test_a_checkpoint_is_14_bytes_a_parameter(recipe: str) -> None:
+    config = job(recipe)
+    found, parameters = save_cost(config, named(config)), prod([served_bytes(config, named(config))]) // 2
+    assert 14 * parameters <= found.total <= 1.003 * 14 * parameters  # norms and routers count on each tp rank
+
+
+def test_the_first_of_a_data_parallel_group_writes_its_part_of_a_checkpoint() -> None:
+    config = tiny("learner.ep=2", "learner.dp=4", "slurm.nodes=2")
+    tensors = hf_layout(SHAPE).local_shapes(0)
+    experts = sum(prod(size) for name, size in tensors.items() if ".experts." in name)
+    padded = -SHAPE.vocab_size % 8 * 2 * SHAPE.hidden_size
+    dense = sum(map(prod, tensors.values())) - experts + padded
+    assert bytes_by_rank(config, SHAPE) == {0: 16 * (dense + experts // 2), 1: 16 * experts // 2}
+    found = save_cost(config, SHAPE)
+    assert (found.total, found.by_node) == (16 * (dense + experts),) * 2  # both ranks are on the first node
+    spread = save_cost(tiny("learner.ep=2", "slurm.nodes=2"), SHAPE)
+    assert (spread.total, spread.by_node) == (found.total, 16 * (dense + experts // 2))
+    critic = save_cost(tiny("learner.ep=2", "slurm.nodes=2", "algorithm=ppo"), SHAPE)
+    assert (critic.total, critic.by_node) == (2 * spread.total, 2 * spread.by_node)
+
+
+def test_the_floor_of_a_step_by_hand() -> None:
+    config = job(QWEN_30B)
+    active, tokens = NAMED["qwen3-30b-a3b"].active_parameters, 64 * 16 * (1024 + 7168)
+    assert 3.0e9 < active < 3.4e9  # 3.3 B, of which the embedding multiplies nothing
+    scores = 3 * 4 * 128 * 32 * 48 * (8192 * 8193 / 2) * 64 * 16  # of 32 heads in 48 layers, with the keys before
+    assert floor_seconds(config, named(config)) == pytest.approx((6 * active * tokens + scores) / (8 * 989e12))
+    assert estimate(tiny(), SHAPE).step is None
+    adapted = job(QWEN_30B, "learner.lora.rank=8", "learner.lora.targets=attention")
+    lora = 6 * 48 * 8 * 2 * (2048 + 4096 + 2048 + 512)  # inputs and outputs of queries and output, keys and values
+    assert floor_seconds(adapted, named(adapted)) * 8 * 989e12 == pytest.approx((4 * active + lora) * tokens + scores)
+
+
+@pytest.mark.parametrize(
+    ("keys", "warnings"),
+    [
+        ((), []),
+        (("slurm.speeds.step_seconds=100",), []),
+        (("slurm.speeds.step_seconds=40",), []),
+        (
+            ("slurm.speeds.step_seconds=50", "weights.transport=auto"),
+            ["a push of weights takes 6.9 s of a step's 50, 14%, at assumed speeds"],
+        ),
+        (("slurm.speeds.step_seconds=50", "weights.transport=auto", "slurm.speeds.memory=20"), []),
+    ],
+)
+def test_what_takes_more_than_a_tenth_of_a_stated_step_is_warned_of(keys: Sequence[str], warnings: list[str]) -> None:
+    config = job(QWEN_30B, *keys)
+    found = estimate(config, named(config)).warnings()
+    assert [warning.partition(" (slurm.speeds)")[0] for warning in found] == warnings
+
+
+@pytest.mark.parametrize("stated", [(), ("slurm.speeds.step_seconds=100",)])
+def test_a_job_that_leaves_less_than_a_step_is_noted(stated: Sequence[str]) -> None:
+    usual = estimate(config := job(QWEN_30B, *stated), named(config))
+    ends = usual.step.seconds
+    for seconds, found in ((math.ceil(ends), []), (math.ceil(ends) - 1, [f"a step takes {ends:,.0f} s"])):
+        config = job(QWEN_30B, *stated, f"slurm.signal_seconds={seconds}")
+        warnings = estimate(config, named(config)).warnings()
+        assert [warning.partition(", more than")[0] for warning in warnings] == found
+
+
+@pytest.mark.parametrize("key", SpeedsSection.model_fields)
+def test_each_speed_acts(key: str) -> None:
+    floor = (QWEN_30B, "slurm.speeds.gpu=null")
+    drafted = ("learner.draft.train=true", "rollout.server.draft_tokens=1", "weights.transport=file")
+    shared = (QWEN_235B, "weights.transport=file")
+    runs = ((QWEN_235B,), floor, (QWEN_30B, "weights.transport=auto"), shared)
+    if key == "draft_acceptance":  # which other runs refuse
+        runs = ((DEEPSEEK, *drafted),)
+
+    def seconds(*more: str) -> list[tuple[float, ...]]:
+        found = [estimate(config := job(*run, *more), named(config)) for run in runs]
+        return [(one.push.seconds, one.step.seconds if one.step else 0) for one in found]
+
+    assert seconds(f"slurm.speeds.{key}={'h20' if key == 'gpu' else 1}") != seconds()
+
+
+def test_plans_and_layouts_that_do_not_fit_are_refused_as_the_learners() -> None:
+    with pytest.raises(ConfigError, match="learner: ep = 3 does not divide"):
+        push_cost(tiny("learner.ep=3"), SHAPE)
+
+
+# What the bytes of a push cross, and where servers find files of weights.
+@pytest.mark.parametrize(
+    ("keys", "route"),
+    [
+        (("rollout=vllm",), "a file in /dev/shm, on one node"),
+        (("rollout=vllm", "weights.folder=/fast"), "a node's loopback and then through a file in /fast, on one node"),
+        (
+            ("rollout=vllm", "rollout.server.addresses=http://localhost:1,http://127.0.0.1:2"),
+            "a file in /dev/shm, on one node",
+        ),
+        (
+            ("rollout=vllm", "slurm.nodes=2"),  # the server is on the first
+            "a node's loopback and the network and then through a file in /dev/shm, on one node",
+        ),
+        (
+            ("rollout=vllm", "slurm.nodes=2", "rollout.server.replicas=2", "weights.folder=/dev/shm/x"),
+            "a node's loopback and the network and then through a file in /dev/shm/x on each of 2 nodes",
+        ),
+        (("rollout=vllm", "weights.transport=direct", "run.launcher=local"), "a node's loopback"),
+        (("rollout=vllm", "weights.transport=direct", "slurm.engines.nodes=1"), "the network"),
+        (
+            ("rollout=vllm", "weights.transport=direct", "slurm.nodes=2", "rollout.server.replicas=2"),
+            "a node's loopback and the network, to the learner rank beside each of the servers' ranks",
+        ),
+        (("slurm.nodes=2",), "a node's loopback and the network"),
+        (("learner.device=cuda", "slurm.gpus_per_node=2", "weights.transport=direct"), "NVLink"),
+    ],
+)
+def test_the_route_says_what_bytes_cross(keys: Sequence[str], route: str) -> None:
+    found = route_of(tiny(*keys))
+    assert found.describe() == route
+    assert not found.shared
+
+
+@pytest.mark.parametrize(
+    ("addresses", "folder"),
+    [
+        ("http://10.0.0.7:8000", None),
+        ("http://localhost:1,http://node7:8000", None),
+        ("http://[::1]:1,http://127.0.0.1:2", NODE_MEMORY),
+    ],
+)
+def test_servers_by_address_find_their_weights_in_the_runs_folder(addresses: str, folder: Path | None) -> None:
+    """They do not see this machine's /dev/shm."""
+    config = tiny("rollout=sglang", f"rollout.server.addresses={addresses}")
+    assert weights_folder(config) == folder
+    assert writers_of_files(config) == [range(2 if folder else 1)]
+
+
+def test_a_run_on_this_machine_has_its_file_here() -> None:
+    assert not route_of(load_config("tiny_cpu", ["rollout=vllm", "weights.transport=file"])).shared
+    assert not route_of(tiny("rollout=vllm", "weights.folder=/dev/shm/x")).shared

@@ -1,0 +1,103 @@
+"""GPUs by the names that ``rl-megatron scale`` takes, with memory, links and power; `flops.PEAKS` has their peaks.
+
+Sources, all NVIDIA's: the data sheets of A100, H100, H200 and of the DGX B200, B300, GB200 NVL72 and GB300 NVL72
+systems; of H800 and H20, which have none in public, arXiv:2505.09343 and press. Rates are of one direction. The network
+is that of the usual system: 400 Gb/s for each GPU, 800 for B300 and GB300, 200 for A100. So is a host's memory: 2 TB
+of a DGX, 960 GB of a tray of 4 GPUs in an NVL72 rack (17 TB in 18 trays).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from rl_megatron.config import yaml_text
+from rl_megatron.errors import ConfigError
+from rl_megatron.training.flops import Peak, peak_of
+
+GB = 1e9
+
+
+def gigabytes(*counts: float) -> list[str]:
+    """Returns numbers of bytes as ``1.2 GB``, with decimals until no two of them, and no number and 0, look alike."""
+    for digits in range(1, 10):
+        texts = [f"{count / GB:,.{digits}f} GB" for count in counts]
+        if len({f"{0:.{digits}f} GB", *texts}) == len({0.0, *counts}):
+            break
+    return texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A kind of GPU and its links: GB and GB/s of 1e9 bytes, W; ``domain`` is how many GPUs NVLink joins.
+
+    ``cuda_name`` is the name that CUDA gives it, by which its peak is found; ``per_node`` GPUs are a node of Slurm's,
+    whose host has ``host`` GB of memory.
+    """
+
+    cuda_name: str
+    memory: float
+    hbm: float
+    nvlink: float
+    network: float
+    watts: float
+    domain: int = 8
+    per_node: int = 8
+    host: float = 2000
+
+    @property
+    def peak(self) -> Peak:
+        """Its peak. Raises ConfigError if the table of peaks has no such GPU."""
+        found = peak_of(self.cuda_name)
+        if found is None:
+            raise ConfigError(f"cuda_name={self.cuda_name}: no peak is known of this GPU; name one that has its chip")
+        return found
+
+
+GPUS: Mapping[str, Gpu] = {
+    "a100": Gpu(cuda_name="A100", memory=80, hbm=2039, nvlink=300, network=25, watts=400),
+    "h100": Gpu(cuda_name="H100", memory=80, hbm=3350, nvlink=450, network=50, watts=700),
+    "h800": Gpu(cuda_name="H800", memory=80, hbm=3350, nvlink=200, network=50, watts=700),
+    "h20": Gpu(cuda_name="H20", memory=96, hbm=4000, nvlink=450, network=50, watts=500),
+    "h200": Gpu(cuda_name="H200", memory=141, hbm=4800, nvlink=450, network=50, watts=700),
+    "b200": Gpu(cuda_name="B200", memory=180, hbm=8000, nvlink=900, network=50, watts=1000),
+    "b300": Gpu(cuda_name="B300", memory=270, hbm=8000, nvlink=900, network=100, watts=1100),
+    "gb200": Gpu(
+        cuda_name="GB200", memory=186, hbm=8000, nvlink=900, network=50, watts=1200, domain=72, per_node=4, host=960
+    ),
+    "gb300": Gpu(
+        cuda_name="GB300", memory=278, hbm=8000, nvlink=900, network=100, watts=1400, domain=72, per_node=4, host=960
+    ),
+}
+
+
+def gpu_named(name: str, key: str = "gpu") -> Gpu:
+    """The GPU of the table, or of a YAML file: ``like``, a name of the table, and the fields of `Gpu` that differ.
+
+    Raises ConfigError, which says ``key``, for an unknown name, and for keys and values of a file that are not a GPU's.
+    """
+    if name in GPUS:
+        return GPUS[name]
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"{key}={name}: neither a known GPU nor a file; known: {', '.join(GPUS)}")
+    tree = yaml_text.read(path)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a file of a GPU has keys: like, which names a known GPU, and what differs from it")
+    given = dict(tree)
+    like = given.pop("like", None)
+    if like not in GPUS:
+        raise ConfigError(f"{path}: like={like} must name the GPU that the file differs from: {', '.join(GPUS)}")
+    base = GPUS[str(like)]
+    kinds = [field.name for field in fields(Gpu)]
+    for key, value in given.items():
+        if key not in kinds:
+            raise ConfigError(f"{path}: {key!r} is not a GPU's; keys: like, {', '.join(kinds)}")
+        whole = key in ("domain", "per_node")
+        right = isinstance(value, int if whole else int | float) and not isinstance(value, bool) and value > 0
+        if not (isinstance(value, str) if key == "cuda_name" else right):
+            what = "a name" if key == "cuda_name" else f"a{' whole' * whole} number above 0"
+            raise ConfigError(f"{path}: {key}={value!r} must be {what}")
+    changed: Gpu = replace(base, **given)
+    return changed

@@ -1,0 +1,567 @@
+"""What a layer and the output layer cost a rank, in closed form: products, messages, seconds by term, bytes. No torch.
+
+Matrix products run at a share of the peak that grows with their rows and their narrower side, or at the speed of memory
+if that is slower. Beside its products a layer has attention, passes over memory, messages, and launches, which count
+where they take longer than the GPU. Muon orthogonalises matrices (`learner.muon`), which takes seconds of its own.
+
+Messages are those of a tensor-parallel or expert-parallel group, for a token of one layer. Columns are numbers of a
+token on the larger side of a collective, as a dry run counts them (tests/recipes). With sequence parallelism
+(arXiv:2205.05198) each block of a layer gathers its input, again in the backward pass for the gradient of its weights,
+where it also gathers the gradient of its output; it scatters the sums of its output and of its input's gradient. Of
+latents only those are gathered that are projected up.
+
+Bytes are what a rank holds while one of its layers computes, beside what all layers keep. Dry runs count the same of
+torch's layers: the way to the experts and back has four copies of the rows at once, and their backward pass two beside
+the gradients of the layer's experts. Of TransformerEngine's layers, which they cannot count, it is twice what a layer
+makes, an upper bound that lies within 3 % of published peaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import pow
+
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.implementation import multiplies_at_once, wants_transformer_engine
+from rl_megatron.options.kept import delta_bytes, freed, halves, kept, probabilities
+from rl_megatron.options.optimizer import NEWTON_SCHULZ_STEPS
+from rl_megatron.options.option import BYTES, Rank
+from tools.planner.constants import MEMORY, Constants
+from tools.planner.hardware import GB, Gpu
+
+BYTES_READ = {"float32": 4.0, "bfloat16": 2.0, "float8": 1.0}
+"""Bytes of an element that a product reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """All that a layer's seconds depend on, so that layouts which differ otherwise share them."""
+
+    shape: ModelShape
+    gpu: Gpu
+    sparse: bool
+    tp: int
+    ep: int
+    etp: int
+    cp: int
+    tokens: float
+    length: float
+    precision: str
+    dispatcher: str
+    overlap: float
+    natural: bool
+    again: frozenset[str]
+    graphs: bool
+    scored: bool
+    constants: Constants
+
+    @property
+    def size(self) -> float:
+        """Bytes of an element of what lies between products, or is sent."""
+        return BYTES_READ[self.precision] if self.precision == "float32" else 2.0
+
+    def __hash__(self) -> int:
+        """Of what differs between layouts of one model, whose hash takes longer, and between the constants of a fit: of
+        equal hashes each table of results has to compare all."""
+        own = (self.sparse, self.tp, self.ep, self.etp, self.cp, self.tokens, self.dispatcher, self.again, self.scored)
+        return hash((own, self.constants))
+
+
+def product_seconds(rows: float, wide: float, deep: float, rate: float, gpu: Gpu, c: Constants, size: float) -> float:
+    """Of a product of [rows, wide] and [wide, deep] at ``rate`` FLOP/s, ``size`` bytes an element of what is read."""
+    narrow = min(wide, deep)
+    computed = 2 * rows * wide * deep / rate * (1 + c.tile / rows) * (1 + c.tile / narrow)
+    moved = (wide * deep * size + rows * (wide * size + max(2.0, size) * deep)) / (gpu.hbm * GB * MEMORY)
+    return max(computed, moved)
+
+
+def rate_of(gpu: Gpu, precision: str, constants: Constants) -> float:
+    """FLOP/s that large products reach. The clocks of GPUs with few watts for their peak fall (`Constants.power`).
+
+    Float32 is multiplied as such, not as TF32, outside of the tensor cores.
+    """
+    peak = gpu.peak
+    if precision == "float32":
+        return peak.float32 * 1e12 * constants.gemm
+    share = pow(min(1.0, gpu.watts / peak.bfloat16 / _AMPLE), constants.power)
+    if precision == "float8" and peak.float8 is not None:
+        return peak.float8 * 1e12 * constants.gemm_fp8 * share
+    return peak.bfloat16 * 1e12 * constants.gemm * share
+
+
+_AMPLE = 700 / 989.5  # W for a TFLOP/s: an H100's
+
+
+def products(k: LayerKind, sizes: Sequence[tuple[float, float, float]]) -> Iterator[float]:
+    """Seconds of each product of such (rows, wide, deep)."""
+    rate, size = rate_of(k.gpu, k.precision, k.constants), BYTES_READ[k.precision]
+    for rows, wide, deep in sizes:
+        yield product_seconds(rows, wide, deep, rate, k.gpu, k.constants, size)
+
+
+def linears(k: LayerKind) -> list[tuple[float, float, float]]:
+    """Products of a layer without its experts, as (rows, wide, deep) of a rank."""
+    s, rows, tp = k.shape, k.tokens / k.cp, k.tp
+    h = s.hidden_size
+    if s.latent is None:
+        given, taken = mixer_columns(s)
+        out = [(rows, h, given / tp), (rows, taken / tp, h)]
+    else:
+        m = s.latent
+        first = [(rows / tp, h, m.query_rank)] if m.query_rank else [(rows, h, s.num_heads * s.head_dim / tp)]
+        down = (rows / tp, h, m.kv_rank + m.rope_dim)
+        out = [*first, down, *latent_up(k), (rows, s.num_heads * m.value_dim / tp, h)]
+    if not k.sparse:
+        return [*out, *gated(k, s.dense_width)]
+    out.append((rows / tp, h, s.num_experts))
+    return [*out, *gated(k, s.shared_width)] if s.shared_width else out
+
+
+def mixer_columns(s: ModelShape) -> tuple[float, float]:
+    """Columns that the first linear of grouped-query attention or of a delta net gives, and that its last one takes:
+    the mean over layers."""
+    gates = s.num_heads if s.output_gate else 0
+    given, taken = float((s.num_heads + gates + 2 * s.num_kv_heads) * s.head_dim), float(s.num_heads * s.head_dim)
+    if s.delta is None:
+        return given, taken
+    share = len(s.delta_layers) / s.num_layers
+    return given + share * (s.delta.inputs - given), taken + share * (s.delta.outputs - taken)
+
+
+def latent_up(k: LayerKind) -> list[tuple[float, float, float]]:
+    """Products that project latents up to heads."""
+    s, rows, m = k.shape, k.tokens / k.cp, k.shape.latent
+    assert m is not None
+    of_queries = [(rows, m.query_rank, s.num_heads * s.head_dim / k.tp)] if m.query_rank else []
+    return [*of_queries, (rows, m.kv_rank, s.num_heads * (m.nope_dim + m.value_dim) / k.tp)]
+
+
+def gated(k: LayerKind, width: int) -> list[tuple[float, float, float]]:
+    """Products of a gated MLP: gate and up together, then down."""
+    rows, h = k.tokens / k.cp, k.shape.hidden_size
+    return [(rows, h, 2 * width / k.tp), (rows, width / k.tp, h)]
+
+
+def attention_flops(s: ModelShape, length: float) -> float:
+    """Forward FLOPs of scores and their product with the values, for a token, the mean over the layers' windows.
+
+    A delta net's are those of its chunks (`learner.model.delta.rule`), forward, and forward again in the backward pass.
+    """
+    widths = s.head_dim + (s.latent.value_dim if s.latent else s.head_dim)
+    windows = s.windows or (0,)
+    spans = [length / 2 if not w or w >= length else w - w * w / (2 * length) for w in windows]
+    scores = 2 * s.num_heads * widths * sum(spans) / len(spans)
+    if s.delta is None:
+        return scores
+    m, share = s.delta, len(s.delta_layers) / s.num_layers
+    of_value_head = 2 * m.key_dim * m.value_dim * 3 + m.chunk * (m.key_dim + 3 * m.value_dim)
+    chunks = m.value_heads * of_value_head + m.key_heads * 4 * m.chunk * m.key_dim
+    return scores + share * (9 / 7 * chunks - scores)  # 4.5 passes where attention has 3.5
+
+
+Matrix = tuple[float, float, float]
+"""Rows and columns, and how many there are."""
+
+
+def orthogonal_seconds(matrix: Matrix, rate: float, gpu: Gpu, c: Constants, size: float) -> float:
+    """Of the Newton-Schulz iteration over matrices [m, n], the shorter side first: X X', its square, and
+    its product with X. ``rate`` and ``size`` as of `product_seconds`."""
+    rows, columns, count = matrix
+    m, n = sorted((rows, columns))
+    products = ((m, n, m), (m, m, m), (m, m, n))
+    return count * NEWTON_SCHULZ_STEPS * sum(product_seconds(*one, rate, gpu, c, size) for one in products)
+
+
+def matrices(s: ModelShape, ep: int) -> tuple[list[Matrix], list[Matrix]]:
+    """Those of all layers but the experts', and those of a rank's share of the experts, each whole."""
+    sparse, h = len(s.moe_layers), s.hidden_size
+    dense = [*_of_attention(s), *_of_delta_nets(s), *_gated(h, s.dense_width, s.num_layers - sparse)]
+    if not sparse:
+        return dense, []
+    dense += [(s.num_experts, h, sparse), *_gated(h, s.shared_width, sparse)]
+    return dense, [*_gated(h, s.expert_width, sparse * s.num_experts / ep)]
+
+
+def _gated(hidden: int, width: int, count: float) -> Iterator[Matrix]:
+    """Gate, up and down of ``count`` MLPs."""
+    if width:
+        yield width, hidden, 3 * count
+
+
+def _of_attention(s: ModelShape) -> Iterator[Matrix]:
+    h, layers, m = s.hidden_size, s.num_layers - len(s.delta_layers), s.latent
+    heads = s.num_heads * s.head_dim
+    if m is None:
+        yield heads, h, layers * (2 + s.output_gate)  # queries, their gates, and the output
+        yield s.num_kv_heads * s.head_dim, h, 2 * layers
+        return
+    if m.query_rank:
+        yield m.query_rank, h, layers
+    yield heads, m.query_rank or h, layers
+    yield m.kv_rank + m.rope_dim, h, layers
+    yield s.num_heads * (m.nope_dim + m.value_dim), m.kv_rank, layers
+    yield h, s.num_heads * m.value_dim, layers
+
+
+def _of_delta_nets(s: ModelShape) -> Iterator[Matrix]:
+    if (m := s.delta) is None:
+        return
+    layers = len(s.delta_layers)
+    yield m.key_heads * m.key_dim, s.hidden_size, 2 * layers  # queries and keys
+    yield m.outputs, s.hidden_size, 3 * layers  # values, their gates, and the output
+    yield m.value_heads, s.hidden_size, 2 * layers
+
+
+PROBABILITY, COUNT = 4, 8  # bytes of an expert's probability, and of a count of tokens
+LOGPROBS = 4  # float32 numbers of a token that the output layer's ranks reduce: maxima, sums, logits, entropies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Numbers of a token that are gathered and scattered in one direction through a layer."""
+
+    gathered: float
+    scattered: float
+
+    @property
+    def both(self) -> float:
+        """Gathered and scattered together."""
+        return self.gathered + self.scattered
+
+
+def forward_columns(shape: ModelShape, *, sparse: bool) -> Columns:
+    """Of the forward pass of a layer with experts or without."""
+    inputs, outputs, up, rotary = _sizes(shape, sparse)
+    return Columns(gathered=inputs + up + rotary, scattered=outputs)
+
+
+def backward_columns(shape: ModelShape, *, sparse: bool) -> Columns:
+    """Of its backward pass. Rotary keys are no product's input: only their gradient travels."""
+    inputs, outputs, up, rotary = _sizes(shape, sparse)
+    return Columns(gathered=inputs + outputs + up, scattered=inputs + up + rotary)
+
+
+def _sizes(shape: ModelShape, sparse: bool) -> tuple[float, float, float, float]:
+    """Whole inputs that a layer gathers, and outputs that it scatters; latents that it projects up, and rotary keys.
+
+    Experts get their tokens by the all-to-all; shared ones are a block as a dense MLP is.
+    """
+    mlp = 0 if sparse and not shape.shared_width else 1
+    h, m = shape.hidden_size, shape.latent
+    if m is None:
+        return h * (mlp + 1.0), h * (mlp + 1.0), 0.0, 0.0
+    return h * float(mlp), h * (mlp + 1.0), float((m.query_rank or 0) + m.kv_rank), float(m.rope_dim)
+
+
+def head_gathers(*, float32: bool) -> int:
+    """How often the output layer gathers hidden states of a token: a float32 head keeps them for its backward pass."""
+    return 1 if float32 else 2
+
+
+def replicated(shape: ModelShape, layers: float, sparse: float, *, last: bool) -> float:
+    """Parameters that all ranks of a tensor-parallel group hold whole: norms, routers, down-projections."""
+    h, m = shape.hidden_size, shape.latent
+    each = 2.0 * h + (2 * shape.head_dim if shape.qk_norm == "head" else 0)
+    if m is not None:
+        rank = (m.query_rank or 0) + m.kv_rank
+        each += h * (rank + m.rope_dim) + rank
+    gates = h if shape.shared_gate else 0
+    return each * layers + sparse * (shape.num_experts * h + gates) + h * last
+
+
+_ALONE = {"moe_act"}
+"""Modules that torch's layers compute again for one expert after the other, but where they take all at once."""
+
+
+def beside_kept(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
+    """Most bytes that a pass of ``rank`` holds beside what its layers keep of micro-batches."""
+    size, d = BYTES[learner.dtype], learner.dims
+    kinds = {n: (n in shape.moe_layers, n in shape.delta_layers) for n in rank.layers}
+    unlike = {(kinds[n], shape.windows[n] if shape.windows else 0): n for n in rank.layers}.values()
+    most = max((_one(learner, shape, rank, layer) for layer in unlike), default=0.0)
+    hidden = rank.tokens * shape.hidden_size * size
+    around = hidden if d.tp > 1 else 0.0  # megatron's buffer of sequence parallelism
+    around += hidden / d.tp * _between_stages(learner, shape, rank)
+    return max(most + _group(learner, shape, rank), _embedding(learner, shape, rank)) + around
+
+
+def _between_stages(learner: LearnerSection, shape: ModelShape, rank: Rank) -> int:
+    """Gradients that megatron's schedule holds while a micro-batch passes backward: of the stage's output, as received,
+    which a whole layer that is computed again counts itself; and of its input of the micro-batch before, as sent."""
+    counted = learner.recompute.uniform is not None and not wants_transformer_engine(learner, shape)
+    return (rank.stage > 0) + (rank.stage < learner.pp - 1 and not counted)
+
+
+def in_forward(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
+    """Most bytes that a pass without gradients holds: all that one layer makes, kept or not."""
+    return max((_made(learner, shape, rank, layer) for layer in rank.layers), default=0.0)
+
+
+def _one(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> float:
+    """What ``layer`` computes again for its backward pass, and what its larger half holds beside that."""
+    if wants_transformer_engine(learner, shape):
+        gradients = _gradients(learner, shape, layer, matrices=2)
+        return 2 * _made(learner, shape, rank, layer) + max(gradients, _embedding(learner, shape, rank))
+    parts = halves(learner, shape, layer, rank.longest)
+    if (
+        learner.recompute.uniform is not None
+    ):  # its input is kept already, and in its place comes the gradient of its output
+        again, attention = sum(parts.values()), parts["attention"]
+    else:
+        frees = freed(learner, shape, layer, rank.longest)
+        alone = set() if multiplies_at_once(learner, shape) else _ALONE
+        again = attention = sum(frees.get(module, 0.0) for module in {*learner.recompute.modules} - alone)
+    mlp = (_experts if layer in shape.moe_layers else _dense)(learner, shape, rank, layer)
+    gradients = sum(_attention(shape, layer)) * BYTES[learner.dtype] / learner.tp
+    gradients += delta_bytes(learner, shape, layer)
+    scores = probabilities(learner, shape, layer, rank.longest)
+    return max(rank.tokens * again + mlp, rank.tokens * (attention + gradients + 2 * scores))
+
+
+def _experts(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> float:
+    """Bytes beside what a layer with experts keeps: in its forward pass rows as sorted, as they arrived, as they left
+    the experts and as sorted back; in the backward pass the gradients of outputs and inputs, of all
+    experts' weights, which return together, and one expert's products.
+
+    Or the products of all experts at once, with their weights laid side by side: at first four as wide as experts, six
+    of those with biases, and then the gradients of two, beside those of the weights
+    (tests/unit/options/test_bytes.py measures it)."""
+    d, size = learner.dims, BYTES[learner.dtype]
+    rows = rank.tokens * shape.experts_per_token / d.tp
+    one = rows * shape.hidden_size * size
+    apart = d.ep * d.etp > 1
+    forward = 2 * one * (1 + d.etp) if apart else one
+    forward += rank.tokens * shape.hidden_size / d.tp * size if shape.shared_width else 0.0
+    if multiplies_at_once(learner, shape):
+        inside = rows * shape.expert_width * size
+        together = shape.expert_bias or shape.stacked_experts
+        first = one * d.etp + (6 if shape.expert_bias else 4) * inside + _gradients(learner, shape, layer, matrices=3)
+        last = 2 * one * d.etp + 2 * inside + _gradients(learner, shape, layer, matrices=3 if together else 5)
+        return max(forward, first, last)
+    gradients = _gradients(learner, shape, layer, matrices=3)
+    products = 8 * rows * shape.expert_width * d.ep / shape.num_experts * size
+    return max(forward, 2 * one * d.etp + gradients + products)
+
+
+def _dense(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> float:
+    """Bytes beside what a dense layer keeps: gradients of gate and up, or of their weights; or before these the
+    output's gradient, which sequence parallelism gathers, with those of down's input and weight."""
+    size = BYTES[learner.dtype]
+    product, one = shape.dense_width / learner.tp * rank.tokens * size, _gradients(learner, shape, layer, matrices=1)
+    gathered = rank.tokens * shape.hidden_size * size + product + one if learner.tp > 1 else 0.0
+    return max(2 * product, 2 * one, gathered)
+
+
+def _gradients(learner: LearnerSection, shape: ModelShape, layer: int, *, matrices: int) -> float:
+    """Bytes of the gradients that are there at once before they are added up: of ``matrices`` of a dense ``layer``, or
+    of all its experts."""
+    d, size = learner.dims, BYTES[learner.dtype]
+    if layer in shape.moe_layers:
+        apart = shape.stacked_experts and not multiplies_at_once(learner, shape)
+        matrices *= 2 if apart else 1  # which are then put together
+        return matrices * shape.hidden_size * shape.expert_width * shape.num_experts / d.ep / d.etp * size
+    return matrices * shape.hidden_size * shape.dense_width / d.tp * size
+
+
+def _embedding(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
+    """Bytes of the embedding's gradient."""
+    return shape.hidden_size * shape.vocab_size / learner.tp * BYTES[learner.dtype] if rank.stage == 0 else 0.0
+
+
+def _group(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
+    """Bytes that layers keep which are recomputed together with the one that computes (``recompute.uniform``)."""
+    together = (learner.recompute.uniform or 1) - 1
+    if not together:
+        return 0.0
+    most = max((kept(learner, shape, layer, rank.longest) for layer in rank.layers), default=0.0)
+    return together * most * rank.tokens
+
+
+def _made(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> float:
+    """Bytes that ``rank`` makes while it computes one layer, kept or not."""
+    d, hidden = learner.dims, shape.hidden_size
+    per_token = 4.0 * hidden + sum(_attention(shape, layer))  # inputs and outputs of both norms
+    if layer in shape.moe_layers:
+        chosen = shape.experts_per_token
+        per_token += chosen * (4 * hidden * d.etp + 3 * shape.expert_width)  # sent, arrived, left, combined
+        per_token += 3 * shape.shared_width + 2 * shape.num_experts
+    else:  # sequence parallelism gathers what comes into the MLP
+        per_token += 3 * shape.dense_width + hidden * (d.tp if d.tp > 1 else 0)
+    plain = probabilities(learner, shape, layer, rank.longest)
+    return rank.tokens * (per_token / d.tp * BYTES[learner.dtype] + plain + delta_bytes(learner, shape, layer))
+
+
+def _attention(shape: ModelShape, layer: int) -> Iterator[float]:
+    """Elements per token of queries, keys, values and the output, before and after rotation; or what a delta net's
+    linears give and take."""
+    heads = shape.num_heads
+    if shape.delta is not None and layer in shape.delta_layers:
+        yield shape.delta.inputs + shape.delta.outputs
+        return
+    if shape.output_gate:
+        yield 2 * heads * shape.head_dim  # as projected, and multiplied
+    if (latent := shape.latent) is None:
+        yield (2 * heads + 2 * shape.num_kv_heads) * shape.head_dim  # q, k, v and the output
+        yield (heads + shape.num_kv_heads) * shape.head_dim  # rotated q and k
+        return
+    yield (latent.query_rank or 0) + latent.kv_rank + latent.rope_dim
+    yield heads * (2 * (latent.nope_dim + latent.rope_dim) + 2 * latent.value_dim)
+
+
+Seconds = dict[str, float]
+
+
+@lru_cache(maxsize=4096)
+def layer_seconds(k: LayerKind) -> Mapping[str, float]:
+    """Seconds of one layer, forward, backward and what is computed again, by term."""
+    sparse = len(k.shape.moe_layers)
+    if not (sparse if k.sparse else k.shape.num_layers - sparse):
+        return {}
+    forward, full, c = _forward(k), "full" in k.again, k.constants
+    out = {}
+    for name, seconds in forward.items():
+        out[name] = seconds * (1 + _backward(k, name) * (not k.scored))
+    again = forward if full else _parts_again(k, forward)
+    out["computed again"] = sum(seconds for name, seconds in again.items() if name not in _MESSAGES)
+    for name in _MESSAGES & again.keys():
+        out[name] += again[name]
+    out["all-to-all"] = out.get("all-to-all", 0.0) * (1 - min(1.0, k.overlap * c.hidden))
+    launches = c.host * (0.5 if k.graphs else 1.0) * (1.0 if k.sparse else 0.5)
+    launches *= 1 if k.scored else 3 + full
+    busy = sum(out.values())
+    out["host"] = (busy**4 + launches**4) ** (1 / 4) - busy  # behind the GPU as long as they are shorter
+    return out
+
+
+_MESSAGES = {"all-to-all", "tensor parallel", "context parallel"}
+
+
+def _backward(k: LayerKind, name: str) -> float:
+    """Seconds of a term's backward pass over those of its forward pass."""
+    if name == "tensor parallel":
+        columns = (backward_columns(k.shape, sparse=k.sparse).both, forward_columns(k.shape, sparse=k.sparse).both)
+        return columns[0] / columns[1]
+    return 2.5 if name == "attention" else 1.0 if name in _MESSAGES else 2.0
+
+
+def _parts_again(k: LayerKind, forward: Mapping[str, float]) -> Mapping[str, float]:
+    """Forward seconds of the parts of a layer that are computed again."""
+    out: Seconds = {}
+    between = forward["between products"]
+    if "core_attn" in k.again:
+        out["attention"] = forward["attention"]
+    if "layernorm" in k.again or "moe_act" in k.again:
+        out["between products"] = 0.2 * between
+    if "mla_up_proj" in k.again and k.shape.latent is not None:
+        out["linears"] = sum(products(k, latent_up(k)))
+    if not k.sparse and "mlp" in k.again:
+        out["linears"] = out.get("linears", 0.0) + sum(products(k, gated(k, k.shape.dense_width)))
+    if k.sparse and "moe" in k.again:
+        out |= {name: forward[name] for name in ("experts", "all-to-all") if name in forward}
+        out["between products"] = 0.5 * between
+    if k.sparse and ({"moe", "shared_experts"} & k.again) and k.shape.shared_width:
+        out["linears"] = out.get("linears", 0.0) + sum(products(k, gated(k, k.shape.shared_width)))
+    if k.sparse and "experts" in k.again:  # torch's layers compute gate and up again
+        out["experts"] = forward["experts"] * 2 / 3
+    return out
+
+
+def _forward(k: LayerKind) -> Seconds:
+    s, c, gpu = k.shape, k.constants, k.gpu
+    rows = k.tokens / k.cp
+    own = rows / k.tp
+    hbm = gpu.hbm * GB * MEMORY
+    rate = rate_of(gpu, _unquantised(k), c) / c.gemm * c.attention
+    out: Seconds = {
+        "linears": sum(products(k, linears(k))),
+        "attention": attention_flops(s, k.length) * own / rate,
+        "between products": c.passes * own * s.hidden_size * k.size / hbm,
+    }
+    if k.tp > 1:
+        sent = rows * forward_columns(s, sparse=k.sparse).both * k.size
+        out["tensor parallel"] = sent * _per_byte(k)
+    if k.cp > 1:
+        near = k.tp * k.cp <= gpu.domain
+        link = (gpu.nvlink if near else gpu.network) * GB * c.links
+        kept: float = s.num_kv_heads * s.head_dim * 2 if s.latent is None else 2 * s.num_heads * s.head_dim
+        if s.delta is not None:  # an exchange each way, in place of keys and values
+            share = len(s.delta_layers) / s.num_layers
+            kept += share * (s.delta.inputs + s.delta.outputs - kept)
+        out["context parallel"] = (
+            0.3 * rows * kept * k.size * (k.cp - 1) / k.tp / link
+        )  # a ring, mostly behind attention
+    if k.sparse:
+        _add_experts(k, own, out)
+    return out
+
+
+def _add_experts(k: LayerKind, own: float, out: Seconds) -> None:
+    """Products of the experts, what lies between them, and the messages of both ways."""
+    s, c, gpu = k.shape, k.constants, k.gpu
+    local, chosen = s.num_experts / k.ep, s.experts_per_token
+    rows = own * chosen * k.etp * (c.imbalance if k.natural else 1.0)
+    width, hidden = s.expert_width / k.etp, s.hidden_size
+    size, rate, each = BYTES_READ[k.precision], rate_of(gpu, k.precision, c), rows / local
+    out["experts"] = local * (
+        product_seconds(each, hidden, 2 * width, rate, gpu, c, size)
+        + product_seconds(each, width, hidden, rate, gpu, c, size)
+    )
+    columns = 6 * hidden + 4 * width + (2 * hidden + 14 * width if s.expert_bias else 0)
+    cast = 2 * (hidden + width) if k.precision == "float8" else 0  # both inputs read, and written twice
+    out["between products"] += rows * k.size * (columns + cast) / (gpu.hbm * GB * MEMORY)
+    group = k.ep * k.etp
+    if group > 1:
+        nodes = max(1.0, group / gpu.domain)
+        copies = float(chosen) if k.dispatcher == "alltoall" else nodes * (1 - (1 - 1 / nodes) ** chosen)
+        moved = own * (hidden * k.size + PROBABILITY / 2) * (c.imbalance if k.natural else 1.0)  # those go one way
+        slow = c.plain if k.dispatcher == "alltoall" else 1.0
+        far = moved * copies * (1 - 1 / nodes) / (gpu.network * GB)
+        near = moved * chosen * k.etp * (1 - 1 / group) / (gpu.nvlink * GB)
+        # Counts are gathered on the way there alone, not in the backward pass.
+        counts = k.ep * s.num_experts * COUNT / 2 / (gpu.network if nodes > 1 else gpu.nvlink) / GB / c.links
+        out["all-to-all"] = 2 * max(far, near) / c.links / slow + counts
+
+
+def _per_byte(k: LayerKind) -> float:
+    """Seconds of a byte of what a tensor-parallel group gathers or scatters: each rank has its own share already."""
+    return (k.tp - 1) / k.tp / (k.gpu.nvlink * GB * k.constants.links)
+
+
+def _unquantised(k: LayerKind) -> str:
+    """The precision of what no recipe computes in float8: attention and the output layer."""
+    return "float32" if k.precision == "float32" else "bfloat16"
+
+
+def embedding_seconds(k: LayerKind) -> Mapping[str, float]:
+    """Messages of the embedding of the first stage: its sums are scattered, and their gradient gathered."""
+    if k.tp == 1:
+        return {}
+    whole = k.tokens / k.cp * k.shape.hidden_size * k.size
+    return {"tensor parallel": whole * (1 if k.scored else 2) * _per_byte(k)}
+
+
+@lru_cache(maxsize=4096)
+def head_seconds(k: LayerKind, drafts: int) -> Mapping[str, float]:
+    """The output layer and log-probs of the last stage, and draft layers as ``k``, forward and backward.
+
+    Where it is computed again ("head"), its products are of float32 (``learner.head_dtype``), and norms of the logits'
+    gradients ("norms") multiply once more.
+    """
+    s, c, rows = k.shape, k.constants, k.tokens / k.cp
+    again, norms = "head" in k.again, "norms" in k.again
+    rate, size = rate_of(k.gpu, "float32" if again else _unquantised(k), c), 4.0 if again else k.size
+    times = (1 if k.scored else 3 + again) + (again and norms)
+    logits = product_seconds(rows, s.hidden_size, s.outputs / k.tp, rate, k.gpu, c, size) * times
+    read = ((3 if k.scored else 6) + 3 * norms) * rows * s.outputs / k.tp * 4 / (k.gpu.hbm * GB * MEMORY)
+    out = {"output layer": (logits + read) * (1 + drafts)}
+    if k.tp > 1:
+        whole = rows * s.hidden_size * k.size * (1 if k.scored else 1 + head_gathers(float32=again))
+        reduced = 2 * rows * LOGPROBS * 4  # an all-reduce sends twice its bytes
+        out["tensor parallel"] = (whole + reduced) * (1 + drafts) * _per_byte(k)
+    if drafts:
+        merge = 3 * product_seconds(rows, 2 * s.hidden_size, s.hidden_size / k.tp, rate, k.gpu, c, k.size)
+        out["draft layers"] = drafts * (sum(layer_seconds(k).values()) + merge)
+    return out

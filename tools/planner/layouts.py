@@ -1,0 +1,220 @@
+"""What a planned run is asked for, and its learner's layouts with their seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import groupby, product
+from typing import Any, Literal
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.dispatcher import DEEPEP_RANKS
+from rl_megatron.types import ParallelDims
+from tools.planner.hardware import Gpu
+from tools.planner.memory import CHANGES
+from tools.planner.rl_step import filled, learner_work, score_seconds
+from tools.planner.time import LearnerWork, step_seconds
+
+Goal = Literal["tokens", "memory", "step"]
+Timed = tuple[float, dict[str, object]]
+"""Seconds of training and log-probs in a step, and the keys of the layout."""
+CUTS = (1, 2, 4, 8)
+"""Degrees of tensor and context parallelism that are tried."""
+MOST_STAGES, MOST_EXPERT_RANKS = 32, 128
+CHANGES_TOGETHER: Mapping[str, str] = {
+    term: change.removeprefix(f"set roles.{term}=separate, ") for term, change in CHANGES.items()
+}
+"""`CHANGES` but for roles on GPUs of their own, which no planned layout has."""
+_USUAL = 8192  # tokens of a micro-batch, from which longer ones make products no faster
+_FEW_EXPERTS = 16  # of a layer, up to which each is large enough to cut (etp)
+_AXES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is asked for: a run on ``gpus`` of a kind, with completions of ``lengths`` and prompts of ``prompt`` tokens.
+
+    ``base`` has the keys that the user gave and defaults of the others; ``given`` are the user's, by name, which the
+    search leaves as they are.
+    """
+
+    base: RunConfig
+    shape: ModelShape
+    gpu: Gpu
+    gpus: int
+    lengths: Sequence[float]
+    prompt: float
+    goal: Goal = "tokens"
+    given: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def per_node(self) -> int:
+        """GPUs of a node."""
+        return min(self.gpus, self.gpu.per_node)
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a sequence, with its prompt, in the mean."""
+        return sum(self.lengths) / len(self.lengths) + self.prompt
+
+
+def with_keys(base: RunConfig, keys: Mapping[str, object]) -> RunConfig:
+    """The configuration with ``section.key`` values of the search, unchecked: they are the search's own."""
+    learner: dict[str, Any] = {}
+    server: dict[str, Any] = {}
+    slurm: dict[str, Any] = {}
+    sections: dict[str, dict[str, Any]] = {"learner": learner, "rollout.server": server, "slurm": slurm}
+    for name, value in keys.items():
+        section, _, key = name.rpartition(".")
+        sections.setdefault(section, {})[key] = value
+    for name in ("recompute", "offload"):
+        if given := sections.get(f"learner.{name}"):
+            learner[name] = getattr(base.learner, name).model_copy(update=given)
+    if "slurm.engines" in sections:
+        slurm["engines"] = base.slurm.engines.model_copy(update=sections["slurm.engines"])
+    update: dict[str, Any] = {
+        "learner": base.learner.model_copy(update=learner),
+        "slurm": base.slurm.model_copy(update=slurm),
+        "rollout": base.rollout.model_copy(
+            update={**sections.get("rollout", {}), "server": base.rollout.server.model_copy(update=server)}
+        ),
+    }
+    for section in ("weights", "train", "checkpoint"):
+        if section in sections:
+            update[section] = getattr(base, section).model_copy(update=sections[section])
+    return base.model_copy(update=update)
+
+
+def timed_layouts(wanted: Wanted, world: int) -> Iterator[Timed]:
+    """Seconds of training and log-probs in a step for each layout of ``world`` ranks, without recomputing anything."""
+    base, mean = wanted.base, wanted.mean
+    work = learner_work(base, wanted.shape, wanted.gpu, mean)
+    for keys in layouts(wanted, world):
+        dims = ParallelDims(**{axis: int(str(keys[f"learner.{axis}"])) for axis in _AXES})
+        tokens, micro_batches = filled(base, float(str(keys["learner.max_tokens_per_micro_batch"])), dims.dp, mean)
+        this = replace(
+            work,
+            dims=dims,
+            stages=base.learner.stages or _counts(wanted.shape.num_layers, dims.pp, dims.vpp),
+            tokens=tokens,
+            micro_batches=micro_batches,
+            dispatcher="alltoall" if keys["learner.dispatcher"] == "alltoall" else "by_node",
+        )
+        yield _seconds(wanted, this), keys
+
+
+def learner_seconds(wanted: Wanted, config: RunConfig) -> float:
+    """The same of a layout with what it computes again or keeps in the host's memory."""
+    return _seconds(wanted, learner_work(config, wanted.shape, wanted.gpu, wanted.mean))
+
+
+def _seconds(wanted: Wanted, work: LearnerWork) -> float:
+    train = wanted.base.train
+    return step_seconds(work) * train.minibatches * train.epochs + score_seconds(wanted.base, work)
+
+
+def layouts(wanted: Wanted, world: int) -> Iterator[dict[str, object]]:
+    """Degrees that fill the learner's GPUs, and the other keys that the plan's time depends on."""
+    shape, base = wanted.shape, wanted.base
+    longest = base.longest_sequence
+    heads = [shape.num_heads, shape.num_kv_heads if shape.latent is None else shape.num_heads]
+    heads += [] if shape.delta is None else [shape.delta.key_heads]
+    tps = [tp for tp in CUTS if tp <= wanted.per_node and all(n % tp == 0 for n in heads)]
+    cuts = 0 < shape.num_experts <= _FEW_EXPERTS and not (shape.expert_bias or shape.stacked_experts)
+
+    def etps(tp: int) -> list[int]:
+        if not shape.num_experts:
+            return [tp]
+        return sorted({1, int(str(wanted.given.get("learner.etp", tp if cuts else 1)))})
+
+    cps = [cp for cp in CUTS if cp == 1 or longest / cp >= 8192 or wanted.given.get("learner.cp") == cp]
+    vpps = sorted({1, 2, 4, int(str(wanted.given.get("learner.vpp", 1)))})
+    for tp, cp in product(tps, cps):
+        for pp in range(1, min(MOST_STAGES, shape.num_layers) + 1):
+            if world % (tp * cp * pp):
+                continue
+            dp = world // (tp * cp * pp)
+            for ep, etp, vpp in product(_expert_degrees(wanted), etps(tp), vpps):
+                if tp * cp * dp % (ep * etp) or (vpp > 1 and (pp == 1 or pp * vpp > shape.num_layers)):
+                    continue
+                degrees = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "cp": cp, "dp": dp}
+                yield from _with_work(wanted, longest, degrees)
+
+
+def _with_work(wanted: Wanted, longest: int, degrees: Mapping[str, int]) -> Iterator[dict[str, object]]:
+    """The keys of a layout: its stages' layers, each dispatcher, micro-batches of the longest sequence or of two."""
+    own, chunks = wanted.base.learner, degrees["pp"] * degrees["vpp"]
+    if own.stages is not None and len(own.stages) != chunks:
+        return
+    stages = own.stage_layers or stage_layers(wanted.shape.num_layers, degrees["pp"], degrees["vpp"])
+    dispatchers = ["alltoall"]
+    given = wanted.given.get("learner.dispatcher")
+    if (group := degrees["ep"] * degrees["etp"]) > wanted.gpu.domain and (group in DEEPEP_RANKS or given):
+        dispatchers.append("deepep")
+    if wanted.given.get("learner.dispatcher") == "hybridep":
+        dispatchers = ["hybridep"]
+    sizes = [longest, 2 * longest] if longest < _USUAL else [longest]
+    if size := wanted.given.get("learner.max_tokens_per_micro_batch"):
+        sizes = [int(str(size))]
+    for dispatcher, size in product(dispatchers, sizes):
+        keys: dict[str, object] = {f"learner.{axis}": degree for axis, degree in degrees.items()}
+        keys |= {"learner.stage_layers": stages, "learner.dispatcher": dispatcher}
+        keys["learner.max_tokens_per_micro_batch"] = size
+        if all(wanted.given.get(key, value) == value for key, value in keys.items()):
+            yield keys
+
+
+def _expert_degrees(wanted: Wanted) -> list[int]:
+    """Degrees that divide the experts: powers of two and multiples of 24, at most 128, and the user's."""
+    count, given = wanted.shape.num_experts, wanted.given.get("learner.ep")
+    usual = [
+        ep for ep in range(1, min(count, MOST_EXPERT_RANKS) + 1) if ep & (ep - 1) == 0 or ep % 24 == 0 or ep == given
+    ]
+    return [ep for ep in usual if count % ep == 0] or [1]
+
+
+@cache
+def _counts(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
+    """Layers of each chunk, fewer beside the output layer and the embedding."""
+    chunks = pp * vpp
+    each, lacking = -(-layers // chunks), -layers % chunks
+    counts = [each] * chunks
+    for i in [chunks - 1, 0, *range(chunks - 2, 0, -1)][:lacking]:
+        counts[i] -= 1
+    if lacking >= 3 and each > 2:  # two fewer on the last, whose output layer takes as long as some
+        counts[-1] -= 1
+        counts[next(i for i in range(1, chunks) if counts[i] < each)] += 1
+    return tuple(counts)
+
+
+@cache
+def stage_layers(layers: int, pp: int, vpp: int) -> str | None:
+    """Layers of each chunk as ``learner.stage_layers`` has them; None if all are the same."""
+    counts = _counts(layers, pp, vpp)
+    if len(set(counts)) == 1:
+        return None
+    runs = ((count, len(list(same))) for count, same in groupby(counts))
+    return "+".join(f"{count}*{times}" if times > 1 else f"{count}" for count, times in runs)
+
+
+def _servers(keys: Mapping[str, object]) -> str:
+    degrees = [int(str(keys.get(f"rollout.server.{name}", 1))) for name in ("replicas", "tp", "dp")]
+    gpus = degrees[1] * degrees[2]
+    return f"{degrees[0]} server{'' if degrees[0] == 1 else 's'} of {gpus} GPU{'' if gpus == 1 else 's'}"
+
+
+def described(keys: Mapping[str, object]) -> str:
+    """A layout in a few words."""
+    d = {axis: keys.get(f"learner.{axis}", 1) for axis in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")}
+    learner = " ".join(f"{axis}{degree}" for axis, degree in d.items() if degree != 1)
+    apart = keys.get("slurm.engines.nodes")
+    where = f"{_servers(keys)} on {apart} nodes" if apart else f"{_servers(keys)} on the same GPUs"
+    saved = [
+        name.rpartition(".")[2]
+        for name in keys
+        if name.startswith(("learner.recompute", "learner.offload.optimizer", "learner.head_dtype"))
+    ]
+    waits = ["without async_save"] if "checkpoint.async_save" in keys else []
+    return ", ".join([*filter(None, [learner]), where, *(["with " + ", ".join(saved)] if saved else []), *waits])

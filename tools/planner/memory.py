@@ -1,0 +1,346 @@
+"""Computes the memory that each GPU needs, before any is requested: integer arithmetic over the layout, without torch.
+
+Parameters, gradients and optimizer state are exact except for padding. Activations follow from the layers' shapes, for
+attention that keeps no scores (FlashAttention) where it has such a kernel, and evenly loaded experts
+(arXiv:2205.05198); logits are counted as `learner.logprobs` makes them. Each server on a GPU takes its memory fraction;
+where it takes turns with the learner (``rollout.server.colocated``), it holds that while it samples, and `ASLEEP` while
+the learner trains, which then has activations and logits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from math import prod
+from typing import Literal
+
+from rl_megatron.config.beside import frozen_folders, in_words_of, reference_follows, reward_model_roles, separate
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.rollout import ServerSection
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.options import table as options
+from rl_megatron.options.offload import leaving
+from rl_megatron.options.option import BYTES, Elements, Rank, Terms
+from rl_megatron.placement.names import LEARNER, called
+from rl_megatron.placement.ranks import ranks_by_role
+from rl_megatron.placement.seats import beside_ranks
+from rl_megatron.weights.formats.scaled import BLOCKS, ScaledLayout, with_scales
+from rl_megatron.weights.layouts.families import hf_layout
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.learner import role_layout
+from rl_megatron.weights.layouts.parameters import elements, ranks_of
+from tools.planner.hardware import GB, gigabytes
+from tools.planner.layers import beside_kept, in_forward
+
+Phase = Literal["", "training", "sampling"]
+RESERVED = 0.06  # of a GPU: CUDA and NCCL contexts, what the allocator cannot join
+_SERVER_SHARE = 0.9  # of a GPU that an engine takes where memory_fraction is not set
+ASLEEP = 2e9
+"""Bytes of a GPU that a server keeps while its weights and cache are released: its CUDA context, NCCL's buffers, CUDA
+graphs. Assumed, not measured."""
+_RING = 2 * 64 * 2**20  # of each pair of ranks, where servers map the learner's memory: two slots
+NUMBER, SCALE = 1, 4  # bytes of what is quantised
+WINDOW_LAYERS: Mapping[str, int] = {"vllm": 3, "sglang": 0}
+"""Layers of which a server has memory beside its kernels' weights while a version comes straight into it, besides the
+tensors outside of layers: one that arrives, one that is verified, and what kernels make of that (docs/engines.md). A
+server of the user's own counts as one that receives in place."""
+CHANGES: Mapping[str, str] = {
+    "parameters": "raise learner.tp, learner.pp or learner.ep",
+    "gradients": "raise learner.tp, learner.pp or learner.ep, or with learner.dtype=bfloat16 set "
+    "learner.gradient_dtype=bfloat16",
+    "optimizer": "raise slurm.nodes with learner.dp or learner.ep, which share it out, or with "
+    "learner.dtype=bfloat16 set learner.offload.optimizer",
+    "critic": "set roles.critic=separate, raise learner.tp, learner.pp or learner.ep, or take an algorithm without a "
+    "critic",
+    "reference": "set roles.reference=separate, raise learner.tp, learner.pp or learner.ep, or set "
+    "algorithm.kl.coefficient=0",
+    "activations": "set learner.recompute.uniform=1 if it is not, lower learner.max_tokens_per_micro_batch or raise "
+    "learner.cp",
+    "logits": "set learner.head_dtype=float32, lower learner.max_tokens_per_micro_batch, or raise learner.tp or "
+    "learner.cp",
+    "step": "raise slurm.nodes with learner.dp or learner.ep, which share it out",
+    "weight push": "lower weights.bucket_mb",
+    "engine": "lower rollout.server.memory_fraction, or give servers other GPUs: slurm.engines.nodes or "
+    "rollout.server.addresses",
+    "reserved": "take GPUs with more memory",
+}
+"""What makes each term smaller, for messages (`advice`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes that ``rank``'s GPU must hold, by purpose, in the order of `CHANGES`, then installed options' terms.
+
+    ``phase``: in "training" or "sampling", where learner and servers take turns; else it is empty.
+    """
+
+    rank: int
+    stage: int
+    terms: Mapping[str, float]
+    role: str = LEARNER
+    phase: Phase = ""
+
+    @property
+    def total(self) -> float:
+        """Bytes in all."""
+        return sum(self.terms.values())
+
+    @property
+    def largest(self) -> str:
+        """The term with the most bytes."""
+        return max(self.terms, key=lambda term: self.terms[term])
+
+
+def footprints(config: RunConfig, shape: ModelShape) -> list[Footprint]:
+    """Footprints of the ranks that may be the fullest: the first of each pipeline stage, also of separate roles, and
+    those that share a GPU with an engine server, in each phase.
+
+    Raises ConfigError if the layout does not divide the model's sizes.
+    """
+    return _footprints(config, shape, every=True)
+
+
+def _footprints(config: RunConfig, shape: ModelShape, here: int | None = None, *, every: bool) -> list[Footprint]:
+    """`footprints`; if not ``every`` one, of ranks beside as many servers the first of each stage: others are alike."""
+    of = {role: config.of_role(role) for role in (LEARNER, *separate(config))}
+    layouts = {role: role_layout(config, shape, role) for role in of}
+    inner = {role: layout.dims.world_size // layout.dims.pp for role, layout in layouts.items()}
+    stages = {role: ranks_of(of[role], layout) for role, layout in layouts.items()}
+    beside = _beside_servers(config, here)
+    firsts = {role: {stage * inner[role] for stage in range(layout.dims.pp)} for role, layout in layouts.items()}
+    for role, servers in beside.items():
+        alike = {(rank // inner[role], servers[rank]): rank for rank in sorted(servers, reverse=True)}
+        firsts[role] |= servers.keys() if every else set(alike.values())
+
+    @cache
+    def phases(role: str, stage: int, servers: int) -> Sequence[tuple[Phase, Terms]]:
+        terms, critic = gpu_terms(of[role], layouts[role], stages[role][stage], role, servers=servers)
+        if role != LEARNER and servers:
+            terms = {**terms, "engine": servers * _server(config, shape)}
+        return list(_phases(config, role, terms, critic, servers))
+
+    return [
+        Footprint(rank=r, stage=r // inner[role], terms=terms, role=role, phase=phase)
+        for role in of
+        for r in sorted(firsts[role])
+        for phase, terms in phases(role, r // inner[role], beside[role][r] if role in beside else 0)
+    ]
+
+
+def fullest(config: RunConfig, shape: ModelShape, here: int | None = None) -> Footprint:
+    """The footprint with the most bytes; ``here`` as in `beside_ranks`. Raises as `footprints` does."""
+    return max(_footprints(config, shape, here, every=False), key=lambda m: m.total)
+
+
+def check_memory(config: RunConfig, shape: ModelShape, here: int | None = None) -> Footprint | None:
+    """The fullest GPU's footprint; None if ``slurm.gpu_memory_gb`` is null. Raises ConfigError if it does not fit.
+
+    ``here`` as in `beside_ranks`.
+    """
+    share, beside = config.rollout.server.memory_fraction, _beside_servers(config, here)
+    servers = max(beside[LEARNER].values(), default=0)  # rank 0's GPU has the most
+    if share is not None and share * servers >= 1:
+        raise ConfigError(
+            f"rollout.server.memory_fraction={share:g} for each of {servers} servers on a GPU of the learner leaves it "
+            "nothing; lower it, or rollout.server.replicas, or give servers nodes of their own "
+            "(slurm.engines.nodes)"
+        )
+    if config.slurm.gpu_memory_gb is None:
+        return None
+    most, room = fullest(config, shape, here), config.slurm.gpu_memory_gb * GB
+    if most.total > room:
+        change = in_words_of(config, most.role, advice(config, most.largest))
+        when = {"": "", "training": " while it trains", "sampling": " while servers sample"}[most.phase]
+        if most.phase == "sampling" and most.role == LEARNER and config.learner.offload.while_sampling != "optimizer":
+            change += "; or set learner.offload.while_sampling=optimizer"
+        terms = ", ".join(f"{term} {held / GB:.1f}" for term, held in most.terms.items() if held >= 0.05 * GB)
+        raise ConfigError(
+            f"slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g}: {called(most.role, most.rank)} needs "
+            f"{gigabytes(most.total, room)[0]}{when} ({terms}). Largest: {most.largest}; {change}"
+        )
+    per_gpu = server_weights(config, shape)
+    starts = config.rollout.served and config.rollout.server.addresses is None
+    if starts and share is not None and per_gpu > share * room:
+        raise ConfigError(
+            f"rollout.server.memory_fraction={share:g} of slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g} is less "
+            f"than the {gigabytes(per_gpu)[0]} of weights on a GPU of the engine; raise it, or rollout.server.tp or pp"
+        )
+    if starts and not config.rollout.server.colocated and _server(config, shape) > room:
+        raise ConfigError(
+            f"rollout.engine={config.rollout.engine} takes {share or _SERVER_SHARE:g} of "
+            f"slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g} (rollout.server.memory_fraction), and with "
+            f"weights.transport={config.transport.name} it receives layers in "
+            f"{gigabytes(server_window(config, shape))[0]} beside that; lower the fraction, raise "
+            "rollout.server.tp, or take an engine that receives in place "
+            f"(rollout={', '.join(name for name, layers in WINDOW_LAYERS.items() if not layers)})"
+        )
+    return most
+
+
+def advice(config: RunConfig, term: str, changes: Mapping[str, str] = CHANGES) -> str:
+    """What makes a term of the run's footprints smaller, of ``changes``; an installed option says it for its own
+    terms."""
+    if term == "engine" and not config.rollout.served:
+        return "lower rollout.slots or rollout.max_new_tokens, or take servers (rollout=vllm, sglang)"
+    return {**changes, **options.changes()}[term]
+
+
+def server_weights(config: RunConfig, shape: ModelShape) -> float:
+    """Bytes of the model on each GPU of a server: its share of the experts, and of the rest in a dp replica."""
+    return weights_on_gpu(config.rollout.server, weights_served(config, shape))
+
+
+def weights_served(config: RunConfig, shape: ModelShape) -> Elements:
+    """Bytes of the whole model in engines, with the scales of what a push quantises."""
+    hf = hf_layout(shape)
+    layout = with_scales(hf, hf, BLOCKS.get(config.rollout.server.quantization))
+    return elements(layout, 0, bytes_served(config, layout))
+
+
+def weights_on_gpu(server: ServerSection, whole: Elements) -> float:
+    """Bytes of `weights_served` on each GPU of a server."""
+    return (whole.dense * server.dp + whole.experts) / server.ranks
+
+
+def bytes_served(config: RunConfig, layout: Layout) -> Callable[[str], int]:
+    """Bytes of an element of a tensor, by its Hugging Face pattern, in engines; ``layout`` is `with_scales`."""
+    each = BYTES[config.learner.dtype]
+    if not isinstance(layout, ScaledLayout):
+        return lambda hf: each
+    kinds = dict.fromkeys(layout.shapes, NUMBER) | {hf + layout.blocks.suffix: SCALE for hf in layout.shapes}
+    return lambda hf: kinds.get(hf, each)
+
+
+def server_window(config: RunConfig, shape: ModelShape) -> float:
+    """Bytes beside the kernels' weights on each GPU of a server, in which it receives a version's layers in turn."""
+    server, count = config.rollout.server, WINDOW_LAYERS.get(config.rollout.engine, 0)
+    if not config.transport.direct or not count:
+        return 0.0
+    hf, sizes = hf_layout(shape), Counter[int | None]()
+    layout = with_scales(hf, hf, BLOCKS.get(server.quantization))
+    bytes_of = bytes_served(config, layout)
+    for spec in layout.rows():
+        held, each = layout.first_chunk(spec)[0], shape.num_experts if "{expert}" in spec.name else server.dp
+        layers = layout.layer_stages(spec) if "{layer}" in spec.name else (None,)
+        sizes.update(dict.fromkeys(layers, prod(held.shape) * each * bytes_of(held.hf)))
+    outside = sizes.pop(None)
+    return (count * max(sizes.values()) + outside) / (server.tp * server.dp)
+
+
+def _beside_servers(config: RunConfig, here: int | None) -> dict[str, Counter[int]]:
+    """The number of servers on the GPU of each rank that shares it with some, by role: on one machine, where separate
+    roles' ranks follow the learner's, of all; in a job of the learner alone, as others have nodes of their own."""
+    on = Counter(gpu for gpus in beside_ranks(config, here) for gpu in gpus)
+    counts = {LEARNER: config.learner.dims.world_size} if here is None else ranks_by_role(config)
+    firsts = zip(counts.items(), accumulate(counts.values(), initial=0), strict=False)
+    return {
+        role: Counter({gpu - first: servers for gpu, servers in on.items() if first <= gpu < first + count})
+        for (role, count), first in firsts
+    }
+
+
+def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, servers: int) -> tuple[Terms, Terms]:
+    """The terms of one rank beside so many ``servers``, and those of the critic that is counted in them, if there is
+    one.
+
+    A separate critic has values for logits; a separate reference and teachers need no backward pass.
+    """
+    learner, algorithm, shape = config.learner, config.algorithm, layout.shape
+    of_critic = learner.model_copy(update={"optimizer": algorithm.critic.optimizer})
+    if role == "critic":
+        learner, rank = of_critic, _of_critic(layout, rank)
+    own = dict(options.memory(learner, shape, rank))
+    if role == "critic":
+        own["logits"] = 0.0
+    # Of the layer that computes, and the gradients beside it; while one does, there are no logits.
+    own["activations"] += max(beside_kept(learner, shape, rank) - own["logits"], 0.0)
+    own["step"] = max(own["step"] - own["activations"] - own["logits"], 0.0)  # after the passes
+    if role in frozen_folders(config):
+        own |= {"gradients": 0.0, "optimizer": 0.0, "activations": in_forward(learner, shape, rank), "step": 0.0}
+    beside = {"critic": algorithm.needs_critic, "reference": config.needs_reference}
+    here = {name for name, needed in beside.items() if needed and name not in separate(config)}
+    reserved = RESERVED * (config.slurm.gpu_memory_gb or 0) * GB
+    terms = {**dict.fromkeys(CHANGES, 0.0), **own, "reserved": reserved}
+    if role != LEARNER:
+        return terms, {}
+    critic: Terms = {}
+    if "critic" in here:
+        found = options.memory(of_critic, shape, _of_critic(layout, rank))
+        held = ("parameters", "gradients", "optimizer", "fp8 weights")
+        critic = {term: found[term] for term in held if term in found}
+        terms["critic"] = sum(critic.values())
+    if "reference" in here:
+        terms["reference"] = 0.0 if config.reference_is_base else own["parameters"]
+        if reference_follows(config):
+            terms["reference"] *= BYTES["float32"] / BYTES[learner.dtype]
+    terms["weight push"] = 4.0 * config.weights.bucket_mb * 2**20  # two buffers each way
+    if not config.fills_files:
+        terms["engine"] = _local_engine(config, shape)
+    elif servers:
+        terms["engine"] = servers * _server(config, shape)
+        if config.transport.group == "learner":
+            terms["weight push"] += 2 * _RING  # to send to other ranks, and to hand on
+        if config.transport.has_rings_on_gpus:
+            terms["weight push"] += _RING * config.rollout.server.count * config.rollout.server.ranks
+    return terms, critic
+
+
+def _phases(config: RunConfig, role: str, terms: Terms, critic: Terms, servers: int) -> Iterator[tuple[Phase, Terms]]:
+    """What ``terms`` are in each phase, beside so many ``servers``. Ranks of separate roles keep theirs on the GPU;
+    reward models score while servers sample."""
+    turns = config.rollout.served and config.rollout.server.colocated and (role == LEARNER or servers > 0)
+    if not turns or role in reward_model_roles(config):
+        yield "", terms
+        return
+    yield "training", {**terms, "engine": min(terms["engine"], servers * ASLEEP)}
+    idle = dict.fromkeys(("activations", "logits", "step"), 0.0)
+    kinds = leaving(config.learner) if role == LEARNER else ()
+    yield "sampling", {**parked(terms, critic, kinds), **idle}
+
+
+def parked(terms: Terms, critic: Terms, kinds: Collection[str]) -> Terms:
+    """What stays of the terms of a rank of the learner once ``kinds`` of `leaving` have left its GPU; the ``critic``'s
+    are counted in them."""
+    out, copies = dict(terms), {"fp8 weights"} & set(terms) if kinds else set()
+    for kind in {"gradients", "optimizer"} & set(kinds) | copies:
+        out[kind] = 0.0
+        out["critic"] -= critic.get(kind, 0.0)
+    if "models" in kinds:
+        out |= {"critic": 0.0, "reference": 0.0}
+    return out
+
+
+def _server(config: RunConfig, shape: ModelShape) -> float:
+    """Bytes of a server on each of its GPUs, with the memory in which it receives layers.
+
+    If learner and server take turns, that is there only while the server has no cache.
+    """
+    section, weights = config.rollout.server, server_weights(config, shape)
+    own = (section.memory_fraction or _SERVER_SHARE) * (config.slurm.gpu_memory_gb or 0) * GB or weights
+    window = server_window(config, shape)
+    return max(own, weights + window) if section.colocated else own + window
+
+
+def _of_critic(layout: Layout, rank: Rank) -> Rank:
+    """``rank`` with a critic's parameters: a value layer of one row, in the output layer's place."""
+    last = rank.stage == layout.dims.pp - 1
+    held = [layout.chunks(spec)[0][0].shape for spec in layout.rows() if spec.name.startswith("output_layer.")]
+    less = sum(map(prod, held)) - layout.shape.hidden_size - 1 if last else 0
+    parameters, trained = (replace(one, dense=one.dense - less) for one in (rank.parameters, rank.trained))
+    return replace(rank, parameters=parameters, trained=trained)
+
+
+def _local_engine(config: RunConfig, shape: ModelShape) -> float:
+    """Bytes of the in-process engine: a whole copy of the model, and for every slot a cache of keys and values, and of
+    delta nets the last inputs of their convolutions and a state in float32 (`DeltaStates`)."""
+    cache = 2 * len(shape.attention_layers) * shape.num_kv_heads * shape.widest_head
+    rollout, each, nets, net = config.rollout, BYTES[config.learner.dtype], len(shape.delta_layers), shape.delta
+    cached = (rollout.max_prompt_tokens + config.longest_completion) * cache * each
+    if net is not None:
+        cached += nets * (net.mixed * (net.kernel - 1) * each + 4 * net.value_heads * net.key_dim * net.value_dim)
+    whole = sum(prod(size) for size in hf_layout(shape).local_shapes(0).values())
+    return float(whole * each + rollout.slots * cached)

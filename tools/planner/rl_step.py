@@ -1,0 +1,339 @@
+"""Seconds of reinforcement learning's whole step: rollout, log-probs, training, push, and how they overlap. No torch.
+
+Synchronous, they follow each other. With ``train.max_staleness`` = k, sampling and training overlap, and a step takes
+the longest of the learner's seconds, the engines', and W / k, where W are the seconds of the longest completion: a
+batch is trained on at most k steps after it was begun (Little's law; simulated least k: W over the step, within one).
+It takes no more than if they followed each other, as a batch is begun no later than then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil, inf
+
+from rl_megatron.config.beside import frozen_folders, longest_read, reward_model_roles, separate, taught_by_policy
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.config.sections.rollout import ServerSection
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.implementation import wants_transformer_engine
+from rl_megatron.options.kept import offloaded
+from rl_megatron.options.option import BYTES, Elements
+from rl_megatron.options.padding import padded_tokens
+from rl_megatron.placement.seats import beside_ranks
+from rl_megatron.weights.layouts.learner import role_shape
+from tools.planner.constants import FITTED
+from tools.planner.hardware import GB, GPUS, Gpu
+from tools.planner.memory import server_weights, weights_on_gpu, weights_served
+from tools.planner.rollouts import Sampled, ServerShape, draft_layer, sampled, tokens_accepted
+from tools.planner.time import PCIE, LearnerWork, step_terms
+
+Lengths = Sequence[float]
+"""Tokens of equally many completions, ascending."""
+MOST_STALENESS = 8
+"""Most steps that a planned run's data may be old; more is for the user to say."""
+KERNELS = 0.05
+"""Share of a GPU that an engine's own kernels and buffers take."""
+_USUAL_FRACTION = 0.9  # of a GPU for a server whose memory_fraction is not set
+_PAUSE = 2.0  # seconds in which servers stop, verify and go on at a push; assumed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlStep:
+    """A step's ``seconds``, its parts, and of training's the terms; ``staleness`` is what the seconds hold for, and
+    ``least`` with which a step takes no longer than the ``slower`` of learner, engines and reward models on ranks; 0
+    where these take turns.
+    ``sampled``, by servers like ``server``, is held back only if the step would sample in less with more requests in
+    flight."""
+
+    seconds: float
+    parts: Mapping[str, float]
+    training: Mapping[str, float]
+    sampled: Sampled
+    server: ServerShape
+    staleness: int
+    least: int
+    slower: float
+    tokens: float
+
+    @property
+    def tokens_a_second(self) -> float:
+        """Of prompts and completions, of all GPUs together."""
+        return self.tokens / self.seconds
+
+
+def learner_work(
+    config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float, sequences: int | None = None
+) -> LearnerWork:
+    """One optimizer step of a run whose sequences have ``mean`` tokens, prompt included, on its share of ``sequences``;
+    None: on that of those that are trained on. Raises ConfigError for ``learner.fp8`` on GPUs without it."""
+    learner, d = config.learner, config.learner.dims
+    if learner.fp8 is not None:
+        given = f"learner.fp8={learner.fp8}: {gpu.cuda_name}"
+        if gpu.peak.float8 is None:
+            raise ConfigError(f"{given} multiplies nothing in float8; leave it out")
+        if learner.fp8 == "mxfp8" and not gpu.peak.mxfp8:
+            known = ", ".join(name for name, one in GPUS.items() if one.peak.mxfp8)
+            raise ConfigError(f"{given} has no scales of 32 values, which {known} have; set tensorwise or blockwise")
+    tokens, micro_batches = filled(config, learner.max_tokens_per_micro_batch, d.dp, mean, sequences)
+    if sizes := learner.padding.sizes:
+        tokens = padded_tokens(ceil(tokens), 1, sizes)
+    again = set(learner.recompute.modules)
+    if learner.recompute.uniform is not None:
+        again = {"full"}
+    if learner.head_dtype is not None:
+        again |= {"head"}
+    if "moe_act" in again and not wants_transformer_engine(learner, shape):
+        again |= {"experts"}
+    return LearnerWork(
+        shape=shape,
+        dims=d,
+        gpu=gpu,
+        tokens=tokens,
+        length=mean,
+        micro_batches=micro_batches,
+        precision=learner.dtype if learner.fp8 is None else "float8",
+        stages=learner.stages or (shape.num_layers // (d.pp * d.vpp),) * (d.pp * d.vpp),
+        drafts=shape.draft_layers if shape.drafts else 0,
+        gradient_bytes=2 if learner.gradient_dtype == "bfloat16" else 4,
+        dispatcher="alltoall" if learner.dispatcher == "alltoall" else "by_node",
+        again=frozenset(again),
+        sync_hidden=learner.overlap.gradients and learner.overlap.parameters,
+        offloaded=learner.offload.optimizer,
+        moved=_moved(learner, shape, mean),
+        muon=learner.optimizer.name == "muon",
+    )
+
+
+def _moved(learner: LearnerSection, shape: ModelShape, mean: float) -> tuple[float, float]:
+    """Bytes of a token of a context-parallel rank that leave its GPU, of a layer without experts and of one with."""
+    sparse = set(shape.moe_layers)
+    first = [next((n for n in range(shape.num_layers) if (n in sparse) is kind), None) for kind in (False, True)]
+    dense, moe = (0.0 if n is None else sum(offloaded(learner, shape, n, mean)) for n in first)
+    return dense, moe
+
+
+def filled(config: RunConfig, most: float, dp: int, mean: float, sequences: int | None = None) -> tuple[float, float]:
+    """Tokens of a micro-batch of at most ``most``, which is filled but for half a sequence in the mean, and how many
+    micro-batches each of ``dp`` ranks has in an optimizer step on its share of ``sequences``, as in `learner_work`."""
+    share = max(1.0, (sequences or config.trained_per_step) / config.train.minibatches / dp) * mean
+    full = max(mean, most - mean / 2)
+    return min(full, share), float(max(1, ceil(share / full)))
+
+
+def forward_seconds(work: LearnerWork, batches: int) -> float:
+    """A pass without gradients over what ``batches`` optimizer steps train on."""
+    scored = replace(
+        work, again=work.again & {"head", "norms"}, micro_batches=work.micro_batches * batches, drafts=0, scored=True
+    )
+    return sum(step_terms(scored).values())
+
+
+def score_seconds(config: RunConfig, work: LearnerWork) -> float:
+    """The policy's passes of a step without gradients: over all its rows, where the algorithm needs one, and with
+    ``algorithm.balance`` over those of each later minibatch. The first has the norms of an optimal baseline."""
+    a, batches, seconds = config.algorithm, config.train.minibatches, 0.0
+    if a.scores_policy or config.train.route_flips:
+        norms = {"norms"} if a.credit == "optimal" else set()
+        seconds = forward_seconds(replace(work, again=work.again | norms), batches)
+    if a.balance.share is not None:
+        seconds += (config.train.epochs - 1 / batches) * forward_seconds(work, batches)
+    return seconds
+
+
+def push_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float, float]:
+    """Of a push in closed form: in all, sent by the busiest learner rank, received by the busiest server rank.
+
+    Each server rank gets its share of the weights once, and learner ranks that hold the same parts share the sending.
+    """
+    server, world = config.rollout.server, config.learner.dims.world_size
+    received = server_weights(config, shape)
+    total = received * server.ranks * server.count
+    return total, total / world, received
+
+
+def server_shape(
+    config: RunConfig, server: ServerSection, weights: Elements, shape: ModelShape, gpu: Gpu
+) -> ServerShape:
+    """A server that holds ``weights``, bytes of `weights_served`, with the cache that its memory_fraction leaves.
+
+    Engines take the fraction of what CUDA reports: 81,559 MiB of an H100 of 80 GB, and so on for the table's.
+    """
+    fraction = (server.memory_fraction or _USUAL_FRACTION) - KERNELS
+    cache = fraction * gpu.memory * 2**30 - weights_on_gpu(server, weights)
+    experts, others = _held_of(shape)
+    if shape.drafts:  # beside a joining product of its own, a draft layer has the model's output layer
+        more, beside = _held_of(draft_layer(shape))
+        own = beside - shape.hidden_size * (shape.outputs - 2 * shape.hidden_size)
+        experts, others = experts + len(shape.drafted) * more, others + len(shape.drafted) * own
+    # Of the embedding a token reads a row.
+    looked_up = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size * BYTES[config.learner.dtype]
+    return ServerShape(
+        tp=server.tp,
+        dp=server.dp,
+        cache=max(0.0, cache),
+        experts=weights.experts / experts if shape.num_experts else 0.0,
+        others=(weights.dense - looked_up) / others,
+        drafts=server.draft_tokens,
+        accepted=tokens_accepted(server.draft_tokens, config.slurm.speeds.draft_acceptance),
+    )
+
+
+def _held_of(shape: ModelShape) -> tuple[float, float]:
+    """Parameters of all experts, and all others but the embedding; those of draft layers are left out."""
+    one = 3.0 * shape.hidden_size * shape.expert_width * len(shape.moe_layers)
+    return one * shape.num_experts, shape.active_parameters - one * shape.experts_per_token
+
+
+def rollout_seconds(
+    config: RunConfig,
+    shape: ModelShape,
+    server: ServerShape,
+    gpu: Gpu,
+    lengths: Lengths,
+    *,
+    replicas: int,
+    prompt: float,
+    concurrency: float,
+    sharing: float = 1.0,
+) -> Sampled:
+    """Seconds of a step's completions on ``replicas`` servers, ``sharing`` of them on each GPU, with so many requests
+    in flight."""
+    return sampled(
+        shape,
+        server,
+        gpu,
+        replicas=replicas,
+        completions=config.completions_per_step,
+        group=config.rollout.group_size,
+        prompt=prompt,
+        lengths=lengths,
+        slots=config.rollout.slots,
+        concurrency=concurrency,
+        sharing=sharing,
+    )
+
+
+def rl_step(
+    config: RunConfig,
+    shape: ModelShape,
+    gpu: Gpu,
+    lengths: Lengths,
+    *,
+    prompt: float,
+    staleness: int | None = None,
+    push: float | None = None,
+) -> RlStep:
+    """A run's step, with completions of ``lengths``; ``staleness`` None takes the least that costs no time.
+
+    Learner and servers on the same GPUs follow each other whatever it is. ``push`` are seconds of a push without the
+    servers' pause; None: by the closed form of `push_bytes`.
+    """
+    mean = sum(lengths) / len(lengths) + prompt
+    work, batches = learner_work(config, shape, gpu, mean), config.train.minibatches
+    training = {name: s * batches * config.train.epochs for name, s in step_terms(work).items()}
+    parts = {"training": sum(training.values())}
+    if scores := score_seconds(config, work):
+        parts["log-probs"] = scores
+    others = _works(config, shape, gpu, mean, prompt)
+    scored = max((forward_seconds(others.pop(role), batches) for role in reward_model_roles(config)), default=0.0)
+    parts |= _others(config, others, parts)
+    section = config.rollout.server
+    server = server_shape(config, section, weights_served(config, shape), shape, gpu)
+    apart = config.slurm.engines.nodes > 0
+    parts["push"] = (_push_seconds(config, shape, gpu) if push is None else push) + _PAUSE
+    if section.colocated and config.learner.offload.while_sampling == "optimizer":
+        parts["turns"] = 2 * _moved_to_host(config, shape) / (PCIE * GB)
+    sample = partial(rollout_seconds, config, shape, server, gpu, lengths, replicas=section.count, prompt=prompt)
+    sample = partial(sample, sharing=servers_on_a_gpu(config))
+    engines = sample(concurrency=section.concurrency)
+    learner = sum(parts.values())
+    slower = max(learner, engines.steady, scored)
+    least = max(1, ceil(engines.longest / slower)) if apart else 0
+    k = (min(MOST_STALENESS, least) if staleness is None else staleness) if apart else 0
+    rollout = parts["rollout"] = engines.steady if k else engines.alone
+    if engines.held_back:  # or not, where the step's completions all fit
+        free = sample(concurrency=inf)
+        engines = replace(engines, held_back=(free.steady if k else free.alone) < rollout)
+    if scored > rollout:
+        parts["reward models"] = scored - rollout
+    in_turns = learner + max(engines.alone, scored)
+    seconds = max(slower, min(engines.longest / k, in_turns)) if k else in_turns
+    if k and seconds > slower:
+        parts["waiting for the longest"] = seconds - slower
+    return RlStep(
+        seconds=seconds,
+        parts=parts,
+        training=training,
+        sampled=engines,
+        server=server,
+        staleness=k,
+        least=least,
+        slower=slower,
+        tokens=config.trained_per_step * mean,
+    )
+
+
+def _works(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float, prompt: float) -> dict[str, LearnerWork]:
+    """Of all models beside the policy, by their roles. A teacher's own prompt is as much longer than the policy's
+    ``prompt`` as its limit is. Reward models read all that is compared."""
+    found, judges = {}, reward_model_roles(config)
+    of_teacher = {"reference"} if config.algorithm.taught_by_average else set()  # of the same model
+    frozen = [role for role in frozen_folders(config) if role not in of_teacher]
+    for role in ("critic", *frozen, *taught_by_policy(config)):
+        theirs = config.of_role(role)
+        if role == "critic":
+            own_optimizer = theirs.learner.model_copy(update={"optimizer": config.algorithm.critic.optimizer})
+            theirs = theirs.model_copy(update={"learner": own_optimizer})
+        own = longest_read(config, role)[1] - config.most_sampled
+        read = mean + prompt * (own / config.rollout.max_prompt_tokens - 1)
+        sequences = config.compared_per_step if role in judges else None
+        found[role] = learner_work(theirs, role_shape(config, shape, role), gpu, read, sequences)
+    return found
+
+
+def servers_on_a_gpu(config: RunConfig) -> float:
+    """In the mean, of those that sample for training."""
+    servers = beside_ranks(config)[: config.rollout.server.count]
+    gpus = {gpu for server in servers for gpu in server}
+    return sum(map(len, servers)) / len(gpus) if gpus else 1.0
+
+
+def _push_seconds(config: RunConfig, shape: ModelShape, gpu: Gpu) -> float:
+    _, sent, received = push_bytes(config, shape)
+    near = config.slurm.engines.nodes == 0 and config.slurm.nodes == 1
+    return max(sent, received) / ((gpu.nvlink if near else gpu.network) * FITTED.links * GB)
+
+
+def _others(config: RunConfig, works: Mapping[str, LearnerWork], parts: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of frozen models and a critic, by their ``works``: on ranks of their own they compute beside the policy,
+    and the step waits for what is longer; each teacher is counted as if it judged all that is sampled."""
+    out, beside, batches = dict[str, float](), parts.get("log-probs", 0.0), config.train.minibatches
+    forward = {role: forward_seconds(one, batches) for role, one in works.items()}
+    for role in (role for role in works if role != "critic"):
+        out[role] = max(0.0, forward[role] - beside) if role in separate(config) else forward[role]
+        beside += out[role]
+    if config.algorithm.needs_critic:
+        trained = sum(step_terms(works["critic"]).values()) * batches * config.train.epochs
+        apart, own = "critic" in separate(config), (forward["critic"], trained)
+        waits = max(0.0, own[0] - beside) + max(0.0, own[1] - parts["training"])
+        out["critic"] = waits if apart else sum(own)
+    return out
+
+
+def _moved_to_host(config: RunConfig, shape: ModelShape) -> float:
+    """Bytes of the optimizer's state of a rank that leave its GPU while servers sample."""
+    d = config.learner.dims
+    return 12.0 * sum(_held_of(shape)) / d.world_size
+
+
+def unlike_run(config: RunConfig) -> Iterator[str]:
+    """Yields what `rl_step` computes that a run with this configuration does not do, as the end of a sentence."""
+    for key, one in config.training_environments.items():
+        yield f"single completions, and {key}.function={one.function} has several turns"
+        break
+    if (rank := config.learner.lora.rank) is not None:
+        yield f"training all weights, and learner.lora.rank={rank} trains adapters"
