@@ -22,19 +22,17 @@ from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.config.sections.jobs import CHECKPOINT
 from rl_megatron.config.sections.teachers import teacher_role
 from rl_megatron.errors import ConfigError, RLMegatronError, of_the_hub
+from rl_megatron.feature import active
 from rl_megatron.files import parse
 from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.families.fields import CLASSIFIER
-from rl_megatron.models.json_files import tensor_names
 from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
-from rl_megatron.weights.checkpoints.hugging_face import own_in_drafts
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.megatron import raise_other_model
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import role_layout, role_shape
-from rl_megatron.weights.layouts.tables.drafts import holds_draft
 
 
 def check(subject: Subject) -> Iterator[Found]:
@@ -116,8 +114,8 @@ def _policy(subject: Subject) -> Iterator[Found]:
         return
     found = [*_weights(folder, "model.path")]
     yield from found
-    if subject.config.learner.draft.train and not found:
-        yield from _draft(subject, folder)
+    checks = [one.check_files for one in active(subject.config.learner) if one.check_files is not None and not found]
+    yield from (Found(kind, text) for check in checks for kind, text in check(folder, subject.shape))
 
 
 def _tokenizer(subject: Subject, folder: Path) -> Iterator[Found]:
@@ -146,20 +144,6 @@ def _tokenizer(subject: Subject, folder: Path) -> Iterator[Found]:
                 f"{next(iter(keys))}: the chat template of model.path={folder} ignores add_generation_prompt, so a "
                 f"prompt ends without {header!r:.60}, which the policy samples; give it a template that writes it"
             )
-
-
-def _draft(subject: Subject, folder: Path) -> Iterator[Found]:
-    """Yields that the files have no draft layer, or one with an embedding or output matrix of its own."""
-    if not holds_draft(tensor_names(folder)):
-        yield problem(
-            f"learner.draft.train=true, but no tensor in model.path={folder} is of a draft layer; give a folder that "
-            "has one, as the model is published, or leave it out"
-        )
-    for name, of in own_in_drafts(folder, subject.shape, whole=False).items():
-        yield note(
-            f"model.path={folder}: {name} is no copy of {of}, which the draft layer reads in its place; no run "
-            "trains or exports it, and until the layer has learnt it proposes other tokens (docs/draft_layers.md)"
-        )
 
 
 def _without_rows(folder: Path, rows: int) -> Iterator[Found]:

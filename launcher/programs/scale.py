@@ -17,7 +17,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import length_problem
 from rl_megatron.options.device import GPU
-from rl_megatron.weights.layouts.learner import shape_with_drafts
+from rl_megatron.weights.layouts.learner import shape_with_features
 from rl_megatron.weights.layouts.parsing import model_shape
 from tools.planner.hardware import gpu_named
 from tools.planner.layouts import Goal, Wanted
@@ -91,7 +91,7 @@ def asked_of(arguments: Sequence[str]) -> Asked:
         _put(tree, "slurm.speeds.mean_tokens", _whole("mean_tokens", own["mean_tokens"]))
     base = _loaded(tree, ["learner.max_tokens_per_micro_batch=16777216", *overrides])
     _refuse_unplanned(base, goal)
-    shape = shape_with_drafts(base, model_shape(model, base.learner.model))
+    shape = shape_with_features(base, model_shape(model, base.learner.model))
     if too_long := length_problem(shape, base.named_longest, base.longest_sequence):
         raise ConfigError(too_long)
     most = base.rollout.max_new_tokens

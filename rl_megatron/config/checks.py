@@ -19,8 +19,10 @@ from rl_megatron.config.reads import problems_of_job, problems_of_unread_keys
 from rl_megatron.config.rewards import problems_of_rewards
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.weights import NODE_MEMORY
+from rl_megatron.feature import feature_rules
 from rl_megatron.options.padding import most_padded, padded_tokens, sequence_multiple
 from rl_megatron.options.table import problems as option_problems
+from rl_megatron.rules import broken
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
@@ -42,6 +44,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *problems_of_separate(config),
         *_colocation_problems(config),
         *problems_of_modes(config),
+        *broken(feature_rules(), config),
         *problems_of_rewards(config),
         *problems_of_environments(config),
         *problems_of_teachers(config),

@@ -24,12 +24,6 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
         yield from _of_own_critic(c)
     if c.weights.push == "adapters":
         yield from _of_adapters_beside(c)
-    if c.learner.draft.train and (c.kind.pairs or c.kind.labels):
-        yield (
-            f"learner.draft.train=true with job={c.job}: it has tokens of answers that the policy is to "
-            "avoid, and a draft layer learns to say them; leave it out, and train the layer with job=sft or rl"
-        )
-    yield from _of_draft_tokens(c)
     if c.learner.deterministic and c.learner.device != "cpu" and not c.rollout.served:
         yield (
             f"learner.deterministic=true with learner.device={c.learner.device}: rollout.engine={c.rollout.engine} "
@@ -86,66 +80,6 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
     yield from _of_demonstrations(c)
 
 
-def _of_draft_tokens(c: RunConfig) -> Iterator[str]:
-    """Why no draft layer would propose tokens, or a push not reach it."""
-    server = c.rollout.server
-    if not server.draft_tokens:
-        return
-    given = f"rollout.server.draft_tokens={server.draft_tokens}"
-    if c.rollout.embedded:
-        yield (
-            f"{given} with rollout.engine={c.rollout.engine}, which decodes a token at a time; set rollout=vllm or "
-            "sglang, or leave it out"
-        )
-    if not c.learner.draft.train:
-        yield (
-            f"{given} with learner.draft.train=false: pushes bring servers what the learner trains, and the draft "
-            "layer only if it is; set learner.draft.train=true"
-        )
-    if c.rollout.served and c.transport.direct:
-        yield (
-            f"{given} with weights.transport={c.weights.transport}: what goes straight into an engine's ranks is the "
-            "model's, not its draft layer's; set weights.transport=file"
-        )
-    if server.quantization != "none":
-        yield (
-            f"{given} with rollout.server.quantization={server.quantization}: engines' draft layers have linears "
-            "without this format, which a push would quantise; set it to none"
-        )
-    if server.pp > 1:
-        yield f"{given} with rollout.server.pp={server.pp}: its last stage alone has the draft layer; set it to 1"
-    if (asking := c.asks_for_routes) is not None:
-        yield (
-            f"{given} with {asking}: which experts served a proposal that was replaced is not told apart here; leave "
-            "one of them out"
-        )
-    for name, one in c.eval.sets.items():
-        if one.min_p:
-            yield (
-                f"{given} with eval.sets.{name}.min_p={one.min_p:g}: beside proposals vLLM refuses it, and SGLang "
-                "samples as if it were 0; set it to 0"
-            )
-    if c.rollout.engine == "sglang":
-        yield from _of_sglangs_drafts(c, given)
-
-
-def _of_sglangs_drafts(c: RunConfig, given: str) -> Iterator[str]:
-    """What SGLang 0.5.21 lacks (speculative/eagle_utils.py `_verify_uses_greedy`; managers/scheduler_components/
-    weight_updater.py `resume_memory_occupation`)."""
-    if c.learner.device == "cpu":
-        yield (
-            f"{given} with rollout.engine=sglang and learner.device=cpu: on CPUs SGLang takes the most probable token "
-            "wherever it proposes some, at every temperature, so what is sampled would not have the model's "
-            "distribution; set rollout=vllm, or leave it out"
-        )
-    if c.rollout.server.colocated:
-        yield (
-            f"{given} with rollout.engine=sglang and rollout.server.colocated=true: after a release of memory SGLang "
-            "restores what pushes do not bring, as tables of positions, for the model alone, not for its draft layer; "
-            "set rollout=vllm, or one of them to its default"
-        )
-
-
 def _of_adapters(c: RunConfig) -> Iterator[str]:
     given = f"learner.lora.rank={c.learner.lora.rank}"
     if c.kind.scores:
@@ -161,13 +95,11 @@ def _of_own_critic(c: RunConfig) -> Iterator[str]:
     """Options that a value layer beside the output layer does not go with, or that no pass with one was tried with."""
     reasons = {
         f"learner.lora.rank={c.learner.lora.rank}": "adapters freeze its value layer",
-        "learner.draft.train=true": "both read the last hidden states, and no pass with both was tried",
         "learner.overlap.gradients=true": "in a warm start the value layer has no gradient to wait for",
         "learner.cuda_graphs=true": "no pass with a value layer was captured yet",
     }
     given = (
         c.learner.lora.rank is not None,
-        c.learner.draft.train,
         c.learner.overlap.gradients,
         c.learner.cuda_graphs,
     )

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from rl_megatron import feature
 from rl_megatron.config.run import RunConfig
-from rl_megatron.options.table import installed_keys
 from rl_megatron.types import ParallelDims
 
 FREE: Mapping[str, bool] = {
@@ -50,10 +50,9 @@ FREE: Mapping[str, bool] = {
     "learner.head_dtype": False,
     "learner.fp8": False,
     "learner.lora": False,  # the state is the adapters'
-    "learner.draft": False,  # the state has the draft layer's
+    **feature.resume_keys(),
     "learner.router.frozen": False,  # a frozen router has no state in the optimizer
     "learner.optimizer.name": False,  # Muon's matrices have one moment, AdamW's two
-    **{f"learner.{key}": False for key in installed_keys()},  # whether they change numbers, nobody here knows
     "roles": True,
     "weights": True,
     "warm_start": False,

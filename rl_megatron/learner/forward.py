@@ -25,15 +25,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
+from rl_megatron.feature import LearnerHooks
 from rl_megatron.learner.heads import Head
 from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.observability import activity
 from rl_megatron.types import Counts, Loss, LossInputs, LossOutput, Metric, Over, Want
 
 LossClosure = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
-AfterForward = Callable[[PackedMicroBatch, int], Mapping[str, Metric[Tensor]]]
-"""Computes gradients of parameters that are not the model's, of a micro-batch that has passed, given the batch's number
-of tokens (`learner.draft`)."""
 AroundForward = Callable[[Any, PackedMicroBatch], AbstractContextManager[None]]
 """Makes a context manager around a chunk's forward pass of a micro-batch (`learner.routers`)."""
 
@@ -64,11 +62,11 @@ def run_loss(
     *,
     num_tokens: int,
     num_sequences: int,
-    beside: AfterForward | None,
+    hooks: Sequence[LearnerHooks],
 ) -> list[LossOutput]:
     """Accumulates this rank's unreduced gradients in the chunks' buffers. Returns loss shares on the last stage.
 
-    Every rank calls it. ``beside`` adds to the metrics, and to nothing else.
+    Every rank calls it. ``hooks`` add to the metrics, and to nothing else.
     """
 
     def closure(micro_batch: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
@@ -83,7 +81,7 @@ def run_loss(
                 num_sequences=num_sequences,
             )
         )
-        more = beside(micro_batch, num_tokens) if beside is not None else {}
+        more = {name: metric for one in hooks for name, metric in one.after_loss(micro_batch, num_tokens).items()}
         return _viewless(share.loss), _zero_tokens(output), _without_graph(share, more)
 
     results: list[LossOutput] = _schedule(chunks, micro_batches, closure, around, forward_only=False)

@@ -9,7 +9,7 @@ rank r holds chunks r and 2*cp-1-r of each sequence); the last padding is one or
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -79,15 +79,7 @@ class PackedMicroBatch:
     num_segments: int
     num_turns: int
     attention: PackedAttentionParams
-    next: Next | None = None  # where a draft layer is trained
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Next:
-    """Of each position the one after it in its sequence: what a draft layer says, and whether that is trained."""
-
-    targets: Tensor  # [t]
-    mask: Tensor  # [t] bool
+    extras: Mapping[str, object] = field(default_factory=dict)  # what features read of it, by the feature's name
 
 
 def pack_micro_batch(
@@ -150,18 +142,6 @@ def pack_micro_batch(
             real=(torch.zeros_like(real) if copy else real).to(device),
         ),
     )
-
-
-def with_next(packed: PackedMicroBatch, samples: Samples) -> PackedMicroBatch:
-    """``packed``, of ``samples``, with what a draft layer learns. A sequence's last position has none after it."""
-    device, source = packed.targets.device, packed.source
-    count = len(samples.input_ids)
-    last = torch.zeros(count, dtype=torch.bool)
-    last[samples.cu_seqlens[1:] - 1] = True
-    there = (source >= 0) & ~last[source.clamp(min=0)]
-    after = (source + 1).where(there, 0)
-    targets, mask = samples.targets[after].where(there, 0), samples.mask[after] & there
-    return replace(packed, next=Next(targets=targets.to(device), mask=mask.to(device)))
 
 
 def _pieces(rest: int, unit: int, longest: int, free: int | None) -> Tensor:

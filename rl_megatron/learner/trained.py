@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import Tensor
 from typing_extensions import override
@@ -31,13 +31,13 @@ from typing_extensions import override
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.digests import Digest
 from rl_megatron.errors import RLMegatronError
+from rl_megatron.feature import Built, learner_hooks
 from rl_megatron.learner.checkpoint import loading, saving
 from rl_megatron.learner.checkpoint.companions import Companions
 from rl_megatron.learner.checkpoint.saving import Kept, ShardSave
 from rl_megatron.learner.cpu.heap import Heap
-from rl_megatron.learner.draft.training import Drafting
 from rl_megatron.learner.forward import reduce_outputs, run_loss, run_scores
-from rl_megatron.learner.heads import Head, ValuedHead, ValueHead, VocabHead
+from rl_megatron.learner.heads import Head, ValuedHead, ValueHead
 from rl_megatron.learner.lora.adapters import adapters_of
 from rl_megatron.learner.model.build import keep_buffers_float32, with_dtypes
 from rl_megatron.learner.model.decoder_config import DecoderConfig
@@ -46,9 +46,18 @@ from rl_megatron.learner.model.offload import Activations
 from rl_megatron.learner.model.value import ValueParameter
 from rl_megatron.learner.naming import global_parameters
 from rl_megatron.learner.observers.table import Observers
-from rl_megatron.learner.optimizer import adopt, create_state, make_optimizer, norm_of, reset_moments, state_of, step
+from rl_megatron.learner.optimizer import (
+    adopt,
+    create_state,
+    inner_optimizers,
+    make_optimizer,
+    norm_of,
+    reset_moments,
+    state_of,
+    step,
+)
 from rl_megatron.learner.overlap import Buckets
-from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch, with_next
+from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch
 from rl_megatron.learner.routers.balance import Balance, freeze_routers
 from rl_megatron.learner.routers.replay import Routing, gather_recorded
 from rl_megatron.models.shape import ModelShape, length_problem
@@ -247,10 +256,8 @@ class MegatronLearner(MegatronScorer):
             for i, m in enumerate(modules(config, models))
         ]
         self._optimizer = make_optimizer(self._trained, given)
-        self._draft: Drafting | None = None
-        if shape.drafts:
-            assert isinstance(head, VocabHead), "a model that scores has no draft layer"
-            self._draft = Drafting(shape, learner, device, models, head)
+        built = Built(shape=shape, learner=learner, device=device, models=models, head=head, gather=self.gather)
+        self._hooks = learner_hooks(built)
         self._buckets = Buckets(config, self._trained)
         self._heap = Heap()
         self._added: list[Added] = []  # since the last step
@@ -264,26 +271,31 @@ class MegatronLearner(MegatronScorer):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """As `MegatronScorer.tensors`, with those of the draft layer if that is trained."""
-        drafts = {} if self._draft is None else {n: p.data for n, p in global_parameters([self._draft.model])}
-        return {**super().tensors, **drafts}
+        """As `MegatronScorer.tensors`, with those of features' own chunks."""
+        own = [chunk.module for hooks in self._hooks for chunk in hooks.chunks]
+        return {**super().tensors, **{name: p.data for name, p in global_parameters(own)}}
 
     @property
     def _chunks_of_all(self) -> list[DistributedDataParallel]:
-        """The chunks of the model, and the draft layer."""
-        return self._trained if self._draft is None else [*self._trained, self._draft.chunk]
+        """The chunks of the model, and those of features."""
+        return [*self._trained, *(chunk for hooks in self._hooks for chunk in hooks.chunks)]
 
     @property
     def _optimizer_of_all(self) -> MegatronOptimizer:
-        """The optimizer of the model, chained with the draft layer's."""
-        return self._optimizer if self._draft is None else self._draft.chained(self._optimizer)
+        """The optimizer of the model, chained with those of features."""
+        own = [optimizer for hooks in self._hooks for optimizer in hooks.optimizers]
+        every = [part for one in (self._optimizer, *own) for part in inner_optimizers(one)]
+        return ChainedOptimizer(every) if own else self._optimizer
 
     def adopt(self) -> None:
         """Use the parameters that were written into ``tensors``: copies them into the optimizer's float32 weights."""
         self.unpark()
         adopt(self._optimizer_of_all)
-        if self._draft is not None:
-            self._draft.changed()
+        self._changed()
+
+    def _changed(self) -> None:
+        for hooks in self._hooks:
+            hooks.changed()
 
     def gather(self) -> None:
         """Make ``tensors`` hold the weights of the last step, which with ``learner.overlap.parameters`` the next pass
@@ -359,8 +371,6 @@ class MegatronLearner(MegatronScorer):
         self._buckets.begin(again=bool(self._added))
         if not self._added:
             self._clear()
-            if self._draft is not None:
-                self.gather()  # the draft layer's copy of the embedding is made before the first pass
         add = partial(self._add, loss=loss, num_tokens=num_tokens, num_sequences=num_sequences)
         outputs = add(self._pack(micro_batches))
         self._buckets.end()
@@ -373,17 +383,16 @@ class MegatronLearner(MegatronScorer):
         Raises RLMegatronError if ``backward`` was not called since the last step.
         """
         added = self._reduced()
-        grad_norm, of_draft = norm_of(self._optimizer), 0.0 if self._draft is None else norm_of(self._draft.optimizer)
-        finite = math.isfinite(grad_norm) and math.isfinite(of_draft)
+        grad_norm = norm_of(self._optimizer)
+        total = sum((hooks.norm() for hooks in self._hooks), grad_norm)  # not finite if one of them is not
+        finite, more = math.isfinite(total), dict[str, Metric[float]]()
         if finite:
-            self._step(learning_rate, grad_norm, of_draft)
+            more = self._step(learning_rate, grad_norm)
         observed = self._observed(added)
         if not finite:
-            return SkippedStep(grad_norm=grad_norm + of_draft, culprits=self._culprits(added))
-        if self._draft is not None:
-            observed["draft/grad_norm"] = Metric(value=of_draft)
+            return SkippedStep(grad_norm=total, culprits=self._culprits(added))
         self._balance.move_biases()
-        return StepResult(grad_norm=grad_norm, metrics=observed)
+        return StepResult(grad_norm=grad_norm, metrics=observed | more)
 
     def drop(self) -> None:
         """Drop the gradients since the last ``step``; weights, moments and the experts' biases keep their bits.
@@ -393,7 +402,7 @@ class MegatronLearner(MegatronScorer):
         self._observed(self._reduced())
 
     def reset_moments(self) -> None:
-        """Make the optimizer, with the draft layer's, one that has made no step: the next is that of a new one."""
+        """Make the optimizer, with those of features, one that has made no step: the next is that of a new one."""
         self.unpark()
         reset_moments(self._optimizer_of_all)
 
@@ -407,8 +416,9 @@ class MegatronLearner(MegatronScorer):
         self._heap.step()
         activity.part("optimizer")
         finalize_model_grads(self._trained)
-        if self._draft is not None:
-            self._draft.finalize()
+        for hooks in self._hooks:
+            if hooks.chunks:
+                finalize_model_grads(list(hooks.chunks))
         return added
 
     def _observed(self, added: Sequence[Added]) -> dict[str, Metric[float]]:
@@ -418,17 +428,21 @@ class MegatronLearner(MegatronScorer):
         replayed = any(m.routes is not None for micro_batches, _ in added for m in micro_batches)
         return self._observers.read() | self._balance.read() | (self._routing.read() if replayed else {})
 
-    def _step(self, learning_rate: float, grad_norm: float, of_draft: float) -> None:
-        """Both step, or neither: their optimizers count as many steps."""
+    def _step(self, learning_rate: float, grad_norm: float) -> dict[str, Metric[float]]:
+        """All optimizers step, or none: they count as many steps. Returns metrics of features."""
         step(self._optimizer, learning_rate, grad_norm)
-        if self._draft is not None:
-            step(self._draft.optimizer, self._draft.learning_rate(learning_rate), of_draft)
-            self._draft.changed()
+        metrics: dict[str, Metric[float]] = {}
+        for hooks in self._hooks:
+            metrics |= hooks.step(learning_rate)
+        self._changed()
+        return metrics
 
     @override
     def _packed(self, samples: Samples, *, copy: bool) -> PackedMicroBatch:
         packed = super()._packed(samples, copy=copy)
-        return packed if self._draft is None else with_next(packed, samples)
+        for hooks in self._hooks:
+            packed = hooks.pack(packed, samples)
+        return packed
 
     def _capture(self) -> None:
         """Before the first pass, with ``learner.cuda_graphs``."""
@@ -440,18 +454,17 @@ class MegatronLearner(MegatronScorer):
         self._clear()
 
     def _clear(self) -> None:
-        for chunk in self._trained:
+        for chunk in self._chunks_of_all:
             chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        if self._draft is not None:
-            self._draft.clear()
+        self._optimizer_of_all.zero_grad()
         self._balance.clear()
 
     def _add(
         self, packed: Sequence[PackedMicroBatch], *, loss: Loss, num_tokens: int, num_sequences: int
     ) -> list[LossOutput]:
-        draft = self._draft
-        with self._activations.passing(), contextlib.nullcontext() if draft is None else draft.watching():
+        with contextlib.ExitStack() as stack:
+            for context in (self._activations.passing(), *(hooks.around_pass() for hooks in self._hooks)):
+                stack.enter_context(context)
             outputs = run_loss(
                 self._trained,
                 packed,
@@ -460,7 +473,7 @@ class MegatronLearner(MegatronScorer):
                 partial(self._routed, num_tokens=num_tokens),
                 num_tokens=num_tokens,
                 num_sequences=num_sequences,
-                beside=None if draft is None else draft.add,
+                hooks=self._hooks,
             )
         self._routing.finish()
         self._balance.finish()
@@ -522,8 +535,7 @@ class MegatronLearner(MegatronScorer):
         read = loading.load(folder, self._chunks_of_all, self._optimizer_of_all, more)
         if beside is not None:
             beside.take(self._models, read, folder)
-        if self._draft is not None:
-            self._draft.changed()
+        self._changed()
 
 
 def _graphs(config: DecoderConfig, models: Sequence[GPTModel], learner: LearnerSection) -> Graphs | None:

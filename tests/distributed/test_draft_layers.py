@@ -145,7 +145,7 @@ def check(folder: Path, layout: str, options: Mapping[str, Any], rank: int, devi
     result = step(policy, once, 0.0)
     from rl_megatron.learner.naming import global_parameters
 
-    draft = policy._draft
+    (draft,) = policy._hooks
     grads = {n: p.main_grad.clone() for n, p in global_parameters([draft.model]) if hasattr(p, "main_grad")}
     torch.save(grads, folder / f"{layout}-{rank}.pt")
     read = {name: tensor.clone() for name, tensor in policy.tensors.items()}

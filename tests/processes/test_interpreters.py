@@ -99,7 +99,7 @@ def test_an_appended_row_survives_kill_9_without_close(tmp_path: Path) -> None:
     assert path.read_bytes() == b'{"step": 7}\n'
 
 
-# An option from another package: one file and its entry point, without any change here.
+# A feature from another package: one file and its entry point, without any change here.
 def test_it_is_listed_refuses_and_has_its_keys_keywords_and_bytes(tmp_path: Path) -> None:
     done = run(package(tmp_path, FILE), SAYS)
     assert done.returncode == 0, done.stderr
@@ -121,7 +121,7 @@ def test_one_that_cannot_be_loaded_is_told_with_its_package(tmp_path: Path) -> N
     done = run(package(tmp_path, "raise OSError('no licence')"), "from launcher.entry import main; main()")
     assert done.returncode == 1
     assert done.stderr == (
-        "error: the option 'residual' that residual-option brings (residual_option:OPTION) cannot be loaded: "
+        "error: the feature 'residual' that residual-feature brings (residual_feature:FEATURE) cannot be loaded: "
         "OSError('no licence'); fix or uninstall it\n"
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,10 +41,11 @@ import megatron.core.transformer.moe.token_dispatcher as dispatcher  # noqa: E40
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.optimizer import get_megatron_optimizer  # noqa: E402
 
+from rl_megatron.features.draft.learner import FEATURE, next_positions, of_learner  # noqa: E402
 from rl_megatron.learner import logprobs, megatron, optimizer, world  # noqa: E402
 from rl_megatron.learner.model import attention, kernels  # noqa: E402
 from rl_megatron.learner.model.delta import cut_into_chunks  # noqa: E402
-from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch, with_next  # noqa: E402
+from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch  # noqa: E402
 from rl_megatron.learner.trained import MegatronLearner  # noqa: E402
 
 _WITHOUT = {"fp8": None, "batch_invariant": False, "fusion": FusionSection()}
@@ -130,7 +132,9 @@ def micro_batch(learner: LearnerSection, sequence: int) -> PackedMicroBatch:
     cp_rank = parallel_state.get_context_parallel_rank()
     cpu = torch.device("cpu")
     packed = pack_micro_batch(samples, tp=learner.tp, cp=learner.cp, cp_rank=cp_rank, device=cpu)
-    return with_next(packed, samples) if learner.draft.train else packed
+    if not of_learner(learner).train:
+        return packed
+    return replace(packed, extras={FEATURE.name: next_positions(packed, samples)})
 
 
 def _loss(inputs: LossInputs) -> LossOutput:

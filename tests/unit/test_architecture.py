@@ -36,7 +36,7 @@ ONE_EACH = {  # functions that may have one name, by where they are: a table tak
     "train": "launcher/commands",
     "verify": "launcher/commands",
 }
-COLLECTIVE = ("rl_megatron/learner", "rl_megatron/weights/routes")
+COLLECTIVE = ("rl_megatron/learner", "rl_megatron/features", "rl_megatron/weights/routes")
 IN_ENGINES = (  # which read the environment of an engine's process, or of another program's
     "rl_megatron/bounded.py",  # which passes it on to a process of its own
     "rl_megatron/environments/adapters/verifiers.py",  # which passes it on to that interpreter
@@ -95,7 +95,7 @@ def violations(path: Path, source: str) -> list[str]:
     imports = [*imported(tree)]
     names = [*imports, *attributes(tree)]
     found = []
-    if not inside(path, "rl_megatron/learner"):
+    if not inside(path, "rl_megatron/learner", "rl_megatron/features"):
         found += [n for n in names if re.search(r"\bparallel_state\b|\bmpu\.get_", n)]
     if not inside(path, *COLLECTIVE):
         collective = r"torch\.distributed\b(?!\.checkpoint)|dist\.(all_|broadcast|init_)"  # no process group

@@ -1,4 +1,5 @@
-"""The ``learner`` section: the keys of the learner's options, and its own; ``roles``: models with their own ranks."""
+"""The ``learner`` section: the keys of the learner's options and of features, and its own; ``roles``: models with their
+own ranks."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from rl_megatron.feature import with_features
 from rl_megatron.options.batch_invariant import BatchInvariantKeys
 from rl_megatron.options.cuda_graphs import CudaGraphKeys
 from rl_megatron.options.deterministic import DeterministicKeys
 from rl_megatron.options.device import DeviceKeys
 from rl_megatron.options.dispatcher import DispatcherKeys
-from rl_megatron.options.draft import DraftKeys
 from rl_megatron.options.dtype import DtypeKeys
 from rl_megatron.options.experts import ExpertKeys
 from rl_megatron.options.fp8 import Fp8Keys
@@ -30,7 +31,6 @@ from rl_megatron.options.pipeline import PipelineKeys
 from rl_megatron.options.recompute import RecomputeKeys
 from rl_megatron.options.replicas import ReplicaKeys
 from rl_megatron.options.routers import RouterKeys
-from rl_megatron.options.table import with_installed_keys
 from rl_megatron.options.tensor import TensorKeys
 from rl_megatron.section import OwnCode, Positive, PositiveFloat, Section
 from rl_megatron.types import ParallelDims
@@ -60,9 +60,8 @@ class WorldKeys(Section):
     """Time limit for all ranks to join a collective."""
 
 
-@with_installed_keys
+@with_features("learner")
 class LearnerSection(  # pydantic takes the keys of the last base first
-    DraftKeys,
     LoraKeys,
     CudaGraphKeys,
     BatchInvariantKeys,

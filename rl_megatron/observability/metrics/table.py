@@ -22,6 +22,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from rl_megatron.feature import features
 from rl_megatron.observability.files import JsonRow, JsonValue
 from rl_megatron.observability.metrics.curve import Curve, MetricTuples
 
@@ -184,13 +185,6 @@ LEARNING: MetricTuples = (
      Curve("Optimization", "Loss")),
     ("grad_norm", "", "global L2 norm of the gradient before clipping, mean over the minibatches",
      Curve("Optimization", "Gradient norm")),
-    ("draft/loss", "nats", "mean cross-entropy of the draft layer per trained token (learner.draft.train)",
-     Curve("Health", "Draft layer's loss")),
-    ("draft/acceptance", "", "share of the tokens that servers' draft layers proposed since the push before which "
-     "were accepted (rollout.server.draft_tokens); the model's probability of them in the mean",
-     Curve("Health", "Draft layer's proposals that are accepted")),
-    ("draft/grad_norm", "", "L2 norm of the draft layer's gradient before clipping, mean over the minibatches",
-     Curve("Health", "Draft layer's gradient norm")),
     ("steps/skipped", "steps", "optimizer steps skipped because their gradient was not finite (train.on_nonfinite)",
      Curve("Optimization", "Optimizer steps left out", hide_constant=True)),
     ("steps/made", "steps", "optimizer steps of the policy, of which algorithm.old_kl_limit may leave some out; only "
@@ -481,9 +475,11 @@ class Documented:
         return self.unit in _TIMED_UNITS or self.name.startswith(_TIMED)
 
 
+_OF_FEATURES = tuple(row for feature in features().values() for row in feature.metrics)
+
 METRICS: Mapping[str, Documented] = {
     name: Documented(name=name, unit=unit, meaning=meaning, curve=replace(drawn[0], metric=name) if drawn else None)
-    for name, unit, meaning, *drawn in (*LEARNING, *SAMPLING, *ENVIRONMENTS, *EXPERTS, *COSTS)
+    for name, unit, meaning, *drawn in (*LEARNING, *_OF_FEATURES, *SAMPLING, *ENVIRONMENTS, *EXPERTS, *COSTS)
 }
 
 _FAMILIES = [

@@ -8,10 +8,10 @@ from pathlib import Path
 from rl_megatron.config.beside import frozen_folders, in_words_of, reward_model_roles
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
+from rl_megatron.feature import active
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.weights.layouts.families import family_of, megatron_layout, read_shape
+from rl_megatron.weights.layouts.families import megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.tables.drafts import has_draft_rows
 
 
 def learner_layout(config: RunConfig, shape: ModelShape) -> Layout:
@@ -42,19 +42,14 @@ def job_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
             f"model.path={config.model.path} is a sequence classifier, which scores texts; job={config.job} needs a "
             "model with an output layer: give the one that it was trained from"
         )
-    return shape_with_drafts(config, shape)
+    return shape_with_features(config, shape)
 
 
-def shape_with_drafts(config: RunConfig, shape: ModelShape) -> ModelShape:
-    """``shape``, with draft layers if the run trains them. Raises ConfigError for a family without rows for them."""
-    if not config.learner.draft.train:
-        return shape
-    if not has_draft_rows(family_of(shape).tables["megatron"]):
-        raise ConfigError(
-            f"learner.draft.train=true: draft layers of model_type={shape.family!r} are not known here "
-            "(docs/weights.md); leave it out"
-        )
-    return replace(shape, drafts=True)
+def shape_with_features(config: RunConfig, shape: ModelShape) -> ModelShape:
+    """``shape`` with what active features add to a policy. Raises ConfigError for a family that one cannot extend."""
+    for feature in active(config.learner):
+        shape = feature.shape(config.learner, shape)
+    return shape
 
 
 def role_shape(config: RunConfig, shape: ModelShape, role: str, base: Path | None = None) -> ModelShape:

@@ -17,6 +17,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from rl_megatron.errors import ConfigError
+from rl_megatron.feature import features
 from rl_megatron.observability.files import JsonValue, finite
 from rl_megatron.observability.metrics.columns import MetricColumns
 from rl_megatron.observability.metrics.table import (
@@ -52,7 +53,8 @@ def test_the_docs_are_the_table_of_one_row_a_metric() -> None:
 
 
 def test_names_units_and_meanings_are_well_formed() -> None:
-    assert len(METRICS) == sum(map(len, (LEARNING, SAMPLING, ENVIRONMENTS, EXPERTS, COSTS)))  # no name comes twice
+    own = [one.metrics for one in features().values()]
+    assert len(METRICS) == sum(map(len, (LEARNING, SAMPLING, ENVIRONMENTS, EXPERTS, COSTS, *own)))  # no name twice
     for name, metric in METRICS.items():
         assert metric.name == name
         assert name == name.lower()

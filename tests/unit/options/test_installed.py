@@ -1,4 +1,4 @@
-"""An option from another package: one file and its entry point; what Megatron is given by shipped ones."""
+"""A feature from another package: one file and its entry point; what Megatron is given by shipped options."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rl_megatron import feature
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.options import table
@@ -20,6 +21,7 @@ from tests.unit.options.given import CONF, RECIPES, STORED, cases, keywords
 
 REPO = Path(__file__).parents[3]
 FILE = '''
+from rl_megatron.feature import Feature
 from rl_megatron.options.option import Keywords, Option
 from rl_megatron.section import NonNegative, Section
 
@@ -30,7 +32,6 @@ class ResidualKeys(Section):
 
 
 class Residual(Option):
-    keys = ResidualKeys
     changes = {"residual": "lower learner.residual_copies"}
 
     def problems(self, learner, shape):
@@ -44,7 +45,12 @@ class Residual(Option):
         return {**terms, "residual": 4.0 * sum(rank.inputs) * learner.residual_copies}
 
 
-OPTION = Residual()
+FEATURE = Feature(
+    name="residual",
+    active=lambda learner: learner.residual_copies > 0,
+    keys={"learner": ResidualKeys},
+    option=Residual(),
+)
 '''
 SAYS = """
 import json
@@ -84,11 +90,11 @@ print(json.dumps({
 
 def package(folder: Path, text: str) -> Path:
     """A folder to put on PYTHONPATH, as an installer leaves a package of one file."""
-    (folder / "residual_option.py").write_text(text)
-    told = folder / "residual_option-1.0.dist-info"
+    (folder / "residual_feature.py").write_text(text)
+    told = folder / "residual_feature-1.0.dist-info"
     told.mkdir()
-    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: residual-option\nVersion: 1.0\n")
-    (told / "entry_points.txt").write_text("[rl_megatron.options]\nresidual = residual_option:OPTION\n")
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: residual-feature\nVersion: 1.0\n")
+    (told / "entry_points.txt").write_text("[rl_megatron.features]\nresidual = residual_feature:FEATURE\n")
     return folder
 
 
@@ -99,22 +105,22 @@ def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def residual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Option:
-    path = package(tmp_path, FILE) / "residual_option.py"
-    spec = importlib.util.spec_from_file_location("residual_option", path)
+    path = package(tmp_path, FILE) / "residual_feature.py"
+    spec = importlib.util.spec_from_file_location("residual_feature", path)
     assert spec is not None
     assert spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found: Option = module.OPTION
-    monkeypatch.setattr(table, "installed", lambda: {"residual": found})
+    monkeypatch.setattr(feature, "features", lambda: {"residual": module.FEATURE})
+    found: Option = module.FEATURE.option
     return found
 
 
 def test_megatron_is_given_its_keyword_beside_the_others(residual: Option, monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = table.with_installed_keys(LearnerSection).model_validate({"residual_copies": 1})
+    learner = feature.with_features("learner")(LearnerSection).model_validate({"residual_copies": 1})
     given = keywords(TINY_MOE, learner, installed=False)["DecoderConfig"]
     assert given.pop("fp32_residual_connection") is True
-    monkeypatch.setattr(table, "installed", dict)
+    monkeypatch.setattr(feature, "features", dict)
     assert given == keywords(TINY_MOE, LearnerSection(), installed=False)["DecoderConfig"]
 
 
@@ -122,9 +128,9 @@ def test_keywords_and_keys_of_others_are_refused(residual: Option, monkeypatch: 
     monkeypatch.setattr(residual, "megatron", lambda *_: Keywords(model={"bf16": True}), raising=False)
     with pytest.raises(ConfigError, match="the options 'dtype' and 'residual' both give megatron-core bf16; drop one"):
         table.keywords(LearnerSection(), TINY_MOE)
-    section = table.with_installed_keys(LearnerSection)
-    with pytest.raises(ConfigError, match=r"the option 'residual' brings learner\.residual_copies, which is there"):
-        table.with_installed_keys(section)
+    section = feature.with_features("learner")(LearnerSection)
+    with pytest.raises(ConfigError, match=r"the feature 'residual' brings learner\.residual_copies, which is there"):
+        feature.with_features("learner")(section)
 
 
 def test_bytes_without_advice_are_refused(residual: Option, monkeypatch: pytest.MonkeyPatch) -> None:

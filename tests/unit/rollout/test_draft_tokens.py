@@ -182,7 +182,7 @@ async def test_acceptance_is_of_what_servers_proposed_from_push_to_push(fakes: l
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (("rollout=local",), r"rollout\.engine=local, which decodes a token at a time"),
+        (("rollout=local",), r"rollout\.engine=local: it decodes a token at a time"),
         (("learner.draft.train=false",), r"layer only if it is; set learner\.draft\.train=true"),
         (("weights.transport=direct",), r"not its draft layer's; set weights\.transport=file"),
         (("rollout.server.quantization=fp8",), r"draft_tokens=1 with rollout\.server\.quantization=fp8"),

@@ -9,48 +9,53 @@ optimizers reduce norms and count steps over all.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
+from typing_extensions import override
 
-from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.learner.draft.layer import DraftModel, embedded
+from rl_megatron.feature import Built, LearnerHooks
+from rl_megatron.features.draft.feature import FEATURE, of_learner
+from rl_megatron.features.draft.layer import DraftModel, embedded
 from rl_megatron.learner.heads import VocabHead
 from rl_megatron.learner.logprobs import head_logprobs
 from rl_megatron.learner.model.build import keep_buffers_float32, with_dtypes
-from rl_megatron.learner.optimizer import inner_optimizers, make_optimizer
+from rl_megatron.learner.optimizer import make_optimizer, norm_of, step
 from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.learner.routers.balance import freeze_routers
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.table import keywords
-from rl_megatron.types import Metric
+from rl_megatron.types import Metric, Samples
 
 _ALONE = {"overlap_grad_reduce": False, "overlap_param_gather": False}
 
 
-class Drafting:
-    """The draft layer of one rank's policy, whose chunks are ``models``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Next:
+    """Of each position the one after it in its sequence: what a draft layer says, and whether that is trained."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        learner: LearnerSection,
-        device: torch.device,
-        models: Sequence[GPTModel],
-        head: VocabHead,
-    ) -> None:
+    targets: Tensor  # [t]
+    mask: Tensor  # [t] bool
+
+
+def make_hooks(built: Built) -> Drafting | None:
+    """The draft layer of a policy; None for a model without one, as a critic. Every rank calls it."""
+    return Drafting(built) if built.shape.drafts else None
+
+
+class Drafting(LearnerHooks):
+    """The draft layer of one rank's policy."""
+
+    def __init__(self, built: Built) -> None:
+        shape, learner, models, head = built.shape, built.learner, built.models, built.head
+        assert isinstance(head, VocabHead), "a model that scores has no draft layer"
         given = keywords(learner, shape)
         self.model = DraftModel(shape, learner)
         config = self.model.config
@@ -60,23 +65,27 @@ class Drafting:
             self.model.bfloat16()
         keep_buffers_float32([self.model])
         ddp = DistributedDataParallelConfig(**{**with_dtypes(given.ddp), **_ALONE})
-        self.chunk = DistributedDataParallel(config, ddp, self.model.to(device))
-        self.optimizer = make_optimizer([self.chunk], given)
-        self._policy, self._head, self._factor = models, head, learner.draft.learning_rate_factor
+        self.chunks = [DistributedDataParallel(config, ddp, self.model.to(built.device))]
+        self.optimizers = [make_optimizer(self.chunks, given)]
+        self._policy, self._head, self._gather = models, head, built.gather
+        self._factor, self._norm = of_learner(learner).learning_rate_factor, 0.0
         self._embedding = self._room(shape)
         self._stale, self._seen = True, list[Tensor]()
         self._watches = False
         if models[-1].post_process:
             models[-1].decoder.register_forward_hook(self._see)
 
-    def chained(self, policy: MegatronOptimizer) -> MegatronOptimizer:
-        """The optimizers of both, as checkpoints and memory know them."""
-        return ChainedOptimizer([*inner_optimizers(policy), *inner_optimizers(self.optimizer)])
+    @override
+    def pack(self, packed: PackedMicroBatch, samples: Samples) -> PackedMicroBatch:
+        return replace(packed, extras={**packed.extras, FEATURE.name: next_positions(packed, samples)})
 
+    @override
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Passes in it leave their hidden states behind for `add`. The first since a step copies the embedding."""
+    def around_pass(self) -> Iterator[None]:
+        """Passes in it leave their hidden states behind for `after_loss`. The first since a step copies the
+        embedding."""
         if self._stale:
+            self._gather()
             self._copy_embedding()
         self._stale, self._watches = False, True
         try:
@@ -85,22 +94,22 @@ class Drafting:
             self._watches = False
             self._seen.clear()
 
-    def add(self, micro_batch: PackedMicroBatch, num_tokens: int) -> Mapping[str, Metric[Tensor]]:
-        """Accumulate the gradient of a micro-batch that has passed through the policy; returns this rank's share of
-        the loss. On the last stage alone."""
+    @override
+    def after_loss(self, micro_batch: PackedMicroBatch, num_tokens: int) -> Mapping[str, Metric[Tensor]]:
+        """Accumulates the gradient of a micro-batch that has passed through the policy."""
         (hidden,) = self._seen
         self._seen.clear()
-        assert micro_batch.next is not None
+        after = micro_batch.extras[FEATURE.name]
+        assert isinstance(after, Next)
         with torch.enable_grad():
-            logprobs = self.logprobs(hidden, micro_batch)
-            loss = -(logprobs * micro_batch.next.mask).sum() / num_tokens
+            logprobs = self._logprobs(hidden, micro_batch, after)
+            loss = -(logprobs * after.mask).sum() / num_tokens
             loss.backward()
         return {"draft/loss": Metric(value=loss.detach(), weight=num_tokens)}
 
-    def logprobs(self, hidden: Tensor, micro_batch: PackedMicroBatch) -> Tensor:
+    def _logprobs(self, hidden: Tensor, micro_batch: PackedMicroBatch, after: Next) -> Tensor:
         """[t] of the tokens after the targets, of the distribution that is sampled from, from the decoder's output
         [t / tp, 1, h]."""
-        assert micro_batch.next is not None
         assert self.model.layer is not None
         parallel = self.model.config.sequence_parallel
         inputs = embedded(self._embedding_weight, micro_batch.targets, sequence_parallel=parallel).to(hidden.dtype)
@@ -109,23 +118,20 @@ class Drafting:
             out = gather_from_sequence_parallel_region(out)
         weight = _output_weight(self._policy[-1]).detach()
         cut = self._head.cut(len(weight))
-        return head_logprobs(out.squeeze(1), weight, micro_batch.next.targets, **cut)[0]
+        return head_logprobs(out.squeeze(1), weight, after.targets, **cut)[0]
 
-    def clear(self) -> None:
-        """Forget gradients, before the first pass since a step."""
-        self.chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+    @override
+    def norm(self) -> float:
+        self._norm = norm_of(self.optimizers[0])
+        return self._norm
 
-    def finalize(self) -> None:
-        """Reduce the gradients over ranks."""
-        finalize_model_grads([self.chunk])
+    @override
+    def step(self, learning_rate: float) -> Mapping[str, Metric[float]]:
+        step(self.optimizers[0], learning_rate * self._factor, self._norm)
+        return {"draft/grad_norm": Metric(value=self._norm)}
 
-    def learning_rate(self, policy: float) -> float:
-        """The draft layer's learning rate, by the policy's."""
-        return policy * self._factor
-
+    @override
     def changed(self) -> None:
-        """The policy's weights are others now."""
         self._stale = True
 
     def _see(self, _module: object, _inputs: object, out: Tensor) -> None:
@@ -159,6 +165,18 @@ class Drafting:
         group = parallel_state.get_embedding_group()
         held: Any = self._policy[0].embedding.word_embeddings.weight.data if sends else self._embedding
         dist.broadcast(held, dist.get_process_group_ranks(group)[0], group=group)
+
+
+def next_positions(packed: PackedMicroBatch, samples: Samples) -> Next:
+    """What a draft layer learns of ``packed``, made from ``samples``. A sequence's last position has none after it."""
+    device, source = packed.targets.device, packed.source
+    count = len(samples.input_ids)
+    last = torch.zeros(count, dtype=torch.bool)
+    last[samples.cu_seqlens[1:] - 1] = True
+    there = (source >= 0) & ~last[source.clamp(min=0)]
+    after = (source + 1).where(there, 0)
+    targets, mask = samples.targets[after].where(there, 0), samples.mask[after] & there
+    return Next(targets=targets.to(device), mask=mask.to(device))
 
 
 def _output_weight(model: Any) -> Tensor:

@@ -1,0 +1,205 @@
+"""What a feature declares: an addition to training that can be left out, whose name the rest of the code does not know.
+
+A feature of this package is a folder ``features/<name>`` with a ``feature.py`` that holds `FEATURE`. Another package
+brings one by an entry point of the group `GROUP`: ``name = "its.module:FEATURE"``. A declaration is data and imports no
+torch, so a login node reads it. What acts on a rank is named by text, and is imported only where it runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from types import MappingProxyType, new_class
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from rl_megatron.errors import ConfigError
+from rl_megatron.section import Section
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.optimizer import MegatronOptimizer
+
+    from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.learner.heads import Head
+    from rl_megatron.learner.packed import PackedMicroBatch
+    from rl_megatron.models.shape import ModelShape
+    from rl_megatron.observability.metrics.curve import MetricTuples
+    from rl_megatron.options.option import Option
+    from rl_megatron.rules import Rule
+    from rl_megatron.types import Metric, Samples
+
+S = TypeVar("S", bound=Section)
+GROUP = "rl_megatron.features"
+OWN = ("draft",)
+"""Features of this package, in the order in which they act."""
+
+
+def _same(_learner: LearnerSection, shape: ModelShape) -> ModelShape:
+    return shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """The declaration of a feature. Functions in it take the learner's section and must not import torch."""
+
+    name: str
+    active: Callable[[LearnerSection], bool]
+    """True if the configuration turns the feature on."""
+    keys: Mapping[str, type[Section]] = field(default_factory=dict)
+    """Its keys by the section that gets them, such as ``{"learner": DraftKeys}``."""
+    may_change: frozenset[str] = frozenset()
+    """Full names of those of its keys that a resumed run may change."""
+    rules: Sequence[Rule] = ()
+    """What its keys need and exclude, checked as a configuration is loaded, also where the feature is not active."""
+    option: Option | None = None
+    """What it refuses, its keywords for megatron-core, and its bytes on a rank."""
+    check_files: Callable[[Path, ModelShape], Iterator[tuple[Literal["problem", "note"], str]]] | None = None
+    """Yields what is wrong in the folder from which an active feature's run starts, whose tensors can be read."""
+    metrics: MetricTuples = ()
+    """Rows of the table of metrics."""
+    shape: Callable[[LearnerSection, ModelShape], ModelShape] = _same
+    """Changes the sizes of the trained policy where the feature is active. Raises ConfigError for a family without
+    it."""
+    learner: str | None = None
+    """``package.module:function`` that makes the `LearnerHooks` of a rank from `Built`; None for a model that the
+    feature leaves alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A trained model on one rank, with its optimizer, before the first pass."""
+
+    shape: ModelShape
+    learner: LearnerSection
+    device: torch.device
+    models: Sequence[GPTModel]
+    head: Head
+    gather: Callable[[], None]
+    """Gathers the weights of the last step, if the next pass would do it otherwise. Every rank calls it."""
+
+
+class LearnerHooks:
+    """A feature's side in a rank that trains a model. The methods here do nothing. Every rank calls each of them but
+    `after_loss`, in the order of `features`."""
+
+    chunks: Sequence[DistributedDataParallel] = ()
+    """Modules of the feature's own. They are pushed, saved, cleared and reduced with the model's chunks."""
+    optimizers: Sequence[MegatronOptimizer] = ()
+    """The optimizers of ``chunks``. They are saved and cleared with the model's."""
+
+    def pack(self, packed: PackedMicroBatch, samples: Samples) -> PackedMicroBatch:
+        """Adds what the feature reads of a micro-batch to ``packed.extras``."""
+        return packed
+
+    def around_pass(self) -> AbstractContextManager[None]:
+        """Makes a context for all micro-batches of one training pass."""
+        return nullcontext()
+
+    def after_loss(self, micro_batch: PackedMicroBatch, num_tokens: int) -> Mapping[str, Metric[torch.Tensor]]:
+        """Runs after the loss of a micro-batch, on the last pipeline stage alone. May accumulate gradients of
+        ``chunks``, and nothing of the model's. ``num_tokens``: the trained tokens of the whole minibatch. Returns this
+        rank's share of metrics."""
+        return {}
+
+    def norm(self) -> float:
+        """The L2 norm of the gradients of ``chunks``. If it is not finite, the whole step is skipped."""
+        return 0.0
+
+    def step(self, learning_rate: float) -> Mapping[str, Metric[float]]:
+        """Makes an optimizer step of ``chunks`` after `norm` and the model's step; returns metrics."""
+        return {}
+
+    def changed(self) -> None:
+        """Runs after the model's weights were stepped, loaded or replaced."""
+
+
+@cache
+def features() -> Mapping[str, Feature]:
+    """All features by name: those of this package, then those of installed ones.
+
+    Raises ConfigError if an installed one cannot be loaded, is not a `Feature`, or has the name of another.
+    """
+    found: dict[str, Feature] = {name: load(f"rl_megatron.features.{name}.feature:FEATURE") for name in OWN}
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        said = (
+            f"the feature {entry.name!r} that {entry.dist.name if entry.dist else 'a package'} brings ({entry.value})"
+        )
+        try:
+            feature = entry.load()
+        except Exception as error:  # a package of the user's may raise anything
+            raise ConfigError(f"{said} cannot be loaded: {error!r:.500}; fix or uninstall it") from error
+        if not isinstance(feature, Feature):
+            raise ConfigError(f"{said} is a {type(feature).__name__}; it must be a Feature")
+        if feature.name != entry.name:
+            raise ConfigError(f"{said} has the name {feature.name!r}; give both the same name")
+        if entry.name in found:
+            raise ConfigError(f"{said} has the name of another feature; rename it, or uninstall one of them")
+        found[entry.name] = feature
+    return MappingProxyType(found)
+
+
+def active(learner: LearnerSection) -> tuple[Feature, ...]:
+    """The features that the configuration turns on, in the order of `features`. Raises as `features`."""
+    return tuple(feature for feature in features().values() if feature.active(learner))
+
+
+def feature_rules() -> list[Rule]:
+    """The rules of all features. Raises as `features`."""
+    return [rule for feature in features().values() for rule in feature.rules]
+
+
+def load(name: str) -> Any:
+    """The object at ``package.module:name``."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def learner_hooks(built: Built) -> tuple[LearnerHooks, ...]:
+    """The learner sides of all active features for a model. Every rank calls it. Raises as `features`."""
+    made = (load(one.learner)(built) for one in active(built.learner) if one.learner is not None)
+    return tuple(hooks for hooks in made if hooks is not None)
+
+
+def keys_of(path: str) -> Mapping[str, type[Section]]:
+    """The classes of keys that features add to the section at ``path``, by the feature. Raises as `features`."""
+    return {name: feature.keys[path] for name, feature in features().items() if path in feature.keys}
+
+
+def resume_keys() -> Mapping[str, bool]:
+    """True for each key of features that a resumed run may change, False for others, by full name."""
+    names = (
+        (one, f"{path}.{key}")
+        for one in features().values()
+        for path, kind in one.keys.items()
+        for key in kind.model_fields
+    )
+    return {name: name in one.may_change for one, name in names}
+
+
+def with_features(path: str) -> Callable[[type[S]], type[S]]:
+    """A decorator that adds the keys of features to the section at ``path``, after its own. Raises ConfigError for a
+    key that the section has already."""
+
+    def extend(section: type[S]) -> type[S]:
+        kinds, seen = keys_of(path), set(section.model_fields)
+        for name, keys in kinds.items():
+            if twice := seen & keys.model_fields.keys():
+                raise ConfigError(f"the feature {name!r} brings {path}.{min(twice)}, which is there already; rename it")
+            seen |= keys.model_fields.keys()
+        if not kinds:
+            return section
+        named = {"__module__": section.__module__, "__qualname__": section.__qualname__, "__doc__": section.__doc__}
+        made: type[S] = new_class(
+            section.__name__, (*reversed([*kinds.values()]), section), exec_body=lambda names: names.update(named)
+        )
+        return made
+
+    return extend

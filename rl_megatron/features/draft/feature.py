@@ -1,0 +1,249 @@
+"""``learner.draft``: training of a model's draft layer, for multi-token prediction (arXiv:2412.19437)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from rl_megatron.errors import ConfigError
+from rl_megatron.feature import Feature
+from rl_megatron.observability.metrics.curve import Curve
+from rl_megatron.options.kept import kept
+from rl_megatron.options.option import BYTES, Option, Rank, Terms
+from rl_megatron.rules import SET, TEXT, Above, Excludes, Needs, Not, On, Rule
+from rl_megatron.section import PositiveFloat, Section
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.models.shape import ModelShape
+
+_STATES = 7
+_TRAIN = "learner.draft.train=true"
+
+
+class DraftSection(Section):
+    """The draft layer after the decoder, which proposes tokens to an engine that decodes speculatively."""
+
+    train: bool = False
+    """Train the draft layer beside the policy, on detached hidden states, embedding and output matrix, so that no
+    gradient of the policy changes. It is pushed, saved and exported with the policy. false: it stays as it was in
+    model.path, whose draft layer exports have."""
+    learning_rate_factor: PositiveFloat = 1.0
+    """The draft layer's learning rate over the policy's. It has an optimizer of its own, and its gradient is clipped by
+    its own norm."""
+
+
+class DraftKeys(Section):
+    """The feature's section of keys of the learner."""
+
+    draft: DraftSection = DraftSection()
+
+
+def of_learner(learner: LearnerSection) -> DraftSection:
+    """The feature's keys of the learner's section."""
+    assert isinstance(learner, DraftKeys)
+    return learner.draft
+
+
+def _with_drafts(_learner: LearnerSection, shape: ModelShape) -> ModelShape:
+    from rl_megatron.weights.layouts.families import family_of
+    from rl_megatron.weights.layouts.tables.drafts import has_draft_rows
+
+    if not has_draft_rows(family_of(shape).tables["megatron"]):
+        raise ConfigError(
+            f"{_TRAIN}: draft layers of model_type={shape.family!r} are not known here (docs/weights.md); leave it out"
+        )
+    return replace(shape, drafts=True)
+
+
+class Draft(Option):
+    """Trains one draft layer on the last pipeline stage, which is made of torch's layers."""
+
+    changes: ClassVar[Mapping[str, str]] = {
+        "draft layer": "lower learner.max_tokens_per_micro_batch, raise learner.tp, or set learner.draft.train=false"
+    }
+
+    def problems(self, learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+        """Keys without effect, models without one draft layer, and options that need the layer to be the model's."""
+        draft = of_learner(learner)
+        if not draft.train:
+            if draft.model_dump(exclude_defaults=True):
+                yield (
+                    "learner.draft.learning_rate_factor without learner.draft.train=true would have no effect; set it, "
+                    "or leave the factor out"
+                )
+            return
+        for key, remedy in _excluded(learner).items():
+            yield f"{_TRAIN} with {key}; {remedy}"
+        if shape is None:
+            return
+        if shape.scores:
+            yield f"{_TRAIN}: a model that scores has no output matrix, so its draft layer is of no use; leave it out"
+        elif shape.draft_layers != 1:
+            yield (
+                f"{_TRAIN}: the model has {shape.draft_layers} draft layers by its config.json; exactly one is "
+                "trained, so leave it out"
+            )
+        elif shape.indexer is not None:
+            yield (
+                f"{_TRAIN}: the draft layer of model_type={shape.family!r} has an indexer of its own, which is not "
+                "held while it trains; leave it out, and exports have the layer as it was"
+            )
+
+    def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
+        """Bytes of what one pass of the draft layer keeps, and of the embedding's copy on a last stage that is not the
+        first."""
+        if not of_learner(learner).train:
+            return terms
+        last = rank.stage == learner.dims.pp - 1
+        return {**terms, "draft layer": _passes(learner, shape, rank) + _copied(learner, shape) if last else 0.0}
+
+
+def _passes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
+    """What the layer keeps between its two passes, which follow each other, and its parts around the decoder's layer:
+    seven hidden states of this rank's tokens (of the decoder, the embedding, both normed, joined twice as wide, and the
+    last norm's), and the gathered one that log-probs are made of."""
+    torch_layers = learner.model_copy(update={"layers": "torch"})
+    of_layer = kept(torch_layers, shape, shape.num_layers - 1, rank.longest)
+    around = (_STATES / learner.tp + 1) * shape.hidden_size * BYTES[learner.dtype]
+    return rank.tokens * (of_layer + around)
+
+
+def _copied(learner: LearnerSection, shape: ModelShape) -> float:
+    if learner.dims.pp == 1 or shape.tie_embeddings:
+        return 0.0
+    return shape.vocab_size * shape.hidden_size / learner.tp * BYTES[learner.dtype]
+
+
+def _excluded(learner: LearnerSection) -> Mapping[str, str]:
+    """What cannot be set beside it, and what to do."""
+    found = {
+        "learner.optimizer.name=muon: its optimizer is Adam alone": learner.optimizer.name == "muon",
+        f"learner.lora.rank={learner.lora.rank}: checkpoints of adapters hold no draft layer": (
+            learner.lora.rank is not None
+        ),
+        f"learner.fp8={learner.fp8}: the draft layer has no float8 here": learner.fp8 is not None,
+        "learner.cuda_graphs=true: graphs of the policy's layers leave no hidden states behind": learner.cuda_graphs,
+        f"learner.layers={learner.layers}: the draft layer is made of this package's layers": (
+            learner.own_layers is not None
+        ),
+    }
+    return {key: "leave one of them out" for key, there in found.items() if there}
+
+
+def _check_files(folder: Path, shape: ModelShape) -> Iterator[tuple[Literal["problem", "note"], str]]:
+    """Yields that the files have no draft layer, or one with an embedding or output matrix of its own."""
+    from rl_megatron.models.json_files import tensor_names
+    from rl_megatron.weights.checkpoints.hugging_face import own_in_drafts
+    from rl_megatron.weights.layouts.tables.drafts import holds_draft
+
+    if not holds_draft(tensor_names(folder)):
+        text = "give a folder that has one, as the model is published, or leave it out"
+        yield "problem", f"{_TRAIN}, but no tensor in model.path={folder} is of a draft layer; {text}"
+    for name, of in own_in_drafts(folder, shape, whole=False).items():
+        yield (
+            "note",
+            f"model.path={folder}: {name} is no copy of {of}, which the draft layer reads in its place; no run "
+            "trains or exports it, and until the layer has learnt it proposes other tokens (docs/draft_layers.md)",
+        )
+
+
+_TRAINS = On("learner.draft.train", True)
+_PROPOSES = On("rollout.server.draft_tokens", Above(0))
+_SGLANG = On("rollout.engine", "sglang")
+_RULES: Sequence[Rule] = (
+    *(
+        Excludes(
+            one=_TRAINS,
+            other=On(f"kind.{kind}", True, shown="job"),
+            why="it has tokens of answers that the policy is to avoid, and a draft layer learns to say them",
+            fix="leave it out, and train the layer with job=sft or rl",
+        )
+        for kind in ("pairs", "labels")
+    ),
+    Excludes(
+        one=On("algorithm.is_own_critic", True, shown="algorithm.critic.backbone"),
+        other=_TRAINS,
+        why="both read the last hidden states, and no pass with both was tried",
+        fix="leave it out, or set critic.backbone=own",
+    ),
+    Excludes(
+        one=_PROPOSES,
+        other=On("rollout.embedded", True, shown="rollout.engine"),
+        why="it decodes a token at a time",
+        fix="set rollout=vllm or sglang, or leave it out",
+    ),
+    Needs(
+        when=_PROPOSES,
+        all=_TRAINS,
+        why="pushes bring servers what the learner trains, and the draft layer only if it is",
+        fix="set learner.draft.train=true",
+    ),
+    Excludes(
+        one=_PROPOSES,
+        other=(On("rollout.served", True, shown="rollout.engine"), On("transport.direct", True, "weights.transport")),
+        why="what goes straight into an engine's ranks is the model's, not its draft layer's",
+        fix="set weights.transport=file",
+    ),
+    Excludes(
+        one=_PROPOSES,
+        other=On("rollout.server.quantization", Not("none")),
+        why="engines' draft layers have linears without this format, which a push would quantise",
+        fix="set it to none",
+    ),
+    Excludes(
+        one=_PROPOSES,
+        other=On("rollout.server.pp", Above(1)),
+        why="its last stage alone has the draft layer",
+        fix="set it to 1",
+    ),
+    Excludes(
+        one=_PROPOSES,
+        other=On("asks_for_routes", SET, TEXT),
+        why="which experts served a proposal that was replaced is not told apart here",
+        fix="leave one of them out",
+    ),
+    Excludes(
+        one=_PROPOSES,
+        other=On("eval.sets.*.min_p", Above(0)),
+        why="beside proposals vLLM refuses it, and SGLang samples as if it were 0",
+        fix="set it to 0",
+    ),
+    Excludes(  # SGLang 0.5.21, speculative/eagle_utils.py `_verify_uses_greedy`
+        one=_PROPOSES,
+        other=(_SGLANG, On("learner.device", "cpu")),
+        why="on CPUs SGLang takes the most probable token wherever it proposes some, at every temperature, so what is "
+        "sampled would not have the model's distribution",
+        fix="set rollout=vllm, or leave it out",
+    ),
+    Excludes(  # managers/scheduler_components/weight_updater.py `resume_memory_occupation`
+        one=_PROPOSES,
+        other=(_SGLANG, On("rollout.server.colocated", True)),
+        why="after a release of memory SGLang restores what pushes do not bring, as tables of positions, for the model "
+        "alone, not for its draft layer",
+        fix="set rollout=vllm, or one of them to its default",
+    ),
+)
+
+FEATURE = Feature(
+    name="draft",
+    active=lambda learner: of_learner(learner).train,
+    keys={"learner": DraftKeys},
+    rules=_RULES,
+    option=Draft(),
+    check_files=_check_files,
+    shape=_with_drafts,
+    learner="rl_megatron.features.draft.learner:make_hooks",
+    metrics=(
+        ("draft/loss", "nats", "mean cross-entropy of the draft layer per trained token (learner.draft.train)",
+         Curve("Health", "Draft layer's loss")),
+        ("draft/acceptance", "", "share of the tokens that servers' draft layers proposed since the push before which "
+         "were accepted (rollout.server.draft_tokens); the model's probability of them in the mean",
+         Curve("Health", "Draft layer's proposals that are accepted")),
+        ("draft/grad_norm", "", "L2 norm of the draft layer's gradient before clipping, mean over the minibatches",
+         Curve("Health", "Draft layer's gradient norm")),
+    ),
+)  # fmt: skip
