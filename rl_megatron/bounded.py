@@ -58,6 +58,7 @@ class BoundedProcess:
                     reply = _exchanged(process, request)
                 finally:
                     if not reply.endswith(b"\n"):
+                        stood_still = _is_alive(process)
                         process.kill()
                         process.communicate()
                 if process.returncode is None:
@@ -72,10 +73,10 @@ class BoundedProcess:
                     raise ProcessFailed(f"its process ended with status {process.returncode}: {self._last_words()}")
         if -process.returncode in (signal.SIGSEGV, signal.SIGABRT):
             raise LimitExceeded("it crashed its process twice")
-        raise ProcessFailed(
-            "its process was killed twice by another, as one is where memory is short, or stood still for "
-            f"{WAIT_SECONDS:g} s"
-        )
+        if stood_still:
+            raise ProcessFailed(f"its process stood still for {WAIT_SECONDS:g} s, twice; something had stopped it")
+        name = signal.Signals(-process.returncode).name
+        raise ProcessFailed(f"its process was killed twice by another, with {name}, as one is where memory is short")
 
     def start(self) -> subprocess.Popen[bytes]:
         """Starts a process, which ends when this one does."""
@@ -118,6 +119,15 @@ def answer_calls(function: Callable[..., object], memory_bytes: int) -> None:
             reply = json.dumps((True, f"it took more than {memory_bytes >> 20} MB of memory"))
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(reply, file=out, flush=True)
+
+
+def _is_alive(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a process, whose pipes may have closed just now, goes on."""
+    try:
+        process.wait(0.2)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
 
 
 def _exchanged(process: subprocess.Popen[bytes], request: bytes) -> bytes:

@@ -19,6 +19,7 @@ from jinja2.utils import Namespace
 from typing_extensions import override
 
 from rl_megatron.bounded import BoundedProcess, LimitExceeded, ProcessFailed, answer_calls
+from rl_megatron.errors import SandboxError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,7 +82,7 @@ def template_texts(
     tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Mapping[str, Any]]], *, opened: bool
 ) -> list[str | TemplateFailed]:
     """Renders each chat with the tokenizer's template, or returns the error. ``opened`` adds the generation prompt.
-    Raises TemplateUnbounded if the chats together exceed a limit."""
+    Raises TemplateUnbounded if the chats together exceed a limit, SandboxError if something else ends the process."""
     try:
         source = tokenizer.get_chat_template()
     except ValueError as error:  # it has none, or none called default
@@ -117,7 +118,10 @@ def _asked(source: str, many: Sequence[Mapping[str, Any]]) -> list[tuple[str, in
     except LimitExceeded as error:
         raise TemplateUnbounded(f"{error}; the model's chat template may loop without end") from error
     except ProcessFailed as error:
-        raise TemplateUnbounded(str(error)) from error
+        raise SandboxError(
+            f"a chat template could not be rendered, and is not to blame: {error}; give the job more memory, or start "
+            "it again"
+        ) from error
     return answers
 
 

@@ -107,7 +107,7 @@ def load_data(
         max_prompt_tokens=config.longest_prompt,
         on_long_prompt=config.on_long_prompt,
         seed=config.seed,
-        pairs=config.kind.pairs,
+        rows=config.kind.rows,
         samples=config.kind.samples,
         limit_keys=config.prompt_limit_keys,
         on_leak=config.data.on_leak,
@@ -124,7 +124,7 @@ def load_data(
         max_prompt_tokens=config.longest_prompt,
         on_long_prompt=config.on_long_prompt,
         seed=config.seed,
-        pairs=config.kind.pairs,
+        rows=config.kind.rows,
         limit_keys=config.prompt_limit_keys,
         vocab_size=vocab_size,
     )

@@ -79,7 +79,7 @@ class LearnedRows:
         """The method that makes the rows of the job of ``config``."""
         if config.kind.samples:
             return partial(self.warm, config=config)
-        if config.kind.labels:
+        if config.kind.rows == "labels":
             return partial(self.labeled, section=config.dpo)
         return {"sft": self.learned, "dpo": self.preferred, "reward_model": self.scored}[config.job]
 
@@ -257,7 +257,7 @@ def written_job(
         optimizer_steps=steps,
         name=name,
         end_token_ids={} if config.kind.scores else data.end_token_ids,
-        dropped=data.train.dropped * (2 if config.kind.pairs else 1),
+        dropped=data.train.dropped * (2 if config.kind.rows == "pairs" else 1),
         seconds_at_peak=seconds_at_peak(shape, roles.gpus, config.learner),
         training_flops=partial(training_flops, shape, learner=config.learner),
         note=note,

@@ -105,7 +105,7 @@ def _trajectories(config: RunConfig) -> Iterator[Found]:
 
 def _written(config: RunConfig, ranks: int) -> Iterator[Found]:
     """The same of a step on rows or pairs of the data, which has no minibatches; ranks do not share a pair."""
-    size, what = config.written.batch_size, "pairs" if config.kind.pairs else "rows"
+    size, what = config.written.batch_size, "pairs" if config.kind.rows == "pairs" else "rows"
     if size < ranks:
         yield note(
             f"an optimizer step has {size} {what} ({config.job}.batch_size) for {ranks} data-parallel ranks "

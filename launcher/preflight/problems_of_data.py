@@ -23,7 +23,14 @@ from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.data.problems.file_rows import file_rows
 from rl_megatron.data.problems.files import files_in, local_files
-from rl_megatron.data.problems.prompts import check_template, formed, read_problems, taught_in, without_leaks
+from rl_megatron.data.problems.prompts import (
+    check_template,
+    formed,
+    key_of_written,
+    read_problems,
+    taught_in,
+    without_leaks,
+)
 from rl_megatron.data.problems.records import listed
 from rl_megatron.data.problems.rendering import Problem, RowForm, unrendered
 from rl_megatron.errors import DataError, RLMegatronError
@@ -98,7 +105,9 @@ def _check(subject: Subject) -> Iterator[Found]:
     if read and (on_leak == "fail" or not reader.longer):
         judges = config.environments_of_sources, config.rewards_of_sources
         try:
-            without_leaks(read, held_out, on_leak, *judges, samples=config.kind.samples)
+            without_leaks(
+                read, held_out, on_leak, *judges, written=key_of_written(config.kind.samples, config.kind.rows)
+            )
         except DataError as error:
             yield problem(str(error))
 

@@ -132,7 +132,7 @@ def _batch_problems(c: RunConfig) -> list[str]:
             f"train.minibatches={c.train.minibatches} is more than the {parts} {named}; lower the first or raise the "
             "others"
         )
-    longest, pairs = c.longest_sequence, c.kind.pairs or c.algorithm.pairs
+    longest, pairs = c.longest_sequence, c.kind.rows == "pairs" or c.algorithm.pairs
     wanted, most, dims = 2 * longest if pairs else longest, c.learner.max_tokens_per_micro_batch, c.learner.dims
     multiple = sequence_multiple(dims)
     padded = 2 * padded_tokens(longest, multiple, ())

@@ -243,7 +243,7 @@ def _of_other_form(config: RunConfig) -> Iterator[str]:
     learns = not config.kind.samples or (config.warm_start.steps > 0 and not demonstrated)
     for key, source in data_sources(config.data).items():
         if not isinstance(source, FileKeys):
-            if config.kind.labels:
+            if config.kind.rows == "labels":
                 yield f"job={config.job} {key}.type={source.type}: its problems have no labels; read rows of files"
             continue
         is_answer = source.prompt_field in (source.answer_field, source.rejected_field)
@@ -253,12 +253,12 @@ def _of_other_form(config: RunConfig) -> Iterator[str]:
                 f"{key}.prompt_field={source.prompt_field!r} is the field of an answer, too, so a model would learn to "
                 f"repeat the question; name both. {TURNS_IN_TEXT}"
             )
-        if config.kind.pairs and source.rejected_field is None:
+        if config.kind.rows == "pairs" and source.rejected_field is None:
             yield (
                 f"job={config.job} trains on pairs of answers, and {key}.rejected_field is not given; set it to the "
                 f"field of the worse one (of the better one: {key}.answer_field={source.answer_field})"
             )
-        if config.kind.labels and source.rejected_field is not None:
+        if config.kind.rows == "labels" and source.rejected_field is not None:
             yield (
                 f"{key}.rejected_field={source.rejected_field}: dpo.loss={config.dpo.loss} trains on one answer a row, "
                 "with its label; leave it out, or set another loss"

@@ -178,7 +178,7 @@ class RunConfig(Section):
     def kind(self) -> JobKind:
         """The row of ``job`` in the table of jobs; of job=dpo with single answers, its form of these."""
         kind = JOBS[self.job]
-        return replace(kind, pairs=False, labels=True) if kind.reference and self.dpo.is_unpaired else kind
+        return replace(kind, rows="labels") if kind.reference and self.dpo.is_unpaired else kind
 
     @property
     def fills_files(self) -> bool:
@@ -376,7 +376,7 @@ class RunConfig(Section):
     def completions_per_step(self) -> int:
         """Completions in one batch: sampled ones, or what somebody wrote, of a pair both."""
         if not self.kind.samples:
-            return self.written.batch_size * (2 if self.kind.pairs else 1)
+            return self.written.batch_size * (2 if self.kind.rows == "pairs" else 1)
         return self.rollout.prompts_per_step * self.rollout.group_size
 
     @property
@@ -395,7 +395,8 @@ class RunConfig(Section):
     def named_compared(self) -> str:
         """The keys that give ``compared_per_step``, for messages."""
         if not self.kind.samples:
-            return f"{self.job}.batch_size={self.written.batch_size}{' * 2 of a pair' if self.kind.pairs else ''}"
+            of_pair = " * 2 of a pair" if self.kind.rows == "pairs" else ""
+            return f"{self.job}.batch_size={self.written.batch_size}{of_pair}"
         size = f"rollout.group_size={self.rollout.group_size}"
         if self.algorithm.demonstration_gamma is not None:
             size = f"({size} + 1 demonstration)"

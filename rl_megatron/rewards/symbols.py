@@ -50,6 +50,10 @@ _REASON = re.compile(  # after a value; without parentheses only after a stated 
     r"(?:[,;]? (?:because|since)|[,;] as| as(?= [\d\\$(√]))\b[^\n]*?(?=\.?$|\.\s)",
     re.MULTILINE,
 )
+_LONGEST = 40  # characters of a number and the operator before it
+_OPERAND = re.compile(  # a number behind an operator and what that reads
+    r"(?:[\d)\]}]|\b[A-Za-z])(?: ?(?:[-+*^]|\\(?:times|cdot|div)) {0,2}| / )\$?\d[\d.,]*(?: ?[A-Za-z]{1,12})?$"
+)
 _OPERATORS = {r"\times": "*", r"\cdot": "*", r"\div": "/"}  # math-verify reads these in plain text
 
 
@@ -113,8 +117,17 @@ def _root(match: re.Match[str]) -> str:
 
 
 def without_reasons(text: str) -> str:
-    """Leaves out why a value is right: ``(as 7² = 49)`` of ``answer: 7 (as 7² = 49)``. What holds a box stays."""
-    return _REASON.sub(lambda found: found[0] if "\\boxed{" in found[0] else found[1] or found[2], text)
+    """Leaves out why a value is right: ``(as 7² = 49)`` of ``answer: 7 (as 7² = 49)``. What holds a box stays, and what
+    is behind an expression, whose value the reason may say: ``3 * 4 (since 3 * 4 = 12)``."""
+
+    def write(found: re.Match[str]) -> str:
+        value: str = found[1] or found[2]
+        stays = "\\boxed{" in found[0] or _OPERAND.search(
+            text, max(0, found.start() - _LONGEST), found.start() + len(value)
+        )
+        return found[0] if stays else value
+
+    return _REASON.sub(write, text)
 
 
 def mark_formulas(text: str) -> str:

@@ -154,18 +154,21 @@ class Stream:
         self._left_out, self._unsent = list[Waiting](), list[Waiting]()  # unsent: of a checkpoint, to sample again
         self._tasks, self._changed = set[asyncio.Task[None]](), asyncio.Event()
         self._failure: Exception | None = None
-        self._closed = self._begins = False  # begins: a task, which then admits the next group
+        self._closed = self._begins = False  # begins: a task that draws; it then admits the next group
+        self._sampling = 0  # tasks whose groups were sent
         self._took: float | None = None  # the time of the last ``take``
         self._waited = 0.0  # seconds since
         self._times = StreamTimes(apart=self._apart)
 
     def admit(self) -> None:
-        """Draw and send a group as the rule allows, whose task admits the next: a draw may tokenize, and the event loop
-        has a turn after each. In the learner's processes one batch, if none is being sampled."""
+        """Begin a group as the rule allows, whose task draws, sends and admits the next. In the learner's processes one
+        batch, if none is being sampled."""
         ended = self._closed or self._failure is not None
-        may = self._may_send and not (ended or self._begins)
-        if may and (places := self._sendable(1 if self._apart else self._size)):
-            self._send(places)
+        if self._may_send and not (ended or self._begins) and (self._unsent or self._room > 0):
+            self._begins = True
+            task = asyncio.get_running_loop().create_task(self._sample(1 if self._apart else self._size))
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
 
     async def take(self, step: int) -> RolloutBatch:
         """The batch of ``step``, which follows the version pushed last; short where groups were left out.
@@ -207,7 +210,7 @@ class Stream:
 
     def row(self) -> dict[str, float]:
         """Metrics of a step after its push; with staleness, those of the time since the last call too."""
-        row, times = dict[str, float](self._ledger.row()), self._times.row(sampling=bool(self._tasks))
+        row, times = dict[str, float](self._ledger.row()), self._times.row(sampling=self._sampling > 0)
         if not self._most:
             return row
         met = self._met * self._section.group_size
@@ -270,8 +273,12 @@ class Stream:
     def _sendable(self, most: int) -> list[Waiting]:
         """Up to ``most`` places that nobody samples: those of a checkpoint, and newly drawn ones."""
         found, self._unsent = self._unsent[:most], self._unsent[most:]
-        room = min(self.version + self._ahead + 1, self._until) * self._size + self._opened - self._drawn
-        return found + [self._draw() for _ in range(min(room, most - len(found)))]
+        return found + [self._draw() for _ in range(min(self._room, most - len(found)))]
+
+    @property
+    def _room(self) -> int:
+        """How many more prompts may be drawn at present; less than one: none."""
+        return min(self.version + self._ahead + 1, self._until) * self._size + self._opened - self._drawn
 
     @property
     def _may_send(self) -> bool:
@@ -292,24 +299,31 @@ class Stream:
         self._dues[place.due] += 1
         return place
 
-    def _send(self, places: Sequence[Waiting]) -> None:
-        self._ledger.move((place.drawn.ordinal for place in places), "in_flight")
-        self._times.sent((place.drawn.ordinal for place in places), first=not self._tasks)
-        task, self._begins = asyncio.get_running_loop().create_task(self._sample(places)), True
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    async def _sample(self, places: Sequence[Waiting]) -> None:
-        self._begins = False
+    async def _sample(self, most: int) -> None:
+        try:
+            if self._prompts.reads:  # a template may take seconds, in which the event loop has other work
+                await asyncio.to_thread(self._prompts.make_next, most)
+            places = self._sendable(most)
+        finally:
+            self._begins = False
+        ordinals = [place.drawn.ordinal for place in places]
+        if not places:
+            return
+        self._ledger.move(ordinals, "in_flight")
+        self._times.sent(ordinals, first=not self._sampling)
+        self._sampling += 1
         self.admit()
-        answers = await self._source.groups([place.drawn for place in places])
+        try:
+            answers = await self._source.groups([place.drawn for place in places])
+        finally:
+            self._sampling -= 1
+            if not self._sampling:
+                self._times.ended()
         for place, answered in zip(places, answers, strict=True):
             self._answer(place, answered)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not self._tasks:
-            self._times.ended()
         try:
             if not task.cancelled():
                 if isinstance(error := task.exception(), Exception):

@@ -8,6 +8,7 @@ import os
 import re
 import select
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -16,13 +17,14 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from rl_megatron import chat_templates
+from rl_megatron import bounded, chat_templates
 from rl_megatron.agents.conversation.messages import MessagesRefused
 from rl_megatron.agents.conversation.written import ChatTemplate
+from rl_megatron.bounded import BoundedProcess
 from rl_megatron.chat_templates import template_text
 from rl_megatron.config.sections.data import FileData
 from rl_megatron.data.problems.rendering import Record, rendered_rows
-from rl_megatron.errors import ConfigError, DataError
+from rl_megatron.errors import ConfigError, DataError, SandboxError
 from rl_megatron.models.tiny import byte_tokenizer
 from tests.unit.rollout.conversation.families import FAMILIES
 from tests.unit.rollout.endpoint.serving import ASK, TOKENIZER, Saying, episode
@@ -90,6 +92,36 @@ def test_a_row_is_named_that_alone_takes_too_much() -> None:
     rows = [Record(texts=(text, "2"), others={}) for text in ("a", "b", "c")]
     with pytest.raises(DataError, match=rf"^a\.jsonl:2: the tokenizer's chat template fails at it: {SAID}"):
         list(rendered_rows(rows, Path("a.jsonl"), 1, DATA, tokenizer_with(template)))
+
+
+@pytest.mark.parametrize(
+    ("by", "said"),
+    [
+        (signal.SIGKILL, "was killed twice by another, with SIGKILL, as one is where memory is short"),
+        (signal.SIGSTOP, r"stood still for 0\.5 s, twice; something had stopped it"),
+    ],
+)
+def test_a_process_that_the_machine_ends_is_no_fault_of_the_template(
+    by: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in a row, which on_refused=drop would leave out, nor in a model's turn."""
+
+    class Faulty(BoundedProcess):
+        def start(self) -> subprocess.Popen[bytes]:
+            (process := super().start()).send_signal(by)
+            return process
+
+    tokenizer = tokenizer_with("{{ messages[0].content }}")
+    template, bad = ChatTemplate(tokenizer), [Record(texts=("1+1?", "2"), others={})]
+    monkeypatch.setattr(bounded, "WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(chat_templates, "_process", Faulty("rl_megatron.chat_templates"))
+    match = (
+        rf"^a chat template could not be rendered, and is not to blame: its process {said}; give the job more memory"
+    )
+    with pytest.raises(SandboxError, match=match):
+        list(rendered_rows(bad, Path("a.jsonl"), 3, DATA, tokenizer))
+    with pytest.raises(SandboxError, match=match):
+        template.begin(ASKED, ())
 
 
 def test_a_signal_is_heeded_while_a_template_renders() -> None:

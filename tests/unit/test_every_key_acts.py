@@ -14,7 +14,7 @@ from dataclasses import replace
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
@@ -22,12 +22,15 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from typing_extensions import override
 
+from launcher.build import jobs
+from launcher.build.jobs import LearnedRows
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.jobs import LogSection
+from rl_megatron.config.sections.jobs import DpoSection, LogSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.errors import RLMegatronError
+from rl_megatron.errors import DataError, RLMegatronError
 from rl_megatron.interfaces import Roles
+from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Stopwatch
 from rl_megatron.rewards.registry import resolve_reward
@@ -35,6 +38,7 @@ from rl_megatron.rollout.batch import Answered, Drawn, Ledger, LedgerState
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
+from rl_megatron.training.jobs.written import fitted, made_units
 from rl_megatron.training.update import Update
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Trajectory
 from tests.completions import completion
@@ -103,6 +107,10 @@ EVERY_KEY = {
     for key, annotation in leaves(section, RunConfig.model_fields[section].annotation)  # type: ignore[arg-type]
     if not key.startswith(NOT_OF_A_STEP)
 }
+
+
+DROP = ("dpo.on_long=drop", "dpo.on_refused=drop")
+KEYS_OF_DPO = dict(leaves("dpo", DpoSection))
 
 
 def alternatives(key: str, annotation: Any) -> Iterator[list[object]]:
@@ -306,6 +314,52 @@ def test_every_key_changes_what_a_step_does_or_is_refused(row: str, rig: Rig) ->
     if row == "cispo":  # dppo_kl is its loss up to a limit, which no token of the stored steps reaches
         silent = [(key, others) for key, others in silent if (key, others) != ("algorithm.objective", ["dppo_kl"])]
     assert not silent
+
+
+@pytest.mark.parametrize("key", KEYS_OF_DPO)
+def test_every_key_of_answers_with_labels_changes_their_job_or_is_refused(key: str) -> None:
+    tree = load_config(
+        "dpo_tiny", ["data.type=files", "data.train=a", "data.eval=b", "dpo.loss=kto", *DROP]
+    ).model_dump()
+    before = learned_labels(RunConfig.model_validate(tree))
+
+    def acts_on_labels(value: object) -> bool:
+        try:
+            config = RunConfig.model_validate(with_value(tree, key, value))
+        except ValidationError as error:  # the loss of pairs needs another field of the data
+            return key == "dpo.loss" or all(key.rpartition(".")[2] in str(e) for e in error.errors())
+        return learned_labels(config) != before
+
+    for values in alternatives(key, KEYS_OF_DPO[key]):
+        others = [value for value in values if value != value_at(tree, key)]
+        assert not others or any(map(acts_on_labels, others)), others
+
+
+def learned_labels(config: RunConfig) -> list[object]:
+    """What the job asks for, of rows of which one is too long and one has no label: which it trains on, for how many
+    steps, and what it compares them by."""
+    lengths = [(3, True), (2, False), (600, True), (3, None)]
+    prompts = [
+        Prompt(id=f"p:{i}", text="1", token_ids=(7, 5), answer="2" * length, meta={"label": label})
+        for i, (length, label) in enumerate(lengths)
+    ]
+    made = LearnedRows(tokenizer=byte_tokenizer(), stop_token_ids=[1], end_token_ids={"": 1}, vocab_size=300)
+    units_of: Any = made.units(config)
+    given: dict[str, Any] = {
+        "parts": SimpleNamespace(config=config, folder=Path()),
+        "data": SimpleNamespace(held_out=prompts[:2]),
+    }
+    try:
+        built: Any = jobs._preferences(
+            jobs._Building(**given, roles=None, units_of=units_of, attention_cost=0.0, steps=None)
+        )
+        units, left_out = made_units(prompts, units_of, config)
+        kept = fitted(units, config)
+    except DataError as error:
+        return [str(error)]
+    rows = [(row.id, row.token_ids.tolist(), row.margin) for (row,) in kept.units]
+    steps = config.written_epochs, config.completions_per_step
+    return [rows, left_out, kept.dropped, steps, built.loss, built.most, built.reference.folder]
 
 
 @pytest.mark.parametrize("row", ["gspo", "grpo", "cispo"])

@@ -300,7 +300,7 @@ def _held_out(kind: JobKind) -> tuple[str, ...]:
     """The metrics of held-out data, but those of ``eval.sets``."""
     if kind.samples:
         return ("eval/accuracy",)
-    return ("eval/loss", *(_OF_PAIRS if kind.pairs or kind.labels else _OF_TEXT))
+    return ("eval/loss", *(_OF_PAIRS if kind.rows != "answers" else _OF_TEXT))
 
 
 def _of_entry(room: str, name: str, figure: str, config: RunConfig) -> Iterator[str]:

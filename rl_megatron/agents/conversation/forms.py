@@ -110,7 +110,7 @@ _FORMS: Mapping[JobName, Callable[[Iterable[Prompt]], None]] = {
 
 def check_of(config: RunConfig) -> Callable[[Iterable[Prompt]], None] | None:
     """What looks at the form of the job's conversations; None for a job that samples."""
-    return check_turns if config.kind.labels else _FORMS.get(config.job)
+    return check_turns if config.kind.rows == "labels" else _FORMS.get(config.job)
 
 
 def behind_common(prompt: Prompt) -> Sides:

@@ -19,19 +19,19 @@ from rl_megatron.config.sections.algorithm import UNPAIRED, PreferenceSection
 from rl_megatron.section import LISTED, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 JobName = Literal["rl", "sft", "dpo", "reward_model"]
+RowsOf = Literal["answers", "pairs", "labels"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobKind:
-    """``samples``: whether engines sample from the policy. ``pairs``: whether a row of its data is a better and a worse
-    answer, which are trained on side by side. ``labels``: whether a row is one answer and whether that is desirable, as
-    with ``dpo.loss=kto``. ``scores``: whether its model gives a text a score in place of
+    """``samples``: whether engines sample from the policy. ``rows``: what a row of its data is: one of ``answers``; one
+    of ``pairs``, a better and a worse answer, which are trained on side by side; or one of ``labels``, an answer and
+    whether that is desirable, as with ``dpo.loss=kto``. ``scores``: whether its model gives a text a score in place of
     log-probs. ``reference``: whether it may compare with a frozen model. ``reads``: the sections and keys that the job
     reads; None: all but ``unread``."""
 
     samples: bool = False
-    pairs: bool = False
-    labels: bool = False
+    rows: RowsOf = "answers"
     scores: bool = False
     reference: bool = False
     reads: tuple[str, ...] | None = None
@@ -57,13 +57,13 @@ JOBS: Mapping[JobName, JobKind] = {
     ),
     "sft": JobKind(reads=(*_WRITTEN, "sft"), unread=(*_UNREAD, "data.rejected_field", "data.margin_field")),
     "dpo": JobKind(
-        pairs=True,
+        rows="pairs",
         reference=True,
         reads=(*_WRITTEN, "dpo", "roles.reference", "roles.layouts"),
         unread=(*_UNREAD, "data.margin_field"),
     ),
     "reward_model": JobKind(
-        pairs=True,
+        rows="pairs",
         scores=True,
         reads=(*_WRITTEN, "reward_model"),
         unread=(*_UNREAD, "learner.head_dtype"),

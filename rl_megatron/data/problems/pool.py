@@ -48,8 +48,15 @@ class Pool(Sequence[Prompt]):
     def at(self, row: int, upcoming: Upcoming) -> Prompt | None:
         """The prompt of the draw ``upcoming.number``, which this row is; None if it is too long."""
 
-    def read_ahead(self, row: int, upcoming: Upcoming) -> None:
-        """Read what `at` needs for this row and some that follow. May take minutes."""
+    def read_ahead(self, row: int, upcoming: Upcoming) -> bool:
+        """Read what `at` needs for this row and some that follow, and render the row; whether it is short enough. May
+        take minutes. Raises as `at`."""
+        return True
+
+    @property
+    def reads(self) -> bool:
+        """Whether `at` reads or renders, unless `read_ahead` did."""
+        return False
 
     @abstractmethod
     def conversations(self) -> Iterator[Prompt]:
@@ -151,28 +158,38 @@ class RowsOfPrompts(Pool):
         self._following: Future[_Held] | None = None
         self._reader = ThreadPoolExecutor(1, "parquet")
         self._too_long = 0
+        self._made: dict[int, Prompt | TooLong] = {}  # rows that were read ahead, by their numbers
 
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
     @override
-    def read_ahead(self, row: int, upcoming: Upcoming) -> None:
+    def reads(self) -> bool:
+        return True
+
+    @override
+    def read_ahead(self, row: int, upcoming: Upcoming) -> bool:
         number = int(self._kept[row])
-        if self._held.batch(number) is None:
-            self._move(number, upcoming)
+        if number not in self._made:
+            if self._held.batch(number) is None:
+                self._move(number, upcoming)
+            record, (path, line) = self._rows.record(number, self._held.batch(number)), self._rows.line(number)
+            data, form = self._files.data, self._form
+            if data.messages_field is not None:
+                self._made[number] = unrendered([conversation(record, path, line, data)])[0]
+            else:
+                problem = rendered(record, path, line, data, form.tokenizer)
+                self._made[number] = tokenized_one(problem, form, chat=data.chat_template)
+        return isinstance(self._made[number], Prompt)
 
     @override
     def at(self, row: int, upcoming: Upcoming) -> Prompt | None:
         self.read_ahead(row, upcoming)
         number = int(self._kept[row])
-        record, (path, line) = self._rows.record(number, self._held.batch(number)), self._rows.line(number)
-        data, form = self._files.data, self._form
-        if data.messages_field is not None:
-            return self._named(unrendered([conversation(record, path, line, data)])[0])
-        problem = rendered(record, path, line, data, form.tokenizer)
-        prompt = tokenized_one(problem, form, chat=data.chat_template)
+        prompt = self._made.pop(number)
         if isinstance(prompt, TooLong):
-            self._is_long(problem.place, prompt)
+            self._is_long(self._rows.place(number), prompt)
             return None
         return self._named(prompt)
 
@@ -269,10 +286,15 @@ class Joined(Pool):
         part, start = self._part(row)
         return part.at(row - start, _inside(upcoming, start, len(part)))
 
+    @property
     @override
-    def read_ahead(self, row: int, upcoming: Upcoming) -> None:
+    def reads(self) -> bool:
+        return any(part.reads for part in self._parts)
+
+    @override
+    def read_ahead(self, row: int, upcoming: Upcoming) -> bool:
         part, start = self._part(row)
-        part.read_ahead(row - start, _inside(upcoming, start, len(part)))
+        return part.read_ahead(row - start, _inside(upcoming, start, len(part)))
 
     @override
     def conversations(self) -> Iterator[Prompt]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
@@ -66,6 +67,28 @@ class PromptStream:
             number = epochs.drawn
             (row,) = epochs.draws(number, number + 1).tolist()
             self._pool.read_ahead(row, Upcoming(number, epochs.draws))
+
+    @property
+    def reads(self) -> bool:
+        """Whether `take` reads or renders rows of files, unless `make_next` did."""
+        return self._pool.reads
+
+    def make_next(self, n: int) -> None:
+        """Read and render the prompts that `take` is to give next, for seconds if the chat template is slow. In a
+        thread; nobody else takes from the stream meanwhile. What is wrong with a row `take` raises."""
+        shares = Proportions(self._weights or {"": 1.0}, self._shares.taken)
+        for name, count in Counter(shares.next() for _ in range(n)).items():
+            epochs, left = self._epochs[name], count
+            for number in range(first := epochs.drawn, first + len(epochs.rows)):
+                (row,) = epochs.draws(number, number + 1).tolist()
+                if row in self.left_out or (self.table and not self.table.is_drawn(row, number // len(epochs.rows))):
+                    continue
+                try:
+                    left -= self._pool.read_ahead(row, Upcoming(number, epochs.draws))
+                except DataError:
+                    return
+                if not left:
+                    break
 
     def digest(self) -> Mapping[str, str]:
         """A checksum of each source's prompts, which `state` and `restore` compare: read once."""

@@ -63,14 +63,19 @@ class PromptTable:
         self.values, self.counts = np.full(len(prompts), value), np.full(len(prompts), count)
 
     def draws(self, row: int, epoch: int) -> bool:
-        """Whether this epoch draws the prompt; counts one that it does not."""
+        """As `is_drawn`; counts one that is not."""
+        drawn = self.is_drawn(row, epoch)
+        self.skipped += not drawn
+        return drawn
+
+    def is_drawn(self, row: int, epoch: int) -> bool:
+        """Whether this epoch draws the prompt. Any thread may ask."""
         s, rate = self._section, self.rates[row]
         drawn = self.retired[row] < 0
         known = self.visits[row] >= s.min_seen
         if drawn and known and s.explore is not None and not np.isnan(rate):
             share = (np.sqrt(rate * (1 - rate)) + s.explore) / (_MOST_SPREAD + s.explore)
             drawn = np.random.default_rng([self._seed, epoch, row, 2]).random() < share
-        self.skipped += not drawn
         return bool(drawn)
 
     def update(self, seen: Iterable[tuple[str, float]], step: int, left_out: Set[int]) -> None:

@@ -22,10 +22,11 @@ from rl_megatron.config.sections.data import (
     data_sources,
     name_of,
 )
+from rl_megatron.config.sections.jobs import RowsOf
 from rl_megatron.config.sections.reward import RANKS, EnvironmentSection, RewardSection
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.problems.arithmetic import split_sums
-from rl_megatron.data.problems.conversations import messages_of
+from rl_megatron.data.problems.conversations import LABEL, messages_of
 from rl_megatron.data.problems.file_rows import FileRows, file_rows
 from rl_megatron.data.problems.files import files_in, local_files, read_records
 from rl_megatron.data.problems.leaks import (
@@ -67,7 +68,7 @@ def load_prompts(
     max_prompt_tokens: int,
     on_long_prompt: OnLongPrompt,
     seed: int,
-    pairs: bool = False,
+    rows: RowsOf = "answers",
     samples: bool = True,
     limit_keys: LimitKeys = SAMPLED,
     on_leak: OnLeak | None = None,
@@ -82,26 +83,28 @@ def load_prompts(
     follow each other, and their ids begin with its name.
 
     ``Prompt.answer`` is the correct answer, as in the data: rewards compare with it and the warm start trains on it.
-    With ``pairs`` generated problems have a wrong answer, too, as those of files have with their ``rejected_field``.
-    A prompt of more than ``max_prompt_tokens`` raises or is dropped, with a warning that counts these; both name
+    With ``rows`` of pairs generated problems have a wrong answer, too, as files have with their ``rejected_field``. A
+    prompt of more than ``max_prompt_tokens`` raises or is dropped, with a warning that counts these; both name
     ``limit_keys``. Where nothing ``samples``, the long ones of parquet files stay: who draws one drops its row, so that
     an epoch has each row once. ``on_leak`` says what to do with a problem to train on that is held out here or in
     ``sets`` (by the key of their section), and of equal ones the first alone is trained on then; None: nobody trains on
     them. Problems are equal if what the policy is asked is, and what their judges read: the answer, and the fields of
     ``environments`` and ``rewards`` (by the source's key). Those of other judges are never equal; where nothing
-    ``samples``, nor are those with different answers, for training alone. ``begun_by_messages``: as of the function of
-    this name. What is trained on has the prompts that its ``teachers`` (by name) read in their place. The model's
-    embedding has ``vocab_size`` rows. Raises DataError that names files and lines.
+    ``samples``, nor are those with different answers or, of labels, different ones, for training alone.
+    ``begun_by_messages``: as of the function of this name. What is trained on has the prompts that its ``teachers`` (by
+    name) read in their place. The model's embedding has ``vocab_size`` rows. Raises DataError that names files and
+    lines.
     """
     sources = data_sources(data)
     given = {key: (key, source, tokenizer, seed) for key, source in {**sources, **(sets or {})}.items()}
-    splits = {key: _problems(*given[key], pairs=pairs, lists=key in begun_by_messages) for key in sources}
+    splits = {key: _problems(*given[key], rows=rows, lists=key in begun_by_messages) for key in sources}
     kept: dict[str, NDArray[np.bool_] | None] = dict.fromkeys(sources)
     if on_leak is not None:
         held = {key: held_out for key, (_, held_out) in splits.items()}
         held |= {key: _held_out(*given[key], lists=key in begun_by_messages) for key in sets or {}}
         trained = {key: train for key, (train, _) in splits.items()}
-        kept |= without_leaks(trained, held, on_leak, environments or {}, rewards or {}, samples=samples)
+        written = key_of_written(samples, rows)
+        kept |= without_leaks(trained, held, on_leak, environments or {}, rewards or {}, written=written)
     pools, held_out = list[Pool](), list[Prompt]()
     of_row = _row_form(tokenizer, max_prompt_tokens, on_long_prompt, limit_keys, vocab_size)
     of_drawn = of_row if samples else replace(of_row, max_tokens=sys.maxsize)
@@ -111,9 +114,9 @@ def load_prompts(
         taught = taught_in(name, teachers)
         mask = kept[key]
         if isinstance(train, FileRows):
-            rows = np.arange(len(train.rows)) if mask is None else np.flatnonzero(mask)
+            numbers = np.arange(len(train.rows)) if mask is None else np.flatnonzero(mask)
             for one, teacher in taught.items():
-                train.rows.check_read(fields_in(teacher.prompt or ""), rows, f"algorithm.kl.teachers.{one}.prompt")
+                train.rows.check_read(fields_in(teacher.prompt or ""), numbers, f"algorithm.kl.teachers.{one}.prompt")
             pools.append(RowsOfPrompts(train, mask, replace(of_drawn, teachers=taught), source=name))
         else:
             ours = train if mask is None else [train[row] for row in np.flatnonzero(mask).tolist()]
@@ -130,7 +133,7 @@ def load_held_out(
     max_prompt_tokens: int,
     on_long_prompt: OnLongPrompt,
     seed: int,
-    pairs: bool = False,
+    rows: RowsOf = "answers",
     limit_keys: LimitKeys = SAMPLED,
     lists: bool = False,
     vocab_size: int = sys.maxsize,
@@ -138,7 +141,7 @@ def load_held_out(
     """The held-out prompts of `load_prompts`, without a look at what is trained on; ``lists``: they may be ones, with
     which an environment begins."""
     form = _row_form(tokenizer, max_prompt_tokens, on_long_prompt, limit_keys, vocab_size)
-    return formed(_held_out("data", data, tokenizer, seed, pairs=pairs, lists=lists), data, form)
+    return formed(_held_out("data", data, tokenizer, seed, rows=rows, lists=lists), data, form)
 
 
 def _row_form(
@@ -177,6 +180,11 @@ def _judged_by(environment: EnvironmentSection | None, reward: RewardSection | N
     return "" if reward is None else reward.model_dump_json()
 
 
+def key_of_written(samples: bool, rows: RowsOf) -> ProblemKey | None:
+    """By what rows are equal that nobody ``samples`` an answer for; None where somebody does."""
+    return None if samples else ANSWERED._replace(fields=(LABEL,) if rows == "labels" else ())
+
+
 def without_leaks(
     train: Mapping[str, Sequence[Problem] | FileRows],
     held_out: Mapping[str, Sequence[Problem]],
@@ -184,13 +192,13 @@ def without_leaks(
     environments: Mapping[str, EnvironmentSection],
     rewards: Mapping[str, RewardSection],
     *,
-    samples: bool,
+    written: ProblemKey | None,
 ) -> dict[str, NDArray[np.bool_]]:
     """Returns which problems of each source to train on: each once for each of the ``environments`` or ``rewards`` (by
-    source), and no leaks where they are dropped. Raises like `rows_to_keep`, and for a source that has no problem
-    left."""
+    source), or as ``written`` compares those that nobody samples; and no leaks where they are dropped. Raises like
+    `rows_to_keep`, and for a source that has no problem left."""
     judges = {key: (environments.get(key), rewards.get(key)) for key in train}
-    wholes = {key: _compared_by(*of) if samples else ANSWERED for key, of in judges.items()}
+    wholes = {key: written or _compared_by(*of) for key, of in judges.items()}
     # an environment of the user's may ask what any field of a row has
     ways = {key: (by if by.fields is None and judges[key][0] else ASKED, by) for key, by in wholes.items()}
     both = {
@@ -198,7 +206,7 @@ def without_leaks(
         for key, one in train.items()
     }
     texts = JoinedTexts([asked for asked, _ in both.values()])
-    own = [TextsFor(whole, _judged_by(*judges[key]) if samples else "") for key, (_, whole) in both.items()]
+    own = [TextsFor(whole, "" if written else _judged_by(*judges[key])) for key, (_, whole) in both.items()]
     every = dict.fromkeys(asked for asked, _ in ways.values())
     held = {key: JoinedTexts([_texts(problems, by) for by in every]) for key, problems in held_out.items()}
     mask = rows_to_keep(texts, JoinedTexts(own), held, on_leak)
@@ -220,11 +228,11 @@ def _named(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
 
 
 def _problems(
-    key: str, source: OneSource, tokenizer: PreTrainedTokenizerBase, seed: int, *, pairs: bool = False, lists: bool
+    key: str, source: OneSource, tokenizer: PreTrainedTokenizerBase, seed: int, *, rows: RowsOf = "answers", lists: bool
 ) -> tuple[list[Problem] | FileRows, list[Problem]]:
     """Both splits of a source; ``key``: of its section."""
     if isinstance(source, ArithmeticData):
-        return _arithmetic_problems(key, source, seed, pairs=pairs)
+        return _arithmetic_problems(key, source, seed, pairs=rows == "pairs")
     _check_templates(source, tokenizer, key)
     data = local_files(source, key, ("train",))
     files = files_in(data.train, f"{key}.train")
@@ -237,11 +245,11 @@ def _problems(
 
 
 def _held_out(
-    key: str, source: OneSource, tokenizer: PreTrainedTokenizerBase, seed: int, *, pairs: bool = False, lists: bool
+    key: str, source: OneSource, tokenizer: PreTrainedTokenizerBase, seed: int, *, rows: RowsOf = "answers", lists: bool
 ) -> list[Problem]:
     """The held-out split of a source alone."""
     if isinstance(source, ArithmeticData):
-        return _arithmetic_problems(key, source, seed, pairs=pairs)[1]
+        return _arithmetic_problems(key, source, seed, pairs=rows == "pairs")[1]
     _check_templates(source, tokenizer, key)
     data = local_files(source, key, ("eval",)).of_held_out
     return read_problems(data.eval, f"{key}.eval", data, tokenizer, data.max_eval, lists=lists)

@@ -112,7 +112,7 @@ class LeftOut:
 
     def sequences(self, config: RunConfig) -> int:
         """How many they are, a conversation one: those that it would have are not known."""
-        return (len(self.refused) + len(self.unlearnt)) * (2 if config.kind.pairs else 1)
+        return (len(self.refused) + len(self.unlearnt)) * (2 if config.kind.rows == "pairs" else 1)
 
     def told(self, of: str, config: RunConfig) -> list[str]:
         """A sentence for each reason, of the prompts that ``of`` counts."""
@@ -172,7 +172,7 @@ def fitted(units: Sequence[Unit], config: RunConfig) -> Fitted:
         if section.on_long == "fail":
             raise DataError(
                 f"{_length(long[0], config)}; raise it, or set {config.job}.on_long=drop"
-                + ("" if config.kind.pairs or config.kind.labels else " or cut")
+                + ("" if config.kind.rows != "answers" else " or cut")
             )
         short = [shorter for row in unit if (shorter := _cut(row, most)) is not None]
         if section.on_long == "cut" and len(short) == len(unit):

@@ -433,7 +433,7 @@ def test_a_process_that_was_stopped_is_waited_for_no_longer_than_said(monkeypatc
             return process
 
     for text in ("$8$", "8" * (1 << 20)):
-        with pytest.raises(ProcessFailed, match=r"was killed twice by another, .*, or stood still for 0\.5 s"):
+        with pytest.raises(ProcessFailed, match=r"stood still for 0\.5 s, twice"):
             Stopped(WORKER).ask(3.0, "8", text)
     assert [one.returncode for one in processes] == [-signal.SIGKILL] * 4
 
@@ -464,7 +464,7 @@ def test_a_fault_of_the_machine_is_no_wrong_answer(rule: str, by: int, monkeypat
     prompt = Prompt(id="train:7", text="", token_ids=(1,), answer="8")
     (one,) = asyncio.run(judged(reward, prompt, [completion((1,))], ["$8$"], limit=120.0))
     assert math.isnan(one.total)
-    assert "its process was killed twice by another" in str(one.error)
+    assert ("was killed twice by another" if by == signal.SIGKILL else "stood still for 0.5 s") in str(one.error)
 
 
 def test_a_call_that_crashes_its_process_twice_is_to_blame() -> None:

@@ -335,7 +335,7 @@ def loaded(
         **fields,  # type: ignore[arg-type]
     )
     keys: dict[str, Any] = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "on_leak": "fail"}
-    train, _ = load_prompts(data, TOKENIZER, seed=0, pairs=True, samples=False, **keys)
+    train, _ = load_prompts(data, TOKENIZER, seed=0, rows="pairs", samples=False, **keys)
     return train[:]
 
 

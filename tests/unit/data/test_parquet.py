@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import decimal
 import json
@@ -20,7 +21,7 @@ import pytest
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import CurriculumSection, FileRunData, MixtureData, RunKeys
-from rl_megatron.data.problems import parquet, pool
+from rl_megatron.data.problems import parquet, pool, rendering
 from rl_megatron.data.problems.parquet import ParquetRows
 from rl_megatron.data.problems.pool import Pool
 from rl_megatron.data.problems.prompt_stream import PromptStream
@@ -28,6 +29,7 @@ from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.data.problems.records import as_json, values_of
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
+from tests.streams import Source, stream_over
 
 SPACES = (" ", "  ", "\t", "\n", "\u3000", "\x1c", "\xa0")
 
@@ -611,3 +613,34 @@ def test_values_of_columns_by_hand() -> None:
             with pytest.raises(ValueError, match=said):
                 read(column)
     assert values_of(pa.array([], pa.list_(pa.int64()))) == []
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_stream_renders_rows_in_another_thread(served: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat template may take 5 s of a processor, in which nothing else of the controller would go on."""
+    rendered, threads = rendering.tokenized_one, list[threading.Thread]()
+
+    def tokenized_one(*given: Any, **named: Any) -> Any:
+        threads.append(threading.current_thread())
+        return rendered(*given, **named)
+
+    monkeypatch.setattr(pool, "tokenized_one", tokenized_one)
+    train = written(tmp_path / "t.parquet", made(40, values=10**6))
+    held_out = written(tmp_path / "e.jsonl", made(1, 5, 10**6))
+    prompts, wanted = loaded(train, held_out), PromptStream(loaded(train, held_out), seed=0).take(12)
+    threads.clear()
+
+    async def run() -> list[str]:
+        stream = stream_over(Source(lambda _: 0.0), size=4, staleness=1, last_step=3, served=served, prompts=prompts)
+        await asyncio.to_thread(stream._prompts.read_ahead)
+        found = []
+        for step in range(1, 4):
+            found += [place.drawn.prompt for place in (await stream.take(step)).places]
+            await stream.settled()
+            stream.pushed(step)
+        await stream.close()
+        return [one.id for one in found]
+
+    assert sorted(asyncio.run(run())) == sorted(one.id for one in wanted)
+    assert len(threads) >= 12
+    assert threading.main_thread() not in threads

@@ -16,6 +16,7 @@ import pytest
 from rl_megatron.agents.conversation.forms import check_answers
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import FileRunData, MixtureData
+from rl_megatron.config.sections.jobs import RowsOf
 from rl_megatron.data.problems import parquet, pool
 from rl_megatron.data.problems.file_rows import file_rows
 from rl_megatron.data.problems.leaks import ANSWERED, digests_of, hashes_of, spaced
@@ -77,12 +78,12 @@ def written(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 def loaded(form: str, train: Path, held_out: Path) -> Pool:
     keys = {"type": "files", "train": train, "eval": held_out, "on_leak": "drop"}
     data = FileRunData.model_validate(keys | FORMS[form])
-    return load(data, pairs="rejected_field" in FORMS[form])
+    return load(data, rows="pairs" if "rejected_field" in FORMS[form] else "answers")
 
 
-def load(data: FileRunData | MixtureData, *, pairs: bool, limit: int = 99, long: str = "fail") -> Pool:
+def load(data: FileRunData | MixtureData, *, rows: RowsOf = "answers", limit: int = 99, long: str = "fail") -> Pool:
     given: dict[str, Any] = {"max_prompt_tokens": limit, "on_long_prompt": long, "seed": 0, "on_leak": data.on_leak}
-    return load_prompts(data, byte_tokenizer(), **given, pairs=pairs, samples=False)[0]
+    return load_prompts(data, byte_tokenizer(), **given, rows=rows, samples=False)[0]
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +124,7 @@ def test_fields_of_an_object_are_read_as_those_of_the_row(form: str, kind: str, 
     def pool_of(name: str, rows: Sequence[Mapping[str, Any]], fields: Mapping[str, str]) -> Pool:
         path = written(tmp_path / f"{name}.{kind}", rows)
         given = {"type": "files", "train": path, "eval": path, "on_leak": "keep"} | fields
-        return load(FileRunData.model_validate(given), pairs=True)
+        return load(FileRunData.model_validate(given), rows="pairs")
 
     rows, fields = made(form, 20, 0), {key: f"of.{field}" for key, field in FORMS[form].items()}
     inside = [{"of": one} for one in rows]
@@ -158,7 +159,7 @@ def test_an_epoch_of_parquet_has_each_row_once_and_counts_those_that_are_too_lon
     data = FileRunData.model_validate({"type": "files", "on_leak": "drop", **paths, **FORMS[form]})
     job = "dpo" if pairs else "sft"
     config = load_config(f"{job}_tiny", [f"{job}.max_tokens=32", f"{job}.on_long=drop"])
-    train = load(data, pairs=pairs, limit=32, long="drop")
+    train = load(data, rows="pairs" if pairs else "answers", limit=32, long="drop")
     drawn = PromptStream(train, seed=0).take(len(train))
     units: list[Unit] = (
         [*answer_pairs(drawn, byte_tokenizer(), {"": 257})]
@@ -185,7 +186,7 @@ def test_calls_of_different_functions_have_their_own_arguments_alone(pairs: bool
     for kind in ("parquet", "jsonl"):
         path, others = written(tmp_path / f"t.{kind}", rows), [calling("other", a="1")]
         data = {"type": "files", "train": path, "eval": written(tmp_path / f"e.{kind}", others), **keys}
-        prompts = load(FileRunData.model_validate(data), pairs=pairs)
+        prompts = load(FileRunData.model_validate(data), rows="pairs" if pairs else "answers")
         assert len(prompts) == 3
         for prompt, one in zip(prompts, rows, strict=True):
             said = {"messages": one["good"], "tools": one["tools"]} | ({"rejected": one["bad"]} if pairs else {})
@@ -199,7 +200,7 @@ def test_null_arguments_of_json_stay(as_text: bool, tmp_path: Path) -> None:
     kind = "parquet" if as_text else "jsonl"
     path, held_out = written(tmp_path / f"t.{kind}", rows), written(tmp_path / "e.jsonl", [calling("other")])
     keys = {"type": "files", "train": path, "eval": held_out, "messages_field": "good", "tools_field": "tools"}
-    (prompt,) = load(FileRunData.model_validate(keys), pairs=False)
+    (prompt,) = load(FileRunData.model_validate(keys))
     assert json.loads(prompt.text) == {"messages": one["good"], "tools": one["tools"]}
 
 
@@ -295,7 +296,7 @@ def test_conversations_are_looked_at_in_one_pass_and_pairs_of_answers_are_none(t
         }
         for name, form in (("letters", "pairs of answers"), ("talks", "pairs of conversations"))
     }
-    train = load(MixtureData.model_validate({"type": "mixture", "sources": sources, "on_leak": "drop"}), pairs=True)
+    train = load(MixtureData.model_validate({"type": "mixture", "sources": sources, "on_leak": "drop"}), rows="pairs")
     read = list(train.conversations())
     assert [(one.id, one.source, one.text) for one in read] == [
         (one.id, one.source, one.text) for one in train if one.source == "talks"
@@ -303,6 +304,19 @@ def test_conversations_are_looked_at_in_one_pass_and_pairs_of_answers_are_none(t
     assert len(read) == 40
     with pytest.raises(DataError, match=r"^prompt 'talks/talks:31': its conversations first differ in message 1"):
         check_answers(train.conversations())
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("form", ["answers", "conversations"])
+def test_an_answer_that_two_people_judged_differently_has_both_labels(form: str, suffix: str, tmp_path: Path) -> None:
+    """Of answers with labels, those with the same label are equal, and no others; without labels all are."""
+    rows = [{**row(form, asked, "2", "3"), "label": label} for asked, label in (("1", True), ("1", False), ("1", True))]
+    train = written(tmp_path / f"t.{suffix}", rows)
+    held_out = written(tmp_path / "e.jsonl", [{**row(form, "9", "2", "3"), "label": True}])
+    keys = {"type": "files", "train": train, "eval": held_out, "on_leak": "fail", **FORMS[form]}
+    kept = load(FileRunData.model_validate(keys), rows="labels")
+    assert [(one.id, one.meta["label"]) for one in kept] == [("t:1", True), ("t:2", False)]
+    assert [one.id for one in load(FileRunData.model_validate(keys))] == ["t:1"]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -319,9 +333,9 @@ def test_parameters_of_tools_may_be_json_text(suffix: str, tmp_path: Path) -> No
         keys = {"type": "files", "train": path, "eval": held_out, "messages_field": "good", "tools_field": "tools"}
         if number:
             with pytest.raises(DataError, match=rf"{number}\{suffix}:1: field 'tools' has a tool of parameters '"):
-                load(FileRunData.model_validate(keys), pairs=False)
+                load(FileRunData.model_validate(keys))
         else:
-            one, other = json.loads(load(FileRunData.model_validate(keys), pairs=False)[0].text)["tools"]
+            one, other = json.loads(load(FileRunData.model_validate(keys))[0].text)["tools"]
             assert [one["function"]["parameters"], other["parameters"]] == [schema, schema]
 
 
@@ -335,8 +349,8 @@ def test_an_answer_of_messages_is_refused_and_other_lists_are_none(suffix: str, 
         path = written(tmp_path / f"{number}{suffix}", [{"q": "1", "good": good, "in": {"it": good}}])
         keys = {"type": "files", "train": path, "eval": held_out, **FORMS["answers"], "answer_field": field}
         if number >= len(messages):
-            assert load(FileRunData.model_validate(keys), pairs=False)[0].answer == json.dumps(good)
+            assert load(FileRunData.model_validate(keys))[0].answer == json.dumps(good)
         else:
             said = rf"{number}\{suffix}:1: field '{field}' is .*; an answer is a text. If it is a con"
             with pytest.raises(DataError, match=said):
-                load(FileRunData.model_validate(keys), pairs=False)
+                load(FileRunData.model_validate(keys))

@@ -82,6 +82,13 @@ def test_exact_match_looks_past_white_space_only() -> None:
         ("The answer is not 5, because 2 + 4 = 6.", "6"),
         ("Let x = 2, since y = 4 it is 6", "6"),
         ("12 (6 for each)", "6"),
+        ("Total: 3 * 4 (since 3*4=12)", "12"),
+        ("Total: $3 × 4 dollars (as 3 × 4 = 12)", "12"),
+        ("It is x - 3 (because 10 - 3 = 7)", "7"),
+        ("The answer is 2 + 2, since 2 + 2 = 4", "4"),
+        ("The answer is -7 (since -7 + 8 = 1)", "-7"),
+        ("It is 3/4 (as 6/8 is)", "3/4"),
+        ("2 + 3 = 5 (as 5 - 3 = 2)", "5"),
     ],
 )
 def test_the_last_number_is_read_exactly(text: str, value: str) -> None:
