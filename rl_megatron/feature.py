@@ -27,18 +27,23 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import MegatronOptimizer
 
+    from rl_megatron.algorithms.objectives import ClipLimits
+    from rl_megatron.config.run import RunConfig
     from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.interfaces import Roles
     from rl_megatron.learner.heads import Head
     from rl_megatron.learner.packed import PackedMicroBatch
     from rl_megatron.models.shape import ModelShape
     from rl_megatron.observability.metrics.curve import MetricTuples
+    from rl_megatron.observability.recorder import Row, Stopwatch
     from rl_megatron.options.option import Option
     from rl_megatron.rules import Rule
-    from rl_megatron.types import Metric, Samples
+    from rl_megatron.training.measures import Measured
+    from rl_megatron.types import Batch, Metric, Samples
 
 S = TypeVar("S", bound=Section)
 GROUP = "rl_megatron.features"
-OWN = ("draft",)
+OWN = ("draft", "balanced_clip", "following_reference")
 """Features of this package, in the order in which they act."""
 
 
@@ -51,8 +56,8 @@ class Feature:
     """The declaration of a feature. Functions in it take the learner's section and must not import torch."""
 
     name: str
-    active: Callable[[LearnerSection], bool]
-    """True if the configuration turns the feature on."""
+    active: Callable[[LearnerSection], bool] = lambda _: False
+    """True if the configuration turns its side in the learner on."""
     keys: Mapping[str, type[Section]] = field(default_factory=dict)
     """Its keys by the section that gets them, such as ``{"learner": DraftKeys}``."""
     may_change: frozenset[str] = frozenset()
@@ -71,6 +76,24 @@ class Feature:
     learner: str | None = None
     """``package.module:function`` that makes the `LearnerHooks` of a rank from `Built`; None for a model that the
     feature leaves alone."""
+    step: str | None = None
+    """``package.module:function`` that makes the `StepHooks` of a run from its configuration and `Roles`; None for a
+    run that the feature leaves alone."""
+
+
+class StepHooks:
+    """A feature's side in the controller of a run that trains on groups. The methods here do nothing."""
+
+    def scored(self, found: Measured) -> None:
+        """Runs once a batch is scored, before its first optimizer step."""
+
+    async def limits(self, batch: Batch, watch: Stopwatch) -> ClipLimits | None:
+        """The limits of the ratios of a minibatch, right before the policy trains on it; None for the algorithm's."""
+        return None
+
+    async def stepped(self, step: int, watch: Stopwatch) -> Row:
+        """Runs after the optimizer steps of a step, before its push, also if there were none. Returns metrics."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +188,12 @@ def load(name: str) -> Any:
 def learner_hooks(built: Built) -> tuple[LearnerHooks, ...]:
     """The learner sides of all active features for a model. Every rank calls it. Raises as `features`."""
     made = (load(one.learner)(built) for one in active(built.learner) if one.learner is not None)
+    return tuple(hooks for hooks in made if hooks is not None)
+
+
+def step_hooks(config: RunConfig, roles: Roles) -> tuple[StepHooks, ...]:
+    """The controller's sides of all features for a run. Raises as `features`."""
+    made = (load(one.step)(config, roles) for one in features().values() if one.step is not None)
     return tuple(hooks for hooks in made if hooks is not None)
 
 

@@ -33,10 +33,10 @@ from rl_megatron.data.demonstrations import with_demonstrations
 from rl_megatron.data.packing import tokens_of_part, unpack, with_own_columns
 from rl_megatron.data.samples import computed_lengths, to_samples, without_routes
 from rl_megatron.errors import DataError
+from rl_megatron.feature import StepHooks, step_hooks
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.seeds import seed_of
-from rl_megatron.training.balanced_clip import BalancedClip
 from rl_megatron.training.credit import AlgorithmState, Rewards, assign_credit, describe_kl, shape_rewards
 from rl_megatron.training.measures import (
     LOGPROBS,
@@ -198,6 +198,8 @@ class Update:
     _selection: Selection = field(init=False)
     packers: Packers = field(init=False)
     """Those of the policy and of all roles with a layout of their own."""
+    hooks: tuple[StepHooks, ...] = field(init=False)
+    """The sides of active features."""
     policy_steps: OptimizerSteps = field(init=False)
     critic_steps: OptimizerSteps = field(init=False)
 
@@ -206,6 +208,7 @@ class Update:
         check_own_advantages(self.config.algorithm, self.config.rollout)
         check_own_pair_loss(self.config.algorithm.preference)
         self.state = AlgorithmState()
+        self.hooks = step_hooks(self.config, self.roles)
         self._selection = selection_of(self.config.algorithm)
         self.packers = Packers(config=self.config, attention_cost=self.attention_cost, unit=self._selection.unit)
         self.policy_steps, self.critic_steps = (
@@ -365,11 +368,12 @@ class Update:
         c = self.config
         choice = token_choice(c.algorithm.tokens, found, seed_of(c.seed, step, c.train.epochs))
         batches, own_columns = await to_thread(self._minibatches, samples, choice, step)
-        balance = self._balance(found)
+        for hooks in self.hooks:
+            hooks.scored(found)
         row: Row = {"learning_rate": learning_rate(c, step)}
         described = asyncio.ensure_future(to_thread(self._described, found, samples, batches))
         try:
-            policy_steps, critic_steps = await self._steps(batches, own_columns, step, watch, prompts, row, balance)
+            policy_steps, critic_steps = await self._steps(batches, own_columns, step, watch, prompts, row)
         finally:
             await asyncio.wait([described])
         row = described.result() | row | ({} if choice is None else choice.row())
@@ -384,12 +388,12 @@ class Update:
             row |= {"critic/learning_rate": critic_learning_rate(c, step)} | critic_row(learnt)
         return row
 
-    def _balance(self, found: Measured) -> BalancedClip | None:
-        row = self.config.algorithm
-        if row.balance.share is None:
-            return None
-        assert found.current is not None
-        return BalancedClip(row=row, share=row.balance.share, policy=self.roles.policy, current=found.current)
+    async def _limits(self, batch: Batch, watch: Stopwatch) -> ClipLimits | None:
+        """A minibatch's limits of ratios, by the first feature that has some."""
+        for hooks in self.hooks:
+            if (limits := await hooks.limits(batch, watch)) is not None:
+                return limits
+        return None
 
     def _minibatches(
         self, samples: Samples, choice: TokenChoice | None, step: int
@@ -413,7 +417,6 @@ class Update:
         watch: Stopwatch,
         prompts: Sequence[Prompt],
         row: Row,
-        balance: BalancedClip | None,
     ) -> tuple[list[Made | None], list[Made | None]]:
         """Make the optimizer steps of policy and critic; of each, None if it was skipped.
 
@@ -431,7 +434,7 @@ class Update:
             if not goes_on and critic is None:
                 break
             batch = await to_thread(own_columns, planned)
-            limits = None if balance is None or not goes_on else await balance(batch, watch)
+            limits = await self._limits(batch, watch) if goes_on else None
             loss = self._loss(limits)
             async with AtOnce(watch) as at_once:
                 trained = valued = None

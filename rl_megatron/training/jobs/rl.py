@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from rl_megatron.algorithms.kl import average_age
 from rl_megatron.config.beside import frozen_folders, reference_follows
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.problems.prompt_stream import PromptStream
@@ -124,7 +123,8 @@ class Reinforcement:
         if self.beside is not None:
             self.beside.check()
         row = await self._train(watch)
-        row |= await self._follow(watch)
+        for hooks in self.update.hooks:
+            row |= await hooks.stepped(number, watch)
         if not row["tokens/train"]:
             logger.warning("step %d has no token to train on and is skipped: the weights do not change", number)
         with watch("rollout"):
@@ -142,20 +142,6 @@ class Reinforcement:
             row["weights/quantization_error"] = pushed.quantization_error
         row |= self.roles.engine_metrics()
         return {**row, **stretch_row(row), **self.roles.rank_metrics()}
-
-    async def _follow(self, watch: Stopwatch) -> Row:
-        """Have a reference that follows the policy take a share of its weights, if that is due, and the optimizer begin
-        again, if that is asked for. Returns how old those weights are that it scored this step with: a function of the
-        step alone."""
-        kl = self.config.algorithm.kl
-        if not reference_follows(self.config) or kl.follow_rate is None:
-            return {}
-        if self.number % kl.follow_every == 0:
-            with watch("reference"):
-                await self.roles.policy.lead(kl.follow_rate)
-                if kl.reset_moments:
-                    await self.roles.policy.reset_moments()
-        return {"kl/reference_age": average_age(self.number - 1, rate=kl.follow_rate, every=kl.follow_every)}
 
     async def _train(self, watch: Stopwatch) -> Row:
         """Trains on the step's batch. Returns its metrics."""

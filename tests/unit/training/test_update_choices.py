@@ -225,7 +225,7 @@ def test_a_step_of_the_critic_alone_has_no_limits() -> None:
         ),
         (["clip_high=2.5"], r"balance\.low=0\.1 and high=2 with clip_low=0\.4 and clip_high=2\.5: .* to clip_high or"),
         (["objective=cispo"], r"balance\.share=0\.4 does nothing: algorithm\.objective=cispo does not read it, .*clip"),
-        (["balance.share=null", "balance.high=3"], r"balance\.high=3\.0 does nothing: algorithm\.balance\.share=null"),
+        (["balance.share=null", "balance.high=3"], r"balance\.high=3 does nothing: algorithm\.balance\.share=null"),
         (["preference.beta=0.1"], r"balance\.share=0\.4 does nothing: algorithm\.preference\.beta=0\.1 trains on"),
     ],
 )

@@ -1,0 +1,56 @@
+"""Adapts the clip to each minibatch, until tokens of positive advantage have their share of the loss (BAPO)."""
+
+from __future__ import annotations
+
+from asyncio import to_thread
+
+from torch import Tensor
+from typing_extensions import override
+
+from rl_megatron.algorithms.objectives import ClipLimits, balanced_limits
+from rl_megatron.config.run import RunConfig
+from rl_megatron.data.packing import part_of, tokens_of_part, unpack
+from rl_megatron.feature import StepHooks
+from rl_megatron.interfaces import Roles
+from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.training.measures import LOGPROBS, Measured
+from rl_megatron.types import Batch
+
+
+def make_hooks(config: RunConfig, roles: Roles) -> BalancedClip | None:
+    """The limits of a run's minibatches; None without ``algorithm.balance.share``."""
+    return None if config.algorithm.balance.share is None else BalancedClip(config, roles)
+
+
+class BalancedClip(StepHooks):
+    """The limits of a step's minibatches, on the controller, over all of a minibatch's tokens: the same in every
+    layout.
+
+    Ratios are those of the policy before the minibatch's optimizer step. For the first one they come from the scores
+    of the batch; later ones take a pass of the policy each.
+    """
+
+    def __init__(self, config: RunConfig, roles: Roles) -> None:
+        self._row, self._policy = config.algorithm, roles.policy
+        self._scored: Tensor | None = None  # [N] log-probs of the policy, until the first minibatch
+
+    @override
+    def scored(self, found: Measured) -> None:
+        self._scored = found.current
+
+    @override
+    async def limits(self, batch: Batch, watch: Stopwatch) -> ClipLimits:
+        """The limits of the minibatch."""
+        current, self._scored = self._scored, None
+        if current is None:
+            with watch("logprobs"):
+                said = await self._policy.score(batch, LOGPROBS)
+            current = await to_thread(unpack, batch, said["logprobs"], batch.samples)
+        return await to_thread(self._limits, batch, current)
+
+    def _limits(self, batch: Batch, current: Tensor) -> ClipLimits:
+        samples, share = batch.samples, self._row.balance.share
+        assert share is not None
+        mine = tokens_of_part(samples, part_of(batch))
+        columns = (current[mine], samples.old_logprobs[mine], samples.advantages[mine])
+        return balanced_limits(*columns, self._row, share)

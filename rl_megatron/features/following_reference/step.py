@@ -1,0 +1,42 @@
+"""Has the reference model follow the policy, and the optimizer begin again if that is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from rl_megatron.algorithms.kl import average_age
+from rl_megatron.config.beside import reference_follows
+from rl_megatron.config.run import RunConfig
+from rl_megatron.feature import StepHooks
+from rl_megatron.interfaces import Learner, Roles
+from rl_megatron.observability.recorder import Row, Stopwatch
+
+
+def make_hooks(config: RunConfig, roles: Roles) -> Following | None:
+    """The reference's steps; None for a run whose reference does not follow."""
+    kl = config.algorithm.kl
+    if not reference_follows(config) or kl.follow_rate is None:
+        return None
+    return Following(policy=roles.policy, rate=kl.follow_rate, every=kl.follow_every, reset_moments=kl.reset_moments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Following(StepHooks):
+    """Every ``every`` steps the reference takes the share ``rate`` of the policy's weights."""
+
+    policy: Learner
+    rate: float
+    every: int
+    reset_moments: bool
+
+    @override
+    async def stepped(self, step: int, watch: Stopwatch) -> Row:
+        """Returns the age of the weights that scored this step, in steps: a function of the step alone."""
+        if step % self.every == 0:
+            with watch("reference"):
+                await self.policy.lead(self.rate)
+                if self.reset_moments:
+                    await self.policy.reset_moments()
+        return {"kl/reference_age": average_age(step - 1, rate=self.rate, every=self.every)}
