@@ -21,10 +21,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from typing_extensions import override
 
 from bench.results import parse, write
 from launcher.controller import handle
@@ -32,6 +34,7 @@ from launcher.controller.group import WorkerGroup
 from launcher.controller.handle import Ending, Failure, RankProcess, RankStream
 from launcher.processes import limits
 from launcher.wire import messages
+from launcher.wire.greetings import Hello
 
 CALLS, LARGE_CALLS, LARGE = 100, 5, 1 << 20
 BAR = 1.0  # seconds of a call, as a multiple of the baseline's
@@ -54,9 +57,6 @@ class Threads:
         """Queue it for the thread that writes."""
         self._writer.submit(messages.send, self._connection, message)
 
-    def drain(self) -> None:
-        """Nothing: a thread reads."""
-
     def close(self) -> None:
         """End its threads."""
         self._writer.shutdown()
@@ -76,24 +76,13 @@ class Threads:
 class StandIn(RankProcess):
     """A rank that is a stream alone."""
 
-    role, node, pid, where = "policy", "here", 0, "a stand-in"
-
     def __init__(self, rank: int, connection: Connection) -> None:
-        self.rank, self.connection = rank, connection
+        super().__init__(connection, Hello(rank=rank, node="here", pid=0, store="", step=""), Path())
 
-    def over(self, hung_up: asyncio.Future[None]) -> asyncio.Future[Any]:
-        """Its stream's end is its own."""
-        return hung_up
-
+    @override
     async def ending(self) -> Ending:
         """As it should."""
-        return Ending(how="ended", expected=True, killed=False)
-
-    def wake(self) -> None:
-        """It was not stopped."""
-
-    def kill(self) -> None:
-        """It ends by itself."""
+        return Ending(how="ended", killed=False)
 
 
 def answer(streams: Sequence[Connection]) -> None:

@@ -21,7 +21,7 @@ import psutil
 NAMED = {
     r"launcher train|rl-megatron train|pytest": "The controller",
     r"-u -c import sys;exec\(eval\(sys\.stdin\.readline": "The controller",  # a test's own, in a worker of pytest-xdist
-    r"launcher\.worker\.(nursery|process|node|remote)\b|ray::RankActor": "A learner rank",
+    r"launcher\.worker\.(process|node)\b|ray::RankActor": "A learner rank",
     r"multiprocessing\.forkserver .*'tests\.imports'": "A learner rank",  # of a test's own, by tests/forks.py
     r"sglang::scheduler|VLLM::": "A rank of an engine server",
     r"/ray/core/|/ray/_private/|/ray/dashboard/|/ray/autoscaler/|ray::|ray\.scripts|ray[./]util[./]client": "Ray",

@@ -11,20 +11,21 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from launcher.wire.greetings import Muster
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.imports"])
 
 
-def be_nursery(controller: int, imports: Sequence[str], environment: Mapping[str, str]) -> None:
-    """In a fork: the process that a run's ranks are forked from, with this environment and the descriptor
-    ``controller`` as its standard input."""
-    from launcher.worker import nursery
+def be_node(muster: Muster, stderr: Sequence[int], environment: Mapping[str, str]) -> None:
+    """In a fork: the process that a local run's ranks are forked from, with this environment, and their stderr as
+    descriptors of this process."""
+    from launcher.worker import node
     from launcher.worker.forking import HELD_BACK
 
     signal.pthread_sigmask(signal.SIG_SETMASK, HELD_BACK)
     os.environ.clear()
     os.environ.update(environment)
-    os.dup2(controller, 0)
-    os.close(controller)
-    nursery.main(imports)
+    node.run(replace(muster, stderr=stderr, parent=os.getppid()))

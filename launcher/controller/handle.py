@@ -3,64 +3,105 @@
 Keeps the first failure of a run, which ends every wait for a rank.
 
 Reads and writes a rank's stream from the event loop, which never waits for it.
-
-The controller's interface to a rank's process, which each kind of host implements.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
+import socket
+import subprocess
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 from launcher.processes import limits
+from launcher.processes.guards import LastWords, end_of
+from launcher.processes.own_thread import OwnThread
 from launcher.wire import messages
-from launcher.wire.greetings import Setup
+from launcher.wire.greetings import Hello, Setup
 from launcher.wire.messages import STACKS, Message
 from rl_megatron.errors import RLMegatronError, SyncError, WorkerDied
 from rl_megatron.observability.timeline.ranks import RankKernels, RankTimed, RankTimes, Recorded
-from rl_megatron.placement.names import LEARNER, called
+from rl_megatron.placement.names import LEARNER, called, file_stem
+
+logger = logging.getLogger(__name__)
 
 
-class RankProcess(Protocol):
-    """One rank's process and the stream to it."""
+_WAKE_SECONDS = 10.0  # of scancel, whose server may be away
+_TAIL_SECONDS = 0.5  # to read the end of a dead rank's output
+_HUNG_UP = "hung up: it was killed, crashed or lost its node"
 
-    role: str
-    rank: int
-    node: str
-    pid: int
-    where: str  # its name in messages: "pid 12", "pid 12 on node2"
-    connection: Connection
 
-    def over(self, hung_up: asyncio.Future[None]) -> asyncio.Future[Any]:
-        """Done once it has ended. ``hung_up`` is done once its stream has ended."""
-        ...
+class RankProcess:
+    """One rank's process, which has connected, and the stream to it."""
+
+    def __init__(self, connection: Connection, hello: Hello, output: LastWords | Path) -> None:
+        """``output``: its stderr, if this process's child started it on this machine; else the folder of its file."""
+        self.connection, self.hello, self.output = connection, hello, output
+        self.role, self.rank, self.node, self.pid = hello.role, hello.rank, hello.node, hello.pid
+        self.where = f"pid {self.pid}" if isinstance(output, LastWords) else f"pid {self.pid} on {self.node}"
 
     async def ending(self) -> Ending:
-        """How it ended, once `over` is done."""
-        ...
+        """How it ended, once its stream has, which is the only sign from another node.
+
+        Says it soon, whatever its output's disk does: peers blame each other after a second.
+        """
+        if isinstance(self.output, LastWords):
+            tail = await self.output.tail()
+            how, said = self.output.ending or _HUNG_UP, f"its last output:{tail}" if tail else "log.txt has its output"
+        else:
+            tail, file, how = "", f"{file_stem(self.role, self.rank)}.txt", _HUNG_UP
+            with contextlib.suppress(TimeoutError):
+                tail = await asyncio.wait_for(_files()(end_of, self.output / file), _TAIL_SECONDS)
+            said = f"{file} ends with:{tail}" if tail else f"{file} has its output"
+        return Ending(how=f"{how}; {said}", killed="exit code" not in how)
 
     async def wake(self) -> None:
-        """Continue the process if it was stopped. It has a limit of its own."""
-        ...
+        """Continue the process if it was stopped: Slurm sends SIGCONT to all ranks of the step. On other nodes nothing
+        else can. It has a limit of its own."""
+        if isinstance(self.output, LastWords):
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, signal.SIGCONT)
+            return
+        if not all(self.hello.step.split(".")):
+            return
+        command, given = ["scancel", "--signal=CONT", self.hello.step], dict(os.environ)
+        try:
+            done = await asyncio.to_thread(
+                subprocess.run, command, capture_output=True, text=True, env=given, timeout=_WAKE_SECONDS
+            )
+            why = f"scancel: status {done.returncode}: {done.stderr.strip()}" if done.returncode else ""
+        except (OSError, subprocess.TimeoutExpired) as error:
+            why = str(error)
+        if why:
+            rank = called(self.role, self.rank)
+            logger.warning("%s on %s was not continued, if it was stopped: %s", rank, self.node, why)
 
     def kill(self) -> None:
-        """Kill it."""
-        ...
+        """Close the stream, upon which the rank ends within seconds."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as stream:
+            stream.shutdown(socket.SHUT_RDWR)  # unless it hung up first
+
+
+@cache
+def _files() -> OwnThread:
+    """Reads the ends of ranks' output: their disk may never answer."""
+    return OwnThread("output of ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a process ended: ``expected`` on request; ``killed`` if its peers' errors are consequences."""
+    """How a process ended: ``killed`` if its peers' errors are consequences."""
 
     how: str
-    expected: bool
     killed: bool
 
 
@@ -89,11 +130,6 @@ class RankStream:
             self._loop.call_soon(self._write)
         self._left.extend(messages.parts(message))
 
-    def drain(self) -> None:
-        """Read all that has arrived, once the other side has ended: its last message may say why."""
-        while not self.hung_up.done() and self._read():
-            pass
-
     def close(self) -> None:
         """Close it, whatever is still to be sent."""
         self._hang_up()
@@ -120,18 +156,18 @@ class RankStream:
             self._loop.remove_writer(self._file)
         self._awaiting = wanted
 
-    def _read(self) -> bool:
-        """Read once: an array straight into its memory, and many small messages together. Whether there was any."""
+    def _read(self) -> None:
+        """Read once: an array straight into its memory, and many small messages together."""
         room = self._coming.room
         try:
             count = os.readv(self._file, [room, _beside])
         except BlockingIOError:
-            return False
+            return
         except OSError:
             count = 0
         if not count:
             self._hang_up()
-            return False
+            return
         message = self._coming.filled(min(count, len(room)))
         if message is not None:
             self._heard(message)
@@ -140,7 +176,6 @@ class RankStream:
                 self._heard(message)
         if self._coming.inside:
             self._hearing()
-        return True
 
     def _hang_up(self) -> None:
         self._writing = False
@@ -150,8 +185,6 @@ class RankStream:
             self._await_room(False)
             self.hung_up.set_result(None)
 
-
-logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 1.0
 
@@ -222,8 +255,7 @@ class WorkerHandle:
         self._waiting: list[asyncio.Future[Any]] = []
         self._stream = RankStream(process.connection, self._heard, self._hearing)
         self._saying: asyncio.Task[None] | None = None
-        self._over = process.over(self._stream.hung_up)
-        self._over.add_done_callback(self._gone)
+        self._stream.hung_up.add_done_callback(self._gone)
 
     def prepare(self, setup: Setup) -> asyncio.Future[Any]:
         """Send the setup that the worker waits for; the name of its GPU, if any, once it is ready to serve."""
@@ -307,15 +339,12 @@ class WorkerHandle:
             self._died(f"raised {value}", at_once=False)
 
     def _gone(self, _: asyncio.Future[Any]) -> None:
-        try:
-            self._stream.drain()
-        finally:
-            self._saying = self._loop.create_task(self._say())
+        self._saying = self._loop.create_task(self._say())
 
     async def _say(self) -> None:
-        """Report the end, unless the rank itself said why, or was asked to end."""
+        """Report the end, unless the rank itself said why, or had answered all calls when it was asked to end."""
         ending = await self.process.ending()
-        if not (self._raised or (ending.expected and self._closing)):
+        if not (self._raised or (self._closing and not self._calls)):
             self._died(ending.how, at_once=ending.killed)
 
     def _died(self, what: str, *, at_once: bool) -> None:
@@ -323,11 +352,11 @@ class WorkerHandle:
 
     async def stop(self) -> None:
         """Let the process finish, then kill it, each with a time limit."""
-        if not (await asyncio.wait({self._over}, timeout=STOP_SECONDS))[0]:
+        hung_up = self._stream.hung_up
+        if not (await asyncio.wait({hung_up}, timeout=STOP_SECONDS))[0]:
             self.process.kill()
-            await asyncio.wait({self._over}, timeout=STOP_SECONDS)
-        self._over.remove_done_callback(self._gone)
+            await asyncio.wait({hung_up}, timeout=STOP_SECONDS)
+        hung_up.remove_done_callback(self._gone)
         if self._saying is not None:
             self._saying.cancel()
         self._stream.close()
-        self._over.cancel()

@@ -3,57 +3,98 @@ rank of every other role that has its own ranks."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
-from itertools import accumulate
-from pathlib import Path
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from typing_extensions import override
 
-from launcher.controller.group import serving
-from launcher.controller.handle import Failure
-from launcher.controller.roles import roles_of
-from launcher.hosts.forks import Nursery, fork_all
+from launcher.controller.arrivals import ConnectingLauncher, StartedRanks
 from launcher.hosts.threads import threads_per_worker
-from launcher.processes.environment import inherited
+from launcher.processes.environment import variables
+from launcher.processes.guards import LastWords
+from launcher.processes.own_thread import in_own_thread
 from launcher.processes.scratch import scratch
-from launcher.wire.greetings import Setup
-from launcher.worker.forking import modules_of
+from launcher.servers.site import HERE
+from launcher.wire.greetings import Call, Muster, this_node
+from launcher.worker.forking import HELD_BACK
 from rl_megatron.config.run import RunConfig
-from rl_megatron.interfaces import Launcher, Roles, unheard
-from rl_megatron.placement.ranks import ranks_by_role
+from rl_megatron.placement.names import called
+from rl_megatron.placement.ranks import Placement, ranks_by_role
+
+_PROGRAM = ("-m", "launcher.worker.node")
 
 
-class LocalLauncher(Launcher):
-    """Starts the workers of a run on this machine."""
+class LocalLauncher(ConnectingLauncher):
+    """Starts the workers of a run on this machine, which one child of this process forks. Their signals are ignored:
+    a terminal sends them to this process, too."""
 
-    def __init__(self, model_folder: Path, run_folder: Path) -> None:
-        self._model_folder, self._run_folder = model_folder, run_folder
+    @override
+    async def _address(self) -> str:
+        return HERE
+
+    @override
+    def _threads(self, config: RunConfig) -> int:
+        return threads_per_worker(config)
 
     @override
     @contextlib.asynccontextmanager
-    async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
-        failure = Failure()
-        own = inherited(threads=threads_per_worker(config), device=config.learner.device)
-        with scratch() as folder, own:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing here leaves this machine
-            counts = ranks_by_role(config)
-            before = accumulate(counts.values(), initial=0)
-            setups = [
-                Setup(
-                    config=config.of_role(role),
-                    model_folder=self._model_folder.resolve(),
-                    run_folder=self._run_folder.resolve(),
-                    rendezvous=f"file://{folder}/rendezvous-{role}",
-                    role=role,
-                    first_device=next(before),
+    async def _begin(self, config: RunConfig, call: Call) -> AsyncIterator[StartedRanks]:
+        node, counts = this_node(), ranks_by_role(config)
+        placements = [
+            Placement(dims=config.learner_of(role).dims, nodes=(node,), ranks_per_node=count, role=role)
+            for role, count in counts.items()
+        ]
+        words = {(role, rank): LastWords(called(role, rank)) for role, n in counts.items() for rank in range(n)}
+        muster = Muster(
+            call=replace(call, store=False),
+            nodes=(node,),
+            ranks_per_node=counts,
+            parent=os.getpid(),
+            stderr=[words.theirs.fileno() for words in words.values()],
+        )
+        with scratch() as folder:
+            process = start_node(muster)
+            ended = asyncio.ensure_future(in_own_thread("node", process.wait))
+            for each in words.values():
+                each.listen()
+            try:
+                yield StartedRanks(
+                    placements=placements,
+                    ended=_end(ended),
+                    folder=folder,
+                    output="their output is above; if files are slow, raise learner.timeout_seconds",
+                    words=words,
                 )
-                for role in counts
-            ]
-            with Nursery(modules_of(config.learner.device)) as forks:
-                everyone = [(role, rank) for role, count in counts.items() for rank in range(count)]
-                processes = await fork_all(forks, config, everyone)
-                teams = [(setup, [p for p in processes if p.role == setup.role]) for setup in setups]
-                async with serving(teams, failure, tell=tell) as groups:
-                    yield roles_of(groups, config)
+            finally:
+                process.kill()
+                await asyncio.wait({ended})
+                await asyncio.gather(*(each.tail() for each in words.values()))  # no rank is left
+
+
+def start_node(muster: Muster) -> subprocess.Popen[bytes]:
+    """Start worker/node.py as a child of this process, which has threads, so that no fork of it would be sound.
+
+    It ignores SIGINT and SIGTERM, which a terminal sends to every process of a run.
+    """
+    environment = {**os.environ, **variables(threads=muster.call.threads, device=muster.call.device)}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", *_PROGRAM], stdin=subprocess.PIPE, env=environment, pass_fds=muster.stderr
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # it has ended, which is seen
+        stdin.write(muster.line())
+    return process
+
+
+async def _end(ended: asyncio.Future[int]) -> str:
+    return f"the process that ranks are forked from ended with status {await asyncio.shield(ended)}"

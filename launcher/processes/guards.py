@@ -128,13 +128,17 @@ def _kill_marked(mark: str) -> None:
 _LINES = 8
 _LONGEST = 4096  # characters of a line
 _DRAIN_SECONDS = 1.0  # its own children may hold the pipe open
+ENDING = "\0"
+"""What a process's parent writes behind its output, before how it ended: no program writes it."""
 
 
 class LastWords:
-    """The controller's end. The child gets ``theirs``, and makes it its stderr."""
+    """The controller's end of a process's stderr, whose other end is ``theirs``. Once it has ended, ``ending`` is what
+    its parent wrote behind `ENDING`, if it did."""
 
     def __init__(self, who: str) -> None:
         self._ours, self.theirs = multiprocessing.Pipe(duplex=False)
+        self.ending = ""
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._heard: Future[None] = Future()  # done once all of it is read
         self._hearing = threading.Thread(target=self._hear, name=f"stderr of {who}", daemon=True)
@@ -147,7 +151,9 @@ class LastWords:
     def _hear(self) -> None:
         self._heard.set_running_or_notify_cancel()  # who stops waiting for it must not cancel it
         with os.fdopen(os.dup(self._ours.fileno()), errors="replace") as stream:
-            while line := stream.readline(_LONGEST):
+            while text := stream.readline(_LONGEST):
+                line, mark, ending = text.partition(ENDING)
+                self.ending = ending.rstrip("\n") if mark else self.ending
                 self._lines.append(line)
                 with contextlib.suppress(OSError, ValueError):  # our own stderr is closed
                     print(line, end="", file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ class Call:
     threads: int
     device: str  # learner.device
     role: str = LEARNER
+    store: bool = True  # whether rank 0 listens for torch.distributed's store; else the ranks meet at a file
     cpus: Sequence[int] = ()  # that it runs on; empty: on all that its parent may
     hindered: str = ""  # why it is no fork of the process that imported for its node
 
@@ -34,19 +35,21 @@ class Call:
         """As it is sent."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
-    def to_rank(self, hindered: str, cpus: Sequence[int]) -> Call:
+    def to_rank(self, role: str, hindered: str, cpus: Sequence[int]) -> Call:
         """What the parent of a node's ranks tells one of them."""
-        return replace(self, hindered=hindered, cpus=cpus)
+        return replace(self, role=role, hindered=hindered, cpus=cpus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Muster:
-    """The controller's message to all nodes of a role's step, one line of JSON: which ranks each starts."""
+    """The controller's message to all nodes of a step, one line of JSON: which ranks each starts."""
 
     call: Call
     nodes: Sequence[str]  # in the order of their ranks
-    ranks_per_node: int
-    folder: str  # of the ranks' output files
+    ranks_per_node: Mapping[str, int]  # of each role that the nodes have ranks of
+    folder: str = ""  # of the ranks' output files; empty: their output is this process's
+    parent: int | None = None  # the controller's pid if the node is its child, on its machine; None: Slurm started it
+    stderr: Sequence[int] = ()  # of a child: its descriptors that are its ranks' stderr, in their order
 
     def line(self) -> bytes:
         """As it is sent."""
@@ -58,12 +61,12 @@ class Muster:
         fields = json.loads(line)
         return cls(**{**fields, "call": Call(**fields["call"])})
 
-    def ranks_of(self, node: str) -> range:
-        """The ranks of a node. Raises ValueError if it is none of them."""
+    def ranks_of(self, node: str) -> list[tuple[str, int]]:
+        """The ranks of a node, by role and number. Raises ValueError if it is none of them."""
         if node not in self.nodes:
             raise ValueError(f"this node, {node}, is none of the step's: {', '.join(self.nodes)}")
-        first = self.nodes.index(node) * self.ranks_per_node
-        return range(first, first + self.ranks_per_node)
+        index = self.nodes.index(node)
+        return [(role, index * each + local) for role, each in self.ranks_per_node.items() for local in range(each)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ HELD_BACK = frozenset({signal.SIGINT, signal.SIGTERM})
 """Blocked in every rank and its parent: a terminal or Slurm sends them to all processes of a run."""
 _LEARNER = ("rl_megatron.learner.megatron", "rl_megatron.learner.world")
 _OTHERS = (  # they import nearly all that a rank imports until its second step
-    *("torch", "torch._dynamo", "launcher.worker.remote", "rl_megatron.observability.log"),
+    *("torch", "torch._dynamo", "launcher.worker.process", "rl_megatron.observability.log"),
     *("rl_megatron.weights.layouts.families", "rl_megatron.weights.layouts.learner", "launcher.runs.folder"),
     *("rl_megatron.weights.routes.delta", "rl_megatron.weights.routes.mirror"),
     *("rl_megatron.weights.checks.reports", "rl_megatron.engines.local.engine", "rl_megatron.algorithms.losses"),

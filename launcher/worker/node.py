@@ -1,20 +1,25 @@
-"""The task of one node in a role's srun step, ``python -m launcher.worker.node``: imports once, then starts the ranks.
+"""Starts the ranks of one node, ``python -m launcher.worker.node``: imports once, then forks them.
 
-The ranks' call and the job's token arrive on standard input, which srun gives to every task, so that the token is in no
-command line, no environment and no file. The kernel ends the ranks with this process, which ends with the first of them
-that fails.
+It is the task that an srun step has on a node or, on the controller's own machine, the controller's child. The ranks'
+call and the run's token arrive on standard input, which srun gives to every task, so that the token is in no command
+line, no environment and no file. The kernel ends the ranks with this process. A task ends with the first of them that
+fails; a child waits for all, since the controller ends it, and the kernel ends it with the controller.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn, TextIO
 
 from launcher.processes.environment import variables
+from launcher.processes.guards import ENDING
+from launcher.processes.parent import die_with
 from launcher.wire.greetings import Call, Muster, this_node
 from launcher.worker.forking import HELD_BACK, Program, hindrance, import_all, modules_of, start
 from rl_megatron.placement.names import called, file_stem
@@ -24,36 +29,54 @@ _PEERS_SECONDS = 2.0  # the controller is notified of a rank's end before that o
 
 
 def main() -> None:
-    """Start the ranks of this node, and wait for them. Exits as a shell would after the first that failed."""
-    muster = Muster.read(sys.stdin.readline())
+    """Start the ranks of this node, as standard input says. Exits as a shell would after the first that failed."""
+    run(Muster.read(sys.stdin.readline()))
+
+
+def run(muster: Muster) -> NoReturn:
+    """Start the ranks of this node, and wait for them. Exits as `main`."""
+    if muster.parent is not None:
+        die_with(muster.parent)
     os.environ.update(variables(threads=muster.call.threads, device=muster.call.device))
     import_all(modules_of(muster.call.device))
-    sys.exit(_first_failure(_start_all(muster)))
+    sys.exit(_first_failure(_start_all(muster), None if muster.parent is not None else _PEERS_SECONDS))
 
 
-def _start_all(muster: Muster) -> dict[int, str]:
-    """Start every rank of this node. Returns their names by pid."""
+def _start_all(muster: Muster) -> dict[int, tuple[str, TextIO | None]]:
+    """Start every rank of this node. Returns by pid its name, and its stderr if that is the controller's."""
     ranks, hindered = muster.ranks_of(this_node()), hindrance()
-    shares = shares_of_cores(_own_cores(), len(ranks))
-    started = {}
-    for local, rank in enumerate(ranks):
+    shares = shares_of_cores(_own_cores() if muster.parent is None else {}, len(ranks))
+    outputs = [_own_file(descriptor) for descriptor in muster.stderr]
+    started: dict[int, tuple[str, TextIO | None]] = {}
+    for local, (role, rank) in enumerate(ranks):
+        call, name = muster.call.to_rank(role, hindered, shares[local]), called(role, rank)
+        if outputs:
+            pid = _start(rank, call, {2: outputs[local].fileno()}, [file.fileno() for file in outputs])
+            started[pid] = name, outputs[local]
+            continue
         os.environ.update(SLURM_PROCID=str(rank), SLURM_LOCALID=str(local))  # as if srun had started it
-        call = muster.call.to_rank(hindered, shares[local])
-        started[_start(rank, call, Path(muster.folder), hindered)] = called(call.role, rank)
+        with (Path(muster.folder) / f"{file_stem(role, rank)}.txt").open("ab") as output:
+            started[_start(rank, call, dict.fromkeys((1, 2), output.fileno()))] = name, None
     for number in signal.sigpending() & HELD_BACK:  # arrived before there were ranks to pass it on
         os.kill(next(iter(started)), number)
     return started
 
 
-def _start(rank: int, call: Call, folder: Path, hindered: str) -> int:
-    """Start one rank, whose standard input is its call and whose output goes to its file. Returns its pid."""
+def _own_file(descriptor: int) -> TextIO:
+    """A file of a descriptor, which processes that this one starts do not inherit."""
+    os.set_inheritable(descriptor, False)
+    return os.fdopen(descriptor, "w")
+
+
+def _start(rank: int, call: Call, output: Mapping[int, int], close: Sequence[int] = ()) -> int:
+    """Start one rank, whose standard input is its call. Returns its pid. The other arguments are as in `start`."""
     reading, writing = os.pipe()
     os.write(writing, call.line())  # less than a pipe holds
     os.close(writing)
-    with open(reading, "rb") as line, (folder / f"{file_stem(call.role, rank)}.txt").open("ab") as output:
-        files = {0: line.fileno(), 1: output.fileno(), 2: output.fileno()}
-        program = Program(module="launcher.worker.remote", arguments=(str(rank), str(os.getpid())), files=files)
-        return start(program, hindered)
+    with open(reading, "rb") as line:
+        arguments = (str(rank), str(os.getpid()))
+        program = Program(module="launcher.worker.process", arguments=arguments, files={0: line.fileno(), **output})
+        return start(program, call.hindered, close)
 
 
 def _own_cores() -> Mapping[int, tuple[int, int]]:
@@ -71,9 +94,9 @@ def _topology(cpu: int, what: str) -> int:
         return cpu
 
 
-def _first_failure(ranks: Mapping[int, str]) -> int:
+def _first_failure(ranks: Mapping[int, tuple[str, TextIO | None]], patience: float | None) -> int:
     """Wait for the ranks, by pid. Returns 0 once all have ended well, else the status of the first that failed, once
-    the others have ended or had time to."""
+    the others have ended or had ``patience`` seconds to; None: any time."""
     failed, limit = 0, None
     with selectors.DefaultSelector() as waiting:
         for pid in ranks:
@@ -81,11 +104,15 @@ def _first_failure(ranks: Mapping[int, str]) -> int:
         while waiting.get_map() and (ended := waiting.select(limit)):
             for key, _ in ended:
                 waiting.unregister(key.fileobj)
-                code = os.waitstatus_to_exitcode(os.waitpid(key.data, 0)[1])
+                code, (name, output) = os.waitstatus_to_exitcode(os.waitpid(key.data, 0)[1]), ranks[key.data]
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                if output is not None:
+                    with contextlib.suppress(OSError), output:  # the controller is gone
+                        output.write(ENDING + how)
+                elif code and not failed:
+                    print(f"{name} on {this_node()} {how}", file=sys.stderr, flush=True)
                 if code and not failed:
-                    failed, limit = code if code > 0 else 128 - code, _PEERS_SECONDS
-                    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                    print(f"{ranks[key.data]} on {this_node()} {how}", file=sys.stderr, flush=True)
+                    failed, limit = code if code > 0 else 128 - code, patience
     return failed
 
 

@@ -1,14 +1,17 @@
 """The process of one rank, which serves calls over a stream: learner shard, engine replica and weight transport,
 or the shard of a critic or a reference alone.
 
-A worker serves one call at a time, in the order sent. `main` is the program of a local run's rank.
+It connects back to the controller, and serves one call at a time, in the order sent. `main` is the program that node.py
+starts, `serve` a Ray actor's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -17,14 +20,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
+from typing import NoReturn
 
-from launcher.processes import stacks
-from launcher.processes.environment import of_one_order, uncollected
+from launcher.processes import limits, stacks
+from launcher.processes.engine_guard import interface_of
+from launcher.processes.environment import of_one_order, uncollected, variables
 from launcher.processes.parent import die_with
-from launcher.wire import messages
-from launcher.wire.greetings import Setup
+from launcher.wire import channel, messages
+from launcher.wire.greetings import Call, Hello, Setup, this_node
 from launcher.wire.messages import STACKS
-from launcher.worker.forking import quieten
+from launcher.worker.forking import HELD_BACK, quieten
 from launcher.worker.learner_rank import Worker
 from launcher.worker.models import RankModels
 from rl_megatron.errors import RLMegatronError
@@ -40,16 +45,58 @@ Calls = SimpleQueue[tuple[int, messages.Message] | None]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run as the rank of a role, under a parent: ``arguments`` are role, rank and pid. Standard input is its stream."""
-    role, rank, parent = arguments[0], int(arguments[1]), int(arguments[2])
+    """Run as a rank, under a parent: ``arguments`` are its number and the parent's pid. Standard input is its `Call`.
+
+    It ends within seconds of the controller.
+    """
+    rank, parent = map(int, arguments)
     die_with(parent)
-    connection = Connection(os.dup(0))
-    with open(os.devnull, "rb") as nothing:
+    with os.fdopen(os.dup(0)) as line, open(os.devnull, "rb") as nothing:
+        call = Call(**json.loads(line.readline()))
         os.dup2(nothing.fileno(), 0)
-    multiprocessing.current_process().name = called(role, rank)
+    if call.cpus:
+        os.sched_setaffinity(0, call.cpus)
+    serve(call, rank)
+
+
+def serve(call: Call, rank: int) -> None:
+    """Run as ``rank`` until the controller requests the end or is gone. Called in a main thread."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # one thread waits for them and passes them on
+    limits.raise_open_files()
+    connection, address = channel.connect(call.host, call.port, bytes.fromhex(call.token), seconds=call.seconds)
+    os.environ.update(variables(threads=call.threads, device=call.device))
+    interface = interface_of(address)
+    assert interface is not None  # the stream leaves through it
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, interface)
+    store = channel.listen(address, backlog=4096) if rank == 0 and call.store else None
+    hello = Hello(
+        rank=rank,
+        node=this_node(),
+        pid=os.getpid(),
+        store=f"{address}:{store.getsockname()[1]}" if store else "",
+        step=".".join(os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")),
+        role=call.role,
+        hindered=call.hindered,
+    )
+    connection.send_bytes(hello.line())
+    multiprocessing.current_process().name = called(call.role, rank)
     with telling(connection):
-        threading.Thread(target=say_alive, args=(connection,), name="alive", daemon=True).start()
-        run_worker(connection, rank)
+        threading.Thread(target=_live, args=(connection,), name="alive", daemon=True).start()
+        threading.Thread(target=_pass_on, args=(connection,), name="signals", daemon=True).start()
+        run_worker(connection, rank, store.detach() if store else None)
+
+
+def _live(connection: Connection) -> NoReturn:
+    """Send heartbeats, and end this process when the controller is gone, even inside a collective."""
+    say_alive(connection)
+    os._exit(1)
+
+
+def _pass_on(connection: Connection) -> None:
+    """Forward signals to the controller, which decides: Slurm sends SIGTERM to all ranks before preemption."""
+    while True:
+        say(connection, "signal", signal.Signals(signal.sigwait(HELD_BACK)).name)
 
 
 def run_worker(connection: Connection, rank: int, store: int | None = None) -> None:

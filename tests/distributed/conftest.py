@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 
 import pytest
 
-from tests.forks import FORKS, be_nursery
+from launcher.processes.environment import variables
+from launcher.wire.greetings import Muster
+from tests.forks import FORKS, be_node
 
 
 @pytest.fixture
-def forked_nursery(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The nursery of a `LocalLauncher` is a fork: in an interpreter of its own it would import torch and megatron."""
-    monkeypatch.setattr("launcher.hosts.forks.nursery_process", ForkedNursery)
+def forked_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child of a `LocalLauncher` that forks ranks is a fork: in an interpreter of its own it would import torch and
+    megatron."""
+    monkeypatch.setattr("launcher.hosts.local.start_node", ForkedNode)
 
 
-class ForkedNursery:
-    """As what ``forks.nursery_process`` returns. The run's threads are in this process, not in its parent."""
+class ForkedNode:
+    """As what ``local.start_node`` returns. The run's threads are in this process, not in its parent."""
 
-    def __init__(self, imports: Sequence[str], stdin: int) -> None:
-        with socket.socket(fileno=os.dup(stdin)) as controller:
-            self._process = FORKS.Process(target=_main, args=(controller, tuple(imports), dict(os.environ)))
-            self._process.start()
+    def __init__(self, muster: Muster) -> None:
+        environment = {**os.environ, **variables(threads=muster.call.threads, device=muster.call.device)}
+        stderr = [Connection(os.dup(descriptor)) for descriptor in muster.stderr]
+        self._process = FORKS.Process(target=_main, args=(muster, stderr, environment))
+        self._process.start()
+        for each in stderr:
+            each.close()
 
     def kill(self) -> None:
         self._process.kill()
@@ -33,5 +39,5 @@ class ForkedNursery:
         return self._process.exitcode
 
 
-def _main(controller: socket.socket, imports: Sequence[str], environment: Mapping[str, str]) -> None:
-    be_nursery(controller.detach(), imports, environment)
+def _main(muster: Muster, stderr: Sequence[Connection], environment: Mapping[str, str]) -> None:
+    be_node(muster, [os.dup(each.fileno()) for each in stderr], environment)

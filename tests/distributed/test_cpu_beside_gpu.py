@@ -18,13 +18,14 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
+from rl_megatron.placement.names import LEARNER
 from rl_megatron.types import ParallelDims
 from tests.distributed.ranks import ragged_samples
 from tests.rows import policy_loss
 
 BESIDE_A_GPU = """
 import os, sys
-if "launcher.worker.nursery" in sys.orig_argv:
+if "launcher.worker.node" in sys.orig_argv:
     import torch
     torch.cuda.is_available = lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != ""  # of a machine with one
 """
@@ -62,7 +63,7 @@ def test_a_nodes_ranks_see_no_gpu_before_it_imports_torch(device: str, sees: str
     call = Call(host="127.0.0.1", port=1, token="", seconds=0, threads=1, device=device)
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS],
-        input=Muster(call=call, nodes=("here",), ranks_per_node=1, folder="/nowhere").line().decode(),
+        input=Muster(call=call, nodes=("here",), ranks_per_node={LEARNER: 1}, folder="/nowhere").line().decode(),
         capture_output=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"},
         text=True,

@@ -19,7 +19,7 @@ from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import GenerationRequest, ParallelDims, SamplingParams
 from tests.distributed.ranks import ragged_samples
 
-pytestmark = pytest.mark.usefixtures("forked_nursery")
+pytestmark = pytest.mark.usefixtures("forked_node")
 CYCLE = 25  # steps after which a rank gives back what it has freed
 WARM, STEPS = 100 + 3 * CYCLE, 500  # with AVX-512 kernels for new shapes take 10 MB up to step 75
 MOST = 0.02e6  # bytes a step

@@ -48,7 +48,7 @@ from rl_megatron.weights.layouts.families import read_shape
 from tests.completions import completion
 from tests.samples import sequences_of
 
-pytestmark = pytest.mark.usefixtures("forked_nursery")
+pytestmark = pytest.mark.usefixtures("forked_node")
 _PIDFD_GETFD = 438  # a system call of Linux 5.6
 LENGTHS = [7, 12, 30, 19] + [500] * 96
 PROMPT = 5

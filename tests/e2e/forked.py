@@ -20,19 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from launcher import entry
-from launcher.hosts import forks
+from launcher.hosts import local
 from launcher.processes import engine_guard
+from launcher.processes.environment import variables
 from launcher.processes.parent import die_with_parent
+from launcher.wire.greetings import Muster
 from launcher.worker.forking import HELD_BACK
 from tests.e2e import forked_servers
-from tests.forks import FORKS, be_nursery
+from tests.forks import FORKS, be_node
 
 PROGRAM = Path(sys.executable).with_name("rl-megatron")
-NURSERY = "test-nursery"  # what the kernel calls the process, 15 characters at most
+NODE = "test-node"  # what the kernel calls the process, 15 characters at most
 _PR_SET_NAME = 15
 _READY_SECONDS = 600.0  # its process may wait for the imports of all
-_ENVIRONMENT_BYTES = 1 << 17  # of a message, at most
-Begin = Callable[[Sequence[str], int], Any]  # of forks.nursery_process
+_ENVIRONMENT_BYTES, _MOST_RANKS = 1 << 17, 64  # of a message, at most
+Begin = Callable[[Muster], Any]  # of local.start_node
 
 
 class Fork:
@@ -46,11 +48,11 @@ class Fork:
         output: Path,
         environment: Mapping[str, str],
         before: Callable[[], None] | None = None,
-        in_nursery: Callable[[], None] | None = None,
+        in_node: Callable[[], None] | None = None,
     ) -> None:
-        """``before``: what the controller calls before the command line, and ``in_nursery`` the process that its ranks
+        """``before``: what the controller calls before the command line, and ``in_node`` the process that its ranks
         are forked from before it forks one; they can be pickled."""
-        given = (arguments, folder, output, environment, before, in_nursery, guard())
+        given = (arguments, folder, output, environment, before, in_node, guard())
         self._process = FORKS.Process(target=_run_forked, args=given)
         self._process.start()
         assert self._process.pid is not None
@@ -93,7 +95,7 @@ def _run_forked(
     output: Path,
     environment: Mapping[str, str],
     before: Callable[[], None] | None,
-    in_nursery: Callable[[], None] | None,
+    in_node: Callable[[], None] | None,
     guard: Path,
 ) -> None:
     os.setsid()
@@ -104,16 +106,16 @@ def _run_forked(
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     engine_guard.__file__ = str(guard)
-    forks.nursery_process = ForkedNursery(forks.nursery_process, in_nursery).begin
+    local.start_node = ForkedNode(local.start_node, in_node).begin
     sys.argv = [str(PROGRAM), *arguments]
     if before is not None:
         before()
     entry.main()
 
 
-class ForkedNursery:
+class ForkedNode:
     """The process that ranks are forked from. It is forked before the run has threads or sockets, and is the first
-    nursery that the run asks for; it ends with the run."""
+    node that the run asks for; it ends with the run."""
 
     def __init__(self, others: Begin, first: Callable[[], None] | None) -> None:
         self._others, self._begun = others, False
@@ -127,19 +129,20 @@ class ForkedNursery:
             try:
                 if first is not None:
                     first()
-                _be_nursery(theirs, parent)
+                _be_node(theirs, parent)
                 code = 0
             finally:
                 os._exit(code)
         theirs.close()
 
-    def begin(self, imports: Sequence[str], stdin: int) -> Any:
-        """As ``forks.nursery_process``, which makes the nurseries after the first."""
+    def begin(self, muster: Muster) -> Any:
+        """As ``local.start_node``, which makes the nodes after the first."""
         if self._begun:
-            return self._others(imports, stdin)
+            return self._others(muster)
         self._begun = True
-        message = json.dumps([list(imports), dict(os.environ)]).encode()
-        socket.send_fds(self._asked, [message], [stdin])
+        environment = {**os.environ, **variables(threads=muster.call.threads, device=muster.call.device)}
+        message = json.dumps([muster.line().decode(), environment]).encode()
+        socket.send_fds(self._asked, [message], muster.stderr)
         return self
 
     def kill(self) -> None:
@@ -152,13 +155,13 @@ class ForkedNursery:
         return self.returncode
 
 
-def _be_nursery(asked: socket.socket, parent: int) -> None:
+def _be_node(asked: socket.socket, parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, HELD_BACK)
     die_with_parent()
     if os.getppid() != parent:
         return
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, NURSERY.encode())
-    message, (stdin,), _, _ = socket.recv_fds(asked, _ENVIRONMENT_BYTES, 1)
-    imports, environment = json.loads(message)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, NODE.encode())
+    message, stderr, _, _ = socket.recv_fds(asked, _ENVIRONMENT_BYTES, _MOST_RANKS)
+    line, environment = json.loads(message)
     asked.close()
-    be_nursery(stdin, imports, environment)
+    be_node(Muster.read(line), stderr, environment)

@@ -18,7 +18,7 @@ import psutil
 
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.metrics.table import deterministic
-from tests.e2e.forked import NURSERY, PROGRAM, Fork
+from tests.e2e.forked import NODE, PROGRAM, Fork
 
 LIMIT = 600.0  # seconds any wait may take; an idle machine needs a few, one with a load of 30 a minute
 TINY = (
@@ -108,7 +108,7 @@ class Run:
             for child in psutil.Process(self.process.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     self.seen.add(child)
-                    if child.name() == NURSERY or "launcher.worker.nursery" in child.cmdline():
+                    if child.name() == NODE or "launcher.worker.node" in child.cmdline():
                         found += child.children()
         self.seen.update(found)
         return sorted(found, key=lambda p: p.pid)
@@ -205,10 +205,10 @@ class Place:
         *arguments: str,
         resume: bool = False,
         before: Callable[[], None] | None = None,
-        in_nursery: Callable[[], None] | None = None,
+        in_node: Callable[[], None] | None = None,
     ) -> Run:
         """The same in a fork, for tests whose subject is not how a run starts; see `Fork`."""
-        return self._fork(name, self.training(name, *arguments, resume=resume), before, in_nursery)
+        return self._fork(name, self.training(name, *arguments, resume=resume), before, in_node)
 
     def fork_alone(self, name: str, *arguments: str, resume: bool = False) -> Run:
         """A run of these arguments alone, in a fork."""
@@ -253,10 +253,10 @@ class Place:
         name: str,
         arguments: list[str],
         before: Callable[[], None] | None = None,
-        in_nursery: Callable[[], None] | None = None,
+        in_node: Callable[[], None] | None = None,
     ) -> Run:
         (output := self._output()).touch()
-        process = Fork(arguments, self.folder, output, self._environment(), before, in_nursery)
+        process = Fork(arguments, self.folder, output, self._environment(), before, in_node)
         return self._add(name, process, output)
 
     def _add(self, name: str, process: subprocess.Popen[str] | Fork, output: Path) -> Run:

@@ -64,7 +64,7 @@ def test_a_rank_that_does_not_come_to_a_collective_is_named(place: Place) -> Non
     """Its rank 0 waits for it in the collective, and would be the one whose error comes first; the learner's ranks, in
     no collective of theirs, have nothing to do."""
     critic = ("algorithm=ppo", "algorithm.unfinished_reward=null", "roles.critic=separate", "run.watchdog_seconds=10")
-    run = place.fork("behind", *TWO, *NAN, "reward.on_error=drop", *critic, in_nursery=plant_in_ranks)
+    run = place.fork("behind", *TWO, *NAN, "reward.on_error=drop", *critic, in_node=plant_in_ranks)
     run.until_row(step=1)
     workers = run.workers()
     (place.folder / "go").touch()

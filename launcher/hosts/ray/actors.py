@@ -22,7 +22,7 @@ class RankActor:
 
     def serve(self, call: Call, number: int, log: str) -> None:
         """Run rank ``number``; its output goes to the file ``log``."""
-        from launcher.worker.remote import serve  # imports torch, which a server's actor needs not
+        from launcher.worker.process import serve  # imports torch, which a server's actor needs not
 
         with Path(log).open("ab") as file:
             os.dup2(file.fileno(), 1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -17,19 +16,15 @@ from typing import Any
 
 from typing_extensions import override
 
-from launcher.controller.arrivals import Awaited, learner
-from launcher.controller.handle import Failure, seen
+from launcher.controller.arrivals import ConnectingLauncher, StartedRanks
+from launcher.controller.handle import seen
 from launcher.hosts.ray.cluster import RayCluster, group_of
 from launcher.hosts.ray.head import said
 from launcher.hosts.ray.node import Bundle
 from launcher.hosts.threads import threads_per_rank, threads_per_worker
-from launcher.wire import channel
 from launcher.wire.greetings import Call
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import WorkerDied
-from rl_megatron.interfaces import Launcher, Roles, unheard
 from rl_megatron.placement.names import called, file_stem
-from rl_megatron.placement.ranks import ranks_by_role
 
 # isort: split
 import ray  # after head, which sets what it reads
@@ -43,62 +38,39 @@ Who = tuple[str, int]
 _CAUSE_SECONDS = 20.0
 
 
-class RayLauncher(Launcher):
+class RayLauncher(ConnectingLauncher):
     """Starts the workers of a run as actors of a running cluster."""
 
     def __init__(
         self, cluster: RayCluster, model_folder: Path, run_folder: Path, on_signal: Callable[[str], None]
     ) -> None:
-        self._cluster, self._model_folder, self._run_folder = cluster, model_folder, run_folder
-        self._on_signal = on_signal
+        super().__init__(model_folder, run_folder, on_signal)
+        self._cluster = cluster
+
+    @override
+    async def _address(self) -> str:
+        return self._cluster.host
+
+    @override
+    def _threads(self, config: RunConfig) -> int:
+        return threads_per_rank(self._cluster.placements[0]) if self._cluster.allocation else threads_per_worker(config)
 
     @override
     @contextlib.asynccontextmanager
-    async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
+    async def _begin(self, config: RunConfig, call: Call) -> AsyncIterator[StartedRanks]:
         cluster, allocation = self._cluster, self._cluster.allocation
-        (placement, *separate), folder = cluster.placements, cluster.folder
-        token, failure = secrets.token_bytes(channel.TOKEN_BYTES), Failure()
-        with channel.listen(cluster.host, backlog=sum(ranks_by_role(config).values())) as listener:
-            threads = threads_per_rank(placement) if allocation else threads_per_worker(config)
-            threads = config.learner.threads or threads
-            call = Call(
-                host=cluster.host,
-                port=listener.getsockname()[1],
-                token=token.hex(),
-                seconds=config.learner.timeout_seconds,
-                threads=threads,
-                device=config.learner.device,
-            )
-            ends: dict[Who, Future[None]] = {}
-            for role, bundles in cluster.shares.ranks.items():
-                ends |= await cluster.place(_start_ranks, bundles, replace(call, role=role), folder)
-            awaited = Awaited(
-                placement=placement,
-                separate=separate,
-                token=token,
-                started=_first_end(ends),
-                seconds=config.learner.timeout_seconds,
-                folder=folder,
-                files=f"{', '.join(file_stem(role, '*') for role in cluster.shares.ranks)}.txt",
-                blame=allocation.blame if allocation else lambda _: None,
-            )
-            try:
-                async with learner(
-                    listener,
-                    awaited,
-                    failure,
-                    config,
-                    model_folder=self._model_folder,
-                    run_folder=self._run_folder,
-                    on_signal=self._on_signal,
-                    tell=tell,
-                ) as roles:
-                    yield roles
-            except WorkerDied as error:
-                if failure.rank is None:
-                    raise
-                cause = await asyncio.to_thread(_cause, ends[failure.role, failure.rank])
-                raise WorkerDied(f"{error}{cause}") from error
+        ends: dict[Who, Future[None]] = {}
+        for role, bundles in cluster.shares.ranks.items():
+            ends |= await cluster.place(_start_ranks, bundles, replace(call, role=role), cluster.folder)
+        files = f"{', '.join(file_stem(role, '*') for role in cluster.shares.ranks)}.txt"
+        yield StartedRanks(
+            placements=cluster.placements,
+            ended=_first_end(ends),
+            folder=cluster.folder,
+            output=f"{files} in {cluster.folder} have their output",
+            blame=allocation.blame if allocation else lambda _: None,
+            cause=lambda role, rank: _cause(ends[role, rank]),
+        )
 
 
 def _start_ranks(bundles: Mapping[str, Sequence[Bundle]], call: Call, folder: Path) -> dict[Who, Future[None]]:

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import shlex
 import signal
 import sys
@@ -22,17 +21,15 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from launcher.controller.arrivals import Awaited, learner
-from launcher.controller.handle import STOP_SECONDS, Failure
+from launcher.controller.arrivals import ConnectingLauncher, StartedRanks
+from launcher.controller.handle import STOP_SECONDS
 from launcher.hosts.slurm.allocation import Allocation, cores_option
 from launcher.hosts.threads import threads_per_rank
-from launcher.wire import channel
 from launcher.wire.greetings import Call, Muster
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import SlurmSection
-from rl_megatron.interfaces import Launcher, Roles, unheard
 from rl_megatron.placement.names import LEARNER, file_stem
-from rl_megatron.placement.ranks import Placement, placement_of, ranks_by_role
+from rl_megatron.placement.ranks import Placement, placement_of
 
 
 def step_command(slurm: SlurmSection, placement: Placement, *, python: str, where: Sequence[str] = ()) -> list[str]:
@@ -113,71 +110,46 @@ async def first_end(steps: Sequence[asyncio.subprocess.Process]) -> str:
 logger = logging.getLogger(__name__)
 
 
-class SlurmLauncher(Launcher):
+class SlurmLauncher(ConnectingLauncher):
     """Starts the workers of a run on its allocation."""
 
     def __init__(
         self, model_folder: Path, run_folder: Path, allocation: Allocation, on_signal: Callable[[str], None]
     ) -> None:
-        self._model_folder, self._run_folder = model_folder, run_folder
-        self._allocation, self._on_signal = allocation, on_signal
+        super().__init__(model_folder, run_folder, on_signal)
+        self._allocation = allocation
+
+    @override
+    async def _address(self) -> str:
+        return await asyncio.to_thread(self._allocation.address)
+
+    @override
+    def _threads(self, config: RunConfig) -> int:
+        return threads_per_rank(placement_of(config, self._allocation.nodes))
 
     @override
     @contextlib.asynccontextmanager
-    async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
+    async def _begin(self, config: RunConfig, call: Call) -> AsyncIterator[StartedRanks]:
         """Raises ConfigError if the allocation does not have the tasks that the learner needs."""
-        allocation = self._allocation
-        placement = placement_of(config, allocation.nodes)
-        separate = [placement_of(config, nodes, role) for role, nodes in allocation.separate.items()]
-        logger.info("job %s, restart %d: %s", allocation.id, allocation.restart, placement.describe())
-        for other in separate:
-            logger.info("%s", other.describe())
-        token = secrets.token_bytes(channel.TOKEN_BYTES)
-        address = await asyncio.to_thread(allocation.address)
+        allocation, folder = self._allocation, self._allocation.folder
+        placements = [placement_of(config, allocation.nodes)]
+        placements += [placement_of(config, nodes, role) for role, nodes in allocation.separate.items()]
+        described = "\n".join(placement.describe() for placement in placements)
+        logger.info("job %s, restart %d: %s", allocation.id, allocation.restart, described)
         async with contextlib.AsyncExitStack() as stack:
-            listener = stack.enter_context(channel.listen(address, backlog=sum(ranks_by_role(config).values())))
-            host, port = listener.getsockname()
-            threads = config.learner.threads or threads_per_rank(placement)
             steps = []
-            for each in (placement, *separate):
-                call = Call(
-                    host=host,
-                    port=port,
-                    token=token.hex(),
-                    seconds=config.learner.timeout_seconds,
-                    threads=threads,
-                    device=config.learner.device,
-                    role=each.role,
-                )
-                muster = Muster(
-                    call=call,
-                    nodes=each.nodes,
-                    ranks_per_node=each.ranks_per_node,
-                    folder=str(allocation.folder.absolute()),
-                )
-                command = self._command(config, each)
-                steps.append(await stack.enter_async_context(running_step(command, muster.line(), allocation.folder)))
-            awaited = Awaited(
-                placement=placement,
-                separate=separate,
-                token=token,
-                started=first_end(steps),
-                seconds=config.learner.timeout_seconds,
-                folder=allocation.folder,
-                files=f"step.txt and {', '.join(file_stem(p.role, '*') for p in (placement, *separate))}.txt",
+            for each in placements:
+                per_node = {each.role: each.ranks_per_node}
+                muster = Muster(call=call, nodes=each.nodes, ranks_per_node=per_node, folder=str(folder.absolute()))
+                step = running_step(self._command(config, each), muster.line(), folder)
+                steps.append(await stack.enter_async_context(step))
+            files = f"step.txt and {', '.join(file_stem(placement.role, '*') for placement in placements)}.txt"
+            yield StartedRanks(
+                placements=placements,
+                ended=first_end(steps),
+                folder=folder,
+                output=f"{files} in {folder} have their output",
                 blame=allocation.blame,
-            )
-            yield await stack.enter_async_context(
-                learner(
-                    listener,
-                    awaited,
-                    Failure(),
-                    config,
-                    model_folder=self._model_folder,
-                    run_folder=self._run_folder,
-                    on_signal=self._on_signal,
-                    tell=tell,
-                )
             )
 
     def _command(self, config: RunConfig, placement: Placement) -> list[str]:

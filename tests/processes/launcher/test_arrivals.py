@@ -9,7 +9,7 @@ import re
 import resource
 import socket
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,12 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
-from launcher.controller.arrivals import _STRANGERS, Awaited, ConnectedRank, arrivals
+from launcher.controller.arrivals import _STRANGERS, StartedRanks, arrivals
+from launcher.controller.handle import RankProcess
 from launcher.processes import limits
 from launcher.wire import channel
-from launcher.wire.greetings import Hello
+from launcher.wire.greetings import Call, Hello
 from rl_megatron.errors import ConfigError, WorkerDied
-from rl_megatron.placement.ranks import place
+from rl_megatron.placement.ranks import Placement, place
 from rl_megatron.types import ParallelDims
 
 TOKEN = b"t" * channel.TOKEN_BYTES
@@ -32,10 +33,10 @@ DIMS = ParallelDims(dp=RANKS)
 NODES = [f"node{number}" for number in range(RANKS // EACH)]
 
 
-made: list[ConnectedRank] = []
+made: list[RankProcess] = []
 
 
-class Counted(ConnectedRank):
+class Counted(RankProcess):
     """A rank that is counted once it is known."""
 
     def __init__(self, *given: Any) -> None:
@@ -46,7 +47,7 @@ class Counted(ConnectedRank):
 @pytest.fixture(autouse=True)
 def _counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """And both sides have the files that they need."""
-    monkeypatch.setattr("launcher.controller.arrivals.ConnectedRank", Counted)
+    monkeypatch.setattr("launcher.controller.arrivals.RankProcess", Counted)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits.raise_open_files()
     yield
@@ -86,22 +87,27 @@ async def once_all_have_come(count: int) -> str:
     return await loop.create_future()
 
 
-def awaits(folder: Path, blamed: list[Sequence[str]], placement: Any, started: Any, seconds: int) -> Awaited:
-    given = {"placement": placement, "token": TOKEN, "started": started, "seconds": seconds, "blame": blamed.append}
-    return Awaited(folder=folder, files="rank-*.txt", **given)
+def begun(folder: Path, blamed: list[Sequence[str]], placement: Placement, ended: Awaitable[str]) -> StartedRanks:
+    said = f"rank-*.txt in {folder} have their output"
+    return StartedRanks(placements=[placement], ended=ended, folder=folder, output=said, blame=blamed.append)
 
 
-def arrived(folder: Path, absent: Collection[int], blamed: list[Sequence[str]]) -> Mapping[int, ConnectedRank]:
+def call_of(listener: socket.socket, seconds: float) -> Call:
+    host, port = listener.getsockname()
+    return Call(host=host, port=port, token=TOKEN.hex(), seconds=seconds, threads=1, device="cpu")
+
+
+def arrived(folder: Path, absent: Collection[int], blamed: list[Sequence[str]]) -> Mapping[int, RankProcess]:
     """Those that `arrivals` returns when all but the ``absent`` connect at once. Checks that every stream is whole."""
     held: dict[int, Connection] = {}
     made.clear()
 
-    async def main() -> list[ConnectedRank]:
+    async def main() -> list[RankProcess]:
         with channel.listen("127.0.0.1", backlog=RANKS) as listener:
             last = connect(listener, set(range(RANKS)) - set(absent), held)
-            awaited = awaits(folder, blamed, place(DIMS, NODES, EACH), once_all_have_come(RANKS - len(absent)), 900)
+            started = begun(folder, blamed, place(DIMS, NODES, EACH), once_all_have_come(RANKS - len(absent)))
             try:
-                return await arrivals(listener, awaited)
+                return await arrivals(listener, call_of(listener, 900), started)
             finally:
                 await asyncio.to_thread(last.join)
 
@@ -135,9 +141,9 @@ async def test_strangers_that_say_nothing_hold_up_no_rank(tmp_path: Path) -> Non
         listener = stack.enter_context(channel.listen("127.0.0.1", backlog=200))
         connected = [socket.create_connection(listener.getsockname(), 5) for _ in range(100)]
         strangers = [stack.enter_context(stranger) for stranger in connected]
-        started = asyncio.get_running_loop().create_future()
-        awaited = awaits(tmp_path, blamed, place(ParallelDims(), ["node0"], 1), started, 600)
-        waiting = asyncio.create_task(arrivals(listener, awaited))
+        ended = asyncio.get_running_loop().create_future()
+        started = begun(tmp_path, blamed, place(ParallelDims(), ["node0"], 1), ended)
+        waiting = asyncio.create_task(arrivals(listener, call_of(listener, 600), started))
         for stranger in strangers[: -1 - _STRANGERS]:
             assert len(await asyncio.to_thread(stranger.recv, 100)) == channel.PROOF_BYTES
             assert await asyncio.to_thread(stranger.recv, 100) == b""
@@ -180,12 +186,11 @@ def test_more_ranks_than_open_files_are_refused_before_any(tmp_path: Path, monke
 async def test_a_dead_rank_is_told_without_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a network disk that hangs."""
     back = threading.Event()
-    monkeypatch.setattr("launcher.controller.arrivals.end_of", lambda file: str(back.wait(60)))
+    monkeypatch.setattr("launcher.controller.handle.end_of", lambda file: str(back.wait(60)))
     hello = Hello(rank=3, node="node0", pid=1, store="", step="", hindered="")
     ours, theirs = Pipe()
     with ours, theirs:
-        rank = ConnectedRank(ours, hello)
-        rank.folder = tmp_path
+        rank = RankProcess(ours, hello, tmp_path)
         try:
             said = (await asyncio.wait_for(rank.ending(), 600)).how
         finally:
@@ -214,11 +219,11 @@ def test_a_rank_is_continued_by_slurm_or_that_is_told(
     (file := tmp_path / "scancel").write_text(f"#!/bin/sh\n{scancel}\n")
     file.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("launcher.controller.arrivals._WAKE_SECONDS", seconds)
+    monkeypatch.setattr("launcher.controller.handle._WAKE_SECONDS", seconds)
     hello = Hello(rank=3, node="node0", pid=1, store="", step="7.2", hindered="")
     before, (ours, theirs) = psutil.Process().children(recursive=True), Pipe()
     with ours, theirs:
-        asyncio.run(ConnectedRank(ours, hello).wake())
+        asyncio.run(RankProcess(ours, hello, tmp_path).wake())
     assert set(psutil.Process().children(recursive=True)) <= set(before)
     if warned is None:
         assert (tmp_path / "scancel.said").read_text() == "--signal=CONT 7.2\n"

@@ -1,4 +1,4 @@
-"""The task of a node: it starts the node's ranks as forks of a nursery, or plainly where it must not fork."""
+"""The process that starts the ranks of a node, as its forks, or plainly where it must not fork."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from launcher.hosts.forks import ForkedRank, Nursery
+from launcher.controller.arrivals import arrivals
+from launcher.controller.handle import RankProcess
+from launcher.hosts import local
+from launcher.hosts.local import LocalLauncher
 from launcher.processes.environment import of_one_order
 from launcher.processes.scratch import removed
 from launcher.wire import channel, messages
@@ -86,7 +88,9 @@ def started(folder: Path, planted: str, port: int) -> Iterator[subprocess.Popen[
     with task:
         try:
             assert task.stdin is not None
-            task.stdin.write(Muster(call=call, nodes=("a", "b"), ranks_per_node=2, folder=str(folder)).line().decode())
+            task.stdin.write(
+                Muster(call=call, nodes=("a", "b"), ranks_per_node={LEARNER: 2}, folder=str(folder)).line().decode()
+            )
             task.stdin.close()
             yield task
         finally:
@@ -109,7 +113,7 @@ def test_it_forks_its_ranks_and_ends_with_the_first_that_fails(tmp_path: Path, p
         assert [(hello.rank, hello.node, hello.hindered) for hello in hellos] == [(n, "b", hindered) for n in (2, 3)]
         ranks = [psutil.Process(hello.pid) for hello in hellos]
         assert [rank.ppid() for rank in ranks] == [task.pid] * 2
-        assert ["launcher.worker.remote" in rank.cmdline() for rank in ranks] == [bool(hindered)] * 2
+        assert ["launcher.worker.process" in rank.cmdline() for rank in ranks] == [bool(hindered)] * 2
         files = [os.readlink(f"/proc/{ranks[1].pid}/fd/{number}") for number in range(3)]
         assert files == [os.devnull, str(tmp_path / "rank-3.txt"), str(tmp_path / "rank-3.txt")]
         if not hindered:
@@ -147,8 +151,13 @@ def test_with_flash_attention_nothing_that_initialises_cuda_is_imported(monkeypa
 
 def test_a_node_of_another_step_is_named() -> None:
     call = Call(host="h", port=1, token="", seconds=0, threads=1, device="cpu")
-    muster = Muster.read(Muster(call=call, nodes=("a", "b"), ranks_per_node=4, folder="/f").line().decode())
-    assert [list(muster.ranks_of(node)) for node in "ab"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    muster = Muster.read(
+        Muster(call=call, nodes=("a", "b"), ranks_per_node={LEARNER: 2, "critic": 1}, folder="/f").line().decode()
+    )
+    assert [muster.ranks_of(node) for node in "ab"] == [
+        [(LEARNER, 0), (LEARNER, 1), ("critic", 0)],
+        [(LEARNER, 2), (LEARNER, 3), ("critic", 1)],
+    ]
     with pytest.raises(ValueError, match="this node, c, is none of the step's: a, b"):
         muster.ranks_of("c")
 
@@ -169,72 +178,87 @@ def test_ranks_share_the_cores_of_their_node_evenly() -> None:
         assert max(map(len, cores)) - min(map(len, cores)) <= 1
 
 
-# The process that ranks are forked from: what it imports, and its end.
+# The child of the controller on its own machine, whose ranks' stderr the controller reads.
+@contextlib.asynccontextmanager
+async def child(
+    folder: Path, planted: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[list[RankProcess], psutil.Process]]:
+    """Ranks that have connected, and the process that started them, which imports a module; nothing is called."""
+    (folder / "planted.py").write_text(planted)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))))
+    monkeypatch.setattr(local, "_PROGRAM", ("-c", NODE))
+    config = load_config("tiny_cpu", ["learner.ep=1", "learner.dp=2", "learner.threads=1"])
+    with channel.listen("127.0.0.1", backlog=2) as listener:
+        port = listener.getsockname()[1]
+        call = Call(host="127.0.0.1", port=port, token=TOKEN.hex(), seconds=600, threads=1, device="cpu")
+        async with LocalLauncher(folder, folder)._begin(config, call) as started:
+            ranks = await arrivals(listener, call, started)
+            (node,) = {psutil.Process(rank.pid).parent() for rank in ranks}
+            assert node is not None
+            yield ranks, node
+
+
+async def test_it_says_how_each_rank_ended_and_outlives_a_dead_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of a rank that ended, its peers may still save. The kernel ends the ranks with it."""
+    async with child(tmp_path, "", monkeypatch) as (ranks, node):
+        processes = [psutil.Process(rank.pid) for rank in ranks]
+        assert [rank.where for rank in ranks] == [f"pid {process.pid}" for process in processes]
+        assert "launcher.worker.process" not in processes[0].cmdline()
+        processes[0].kill()
+        assert not psutil.wait_procs(processes[:1], 600)[1]
+        ending = await ranks[0].ending()
+        assert (ending.how, ending.killed) == ("was killed by signal 9; log.txt has its output", True)
+        processes[1].suspend()
+        await ranks[1].wake()
+        assert processes[1].status() != psutil.STATUS_STOPPED
+        assert node.is_running()
+        node.kill()
+        assert not psutil.wait_procs(processes, 600)[1]
+        said = "hung up: it was killed, crashed or lost its node; log.txt has its output"
+        assert (await ranks[1].ending()).how == said
+    assert "\0" not in capfd.readouterr().err
+
+
+async def test_ranks_are_plain_processes_where_it_must_not_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with child(tmp_path, THREAD, monkeypatch) as (ranks, node):
+        processes = [psutil.Process(rank.pid) for rank in ranks]
+        assert [words_of(process)[-3:] for process in processes] == [
+            ["launcher.worker.process", str(number), str(node.pid)] for number in (0, 1)
+        ]
+        pipes = [len([file for file in open_files(process) if file.startswith("pipe:")]) for process in processes]
+        assert pipes == [1, 1]  # its own stderr
+        ranks[0].kill()
+        assert not psutil.wait_procs(processes[:1], 600)[1]
+        ending = await ranks[0].ending()
+        assert ending.how in [f"ended with exit code {code}; log.txt has its output" for code in (0, 1)]
+        assert not ending.killed
+    assert not psutil.wait_procs(processes, 600)[1]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"ranks on {ranks[0].node} start slower, each with imports of its own: the imports started threads: there are "
+        "2 (known to Python: MainThread, planted)"
+    ]
+
+
 def words_of(process: psutil.Process) -> list[str]:
     """Its command line, which the kernel shows a moment after it has told the parent that the program started."""
     eventually(process.cmdline, f"the command line of process {process.pid}")
     return process.cmdline()
 
 
-def over(rank: ForkedRank) -> asyncio.Future[Any]:
-    """Its process's end; that of its stream says nothing."""
-    return rank.over(asyncio.get_running_loop().create_future())
-
-
-async def test_ranks_end_with_it_and_say_so() -> None:
-    with Nursery(["a module that is not there"]) as forks:
-        ranks = [await forks.fork(LEARNER, number) for number in (0, 1)]
-        processes = [psutil.Process(int(rank.where.removeprefix("pid "))) for rank in ranks]
-        (nursery,) = {process.parent() for process in processes}
-        assert nursery is not None
-        ends = [over(rank) for rank in ranks]
-        ranks[0].kill()
-        await asyncio.wait_for(ends[0], 600)
-        assert not ends[1].done()
-        nursery.kill()
-        await asyncio.wait_for(ends[1], 600)
-        for rank in ranks:
-            ending = await rank.ending()
-            assert ending.killed
-            assert "was killed by signal 9" in ending.how
-        assert not psutil.wait_procs(processes, 600)[1]
-        with pytest.raises(WorkerDied, match=f"forked from ended with status -{signal.SIGKILL.value}"):
-            await forks.fork(LEARNER, 2)
-
-
-async def test_ranks_are_plain_processes_where_it_must_not_fork(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "threaded.py").write_text(
-        "import threading\nthreading.Thread(target=threading.Event().wait, name='planted', daemon=True).start()\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
-    with Nursery(["threaded"]) as forks:
-        ranks = [await forks.fork("critic", number) for number in (0, 1)]
-        processes = [psutil.Process(int(rank.where.removeprefix("pid "))) for rank in ranks]
-        (nursery,) = {process.parent() for process in processes}
-        assert nursery is not None
-        assert [words_of(process)[-4:] for process in processes] == [
-            ["launcher.worker.process", "critic", str(number), str(nursery.pid)] for number in (0, 1)
-        ]
-        ranks[1].kill()  # before it has imported all that the other does
-        ranks[0].connection.close()  # upon which it ends
-        for rank in ranks:
-            await asyncio.wait_for(over(rank), 600)
-        assert [(await rank.ending()).expected for rank in ranks] == [True, False]
-    assert not psutil.wait_procs(processes, 600)[1]
-    assert [record.getMessage() for record in caplog.records if record.name == "launcher.hosts.forks"] == [
-        "ranks start slower, each with imports of its own: the imports started threads: there are 2 (known to Python: "
-        "MainThread, planted)"
-    ]
+def open_files(process: psutil.Process) -> list[str]:
+    """What its descriptors are of."""
+    return [os.readlink(f"/proc/{process.pid}/fd/{name}") for name in os.listdir(f"/proc/{process.pid}/fd")]
 
 
 async def test_an_import_that_ends_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "fatal.py").write_text("import os\nos._exit(3)\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
-    said = "the process that ranks are forked from ended with status 3"
-    with Nursery(["fatal"]) as forks, pytest.raises(WorkerDied, match=said):
-        await forks.fork(LEARNER, 0)
+    said = "the process that ranks are forked from ended with status 3 before rank 0, 1 on .* connected; their output"
+    with pytest.raises(WorkerDied, match=said):
+        async with child(tmp_path, "import os\nos._exit(3)\n", monkeypatch):
+            pass
 
 
 # The variables and the mode in which a rank of ``learner.deterministic=true`` computes.

@@ -35,7 +35,7 @@ from launcher.controller.watchdog import Watchdog
 from launcher.processes import limits, stacks
 from launcher.processes.stacks import Frame, Stack, explain, read
 from launcher.wire import messages
-from launcher.wire.greetings import Setup
+from launcher.wire.greetings import Hello, Setup
 from launcher.worker.models import RankModels
 from launcher.worker.process import say_alive, telling
 from rl_megatron.algorithms.losses import CrossEntropy
@@ -226,22 +226,13 @@ LIMIT = 300.0
 
 
 class Process(RankProcess):
-    """A rank that ends when its test says so, or hangs up."""
+    """A rank that was killed once it hangs up."""
 
-    role, node, pid = LEARNER, "here", 1
-
-    def __init__(self, rank: int, connection: Connection, *, end: asyncio.Future[None] | None = None) -> None:
-        self.rank, self.where, self.connection, self._end = rank, f"pid {rank}", connection, end
-
-    def over(self, hung_up: asyncio.Future[None]) -> asyncio.Future[Any]:
-        return self._end or hung_up
+    def __init__(self, rank: int, connection: Connection) -> None:
+        super().__init__(connection, Hello(rank=rank, node="here", pid=rank, store="", step=""), Path())
 
     async def ending(self) -> Ending:
-        return Ending(how="was killed by signal 9", expected=False, killed=True)
-
-    async def wake(self) -> None: ...
-
-    def kill(self) -> None: ...
+        return Ending(how="was killed by signal 9", killed=True)
 
 
 @contextlib.asynccontextmanager
@@ -320,30 +311,42 @@ async def test_a_rank_that_dies_with_a_large_message_half_sent_is_named_and_the_
         del array
         await asyncio.to_thread(os.read, streams[0].fileno(), 1_000_000)
         streams[0].close()
-        with pytest.raises(WorkerDied, match=r"^rank 0 \(pid 0\) was killed by signal 9$"):
+        with pytest.raises(WorkerDied, match=r"^rank 0 \(pid 0 on here\) was killed by signal 9$"):
             await group.gather(asked)
         group.workers[0].call("hold", np.zeros(LARGE, np.uint8))  # as of one who does not know yet
         gc.collect()
         assert held() is None
 
 
-@pytest.mark.parametrize("ended", [False, True])
-async def test_the_error_that_ended_a_rank_is_heard_though_its_end_is_known_first(ended: bool) -> None:
-    """As when both happen while a call holds up the event loop."""
+async def test_the_error_that_ended_a_rank_is_heard_before_its_end() -> None:
     (ours, theirs), failure = Pipe(), Failure()
-    end = asyncio.get_running_loop().create_future()
-    handle = WorkerHandle(Process(3, ours, end=end), failure, None)
+    handle = WorkerHandle(Process(3, ours), failure, None)
     messages.send(theirs, messages.pack(("alive", ("backward" * 18_000, 1), None)))  # more than one turn reads
     messages.send(theirs, messages.pack(("erred", "KeyError: planted", None)))
-    if ended:
-        theirs.close()
-    end.set_result(None)
+    theirs.close()
     try:
-        with pytest.raises(WorkerDied, match=r"^rank 3 \(pid 3\) raised KeyError: planted$"):
+        with pytest.raises(WorkerDied, match=r"^rank 3 \(pid 3 on here\) raised KeyError: planted$"):
             await asyncio.wait_for(failure.known, LIMIT)
     finally:
-        theirs.close()
         await handle.stop()
+
+
+@pytest.mark.parametrize("answered", [False, True])
+async def test_the_end_of_a_rank_that_was_asked_to_end_is_an_error_unless_it_answered(answered: bool) -> None:
+    """Else the others would wait for it as long as they may."""
+    (ours, theirs), failure = Pipe(), Failure()
+    handle = WorkerHandle(Process(3, ours), failure, None)
+    closing = handle.call("close")
+    await asyncio.to_thread(messages.receive, theirs)
+    if answered:
+        messages.send(theirs, messages.pack(("ok", None, None)))
+        await closing
+    theirs.close()
+    await asyncio.wait({handle._stream.hung_up})
+    while handle._saying is None or not handle._saying.done():
+        await asyncio.sleep(0)
+    assert failure.known.done() == (not answered)
+    await handle.stop()
 
 
 @pytest.fixture
