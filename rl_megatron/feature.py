@@ -8,20 +8,18 @@ torch, so a login node reads it. What acts on a rank is named by text, and is im
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
 from types import MappingProxyType, new_class
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.section import Section
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.gpt import GPTModel
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from rl_megatron.algorithms.objectives import ClipLimits
     from rl_megatron.config.run import RunConfig
     from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.engines.http import Server
     from rl_megatron.interfaces import Roles
     from rl_megatron.learner.heads import Head
     from rl_megatron.learner.packed import PackedMicroBatch
@@ -51,6 +50,60 @@ def _same(_learner: LearnerSection, shape: ModelShape) -> ModelShape:
     return shape
 
 
+class EngineHooks:
+    """A feature's side in the adapter of one kind of engine, in the controller. Methods here do nothing."""
+
+    refused: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Beginnings of options that servers must not have, each with why and what to do."""
+    counters: ClassVar[tuple[str, ...]] = ()
+    """Integer fields of each completion in the engine's answers, for `answered`; 0 where an answer lacks them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def given(self, server: Server) -> Any:
+        """What a running server reports of the feature, as `described` reads it; falsy: it runs without."""
+        return server.features.get(self.name)
+
+    def arguments(self, given: Any) -> Sequence[str]:
+        """The options of a start, where ``given`` is `Serving.given`."""
+        return ()
+
+    def described(self, settings: Mapping[str, Any]) -> tuple[object, Sequence[str]]:
+        """What a server with the engine's ``settings`` runs, as `Serving.given`, and why no run can use it."""
+        return None, ()
+
+    def models(self, server: Server) -> Sequence[str]:
+        """Models beside the policy to which a push brings the same file first, as the engine names them."""
+        return ()
+
+    def answered(self, server: Server, counts: Sequence[tuple[int, ...]]) -> None:
+        """Gets the ``counters`` of a request's completions."""
+
+    async def paused(self, server: Server) -> None:
+        """Runs while a push has paused a server, before it loads."""
+
+    def row(self) -> Mapping[str, float]:
+        """Metrics since the call before, once a step."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """A feature's part in engine servers."""
+
+    key: str
+    """The key that asks for it."""
+    given: Callable[[RunConfig], object]
+    """What servers are started with; falsy: nothing."""
+    engines: Mapping[str, str]
+    """By the engine's name, ``package.module:Class`` of its `EngineHooks`."""
+    lacks: str
+    """What the adapters of other engines lack and what to do, after "the adapter of <name>"."""
+    misfit: str
+    """Why a server that runs ``{found}`` does not fit ``{given}``, the key with its value."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
     """The declaration of a feature. Functions in it take the learner's section and must not import torch."""
@@ -66,13 +119,16 @@ class Feature:
     """What its keys need and exclude, checked as a configuration is loaded, also where the feature is not active."""
     option: Option | None = None
     """What it refuses, its keywords for megatron-core, and its bytes on a rank."""
-    check_files: Callable[[Path, ModelShape], Iterator[tuple[Literal["problem", "note"], str]]] | None = None
-    """Yields what is wrong in the folder from which an active feature's run starts, whose tensors can be read."""
+    check_files: str | None = None
+    """``package.module:function`` that gets the folder from which a run starts, whose tensors can be read, and its
+    `ModelShape`, and yields a kind (problem or note) and a text for each finding."""
     metrics: MetricTuples = ()
     """Rows of the table of metrics."""
     shape: Callable[[LearnerSection, ModelShape], ModelShape] = _same
     """Changes the sizes of the trained policy where the feature is active. Raises ConfigError for a family without
     it."""
+    serving: Serving | None = None
+    """Its part in engine servers."""
     learner: str | None = None
     """``package.module:function`` that makes the `LearnerHooks` of a rank from `Built`; None for a model that the
     feature leaves alone."""
@@ -150,7 +206,7 @@ def features() -> Mapping[str, Feature]:
 
     Raises ConfigError if an installed one cannot be loaded, is not a `Feature`, or has the name of another.
     """
-    found: dict[str, Feature] = {name: load(f"rl_megatron.features.{name}.feature:FEATURE") for name in OWN}
+    found: dict[str, Feature] = {name: load_side(f"rl_megatron.features.{name}.feature:FEATURE") for name in OWN}
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         said = (
             f"the feature {entry.name!r} that {entry.dist.name if entry.dist else 'a package'} brings ({entry.value})"
@@ -179,7 +235,7 @@ def feature_rules() -> list[Rule]:
     return [rule for feature in features().values() for rule in feature.rules]
 
 
-def load(name: str) -> Any:
+def load_side(name: str) -> Any:
     """The object at ``package.module:name``."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
@@ -187,14 +243,25 @@ def load(name: str) -> Any:
 
 def learner_hooks(built: Built) -> tuple[LearnerHooks, ...]:
     """The learner sides of all active features for a model. Every rank calls it. Raises as `features`."""
-    made = (load(one.learner)(built) for one in active(built.learner) if one.learner is not None)
+    made = (load_side(one.learner)(built) for one in active(built.learner) if one.learner is not None)
     return tuple(hooks for hooks in made if hooks is not None)
 
 
 def step_hooks(config: RunConfig, roles: Roles) -> tuple[StepHooks, ...]:
     """The controller's sides of all features for a run. Raises as `features`."""
-    made = (load(one.step)(config, roles) for one in features().values() if one.step is not None)
+    made = (load_side(one.step)(config, roles) for one in features().values() if one.step is not None)
     return tuple(hooks for hooks in made if hooks is not None)
+
+
+def engine_hooks(engine: str) -> tuple[EngineHooks, ...]:
+    """The engine sides of all features for an engine, active or not. Raises as `features`."""
+    sides = ((one.name, one.serving.engines.get(engine)) for one in features().values() if one.serving is not None)
+    return tuple(load_side(side)(name) for name, side in sides if side is not None)
+
+
+def given_to_servers(config: RunConfig) -> dict[str, object]:
+    """What servers are started with for each feature that has a part in them. Raises as `features`."""
+    return {name: one.serving.given(config) for name, one in features().items() if one.serving is not None}
 
 
 def keys_of(path: str) -> Mapping[str, type[Section]]:

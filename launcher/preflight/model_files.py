@@ -22,7 +22,7 @@ from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.config.sections.jobs import CHECKPOINT
 from rl_megatron.config.sections.teachers import teacher_role
 from rl_megatron.errors import ConfigError, RLMegatronError, of_the_hub
-from rl_megatron.feature import active
+from rl_megatron.feature import active, load_side
 from rl_megatron.files import parse
 from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.families.fields import CLASSIFIER
@@ -114,7 +114,7 @@ def _policy(subject: Subject) -> Iterator[Found]:
         return
     found = [*_weights(folder, "model.path")]
     yield from found
-    checks = [one.check_files for one in active(subject.config.learner) if one.check_files is not None and not found]
+    checks = [load_side(one.check_files) for one in active(subject.config.learner) if one.check_files and not found]
     yield from (Found(kind, text) for check in checks for kind, text in check(folder, subject.shape))
 
 

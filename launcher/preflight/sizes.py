@@ -10,6 +10,7 @@ from launcher.servers.degrees import degree_problems
 from rl_megatron.config.beside import frozen_folders, in_words_of
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
+from rl_megatron.feature import given_to_servers
 from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape, length_problem
@@ -65,9 +66,9 @@ def _servers(subject: Subject) -> Iterator[Found]:
     config, shape, environment = subject.config, subject.shape, subject.environment
     server, engine = config.rollout.server, config.rollout.engine
     given = {config.rollout.temperature, *config.eval.temperatures.values()}
-    asked = config.weights.push == "adapters" or server.batch_invariant or server.draft_tokens or server.options
+    keys = config.weights.push == "adapters", server.batch_invariant, server.options, *given_to_servers(config).values()
     tuned = any(name.startswith(f"{engine.upper()}_") for name in environment)
-    if not (config.rollout.served and (asked or tuned or config.rollout.top_p < 1 or given - {0.0, 1.0})):
+    if not (config.rollout.served and (any(keys) or tuned or config.rollout.top_p < 1 or given - {0.0, 1.0})):
         return
     try:
         from launcher.servers.engines import KNOWN, engine_problems

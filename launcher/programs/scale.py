@@ -14,6 +14,7 @@ from rl_megatron.config.beside import separate
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
+from rl_megatron.feature import features
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import length_problem
 from rl_megatron.options.device import GPU
@@ -127,11 +128,12 @@ def _refuse_unplanned(base: RunConfig, goal: Goal) -> None:
             f"learner.lora.rank={rank}: scale predicts seconds of training and pushing all weights, and adapters take "
             "fewer; leave it out, and compare memory of layouts by rl-megatron plan --config"
         )
-    if drafts := base.rollout.server.draft_tokens:
-        raise ConfigError(
-            f"rollout.server.draft_tokens={drafts}: scale plans pushes straight into servers' ranks, which bring no "
-            "draft layer; leave it out, and compare steps with and without it by rl-megatron plan --config"
-        )
+    for serving in (one.serving for one in features().values() if one.serving is not None):
+        if given := serving.given(base):
+            raise ConfigError(
+                f"{serving.key}={given}: scale plans pushes straight into servers' ranks, which bring the policy "
+                "alone; leave it out, and compare steps with and without it by rl-megatron plan --config"
+            )
     for key, one in base.training_environments.items():
         raise ConfigError(
             f"{key}.function={one.function}: scale plans single completions, and not how long turns "

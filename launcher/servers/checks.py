@@ -11,6 +11,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.engines.adapter import Adapter, Description
 from rl_megatron.engines.http import AttemptFailed, Server
 from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.feature import features
 from rl_megatron.models.families.fields import read_config
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class ServerChecks:
         found = [(server, await self._described(server)) for server in servers]
         self._raise_misfits([(server.url, described) for server, described in found])
         for server, described in found:
-            server.priorities, server.draft_tokens = described.priorities, described.draft_tokens
+            server.priorities, server.features = described.priorities, described.features
 
     async def _described(self, server: Server) -> Description:
         try:
@@ -69,11 +70,11 @@ class ServerChecks:
                 problems.append(
                     f"{url}: {asking} needs routes, but it returns none; {described.no_routes}, or leave it out"
                 )
-            if not described.problems and described.draft_tokens != (drafts := self.config.rollout.server.draft_tokens):
-                problems.append(
-                    f"{url}: its draft layer proposes {described.draft_tokens} tokens at a step, but "
-                    f"rollout.server.draft_tokens={drafts}; make them equal"
-                )
+            for name, serving in ((name, one.serving) for name, one in features().items()):
+                runs = described.features.get(name, 0)
+                if serving is None or described.problems or runs == (given := serving.given(self.config)):
+                    continue
+                problems.append(f"{url}: " + serving.misfit.format(found=runs, given=f"{serving.key}={given}"))
             if described.max_length < self.max_length:
                 problems.append(
                     f"{url}: its longest sequence is {described.max_length}, by its context and its cache; "

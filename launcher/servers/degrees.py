@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.feature import feature_rules
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.rules import broken
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.formats.scaled import BLOCKS, Blocks, ScaledLayout, with_scales
 from rl_megatron.weights.layouts.families import hf_layout
@@ -12,14 +14,10 @@ from tools.planner.pushes import engine_layout
 
 
 def degree_problems(config: RunConfig, shape: ModelShape) -> list[str]:
-    """A line for each degree of the servers that does not fit the model, and for proposals that none was tried with."""
+    """A line for each degree of the servers that does not fit the model, and each rule of a feature that it breaks."""
     server = config.rollout.server
     out = block_problems(config, shape) if config.rollout.served else []
-    if server.draft_tokens and shape.delta is not None:
-        out.append(
-            f"rollout.server.draft_tokens={server.draft_tokens}: model_type={shape.family!r} has delta nets, whose "
-            "states a server takes back where a proposal is replaced; no engine was tried so here, so leave it out"
-        )
+    out += broken(feature_rules(), config, "shape", shape)
     if not config.rollout.served or shape.num_experts:
         return out
     if server.dp > 1:

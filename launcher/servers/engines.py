@@ -9,6 +9,7 @@ from rl_megatron.engines.adapter import Adapter, AdapterPlaces, refused_variable
 from rl_megatron.engines.local.adapter import EmbeddedAdapter
 from rl_megatron.engines.sglang.adapter import SGLangAdapter
 from rl_megatron.engines.vllm.adapter import VLLMAdapter
+from rl_megatron.feature import features
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.user_code import load_named
 from rl_megatron.weights.layouts.families import megatron_layout
@@ -46,8 +47,10 @@ def engine_problems(
     places = adapter_places(config, shape)
     if places and places.ranks and (why := adapter.adapter_problem(places, device, server.dp)):
         out.append(f"weights.push=adapters: {why}; or set weights.push=merged")
-    if server.draft_tokens and (why := adapter.draft_problem(device)):
-        out.append(f"rollout.server.draft_tokens={server.draft_tokens}: {why}")
+    for feature in features().values():
+        serving = feature.serving
+        if serving and (given := serving.given(config)) and feature.name not in {one.name for one in adapter.hooks}:
+            out.append(f"{serving.key}={given}: the adapter of {adapter.name} {serving.lacks}")
     if config.rollout.top_p < 1 and not adapter.renormalises_top_p:
         out.append(
             f"rollout.top_p={config.rollout.top_p:g}: {adapter.name} computes log-probs before top_p is applied, so "

@@ -40,6 +40,7 @@ from rl_megatron.engines.http import AttemptFailed, OutOfFiles, Server
 from rl_megatron.engines.replicas import Replica
 from rl_megatron.engines.weights import ReplicaWeights
 from rl_megatron.errors import ConfigError, EngineError, together
+from rl_megatron.feature import given_to_servers
 from rl_megatron.http.token_file import TokenFile
 from rl_megatron.interfaces import Launcher, Roles, WeightSync, unheard
 from rl_megatron.models.shape import ModelShape
@@ -326,7 +327,7 @@ class ServedEngines:
             routes=config.asks_for_routes is not None,
             batch_invariant=section.batch_invariant,
             adapters=self._places,
-            draft_tokens=section.draft_tokens,
+            features=given_to_servers(config),
             stops=bool(config.rollout.stop),
             extra=self._extra,
         )

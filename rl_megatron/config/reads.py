@@ -326,8 +326,6 @@ def _of_rollout(config: RunConfig) -> Iterator[tuple[str, str]]:
     if rollout.served and not at_pushes and rollout.server.addresses is None:
         reason = f"with train.max_staleness=0 and eval.mode={config.eval.mode} no request runs at a push"
         yield "rollout.server.running_requests", reason
-    if not rollout.server.draft_tokens:
-        yield "slurm.speeds.draft_acceptance", "with rollout.server.draft_tokens=0 nothing is proposed"
 
 
 def _of_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:

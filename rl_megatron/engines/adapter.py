@@ -8,14 +8,15 @@ import re
 import shlex
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from rl_megatron.config.sections.rollout import RunningRequests, stands_for
 from rl_megatron.engines.answers import Judged
 from rl_megatron.engines.http import Server
 from rl_megatron.errors import EngineError
+from rl_megatron.feature import EngineHooks
 from rl_megatron.section import MAX_TEMPERATURE, MIN_TEMPERATURE
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 from rl_megatron.weights.checks.reports import Report
@@ -64,7 +65,7 @@ class StartOptions:
     routes: bool  # whether requests ask for routes
     batch_invariant: bool  # whether a token's log-prob must not depend on its batch
     adapters: AdapterPlaces | None = None  # for versions of adapters beside its model, if it is to hold some
-    draft_tokens: int = 0  # that its draft layer proposes at each step; 0: it has none
+    features: Mapping[str, object] = field(default_factory=dict)  # what each feature has servers do
     stops: bool = False  # requests have texts that end completions
     extra: tuple[str, ...]
 
@@ -92,7 +93,7 @@ class Description:
     max_length: int  # tokens of a prompt and its completion, by its context and its cache
     problems: tuple[str, ...]  # reasons why a run cannot use it, each with what to do
     no_routes: str | None = None  # why it returns no routes
-    draft_tokens: int = 0  # that a draft layer proposes at each of its steps
+    features: Mapping[str, object] = field(default_factory=dict)  # what it does of each
     priorities: bool = False  # whether it takes requests by their priority
 
 
@@ -154,11 +155,6 @@ class Sampling(Protocol):
     async def gauges(self, server: Server) -> EngineGauges | None:
         """How busy it is, for the timeline; None: it does not tell."""
         return None
-
-    async def drafted(self, server: Server) -> tuple[float, float]:
-        """How many tokens the server's draft layer has proposed since its start, and how many it accepted. Only where
-        `Adapter.draft_problem` finds none."""
-        raise NotImplementedError
 
 
 class Loading(Protocol):
@@ -249,6 +245,7 @@ class Adapter(Sampling, Loading, Running, Protocol):
     renormalises_top_p: bool  # whether log-probs are of the distribution after top_p
     temperatures: tuple[float, float] = (MIN_TEMPERATURE, MAX_TEMPERATURE)  # that it samples at, besides 0
     variables: Mapping[str, str] = {}  # that its servers' environment cannot have, each with the reason
+    hooks: Sequence[EngineHooks] = ()  # features' sides
 
     def batch_problem(self, extra: Sequence[str]) -> str:
         """Why it has no kernels that do not depend on the batch, with ``extra`` options; or empty."""
@@ -265,10 +262,6 @@ class Adapter(Sampling, Loading, Running, Protocol):
         """Why it cannot hold adapters beside its model; or empty."""
         return f"{self.name} holds no adapters beside a model"
 
-    def draft_problem(self, device: str) -> str:
-        """Why its servers cannot propose tokens by a draft layer; or empty."""
-        return f"the adapter of {self.name} starts no draft layer; leave the key out"
-
     def gpu_problem(self, quantization: str, extra: Sequence[str], capability: float) -> str:
         """Why it cannot serve weights of a format on GPUs of a compute capability, with ``extra`` options; or empty."""
         return ""
@@ -284,17 +277,21 @@ def _hyphened(name: re.Match[str]) -> str:
     return name[0].replace("_", "-")
 
 
+def described_by(hooks: Sequence[EngineHooks], settings: Mapping[str, Any]) -> tuple[dict[str, object], list[str]]:
+    """What a server with the engine's ``settings`` does of each feature, and why no run can use it."""
+    found = {one.name: one.described(settings) for one in hooks}
+    return {name: value for name, (value, _) in found.items()}, [why for _, whys in found.values() for why in whys]
+
+
 def refused_option(
-    extra: Sequence[str], *, keys: Mapping[str, str], drafts: tuple[str, ...], reasons: Mapping[str, str]
+    extra: Sequence[str], *, keys: Mapping[str, str], hooks: Sequence[EngineHooks], reasons: Mapping[str, str]
 ) -> str:
-    """Why ``extra`` cannot have an option that a key sets, ``keys`` of ``rollout.server`` by option, one of a draft
-    model, which begins with one of ``drafts``, or one for which there are ``reasons``; or empty."""
+    """Why ``extra`` cannot have an option that a key sets, ``keys`` of ``rollout.server`` by option, one that ``hooks``
+    refuse, or one for which there are ``reasons``; or empty."""
+    beginnings = {beginning: why for one in hooks for beginning, why in one.refused.items()}
     for given in extra:
-        if given.startswith(drafts):
-            return (
-                f"rollout.server.options has {given}: pushes reach the model's own draft layer alone, which "
-                "rollout.server.draft_tokens has a server use; set that, and leave the option out"
-            )
+        if (why := next((beginnings[one] for one in beginnings if given.startswith(one)), None)) is not None:
+            return f"rollout.server.options has {given}: {why}"
         if (key := next((keys[option] for option in keys if stands_for(given, option)), None)) is not None:
             return f"rollout.server.options has {given}, which rollout.server.{key} sets; use that key"
         if (why := next((reasons[option] for option in reasons if stands_for(given, option)), None)) is not None:

@@ -44,8 +44,7 @@ class SampledColumns:
     finish_reason: FinishReason
     spans: Sequence[LabelledSpan]
     routes: str | None
-    proposed: int = 0  # tokens by a draft layer, where answers tell
-    accepted: int = 0
+    counts: tuple[int, ...] = ()  # by the ``counters`` of features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

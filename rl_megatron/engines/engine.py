@@ -139,7 +139,8 @@ class ServedEngine:
     def step_row(self) -> dict[str, float]:
         """Metrics of a step, after its push: those of now, and those since the call before."""
         row: dict[str, float] = {**self.metrics(), "seconds/pause": self.weights.paused_seconds}
-        row |= self.weights.drafts.row()
+        for hooks in self.adapter.hooks:
+            row |= hooks.row()
         if self._attempts.slot_use is not None:
             row |= self._attempts.slot_use.row(len(self.replicas.present()))
         if self._mode == "abort" and (running := self._attempts.so_far):

@@ -1,7 +1,7 @@
 """Sends a request to one replica, and retries it on others until it is answered.
 
 It chooses a replica that has the request's prefix in its cache, unless another is less busy, and says when running
-completions should move. It counts the slots of servers, and how their draft layers are used.
+completions should move. It counts the slots of servers.
 
 A prompt under which three servers were lost is dropped. A server is lost if it dies, if its connection breaks, or if it
 answers a request with an error. That may fail all requests in flight there, so a prompt under which two were lost is a
@@ -16,7 +16,6 @@ import contextlib
 import itertools
 import logging
 import uuid
-import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -166,27 +165,6 @@ class SlotUse:
         self._whole += seconds
         self._seconds += seconds * self._used
         self._spare += seconds * (self._in_flight < self._slots * self._servers)
-
-
-class DraftUse:
-    """Counts what servers' draft layers proposed, and what was accepted, from one push to the next."""
-
-    def __init__(self) -> None:
-        self._last: weakref.WeakKeyDictionary[Server, tuple[float, float]] = weakref.WeakKeyDictionary()
-        self._proposed = self._accepted = 0.0
-
-    def counted(self, server: Server, proposed: float, accepted: float) -> None:
-        """What the server has counted since its start, at a push. What it counted before its first one is left out."""
-        before = self._last.get(server, (proposed, accepted))
-        self._last[server] = proposed, accepted
-        self._proposed += proposed - before[0]
-        self._accepted += accepted - before[1]
-
-    def row(self) -> dict[str, float]:
-        """Metrics of what was counted since the row before; none where nothing was proposed."""
-        row = {"draft/acceptance": self._accepted / self._proposed} if self._proposed else {}
-        self._proposed = self._accepted = 0.0
-        return row
 
 
 _LEAD = 2  # completions that a replica may run beyond the least busy one, at least

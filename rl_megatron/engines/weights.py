@@ -13,7 +13,7 @@ from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.engines.adapter import Adapter
 from rl_megatron.engines.http import AttemptFailed, OutOfFiles, Server
 from rl_megatron.engines.replicas import HEALTH_SECONDS, PRESENT, Event, Health, Replica, ReplicaSet
-from rl_megatron.engines.requests import Attempts, DraftUse
+from rl_megatron.engines.requests import Attempts
 from rl_megatron.errors import EngineError, ReplicasLost, SyncError
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 from rl_megatron.weights.checks.compare import count_verified
@@ -33,7 +33,6 @@ class ReplicaWeights:
         self._adapter, self._replicas, self._section, self._attempts = adapter, replicas, section, attempts
         self._holding: dict[Replica, Server] = {}  # the servers that loaded the latest weights
         self._version: int | None = None
-        self.drafts = DraftUse()
         self.paused_seconds = 0.0
         """The longest that a push paused the sampling of a server; of the last push to all."""
         self._released, self._releasing = False, asyncio.Lock()
@@ -135,8 +134,8 @@ class ReplicaWeights:
             server.paused, began = True, clock.time()
             try:
                 await self._adapter.pause(server, self._section.running_requests)
-                if server.draft_tokens:
-                    self.drafts.counted(server, *await self._adapter.drafted(server))
+                for hooks in self._adapter.hooks:
+                    await hooks.paused(server)
                 # From now on: what is sent waits for the new weights. Another run may have cached by this version.
                 keeps = self._section.running_requests == "keep_cache"
                 server.salt = f"{version}-{uuid.uuid4().hex}" if keeps else None

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rl_megatron.features.draft.engines import Drafts
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.types import Completion
 from tests.draft_models import COPIES, WrittenDraft, save_with_drafts
@@ -116,10 +117,11 @@ def test_three_tokens_have_the_models_distribution_and_log_probs(server: ServedB
 def test_proposals_are_those_of_the_draft_layer_pushed_last(server: ServedBench, folders: Sequence[Path]) -> None:
     """Behind the first token the layer proposes its most probable one, which is accepted as often as the model would
     draw it; the layer of the push before is right less than a tenth as often."""
-    adapter, (replica,) = server.engine.adapter, server.engine.servers
-    before = server.run(adapter.drafted(replica))
+    (hooks,), (replica,) = server.engine.adapter.hooks, server.engine.servers
+    assert isinstance(hooks, Drafts)
+    before = server.run(hooks.counts(replica))
     sampled(server, 2)
-    proposed, accepted = (b - a for a, b in zip(before, server.run(adapter.drafted(replica)), strict=True))
+    proposed, accepted = (b - a for a, b in zip(before, server.run(hooks.counts(replica)), strict=True))
     assert proposed == SAMPLES
     masks = server.name == "vllm"  # reads zeros for the embedding at a sequence's first position
     right, stale = (accepted_by(WrittenDraft(folder, masks_first=masks), folders[1]) for folder in folders[::-1])

@@ -13,6 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from rl_megatron.feature import features
+
 REPO = Path(__file__).resolve().parents[2]
 PRODUCT = ("rl_megatron", "launcher", "tools")
 FILES = [
@@ -195,6 +197,28 @@ def test_rooms_keep_to_their_own() -> None:
 )
 def test_the_laws_see_what_breaks_them(path: str, source: str, found: int) -> None:
     assert len(violations(Path(path), source)) == found
+
+
+def keys_of_features(source: str, keys: frozenset[str]) -> list[str]:
+    """Keys that a module reads by an attribute of a section, or names in full."""
+    tree = ast.parse(source)
+    names = {key.rpartition(".")[2] for key in keys}
+    read = [n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in names]
+    texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return read + [key for key in sorted(keys) for text in texts if re.search(rf"{re.escape(key)}\b", text)]
+
+
+def test_the_keys_of_features_are_read_by_features() -> None:
+    keys = frozenset(
+        f"{path}.{name}" for one in features().values() for path, kind in one.keys.items() for name in kind.model_fields
+    )
+    assert "rollout.server.draft_tokens" in keys
+    rooms = [path for path in FILES if inside(path, "rl_megatron", "launcher")]
+    others = [path for path in rooms if not inside(path, "rl_megatron/features", "rl_megatron/config/removed.py")]
+    found = {str(path): keys_of_features((REPO / path).read_text(encoding="utf-8"), keys) for path in others}
+    assert {path: names for path, names in found.items() if names} == {}
+    planted = "c.learner.draft.train\nsaid = f'rollout.server.draft_tokens={n}'"
+    assert keys_of_features(planted, keys) == ["draft", "rollout.server.draft_tokens"]
 
 
 STARTS = {f"subprocess.{name}" for name in ("Popen", "run", "check_call", "check_output")}

@@ -18,6 +18,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError
+from rl_megatron.features.draft.feature import of_server, of_speeds
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.implementation import wants_transformer_engine
 from rl_megatron.options.kept import offloaded
@@ -177,8 +178,8 @@ def server_shape(
         cache=max(0.0, cache),
         experts=weights.experts / experts if shape.num_experts else 0.0,
         others=(weights.dense - looked_up) / others,
-        drafts=server.draft_tokens,
-        accepted=tokens_accepted(server.draft_tokens, config.slurm.speeds.draft_acceptance),
+        drafts=of_server(server),
+        accepted=tokens_accepted(of_server(server), of_speeds(config.slurm.speeds)),
     )
 
 

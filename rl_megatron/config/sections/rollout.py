@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from rl_megatron.feature import with_features
 from rl_megatron.http.urls import is_plain_address
 from rl_megatron.section import (
     NUMBER,
@@ -88,6 +89,7 @@ def _name_of(word: str) -> str:
     return re.split("[=.]", word, maxsplit=1)[0].replace("_", "-")
 
 
+@with_features("rollout.server")
 class ServerSection(Section):
     """Engine servers, which are processes apart from the learner's (docs/engines.md)."""
 
@@ -144,10 +146,6 @@ class ServerSection(Section):
     """Whether servers use kernels alone for which a token's log-prob does not depend on the requests beside it, on
     GPUs: vLLM's VLLM_BATCH_INVARIANT, SGLang's --enable-deterministic-inference. Slower; by how much is not measured
     here (docs/mismatch.md)."""
-    draft_tokens: NonNegative = 0
-    """Tokens that the model's draft layer proposes at each step of a server, which accepts or replaces them so that
-    what is sampled stays the model's (docs/draft_layers.md); 0 is off. Needs learner.draft.train=true: pushes then
-    bring the layer beside the model."""
     probes: Literal["auto", "always"] = "auto"
     """When to compare servers' log-probs of fixed texts with the learner's. always: all texts at every weight version;
     auto: all texts at a server's first version, then one text if checksums cannot verify every tensor."""

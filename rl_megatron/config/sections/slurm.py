@@ -13,7 +13,8 @@ from pydantic_core import PydanticCustomError
 
 from rl_megatron.config.sections.reward import REWARD
 from rl_megatron.config.sections.teachers import TEACHER
-from rl_megatron.section import NUMBER, Fraction, NonNegative, Positive, PositiveFloat, Section
+from rl_megatron.feature import with_features
+from rl_megatron.section import NUMBER, NonNegative, Positive, PositiveFloat, Section
 
 Line = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\n\r]*$")]
 Word = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\s'\"$`\\;&|<>()]+$")]
@@ -66,6 +67,7 @@ Options = Annotated[tuple[str, ...], BeforeValidator(_split_options), AfterValid
 SignalSeconds = Annotated[int, Field(ge=1, le=65_535), NUMBER]  # of sbatch --signal
 
 
+@with_features("slurm.speeds")
 class SpeedsSection(Section):
     """Speeds of the cluster, in GB/s (1e9 bytes) each way, by which ``plan`` and ``submit`` estimate pushes and
     predict steps. The defaults are assumed, not measured. No run is faster by them."""
@@ -75,9 +77,6 @@ class SpeedsSection(Section):
     ``rl-megatron scale`` takes (docs/scaling.md); null: they say only what no step can beat."""
     mean_tokens: PositiveFloat | None = None
     """Mean length of completions, in tokens, of the predicted step; null: half of rollout.max_new_tokens."""
-    draft_acceptance: Fraction | None = None
-    """Share of the proposals of rollout.server.draft_tokens that are accepted in the predicted step, as
-    ``draft/acceptance`` of a run's metrics; null: each that follows accepted ones is with 0.85 (docs/scaling.md)."""
 
     nic: PositiveFloat = 50.0
     """A GPU's share of the network between nodes; 50 is a link of 400 Gb/s for each GPU."""

@@ -20,17 +20,17 @@ from rl_megatron.engines.adapter import (
     EngineGauges,
     Labels,
     StartOptions,
+    described_by,
     refused_option,
     value_given,
 )
 from rl_megatron.engines.answers import Judged, SampledColumns, as_form, completion_seed, sampled_with, spans_of
 from rl_megatron.engines.http import AttemptFailed, Server, read_beside
-from rl_megatron.engines.sglang import drafts, forms, loras
+from rl_megatron.engines.sglang import forms, loras
 from rl_megatron.engines.sglang import forms as ask
 from rl_megatron.engines.sglang import forms as form
 from rl_megatron.engines.sglang import options as sglang_options
 from rl_megatron.engines.sglang.options import (
-    DRAFTS,
     KEYS,
     ON_CPU,
     REASONS,
@@ -42,6 +42,7 @@ from rl_megatron.engines.sglang.options import (
     refuse_start,
 )
 from rl_megatron.errors import EngineError
+from rl_megatron.feature import engine_hooks
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, limits_of
 from rl_megatron.weights.boxes import Box
@@ -77,8 +78,9 @@ class SGLangAdapter(Adapter):
     variables = VARIABLES
 
     def __init__(self, shape: ModelShape) -> None:
-        self._shape, self._counted, self._reader = shape, drafts.Counted(), ReportReader()
-        self.labels = Labels()
+        self._shape, self._reader, self.labels = shape, ReportReader(), Labels()
+        self.hooks = engine_hooks("sglang")
+        self._counters = tuple(name for one in self.hooks for name in one.counters)
 
     @override
     def command(self, options: StartOptions) -> Command:
@@ -102,7 +104,7 @@ class SGLangAdapter(Adapter):
                 *(("--enable-return-routed-experts",) if options.routes else ()),
                 *(("--enable-deterministic-inference",) if options.batch_invariant else ()),
                 *loras.started_with(options),
-                *drafts.started_with(options.draft_tokens),
+                *(word for one in self.hooks for word in one.arguments(options.features.get(one.name))),
                 *sglang_options.started_with(options.extra),
                 *options.extra,
             ),
@@ -123,7 +125,7 @@ class SGLangAdapter(Adapter):
 
     @override
     def options_problem(self, extra: Sequence[str]) -> str:
-        return refused_option(extra, keys=KEYS, drafts=DRAFTS, reasons=REASONS)
+        return refused_option(extra, keys=KEYS, hooks=self.hooks, reasons=REASONS)
 
     @override
     def batch_problem(self, extra: Sequence[str]) -> str:
@@ -152,24 +154,21 @@ class SGLangAdapter(Adapter):
         return loras.obstacle(places, self._shape, device, dp)
 
     @override
-    def draft_problem(self, device: str) -> str:
-        return ""
-
-    @override
     async def describe(self, server: Server) -> Description:
         paths = (await server.get("/openapi.json"))["paths"]
         problems = [f"it lacks {path}; start it as docs/engines.md shows" for path in _NEEDED if path not in paths]
         if not problems and not await self.tokens(server):
             problems.append("its /v1/loads is empty; look for 'load snapshot writer' in its log")
         info, settings = await server.get("/model_info"), await server.get("/server_info")
+        features, more = described_by(self.hooks, settings)
         return Description(
             version=str(settings["version"]),
             dtype=str(settings["dtype"]),
             architecture=",".join(info["architectures"] or ()),
             # Behind what its cache does not hold of a sequence, it ends a completion as if it had all tokens asked for.
             max_length=min(int(settings["context_length"] or _MARGIN) - _MARGIN, most_cached(settings)),
-            problems=(*problems, *drafts.obstacles(settings), *sglang_options.obstacles(settings)),
-            draft_tokens=drafts.proposed_by(settings),
+            problems=(*problems, *more, *sglang_options.obstacles(settings)),
+            features=features,
             priorities=bool(settings.get("enable_priority_scheduling")),
             no_routes=None
             if settings.get("enable_return_routed_experts")
@@ -202,8 +201,12 @@ class SGLangAdapter(Adapter):
             **ask.labels(server, request.birth or 0),
             **loras.named(request.adapters),
         }
-        answers = await server.sampled("/generate", body, form.read_sampled)
-        self._counted.add(server, answers)
+        answers = await server.sampled("/generate", body, partial(form.read_sampled, counters=self._counters))
+        first = 0
+        for hooks in self.hooks:
+            last = first + len(hooks.counters)
+            hooks.answered(server, [one.counts[first:last] for one in answers])
+            first = last
         return [_completion(answer, request, self._shape, self.labels) for answer in answers]
 
     @override
@@ -256,10 +259,6 @@ class SGLangAdapter(Adapter):
         )
 
     @override
-    async def drafted(self, server: Server) -> tuple[float, float]:
-        return self._counted.of(server)
-
-    @override
     async def pause(self, server: Server, mode: RunningRequests) -> None:
         """Requests that wait lose their cache, unless it is kept."""
         theirs = {"recompute": "retract", "keep_cache": "in_place", "abort": "abort"}
@@ -298,12 +297,12 @@ class SGLangAdapter(Adapter):
         order: Mapping[str, object],
         read: Callable[[bytes], T],
         *,
-        runner: Literal["target", "draft"] = "target",
+        runner: str = "target",
         label: str | None = None,
     ) -> list[T]:
         """The loader's answer on each rank by ``read``, in files of `Server.answers`: an error would end the server.
 
-        Of the model, or with ``runner`` "draft" of its draft layer: an order to both would write each file twice.
+        Of the model, or with another ``runner`` of a feature's: an order to both would write each file twice.
         Not at a pause, SGLang would carry it out when all running requests have ended, and take none until then.
         """
         if not server.paused:
@@ -351,9 +350,10 @@ class SGLangAdapter(Adapter):
     async def _reports(
         self, server: Server, path: Path, order: Mapping[str, object], label: str | None = None
     ) -> list[Report]:
-        """Each rank's, on its model and its draft layer, which goes first: a label says that a server has both."""
+        """Each rank's, on its models; the policy's is the last: a label says that a server has all."""
         order, read = {**order, "known": self._reader.known}, self._reader.read
-        said = [await self._order(server, path, order, read, runner="draft")] if server.draft_tokens else []
+        more = [model for one in self.hooks for model in one.models(server)]
+        said = [await self._order(server, path, order, read, runner=model) for model in more]
         said.append(await self._order(server, path, order, read, label=label))
         return [of_one_rank(of_rank) for of_rank in zip(*said, strict=True)]
 

@@ -11,6 +11,7 @@ import json
 import pickle
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,12 +115,6 @@ class _Meta(msgspec.Struct):
     weight_version: Any = None
     weight_versions: list[LabelledSpan] | None = None
     routed_experts: str | None = None
-    spec_num_proposed_drafts: int = 0
-    spec_num_correct_drafts: int = 0
-
-
-class _Sampled(msgspec.Struct):
-    meta_info: _Meta
 
 
 class _ScoredMeta(msgspec.Struct):
@@ -152,9 +147,17 @@ def read_loaders(text: bytes, *, read: Callable[[bytes], T], rank: int) -> T:
         raise EngineError(f"rank {rank}: its loader's answer has another form: {error!s:.300}") from error
 
 
-def read_sampled(text: bytes) -> list[SampledColumns]:
-    """The completions, in the order asked. Raises ValueError as `as_form` does."""
-    return [_answer(one.meta_info) for one in as_form(text, list[_Sampled])]
+@cache
+def _sampled_form(counters: tuple[str, ...]) -> Any:
+    meta = msgspec.defstruct("_CountedMeta", [(name, int, 0) for name in counters], bases=(_Meta,))
+    return list[msgspec.defstruct("_Sampled", [("meta_info", meta)])]  # type: ignore[misc]
+
+
+def read_sampled(text: bytes, counters: tuple[str, ...] = ()) -> list[SampledColumns]:
+    """The completions, in the order asked, with more integer fields of each, the ``counters``. Raises ValueError as
+    `as_form` does."""
+    said = [one.meta_info for one in as_form(text, _sampled_form(counters))]
+    return [_answer(one, tuple(getattr(one, name) for name in counters)) for one in said]
 
 
 def read_scored(text: bytes) -> list[float]:
@@ -190,7 +193,7 @@ def read_routes(given: str | None, positions: int, shape: ModelShape) -> Routes:
     return checked_routes(experts, positions=positions, shape=shape)
 
 
-def _answer(said: _Meta) -> SampledColumns:
+def _answer(said: _Meta, counts: tuple[int, ...]) -> SampledColumns:
     tokens = said.output_token_logprobs
     return SampledColumns(
         token_ids=token_column([one.token for one in tokens]),
@@ -198,6 +201,5 @@ def _answer(said: _Meta) -> SampledColumns:
         finish_reason=said.finish_reason.type,
         spans=said.weight_versions or [LabelledSpan(start=0, version=said.weight_version)],
         routes=said.routed_experts,
-        proposed=said.spec_num_proposed_drafts,
-        accepted=said.spec_num_correct_drafts,
+        counts=counts,
     )

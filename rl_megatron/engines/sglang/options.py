@@ -56,16 +56,14 @@ VARIABLES = {
     "SGLANG_RUST_SERVER": "its server asks for no token",
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "log-probs would be those of temperature 1, not of what is sampled from",
     "SGLANG_MAX_NEW_TOKENS_LIMIT": "rollout.max_new_tokens is the limit; use that key",
-    "SGLANG_SIMULATE_ACC_LEN": "it accepts drafted tokens that the model did not sample",
+    "SGLANG_SIMULATE_ACC_LEN": "it accepts proposed tokens that the model did not sample",
 }
 """By variable, why servers cannot have it."""
-DRAFTS = ("--specu",)
-"""How options of a draft model begin."""
 
 _WATCHDOG_SECONDS = 300.0  # SGLang's own
 _PARTS = 8
-"""Of a pause, each with the limit ``timeout_seconds``: its begin and end, and the three requests of a load, of the
-draft layer and of the model."""
+"""Of a pause, each with the limit ``timeout_seconds``: its begin and end, and the three requests of a load, of a
+layer that proposes tokens and of the model."""
 
 ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),

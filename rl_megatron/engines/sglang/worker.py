@@ -61,8 +61,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
             places = [one for ones in layout_of(model, path, partial=True).values() for one in ones]
             report = checksums_of(not_private(places, order["private"]), dict(model.named_parameters()))
         else:
-            drafts = order["runner"] == "draft"
-            report = _load(model, path, order["version"], order["private"], reads=not drafts)
+            report = _load(model, path, order["version"], order["private"], reads=order["runner"] == "target")
         if report is not None:
             answer = packed_report(report, order.get("known", ()))  # an older trainer says nothing, and refuses this
     except (RLMegatronError, OSError) as error:

@@ -21,15 +21,15 @@ from rl_megatron.engines.adapter import (
     EngineGauges,
     Labels,
     StartOptions,
+    described_by,
     refused_option,
 )
 from rl_megatron.engines.answers import Judged, SampledColumns, as_form, sampled_with, spans_of
 from rl_megatron.engines.http import AttemptFailed, Server
-from rl_megatron.engines.vllm import drafts, loras
 from rl_megatron.engines.vllm import forms as ask
 from rl_megatron.engines.vllm import forms as form
+from rl_megatron.engines.vllm import loras
 from rl_megatron.engines.vllm.options import (
-    DRAFTS,
     KEYS,
     REASONS,
     VARIABLES,
@@ -38,6 +38,7 @@ from rl_megatron.engines.vllm.options import (
     quantises,
 )
 from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.feature import engine_hooks
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, limits_of
 from rl_megatron.weights.boxes import Box
@@ -72,6 +73,7 @@ class VLLMAdapter(Adapter):
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape, self._reader, self.labels = shape, ReportReader(), Labels()
+        self.hooks = engine_hooks("vllm")
 
     @override
     def command(self, options: StartOptions) -> Command:
@@ -104,7 +106,7 @@ class VLLMAdapter(Adapter):
                 *(("--gpu-memory-utilization", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *(("--enable-return-routed-experts",) if options.routes else ()),
                 *loras.started_with(options.adapters),
-                *drafts.started_with(options.draft_tokens),
+                *(word for one in self.hooks for word in one.arguments(options.features.get(one.name))),
                 *options.extra,
             ),
             environment={
@@ -123,7 +125,7 @@ class VLLMAdapter(Adapter):
 
     @override
     def options_problem(self, extra: Sequence[str]) -> str:
-        return refused_option(extra, keys=KEYS, drafts=DRAFTS, reasons=REASONS) or quantises(extra)
+        return refused_option(extra, keys=KEYS, hooks=self.hooks, reasons=REASONS) or quantises(extra)
 
     @override
     def batch_problem(self, extra: Sequence[str]) -> str:
@@ -138,10 +140,6 @@ class VLLMAdapter(Adapter):
     @override
     def adapter_problem(self, places: AdapterPlaces, device: str, dp: int) -> str:
         return loras.obstacle(places, self._shape, device)
-
-    @override
-    def draft_problem(self, device: str) -> str:
-        return ""
 
     @override
     async def describe(self, server: Server) -> Description:
@@ -167,7 +165,7 @@ class VLLMAdapter(Adapter):
             max_length=int(model["max_model_len"]),
             problems=tuple(problems),
             priorities=found.get("policy") == "priority",
-            draft_tokens=int(found.get("draft_tokens", "0")),
+            features=described_by(self.hooks, found)[0],
             no_routes=None if found.get("routes") == "True" else "start it with --enable-return-routed-experts",
         )
 
@@ -247,10 +245,6 @@ class VLLMAdapter(Adapter):
         )
 
     @override
-    async def drafted(self, server: Server) -> tuple[float, float]:
-        return drafts.counted(await server.text("/metrics"))
-
-    @override
     async def pause(self, server: Server, mode: RunningRequests) -> None:
         """Drops cached prefixes, also those of requests that wait, unless they are kept."""
         ends, clears = mode == "abort", mode != "keep_cache"
@@ -265,8 +259,8 @@ class VLLMAdapter(Adapter):
         self, server: Server, path: Path, version: int, *, private: Collection[str], straight: bool = False
     ) -> list[Report]:
         info = {"path": str(path), "version": version, "straight": straight}
-        if server.draft_tokens:  # it is labelled once it has both
-            await self._update(server, "/start_draft_weight_update", info, {})
+        for model in [name for one in self.hooks for name in one.models(server)]:  # labelled once it has all
+            await self._update(server, f"/start_{model}_weight_update", info, {})
         await self._update(server, "/start_weight_update", info, {"weight_version": self.labels.candidate(version)})
         return await self.held(server, path, private)
 

@@ -35,9 +35,6 @@ VARIABLES = {
     "VLLM_BATCH_INVARIANT": "rollout.server.batch_invariant sets it; use that key",
 }
 """By variable, why servers cannot have it."""
-DRAFTS = ("--specu", "--spec-", "-s")
-"""How options of a draft model begin: --speculative-config, which is -sc, --spec-method, --spec-model, --spec-tokens.
-"""
 
 
 def quantises(extra: Sequence[str]) -> str:

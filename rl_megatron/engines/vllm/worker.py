@@ -116,9 +116,9 @@ class MirrorEngine(WeightTransferEngine):
 
 
 def models_of(runner: Any) -> list[nn.Module]:
-    """A runner's model, and the one of its draft layer if it has one."""
-    drafts = runner.get_draft_model()
-    return [runner.model] if drafts is None else [runner.model, drafts]
+    """A runner's model, and the one that proposes tokens if it has one."""
+    proposer = runner.get_draft_model()
+    return [runner.model] if proposer is None else [runner.model, proposer]
 
 
 def abandon(model: nn.Module) -> None:
@@ -170,13 +170,13 @@ class WorkerExtension:
     def rl_megatron_describe(self) -> dict[str, str]:
         """What the trainer must know before it uses this server. Raises WeightError if some rank could not answer."""
         self._check_world()
-        drafts = self.vllm_config.speculative_config
+        speculative = self.vllm_config.speculative_config
         return {
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "logprobs_mode": str(self.model_config.logprobs_mode),
             "architecture": ",".join(self.model_config.hf_config.architectures),
             "policy": str(self.vllm_config.scheduler_config.policy),
-            "draft_tokens": str(drafts.num_speculative_tokens if drafts else 0),
+            "speculative_tokens": str(speculative.num_speculative_tokens if speculative else 0),
             "reports": REPORT_FORM,
             "routes": str(self.vllm_config.aux_output_config.enable_return_routed_experts),
         }

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.feature import Feature
+from rl_megatron.feature import Feature, Serving
 from rl_megatron.observability.metrics.curve import Curve
 from rl_megatron.options.kept import kept
 from rl_megatron.options.option import BYTES, Option, Rank, Terms
-from rl_megatron.rules import SET, TEXT, Above, Excludes, Needs, Not, On, Rule
-from rl_megatron.section import PositiveFloat, Section
+from rl_megatron.rules import SET, TEXT, Above, Excludes, Needs, Not, On, ReadIf, Rule
+from rl_megatron.section import Fraction, NonNegative, PositiveFloat, Section
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.config.sections.rollout import ServerSection
+    from rl_megatron.config.sections.slurm import SpeedsSection
     from rl_megatron.models.shape import ModelShape
 
 _STATES = 7
@@ -40,6 +40,35 @@ class DraftKeys(Section):
     """The feature's section of keys of the learner."""
 
     draft: DraftSection = DraftSection()
+
+
+class DraftTokenKeys(Section):
+    """The feature's key of servers."""
+
+    draft_tokens: NonNegative = 0
+    """Tokens that the model's draft layer proposes at each step of a server, which accepts or replaces them so that
+    what is sampled stays the model's (docs/draft_layers.md); 0 is off. Needs learner.draft.train=true: pushes then
+    bring the layer beside the model."""
+
+
+class DraftSpeedKeys(Section):
+    """The feature's key of predictions."""
+
+    draft_acceptance: Fraction | None = None
+    """Share of the proposals of rollout.server.draft_tokens that are accepted in the predicted step, as
+    ``draft/acceptance`` of a run's metrics; null: each that follows accepted ones is with 0.85 (docs/scaling.md)."""
+
+
+def of_server(server: ServerSection) -> int:
+    """Tokens that a server's draft layer proposes at each step; 0: it does not."""
+    assert isinstance(server, DraftTokenKeys)
+    return server.draft_tokens
+
+
+def of_speeds(speeds: SpeedsSection) -> float | None:
+    """The share of proposals that are accepted in a predicted step; None: not given."""
+    assert isinstance(speeds, DraftSpeedKeys)
+    return speeds.draft_acceptance
 
 
 def of_learner(learner: LearnerSection) -> DraftSection:
@@ -134,23 +163,6 @@ def _excluded(learner: LearnerSection) -> Mapping[str, str]:
     return {key: "leave one of them out" for key, there in found.items() if there}
 
 
-def _check_files(folder: Path, shape: ModelShape) -> Iterator[tuple[Literal["problem", "note"], str]]:
-    """Yields that the files have no draft layer, or one with an embedding or output matrix of its own."""
-    from rl_megatron.models.json_files import tensor_names
-    from rl_megatron.weights.checkpoints.hugging_face import own_in_drafts
-    from rl_megatron.weights.layouts.tables.drafts import holds_draft
-
-    if not holds_draft(tensor_names(folder)):
-        text = "give a folder that has one, as the model is published, or leave it out"
-        yield "problem", f"{_TRAIN}, but no tensor in model.path={folder} is of a draft layer; {text}"
-    for name, of in own_in_drafts(folder, shape, whole=False).items():
-        yield (
-            "note",
-            f"model.path={folder}: {name} is no copy of {of}, which the draft layer reads in its place; no run "
-            "trains or exports it, and until the layer has learnt it proposes other tokens (docs/draft_layers.md)",
-        )
-
-
 _TRAINS = On("learner.draft.train", True)
 _PROPOSES = On("rollout.server.draft_tokens", Above(0))
 _SGLANG = On("rollout.engine", "sglang")
@@ -226,16 +238,35 @@ _RULES: Sequence[Rule] = (
         "alone, not for its draft layer",
         fix="set rollout=vllm, or one of them to its default",
     ),
+    Excludes(
+        one=_PROPOSES,
+        other=On("shape.delta", SET, shown="shape.family"),
+        why="it has delta nets, whose states a server takes back where a proposal is replaced; no engine was tried so",
+        fix="leave it out",
+        where="shape",
+    ),
+    ReadIf(keys=("slurm.speeds.draft_acceptance",), any_of=(_PROPOSES,), why="nothing is proposed"),
 )
 
 FEATURE = Feature(
     name="draft",
     active=lambda learner: of_learner(learner).train,
-    keys={"learner": DraftKeys},
+    keys={"learner": DraftKeys, "rollout.server": DraftTokenKeys, "slurm.speeds": DraftSpeedKeys},
+    may_change=frozenset({"rollout.server.draft_tokens", "slurm.speeds.draft_acceptance"}),
     rules=_RULES,
     option=Draft(),
-    check_files=_check_files,
+    check_files="rl_megatron.features.draft.files:check_files",
     shape=_with_drafts,
+    serving=Serving(
+        key="rollout.server.draft_tokens",
+        given=lambda config: of_server(config.rollout.server),
+        engines={
+            "vllm": "rl_megatron.features.draft.engines:VLLMDrafts",
+            "sglang": "rl_megatron.features.draft.engines:SGLangDrafts",
+        },
+        lacks="starts no draft layer; leave the key out",
+        misfit="its draft layer proposes {found} tokens at a step, but {given}; make them equal",
+    ),
     learner="rl_megatron.features.draft.learner:make_hooks",
     metrics=(
         ("draft/loss", "nats", "mean cross-entropy of the draft layer per trained token (learner.draft.train)",

@@ -17,15 +17,14 @@ from typing_extensions import override
 
 from launcher.servers.checks import ServerChecks
 from launcher.servers.degrees import degree_problems
-from launcher.servers.engines import SERVERS
+from launcher.servers.engines import SERVERS, engine_problems
 from rl_megatron.config.io import load_config
 from rl_megatron.engines.adapter import Description
 from rl_megatron.engines.http import AttemptFailed, Refused, Server
-from rl_megatron.engines.sglang import drafts as sglang_drafts
 from rl_megatron.engines.sglang.adapter import SGLangAdapter
-from rl_megatron.engines.vllm import drafts
 from rl_megatron.engines.vllm.adapter import VLLMAdapter
 from rl_megatron.errors import ConfigError
+from rl_megatron.features.draft.engines import Drafts, SGLangDrafts, counted
 from rl_megatron.models.named import NAMED
 from rl_megatron.weights.checks.reports import Report, packed_report
 from tests.unit.rollout.test_engine_routes import ASKED, OPTIONS
@@ -43,14 +42,14 @@ def fakes() -> Iterator[list[Fake]]:
 
 def test_vllm_is_told_how_many_tokens_to_propose() -> None:
     for count in (0, 3):
-        words = SERVERS["vllm"](DEEPSEEK).command(replace(OPTIONS, routes=False, draft_tokens=count)).arguments
+        words = SERVERS["vllm"](DEEPSEEK).command(replace(OPTIONS, routes=False, features={"draft": count})).arguments
         said = [json.loads(after) for word, after in pairwise(words) if word.endswith("ive-config")]
         assert said == ([{"method": "mtp", "num_speculative_tokens": 3}] if count else [])
 
 
 def test_sglang_is_told_how_many_tokens_to_propose_and_to_verify_one_more() -> None:
     for count in (0, 3):
-        words = SERVERS["sglang"](DEEPSEEK).command(replace(OPTIONS, routes=False, draft_tokens=count)).arguments
+        words = SERVERS["sglang"](DEEPSEEK).command(replace(OPTIONS, routes=False, features={"draft": count})).arguments
         said = {word: after for word, after in pairwise(words) if word.startswith("--speculative")}
         assert said == (
             {
@@ -68,7 +67,7 @@ def test_a_push_brings_vllm_the_draft_layer_first_and_labels_once(tmp_path: Path
     """So that no label says that a server has a version whose draft layer it lacks."""
     for count, starts in ((0, ["/start_weight_update"]), (2, ["/start_draft_weight_update", "/start_weight_update"])):
         server = Holding()
-        server.draft_tokens = count
+        server.features = {"draft": count}
         adapter = VLLMAdapter(DEEPSEEK)
         asyncio.run(adapter.load(server, tmp_path, 4, private=()))
         assert [path for path, _ in server.asked if path.startswith("/start")] == starts
@@ -83,7 +82,7 @@ def test_a_push_brings_sglang_the_draft_layer_first_and_each_answers_by_itself(t
     the model, when the server has both."""
     for count, runners in ((0, ["target"]), (2, ["draft", "target"])):
         server = Asked()
-        server.draft_tokens, server.paused = count, True
+        server.features, server.paused = {"draft": count}, True
         adapter = SGLangAdapter(DEEPSEEK)
         reports = asyncio.run(adapter.load(server, tmp_path / "weights", 4, private=()))
         assert len(reports) == 1
@@ -119,7 +118,7 @@ def test_what_vllm_counts_is_read_over_its_ranks() -> None:
             ("accepted_tokens_per_pos_total", 3.0),
         )
     )
-    assert drafts.counted(text) == (41.0, 10.0)
+    assert counted(text) == (41.0, 10.0)
 
 
 def test_what_sglangs_answers_count_is_added_up_by_server() -> None:
@@ -128,7 +127,9 @@ def test_what_sglangs_answers_count_is_added_up_by_server() -> None:
     adapter.labels.start, servers = "t", [Answering([(4, 1), (3, 2)]), Answering([(2, 0)]), Answering([])]
     for server in (servers[0], servers[0], servers[1], servers[2]):
         asyncio.run(adapter.generate(server, replace(ASKED, routes=False), "r"))
-    assert [asyncio.run(adapter.drafted(server)) for server in servers] == [(14.0, 6.0), (2.0, 0.0), (0.0, 0.0)]
+    (hooks,) = adapter.hooks
+    assert isinstance(hooks, Drafts)
+    assert [asyncio.run(hooks.counts(server)) for server in servers] == [(14.0, 6.0), (2.0, 0.0), (0.0, 0.0)]
 
 
 class Answering(Server):
@@ -148,32 +149,34 @@ class Answering(Server):
 def test_a_server_of_sglang_that_would_sample_from_another_distribution_is_refused() -> None:
     settings = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 2, "speculative_eagle_topk": 1}
     settings |= {"speculative_accept_threshold_single": 1.0, "speculative_accept_threshold_acc": 1.0}
-    assert (sglang_drafts.proposed_by(settings), sglang_drafts.obstacles(settings)) == (2, [])
-    assert (sglang_drafts.proposed_by({"speculative_algorithm": None, "speculative_num_steps": None})) == 0
-    assert sglang_drafts.obstacles({"speculative_algorithm": None}) == []
+    hooks = SGLangDrafts("draft")
+    assert hooks.described(settings) == (2, [])
+    assert hooks.described({"speculative_algorithm": None, "speculative_num_steps": None}) == (0, ())
     for name, other in (("algorithm", "NGRAM"), ("eagle_topk", 4), ("accept_threshold_single", 0.9)):
-        (said,) = sglang_drafts.obstacles(settings | {f"speculative_{name}": other})
+        _, (said,) = hooks.described(settings | {f"speculative_{name}": other})
         assert said.startswith(f"its speculative_{name} is {other}; start it with ")
 
 
-class Drafting(Words):
-    """An adapter of servers that have proposed and accepted what a test says."""
+class Counting(Drafts):
+    """Of servers that have proposed and accepted what a test says."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, tuple[float, float]] = {}
+        super().__init__("draft")
+        self.said: dict[str, tuple[float, float]] = {}
 
-    async def drafted(self, server: Server) -> tuple[float, float]:
-        return self.counts[server.url]
+    @override
+    async def counts(self, server: Server) -> tuple[float, float]:
+        return self.said[server.url]
 
 
 async def test_acceptance_is_of_what_servers_proposed_from_push_to_push(fakes: list[Fake]) -> None:
     """Of both together; what one had counted before its first push is left out, as of a server that ran already."""
     engine, out = engine_of(fakes), list[dict[str, float]]()
-    adapter = engine.weights._adapter = Drafting()
+    engine.adapter.hooks = (hooks := Counting(),)
     for server in engine.servers:
-        server.draft_tokens = 1
+        server.features = {"draft": 1}
     for counts in ([(1000.0, 7.0), (0.0, 0.0)], [(1010.0, 9.0), (30.0, 18.0)], [(1010.0, 9.0), (30.0, 18.0)]):
-        adapter.counts = {fake.url: count for fake, count in zip(fakes, counts, strict=True)}
+        hooks.said = {fake.url: count for fake, count in zip(fakes, counts, strict=True)}
         await push(engine, len(out) + 1)
         out.append({name: value for name, value in engine.step_row().items() if name.startswith("draft")})
     assert out == [{}, {"draft/acceptance": 0.5}, {}]
@@ -218,23 +221,25 @@ def test_sglang_is_refused_where_its_layer_or_its_verification_would_be_wrong(ke
 def test_delta_nets_are_refused_before_servers_are_made() -> None:
     config = load_config("tiny_cpu", TRAINED)
     (said,) = degree_problems(config, NAMED["qwen3-next-80b-a3b"])
-    assert said.startswith("rollout.server.draft_tokens=1: model_type='qwen3_next' has delta nets, whose states")
+    assert said.startswith("rollout.server.draft_tokens=1 with shape.family=qwen3_next: it has delta nets, whose")
     assert degree_problems(config, DEEPSEEK) == []
 
 
 def test_an_adapter_without_a_draft_layer_says_so() -> None:
-    assert "the adapter of Words starts no draft layer" in Words().draft_problem("cuda")
-    assert not any(SERVERS[engine](DEEPSEEK).draft_problem("cuda") for engine in ("vllm", "sglang"))
+    config = load_config("tiny_cpu", TRAINED)
+    (said,) = engine_problems(config, Words(), DEEPSEEK, {})
+    assert said == "rollout.server.draft_tokens=1: the adapter of Words starts no draft layer; leave the key out"
+    assert not any(engine_problems(config, SERVERS[engine](DEEPSEEK), DEEPSEEK, {}) for engine in ("vllm", "sglang"))
 
 
 def test_a_server_that_proposes_as_many_as_the_run_says_is_taken(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     config = load_config("tiny_cpu", TRAINED)
     checks = ServerChecks(config=config, adapter=Words(), model_folder=tmp_path, max_length=8)
-    told = Description(version="1", dtype="float32", architecture="", max_length=8, problems=(), draft_tokens=1)
+    told = Description(version="1", dtype="float32", architecture="", max_length=8, problems=(), features={"draft": 1})
     checks._raise_misfits([("http://a", told)])
     with pytest.raises(ConfigError, match=r"its draft layer proposes 0 tokens at a step, but .*=1; make them"):
-        checks._raise_misfits([("http://a", replace(told, draft_tokens=0))])
+        checks._raise_misfits([("http://a", replace(told, features={"draft": 0}))])
 
 
 # Servers in which a run that was killed left an update of weights open take the next run's.

@@ -501,7 +501,7 @@ def test_other_options_are_taken(option: str) -> None:
         ("sglang", "SGLANG_RUST_SERVER=true", "its server asks for no token; unset it"),
         ("sglang", "SGLANG_RETURN_ORIGINAL_LOGPROB=1", "log-probs would be those of temperature 1"),
         ("sglang", "SGLANG_MAX_NEW_TOKENS_LIMIT=64", "rollout.max_new_tokens is the limit; use that key"),
-        ("sglang", "SGLANG_SIMULATE_ACC_LEN=2", "it accepts drafted tokens that the model did not sample"),
+        ("sglang", "SGLANG_SIMULATE_ACC_LEN=2", "it accepts proposed tokens that the model did not sample"),
         ("vllm", "VLLM_USE_RUST_FRONTEND=1", "its server asks for no token; unset it"),
         ("vllm", "VLLM_DP_SIZE=2", "rollout.server.dp sets it; use that key"),
         ("vllm", "VLLM_BATCH_INVARIANT=1", "rollout.server.batch_invariant sets it; use that key"),

@@ -41,7 +41,7 @@ class Seat(Server):
 
     def __init__(self, number: int) -> None:
         self.url, self.number, self.in_flight, self.paused, self.released = f"seat {number}", number, 0, False, False
-        self.dead, self.running, self.draft_tokens = asyncio.Event(), Counter[str](), 0
+        self.dead, self.running, self.features = asyncio.Event(), Counter[str](), {}
 
     async def close(self) -> None:
         pass
