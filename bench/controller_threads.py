@@ -34,7 +34,7 @@ from launcher.controller.group import WorkerGroup
 from launcher.controller.handle import Ending, Failure, RankProcess, RankStream
 from launcher.processes import limits
 from launcher.wire import messages
-from launcher.wire.greetings import Hello
+from launcher.wire.channel import Hello
 
 CALLS, LARGE_CALLS, LARGE = 100, 5, 1 << 20
 BAR = 1.0  # seconds of a call, as a multiple of the baseline's

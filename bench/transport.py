@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bench.plan import LARGE, MID
 from bench.results import parse, write
-from launcher.processes.ports import held_ports
+from launcher.processes.guards import held_ports
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.hashing import PIECE_BYTES, digest

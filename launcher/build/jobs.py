@@ -14,9 +14,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from launcher.build.data import Data
-from launcher.build.environment import demonstrations, made_environment
 from launcher.build.roles import Parts, attention_cost
-from launcher.build.sampler import sampler_of, samplers_of_sets
+from launcher.build.sampler import demonstrations, made_environment, sampler_of, samplers_of_sets
 from launcher.runs.resume import START_FOLDER
 from rl_megatron.agents.conversation.written import WrittenConversations, paired_answers, paired_texts, single_answers
 from rl_megatron.algorithms.auxiliary import KtoLoss, PreferenceLoss, ScoreLoss

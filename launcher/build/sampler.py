@@ -1,25 +1,40 @@
-"""Chooses what samples groups and held-out problems: a reward judges single turns, or an environment leads them."""
+"""Chooses what samples groups and held-out problems: a reward judges single turns, or an environment leads them.
+
+Builds the source of groups whose trajectories an environment leads, and what its warm start learns.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from launcher.build.data import Data
-from launcher.build.environment import environment_sampler, made_environment
-from rl_megatron.agents.conversation.templates import tokens_of_text
+from launcher.servers.site import HERE
+from rl_megatron.agents.conversation.probe import probe_template
+from rl_megatron.agents.conversation.rendering import template_of
+from rl_megatron.agents.conversation.templates import PlainText, Template, tokens_of_text
+from rl_megatron.agents.conversation.written import ChatTemplate
+from rl_megatron.agents.parsers import PARSERS, WRITTEN
+from rl_megatron.agents.source import EnvironmentSampler, Waves
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import data_sources, name_of
 from rl_megatron.data.demonstrations import Demonstrations
-from rl_megatron.environments.registry import Agent, EnvironmentMaker
+from rl_megatron.environments.demonstrations import demonstrated
+from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_environment
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.policy_sampler import PolicySampler
 from rl_megatron.rollout.sampler import RolloutSampler, SamplerBySource
+from rl_megatron.seeds import text_seed
+from rl_megatron.training.jobs.warm_start import Targets
+from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from launcher.build.jobs import LearnedRows
 
 logger = logging.getLogger(__name__)
@@ -126,3 +141,103 @@ def _led(
         if (made := made_environment(config, key)) is not None:
             out[name] = environment_sampler(config, made, engine, data, vocab_size=vocab_size, key=key)
     return out
+
+
+def made_environment(config: RunConfig, key: str = "environment") -> EnvironmentMaker | Agent | None:
+    """The environment or agent of the section ``key``, if it names one. Raises as `resolve_environment`."""
+    section = config.environments.get(key)
+    return None if section is None else resolve_environment(section, config.sandbox, key=key)
+
+
+def environment_sampler(
+    config: RunConfig,
+    made: EnvironmentMaker | Agent,
+    engine: RolloutEngine,
+    data: Data,
+    *,
+    vocab_size: int,
+    key: str = "environment",
+) -> EnvironmentSampler:
+    """The source in ``made``, of the section ``key``, over ``engine`` of a model of ``vocab_size`` tokens, which
+    samples in waves if it is in the learner's processes.
+
+    Logs what a chat template does to rows: as a warning where every turn is one, or where it refuses conversations.
+    """
+    section, tokenizer = config.environments[key], data.tokenizer
+    if isinstance(made, Agent):
+        _leave_out_of_proxies(HERE)
+    template: Template = PlainText(tokenizer)
+    if section.template == "chat":
+        template = ChatTemplate(tokenizer, thinking=section.thinking)
+        report = probe_template(template, data.stop_token_ids)
+        bad = report.habit == "rewrites" or report.refused
+        logger.log(logging.WARNING if bad else logging.INFO, "%s", report.describe())
+        _warn_of_calls(tokenizer, section.tool_parser, key)
+        if section.tool_parser is not None and not report.shows_tools:
+            logger.warning(
+                "%s.tool_parser=%s, but the model's chat template shows no tools, so that a conversation with some is "
+                "refused; give the model a template that shows them, or describe them in a message",
+                key,
+                section.tool_parser,
+            )
+        if (
+            report.habit != "appends"
+            and config.algorithm.credit in ("gae", "discounted", "optimal")
+            and key in config.training_environments
+        ):
+            logger.warning(
+                "algorithm.credit=%s goes from token to token, so a trajectory of several rows ends the run; set "
+                "%s.thinking=keep, another model's template, or credit=completion or turn",
+                config.algorithm.credit,
+                key,
+            )
+    return EnvironmentSampler(
+        engine=engine if config.rollout.served else Waves(engine),
+        made=made,
+        template=template,
+        encode=partial(tokens_of_text, tokenizer),
+        parser=None if section.tool_parser is None else PARSERS[section.tool_parser],
+        rollout=config.rollout,
+        section=section,
+        key=key,
+        vocab_size=vocab_size,
+        stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
+        seed=config.seed,
+    )
+
+
+def _warn_of_calls(tokenizer: PreTrainedTokenizerBase, parser: str | None, key: str) -> None:
+    """Warn where neither the chat template nor the tokenizer has what each call of the parser's format has in it."""
+    mark = WRITTEN.get(parser or "")
+    if mark is None or mark in tokenizer.get_added_vocab():
+        return
+    if mark not in template_of(tokenizer, with_tools=True):
+        logger.warning(
+            "%s.tool_parser=%s reads calls with %s, which is neither in the model's chat template nor a token of its "
+            "own: a model that writes calls otherwise would call nothing; set the parser of its format",
+            key,
+            parser,
+            mark,
+        )
+
+
+def _leave_out_of_proxies(host: str) -> None:
+    """Have clients of agents, here and in processes that they start, ask ``host`` itself. A proxy of the environment,
+    as clusters have one, could not reach it, and would read what they ask and with which key."""
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if given.strip() != "*" and host not in given.replace(" ", "").split(","):
+        given = f"{given},{host}" if given else host
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = given
+
+
+def demonstrations(made: EnvironmentMaker | Agent, config: RunConfig) -> Targets:
+    """What the warm start learns: the environment's own texts, another choice of them in each step. Raises as
+    `demonstrated`."""
+    function, seed = config.environment.function, config.seed
+
+    def of_step(prompts: Sequence[Prompt], step: int) -> list[Sequence[str]]:
+        assert isinstance(made, EnvironmentMaker)  # preflight
+        seeds = [text_seed(f"demonstration {seed} {step} {place}") for place in range(len(prompts))]
+        return demonstrated(made, function, prompts, seeds)
+
+    return of_step

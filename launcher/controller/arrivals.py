@@ -24,7 +24,7 @@ from launcher.controller.roles import roles_of
 from launcher.processes import limits
 from launcher.processes.guards import LastWords
 from launcher.wire import channel
-from launcher.wire.greetings import Call, Hello, Setup
+from launcher.wire.channel import Call, Hello, Setup
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, WorkerDied
 from rl_megatron.interfaces import Launcher, Roles, unheard

@@ -1,4 +1,7 @@
-"""Starts, calls and ends all ranks of a role together."""
+"""Starts, calls and ends all ranks of a role together.
+
+Has ranks record their kernels, and finds the learner rank whose passes take longest.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,21 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 from launcher.controller.handle import STOP_SECONDS, Failure, RankProcess, WorkerHandle, seen
 from launcher.controller.watchdog import Watchdog
 from launcher.processes import stacks
 from launcher.wire import messages
-from launcher.wire.greetings import Setup
+from launcher.wire.channel import Setup
 from rl_megatron.errors import WorkerDied
 from rl_megatron.interfaces import unheard
-from rl_megatron.placement.names import called
+from rl_megatron.observability.timeline.ranks import Recorded, save
+from rl_megatron.placement.names import called, file_stem
 
 logger = logging.getLogger(__name__)
 
@@ -138,3 +144,50 @@ def _counted(answers: Sequence[asyncio.Future[Any]], role: str, tell: Callable[[
 
     for answer in answers:
         answer.add_done_callback(one_more)
+
+
+@contextlib.asynccontextmanager
+async def record_kernels(groups: Collection[WorkerGroup], ranks: Collection[int], folder: Path) -> AsyncIterator[None]:
+    """Records the kernels of those of ``ranks`` that each group has, while the context is open, into ``folder``.
+
+    Raises WorkerDied. If an error ends the context, nothing is written.
+    """
+    workers = [(group, [one for one in group.workers if one.rank in ranks]) for group in groups]
+    await asyncio.gather(*(group.ask("begin_kernels", {one.rank: () for one in its}) for group, its in workers))
+    yield
+    written = []
+    for group, its in workers:
+        files = {one.rank: (folder / f"{file_stem(one.role, one.rank)}.json.gz",) for one in its}
+        answers: list[Recorded | str] = await group.ask("end_kernels", files)
+        for worker, answer in zip(its, answers, strict=True):
+            if isinstance(answer, str):
+                logger.warning("kernels were not written: %s", answer)
+            else:
+                written.append(worker.placed(answer))
+    await asyncio.to_thread(save, folder, written)
+    logger.info("kernels of the step are in %s; rl-megatron report RUN --trace FILE has them too", folder)
+
+
+_SLOW = 1.5  # times the median rank's seconds
+
+
+class SlowestRank:
+    """Compares seconds of passes, in which a rank also waits for others: inside a layer all are as late as one."""
+
+    def __init__(self, workers: Sequence[WorkerHandle]) -> None:
+        self._workers = workers
+        self._named: int | None = None  # the rank that was logged last
+
+    def row(self) -> dict[str, float]:
+        """Returns metrics of the passes since the last call. Returns none for one rank, or if a rank made no pass."""
+        seconds = [worker.pass_seconds for worker in self._workers]
+        for worker in self._workers:
+            worker.pass_seconds = 0.0
+        if len(seconds) < 2 or not all(seconds):
+            return {}
+        slowest, median = seconds.index(max(seconds)), median_low(seconds)  # of two ranks one can be slow
+        if seconds[slowest] >= _SLOW * median and slowest != self._named:
+            self._named = slowest
+            who = self._workers[slowest].who
+            logger.warning("%s took %.1f s for its passes, the median rank %.1f s", who, seconds[slowest], median)
+        return {"ranks/slowest": slowest, "memory/peak": max(worker.peak for worker in self._workers)}

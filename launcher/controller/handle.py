@@ -26,7 +26,7 @@ from launcher.processes import limits
 from launcher.processes.guards import LastWords, end_of
 from launcher.processes.own_thread import OwnThread
 from launcher.wire import messages
-from launcher.wire.greetings import Hello, Setup
+from launcher.wire.channel import Hello, Setup
 from launcher.wire.messages import STACKS, Message
 from rl_megatron.errors import RLMegatronError, SyncError, WorkerDied
 from rl_megatron.observability.timeline.ranks import RankKernels, RankTimed, RankTimes, Recorded

@@ -46,8 +46,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from launcher.controller.kernels import record_kernels
-from launcher.controller.slowest import SlowestRank
+from launcher.controller.group import SlowestRank, record_kernels
 from rl_megatron import digests
 from rl_megatron.config.beside import frozen_folders, reward_model_roles
 from rl_megatron.config.run import RunConfig

@@ -1,4 +1,4 @@
-"""Environment variables of a rank's process, which must be set before it loads torch.
+"""Environment variables of a rank's process, which must be set before it loads torch; ties a process to its parent.
 
 Imports without collections of garbage: torch's and megatron's make a million objects, and hardly any garbage.
 """
@@ -6,9 +6,11 @@ Imports without collections of garbage: torch's and megatron's make a million ob
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Iterator, Mapping
 
@@ -85,3 +87,23 @@ def uncollected() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when ``parent``, its own, dies; if that is dead already, it ends at once."""
+    die_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parents end."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -17,8 +17,7 @@ from rich.table import Table
 
 from launcher.build.alone import engine_alone
 from launcher.build.data import Data, load_data
-from launcher.build.environment import made_environment
-from launcher.build.sampler import sampler_of, samplers_of_sets
+from launcher.build.sampler import made_environment, sampler_of, samplers_of_sets
 from launcher.build.trained import TrainedModel, hugging_face, of_folder, shown_variables
 from launcher.preflight import devices, engine, problems_of_data, reward
 from launcher.preflight.job_memory import raise_unread_files

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from launcher.hosts.threads import threads_per_worker
-from launcher.processes.parent import die_with_parent
+from launcher.processes.environment import die_with_parent
 from launcher.runs.folder import lock
 from rl_megatron.config.io import save_resolved
 from rl_megatron.errors import ConfigError, together

@@ -9,8 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from launcher.processes.guards import Guard, Order, start_guard
-from launcher.processes.ports import any_port, held_ports
+from launcher.processes.guards import Guard, Order, any_port, held_ports, start_guard
 
 StartAt = Callable[[int, Order], Awaitable[Guard]]  # starts a server, given its number, at a site elsewhere
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from launcher.processes.scratch import removed
-from launcher.wire.greetings import Setup
+from launcher.wire.channel import Setup
 from launcher.worker.models import RankModels
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from launcher.wire.greetings import Setup
+from launcher.wire.channel import Setup
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.files import make_inside, naming

@@ -24,10 +24,9 @@ from typing import NoReturn
 
 from launcher.processes import limits, stacks
 from launcher.processes.engine_guard import interface_of
-from launcher.processes.environment import of_one_order, uncollected, variables
-from launcher.processes.parent import die_with
+from launcher.processes.environment import die_with, of_one_order, uncollected, variables
 from launcher.wire import channel, messages
-from launcher.wire.greetings import Call, Hello, Setup, this_node
+from launcher.wire.channel import Call, Hello, Setup, this_node
 from launcher.wire.messages import STACKS
 from launcher.worker.forking import HELD_BACK, quieten
 from launcher.worker.learner_rank import Worker

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from launcher.processes.ports import held_ports
+from launcher.processes.guards import held_ports
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, Shape, volume, whole_box

@@ -423,7 +423,7 @@ def config_of(root: Path) -> RunConfig:
 
 
 def folders_main(rank: int, root: Path) -> None:
-    from launcher.wire.greetings import Setup
+    from launcher.wire.channel import Setup
     from launcher.worker.learner_rank import Worker
     from rl_megatron.weights.checkpoints import made_up
 

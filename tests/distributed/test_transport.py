@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from launcher.processes.ports import held_ports
+from launcher.processes.guards import held_ports
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout

@@ -22,9 +22,8 @@ from typing import Any
 from launcher import entry
 from launcher.hosts import local
 from launcher.processes import engine_guard
-from launcher.processes.environment import variables
-from launcher.processes.parent import die_with_parent
-from launcher.wire.greetings import Muster
+from launcher.processes.environment import die_with_parent, variables
+from launcher.wire.channel import Muster
 from launcher.worker.forking import HELD_BACK
 from tests.e2e import forked_servers
 from tests.forks import FORKS, be_node

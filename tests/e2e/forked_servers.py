@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.processes import engine_guard
-from launcher.processes.parent import die_with_parent
+from launcher.processes.environment import die_with_parent
 from tests import fork_server
 
 REPOSITORY = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.processes.ports import free_port
+from launcher.processes.guards import free_port
 from launcher.servers.engines import SERVERS
 from launcher.servers.interpreter import show_package
 from rl_megatron.engines.sglang import options

@@ -21,7 +21,7 @@ import yaml
 
 from launcher.preflight.checks import preflight
 from launcher.preflight.sizes import size_problems
-from launcher.processes.parent import adopt_orphans
+from launcher.processes.environment import adopt_orphans
 from launcher.runs.folder import choose
 from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED

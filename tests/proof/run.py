@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from launcher.processes.parent import adopt_orphans
+from launcher.processes.environment import adopt_orphans
 from tests.documents import blocks
 
 REPO = Path(__file__).resolve().parents[2]

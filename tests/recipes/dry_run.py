@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher.processes.environment import inherited
-from launcher.processes.parent import die_with
+from launcher.processes.environment import die_with, inherited
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import RLMegatronError

@@ -1,7 +1,7 @@
-"""Starts the Ray cluster of one run, here or on the nodes of a Slurm allocation.
+"""Starts the Ray cluster of one run, here or on the nodes of a Slurm allocation, and engine servers in it.
 
-Ray places ranks (launcher.py) and engine servers (server_actors.py), with a placement group for each role and node, and
-knows why one died. The cluster belongs to the run: no other has its token, ports and temporary folder.
+Ray places ranks (launcher.py) and engine servers, whose guards actors hold, with a placement group for each role and
+node, and knows why one died. The cluster belongs to the run: no other has its token, ports and temporary folder.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any, ParamSpec, TypeVar
 
 from typing_extensions import override
 
-from launcher.hosts.ray.head import Wait, await_health, join_cluster, start_here, take_sigterm_back
+from launcher.controller.handle import seen
+from launcher.hosts.ray.head import Wait, await_health, join_cluster, said, start_here, take_sigterm_back
 from launcher.hosts.ray.node import COMPLETE, Bundle, NodeCall, engine_node_command, node_command, shares, totals
-from launcher.hosts.ray.server_actors import ActorGuard, make_server_actor
 from launcher.hosts.sites import cpus_of_engine_node, visible_gpus
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.launcher import ended, running_step
-from launcher.processes.guards import Guard, Order
+from launcher.processes import guards
+from launcher.processes.guards import Guard, Order, free_port
 from launcher.processes.own_thread import OwnThread
-from launcher.processes.ports import free_port
 from launcher.processes.scratch import scratch
 from launcher.servers.site import HERE
-from launcher.wire.greetings import this_node
+from launcher.wire.channel import this_node
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import EngineError, WorkerDied
 from rl_megatron.interfaces import Launcher, Roles, unheard
@@ -43,6 +43,8 @@ import ray  # after head, which sets what it reads
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from launcher.hosts.ray.actors import ServerActor
 
 logger = logging.getLogger(__name__)
 
@@ -281,3 +283,39 @@ def _living() -> set[str]:
 def group_of(role: str, node: str, bundles: Sequence[Bundle]) -> Any:
     """A placement group inside a node."""
     return placement_group([dict(bundle) for bundle in bundles], strategy="STRICT_PACK", name=f"{role} {node}")
+
+
+class ActorGuard(Guard):
+    """The guard that an actor holds."""
+
+    def __init__(self, kill: Callable[[Any], Awaitable[None]], actor: Any, log: Path) -> None:
+        self._kill, self._actor, self._log = kill, actor, log
+        self._over: asyncio.Future[str] = asyncio.wrap_future(actor.wait.remote().future())
+        self._over.add_done_callback(seen)
+
+    @override
+    async def wait(self) -> str:
+        """Returns also when its actor or its node is gone."""
+        try:
+            return await asyncio.shield(self._over)
+        except RayError as error:
+            return f"ended with its actor{said(error)}"
+
+    @override
+    async def end(self) -> None:
+        """Also ends the actor, which frees its place in the cluster."""
+        try:
+            async with asyncio.timeout(2 * guards.STOP_SECONDS):
+                await asyncio.wrap_future(self._actor.end.remote().future())
+        except TimeoutError:
+            logger.warning("the actor of the server of %s did not end it; killed", self._log)
+        except RayError:  # the actor is gone, and its guard's pipe closed
+            pass
+        await self._kill(self._actor)
+
+
+def make_server_actor(here: PlacementGroupSchedulingStrategy) -> Any:
+    """The actor class, bound to its bundle, all of which it takes."""
+    bundle = here.placement_group.bundle_specs[here.placement_group_bundle_index]
+    actor: Any = ray.remote(ServerActor)
+    return actor.options(num_cpus=1, num_gpus=bundle.get("GPU", 0), scheduling_strategy=here).remote()

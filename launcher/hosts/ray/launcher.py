@@ -22,7 +22,7 @@ from launcher.hosts.ray.cluster import RayCluster, group_of
 from launcher.hosts.ray.head import said
 from launcher.hosts.ray.node import Bundle
 from launcher.hosts.threads import threads_per_rank, threads_per_worker
-from launcher.wire.greetings import Call
+from launcher.wire.channel import Call
 from rl_megatron.config.run import RunConfig
 from rl_megatron.placement.names import called, file_stem
 

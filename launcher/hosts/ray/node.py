@@ -22,10 +22,10 @@ from pathlib import Path
 import psutil
 
 from launcher.hosts.slurm.allocation import Allocation, cores_option
-from launcher.processes.parent import adopt_orphans, die_with_parent
-from launcher.processes.ports import held_ports
+from launcher.processes.environment import adopt_orphans, die_with_parent
+from launcher.processes.guards import held_ports
 from launcher.processes.scratch import lasting
-from launcher.wire.greetings import this_node
+from launcher.wire.channel import this_node
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.files import private_folder
 from rl_megatron.placement.names import LEARNER

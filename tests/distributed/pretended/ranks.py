@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from launcher.processes.parent import die_with
+from launcher.processes.environment import die_with
 from tests.distributed.ranks import LIMIT
 
 

@@ -22,7 +22,7 @@ from launcher.controller.arrivals import _STRANGERS, StartedRanks, arrivals
 from launcher.controller.handle import RankProcess
 from launcher.processes import limits
 from launcher.wire import channel
-from launcher.wire.greetings import Call, Hello
+from launcher.wire.channel import Call, Hello
 from rl_megatron.errors import ConfigError, WorkerDied
 from rl_megatron.placement.ranks import Placement, place
 from rl_megatron.types import ParallelDims

@@ -26,7 +26,7 @@ from launcher.hosts.local import LocalLauncher
 from launcher.processes.environment import of_one_order
 from launcher.processes.scratch import removed
 from launcher.wire import channel, messages
-from launcher.wire.greetings import Call, Hello, Muster, Setup
+from launcher.wire.channel import Call, Hello, Muster, Setup
 from launcher.worker import forking
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError, WorkerDied

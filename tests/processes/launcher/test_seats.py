@@ -43,7 +43,7 @@ from launcher.processes.guards import Guard, Order, start_guard
 from launcher.processes.own_thread import OwnThread
 from launcher.runs.folder import mirror_path
 from launcher.servers.site import Site, elsewhere
-from launcher.wire.greetings import this_node
+from launcher.wire.channel import this_node
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
@@ -454,7 +454,7 @@ left.wait()
 """
 RUN = f"""import sys
 from launcher.hosts.ray import node
-from launcher.processes.parent import adopt_orphans
+from launcher.processes.environment import adopt_orphans
 node.RAYLET_SECONDS = float(sys.argv[2])
 adopt_orphans()
 ray = [sys.executable, "-c", {STARTS!r}, sys.argv[1]]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher.build.environment import demonstrations, made_environment
+from launcher.build.sampler import demonstrations, made_environment
 from launcher.preflight.checks import preflight
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig

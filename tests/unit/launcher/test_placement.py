@@ -20,8 +20,8 @@ from launcher.hosts.sites import sites_of
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.launcher import step_command
 from launcher.preflight.checks import preflight
-from launcher.processes import ports
-from launcher.processes.ports import any_port, free_port, held_ports
+from launcher.processes import guards as ports
+from launcher.processes.guards import any_port, free_port, held_ports
 from launcher.programs import submit
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig

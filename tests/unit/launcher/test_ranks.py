@@ -26,16 +26,14 @@ import torch
 
 from launcher.controller import group as group_module
 from launcher.controller import roles
-from launcher.controller.group import WorkerGroup
+from launcher.controller.group import SlowestRank, WorkerGroup, record_kernels
 from launcher.controller.handle import Ending, Failure, RankProcess, WorkerHandle
-from launcher.controller.kernels import record_kernels
 from launcher.controller.roles import LearnerGroup, Plane, WeightGroup
-from launcher.controller.slowest import SlowestRank
 from launcher.controller.watchdog import Watchdog
 from launcher.processes import limits, stacks
 from launcher.processes.stacks import Frame, Stack, explain, read
 from launcher.wire import messages
-from launcher.wire.greetings import Hello, Setup
+from launcher.wire.channel import Hello, Setup
 from launcher.worker.models import RankModels
 from launcher.worker.process import say_alive, telling
 from rl_megatron.algorithms.losses import CrossEntropy

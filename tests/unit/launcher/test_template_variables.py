@@ -16,8 +16,7 @@ import pytest
 from transformers import AutoConfig
 
 from launcher.build.data import load_data, read_tokenizer
-from launcher.build.environment import environment_sampler
-from launcher.build.sampler import sampler_of
+from launcher.build.sampler import environment_sampler, sampler_of
 from rl_megatron.agents.source import EnvironmentSampler
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
