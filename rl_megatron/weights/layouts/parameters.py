@@ -70,8 +70,8 @@ def _by_stage(layout: Layout, *bytes_of: Callable[[str], int]) -> Sequence[Seque
     for spec in layout.rows():
         if spec.keeps_dtype:  # a buffer
             continue
-        expert, held = "{expert}" in spec.name, layout.first_chunk(spec)[0]
-        each = layout.shape.num_experts // layout.dims.ep if expert else 1
+        expert, held = ".experts." in spec.name, layout.first_chunk(spec)[0]  # one of them, or a layer's in one tensor
+        each = layout.shape.num_experts // layout.dims.ep if "{expert}" in spec.name else 1
         size = prod(held.shape) * each
         alike = ("{layer}" in spec.name, spec.stage, spec.layers(layout.shape))
         if alike not in times:
