@@ -16,8 +16,8 @@ PYTHON312 ?= python3.12
 BIN := .venv/bin
 ENVIRONMENT := .venv/.installed
 TORCH := torch==2.13.0
-FILES_312 := tests/unit/learner tests/unit/options tests/tools/planner $(addprefix tests/distributed/test_, \
-	learner_parity.py resume_layouts.py families.py kept.py routers.py routing_replay.py overlap.py \
+FILES_312 := tests/unit/learner tests/unit/options tests/tools/planner tests/matrix $(addprefix tests/distributed/test_, \
+	resume_layouts.py kept.py routing_replay.py overlap.py \
 	float32_head.py parked.py conversion.py dry_run.py te_names.py pretended_gpu.py)
 TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder
 PAGES := LICENSE Makefile pyproject.toml constraints.txt bench conf docs launcher rl_megatron slurm tools
@@ -37,7 +37,7 @@ test: $(ENVIRONMENT) .venv/te/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -p tests.quick $(TOGETHER) -m "not slow" tests/e2e/test_resume.py tests/unit tests/tools tests/property
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -p tests.quick $(TOGETHER) -m "not slow" tests/e2e/test_resume.py tests/matrix tests/unit tests/tools tests/property
 
 test-all: lint .venv/te/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q $(TOGETHER)

@@ -218,6 +218,12 @@ def save_model(name: str, folder: Path, **more: Any) -> Any:
             if key in model.state_dict():
                 is_scale = key.endswith("norm.weight") and ("linear_num_key_heads" not in differing or "linear_" in key)
                 value.normal_(1.0 if is_scale else 0.0, 0.3 if value.dim() == 1 else 0.25)
+    write_model(name, model, folder)
+    return model
+
+
+def write_model(name: str, model: Any, folder: Path) -> None:
+    """Write a model of `save_model` as published."""
     model.save_pretrained(folder)
     if name == "qwen3_5_moe_stacked":
         held = {key: value.contiguous() for key, value in model.state_dict().items()}  # as transformers computes
@@ -230,7 +236,6 @@ def save_model(name: str, folder: Path, **more: Any) -> Any:
     if name == "kimi_k2":  # transformers knows the model under DeepSeek's name alone
         path = folder / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": name}))
-    return model
 
 
 SPARSE = [name for name, (_, differing) in MODELS.items() if "num_experts_per_tok" in differing]

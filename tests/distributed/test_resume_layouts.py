@@ -1,4 +1,4 @@
-"""A checkpoint of one layout goes on in another as in its own, whichever degrees change, and of whichever model.
+"""A checkpoint of Muon, of a critic or of small stages goes on in another layout; tests/matrix has AdamW's of models.
 
 Runs are relays. Each layout loads what the one before saved, makes the steps that the one before makes after saving,
 and then saves and goes on itself. All run in two processes that are started once.
@@ -61,7 +61,7 @@ LATENT = replace(  # DeepSeek-V3: latent attention, a dense first layer, a share
     router=Router(score="sigmoid", selection_bias=True, scaling=2.5),
     qk_norm=None,
 )
-DELTA = replace(  # Qwen3.5-MoE: a delta net, attention with a gate, a shared expert with a gate, experts in one tensor
+DELTA = replace(  # Qwen3.5-MoE: a delta net, attention with a gate, a shared expert with a gate
     MOE,
     family="qwen3_5_moe",
     shared_width=24,
@@ -70,11 +70,9 @@ DELTA = replace(  # Qwen3.5-MoE: a delta net, attention with a gate, a shared ex
     output_gate=True,
     shared_gate=True,
     zero_centered=True,
-    stacked_experts=True,
 )
 HALF = {"dtype": "bfloat16"}
 MUON = {"optimizer": {"name": "muon", "weight_decay": 0.1}}
-LORA = {"lora": {"rank": 4, "targets": ["experts"]}}
 OTHERS = {"beta1": 0.7, "beta2": 0.8, "eps": 1e-3, "weight_decay": 0.5}
 Relay = tuple[ModelShape, Sequence[Mapping[str, Any]]]
 RELAYS: Mapping[str, Relay] = {
@@ -83,16 +81,10 @@ RELAYS: Mapping[str, Relay] = {
         [{"tp": 2}, {"pp": 2, "vpp": 2, "stage_layers": "1+2+1*2"}, {"cp": 2, "ep": 2}, {}],  # etp is 2, then 1
     ),
     "experts with biases": (BIASED, [{"tp": 2, "etp": 1}, {}, {"ep": 2}]),  # dp is 1, then 2
-    "latent attention": (LATENT, [{"tp": 2, "ep": 2}, {"pp": 2}, {"tp": 2}]),  # pp: the first stage has no experts
-    "adapters of experts": (  # pp: the first stage has none
-        LATENT,
-        [{**LORA, "pp": 2}, {**LORA, "pp": 2}, {**LORA, "ep": 2}, {**LORA, "pp": 2}],
-    ),
     "muon": (LATENT, [{**MUON, "tp": 2}, {**MUON, "tp": 2}, {**MUON, "pp": 2}, {**MUON, "cp": 2, "ep": 2}, MUON]),
     "muon, experts with biases": (BIASED, [{**MUON, "tp": 2, "etp": 1}, {**MUON, "ep": 2}]),
-    "delta nets": (DELTA, [{"tp": 2, "etp": 1}, {"pp": 2}, {"cp": 2, "ep": 2}, {}]),
     "muon, delta nets": (
-        replace(DELTA, stacked_experts=False),
+        DELTA,
         [{**MUON, "tp": 2, "ep": 2}, {**MUON, "pp": 2}, {**MUON, "cp": 2}],
     ),
     "muon, bfloat16": (MOE, [{**MUON, **HALF, "dp": 2}, {**MUON, **HALF, "dp": 2}, {**MUON, **HALF, "tp": 2}]),
@@ -110,7 +102,7 @@ def make_samples() -> Samples:
 
 def fill(learner: MegatronLearner) -> None:
     """Numbers of each tensor's own, alike on all ranks that hold it whole."""
-    for name, tensor in {**learner.tensors, **learner.adapters}.items():
+    for name, tensor in learner.tensors.items():
         g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         mean = 1.0 if "norm" in name else 0.0
         tensor.copy_(torch.empty(tensor.shape).normal_(mean, 0.1, generator=g))
@@ -146,7 +138,7 @@ def leg(rank: int, folder: Path, relay: str, number: int) -> dict[str, Any]:
         made["critic"] = make_critic(shape, learner, device), ValueLoss(clip=0.2)
     seen = {}
     for role, (megatron, loss) in made.items():
-        if number == 0 or learner.lora.rank:  # whose checkpoints have no frozen weights
+        if number == 0:
             fill(megatron)
         if number > 0:
             megatron.load(folder / f"{relay}-{number - 1}-{role}")
@@ -330,7 +322,7 @@ def test_a_later_save_by_the_plan_of_the_first_is_one_planned_again_to_the_bit(s
         assert moments
         assert not any(torch.equal(fresh[name], earlier[name]) for name in moments), folder.name
         compared += 1
-    assert compared == 25
+    assert compared == 17
 
 
 def test_muons_state_of_bfloat16_parameters_is_the_same_to_the_bit_in_another_layout(seen: Path) -> None:

@@ -157,20 +157,20 @@ def family_main(rank: int, folder: Path, keys: Mapping[str, Any], names: Sequenc
     from rl_megatron.learner.megatron import make_policy
     from rl_megatron.weights.layouts.families import read_shape
     from tests.distributed import ranks
-    from tests.distributed import test_families as families
+    from tests.samples import TWO, two_sequences
 
     logits, usually, losses = {}, {}, {}
     for name in names:
         model = folder.parent / name
         policy = make_policy(read_shape(model), learner, device, temperature=1.0)
         ranks.fill(policy, learner, rank, model)
-        said = policy.score([families.make_samples()], frozenset({"logits"}))
+        said = policy.score([two_sequences()], frozenset({"logits"}))
         assert said is not None
         wanted: Tensor = torch.load(model / "logits.pt")
         found = said["logits"][0].cpu()
         logits[name], usually[name] = float((found - wanted).abs().max()), usual(found, wanted)
         if name in TRAINED:
-            counts = {"num_tokens": sum(families.LENGTHS), "num_sequences": len(families.LENGTHS)}
-            made = train_step(policy, [families.make_samples()], CrossEntropy(), RATE, **counts)
+            counts = {"num_tokens": sum(TWO), "num_sequences": len(TWO)}
+            made = train_step(policy, [two_sequences()], CrossEntropy(), RATE, **counts)
             losses[name] = made.loss
     end(folder, {"logits": logits, "usual": usually, "losses": losses})

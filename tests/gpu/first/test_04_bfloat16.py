@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from rl_megatron.types import Samples
-from tests.distributed.test_families import LENGTHS, make_samples
 from tests.family_models import MODELS, save_model
 from tests.gpu import branch
 from tests.gpu.differences import largest, worst
 from tests.gpu.first.test_03_float32 import REFERENCE
 from tests.gpu.machine import Machine, note
+from tests.samples import TWO, two_sequences
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def seen(models: Path, machine: Machine) -> dict[str, Any]:
     root = models
-    samples = make_samples()
+    samples = two_sequences()
     names = ["qwen3_moe", "deepseek_v3"] if machine.pretended else [*MODELS]
     rounded = {}
     for name in names:
@@ -48,7 +48,7 @@ def seen(models: Path, machine: Machine) -> dict[str, Any]:
 
 @torch.no_grad()
 def _logits(model: Any, samples: Samples) -> Tensor:
-    return torch.cat([model(x[None]).logits[0] for x in samples.input_ids.split(LENGTHS)])
+    return torch.cat([model(x[None]).logits[0] for x in samples.input_ids.split(TWO)])
 
 
 def test_bfloat16_is_float32_rounded(seen: Any) -> None:
@@ -86,5 +86,5 @@ def test_in_bfloat16_a_familys_logits_are_as_near_as_transformers_own(seen: Any)
 
 def test_a_step_of_a_family_with_selection_biases_has_transformers_loss(models: Path, seen: Any) -> None:
     (name,) = branch.TRAINED
-    wanted = torch.nn.functional.cross_entropy(torch.load(models / name / "logits.pt"), make_samples().targets)
+    wanted = torch.nn.functional.cross_entropy(torch.load(models / name / "logits.pt"), two_sequences().targets)
     assert seen["families"]["losses"][name] == pytest.approx(float(wanted), rel=1e-4)

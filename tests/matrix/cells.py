@@ -1,0 +1,206 @@
+"""The cells of the matrix: models by mechanism, layouts and features, and a seeded choice that has each pair of them.
+
+Pairs that the rules of the configuration refuse are in no cell.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pydantic import ValidationError
+
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.table import problems
+from rl_megatron.weights.layouts.families import megatron_layout, read_shape
+from tests.family_models import DENSE, MODELS, config_of
+
+MECHANISMS = ("qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_5_moe_stacked", "gpt_oss", "qwen3_next")
+"""Tied and dense; norms of heads; shared experts; latent attention; experts in one tensor; windows and sinks; delta
+nets."""
+WITH_DRAFTS = ("glm4_moe", "deepseek_v3", "qwen3_next", "hy_v3", "glm4_moe_tied")
+"""Models whose folders have a draft layer that has a formula."""
+STACKED = ("gpt_oss", "qwen3_5_moe_stacked")
+"""Models whose files have the experts of a layer in one tensor."""
+TIED = "_tied"
+"""Behind the name of a model whose output layer is the embedding."""
+MAX_TOKENS, SEQUENCES = 120, 5  # of a micro-batch
+LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    "one": {},
+    "dp2": {"dp": 2},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "pp2-vpp2": {"pp": 2, "vpp": 2},
+    "ep2": {"ep": 2},
+    "tp2-ep2": {"tp": 2, "ep": 2},
+    "cp2": {"cp": 2},
+    "tp2-pp2-ep2": {"tp": 2, "pp": 2, "ep": 2, "stage_layers": "1+3"},
+}
+BALANCE = {"aux_loss": 0.5, "seq_aux_loss": 2.0, "global_aux_loss": 1.5, "z_loss": 0.25}
+FEATURES: Mapping[str, Mapping[str, Any]] = {
+    "recompute": {"recompute": {"uniform": 1}},
+    "recompute experts": {"recompute": {"moe": True}},
+    "overlap": {"overlap": {"gradients": True, "parameters": True}},
+    "overlap experts": {"overlap": {"shared_experts": True}},
+    "float32 head": {"head_dtype": "float32"},
+    "padding": {"padding": {"tokens": "64,96,120", "sequences": SEQUENCES}},
+    "lora": {"lora": {"rank": 4, "alpha": 12.0}},
+    "draft": {"draft": {"train": True}},
+    "frozen routers": {"router": {"frozen": True}},
+    "balance": {"router": BALANCE},
+    "biases": {"router": {"bias_update_rate": 0.125}},
+    "replay": {},
+}
+MOST = 3  # features of a cell
+NEUTRAL = ("recompute", "recompute experts", "overlap", "overlap experts", "float32 head", "padding")
+"""Features of which a checkpoint says nothing: who goes on does without them."""
+OPTIMIZER = {"eps": 1e-2, "weight_decay": 0.1, "clip_grad": 0.5}
+"""By which a step is a smooth function of the gradient, whose norm is larger."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A model that steps and saves in one layout, and goes on in that and in another, ``then``."""
+
+    model: str
+    layout: str
+    then: str
+    features: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.layout}, then {self.then}" + "".join(f", {name}" for name in self.features)
+
+    @property
+    def learner(self) -> LearnerSection:
+        """The keys of the first layout."""
+        return section(self.layout, self.features)
+
+    @property
+    def resumed(self) -> LearnerSection:
+        """The keys of the layout ``then``."""
+        return section(self.then, held_in_checkpoints(self.features))
+
+
+def held_in_checkpoints(features: Sequence[str]) -> tuple[str, ...]:
+    """The features that a checkpoint is of."""
+    return tuple(name for name in features if name not in NEUTRAL)
+
+
+def _cell(model: str, layout: str, then: str, *features: str) -> Cell:
+    return Cell(model=model, layout=layout, then=then, features=features)
+
+
+FIRST = (
+    _cell("qwen2", "dp2", "tp2", "overlap", "float32 head", "padding"),
+    _cell("qwen3_moe", "tp2", "pp2", "recompute", "balance"),
+    _cell("glm4_moe", "tp2-ep2", "cp2", "overlap experts", "biases", "draft"),
+    _cell("deepseek_v3", "pp2-vpp2", "ep2", "recompute experts", "replay"),
+    _cell("gpt_oss", "cp2", "one", "padding", "balance"),
+    _cell("qwen3_next", "ep2", "tp2-ep2", "recompute", "lora"),
+    _cell("qwen3_5_moe_stacked", "tp2-pp2-ep2", "dp2", "frozen routers", "replay"),
+    _cell("deepseek_v3", "one", "pp2", "biases", "draft"),
+    _cell("glm4_moe", "pp2", "pp2-vpp2", "lora", "replay"),
+    _cell("qwen3_moe", "dp2", "tp2-pp2-ep2", "overlap", "frozen routers"),
+)
+"""Cells that have each mechanism, layout and feature: ``make test`` runs them alone."""
+
+
+def section(layout: str, features: Collection[str]) -> LearnerSection:
+    """Raises ValidationError for what one section refuses."""
+    keys: dict[str, Any] = {"max_tokens_per_micro_batch": MAX_TOKENS, "optimizer": OPTIMIZER}
+    for one in (LAYOUTS[layout], *(FEATURES[name] for name in features)):
+        for key, value in one.items():
+            keys[key] = {**keys.get(key, {}), **value} if isinstance(value, dict) else value
+    return LearnerSection.model_validate(keys)
+
+
+def named(model: str) -> tuple[str, dict[str, Any]]:
+    """A model's name in `tests.family_models`, and the settings that differ from it."""
+    return (model.removesuffix(TIED), {"tie_word_embeddings": True}) if model.endswith(TIED) else (model, {})
+
+
+@cache
+def shape_of(model: str) -> ModelShape:
+    """The sizes of the text model, without its weights."""
+    with TemporaryDirectory() as folder:
+        name, more = named(model)
+        drafts = {"num_nextn_predict_layers": 1} if model in WITH_DRAFTS else {}
+        config_of(name, **more, **drafts).save_pretrained(folder)
+        return replace(read_shape(Path(folder)), stacked_experts=model in STACKED)
+
+
+@cache
+def refused(model: str, layout: str, features: frozenset[str]) -> bool:
+    """Whether a rule refuses the cell, or the model lacks what the feature is of."""
+    shape = shape_of(model)
+    if ("draft" in features and model not in WITH_DRAFTS) or ("replay" in features and not shape.num_experts):
+        return True
+    try:
+        learner = section(layout, features)
+        megatron_layout(shape, learner.dims, stages=learner.stages)
+    except (ValidationError, ConfigError):
+        return True
+    return next(problems(learner, replace(shape, drafts=learner.draft.train)), None) is not None
+
+
+def pairs_of(model: str, layout: str, features: Collection[str]) -> set[frozenset[str]]:
+    """The pairs that a cell has; of a model and a layout each has one."""
+    return {frozenset(pair) for pair in itertools.combinations((model, layout, *features), 2)}
+
+
+def with_features(model: str, layout: str, first: Sequence[str], missing: set[frozenset[str]]) -> tuple[str, ...]:
+    """The features ``first`` and those that add most of the pairs that are ``missing``."""
+    chosen = list(first)
+    while len(chosen) < MOST:
+        gains = {
+            name: len(missing & pairs_of(model, layout, [*chosen, name]))
+            for name in FEATURES
+            if name not in chosen and not refused(model, layout, frozenset([*chosen, name]))
+        }
+        best = max(gains, key=lambda name: gains[name], default=None)
+        if best is None or gains[best] <= len(missing & pairs_of(model, layout, chosen)):
+            break
+        chosen.append(best)
+    return tuple(chosen)
+
+
+def resumed_in(model: str, layout: str, features: Sequence[str], number: int) -> str:
+    """A layout that goes on with the cell's checkpoint; over all cells each one in turn."""
+    names = list(LAYOUTS)
+    turn = (names[(number + names.index(layout)) % len(names)] for number in range(number, number + len(names)))
+    return next(one for one in turn if not refused(model, one, frozenset(held_in_checkpoints(features))))
+
+
+def cover() -> Iterator[Cell]:
+    """Each mechanism in each layout, each feature with each of both and with each other one; then other families."""
+    missing = {pair for model in MECHANISMS for layout in LAYOUTS for pair in pairs_of(model, layout, FEATURES)}
+    order = [one for one in itertools.product(MECHANISMS, LAYOUTS) if not refused(*one, frozenset())]
+    random.Random(1).shuffle(order)
+    for cell in FIRST:
+        missing -= pairs_of(cell.model, cell.layout, cell.features)
+    yield from FIRST
+    chosen = []
+    for model, layout in order:
+        if frozenset((model, layout)) not in missing:
+            continue
+        chosen.append((model, layout, with_features(model, layout, (), missing)))
+        missing -= pairs_of(*chosen[-1])
+    for pair in sorted(missing, key=sorted):  # where a cell can have it
+        first = tuple(sorted(pair & FEATURES.keys()))
+        of_pair = ((m, n) for m, n in order if pair & {m, n} == pair - {*first} and not refused(m, n, frozenset(first)))
+        if pair in missing and (found := next(of_pair, None)):
+            chosen.append((*found, with_features(*found, first, missing)))
+            missing -= pairs_of(*chosen[-1])
+    for model in [*sorted(MODELS.keys() - {*MECHANISMS}), "glm4_moe_tied"]:
+        layout = {"glm4_moe_tied": "pp2", **dict.fromkeys(DENSE, "tp2")}.get(model, "tp2-ep2")
+        chosen.append((model, layout, ("draft",) if model in WITH_DRAFTS else ()))
+    for number, (model, layout, features) in enumerate(chosen):
+        yield Cell(model=model, layout=layout, then=resumed_in(model, layout, features, number), features=features)

@@ -1,0 +1,173 @@
+"""Models, layouts and features in pairs, each cell beside transformers and torch.optim."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.weights.checkpoints import convert
+from rl_megatron.weights.layouts.families import read_shape
+from rl_megatron.weights.plans.plan import plan
+from tests.draft_models import save_with_drafts, save_with_qwens_draft
+from tests.family_models import save_model
+from tests.matrix import oracle, probes
+from tests.matrix.cells import FIRST, WITH_DRAFTS, Cell, cover, named
+from tests.matrix.oracle import Wanted
+from tests.matrix.worlds import Worlds
+from tools.planner.memory import footprints
+
+CELLS = [pytest.param(cell, id=str(cell), marks=() if cell in FIRST else pytest.mark.slow) for cell in cover()]
+
+
+@pytest.fixture(scope="module")
+def every_world() -> Iterator[Worlds]:
+    ranks = Worlds()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def worlds(every_world: Worlds) -> Iterator[Worlds]:
+    """Without answers of a test that has failed."""
+    yield every_world
+    if every_world.waited_for:
+        every_world.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """A model's folder, with a draft layer and converted, and transformers' model of it."""
+    root = tmp_path_factory.mktemp("models")
+
+    @functools.cache
+    def made(name: str) -> tuple[Path, Any]:
+        family, more = named(name)
+        model = save_model(family, root / name, **more)
+        if name in WITH_DRAFTS:
+            (save_with_qwens_draft if family == "qwen3_next" else save_with_drafts)(family, root / name, **more)
+        convert.hf_to_megatron(root / name, root / name / "megatron")
+        return root / name, model
+
+    return made
+
+
+def in_files(folder: Path, learner: LearnerSection, ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The ranks' tensors put together under the names of files."""
+    of_ranks, of_files = probes.layouts_of(folder, learner)
+    ways = [(of_ranks, of_files)]
+    if learner.lora.rank is not None:
+        ways.append(probes.of_adapters(of_ranks, of_files, learner))
+    out: dict[str, Tensor] = {}
+    for src, dst in ways:
+        out |= {name: torch.full(shape, torch.nan) for name, shape in dst.local_shapes(0).items()}
+        for t in plan(src, dst, placement={0: 99}).receives(99):
+            piece = ranks[t.src_rank][t.src_param][tuple(slice(*edge) for edge in t.src_box)]
+            out[t.dst_param][tuple(slice(*edge) for edge in t.dst_box)] = piece
+    return out
+
+
+def assert_stepped(learner: LearnerSection, folder: Path, ranks: Sequence[Any], wanted: Wanted) -> None:
+    """The last step says what the oracle's says; of how far a tensor has moved, it is a few thousandths elsewhere."""
+    said, most = [rank["second"] for rank in ranks if rank["second"] is not None], far(read_shape(folder))
+    assert said
+    for found in said:
+        assert found == found | {name: near(value, most / 10) for name, value in wanted.steps[1].items()}
+    for name, tensor in in_files(folder, learner, [rank["tensors"] for rank in ranks]).items():
+        goal = wanted.tensors[name]
+        moved, apart = (float((goal - other).norm()) for other in (wanted.start[name], tensor))
+        assert apart <= most * moved + 1e-6 * float(goal.norm()), f"{name} is {apart} off after it moved by {moved}"
+
+
+def far(shape: ModelShape) -> float:
+    """How far a tensor may be off, of its way; a norm, a tenth of that. transformers computes delta nets by chunks."""
+    return 2e-3 if shape.delta is None else 4e-2
+
+
+def near(value: float, most: float) -> Any:
+    return pytest.approx(value, rel=most, abs=1e-5)
+
+
+def assert_scored(cell: Cell, shape: ModelShape, ranks: Sequence[Any], wanted: Wanted) -> None:
+    """Logits, log-probs and entropy of each text; of a skipped step the micro-batches that have the bad one."""
+    samples = probes.make_samples(shape, cell.features)
+    batch = probes.packed(samples, cell.learner)
+    masks, most = samples.mask.split(samples.cu_seqlens.diff().tolist()), far(shape)
+    seen = set()
+    for rank in ranks:
+        row = batch.sequences[rank["dp"]]
+        assert rank["culprits"] == [(rank["dp"], m) for m, ids in enumerate(row) if probes.BAD in ids]
+        if rank["scores"] is None:
+            continue
+        for m, ids in enumerate(row):
+            logits, logprobs, entropy = (rank["scores"][name][m] for name in ("logits", "logprobs", "entropy"))
+            theirs = torch.cat([wanted.logits[i][masks[i]] for i in ids.tolist()])
+            assert (logits - theirs).abs().max() < min(most / 10, 5e-4)
+            inside, targets = batch.micro_batches[rank["dp"]][m].mask, batch.micro_batches[rank["dp"]][m].targets
+            said = (theirs / probes.TEMPERATURE).log_softmax(-1)
+            assert (logprobs[inside] - said.gather(1, targets[inside][:, None])[:, 0]).abs().max() < min(
+                most / 10, 5e-4
+            )
+            assert (entropy[inside] + (said.exp() * said).sum(-1)).abs().max() < min(most / 10, 5e-4)
+            for routes in rank["scores"].get("routes", [])[m : m + 1]:
+                assert torch.equal(routes.long().sort(-1).values, torch.cat([wanted.routes[i] for i in ids.tolist()]))
+            seen |= {*ids.tolist()}
+    assert seen >= {*range(samples.num_sequences)}
+
+
+def assert_planned(cell: Cell, folder: Path, ranks: Sequence[Any]) -> None:
+    """Ranks hold the bytes of the plan of memory."""
+    learner = cell.learner
+    config = RunConfig.model_validate({"learner": learner, "rollout": {"max_prompt_tokens": 64}})
+    planned = {m.stage: m.terms for m in footprints(config, read_shape(folder))}
+    vectors = 0.0 if read_shape(folder).indexer is None else 0.02  # an indexer's, which the plan leaves out
+    each = len(ranks) // learner.pp
+    for stage, terms in planned.items():
+        held = [rank["bytes"] for rank in ranks[stage * each : (stage + 1) * each]]
+        for one in held:
+            assert one["parameters"] == pytest.approx(terms["parameters"], rel=vectors)
+            room = 1.05 if learner.lora.rank is None else 2.0  # each adapter is padded
+            assert terms["gradients"] <= one["gradients"] < room * terms["gradients"]
+        total = sum(one["optimizer"] for one in held)  # one rank's part begins and ends where a buffer is cut
+        assert total == pytest.approx(each * terms["optimizer"], rel=1e-9)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_it_steps_and_resumes_as_transformers_and_torch(
+    cell: Cell, worlds: Worlds, models: Callable[[str], tuple[Path, Any]], tmp_path: Path
+) -> None:
+    (folder, model), saved = models(cell.model), tmp_path / "saved"
+    saved.mkdir()
+    first = worlds.ask(cell.learner.dims.world_size, probes.steps, cell, folder, tmp_path)
+    second = worlds.ask(cell.resumed.dims.world_size, probes.resumed, cell, folder, tmp_path)
+    wanted = oracle.wanted(cell, folder, copy.deepcopy(model), tmp_path / "files", cell.learner)
+    of_later = wanted
+    if "balance" in cell.features:  # whose losses are of micro-batches
+        of_later = oracle.wanted(cell, folder, copy.deepcopy(model), tmp_path / "later", cell.resumed)
+    seen, later = first(), second()
+    assert_scored(cell, read_shape(folder), seen, wanted)
+    for rank in seen:
+        for name in ("loss", "norm") if rank["first"] else ():
+            assert rank["first"][name] == near(wanted.steps[0][name], far(read_shape(folder)) / 10)
+    assert_stepped(cell.learner, folder, seen, wanted)
+    assert_stepped(cell.resumed, folder, later, of_later)
+    assert_planned(cell, folder, seen)
+    if wanted.merged:
+        for name, tensor in in_files(folder, cell.learner, [rank["merged"] for rank in seen]).items():
+            assert ".lora_" in name or (tensor - wanted.merged[name]).abs().max() < 1e-5, name
+    else:
+        convert.megatron_to_hf(saved, tmp_path / "back", config=folder)
+        back = load_file(tmp_path / "back" / "model.safetensors")
+        held = in_files(folder, cell.learner, [rank["saved"] for rank in seen])
+        assert back.keys() == held.keys()
+        assert [name for name, tensor in held.items() if not torch.equal(tensor, back[name])] == []

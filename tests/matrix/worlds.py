@@ -1,0 +1,78 @@
+"""Ranks that live as long as a pytest process and are asked for one cell after another."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tests.forks import FORKS
+
+LIMIT = 600.0  # seconds for one answer
+
+
+class Worlds:
+    """As many ranks as were ever asked. After a failure all end, and the next question forks new ones."""
+
+    def __init__(self) -> None:
+        self._ranks: list[tuple[Any, Connection]] = []
+        self.waited_for = 0
+        """Questions whose answers nobody has taken."""
+
+    def ask(self, size: int, function: Callable[..., Any], *arguments: Any) -> Callable[[], list[Any]]:
+        """Asks ``size`` ranks for ``function(rank, *arguments)``, after what they were asked before. What is returned
+        waits for their answers, in the same order, and raises AssertionError with the traceback of a failed rank."""
+        for rank in range(len(self._ranks), size):
+            ours, theirs = FORKS.Pipe()
+            process = FORKS.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+        asked = self._ranks[:size]
+        for _, pipe in asked:
+            pipe.send((function, arguments))
+        self.waited_for += 1
+
+        def answers() -> list[Any]:
+            found = [self._answer(rank, pipe) for rank, (_, pipe) in enumerate(asked)]
+            self.waited_for -= 1
+            return found
+
+        return answers
+
+    def _answer(self, rank: int, pipe: Connection) -> Any:
+        try:
+            assert pipe.poll(LIMIT), f"rank {rank} has not answered in {LIMIT:.0f} s"
+            answer, error = pipe.recv()
+        except (AssertionError, EOFError):
+            self.close()
+            raise
+        if error is not None:
+            self.close()
+        assert error is None, f"rank {rank}: {error}"
+        return answer
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        for process, pipe in self._ranks:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._ranks.clear()
+        self.waited_for = 0
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here: before its functions are bound
+
+    while True:
+        function, arguments = pipe.recv()
+        try:
+            pipe.send((function(rank, *arguments), None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
+            raise
