@@ -20,8 +20,7 @@ FORKS.set_forkserver_preload(["tests.imports"])
 
 
 def be_node(muster: Muster, stderr: Sequence[int], environment: Mapping[str, str]) -> None:
-    """In a fork: the process that a local run's ranks are forked from, with this environment, and their stderr as
-    descriptors of this process."""
+    """In a fork: be what a local run's ranks are forked from, with this environment and their stderr's descriptors."""
     from launcher.worker import node
     from launcher.worker.forking import HELD_BACK
 

@@ -5,25 +5,35 @@ release theirs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
-from rl_megatron.digests import Digest
 from rl_megatron.engines.weights import ReplicaWeights
-from rl_megatron.interfaces import FrozenModel, Learner, Pass, PassScores, Roles, Saving, Together, WeightSync
-from rl_megatron.types import Batch, Counts, Loss, Metric, Scores, SkippedStep, StepResult, Want, WeightUpdate
+from rl_megatron.interfaces import FrozenModel, Roles, WeightSync
+from rl_megatron.types import WeightUpdate
+
+T = TypeVar("T")
+
+COMPUTING = ("score", "start_from", "backward", "step", "drop", "reset_moments", "lead", "load")
+"""The calls of models before which servers release their memory."""
 
 
 def colocated(roles: Roles, servers: ReplicaWeights) -> Roles:
     """The roles, with models that make ``servers`` release their memory before they compute, and a push of weights
     that makes the models release theirs. Reward models score while servers sample, and take no turns with them."""
+
+    def in_turn(model: T) -> T:
+        return cast(T, _InTurn(model, servers))
+
     return replace(
         roles,
         weights=_Weights(inner=roles.weights, models=(*roles.learners.values(), *roles.frozen.values())),
-        learners={role: _Learner(inner=one, learner=one, servers=servers) for role, one in roles.learners.items()},
-        frozen={role: _Frozen(inner=one, servers=servers) for role, one in roles.frozen.items()},
-        together=[_Together(inner=one, servers=servers) for one in roles.together],
+        learners={role: in_turn(one) for role, one in roles.learners.items()},
+        frozen={role: in_turn(one) for role, one in roles.frozen.items()},
+        together=[in_turn(one) for one in roles.together],
     )
 
 
@@ -43,73 +53,16 @@ class _Weights:
         await self.inner.export(folder)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Together:
-    """Has the servers release their memory before the models of ``inner`` score."""
+class _InTurn:
+    """A model, or models on the same ranks, whose `COMPUTING` calls first make the servers release their memory."""
 
-    inner: Together
-    servers: ReplicaWeights
+    def __init__(self, inner: object, servers: ReplicaWeights) -> None:
+        self._inner, self._servers = inner, servers
 
-    @property
-    def roles(self) -> Collection[str]:
-        return self.inner.roles
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        return partial(self._released, found) if name in COMPUTING else found
 
-    async def score(self, batch: Batch, passes: Sequence[Pass]) -> Sequence[PassScores]:
-        await self.servers.release()
-        return await self.inner.score(batch, passes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Frozen:
-    """Has the servers release their memory before ``inner`` scores, and before its weights are loaded."""
-
-    inner: FrozenModel
-    servers: ReplicaWeights
-
-    async def score(self, batch: Batch, want: frozenset[Want]) -> Mapping[Want, Scores]:
-        await self.servers.release()
-        return await self.inner.score(batch, want)
-
-    async def forget(self) -> None:
-        await self.inner.forget()
-
-    async def start_from(self, folder: Path) -> None:
-        await self.servers.release()
-        await self.inner.start_from(folder)
-
-    async def release(self) -> None:
-        await self.inner.release()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Learner(_Frozen):
-    """As _Frozen, and also before it trains; ``learner`` is ``inner``."""
-
-    learner: Learner
-
-    async def backward(self, batch: Batch, loss: Loss) -> Mapping[str, Metric[float | Counts]]:
-        await self.servers.release()
-        return await self.learner.backward(batch, loss)
-
-    async def step(self, learning_rate: float) -> StepResult | SkippedStep:
-        await self.servers.release()
-        return await self.learner.step(learning_rate)
-
-    async def drop(self) -> None:
-        await self.servers.release()
-        await self.learner.drop()
-
-    async def reset_moments(self) -> None:
-        await self.servers.release()
-        await self.learner.reset_moments()
-
-    async def lead(self, rate: float) -> None:
-        await self.servers.release()
-        await self.learner.lead(rate)
-
-    async def save(self, folder: Path) -> Saving:
-        return await self.learner.save(folder)
-
-    async def load(self, folder: Path, files: Mapping[str, Digest]) -> None:
-        await self.servers.release()
-        await self.learner.load(folder, files)
+    async def _released(self, call: Any, *given: Any, **named: Any) -> Any:
+        await self._servers.release()
+        return await call(*given, **named)

@@ -16,7 +16,7 @@ import torch
 from launcher.controller.group import WorkerGroup
 from launcher.controller.roles import LearnerGroup, Plane
 from launcher.hosts.sites import sites_of
-from launcher.servers.colocated import colocated
+from launcher.servers.colocated import COMPUTING, colocated
 from launcher.servers.pool import ServedEngines, ServedLauncher
 from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
@@ -26,7 +26,7 @@ from rl_megatron.engines import replicas
 from rl_megatron.engines.replicas import Health
 from rl_megatron.engines.weights import ReplicaWeights
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.interfaces import Launcher, Roles
+from rl_megatron.interfaces import Launcher, Learner, Roles
 from rl_megatron.models.tiny import TinySizes, tiny_shape
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.checkpoints import TrainerState
@@ -93,6 +93,7 @@ def roles_of(servers: Servers, policy: Any, critic: Any, reference: Any) -> Role
 
 
 async def test_models_release_their_memory_before_a_push_and_servers_before_models_compute() -> None:
+    assert {*COMPUTING} == {name for name in dir(Learner) if name[0] != "_"} - {"forget", "release", "save"}
     heard: list[str] = []
     models = {role: learner(cast(WorkerGroup, Ranks(role, heard)), role) for role in "abc"}
     servers = Servers(heard)
