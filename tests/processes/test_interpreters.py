@@ -108,6 +108,7 @@ def test_it_is_listed_refuses_and_has_its_keys_keywords_and_bytes(tmp_path: Path
     assert said["documented"] == [
         "| `learner.residual_copies` | integer ≥ 0 | `0` | Copies in float32 of what runs past the layers. |"
     ]
+    assert said["row"] == "copies in float32 of what runs past the layers"
     assert said["last key"] == "residual_copies"
     assert said["fixed"] == 3  # on a resume
     assert said["refused"] == "learner.residual_copies=3 with learner.pp=2; set learner.pp=1"

@@ -7,6 +7,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from rl_megatron import feature
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.sections.learner import LearnerSection
@@ -29,7 +31,7 @@ from rl_megatron.learner.trained import MegatronLearner
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.metrics.table import documented
 from rl_megatron.options.lora import LoraSection
-from rl_megatron.types import Loss, Metric, Samples, StepResult
+from rl_megatron.types import Loss, Metric, Samples, SkippedStep, StepResult
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import ragged_samples
@@ -383,13 +385,19 @@ def own_packages() -> Iterator[None]:
     installed_observers.cache_clear()
 
 
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, text: str) -> None:
+def install(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    text: str,
+    entry: str = "[rl_megatron.observers]\npasses = {}:Passes\n",
+) -> None:
     """As pip leaves a package that has the entry point."""
     (folder / f"{module}.py").write_text(text)
     info = folder / f"{module}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[rl_megatron.observers]\npasses = {module}:Passes\n")
+    (info / "entry_points.txt").write_text(entry.format(module))
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, module, raising=False)
 
@@ -400,6 +408,60 @@ def observed(hf: Path) -> MegatronLearner:
         tensor.normal_(0, 0.1)
     learner.adopt()
     return learner
+
+
+# A feature of an installed package: its key turns on a side that acts in a rank's passes and steps.
+FEATURE = """
+from dataclasses import replace
+
+from rl_megatron.feature import Feature, LearnerHooks
+from rl_megatron.section import NonNegative, Section
+from rl_megatron.types import Metric
+
+class EchoKeys(Section):
+    echo: NonNegative = 0
+
+class Echo(LearnerHooks):
+    def __init__(self, built):
+        self.factor, self.seen = built.learner.echo, 0
+
+    def pack(self, packed, samples):
+        return replace(packed, extras={**packed.extras, "echo": len(samples.input_ids)})
+
+    def after_loss(self, micro_batch, num_tokens):
+        self.seen += micro_batch.extras["echo"]
+        return {}
+
+    def norm(self):
+        return float("nan") if self.seen > 20 else 0.0
+
+    def step(self, learning_rate):
+        return {"echo/positions": Metric(value=float(self.factor * self.seen))}
+
+FEATURE = Feature(
+    name="echo", active=lambda learner: learner.echo > 0, keys={"learner": EchoKeys}, learner="my_echo:Echo"
+)
+"""
+
+
+def test_an_installed_feature_acts_in_passes_and_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hf: Path
+) -> None:
+    install(tmp_path, monkeypatch, "my_echo", FEATURE, "[rl_megatron.features]\necho = {}:FEATURE\n")
+    monkeypatch.setattr(feature, "features", cache(feature.features.__wrapped__))
+    section = feature.with_features("learner")(LearnerSection.__bases__[-1])
+    results = list[Any]()
+    for keys in ({}, {"echo": 3}):
+        learner = make_policy(read_shape(hf), section.model_validate(keys), torch.device("cpu"), temperature=1.0)
+        for tensor in learner.tensors.values():
+            tensor.fill_(0.01)
+        learner.adopt()
+        for _ in range(2):
+            learner.backward([samples()], CrossEntropy(), num_tokens=6, num_sequences=1)
+            results.append(learner.step(1e-3))
+    assert [one.metrics.get("echo/positions") for one in results[:3]] == [None, None, Metric(value=18.0)]
+    learner.backward([samples()] * 2, CrossEntropy(), num_tokens=12, num_sequences=2)
+    assert isinstance(learner.step(1e-3), SkippedStep), "its norm is not finite"
 
 
 def samples() -> Samples:

@@ -50,6 +50,7 @@ FEATURE = Feature(
     active=lambda learner: learner.residual_copies > 0,
     keys={"learner": ResidualKeys},
     option=Residual(),
+    metrics=(("residual/copies", "", "copies in float32 of what runs past the layers"),),
 )
 '''
 SAYS = """
@@ -60,6 +61,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import fixed
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
+from rl_megatron.observability.metrics.table import documented
 from rl_megatron.options.table import options
 from tools.planner.memory import check_memory, footprints
 
@@ -77,6 +79,7 @@ assert pickle.loads(pickle.dumps(config)) == config  # as ranks are sent it
 print(json.dumps({
     "listed": list(options())[-1],
     "documented": [line for line in render().splitlines() if "residual_copies" in line],
+    "row": documented("residual/copies").meaning,
     "last key": list(config.model_dump()["learner"])[-1],
     "fixed": fixed(config).get("learner.residual_copies"),
     "refused": refused(["learner.pp=2"]),
