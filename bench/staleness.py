@@ -37,10 +37,8 @@ def seeds_that_settle(value: float, half: float, count: int) -> int | None:
 
 
 def staleness(folder: Path) -> float:
-    """Pushes since the tokens of a run were sampled, in the mean over its steps."""
-    found = [
-        float(row.get("staleness/tokens_mean") or 0.0) for row in read_jsonl(folder / "metrics.jsonl") if row["step"]
-    ]
+    """Pushes since the oldest token of a completion was sampled, in the mean over a run's completions and steps."""
+    found = [float(row.get("staleness/mean") or 0.0) for row in read_jsonl(folder / "metrics.jsonl") if row["step"]]
     return sum(found) / len(found) if found else 0.0
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rl_megatron.learner.packed import PackedMicroBatch
     from rl_megatron.models.shape import ModelShape
     from rl_megatron.observability.metrics.curve import MetricTuples
-    from rl_megatron.observability.recorder import Row, Stopwatch
+    from rl_megatron.observability.recorder import Stopwatch
     from rl_megatron.options.option import Option
     from rl_megatron.rules import Rule
     from rl_megatron.training.measures import Measured
@@ -147,9 +147,8 @@ class StepHooks:
         """The limits of the ratios of a minibatch, right before the policy trains on it; None for the algorithm's."""
         return None
 
-    async def stepped(self, step: int, watch: Stopwatch) -> Row:
-        """Runs after the optimizer steps of a step, before its push, also if there were none. Returns metrics."""
-        return {}
+    async def stepped(self, step: int, watch: Stopwatch) -> None:
+        """Runs after the optimizer steps of a step, before its push, also if there were none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,6 @@ from rl_megatron.digests import Digest, Written
 from rl_megatron.types import (
     Batch,
     Completion,
-    Counts,
     GenerationRequest,
     Loss,
     Metric,
@@ -176,7 +175,7 @@ class Learner(FrozenModel, Protocol):
     Where micro-batches have ``routes``, its routers take these.
     """
 
-    async def backward(self, batch: Batch, loss: Loss) -> Mapping[str, Metric[float | Counts]]:
+    async def backward(self, batch: Batch, loss: Loss) -> Mapping[str, Metric[float]]:
         """Add a batch's gradients to those since the last ``step``; ``loss``, and the metrics of the loss."""
         ...
 

@@ -178,7 +178,6 @@ class Trajectory:
     stop: StopReason = "done"
     metrics: Mapping[str, float] = field(default_factory=dict)  # of an environment's; finite
     parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # of a weighted sum: values, their weights
-    overhead_ms: tuple[float, ...] = ()  # of each turn that its clients got over HTTP: what the endpoint itself took
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -298,17 +297,16 @@ class LossInputs:
     num_sequences: int
 
 
-Over = Literal["sum", "mean", "min", "max", "histogram"]
-Counts = tuple[float, ...]  # of a histogram's bins (`algorithms.quantiles`)
+Over = Literal["sum", "mean", "min", "max"]
 V_co = TypeVar("V_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric(Generic[V_co]):
-    """A number, or a histogram's counts, and how to reduce several of one name to one.
+    """A number, and how to reduce several of one name to one.
 
-    Parts of a batch (micro-batches, DP and CP ranks) hold shares of a sum, mean or histogram, which add up; of minima
-    and maxima the extreme wins. Metrics of optimizer steps reduce in the same way, but means average by ``weight``.
+    Parts of a batch (micro-batches, DP and CP ranks) hold shares of a sum or mean, which add up; of minima and
+    maxima the extreme wins. Metrics of optimizer steps reduce in the same way, but means average by ``weight``.
     """
 
     value: V_co
@@ -321,7 +319,7 @@ class LossOutput:
     """A rank's share of the global loss; the sum of shares over micro-batches, DP and CP ranks is the loss itself."""
 
     loss: Tensor  # [] float32, already over the global denominator
-    metrics: Mapping[str, Metric[Tensor]]  # [] each, [bins] of a histogram; alike in all parts of a batch
+    metrics: Mapping[str, Metric[Tensor]]  # [] each; alike in all parts of a batch
 
 
 class Loss(Protocol):

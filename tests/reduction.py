@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl_megatron.types import LossOutput, Over
 
-TOGETHER = {"sum": torch.sum, "mean": torch.sum, "histogram": torch.sum, "min": torch.amin, "max": torch.amax}
+TOGETHER = {"sum": torch.sum, "mean": torch.sum, "min": torch.amin, "max": torch.amax}
 
 
 def values(output: LossOutput, *kinds: Over) -> dict[str, Tensor]:

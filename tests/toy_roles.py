@@ -19,7 +19,6 @@ from rl_megatron.algorithms.segments import segment_sum, sequence_ids
 from rl_megatron.types import (
     Batch,
     Completion,
-    Counts,
     GenerationRequest,
     Loss,
     LossInputs,
@@ -107,14 +106,14 @@ class Toy:
         routed = tuple(tuple(replace(m, routes=routes) for m, routes in row) for row in pairs)
         return {mine: self._scores(replace(batch, micro_batches=routed), "score with routes"), "routes": chosen}
 
-    async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float | Counts]]:
+    async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float]]:
         weights = self.weights.clone().requires_grad_()
         outputs = [loss(self._inputs(m, batch, weights)) for row in batch.micro_batches for m in row]
         total = torch.stack([output.loss for output in outputs]).sum()
         (gradient,) = torch.autograd.grad(total, weights)
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
         self.heard.append(("backward", columns_of(batch), float(total.detach())))
-        metrics: dict[str, Metric[float | Counts]] = {"loss": Metric(value=float(total.detach()))}
+        metrics: dict[str, Metric[float]] = {"loss": Metric(value=float(total.detach()))}
         for name, kind in outputs[0].metrics.items():
             parts = torch.stack([output.metrics[name].value.double() for output in outputs])
             value = {"min": parts.amin, "max": parts.amax}.get(kind.over, parts.sum)(0)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +55,6 @@ from rl_megatron.interfaces import Learner, Roles, Saving, Together
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.training import checkpoints
 from rl_megatron.types import (
-    Counts,
     Loss,
     Metric,
     SkippedStep,
@@ -176,7 +174,6 @@ class Plane:
         self._group, self._dims, self._sent = group, dims, Sent(dims.dp)
         self._held = False  # whether ranks may hold rows, also of a step whose later shares could not be computed
         self._lock = asyncio.Lock()  # ranks hold what earlier calls brought
-        self._bytes, self._seconds = 0, 0.0  # of shares since the last `row`, and to make them
 
     async def score(self, batch: Batch, passes: Sequence[Pass]) -> list[PassScores]:
         """What all passes over the batch say. Raises as `call`."""
@@ -224,20 +221,11 @@ class Plane:
             answers = self._group.begin("forget", dict.fromkeys((w.rank for w in self._group.workers), ()))
         await self._group.gather(answers)
 
-    def row(self) -> dict[str, float]:
-        """Metrics since the call before."""
-        row: dict[str, float] = {"plane/bytes": self._bytes, "plane/seconds": self._seconds}
-        self._bytes, self._seconds = 0, 0.0
-        return row
-
     async def _shares(self, batch: Batch, *, to_score: bool) -> dict[int, Share]:
         """Each data-parallel rank's share, by the rank that gets it; computed beside the event loop."""
-        began = time.perf_counter()
         sent, self._sent = self._sent, Sent(self._dims.dp, after=self._sent.step + 1)
         shares = await asyncio.to_thread(sent.shares, batch, to_score=to_score)
         self._sent = sent  # unless this was cancelled: what was not sent is held by nobody
-        self._bytes += sum(share.nbytes for share in shares)
-        self._seconds += time.perf_counter() - began
         return {d * self._dims.tp * self._dims.cp: share for d, share in enumerate(shares)}
 
 
@@ -268,12 +256,12 @@ class LearnerGroup(Learner):
         return said.scores
 
     @override
-    async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float | Counts]]:
+    async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float]]:
         """Each data-parallel rank adds the gradients of its micro-batches."""
         await self.check_routes(batch)
         common = (loss, batch.num_tokens, batch.num_sequences)
         answers = await self._plane.call("backward", self.role, batch, *common, to_score=False)
-        said: dict[str, Metric[float | Counts]] = next(answer for answer in answers if answer is not None)
+        said: dict[str, Metric[float]] = next(answer for answer in answers if answer is not None)
         return said
 
     @override
@@ -391,12 +379,6 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Roles:
         for name, plane in planes.items()
     ]
 
-    slowest = SlowestRank(group.workers)
-
-    def rank_metrics() -> dict[str, float]:
-        rows = [plane.row() for plane in planes.values()]
-        return slowest.row() | {name: sum(row[name] for row in rows) for name in rows[0]}
-
     return Roles(
         learners=learners,
         frozen=others,
@@ -405,6 +387,6 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Roles:
         weights=WeightGroup(group),
         together=together,
         gpus=group.gpus,
-        rank_metrics=rank_metrics,
+        rank_metrics=SlowestRank(group.workers).row,
         record_kernels=partial(record_kernels, groups.values()),
     )

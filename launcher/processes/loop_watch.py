@@ -38,20 +38,17 @@ class LoopWatch:
         self._stacks = (folder / "controller.txt").open("a")  # now, as C code can open none
         faulthandler.register(signal.SIGPROF, file=self._stacks, all_threads=True, chain=True)
         self._loop, self._thread_of_loop = asyncio.get_running_loop(), threading.get_ident()
-        self._longest = 0.0  # seconds for which the loop served nothing
         self._ticked, self._over = threading.Event(), threading.Event()
-        self._due = self._loop.time()
         self._tick()
         self._watching = threading.Thread(target=self._watch, name="loop watch", daemon=True)
         self._watching.start()
 
     def begin(self) -> None:
-        """Measures from here on, and leaves the modules and data that are there out of garbage collections.
+        """Leaves the modules and data that are there out of garbage collections.
 
         A full collection over some 200,000 objects holds the loop for 0.1 s.
         """
         gc.freeze()
-        self._longest = 0.0
 
     def stop(self) -> None:
         """Stops watching, before the loop ends."""
@@ -64,17 +61,9 @@ class LoopWatch:
         stacks.tidy(self._folder)
         gc.unfreeze()
 
-    def row(self) -> dict[str, float]:
-        """Returns the metric of the time since the last call."""
-        longest, self._longest = max(self._longest, self._loop.time() - self._due), 0.0
-        return {"loop/longest_ms": longest * 1e3}
-
     def _tick(self) -> None:
-        now = self._loop.time()
-        self._longest = max(self._longest, now - self._due)
         self._ticked.set()
-        self._due = now + _TICK_SECONDS
-        self._timer = self._loop.call_at(self._due, self._tick)
+        self._timer = self._loop.call_later(_TICK_SECONDS, self._tick)
 
     def _watch(self) -> None:
         """Counts seconds instead of reading a clock, so that a run that is suspended as a whole does not hang."""

@@ -18,7 +18,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.files import JsonValue
 from rl_megatron.observability.metrics.table import STEPS
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import layout_said, ranks_by_role
+from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.placement.seats import seats_here
 from tools.planner.estimates import Estimate, gpus_by_role
 from tools.planner.memory import footprints
@@ -136,13 +136,13 @@ def planned_metrics(config: RunConfig, shape: ModelShape, guess: Estimate) -> di
 
 
 def recorded(config: RunConfig) -> dict[str, JsonValue]:
-    """Returns what each row says of devices: those of each role, and the layout, both of which a resume may change."""
+    """Returns what each row says of devices: those of each role, which a resume may change."""
     try:
         held = devices(config)
     except RLMegatronError as error:
         logger.warning("metrics.jsonl does not say the devices of the run: %s", error)
         held = {}
-    return {**{f"{_DEVICES}{role}": count for role, count in held.items()}, f"{_DEVICES}layout": layout_said(config)}
+    return {f"{_DEVICES}{role}": count for role, count in held.items()}
 
 
 def devices(config: RunConfig) -> dict[str, int]:

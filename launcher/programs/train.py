@@ -218,7 +218,7 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
             parts.folder,
             section,
             progress,
-            lambda: held | loop_watch.row(),
+            held,
             before_row=parts.hold,
             is_taught=is_taught,
             decode=data.tokenizer.decode,

@@ -46,7 +46,7 @@ from rl_megatron.errors import WeightError
 from rl_megatron.interfaces import Pass
 from rl_megatron.options.offload import SLAB, leaving
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.types import Counts, Loss, Metric, Samples, SkippedStep, StepResult, Want
+from rl_megatron.types import Loss, Metric, Samples, SkippedStep, StepResult, Want
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -355,7 +355,7 @@ class RankModels:
 
     def backward(
         self, role: str, share: Share | None, loss: Loss, num_tokens: int, num_sequences: int
-    ) -> dict[str, Metric[float | Counts]] | None:
+    ) -> dict[str, Metric[float]] | None:
         """Accumulate the micro-batches' gradients. Returns ``loss`` and its metrics on last-stage ranks."""
         learner = self._learner(role)
         return learner.backward(self._taken(role, share), loss, num_tokens=num_tokens, num_sequences=num_sequences)

@@ -20,7 +20,7 @@ from rl_megatron.agents.conversation.conversation import Conversation, TokenRows
 from rl_megatron.agents.conversation.messages import MessagesRefused
 from rl_megatron.agents.conversation.templates import Template
 from rl_megatron.agents.endpoint.server import Endpoint, RequestCounts
-from rl_megatron.agents.endpoint.shapes import RequestRefused, Served, ServedTokens, ServedTurn
+from rl_megatron.agents.endpoint.shapes import RequestRefused, Served, ServedTurn
 from rl_megatron.agents.parsers import Parsed, Parser, opens_thought
 from rl_megatron.columns import TokenIds
 from rl_megatron.config.sections.reward import EnvironmentSection
@@ -84,7 +84,6 @@ class Episode(Served):
         self._rows = TokenRows()
         self._longest: int | None = None  # tokens of a row; known with the first prompt
         self._left = setting.section.max_tokens
-        self._waited = 0.0  # seconds of the last client's request: for the turn before it, and for the engine
 
     @property
     def seconds_left(self) -> float:
@@ -126,11 +125,10 @@ class Episode(Served):
                 finish_reason=reply.finish_reason,
                 prompt_tokens=prompt_tokens,
                 completion_tokens=completion_tokens,
-                waited=self._waited,
             )
 
     @override
-    async def complete(self, token_ids: Sequence[int], max_tokens: int | None) -> ServedTokens:
+    async def complete(self, token_ids: Sequence[int], max_tokens: int | None) -> Completion:
         prompt = np.array(token_ids, np.int32)
         if not len(prompt) or int(prompt.max()) >= self._setting.vocab_size:
             raise RequestRefused(
@@ -140,7 +138,7 @@ class Episode(Served):
             completion = await self._sample(prompt, max_tokens)
             text = self._setting.template.decode(completion.token_ids)
             self._keep(self._rows.add(prompt, completion, text), _unparsed(text))
-            return ServedTokens(completion=completion, waited=self._waited)
+            return completion
 
     async def _reply(
         self, messages: Sequence[OpenAIMessage], tools: Sequence[Mapping[str, Any]], max_tokens: int | None
@@ -179,9 +177,7 @@ class Episode(Served):
     @asynccontextmanager
     async def _asked(self) -> AsyncIterator[None]:
         """A turn, after the one before: what ends the trajectory is kept in ``failed``."""
-        asked = self._loop.time()
         async with self._turn:
-            self._waited = self._loop.time() - asked
             try:
                 yield
             except (LimitReached, LongPrompt, EngineError) as error:
@@ -217,13 +213,12 @@ class Episode(Served):
         room = min(self._setting.params.max_new_tokens, self._left - read)
         self._check_limits(room)
         most = room if max_tokens is None else min(room, max_tokens)
-        request, asked = self._request(tuple(token_ids.tolist()), most), self._loop.time()
+        request = self._request(tuple(token_ids.tolist()), most)
         try:
             async with asyncio.timeout(self._patience):
                 (completion,) = await sampled_by(self._setting.engine, request, self._decode)
         except TimeoutError as error:
             raise self._ended("seconds") from error
-        self._waited += self._loop.time() - asked
         if not len(completion.token_ids):
             raise self._ended("length")
         self._left -= read + len(completion.token_ids)
@@ -252,11 +247,6 @@ class Episode(Served):
     def num_sampled(self) -> int:
         """Number of sampled tokens."""
         return sum(len(one.logprobs) for one in self.turns)
-
-    @property
-    def gone_on(self) -> int:
-        """How many turns go on from an earlier one's row, whose tokens their prompts begin with."""
-        return self.conversation.gone_on + self._rows.gone_on
 
     def chains(self, rewards: Sequence[float | None] = (), states: Sequence[str | None] = ()) -> tuple[Chain, ...]:
         """The rows to train on; ``rewards`` and names of ``states`` are of the first turns."""

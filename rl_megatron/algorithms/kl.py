@@ -107,11 +107,3 @@ def _with_rest(logprobs: Tensor) -> Tensor:
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1)
-
-
-def average_age(steps: int, *, rate: float, every: int) -> float:
-    """Mean age in steps, by their weights, of the policies that a moving average is of, ``steps`` after it began as the
-    newest; after each ``every`` of them it takes ``rate`` of the newest."""
-    moves, since = divmod(steps, every)
-    kept = 1 - rate
-    return since + every * kept * (1 - kept**moves) / rate

@@ -16,14 +16,14 @@ from rl_megatron.algorithms.auxiliary import PreferenceLoss, ValueLoss
 from rl_megatron.algorithms.corrections import correction_weights, with_proximal
 from rl_megatron.algorithms.kl import absolute, k3, kl_term
 from rl_megatron.algorithms.objectives import demonstrated_losses, objective_of
-from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, RATIO_LEVELS, histogram, masked, required
+from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, RATIO_LEVELS, masked, required
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.types import Loss, LossInputs, LossOutput, Metric
 
 _RATIO_MEANS = dict.fromkeys(("sequence", "turn", "sequence_sum"), "seq_mean_token_mean") | {"token": "token_mean"}
 MEANS_OF_RATIOS = (
     *("clip_fraction", "clip_fraction/low", "clip_fraction/high"),
-    *("ratio/mean", "ratio/second_moment", "ratio/clamped_fraction", "ratio/share"),
+    *("ratio/mean", "ratio/second_moment", "ratio/share"),
 )
 """Of tokens, or where ratios are of sequences or turns, of all sequences, those without a trained token included."""
 
@@ -50,13 +50,13 @@ class PolicyLoss:
     ``max_new_tokens``. Demonstrated tokens have `demonstrated_losses` in place of the objective.
 
     Means: ``entropy`` and ``kl/old_policy`` (k3 of KL(old‖current), from tokens the old policy sampled) over tokens;
-    ``ratio/mean``, ``ratio/second_moment``, ``ratio/clamped_fraction`` (log-ratio beyond ±``LOG_RATIO_BOUND``),
+    ``ratio/mean``, ``ratio/second_moment`` (of log-ratios within ±``LOG_RATIO_BOUND``),
     ``clip_fraction`` and its two sides over tokens at token level, else over sequences, each the mean of its tokens, 0
     without any; ``ratio/share`` is the share with any, which `policy_row` divides them by. With a correction,
     ``correction/weight_mean`` and ``correction/dropped_fraction`` over tokens; with a KL or an NLL term, ``loss/kl``
     and ``loss/nll``, their parts of the loss.
-    The minimum ``ratio/min`` and the maximum ``ratio/max`` are ±inf where a micro-batch is empty.
-    The histogram ``ratio`` counts the log-ratios of tokens. Where there are demonstrations these are of the others, and
+    The maximum ``ratio/max`` is -inf where a micro-batch is empty.
+    Where there are demonstrations these are of the others, and
     means over all tokens are beside them: ``demonstration/share``, of those demonstrated,
     ``demonstration/probability``, pi of these, and ``sampled/share``, of the others, by which `policy_row` divides what
     is of them alone.
@@ -121,7 +121,6 @@ class PolicyLoss:
             "clip_fraction/high": ((limited & (ratio >= 1)) * over_ratios).sum(),
             "ratio/mean": (ratio * over_ratios).sum(),
             "ratio/second_moment": (ratio.square() * over_ratios).sum(),
-            "ratio/clamped_fraction": ((raw.abs() > LOG_RATIO_BOUND) * over_ratios).sum(),
             "ratio/share": over_ratios.sum(),
         }
         if correction is not None:
@@ -133,9 +132,7 @@ class PolicyLoss:
             loss=ratio.new_zeros(()),
             metrics={
                 **{name: Metric(value=value, weight=weights[name]) for name, value in means.items()},
-                "ratio/min": Metric(value=-_masked_max(-ratio, inputs.mask), over="min"),
                 "ratio/max": Metric(value=_masked_max(ratio, inputs.mask), over="max"),
-                "ratio": Metric(value=histogram(log_ratio, inputs.mask), over="histogram"),
             },
         )
 

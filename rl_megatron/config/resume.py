@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from pydantic import BaseModel
@@ -11,7 +10,6 @@ from pydantic_core import to_jsonable_python
 
 from rl_megatron import feature
 from rl_megatron.config.run import RunConfig
-from rl_megatron.types import ParallelDims
 
 FREE: Mapping[str, bool] = {
     "job": False,
@@ -74,40 +72,6 @@ Free are the layout, keys that change no number, time limits, and how later step
 
 FREE_BEFORE = ("eval.success_reward",)
 """Fixed keys that versions before left free: checkpoints of these do not hold them, and go on with any value."""
-
-COSTS: Mapping[str, bool] = {
-    "environment.concurrency": True,
-    "rollout": True,
-    "rollout.python": False,
-    "rollout.max_seconds": False,
-    **{
-        f"rollout.server.{key}": False
-        for key in (
-            *("addresses", "token_file", "start_seconds", "timeout_seconds", "restarts", "probes", "probe_tolerance"),
-            *("replicas", "tp", "pp", "dp", "ep"),
-        )
-    },
-    "learner": True,
-    **{f"learner.{degree.name}": False for degree in fields(ParallelDims)},
-    "learner.timeout_seconds": False,
-    "learner.router": False,
-    "learner.optimizer": False,
-    "learner.optimizer.moments_dtype": True,
-    **{f"train.{key}": True for key in ("minibatches", "whole_groups", "epochs", "route_flips", "max_staleness")},
-    **{f"slurm.{key}": True for key in ("nodes", "gpus_per_node", "nvlink_nodes", "engines.nodes")},
-}
-"""Of the keys that `FREE` frees, whether one changes a step's seconds or memory, degrees aside; others do not."""
-
-
-def cost_keys(config: RunConfig) -> dict[str, Any]:
-    """The values, other than defaults, of keys that a resume may change and that change a step's seconds or memory,
-    without the degrees of layouts."""
-    usual = defaults(config)
-    return {
-        key: value
-        for key, value in flat(config.model_dump(mode="json"))
-        if is_free(key) and _longest(COSTS, key.split(".")) and usual.get(key) != value
-    }
 
 
 def is_free(key: str) -> bool:

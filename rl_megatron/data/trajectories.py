@@ -110,21 +110,6 @@ def _between(spans: Sequence[Span], start: int, end: int) -> tuple[Span, ...]:
     return (Span(0, first.version), *(Span(s.start - start, s.version) for s in spans if start < s.start < end))
 
 
-def spans_of_requests(turns: Sequence[Turn]) -> list[list[Span]]:
-    """The spans of what each request sampled for a row of these turns: those of a completion in steps are one again."""
-    found, before = list[list[Span]](), None
-    for turn in turns:
-        spans = list(turn.spans)
-        if before is None or (turn.number, turn.start) != (before.number, before.stop):
-            found.append([])
-            first = turn.start
-        elif spans and found[-1] and spans[0].version == found[-1][-1].version:
-            del spans[0]
-        found[-1] += [Span(turn.start - first + span.start, span.version) for span in spans]
-        before = turn
-    return found
-
-
 def ends_in_tokens(token_ids: Sequence[int], ends: Sequence[int], decode: Decode) -> list[int]:
     """How many tokens have at least so many characters of the text, for each of the ascending ``ends``; at least 1.
 
@@ -148,16 +133,16 @@ def ends_in_tokens(token_ids: Sequence[int], ends: Sequence[int], decode: Decode
     return found
 
 
-def tokens_behind_prompt(one: Trajectory, known: Sequence[int] | None = None) -> int:
+def tokens_behind_prompt(one: Trajectory) -> int:
     """Tokens after the first row's prompt, sampled and observed, which environment.max_tokens counts: of a later row
-    those behind what is ``known`` of it (`known_beginnings`)."""
-    known = known_beginnings(one) if known is None else known
+    those behind what it begins with in common with one before it."""
+    known = _known_beginnings(one)
     prompts = [row.turns[0].start for row in one.chains]
     before = [prompts[0], *map(min, known[1:], prompts[1:])]  # a row may sample again what one before it did
     return sum(len(row.token_ids) for row in one.chains) - sum(before)
 
 
-def known_beginnings(one: Trajectory) -> list[int]:
+def _known_beginnings(one: Trajectory) -> list[int]:
     """How many tokens each row begins with in common with one before it. Of rows in the order of their tokens,
     neighbours have most in common: the last row is compared with its two, and taken out, and so on."""
     rows = [row.token_ids for row in one.chains]

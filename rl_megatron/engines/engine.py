@@ -143,8 +143,6 @@ class ServedEngine:
             row |= hooks.row()
         if self._attempts.slot_use is not None:
             row |= self._attempts.slot_use.row(len(self.replicas.present()))
-        if self._mode == "abort" and (running := self._attempts.so_far):
-            row["in_flight/tokens"] = sum(len(one.token_ids) for one in running.values() if one is not None)
         return row
 
     def beside(self, run: str, count: int) -> Loras:

@@ -126,9 +126,9 @@ class SlotUse:
     def __init__(self, slots: int) -> None:
         self._slots, self._servers = slots, 0
         self._running = Counter[Server]()
-        self._in_flight = self._used = 0  # completions, and those that have a slot
+        self._used = 0  # completions that have a slot
         self._since: float | None = None
-        self._whole = self._seconds = self._spare = 0.0  # of the clock, of used slots, and with a slot to spare
+        self._whole = self._seconds = 0.0  # of the clock, and of used slots
 
     @contextlib.contextmanager
     def busy(self, server: Server, completions: int) -> Iterator[None]:
@@ -145,8 +145,7 @@ class SlotUse:
         row = {}
         if self._servers and self._whole:
             row["idle/engine_fraction"] = max(0.0, 1 - self._seconds / (self._whole * self._slots * self._servers))
-            row["wait/admission_seconds"] = self._spare
-        self._servers, self._whole, self._seconds, self._spare = servers, 0.0, 0.0, 0.0
+        self._servers, self._whole, self._seconds = servers, 0.0, 0.0
         return row
 
     def _change(self, server: Server, by: int) -> None:
@@ -155,7 +154,6 @@ class SlotUse:
         self._running[server] = before + by
         if not before + by:
             del self._running[server]  # of servers that died, too
-        self._in_flight += by
         self._used += min(self._slots, before + by) - min(self._slots, before)
 
     def _advance(self) -> None:
@@ -164,7 +162,6 @@ class SlotUse:
         self._since = now
         self._whole += seconds
         self._seconds += seconds * self._used
-        self._spare += seconds * (self._in_flight < self._slots * self._servers)
 
 
 _LEAD = 2  # completions that a replica may run beyond the least busy one, at least

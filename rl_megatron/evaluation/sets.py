@@ -128,8 +128,8 @@ def row_of(name: str, measured: MeasuredSet, pass_at_k: Sequence[int]) -> Mappin
     """Metrics of a set, ``eval/<name>/...`` of docs/metrics.md."""
     row: dict[str, float | None] = {}
     for figure, interval in measured.figures(pass_at_k).items():
-        key = f"eval/{name}/{figure.replace('@', '_at_')}"
-        row |= {key: interval.value, f"{key}/low": interval.low, f"{key}/high": interval.high}
+        if not figure.startswith("all@"):
+            row[f"eval/{name}/{figure.replace('@', '_at_')}"] = interval.value
     rest = {"length": measured.length, "truncated": measured.truncated, "errors": measured.errors}
     row |= {f"eval/{name}/{key}": value for key, value in rest.items()}
-    return {key: value for key, value in row.items() if value is not None} | {f"eval/{name}/seconds": measured.seconds}
+    return {key: value for key, value in row.items() if value is not None}

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from rl_megatron.feature import LearnerHooks
 from rl_megatron.learner.heads import Head
 from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.observability import activity
-from rl_megatron.types import Counts, Loss, LossInputs, LossOutput, Metric, Over, Want
+from rl_megatron.types import Loss, LossInputs, LossOutput, Metric, Over, Want
 
 LossClosure = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
 AroundForward = Callable[[Any, PackedMicroBatch], AbstractContextManager[None]]
@@ -163,7 +162,7 @@ def _turn_sum(turn_ids: Tensor | None, num_turns: int) -> Callable[[Tensor], Ten
 _SIGNS: Mapping[Over, float] = {"min": -1.0, "max": 1.0}  # others are summed
 
 
-def reduce_outputs(outputs: Sequence[LossOutput]) -> dict[str, Metric[float | Counts]]:
+def reduce_outputs(outputs: Sequence[LossOutput]) -> dict[str, Metric[float]]:
     """Global ``loss`` and metrics of a (mini)batch from each rank's micro-batches. Every last-stage rank calls it."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     kinds = outputs[0].metrics
@@ -173,10 +172,7 @@ def reduce_outputs(outputs: Sequence[LossOutput]) -> dict[str, Metric[float | Co
     dist.all_reduce(total, group=group)
     read = iter(total.tolist())  # one wait for the GPU
     loss = next(read)
-    values: dict[str, float | Counts] = {}
-    for name in adding:
-        counts = tuple(islice(read, kinds[name].value.numel()))
-        values[name] = counts if kinds[name].over == "histogram" else counts[0]
+    values = dict(zip(adding, read, strict=True))
     extremes = {name: _SIGNS[metric.over] for name, metric in kinds.items() if metric.over in _SIGNS}
     if extremes:
         signs = total.new_tensor(list(extremes.values()))

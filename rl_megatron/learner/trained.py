@@ -65,7 +65,7 @@ from rl_megatron.observability import activity
 from rl_megatron.options.fp8 import rows
 from rl_megatron.options.offload import SLAB, leaving
 from rl_megatron.options.table import keywords
-from rl_megatron.types import Counts, Culprit, Loss, LossOutput, Metric, Samples, SkippedStep, StepResult, Want
+from rl_megatron.types import Culprit, Loss, LossOutput, Metric, Samples, SkippedStep, StepResult, Want
 from rl_megatron.weights.adapters.base import raise_other_base
 from rl_megatron.weights.bytes.parked import Parked
 from rl_megatron.weights.bytes.staged import Staged
@@ -359,7 +359,7 @@ class MegatronLearner(MegatronScorer):
 
     def backward(
         self, micro_batches: Sequence[Samples], loss: Loss, *, num_tokens: int, num_sequences: int
-    ) -> dict[str, Metric[float | Counts]] | None:
+    ) -> dict[str, Metric[float]] | None:
         """Accumulate the gradients of this DP rank's micro-batches with those since the last ``step``.
 
         Returns ``loss`` and its metrics on last-stage ranks, else None. ``step`` all-reduces the gradients once;

@@ -31,14 +31,14 @@ Row = dict[str, JsonValue]
 
 
 class Recorder:
-    """Records everything of a run. ``process`` has metrics of the controller itself. Controller process only."""
+    """Records everything of a run. ``process`` is in every row that this process makes. Controller process only."""
 
     def __init__(
         self,
         folder: Path,
         log: LogSection,
         progress: Progress,
-        process: Callable[[], Mapping[str, JsonValue]] = dict,
+        process: Mapping[str, JsonValue] | None = None,
         *,
         before_row: Callable[[], None] = lambda: None,
         is_taught: bool = False,
@@ -57,7 +57,7 @@ class Recorder:
         self._idle_steps, self._warned = 0, is_taught  # latest steps in a row without a gradient
         self._still_steps, self._warned_still = 0, False  # latest steps whose gradient was exactly 0
         self._file = folder / "samples.jsonl"
-        self.progress, self._process, self._before_row = progress, process, before_row
+        self.progress, self._process, self._before_row = progress, process or {}, before_row
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")  # one, so that rows keep their order
 
     async def write(self, row: Mapping[str, JsonValue], *, again: bool = False) -> Row:
@@ -65,7 +65,7 @@ class Recorder:
         disk; the event loop does not wait for that. Warns once if several steps in a row had none."""
         times, Stopwatch.latest = Stopwatch.latest, None
         self._timeline.step(row, times)
-        of_process = {} if again else self._process()  # else the row has those of the process that made the step
+        of_process = {} if again else self._process  # else the row has those of the process that made the step
         write = partial(self._write, {**row, **of_process}, again=again)
         written = await asyncio.get_running_loop().run_in_executor(self._thread, write)
         self.progress.step(written)

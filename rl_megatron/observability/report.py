@@ -279,8 +279,6 @@ def _named(curve: Curve, runs: Sequence[Run]) -> list[Curve]:
             curve,
             metric=metric,
             title=filled(curve.title, metric) + of,
-            low=curve.low and filled(curve.low, metric),
-            high=curve.high and filled(curve.high, metric),
         )
         for metric in names
     ]
@@ -310,8 +308,6 @@ def _lines(curve: Curve, arm: Arm, num_arms: int, *, several: bool) -> list[Seri
         x, y, each = averaged(x, y)
     elif not several and curve.spread is not None:
         low, high = y - rows.values(curve.spread), y + rows.values(curve.spread)
-    elif not several and curve.low and curve.high:
-        low, high = rows.values(curve.low), rows.values(curve.high)
     name = ("mean" if curve.peak else curve.metric) if alone else arm.label
     lines.append(Series(name=name, style=arm.style, x=x, y=y, low=low, high=high, each=each))
     return [line for line in lines if not np.isnan(line.y).all()]
@@ -332,13 +328,12 @@ def _phases(run: Run, *, named: bool) -> Chart | None:
 def _idle(run: Run) -> str:
     """What learner and engines did not use of the last steps' time; empty where that is not known."""
     last = run.rl[-_LAST_ROWS:]
-    learner, engine, stretch = (
+    learner, engine = (
         [value for row in last if (value := number(row, name)) is not None]
-        for name in ("idle/learner_fraction", "idle/engine_fraction", "overlap/stretch")
+        for name in ("idle/learner_fraction", "idle/engine_fraction")
     )
     said = [f"the learner waited for groups for {100 * fmean(learner):.0f} % of the time"] if learner else []
     said += [f"{100 * fmean(engine):.0f} % of the servers' slots were unused"] if engine else []
-    said += [f"a step took {fmean(stretch):.2f} times as long as its longer half"] if stretch else []
     return f"Mean of the last {len(learner)} rows: {', '.join(said)}." if said else ""
 
 

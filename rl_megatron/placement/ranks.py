@@ -11,11 +11,10 @@ Assigns nodes to the roles of a run.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 
 from rl_megatron.config.beside import in_words_of, nodes_of_role, separate
-from rl_megatron.config.resume import cost_keys
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
@@ -124,22 +123,6 @@ def placement_of(config: RunConfig, nodes: Sequence[str], role: str = LEARNER) -
 def ranks_by_role(config: RunConfig) -> dict[str, int]:
     """The number of ranks of the learner, and of each separate role in the order of a job's nodes."""
     return {role: config.learner_of(role).dims.world_size for role in (LEARNER, *separate(config))}
-
-
-def layout_said(config: RunConfig) -> str:
-    """The degrees of every role's layout, without those that are 1, where servers of the run's own are ``engines``, and
-    what else a resume may change that changes a step's seconds or memory, without defaults."""
-    said = {role: asdict(config.learner_of(role).dims) for role in (LEARNER, *separate(config))}
-    server = config.rollout.server
-    if config.kind.samples and config.rollout.served and server.addresses is None:
-        degrees = {name: getattr(server, name) for name in ("tp", "pp", "ep", "dp")}
-        said["engines"] = {"replicas": server.count, **degrees}
-    layouts = (
-        " ".join([role, *(f"{name}={n}" for name, n in degrees.items() if n > 1 or name == "dp")])
-        for role, degrees in said.items()
-    )
-    keys = " ".join(f"{key}={value}" for key, value in cost_keys(config).items())
-    return "; ".join([*layouts, *([keys] if keys else [])])
 
 
 def group_ranks(dims: ParallelDims) -> Mapping[str, list[list[int]]]:

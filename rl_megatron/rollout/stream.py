@@ -14,9 +14,7 @@ Servers get each prompt by itself, as soon as it is admitted, and none that no s
 in the learner's processes samples one batch at a time, and nothing during a push, so that each k gives equal numbers
 again after a resume; for k steps after the last too, so that a resume may make the run longer.
 
-Times a Stream: when something is sampled, for how long the learner waits, and how old groups become.
-
-Seconds are those of the event loop's clock, and count since the row before.
+Seconds are those of the event loop's clock.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from __future__ import annotations
 import asyncio
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rl_megatron.config.sections.rollout import RolloutSection
@@ -44,57 +42,6 @@ from rl_megatron.rollout.batch import (
     sampled_tokens,
 )
 from rl_megatron.types import RolloutGroup
-
-
-class StreamTimes:
-    """``apart``: whether sampling goes on while the learner trains. Controller process only."""
-
-    def __init__(self, *, apart: bool) -> None:
-        self._apart = apart
-        self._described: float | None = None  # the time of the row before; there is none before the first
-        self._busy, self._began = 0.0, 0.0  # seconds in which something was sampled, and since when it is
-        self._idle = self._idle_due = 0.0  # seconds for which the learner waited, and those for groups that are due
-        self._sent: dict[int, float] = {}  # when each prompt was sent that no step has taken
-        self._ages: list[float] = []  # of the groups that steps took
-
-    def sent(self, ordinals: Iterable[int], *, first: bool) -> None:
-        """Prompts are sampled from now on; ``first``: none was until now."""
-        now = asyncio.get_running_loop().time()
-        self._began = now if first else self._began
-        self._sent |= dict.fromkeys(ordinals, now)
-
-    def ended(self) -> None:
-        """Nothing is sampled any more."""
-        self._busy += asyncio.get_running_loop().time() - self._began
-
-    def left(self, ordinal: int, *, trained: bool) -> None:
-        """A step took the prompt's group (``trained``), or it was left out."""
-        sent = self._sent.pop(ordinal, None)
-        if trained and sent is not None:
-            self._ages.append(asyncio.get_running_loop().time() - sent)
-
-    def waited(self, seconds: float, *, for_due: bool) -> None:
-        """The learner waited; ``for_due``: a batch of groups that were not due was finished."""
-        self._idle += seconds
-        self._idle_due += seconds * for_due
-
-    def row(self, *, sampling: bool) -> dict[str, float]:
-        """Metrics since the row before; those that are shares of this time are not in the first. ``sampling``: whether
-        something is being sampled now."""
-        now = asyncio.get_running_loop().time()
-        if sampling:
-            self._busy, self._began = self._busy + now - self._began, now
-        row = {"wait/due_seconds": self._idle_due}
-        if self._ages:
-            row["age/seconds_mean"] = sum(self._ages) / len(self._ages)
-        if self._described is not None and (whole := now - self._described):
-            work = self._busy + whole - self._idle
-            row["overlap/fraction"] = 1 - whole / work if work else 0.0
-            if self._apart:
-                row["idle/learner_fraction"] = self._idle / whole
-        self._described, self._busy, self._idle, self._idle_due, self._ages = now, 0.0, 0.0, 0.0, []
-        return row
-
 
 _PATIENCE = 0.02  # the share of a step for which the learner may wait before more is sampled ahead
 _CALM_STEPS = 30  # steps without such a wait before less is
@@ -155,10 +102,10 @@ class Stream:
         self._tasks, self._changed = set[asyncio.Task[None]](), asyncio.Event()
         self._failure: Exception | None = None
         self._closed = self._begins = False  # begins: a task that draws; it then admits the next group
-        self._sampling = 0  # tasks whose groups were sent
         self._took: float | None = None  # the time of the last ``take``
         self._waited = 0.0  # seconds since
-        self._times = StreamTimes(apart=self._apart)
+        self._described: float | None = None  # the time of the last row; there is none before the first
+        self._idle = 0.0  # seconds since, for which the learner waited
 
     def admit(self) -> None:
         """Begin a group as the rule allows, whose task draws, sends and admits the next. In the learner's processes one
@@ -210,11 +157,15 @@ class Stream:
 
     def row(self) -> dict[str, float]:
         """Metrics of a step after its push; with staleness, those of the time since the last call too."""
-        row, times = dict[str, float](self._ledger.row()), self._times.row(sampling=self._sampling > 0)
+        row = dict[str, float](self._ledger.row())
         if not self._most:
             return row
-        met = self._met * self._section.group_size
-        return row | times | {"staleness/allowed": self._ahead, "in_flight/completions": met}
+        row |= {"staleness/allowed": self._ahead, "in_flight/completions": self._met * self._section.group_size}
+        before, self._described = self._described, asyncio.get_running_loop().time()
+        if self._apart and before is not None and (whole := self._described - before):
+            row["idle/learner_fraction"] = self._idle / whole
+        self._idle = 0.0
+        return row
 
     async def interrupt(self) -> None:
         """Have ``state`` know every token of the completions that are being sampled."""
@@ -306,19 +257,11 @@ class Stream:
             places = self._sendable(most)
         finally:
             self._begins = False
-        ordinals = [place.drawn.ordinal for place in places]
         if not places:
             return
-        self._ledger.move(ordinals, "in_flight")
-        self._times.sent(ordinals, first=not self._sampling)
-        self._sampling += 1
+        self._ledger.move((place.drawn.ordinal for place in places), "in_flight")
         self.admit()
-        try:
-            answers = await self._source.groups([place.drawn for place in places])
-        finally:
-            self._sampling -= 1
-            if not self._sampling:
-                self._times.ended()
+        answers = await self._source.groups([place.drawn for place in places])
         for place, answered in zip(places, answers, strict=True):
             self._answer(place, answered)
 
@@ -396,13 +339,13 @@ class Stream:
     async def _change(self) -> None:
         """Wait until a group ends. Raises what sampling raised."""
         self._check()
-        loop, is_due = asyncio.get_running_loop(), len(self._ready) >= self._size
+        loop = asyncio.get_running_loop()
         began = loop.time()
         self._changed.clear()
         await self._changed.wait()
         seconds = loop.time() - began
         self._waited += seconds
-        self._times.waited(seconds, for_due=is_due)
+        self._idle += seconds
         self._check()
 
     def _check(self) -> None:
@@ -411,7 +354,6 @@ class Stream:
 
     def _remove(self, place: Waiting) -> None:
         del self._places[place.drawn.ordinal]
-        self._times.left(place.drawn.ordinal, trained=place.kept)
         self._dues[place.due] -= 1
         if not self._dues[place.due]:
             del self._dues[place.due]

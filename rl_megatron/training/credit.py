@@ -294,17 +294,11 @@ def states_of(groups: Sequence[RolloutGroup]) -> Tensor:
     return torch.tensor([numbers.setdefault(state, len(numbers)) for state in states])
 
 
-def shared_states(groups: Sequence[RolloutGroup]) -> float:
-    """The share of turns that began from the state of another turn of their group."""
-    states = states_of(groups)
-    return float((states.bincount()[states] > 1).double().mean())
-
-
 _known: WeakKeyDictionary[Trajectory, list[str | bytes]] = WeakKeyDictionary()
 
 
 def _states(one: Trajectory) -> list[str | bytes]:
-    """As `_hashed`, once: a step asks which groups teach, how many states are shared, and for advantages."""
+    """As `_hashed`, once: a step asks which groups teach, and for advantages."""
     if (found := _known.get(one)) is None:
         found = _known[one] = _hashed(one)
     return found

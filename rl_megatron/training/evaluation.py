@@ -75,7 +75,6 @@ class EvaluationBeside:
     recorder: Recorder
     at_once: int | None = None  # the most requests that servers have at once; None: all
     step: int = 0  # of the last one that began
-    skipped: int = 0  # evaluations that were due while one was under way, since the last row
     _measures: Evaluation = field(init=False)
     _running: asyncio.Task[None] | None = field(default=None, init=False)
 
@@ -95,7 +94,6 @@ class EvaluationBeside:
         if self.step == step or self.recorder.has_evaluation(step):
             return
         if self._running is not None:
-            self.skipped += 1
             logger.warning(
                 "step %d is not evaluated: the evaluation of step %d is under way; raise eval.every", step, self.step
             )
@@ -132,7 +130,4 @@ class EvaluationBeside:
     async def _evaluate(self, step: int) -> None:
         began = perf_counter()
         row = await self._measures.row(step, pushed=step)
-        skipped, self.skipped = self.skipped, 0
-        await self.recorder.write(
-            {"step": step, "phase": "eval", **row, "eval/skipped": skipped, "seconds/eval": perf_counter() - began}
-        )
+        await self.recorder.write({"step": step, "phase": "eval", **row, "seconds/eval": perf_counter() - began})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -218,14 +217,12 @@ class Loop:
         ``accuracy``: the held-out one, where this step measured it.
         """
         await self._finish_save(watch)
-        began = time.perf_counter()
         with watch("checkpoint"):
             await self.job.before_save(self.stop)
             known, state = accuracy if isinstance(accuracy, float) else None, self.job.state()
             if self.put_off is not None:
                 state = replace(state, row=self.put_off)
             self.in_hand = await self.checkpoints.save(state, self.job.learners(), known)
-        watch.note("checkpoint/stage_seconds", time.perf_counter() - began)
         self.saved = self.done
         if not self.async_save:
             await self._finish_save(watch)

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.losses import MEANS_OF_RATIOS
-from rl_megatron.algorithms.mismatch import expert_metrics, gap_metrics, mismatch_metrics
-from rl_megatron.algorithms.ratios import ratio_quantiles
+from rl_megatron.algorithms.mismatch import mismatch_metrics
 from rl_megatron.algorithms.segments import differ
 from rl_megatron.config.run import RunConfig
 from rl_megatron.observability.recorder import Row
-from rl_megatron.types import Counts, Metric, Over, RolloutGroup, Samples, StepResult, Want
+from rl_megatron.types import Metric, Over, RolloutGroup, Samples, StepResult, Want
 
-QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 LOGPROBS: frozenset[Want] = frozenset({"logprobs"})
 
 
@@ -46,7 +44,6 @@ class Measured:
     routes: Tensor | None  # [N, MoE layers, top_k] the experts that its pass used, where asked for
     engine_routes: Tensor | None = None  # likewise of the engine, where they are compared and not replayed
     logit_norms: Tensor | None = None  # [N] of the policy at the start of the update
-    gaps: Tensor | None = None  # [spans, 2] int64, in the order of positions: tokens, and pushes since; with staleness
 
 
 def mismatch_row(found: Measured) -> Row:
@@ -55,12 +52,7 @@ def mismatch_row(found: Measured) -> Row:
     if current is None:
         return {}
     sampled = samples.mask if samples.demonstrated is None else samples.mask & ~samples.demonstrated
-    row: Row = {**mismatch_metrics(current, samples.rollout_logprobs, sampled, samples.cu_seqlens)}
-    if found.gaps is not None:
-        row |= gap_metrics(current, samples.rollout_logprobs, sampled, found.gaps)
-    if samples.routes is not None:
-        row |= expert_metrics(current, samples.rollout_logprobs, sampled, samples.routes)
-    return row
+    return {**mismatch_metrics(current, samples.rollout_logprobs, sampled, samples.cu_seqlens)}
 
 
 def advantage_row(samples: Samples) -> Row:
@@ -86,15 +78,13 @@ def explained_variance(samples: Samples) -> float:
 class Made:
     """An optimizer step that was made: ``loss``, its metrics, and the step's result."""
 
-    of_loss: Mapping[str, Metric[float | Counts]]
+    of_loss: Mapping[str, Metric[float]]
     step: StepResult
 
     @property
     def loss(self) -> float:
         """The loss of the batch."""
-        value = self.of_loss["loss"].value
-        assert isinstance(value, float)
-        return value
+        return self.of_loss["loss"].value
 
 
 def policy_row(steps: Sequence[Made]) -> Row:
@@ -136,26 +126,17 @@ def _grad_norm(steps: Sequence[Made]) -> float:
     return math.fsum(made.step.grad_norm for made in steps) / len(steps)
 
 
-def _merged(steps: Sequence[Mapping[str, Metric[float | Counts]]]) -> Row:
-    """Merge each metric of the optimizer steps that have it; a histogram becomes its quantiles."""
-    found: dict[str, list[Metric[float | Counts]]] = {}
+def _merged(steps: Sequence[Mapping[str, Metric[float]]]) -> Row:
+    """Merge each metric of the optimizer steps that have it."""
+    found: dict[str, list[Metric[float]]] = {}
     for step in steps:
         for name, metric in step.items():
             if metric.weight or metric.over != "mean":
                 found.setdefault(name, []).append(metric)
     row: Row = {}
     for name, parts in found.items():
-        if parts[0].over == "histogram":
-            row |= _quantiles(name, parts)
-        else:
-            row[name] = _OVER[parts[0].over](parts)
+        row[name] = _OVER[parts[0].over](parts)
     return row
-
-
-def _quantiles(name: str, parts: Sequence[Metric[float | Counts]]) -> Row:
-    total = [math.fsum(column) for column in zip(*(p.value for p in parts if isinstance(p.value, tuple)), strict=True)]
-    names = [f"{name}/{quantile}" for quantile in QUANTILES]
-    return dict(zip(names, ratio_quantiles(total, list(QUANTILES.values())), strict=True))
 
 
 def _weighted_mean(parts: Sequence[Metric[float]]) -> float:
@@ -181,12 +162,3 @@ def token_versions(groups: Sequence[RolloutGroup], samples: Samples) -> Tensor:
             for span in turn.spans:  # a later one covers what is after its start
                 versions[begin + span.start : end] = span.version
     return versions
-
-
-def gaps_of(groups: Sequence[RolloutGroup], step: int) -> Tensor:
-    """Of every span of sampled tokens, in the order of the samples' positions: its tokens, and how many pushes older
-    the version is that sampled it than the one that ``step`` begins with; [spans, 2] int64."""
-    turns = [turn for group in groups for one in group.trajectories for row in one.chains for turn in row.turns]
-    starts = [(*(span.start for span in turn.spans), len(turn.logprobs)) for turn in turns]
-    lengths = [b - a for of_turn in starts for a, b in pairwise(of_turn)]
-    return torch.tensor([lengths, [step - 1 - span.version for turn in turns for span in turn.spans]]).T

@@ -15,7 +15,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import Learner
 from rl_megatron.training.measures import Made
-from rl_megatron.types import Batch, Counts, Loss, Metric, Prompt, Samples, SkippedStep, StepResult
+from rl_megatron.types import Batch, Loss, Metric, Prompt, Samples, SkippedStep, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class OptimizerSteps:
     def _judge(
         self,
         result: StepResult | SkippedStep,
-        of_loss: Mapping[str, Metric[float | Counts]],
+        of_loss: Mapping[str, Metric[float]],
         micro_batches: Sequence[Sequence[Samples]],
         prompts: Iterable[Prompt],
     ) -> Made | None:

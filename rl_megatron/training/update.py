@@ -28,7 +28,7 @@ from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.objectives import ClipLimits
 from rl_megatron.algorithms.own import check_own_advantages, check_own_objective, check_own_pair_loss
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.algorithm import AlgorithmSection, TokensSection
+from rl_megatron.config.sections.algorithm import TokensSection
 from rl_megatron.data.demonstrations import with_demonstrations
 from rl_megatron.data.packing import tokens_of_part, unpack, with_own_columns
 from rl_megatron.data.samples import computed_lengths, to_samples, without_routes
@@ -45,7 +45,6 @@ from rl_megatron.training.measures import (
     advantage_row,
     critic_row,
     explained_variance,
-    gaps_of,
     mismatch_row,
     policy_row,
     token_versions,
@@ -58,29 +57,10 @@ from rl_megatron.types import Batch, Loss, Prompt, RolloutGroup, Samples
 
 _TRAINED = ("top_entropy", "second_moment")  # the tokens that are chosen are those that are trained on
 
-Chosen = tuple[Sequence[RolloutGroup], Rewards, Row]
 """Groups, the rewards of their completions, and metrics of the selection."""
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """``choose`` selects from groups and rewards; ``unit`` neighbouring sequences are packed together."""
-
-    choose: Callable[[Sequence[RolloutGroup], Rewards], Chosen]
-    unit: int
-
-
-def selection_of(row: AlgorithmSection) -> Selection:
-    """Preference pairs for a preference loss, else all completions."""
-    return Selection(preference_pairs, 2) if row.pairs else Selection(every_completion, 1)
-
-
-def every_completion(groups: Sequence[RolloutGroup], rewards: Rewards) -> Chosen:
-    """Keeps all groups and rewards."""
-    return groups, rewards, {}
-
-
-def preference_pairs(groups: Sequence[RolloutGroup], rewards: Rewards) -> Chosen:
+def preference_pairs(groups: Sequence[RolloutGroup], rewards: Rewards) -> tuple[Sequence[RolloutGroup], Rewards]:
     """Keeps the best and the worst completion, in this order, of every group whose ``rewards`` differ, for DPO."""
     pairs, kept = [], []
     for group, values in zip(groups, rewards.values.split([len(g.rewards) for g in groups]), strict=True):
@@ -89,7 +69,7 @@ def preference_pairs(groups: Sequence[RolloutGroup], rewards: Rewards) -> Chosen
         if of_group[best] > of_group[worst]:
             pairs.append(replace(group, trajectories=(group.trajectories[best], group.trajectories[worst])))
             kept += [of_group[best], of_group[worst]]
-    return pairs, replace(rewards, values=torch.tensor(kept)), {"preference/pairs": len(pairs)}
+    return pairs, replace(rewards, values=torch.tensor(kept))
 
 
 def top_entropy(entropy: Tensor, share: float) -> Tensor:
@@ -195,7 +175,6 @@ class Update:
     tracked: Callable[[str], float] | None = None
     """The value of a prompt by its id, where the baseline is tracked."""
     state: AlgorithmState = field(init=False)
-    _selection: Selection = field(init=False)
     packers: Packers = field(init=False)
     """Those of the policy and of all roles with a layout of their own."""
     hooks: tuple[StepHooks, ...] = field(init=False)
@@ -209,8 +188,8 @@ class Update:
         check_own_pair_loss(self.config.algorithm.preference)
         self.state = AlgorithmState()
         self.hooks = step_hooks(self.config, self.roles)
-        self._selection = selection_of(self.config.algorithm)
-        self.packers = Packers(config=self.config, attention_cost=self.attention_cost, unit=self._selection.unit)
+        unit = 2 if self.config.algorithm.pairs else 1  # neighbouring sequences that are packed together
+        self.packers = Packers(config=self.config, attention_cost=self.attention_cost, unit=unit)
         self.policy_steps, self.critic_steps = (
             OptimizerSteps(name=name, most=self.config.train.most_skipped) for name in ("policy", "critic")
         )
@@ -234,8 +213,8 @@ class Update:
             return row
         groups = with_demonstrations(groups)
         rewards = shape_rewards(groups, section, self.state, max_new_tokens=longest)
-        groups, rewards, said = self._selection.choose(groups, rewards)
-        row |= said
+        if section.pairs:
+            groups, rewards = preference_pairs(groups, rewards)
         if not groups:
             return row
         found, samples, state = await self._scored(groups, rewards, step, watch)
@@ -264,7 +243,6 @@ class Update:
         found = replace(found, engine_routes=None if self._replays else sampled.routes)
 
         def credited() -> tuple[Measured, Samples, AlgorithmState]:
-            aged = self.config.train.max_staleness and found.current is not None
             samples, state = assign_credit(
                 found.samples,
                 groups,
@@ -275,7 +253,7 @@ class Update:
                 logit_norms=found.logit_norms,
             )
             samples = self._with_proximal_share(samples, groups, step)
-            return replace(found, gaps=gaps_of(groups, step) if aged else None), samples, state
+            return found, samples, state
 
         return await to_thread(credited)
 
@@ -385,7 +363,7 @@ class Update:
         if learnt or c.algorithm.is_own_critic:
             row["critic/explained_variance"] = await to_thread(explained_variance, samples)
         if learnt:
-            row |= {"critic/learning_rate": critic_learning_rate(c, step)} | critic_row(learnt)
+            row |= critic_row(learnt)
         return row
 
     async def _limits(self, batch: Batch, watch: Stopwatch) -> ClipLimits | None:

@@ -162,11 +162,9 @@ def turns(samples: Samples) -> dict[str, tuple[Loss, int, Samples]]:
     return {"turns": (of(level), 1, by_turn), "prompts": (of(mean), 1, by_prompt)}
 
 
-def numbers_and_counts(result: Made) -> tuple[dict[str, object], dict[str, object]]:
-    """The metrics of a step's loss by name, histograms apart."""
-    found = {name: metric.value for name, metric in result.of_loss.items()}
-    counts = {name: value for name, value in found.items() if isinstance(value, tuple)}
-    return {name: value for name, value in found.items() if name not in counts}, counts
+def numbers_of(result: Made) -> dict[str, object]:
+    """The metrics of a step's loss by name."""
+    return {name: metric.value for name, metric in result.of_loss.items()}
 
 
 def of(config: RunConfig, kl_coefficient: float = 0.0) -> Loss:
@@ -203,7 +201,7 @@ def rank_main(rank: int, layout_name: str, folder: Path, model: Path, max_tokens
         counts = {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
         result = train_step(megatron, batch.micro_batches[dp], loss, rate, **counts)
         assert not isinstance(result, SkippedStep)
-        return None if result is None else [result.loss, result.step.grad_norm, *numbers_and_counts(result)]
+        return None if result is None else [result.loss, result.step.grad_norm, numbers_of(result)]
 
     policy = make_policy(shape, learner, device, temperature=0.7, top_k=TOP)
     fill(policy)
@@ -278,14 +276,11 @@ def alone(of_layout: OfLayout) -> dict[str, Any]:
 
 
 def assert_same(found: list[Any], wanted: list[Any], name: str) -> None:
-    loss, norm, metrics, histograms = found
+    loss, norm, metrics = found
     assert loss == pytest.approx(wanted[0], abs=1e-6, rel=1e-6), name
     assert norm == pytest.approx(wanted[1], rel=1e-4), name
     for metric in metrics:
         assert metrics[metric] == pytest.approx(wanted[2][metric], rel=1e-5, abs=1e-5), (name, metric)
-    for counts, others in zip(histograms.values(), wanted[3].values(), strict=True):
-        moved = sum(abs(a - b) for a, b in zip(counts, others, strict=True))
-        assert moved <= 4, name  # of about 460 tokens: a ratio on the edge of its bin
 
 
 @pytest.mark.parametrize("layout", CUT)

@@ -147,10 +147,6 @@ def test_a_step_of_two_data_parallel_ranks_with_two_stages(tmp_path: Path) -> No
         moved, tokens = written() - before, len(samples.targets) + samples.num_sequences
         columns = 4 * (tokens + int(samples.mask.sum()) + len(current))
         assert columns < moved <= 1.05 * columns, moved / columns
-        row = roles.rank_metrics()
-        assert columns < row["plane/bytes"] <= moved
-        assert row["plane/seconds"] > 0
-        assert roles.rank_metrics()["plane/bytes"] == 0
 
     async def run() -> None:
         async with LocalLauncher(model, tmp_path).start(config) as roles:

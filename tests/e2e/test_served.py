@@ -97,7 +97,7 @@ def test_agents_with_a_client_and_by_turns_train_on_what_was_sampled(place: Plac
     for row in rows:
         assert 0 < row["source/sums/reward"] < 1 < 2 < row["source/odd/reward"] < 3, row
         assert row["environment/turns_mean"] >= 1.5, row  # an agent's have two
-        assert row["environment/rows_mean"] == 1, row
+        assert not any(name.startswith("environment/branches/") for name in row), row
         assert row["mismatch/logprob_abs_max"] < 1e-5, row  # of tokens sampled and trained on
         assert row["grad_norm"] > 0, row
 
@@ -135,7 +135,7 @@ def test_evaluations_beside_training_have_the_figures_of_those_that_it_waits_for
     run = place.fork("beside", *KEYS).finish()
     first, last = evaluated(run), run.rows()[-1]
     assert set(first) <= {2, 4}
-    assert len(first) + sum(row["eval/skipped"] for row in first.values()) == 2
+    assert 1 <= len(first) <= 2
     assert (last["step"], last["phase"]) == (5, "rl")
     for step in (4, 5):
         shutil.rmtree(run.folder / "checkpoints" / f"step_{step:06d}")

@@ -135,8 +135,7 @@ def test_losses_gradients_and_weights_are_those_of_transformers_and_adamw(place:
             held = float(loss_of(reference, model, held_out))
         assert row["eval/loss"] == pytest.approx(held, rel=1e-4)
         assert row["eval/perplexity"] == pytest.approx(np.exp(held), rel=1e-3)
-        assert row["tokens/learnt"] == sum(sum(tokens_of(model, messages)[1]) for messages in batch)
-        assert row["tokens/train"] >= row["tokens/learnt"]
+        assert row["tokens/train"] >= sum(sum(tokens_of(model, messages)[1]) for messages in batch)
         assert row["learning_rate"] == pytest.approx(rate)
     assert headline_figures(load_runs([run.folder])[0])["steps"] == str(STEPS)  # and not of train.steps
     exported = AutoModelForCausalLM.from_pretrained(run.folder / f"hf_step_{STEPS:06d}", dtype=torch.float32)

@@ -102,15 +102,11 @@ class Routers:
         """What routers' observers say: of all positions, not those of padding, and of layers once."""
         every = [torch.cat(chosen).flatten() for chosen in self.chosen]
         load = torch.stack([one.bincount(minlength=self.shape.num_experts) for one in every]).float()
-        p = torch.stack([self._scores(torch.cat(logits)) for logits in self.logits])
-        p = p / p.sum(-1, keepdim=True)
-        entropy = -(p * p.log()).sum(-1).mean() / torch.tensor(p.shape[-1]).log()
         rerouted = {"moe/rerouted_fraction": float(torch.cat(self._rerouted).double().mean())}
         return {
             **(rerouted if self.samples.routes is not None else {}),
             "moe/load_imbalance": float((load.amax(1) / load.mean(1)).max()),
             "moe/dead_experts": float((load == 0).float().mean()),
-            "moe/routing_entropy": float(entropy),
         }
 
     def balance(self, batch: Batch) -> dict[str, Tensor]:

@@ -256,7 +256,7 @@ def _lacking(metric: str, config: RunConfig) -> str | None:
     room, _, name = metric.partition("/")
     if room == "critic":
         section = config.algorithm
-        if section.critic.backbone == "policy" and name in ("grad_norm", "learning_rate"):
+        if section.critic.backbone == "policy" and name == "grad_norm":
             return f"algorithm.critic.backbone=policy trains it in the policy's own steps; take {name}"
         if config.kind.samples and (section.needs_critic or section.is_own_critic):
             return None
@@ -318,7 +318,7 @@ def _figures(one: EvalSetSection) -> list[str]:
     whole = ("mean", "maj") if one.samples > 1 else ("mean",)
     return [
         *(f"{figure}_at_{one.samples}" for figure in whole),
-        *(f"{figure}_at_{k}" for k in one.pass_at for figure in ("pass", "all")),
+        *(f"pass_at_{k}" for k in one.pass_at),
     ]
 
 

@@ -39,7 +39,6 @@ class TokenRows:
 
     def __init__(self) -> None:
         self._rows: list[_Row] = []
-        self.gone_on = 0  # turns that go on from an earlier one's row
 
     def add(self, prompt: TokenIds, completion: Completion, text: str) -> Turn | None:
         """Take what was sampled after the ``prompt``, [L] int32. The turn at its place; None if nothing was sampled."""
@@ -51,8 +50,6 @@ class TokenRows:
         if row is None:
             row = _Row(tokens=prompt, turns=())
             self._rows.append(row)
-        else:
-            self.gone_on += 1
         row.tokens, row.turns = np.concatenate((prompt, completion.token_ids)), (*row.turns, turn)
         return turn
 
@@ -212,11 +209,6 @@ class Conversation:
         _child(node, answer).sampled = sampled
         self._sampled.append(sampled)
         return sampled.turn
-
-    @property
-    def gone_on(self) -> int:
-        """How many turns go on from an earlier one's row."""
-        return sum(one.after is not None for one in self._sampled)
 
     def branches(self) -> Mapping[Branch, int]:
         """How many turns began a row after the first, by the reason."""

@@ -13,7 +13,6 @@ import resource
 import secrets
 import socket
 import sys
-import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -114,8 +113,6 @@ class RequestCounts:
     answered: int = 0  # turns that were sampled
     retried: int = 0  # requests that got a turn that was sampled for an earlier one
     refused: int = 0
-    overridden: int = 0  # turns whose client asked for another temperature or top_p than the run's
-    own_ms: list[float] = field(default_factory=list)  # of each turn answered: what the endpoint itself took
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -206,11 +203,6 @@ class _Asked:
     body: bytes
     receive: ReceivePart  # what comes after the body
     line: OpenConversation
-    read: float = field(default_factory=time.perf_counter)  # when the body was there
-
-    def took(self, waited: float) -> None:
-        """Count the time until now, but for what its turn ``waited``."""
-        self.line.requests.own_ms.append((time.perf_counter() - self.read - waited) * 1000)
 
 
 class Application:
@@ -256,34 +248,23 @@ class Application:
         request.check()
         tools = () if request.tool_choice == "none" else request.tools or ()
         served = asked.line.served
-        answer, name, first = await self._once(
-            asked, request, lambda: served.answer(request.messages, tools, request.most)
-        )
+        answer, name = await self._once(asked, request, lambda: served.answer(request.messages, tools, request.most))
         kind, usage = b"application/json", request.stream_options is not None and request.stream_options.include_usage
         if request.stream:
             kind, parts = b"text/event-stream", list(chat_stream(answer, name, request.model, usage=usage))
         else:
             parts = [msgspec.json.encode(chat_answer(answer, name, request.model))]
-        if first:
-            asked.took(answer.waited)
         return kind, parts
 
     async def _tokens(self, asked: _Asked) -> tuple[bytes, Iterable[bytes]]:
         request = read_request(asked.body, TokenRequest)
         served, params = asked.line.served, request.sampling_params
         request.check(served.params.stop_token_ids)
-        answer, name, first = await self._once(
-            asked, params, lambda: served.complete(request.token_ids, params.max_tokens)
-        )
-        parts = [msgspec.json.encode(token_answer(answer.completion, name))]
-        if first:
-            asked.took(answer.waited)
-        return b"application/json", parts
+        answer, name = await self._once(asked, params, lambda: served.complete(request.token_ids, params.max_tokens))
+        return b"application/json", [msgspec.json.encode(token_answer(answer, name))]
 
-    async def _once(
-        self, asked: _Asked, params: Any, sample: Callable[[], Coroutine[Any, Any, T]]
-    ) -> tuple[T, str, bool]:
-        """The turn, its id, and whether the request is the first for it.
+    async def _once(self, asked: _Asked, params: Any, sample: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, str]:
+        """The turn and its id.
 
         One that comes again gets the turn that was sampled for it, or is being sampled. It says so itself (`_RETRY`),
         or says nothing, and the client of an equal one under way has gone. Of equal turns it gets one whose client has
@@ -297,12 +278,12 @@ class Application:
             task = None
         else:
             task = asked.line.left_turn(digest, done=True) or asked.line.answers.get(digest)
-        if first := task is None:
+        if task is None:
             task = asyncio.create_task(_counted(sample(), asked.line.requests), name=f"turn-{next(self._turns)}")
             asked.line.answers[digest] = task
             asked.line.sampling.add(task)
             task.add_done_callback(asked.line.sampling.discard)
-            asked.line.requests.overridden += self._is_overridden(params, asked.line.served.params)
+            self._warn_of_others(params, asked.line.served.params)
         else:
             asked.line.requests.retried += 1
         watching = asyncio.create_task(_leave(asked, digest, task))
@@ -317,18 +298,15 @@ class Application:
             raise
         finally:
             watching.cancel()
-        return turn, task.get_name(), first
+        return turn, task.get_name()
 
-    def _is_overridden(self, params: Any, used: SamplingParams) -> bool:
-        """Whether the client asks for another distribution than the run samples. The first time it is logged."""
+    def _warn_of_others(self, params: Any, used: SamplingParams) -> None:
+        """Log the first time that a client asks for another distribution than the run samples."""
         for name, own in (("temperature", used.temperature), ("top_p", used.top_p)):
             given = getattr(params, name)
-            if given is not None and given != own:
-                if not self._warned:
-                    logger.warning("a client asks for %s=%g; the run samples with %g, here and later", name, given, own)
+            if given is not None and given != own and not self._warned:
+                logger.warning("a client asks for %s=%g; the run samples with %g, here and later", name, given, own)
                 self._warned = True
-                return True
-        return False
 
 
 async def _counted(sampling: Coroutine[Any, Any, T], requests: RequestCounts) -> T:

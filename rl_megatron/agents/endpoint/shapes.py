@@ -23,15 +23,6 @@ class ServedTurn:
     finish_reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
-    waited: float  # seconds for the turn before it, and for the engine
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedTokens:
-    """One turn, for a client that asks by tokens."""
-
-    completion: Completion
-    waited: float  # as of a `ServedTurn`
 
 
 class Served(Protocol):
@@ -56,7 +47,7 @@ class Served(Protocol):
         """
         ...
 
-    async def complete(self, token_ids: Sequence[int], max_tokens: int | None) -> ServedTokens:
+    async def complete(self, token_ids: Sequence[int], max_tokens: int | None) -> Completion:
         """Sample what follows the tokens. Raises RequestRefused and EngineError."""
         ...
 

@@ -81,7 +81,7 @@ class PromptStream:
             epochs, left = self._epochs[name], count
             for number in range(first := epochs.drawn, first + len(epochs.rows)):
                 (row,) = epochs.draws(number, number + 1).tolist()
-                if row in self.left_out or (self.table and not self.table.is_drawn(row, number // len(epochs.rows))):
+                if row in self.left_out or (self.table and not self.table.draws(row, number // len(epochs.rows))):
                     continue
                 try:
                     left -= self._pool.read_ahead(row, Upcoming(number, epochs.draws))

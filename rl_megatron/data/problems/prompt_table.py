@@ -34,7 +34,6 @@ class TableState:
     visits: Visits
     rates: Rates  # NaN: unknown
     retired: Retired  # the step; -1: it is drawn
-    skipped: int  # draws
     values: Rates | None = None  # where they are tracked
     counts: Rates | None = None  # of completions that still count
 
@@ -57,18 +56,11 @@ class PromptTable:
         self.visits = np.zeros(len(prompts), np.int32)
         self.rates = np.full(len(prompts), np.nan)
         self.retired = np.full(len(prompts), -1, np.int32)
-        self.skipped = 0
         self._again = Counter[str]()  # retired prompts of each source that were drawn again, by this process
         value, count = _PRIOR
         self.values, self.counts = np.full(len(prompts), value), np.full(len(prompts), count)
 
     def draws(self, row: int, epoch: int) -> bool:
-        """As `is_drawn`; counts one that is not."""
-        drawn = self.is_drawn(row, epoch)
-        self.skipped += not drawn
-        return drawn
-
-    def is_drawn(self, row: int, epoch: int) -> bool:
         """Whether this epoch draws the prompt. Any thread may ask."""
         s, rate = self._section, self.rates[row]
         drawn = self.retired[row] < 0
@@ -138,14 +130,14 @@ class PromptTable:
         """The metrics ``curriculum/…``."""
         known = self.rates[~np.isnan(self.rates)]
         mean = {"curriculum/mean_pass_rate": float(known.mean())} if len(known) else {}
-        return {"curriculum/retired": int((self.retired >= 0).sum()), "curriculum/skipped": self.skipped, **mean}
+        return {"curriculum/retired": int((self.retired >= 0).sum()), **mean}
 
     def state(self) -> TableState:
         """What ``restore`` continues from."""
         columns = {"visits": self.visits.copy(), "rates": self.rates.copy(), "retired": self.retired.copy()}
         if self._track_decay is not None:
             columns |= {"values": self.values.copy(), "counts": self.counts.copy()}
-        return TableState(**columns, skipped=self.skipped)
+        return TableState(**columns)
 
     def restore(self, state: TableState | None) -> None:
         """Continue from ``state``. Raises CheckpointError if it is of other data."""
@@ -156,6 +148,5 @@ class PromptTable:
                 "resume with the same data and limits"
             )
         self.visits, self.rates, self.retired = state.visits.copy(), state.rates.copy(), state.retired.copy()
-        self.skipped = state.skipped
         if state.values is not None and state.counts is not None:
             self.values, self.counts = state.values.copy(), state.counts.copy()

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from rl_megatron.algorithms.kl import average_age
 from rl_megatron.config.beside import reference_follows
 from rl_megatron.config.run import RunConfig
 from rl_megatron.feature import StepHooks
 from rl_megatron.interfaces import Learner, Roles
-from rl_megatron.observability.recorder import Row, Stopwatch
+from rl_megatron.observability.recorder import Stopwatch
 
 
 def make_hooks(config: RunConfig, roles: Roles) -> Following | None:
@@ -32,11 +31,9 @@ class Following(StepHooks):
     reset_moments: bool
 
     @override
-    async def stepped(self, step: int, watch: Stopwatch) -> Row:
-        """Returns the age of the weights that scored this step, in steps: a function of the step alone."""
+    async def stepped(self, step: int, watch: Stopwatch) -> None:
         if step % self.every == 0:
             with watch("reference"):
                 await self.policy.lead(self.rate)
                 if self.reset_moments:
                     await self.policy.reset_moments()
-        return {"kl/reference_age": average_age(step - 1, rate=self.rate, every=self.every)}

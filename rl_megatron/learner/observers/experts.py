@@ -1,4 +1,4 @@
-"""Measures how evenly routers balance the load over experts, and how sure they are.
+"""Measures how evenly routers balance the load over experts.
 
 The protocol of an observer: it watches a rank's model and returns metrics.
 """
@@ -6,15 +6,13 @@ The protocol of an observer: it watches a rank's model and returns metrics.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from typing_extensions import override
 
@@ -42,15 +40,13 @@ class Observer(Protocol):
 class ExpertLoadMeter(Observer):
     """Hooks every router of this rank, and counts tokens [num_layers, num_experts] float32 since the last read.
 
-    Adds up the entropy of each token's distribution over the experts, too. Padding does not count, and a layer counts
-    in the forward pass of its model alone: a backward pass that computes it again is outside of that.
+    Padding does not count, and a layer counts in the forward pass of its model alone: a backward pass that computes it
+    again is outside of that.
     """
 
     def __init__(self, models: Sequence[GPTModel], shape: ModelShape, device: torch.device) -> None:
         size, self._layers = (shape.num_layers, shape.num_experts), list(shape.moe_layers)
-        self._seen = torch.zeros(math.prod(size) + 2, device=device)
-        self._counts = self._seen[:-2].view(size)
-        self._entropies = self._seen[-2:]  # their sum, and their number
+        self._counts = torch.zeros(size, device=device)
         self._real: Tensor | None = None  # [t] bool, tokens that this rank routes in the forward pass that runs
         for model in models:
             model.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -59,7 +55,6 @@ class ExpertLoadMeter(Observer):
                 if layer.is_moe_layer:
                     router = layer.mlp.router
                     router.register_forward_hook(self._hook(layer.layer_number - 1))
-                    router.gating = self._gating(router, router.gating)
 
     def _begin(self, _model: Any, _args: Any, given: Mapping[str, Any]) -> None:
         packed: PackedAttentionParams = given["packed_seq_params"]
@@ -75,48 +70,28 @@ class ExpertLoadMeter(Observer):
 
         return count
 
-    def _gating(self, router: TopKRouter, upstream: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def gating(states: Tensor) -> Tensor:
-            logits = upstream(states)
-            if self._real is not None:
-                found = _entropies(logits.detach(), router.score_function).flatten()
-                self._entropies += torch.stack([found.where(self._real, 0).sum(), self._real.sum(dtype=found.dtype)])
-            return logits
-
-        return gating
-
     @override
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        kept = self._seen.clone()
+        kept = self._counts.clone()
         try:
             yield
         finally:
-            self._seen.copy_(kept)
+            self._counts.copy_(kept)
 
     @override
     def read(self) -> dict[str, Metric[float]]:
         """``moe/load_imbalance``: the most tokens of an expert over the mean, in the worst layer (1 is even);
-        ``moe/dead_experts``: share of experts without tokens; ``moe/routing_entropy``: of the uniform distribution's.
+        ``moe/dead_experts``: share of experts without tokens.
 
         Resets the counts. Empty for a model without experts.
         """
         if not self._counts.numel():
             return {}
-        dist.all_reduce(self._seen)
+        dist.all_reduce(self._counts)
         worst = (self._counts.amax(1) / self._counts.mean(1).clamp(min=1)).max()
         dead = (self._counts[self._layers] == 0).float().mean()
-        entropy = self._entropies[0] / self._entropies[1].clamp(min=1)
-        names = ("moe/load_imbalance", "moe/dead_experts", "moe/routing_entropy")
-        values = torch.stack([worst, dead, entropy]).tolist()
-        self._seen.zero_()
+        names = ("moe/load_imbalance", "moe/dead_experts")
+        values = torch.stack([worst, dead]).tolist()
+        self._counts.zero_()
         return {name: Metric(value=value) for name, value in zip(names, values, strict=True)}
-
-
-def _entropies(logits: Tensor, score: str) -> Tensor:
-    """[..., E] -> [...]: entropy of the router's distribution, over that of the uniform one."""
-    log_p = logits.float().log_softmax(-1)
-    if score == "sigmoid":
-        log_p = torch.nn.functional.logsigmoid(logits.float())
-        log_p = log_p - log_p.logsumexp(-1, keepdim=True)
-    return -(log_p.exp() * log_p).sum(-1) / math.log(max(logits.shape[-1], 2))

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A chart of its row's metric, with a band (+- ``spread``, or ``low`` to ``high``; ``band`` names it) or a peak.
+    """A chart of its row's metric, with a band (+- ``spread``; ``band`` names it) or a peak.
 
     A metric with ``<name>``, or with ``<k>`` too, makes a chart for each that a run has recorded.
     """
@@ -18,8 +18,6 @@ class Curve:
     metric: str = ""  # the table sets it to the row's
     band: str = ""
     spread: str | None = None
-    low: str | None = None
-    high: str | None = None
     peak: str | None = None
     limits: tuple[float, float] | None = None
     warm_start: bool = False  # the warm start's rows come first, shaded

@@ -31,10 +31,6 @@ COSTS: MetricTuples = (
      Curve("Health", "Packing imbalance")),
     ("packing/padding_fraction", "", "share of the packed positions that are padding",
      Curve("Health", "Packing padding")),
-    ("plane/bytes", "bytes", "columns of the batch, as the controller sent them to ranks",
-     Curve("Speed", "Bytes of a step's columns to ranks")),
-    ("plane/seconds", "s", "the controller made these, beside its event loop",
-     Curve("Speed", "Seconds in which these were made")),
     ("weights/bytes", "bytes", "weight bytes that crossed a process boundary to the rollout engine"),
     ("weights/route", "", "how they got there, as text: file, process_group, cuda_ipc, carried; shared_file through "
      "a file system that nodes share"),
@@ -74,8 +70,6 @@ COSTS: MetricTuples = (
     ("ranks/slowest", "rank", "the learner rank whose passes took longest, its waits included; log.txt names its node; "
      "with two ranks or more", Curve("Speed", "Slowest rank")),
     ("seconds/eval", "s", "held-out evaluation; only in rows that evaluated"),
-    ("checkpoint/stage_seconds", "s", "training waited for the copy of the state (checkpoint.async_save)",
-     Curve("Speed", "Seconds for which a step waited for a save's copy")),
     ("checkpoint/bytes", "bytes", "what ranks wrote into the last checkpoint; only in rows after it was written"),
     ("checkpoint/write_seconds", "s", "the slowest rank wrote into it, policy and critic together; in the same rows",
      Curve("Speed", "Seconds in which a checkpoint was written")),
@@ -83,22 +77,10 @@ COSTS: MetricTuples = (
     ("seconds/checkpoint", "s", "training waited for checkpoints; only in rows after one was begun or written"),
     ("seconds/step", "s", "since the previous row: the step, its evaluation, the wait for checkpoints",
      Curve("Speed", "Seconds a step", compared=True)),
-    ("loop/longest_ms", "ms", "the longest since the last row that the controller served nothing",
-     Curve("Speed", "Longest that the controller served nothing, ms")),
     ("devices/<name>", "devices", "the role of this name held: GPUs, or on CPUs the cores that its ranks compute "
      "with; what learner and engines share is the learner's"),
-    ("devices/layout", "", "the degrees of every role's layout that are not 1, and what else a resume may change that "
-     "changes a step's seconds or memory, without defaults, as text"),
     ("metrics/non_finite", "", "values of this row that were NaN or infinite and are null; only if there are any"),
 )  # fmt: skip
-
-
-def _at_k(figure: str) -> Curve:
-    name = f"eval/<name>/{figure}_at_<k>"
-    band = ", with its 95 % interval"
-    title = f"Set <name>: {figure}@<k>"
-    return Curve("Evaluation", title, band=band, low=f"{name}/low", high=f"{name}/high", limits=(0.0, 1.0))
-
 
 LEARNING: MetricTuples = (
     ("step", "", "step of the job, 1 to train.steps; 0 for rows of the warm start and for an evaluation before the "
@@ -115,10 +97,6 @@ LEARNING: MetricTuples = (
      Curve("Optimization", "Held-out pairs: share with the right order")),
     ("eval/preference_margin", "", "preference/margin of held-out pairs or answers",
      Curve("Optimization", "Held-out pairs: margin")),
-    ("tokens/learnt", "tokens", "tokens that the step learnt: of answers, without what they answer",
-     Curve("Optimization", "Learnt tokens of a step")),
-    ("data/seconds", "s", "waiting for the step's rows, which are made beside the step before",
-     Curve("Optimization", "Seconds of waiting for data")),
     ("data/epoch", "", "passes over the data that were trained on; of a mixture, draws by the rows of all sources",
      Curve("Optimization", "Passes over the data")),
     ("data/dropped", "sequences", "of the step, left out because they, or the other one of their pair, are longer "
@@ -139,12 +117,8 @@ LEARNING: MetricTuples = (
      "environment's limits", Curve("Policy", "Rewards that were late", hide_constant=True)),
     ("source/<name>/reward", "", "reward/mean of that source of data.sources; this and the rest only with a mixture",
      Curve("Policy", "Source <name>: reward")),
-    ("source/<name>/sampled_reward", "", "reward/sampled_mean of that source",
-     Curve("Policy", "Source <name>: reward of all that was sampled")),
     ("source/<name>/zero_advantage", "", "groups/zero_advantage_fraction of that source",
      Curve("Policy", "Source <name>: groups of equal rewards")),
-    ("source/<name>/length", "tokens", "response/length_mean of that source",
-     Curve("Policy", "Source <name>: response length")),
     ("source/<name>/share", "", "share of the groups trained on that are of that source",
      Curve("Policy", "Source <name>: share of the groups")),
     ("source/<name>/epoch", "", "passes over that source's prompts that were drawn",
@@ -153,34 +127,24 @@ LEARNING: MetricTuples = (
      "with data.curriculum", Curve("Policy", "Prompts that have retired", hide_constant=True)),
     ("curriculum/mean_pass_rate", "", "mean of the prompts' pass rates, of those that are known",
      Curve("Policy", "Pass rate of the prompts")),
-    ("curriculum/skipped", "draws", "draws so far that found a prompt which is not drawn, or less often",
-     Curve("Policy", "Draws that were skipped", hide_constant=True)),
     ("eval/accuracy", "", "share of held-out prompts whose reward is at least eval.success_reward; of eval.sets the "
      "first", Curve("Headlines", "Held-out accuracy", limits=(0.0, 1.0), warm_start=True)),
     ("eval/errors", "completions", "samples of eval/accuracy without a finite reward; they count as wrong",
      Curve("Headlines", "Held-out samples without a reward", hide_constant=True)),
     ("eval/own_version_fraction", "", "share of an evaluation's tokens by the weights of its step, with "
      "eval.mode=beside", Curve("Evaluation", "Evaluated by the step's own weights", hide_constant=True)),
-    ("eval/skipped", "evaluations", "due since the row before, and left out because one was under way",
-     Curve("Evaluation", "Evaluations left out", hide_constant=True)),
     ("eval/<name>/mean_at_<k>", "", "mean@k of that set of eval.sets: mean over problems of the share of k samples "
-     "right", _at_k("mean")),
+     "right", Curve("Evaluation", "Set <name>: mean@<k>", limits=(0.0, 1.0))),
     ("eval/<name>/pass_at_<k>", "", "chance that one of k samples is right, by the unbiased estimate (pass_at)",
-     _at_k("pass")),
-    ("eval/<name>/all_at_<k>", "", "chance that all of k samples are right, by the unbiased estimate (pass_at)",
-     _at_k("all")),
+     Curve("Evaluation", "Set <name>: pass@<k>", limits=(0.0, 1.0))),
     ("eval/<name>/maj_at_<k>", "", "share of problems whose most frequent answer of k samples is right; ties in part",
-     _at_k("maj")),
-    *((f"eval/<name>/{figure}_at_<k>/{end}", "", f"{which} end of its 95 % interval over problems (docs/evaluation.md)")
-      for figure in ("mean", "pass", "all", "maj") for end, which in (("low", "lower"), ("high", "upper"))),
+     Curve("Evaluation", "Set <name>: maj@<k>", limits=(0.0, 1.0))),
     ("eval/<name>/length", "tokens", "mean length of a sample of that set, all its turns together; of prompts whose "
      "samples are all there", Curve("Evaluation", "Set <name>: length of a sample")),
     ("eval/<name>/truncated", "", "share of these samples of which a turn reached max_new_tokens",
      Curve("Evaluation", "Set <name>: truncated samples", hide_constant=True)),
     ("eval/<name>/errors", "completions", "its samples without a finite reward; they count as wrong",
      Curve("Evaluation", "Set <name>: samples without a reward", hide_constant=True)),
-    ("eval/<name>/seconds", "s", "time that the set took to sample and score",
-     Curve("Evaluation", "Set <name>: seconds")),
     ("loss", "", "policy loss under the algorithm's aggregation, mean over the step's minibatches",
      Curve("Optimization", "Loss")),
     ("grad_norm", "", "global L2 norm of the gradient before clipping, mean over the minibatches",
@@ -201,8 +165,6 @@ LEARNING: MetricTuples = (
     ("kl/reference", "nats", "KL(old || reference) by algorithm.kl.estimator: completions' mean of their tokens' mean; "
      "with dpo.loss=kto the z0 of the step's loss, a mean of sums",
      Curve("Policy", "KL to the reference")),
-    ("kl/reference_age", "steps", "mean age of the policies that the reference averages, by their weights, where "
-     "algorithm.kl.follow_rate is set", Curve("Policy", "Age of the reference in steps", hide_constant=True)),
     ("kl/old_policy", "nats", "KL(old || current) per token: k3 estimate from the samples, each before its "
      "minibatch's step", Curve("Policy", "KL from the old policy")),
     ("kl/stopped_at", "nats", "kl/old_policy of the minibatch at which it passed algorithm.old_kl_limit; only then",
@@ -226,22 +188,14 @@ LEARNING: MetricTuples = (
     ("clip_fraction/high", "", "the part of clip_fraction with a ratio of 1 or above",
      Curve("Policy", "Clipped with a ratio above 1", hide_constant=True)),
     ("ratio/mean", "", "mean importance ratio, current over old policy, at the algorithm's level",
-     Curve("Policy", "Importance ratio: mean", band=", min to max", low="ratio/min", high="ratio/max")),
-    ("ratio/min", "", "least importance ratio of the step"),
+     Curve("Policy", "Importance ratio: mean", peak="ratio/max")),
     ("ratio/max", "", "greatest importance ratio of the step"),
-    ("ratio/p01", "", "1 % of the tokens have an importance ratio below this; from bins, so its log is within 5 %"),
-    ("ratio/p50", "", "median importance ratio of the tokens",
-     Curve("Policy", "Importance ratio: median", band=", 1 % to 99 %", low="ratio/p01", high="ratio/p99")),
-    ("ratio/p99", "", "99 % of the tokens have an importance ratio below this"),
     ("ratio/effective_fraction", "", "effective sample size over the number of samples, mean(ratio)^2 / mean(ratio^2)",
      Curve("Policy", "Effective sample size, of all")),
     ("ratio/outside", "", "share of sampled tokens whose ratio left 1 +- 0.2 in the update (train.route_flips)",
      Curve("Health", "Ratios outside 1 ± 0.2")),
     ("ratio/outside/<name>", "", "the same of tokens whose first flip (moe/first_flip) is in that layer, or `none`",
      Curve("Health", "Ratios outside 1 ± 0.2, first flip in <name>")),
-    ("ratio/clamped_fraction", "", "share of ratios clamped to a safe float32 range; anything but 0 is a fault, "
-     "unless algorithm.ratio_level=sequence_sum (topr, vespo), whose ratios of long completions get there",
-     Curve("Policy", "Ratios beyond float32's range", hide_constant=True)),
     ("correction/weight_mean", "", "mean importance weight, learner over engine, if the loss corrects the mismatch",
      Curve("Health", "Correction weight")),
     ("correction/dropped_fraction", "", "share of tokens whose correction weight is 0",
@@ -254,8 +208,6 @@ LEARNING: MetricTuples = (
      "minibatch's step", Curve("Policy", "Probability of demonstrated tokens", limits=(0.0, 1.0))),
     ("demonstration/reward", "", "mean reward of the step's demonstrations",
      Curve("Policy", "Reward of demonstrations")),
-    ("preference/pairs", "pairs", "pairs of completions that were trained on",
-     Curve("Policy", "Preference pairs of a step")),
     ("preference/accuracy", "", "share of pairs, or single answers, whose margin is above 0",
      Curve("Policy", "Preference pairs: share with the right order")),
     ("reward_model/score_mean", "", "mean score of the texts of the step, with job=reward_model",
@@ -268,8 +220,6 @@ LEARNING: MetricTuples = (
      Curve("Optimization", "Critic: loss")),
     ("critic/grad_norm", "", "global L2 norm of the critic's gradient before clipping",
      Curve("Optimization", "Critic: gradient norm")),
-    ("critic/learning_rate", "", "learning rate of the critic",
-     Curve("Optimization", "Critic: learning rate", hide_constant=True)),
     ("critic/value_mean", "", "mean value of a trained position", Curve("Optimization", "Critic: mean value")),
     ("critic/clip_fraction", "", "share of tokens whose clipped value (algorithm.critic.clip) gives the larger loss",
      Curve("Optimization", "Critic: clip fraction", hide_constant=True)),
@@ -283,19 +233,12 @@ EXPERTS: MetricTuples = (
      Curve("Health", "Expert load, busiest over mean")),
     ("moe/dead_experts", "", "share of experts without a token in an optimizer step, mean over layers",
      Curve("Health", "Experts without tokens")),
-    ("moe/routing_entropy", "", "mean entropy of a router's distribution over experts, over that of the uniform one; "
-     "near 0 it has collapsed. Prompts' tokens count in these three, padding does not, and a layer that is "
-     "recomputed counts once", Curve("Health", "Routers' entropy, over the uniform one's")),
     ("moe/rerouted_fraction", "", "share of (token, layer) whose router would choose other experts than the replayed "
      "ones", Curve("Health", "Tokens rerouted by replay")),
     ("moe/flips_engine", "", "share of (sampled token, layer) with other experts in the engine than in the old "
      "policy; not with r3", Curve("Health", "Routes unlike the engine's")),
-    ("moe/flips_engine/<name>", "", "the same of one layer: layer0, layer1, ... of those with experts",
-     Curve("Health", "Routes unlike the engine's: <name>")),
     ("moe/flips_update", "", "share of (sampled token, layer) with other experts after the update; 0 with replay",
      Curve("Health", "Routes that the update changes")),
-    ("moe/flips_update/<name>", "", "the same of one layer; these, too, with train.route_flips (docs/algorithms.md)",
-     Curve("Health", "Routes that the update changes: <name>")),
     ("moe/first_flip/<name>", "", "share of sampled tokens whose lowest layer with such a flip is this, or `none`",
      Curve("Health", "Tokens by first such layer: <name>")),
     ("moe/aux_loss", "", "load-balancing loss of a micro-batch, without its coefficient, mean over layers; 1 is "
@@ -313,27 +256,12 @@ EXPERTS: MetricTuples = (
 
 ENVIRONMENTS: MetricTuples = (
     ("environment/turns_mean", "turns", "mean over trajectories, with environment.function as all that follow",
-     Curve("Policy", "Turns of a trajectory", peak="environment/turns_max")),
-    ("environment/turns_max", "turns", "most of a trajectory"),
-    ("environment/rows_mean", "rows", "rows to train on of a trajectory; 1 where every context goes on from the last",
-     Curve("Policy", "Rows of a trajectory", hide_constant=True)),
-    ("environment/row_inflation", "", "tokens of all rows over those that differ, where what a trajectory's rows "
-     "begin with in common counts once: what training on branches costs",
-     Curve("Policy", "Tokens of rows over different ones", hide_constant=True)),
+     Curve("Policy", "Turns of a trajectory")),
     ("environment/branches/<name>", "rows", "rows of a trajectory, mean, that began for this reason: the template "
      "drops `thinking`, shows the `context` or a turn's `closing` token otherwise, or `refused` the turn; the "
      "history was `edited` in what the template shows, or asked `again`", Curve("Policy", "Rows begun: <name>")),
-    ("environment/kept_prefix_fraction", "", "of turns after a trajectory's first, those whose prompt begins with an "
-     "earlier turn's row, token by token",
-     Curve("Policy", "Turns that go on from an earlier one's row", hide_constant=True)),
-    ("environment/observation_tokens", "tokens", "tokens of a trajectory that it read after its first prompt, mean; "
-     "of a later row, those after what it begins with in common with an earlier one",
-     Curve("Policy", "Tokens that a trajectory read")),
-    ("environment/untrained_fraction", "", "these over all tokens after first prompts; they are never trained on",
-     Curve("Policy", "Share of tokens that were read")),
     ("environment/seconds_mean", "s", "mean duration of a trajectory, sampling included",
-     Curve("Policy", "Seconds of a trajectory", peak="environment/seconds_p99")),
-    ("environment/seconds_p99", "s", "its 99th percentile"),
+     Curve("Policy", "Seconds of a trajectory")),
     ("environment/tool_calls", "calls", "calls of tools in a trajectory that were read, mean",
      Curve("Policy", "Calls of tools", hide_constant=True)),
     ("environment/bad_calls", "turns", "turns of a trajectory with a call that cannot be read, mean",
@@ -346,16 +274,8 @@ ENVIRONMENTS: MetricTuples = (
      Curve("Policy", "Of the environment: <name>")),
     ("endpoint/answered", "turns", "that an agent's clients got over HTTP, mean over trajectories with such clients",
      Curve("Policy", "Turns of a trajectory over HTTP", hide_constant=True)),
-    ("endpoint/retried", "requests", "of a trajectory that got a turn which was sampled for an earlier one, mean",
-     Curve("Policy", "Requests of a trajectory that were repeated", hide_constant=True)),
     ("endpoint/refused", "requests", "of a trajectory that were refused, mean",
      Curve("Policy", "Requests of a trajectory that were refused", hide_constant=True)),
-    ("endpoint/overridden", "turns", "of a trajectory whose client asked for another temperature or top_p, mean",
-     Curve("Policy", "Turns asked for otherwise than sampled", hide_constant=True)),
-    ("endpoint/overhead_ms_p50", "ms", "of a turn over HTTP, median: from its request's last byte to its answer, less "
-     "what it waited for the turn before it and for the engine; what other work of the controller held it up is in "
-     "it", Curve("Policy", "Milliseconds of a turn in the endpoint", peak="endpoint/overhead_ms_p99")),
-    ("endpoint/overhead_ms_p99", "ms", "its 99th percentile"),
 )  # fmt: skip
 
 
@@ -363,37 +283,12 @@ SAMPLING: MetricTuples = (
     ("staleness/mean", "versions", "mean of the trained version minus the version that sampled, over the completions",
      Curve("Health", "Staleness", peak="staleness/max", hide_constant=True, first=True)),
     ("staleness/max", "versions", "greatest staleness of a completion"),
-    ("staleness/p95", "versions", "95 % of the completions are at most so stale; this and the rest with max_staleness",
-     Curve("Health", "Staleness: 95 % of the completions", hide_constant=True)),
-    ("staleness/tokens_mean", "versions", "mean staleness of a token, each by the version that sampled it",
-     Curve("Health", "Staleness of a token", hide_constant=True)),
     ("staleness/share/<name>", "", "share of the completions that are so stale: v0, v1, ... up to staleness/max",
      Curve("Health", "Share of completions of staleness <name>")),
     ("staleness/allowed", "versions", "how far sampling may be ahead at present; servers go from 1 to max_staleness",
      Curve("Health", "How far sampling may be ahead", hide_constant=True)),
-    ("wait/due_seconds", "s", "part of seconds/rollout: waiting for groups that are due, with a batch of younger ones",
-     Curve("Health", "Seconds of waiting for groups that are due", hide_constant=True)),
-    ("wait/admission_seconds", "s", "since the previous row: fewer completions were in flight than servers have "
-     "slots, as no more prompts were admitted; this and idle/engine_fraction only with max_staleness and servers "
-     "that the run starts", Curve("Health", "Seconds of spare slots: no more is admitted")),
-    ("age/seconds_mean", "s", "from the sending of a group to the step that takes it, mean; not over a resume",
-     Curve("Health", "Seconds from a group's sending to its step")),
     ("in_flight/completions", "completions", "completions that were being sampled or scored at the push",
      Curve("Health", "Completions in flight at the push", hide_constant=True, first=True)),
-    ("in_flight/tokens", "tokens", "sampled tokens of completions that the push met; only with "
-     "rollout.server.running_requests=abort: else servers do not tell",
-     Curve("Health", "Tokens in flight at the push", hide_constant=True)),
-    ("in_flight/resumed_tokens", "tokens", "tokens of the step's completions from which servers went on after the "
-     "last push that each met; this and the next only with max_staleness and servers",
-     Curve("Health", "Tokens gone on from after a push", hide_constant=True)),
-    ("in_flight/recomputed_tokens", "tokens", "tokens of the step's completions whose keys and values servers "
-     "computed again, at each push that they met; prompts come on top; not with running_requests=keep_cache",
-     Curve("Health", "Tokens computed again after pushes", hide_constant=True)),
-    ("overlap/fraction", "", "0 where sampling and training follow each other, 0.5 where both are always at work",
-     Curve("Health", "Overlap of sampling and training")),
-    ("overlap/stretch", "", "the time since the previous row over that of the longer half: of the learner's work, "
-     "pushes included, or of the sampling with all slots in use; 1 is best. Where both of the next are there, 1 / "
-     "(1 - the lesser)", Curve("Health", "A step over its longer half")),
     ("idle/learner_fraction", "", "share of the time since the previous row for which the learner waited for groups; "
      "with max_staleness and servers", Curve("Health", "Learner idle: it waits for groups", first=True)),
     ("idle/engine_fraction", "", "share of the servers' slots without a completion, in the mean of that time",
@@ -402,34 +297,13 @@ SAMPLING: MetricTuples = (
      "mismatch/ are from before the update, and absent where the learner does not score the batch (docs/mismatch.md)",
      Curve("Health", "Train-rollout log-prob gap", peak="mismatch/logprob_abs_max")),
     ("mismatch/logprob_abs_max", "nats", "greatest such difference"),
-    ("mismatch/logprob_abs_p50", "nats", "median of such differences"),
-    ("mismatch/logprob_abs_p90", "nats", "90 % of the differences are below this",
-     Curve("Health", "Log-prob gap: 90 %", band=", median to 99 %", low="mismatch/logprob_abs_p50",
-           high="mismatch/logprob_abs_p99")),
-    ("mismatch/logprob_abs_p99", "nats", "99 % of the differences are below this"),
     ("mismatch/k1", "nats", "k1 estimate of KL(engine || learner) per token: mean engine - learner log-prob",
      Curve("Health", "KL, engine from learner, by k1")),
-    ("mismatch/k1/<name>", "nats", "the same of the tokens that are so stale: v0, v1, ...; this and the next with "
-     "max_staleness", Curve("Health", "KL by k1 at staleness <name>")),
-    ("mismatch/ratio/<name>", "", "mean importance ratio of these tokens, learner over engine; its expectation is 1, "
-     "however stale they are, unless log-probs are wrong",
-     Curve("Health", "Importance ratio to the engine at staleness <name>")),
-    ("mismatch/position/<name>", "nats", "mean difference at these positions of the completions: t0 is the first "
-     "token, then t1_7, t8_63, t64_511, t512_4095, t4096_up", Curve("Health", "Log-prob gap at tokens <name>")),
-    ("mismatch/expert_worst", "", "the greatest mean difference over the tokens of one expert, over the mean of all "
-     "tokens; of experts with 32 tokens or more, if the engine returns routes",
-     Curve("Health", "Log-prob gap of the worst expert, over all")),
-    ("mismatch/expert_layer", "", "that expert's layer, counted from 0 among the layers with experts",
-     Curve("Health", "Layer of the expert with the worst gap")),
-    ("mismatch/expert_number", "", "that expert's number in its layer",
-     Curve("Health", "Number of the expert with the worst gap")),
     ("response/length_mean", "tokens", "mean length of a completion, stop token included",
      Curve("Policy", "Response length", peak="response/length_max")),
     ("response/length_max", "tokens", "longest completion"),
     ("response/truncated_fraction", "", "share of completions that reached rollout.max_new_tokens, or were ended late",
      Curve("Policy", "Truncated responses")),
-    ("response/late_fraction", "", "share of completions that rollout.max_seconds ended",
-     Curve("Policy", "Responses ended by rollout.max_seconds")),
     ("response/interrupted_fraction", "", "share of completions whose thinking rollout.interrupt ended by a text",
      Curve("Policy", "Responses whose thinking was interrupted")),
     ("groups/trained", "groups", "groups that the step trains on; 0 if it is skipped because there are none",
@@ -443,9 +317,6 @@ SAMPLING: MetricTuples = (
      "compared) are all equal: no gradient where a group's mean is the baseline, but with a critic, another "
      "baseline or none, a KL in the reward, a teacher's distribution or algorithm.nll_coefficient",
      Curve("Health", "Groups with equal rewards")),
-    ("groups/shared_states", "", "share of turns that began from the state of another turn of their group, the first "
-     "turns among them; only with algorithm.turn_baseline=state",
-     Curve("Health", "Turns from a state that others share")),
     ("ledger/<name>", "prompts", "prompts `drawn` since the run's start, and where they are after the push: `queued` "
      "(not sent), `in_flight` (being sampled or scored), `buffered` (scored), `trained`, or `dropped` (ledger.jsonl "
      "says when and why)", Curve("Health", "Prompts <name>", hide_constant=True)),
@@ -456,7 +327,7 @@ logger = logging.getLogger(__name__)
 
 
 _TIMED_UNITS = ("s", "ms", "tokens/s", "rank", "s/s")
-_TIMED = ("overlap/", "idle/", "checkpoint/", "memory/", "mfu/", "plane/", "endpoint/", "devices/")
+_TIMED = ("idle/", "checkpoint/", "memory/", "mfu/", "endpoint/", "devices/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

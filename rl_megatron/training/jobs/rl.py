@@ -24,7 +24,7 @@ from rl_megatron.rollout.stream import Stream
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.credit import groups_to_train_on
 from rl_megatron.training.evaluation import Evaluation, EvaluationBeside
-from rl_megatron.training.rollout_rows import rollout_row, stretch_row
+from rl_megatron.training.rollout_rows import rollout_row
 from rl_megatron.training.update import Update
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class Reinforcement:
             self.beside.check()
         row = await self._train(watch)
         for hooks in self.update.hooks:
-            row |= await hooks.stepped(number, watch)
+            await hooks.stepped(number, watch)
         if not row["tokens/train"]:
             logger.warning("step %d has no token to train on and is skipped: the weights do not change", number)
         with watch("rollout"):
@@ -141,7 +141,7 @@ class Reinforcement:
         if pushed.quantization_error is not None:
             row["weights/quantization_error"] = pushed.quantization_error
         row |= self.roles.engine_metrics()
-        return {**row, **stretch_row(row), **self.roles.rank_metrics()}
+        return {**row, **self.roles.rank_metrics()}
 
     async def _train(self, watch: Stopwatch) -> Row:
         """Trains on the step's batch. Returns its metrics."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from asyncio import to_thread
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -308,9 +307,7 @@ class WrittenJob:
     async def step(self, number: int, watch: Stopwatch) -> Row:
         """Make an optimizer step; without a row that fits, none is made. Its loss is missing if it was skipped."""
         drawn, self.number = self._next or self._draw(), number
-        began = time.perf_counter()
         found, samples = await asyncio.wrap_future(drawn.made)
-        watch.note("data/seconds", time.perf_counter() - began)
         passes = {f"source/{name}/epoch": count for name, count in self.prompts.epochs().items()}
         self._next = self._draw() if number < self.config.train.steps else None
         rate = learning_rate(self.config, number)
@@ -320,7 +317,7 @@ class WrittenJob:
         row |= passes
         if samples is not None:
             made = await self.objective.step(samples, rate, map(_as_prompt, found.rows), watch)
-            row |= {"tokens/train": len(samples.input_ids), "tokens/learnt": int(samples.mask.sum())}
+            row["tokens/train"] = len(samples.input_ids)
             watch.count("train", len(samples.input_ids))
             row |= self._work(samples, watch)
             row |= {"steps/skipped": int(made is None), **policy_row([] if made is None else [made])}

@@ -22,7 +22,7 @@ def flipped(routes: Tensor, others: Tensor) -> Tensor:
 
 
 def engine_flips(engine: Tensor, learner: Tensor, mask: Tensor) -> Row:
-    """``moe/flips_engine`` and its layers: the engine's experts beside those of the learner's pass, [N, L, k] each."""
+    """``moe/flips_engine``: the engine's experts beside those of the learner's pass, [N, L, k] each."""
     counted = _counted(mask)
     return _shares("moe/flips_engine", flipped(engine[counted], learner[counted]))
 
@@ -57,8 +57,8 @@ def _counted(mask: Tensor) -> Tensor:
 
 
 def _shares(name: str, other: Tensor) -> Row:
-    """The share of flips over all (token, layer), and over the tokens of each layer; empty without tokens."""
+    """The share of flips over all (token, layer); empty without tokens."""
     if not other.numel():
         return {}
     by_layer = other.double().mean(0).tolist()
-    return {name: sum(by_layer) / len(by_layer)} | {f"{name}/layer{i}": share for i, share in enumerate(by_layer)}
+    return {name: sum(by_layer) / len(by_layer)}

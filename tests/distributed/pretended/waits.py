@@ -1,4 +1,4 @@
-"""Counts, by calling line, what makes the host wait for a pretended GPU."""
+"""by calling line, what makes the host wait for a pretended GPU."""
 
 from __future__ import annotations
 

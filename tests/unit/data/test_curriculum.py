@@ -75,16 +75,15 @@ def test_rates_and_what_retires_are_those_of_a_reference_of_ten_lines() -> None:
     assert drawn == {str(i) for i in range(40)} - retired.keys()
     assert table.row()["curriculum/retired"] == len(retired)
     assert table.row()["curriculum/mean_pass_rate"] == pytest.approx(np.mean(list(rates.values())))
-    assert table.row()["curriculum/skipped"] == pytest.approx(200 / len(drawn) * len(retired), abs=len(retired))
 
 
-def test_draws_that_are_skipped_are_counted_from_none() -> None:
+def test_a_retired_prompt_is_drawn_no_more() -> None:
     table = stream(3, retire_above=0.9).table
     assert table is not None
-    assert table.row() == {"curriculum/retired": 0, "curriculum/skipped": 0}
+    assert table.row() == {"curriculum/retired": 0}
     table.update([("1", 1.0)], 1, set())
     assert [table.draws(row, epoch=0) for row in (0, 1, 2, 1)] == [True, False, True, False]
-    assert table.row() == {"curriculum/retired": 1, "curriculum/skipped": 2, "curriculum/mean_pass_rate": 1.0}
+    assert table.row() == {"curriculum/retired": 1, "curriculum/mean_pass_rate": 1.0}
 
 
 def test_first_retired_return_first(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -250,12 +250,9 @@ def test_metrics_of_a_source() -> None:
         "source/a/share": 1.0,
         "source/a/epoch": 1 + 1 / 5,
         "source/a/reward": 0.75,
-        "source/a/sampled_reward": 0.75,
-        "source/a/length": 1.5,
         "source/a/zero_advantage": 0.5,
         "source/b/share": 0.0,
         "source/b/epoch": 2 / 3,
-        "source/b/sampled_reward": 0.0,
     }
     epochs = PromptStream(MIXED, seed=7).epochs()
     assert source_row(RunConfig(), batch, epochs) == {}

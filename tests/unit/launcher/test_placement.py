@@ -28,7 +28,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.placement.files import writers_of_files
-from rl_megatron.placement.ranks import group_ranks, layout_said, place, placement_of
+from rl_megatron.placement.ranks import group_ranks, place, placement_of
 from rl_megatron.placement.seats import seat, seats_alone, seats_here, seats_of
 from rl_megatron.types import ParallelDims
 from tests.unit.launcher.slurm_jobs import CASES, config_of
@@ -247,21 +247,6 @@ def test_servers_beside_ranks_need_gpus_of_their_own_for_all() -> None:
 def test_servers_of_a_run_on_cpus_have_no_gpus() -> None:
     config = served("learner.device=cpu", "run.launcher=slurm", "run.name=cpus", "slurm.gpus_per_node=8")
     assert [one.gpus for one in seats_of(config, ("a",), ())] == [()]
-
-
-@pytest.mark.parametrize(
-    ("section", "keys", "text"),
-    [
-        ("learner", {"recompute": {"uniform": 1}}, "; learner.recompute.uniform=1"),
-        ("learner", {"max_tokens_per_micro_batch": 4096}, "; learner.max_tokens_per_micro_batch=4096"),
-        ("rollout", {"slots": 4}, "; rollout.slots=4"),
-        ("train", {"minibatches": 4}, "; train.minibatches=4"),
-        ("learner", {"timeout_seconds": 77.0, "optimizer": {"weight_decay": 0.5}, "router": {"z_loss": 0.1}}, ""),
-        ("train", {"steps": 7, "learning_rate": 1e-5}, ""),
-    ],
-)
-def test_a_layout_names_only_keys_that_change_a_steps_cost(section: str, keys: dict[str, object], text: str) -> None:
-    assert layout_said(RunConfig.model_validate({section: keys})) == f"learner dp=1{text}"
 
 
 # A critic and a reference in layouts of their own: their nodes, the job's request for these, and what is refused.

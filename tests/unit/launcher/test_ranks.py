@@ -25,7 +25,6 @@ import pytest
 import torch
 
 from launcher.controller import group as group_module
-from launcher.controller import roles
 from launcher.controller.group import SlowestRank, WorkerGroup, record_kernels
 from launcher.controller.handle import Ending, Failure, RankProcess, WorkerHandle
 from launcher.controller.roles import LearnerGroup, Plane, WeightGroup
@@ -515,16 +514,6 @@ async def test_passes_asked_at_once_find_what_the_one_before_brought() -> None:
     held = HeldRows()
     with pytest.raises(RLMegatronError, match=r"'input_ids' of rows 3 of batch 1, 1 in all, which it was not sent"):
         held.take(shares_of(stages)[0])
-
-
-def test_a_row_has_the_bytes_and_seconds_since_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "time", SimpleNamespace(perf_counter=iter((5.0, 12.0)).__next__))
-    stages = Stages()
-    learner = learner_of(stages)
-    asyncio.run(learner.score(packed(samples()), frozenset({"logprobs"})))
-    sent = sum(share.nbytes for share in shares_of(stages))
-    assert learner._plane.row() == {"plane/bytes": sent, "plane/seconds": 7.0}
-    assert learner._plane.row() == {"plane/bytes": 0, "plane/seconds": 0.0}
 
 
 async def test_of_many_ranks_each_eighth_that_is_ready_is_told() -> None:

@@ -26,7 +26,7 @@ from launcher.programs import train
 from launcher.runs.folder import choose, claim, lock, refuse_copied
 from launcher.runs.resume import find, has_trained
 from rl_megatron.config.io import load_config, save_resolved
-from rl_megatron.config.resume import COSTS, FREE, FREE_BEFORE, fixed, is_free, table
+from rl_megatron.config.resume import FREE, FREE_BEFORE, fixed, is_free, table
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileRunData, FileSource
 from rl_megatron.config.sections.jobs import LogSection
@@ -107,7 +107,6 @@ def test_every_section_is_marked_and_every_mark_is_of_a_key() -> None:
     of_teacher = (f"algorithm.kl.teachers.<name>.{key}" for key in TeacherSection.model_fields)
     of_entries = {*(f"data.sources.<name>.{key}" for key in of_source), *of_teacher}
     assert FREE.keys() <= {*keys(RunConfig()), *of_entries}
-    assert COSTS.keys() <= set(keys(RunConfig()))
     assert is_free("data.sources.math.weight")
     assert not is_free("data.sources.math.reward.function")
     assert not is_free("reward.parts.correct.weight")

@@ -178,7 +178,7 @@ def test_each_reward_part_has_a_chart_of_its_own(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", steps=1)
     assert not [title for title in Page(write_report([folder], tmp_path / "r.html")).charts() if "part" in title]
     parts = {"reward/part/right": 0.25, "reward/part/style": 1.0}
-    sets = {"eval/aime/pass_at_8": 0.5, "eval/aime/pass_at_8/low": 0.25, "eval/aime/pass_at_8/high": 0.75}
+    sets = {"eval/aime/pass_at_8": 0.5}
     row = {"step": 2, "phase": "rl", **parts, **sets, "source/math/share": 0.75, "source/math/reward": 0.5}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(f"{json.dumps(row)}\n")
@@ -187,7 +187,7 @@ def test_each_reward_part_has_a_chart_of_its_own(tmp_path: Path) -> None:
     assert charts["Reward part right"]["series"][0]["y"] == [0.25]
     assert {"Source math: reward", "Source math: share of the groups"} <= charts.keys()
     (line,) = charts["Set aime: pass@8"]["series"]
-    assert [line[name] for name in ("y", "low", "high")] == [[0.5], [0.25], [0.75]]
+    assert line["y"] == [0.5]
 
 
 @pytest.mark.parametrize(("count", "of"), [(24, ""), (30, " (24 most trained of 30)")])
@@ -285,11 +285,11 @@ def test_no_folder_and_a_folder_given_twice_are_refused(tmp_path: Path) -> None:
 def test_every_number_of_a_run_has_a_place_on_the_page() -> None:
     curves = [metric.curve for metric in METRICS.values() if metric.curve]
     assert {curve.section for curve in curves} == {"Headlines", *report._SECTIONS}
-    shown = {name for c in curves for name in (c.metric, c.spread, c.low, c.high, c.peak)} - {None}
+    shown = {name for c in curves for name in (c.metric, c.spread, c.peak)} - {None}
     shown |= {f"seconds/{phase}" for phase in PHASE_SECONDS}
     axes_and_totals = {
         *("step", "phase", "warm_start/step", "tokens/rollout", "tokens/train", "flops/train", "weights/bytes"),
-        *("weights/route", "checkpoint/bytes", "checkpoint/step", "devices/<name>", "devices/layout"),
+        *("weights/route", "checkpoint/bytes", "checkpoint/step", "devices/<name>"),
     }
     assert METRICS.keys() - shown - axes_and_totals == {"metrics/non_finite"}
     assert shown <= METRICS.keys()
@@ -359,12 +359,10 @@ def test_the_page_says_what_was_idle_in_the_last_rows(tmp_path: Path) -> None:
     assert "waited for groups" not in Page(write_report([folder], tmp_path / "r.html")).text
     writer = MetricsWriter(folder)
     for step, idle in ((3, 0.9), (4, 0.1), (5, 0.2), (6, 0.2), (7, 0.3)):  # the last four count
-        shares = {"idle/learner_fraction": idle, "idle/engine_fraction": 0.5, "overlap/stretch": 1.25}
+        shares = {"idle/learner_fraction": idle, "idle/engine_fraction": 0.5}
         writer.write({"phase": "rl", "step": step, "seconds/step": 1.0, **shares})
     writer.close()
-    said = (
-        "the learner waited for groups for 20 % of the time, 50 % of the servers' slots were unused, a step took 1.25"
-    )
+    said = "the learner waited for groups for 20 % of the time, 50 % of the servers' slots were unused."
     assert said in Page(write_report([folder], tmp_path / "r.html")).text
 
 
@@ -728,7 +726,7 @@ def test_the_page_has_uplot_and_its_license_and_no_more_than_a_megabyte(tmp_path
     folder, rng = a_run(tmp_path / "a", steps=0), np.random.default_rng(0)
     given_to = [metric for metric in METRICS.values() if metric.curve]
     curves = [metric.curve for metric in given_to if metric.curve]
-    named = {name for c in curves for name in (c.metric, c.spread, c.low, c.high, c.peak) if name}
+    named = {name for c in curves for name in (c.metric, c.spread, c.peak) if name}
     names = sorted({name.replace("<name>", "n").replace("<k>", "8") for name in named} | {"seconds/step"})
     metrics = MetricsWriter(folder)
     for step, row in enumerate(rng.normal(size=(2000, len(names))).tolist(), 1):

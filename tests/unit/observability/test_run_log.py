@@ -175,9 +175,9 @@ def test_a_prompt_of_messages_is_shown_whole(tmp_path: Path) -> None:
 def test_a_row_that_is_written_again_is_of_the_process_that_made_the_step(tmp_path: Path) -> None:
     log, row = LogSection(tensorboard=False), {"step": 1, "phase": "rl"}
     before = {"devices/learner": 8, "devices/engines": 8}
-    with closing(Recorder(tmp_path, log, Progress(2, "plain"), lambda: before)) as recorder:
+    with closing(Recorder(tmp_path, log, Progress(2, "plain"), before)) as recorder:
         row = asyncio.run(recorder.write(row))
-    with closing(Recorder(tmp_path, log, Progress(2, "plain"), lambda: {"devices/learner": 4}, fresh=False)) as resumed:
+    with closing(Recorder(tmp_path, log, Progress(2, "plain"), {"devices/learner": 4}, fresh=False)) as resumed:
         asyncio.run(resumed.write({**row, "eval/accuracy": 0.5}, again=True))
     assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "phase": "rl", **before, "eval/accuracy": 0.5}]
 

@@ -19,11 +19,10 @@ import pytest
 import torch
 
 from rl_megatron.config.io import load_config
-from rl_megatron.config.sections.rollout import RolloutSection, ServerSection
+from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.packing import Packer, unpack
 from rl_megatron.data.samples import to_samples
-from rl_megatron.data.trajectories import single_turns
 from rl_megatron.engines import engine_token, requests
 from rl_megatron.engines.answers import Judged
 from rl_megatron.engines.engine import ServedEngine
@@ -34,8 +33,7 @@ from rl_megatron.engines.replicas import Replica
 from rl_megatron.engines.requests import Places
 from rl_megatron.engines.teachers import Teacher
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.training.rollout_rows import late_row
-from rl_megatron.types import Batch, Completion, FinishReason, ParallelDims, Prompt, RolloutGroup, Samples, Want
+from rl_megatron.types import Batch, Completion, ParallelDims, Prompt, RolloutGroup, Samples, Want
 from tests.completions import completion, plain
 from tests.turns import trajectory
 from tests.unit.rollout.test_engine_servers import (
@@ -376,17 +374,6 @@ def test_only_servers_can_end_a_completion_before_the_others(keys: list[str]) ->
     said = "max_seconds=30, but rollout.engine=local samples a whole batch in one call .* set rollout.server.replicas"
     with pytest.raises(ConfigError, match=said):
         load_config("tiny_cpu", given)
-
-
-def test_the_metric_counts_those_that_were_cut_before_their_length() -> None:
-    """Two of six: the others stopped, or have as many tokens as they may have."""
-    ends: list[tuple[int, FinishReason]] = [(1, "length"), (3, "length"), (4, "length"), (4, "stop"), (2, "stop")]
-    ends.append((4, "length"))
-    answers = [completion([1] * length, finish=reason) for length, reason in ends]
-    group = single_turns(Prompt(id="p", text="", token_ids=(1,), answer=""), answers, [""] * 6, [0.0] * 6)
-    section = RolloutSection(max_new_tokens=4, max_seconds=30)
-    assert late_row(group.trajectories, section) == {"response/late_fraction": pytest.approx(2 / 6)}
-    assert late_row(group.trajectories, RolloutSection(max_new_tokens=4)) == {}
 
 
 # Cancelled requests, and requests that wait behind no other, with real HTTP.

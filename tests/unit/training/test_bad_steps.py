@@ -45,7 +45,6 @@ from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.training.update import Update
 from rl_megatron.types import (
     Batch,
-    Counts,
     Culprit,
     Loss,
     Metric,
@@ -95,7 +94,7 @@ class Steps(Learner):
 
     taken = 0
 
-    async def backward(self, *_: object) -> dict[str, Metric[float | Counts]]:
+    async def backward(self, *_: object) -> dict[str, Metric[float]]:
         return {"loss": Metric(value=0.5)}
 
     async def step(self, learning_rate: float) -> StepResult:
@@ -339,7 +338,7 @@ class Answers(LearnerProtocol):
     def __init__(self, answer: StepResult | SkippedStep) -> None:
         self._answer = answer
 
-    async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float | Counts]]:
+    async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float]]:
         return {"loss": Metric(value=1.0)}
 
     async def step(self, learning_rate: float) -> StepResult | SkippedStep:
@@ -351,7 +350,7 @@ class Kept(Answers):
 
     batch: Batch
 
-    async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float | Counts]]:
+    async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float]]:
         self.batch = batch
         return await super().backward(batch, loss)
 

@@ -31,7 +31,7 @@ from rl_megatron.training.credit import (
     shape_rewards,
 )
 from rl_megatron.training.measures import explained_variance
-from rl_megatron.training.update import selection_of
+from rl_megatron.training.update import preference_pairs
 from rl_megatron.types import Chain, FinishReason, ParallelDims, Prompt, RolloutGroup, Samples, Trajectory
 from tests.completions import completion
 from tests.turns import branched, groups, trajectory
@@ -243,9 +243,7 @@ def test_a_cut_completion_that_counts_as_unfinished_is_not_imitated_as_right() -
 def pairs_of(groups: list[RolloutGroup], **section: object) -> tuple[Sequence[RolloutGroup], Rewards]:
     algorithm = AlgorithmSection.model_validate({"preference": {"beta": 0.1}, **section})
     rewards = shape_rewards(groups, algorithm, AlgorithmState(), max_new_tokens=4)
-    pairs, of_pairs, row = selection_of(algorithm).choose(groups, rewards)
-    assert row == {"preference/pairs": len(pairs)}
-    return pairs, of_pairs
+    return preference_pairs(groups, rewards)
 
 
 def test_pairs_are_of_the_rewards_that_the_algorithm_takes() -> None:

@@ -22,7 +22,6 @@ from pydantic import TypeAdapter
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import ends_in_tokens, in_steps, single_turns
 from rl_megatron.environments.protocol import EnvironmentStep, Observed, Reply, Transcript
@@ -35,10 +34,8 @@ from rl_megatron.training.credit import (
     groups_that_differ,
     groups_to_train_on,
     shape_rewards,
-    shared_states,
     states_of,
 )
-from rl_megatron.training.rollout_rows import carried_row
 from rl_megatron.types import Chain, Completion, Prompt, RolloutGroup, Samples, Scored, Span, Trajectory, Turn
 from tests.completions import completion, drawn
 from tests.documents import blocks
@@ -73,7 +70,6 @@ def test_a_step_hashes_the_states_of_a_trajectory_once(monkeypatch: pytest.Monke
     count = len(hashed)
     assert count
     groups_that_differ(groups, AlgorithmSection.model_validate({"credit": "turn", **GIGPO}), max_new_tokens=9)
-    assert shared_states(groups) == 1.0
     assert states_of(groups).tolist() == first
     assert len(hashed) == count
 
@@ -183,11 +179,15 @@ def test_groups_teach_by_trajectories_or_by_turns_of_one_state() -> None:
     assert teach(gamma_turn=1.0) == [False, False, True, False]
 
 
-def test_the_share_of_turns_whose_state_others_have_counts_within_groups() -> None:
+def test_turns_share_states_within_groups_alone() -> None:
+    def shared(*groups: RolloutGroup) -> float:
+        states = states_of(groups)
+        return float((states.bincount()[states] > 1).double().mean())
+
     one, other = [("start", 0.0), ("x", 0.0)], [("start", 0.0), ("y", 0.0), ("z", 0.0)]
-    assert shared_states([group("a", [played(one, 1), played(other, 2)])]) == 2 / 5
-    assert shared_states([group(name, [played(one, seed)]) for seed, name in enumerate("ab")]) == 0
-    assert shared_states([group("a", [played([("start", 0.0), ("x", 0.0), ("x", 0.0)], 1)])]) == 2 / 3
+    assert shared(group("a", [played(one, 1), played(other, 2)])) == 2 / 5
+    assert shared(*(group(name, [played(one, seed)]) for seed, name in enumerate("ab"))) == 0
+    assert shared(group("a", [played([("start", 0.0), ("x", 0.0), ("x", 0.0)], 1)])) == 2 / 3
 
 
 class Rooms:
@@ -532,30 +532,6 @@ def test_a_completion_in_steps_has_the_tokens_of_the_whole_and_the_versions_that
     assert "".join(turn.text for turn in row.turns) == text
     assert [turn.spans for turn in row.turns] == [(Span(0, 5), Span(1, 6)), (Span(0, 6),), (Span(0, 7),)]
     assert [turn.reward for turn in row.turns] == [1.0, 2.0, 4.0]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_tokens_that_pushes_met_are_those_of_the_completion_however_many_steps_it_has(seed: int) -> None:
-    tokens, steps = drawn_steps(seed)
-    rng = random.Random(seed)
-    versions = [sorted(rng.choices(range(4), k=len(one))) for one in tokens]  # of each token
-    met = [[n for n in range(1, len(of)) if of[n] != of[n - 1]] for of in versions]
-    spans = [[(n, of[n]) for n in (0, *places)] for of, places in zip(versions, met, strict=True)]
-    texts = [decode(one) for one in tokens]
-    said = scored(steps, texts, steps=True)
-    made = [completion_of(one, *its) for one, its in zip(tokens, spans, strict=True)]
-    cut = in_steps(single_turns(PROMPT, made, texts, [one.total for one in said]), said, decode)
-    row = carried_row(cut.trajectories, RolloutSection())
-    assert row["in_flight/resumed_tokens"] == sum(places[-1] for places in met if places)
-    assert row["in_flight/recomputed_tokens"] == sum(map(sum, met))
-
-
-def test_a_turn_that_begins_where_another_ends_is_a_request_of_its_own() -> None:
-    (one,) = single_turns(PROMPT, [completion_of([0, 1, 2], (0, 5), (2, 6))]).trajectories
-    (chain,), (turn,) = one.chains, one.turns
-    two = replace(chain, turns=(turn, replace(turn, start=turn.stop, number=1)))
-    row = carried_row([replace(one, chains=(two,))], RolloutSection())
-    assert row == {"in_flight/resumed_tokens": 2 + 2, "in_flight/recomputed_tokens": 2 + 2}
 
 
 def test_ends_within_one_token_are_one_step_and_a_number_is_none() -> None:

@@ -39,7 +39,6 @@ from rl_megatron.training.update import Update
 from rl_megatron.types import (
     Batch,
     Completion,
-    Counts,
     Loss,
     LossInputs,
     Metric,
@@ -368,7 +367,7 @@ class Learner:
     async def forget(self) -> None:
         """It keeps nothing of a batch."""
 
-    async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float | Counts]]:
+    async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float]]:
         (samples,) = batch.micro_batches[0]
         ids, columns = sequence_ids(samples.cu_seqlens), samples.columns
         inputs = {k: v for k, v in columns.items() if k not in ("input_ids", "targets", "routes")}
@@ -383,9 +382,7 @@ class Learner:
                 num_sequences=batch.num_sequences,
             )
         )
-        means: dict[str, Metric[float | Counts]] = {
-            n: Metric(value=v.item()) for n, v in values(output, "mean").items()
-        }
+        means: dict[str, Metric[float]] = {n: Metric(value=v.item()) for n, v in values(output, "mean").items()}
         return {"loss": Metric(value=float(output.loss.detach())), **means}
 
 
@@ -467,8 +464,6 @@ def test_the_row_tells_the_mismatch_of_the_batch() -> None:
     row, every = update(), [gap for of_sequence in gaps() for gap in of_sequence]
     assert row["mismatch/k1"] == pytest.approx(-sum(every) / len(every), rel=1e-5)
     assert of_gaps(row) == pytest.approx(of_gaps_expected(), rel=1e-5)
-    firsts = [abs(of_sequence[0]) for of_sequence in gaps()]
-    assert row["mismatch/position/t0"] == pytest.approx(sum(firsts) / len(firsts), rel=1e-5)
 
 
 OF_GAPS = ("mismatch/logprob_abs_mean", "mismatch/logprob_abs_max", "kl/rollout")
@@ -567,7 +562,7 @@ def test_ranks_do_not_wait_for_the_metrics_of_their_batch(monkeypatch: pytest.Mo
     asked, metrics = threading.Event(), Packer.metrics
 
     class Trains(Learner):
-        async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float | Counts]]:
+        async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float]]:
             asked.set()
             return await super().backward(batch, loss)
 

@@ -265,7 +265,7 @@ async def test_a_refused_row_behind_the_look_is_left_out_by_a_resume(monkeypatch
     await resumed.restore(saved)
     await resumed.start(fresh=False)
     (row,) = await rows_of(resumed, 3, 3)
-    assert (row["data/dropped"], row["tokens/learnt"]) == (1, 2 * len("1<"))  # a digit and the token behind it
+    assert row["data/dropped"] == 1
 
 
 @pytest.mark.parametrize("looked_at", [0, 9])
@@ -278,7 +278,6 @@ async def test_it_is_counted_in_the_row_of_its_step(
         await its.start(fresh=True)
         rows = await rows_of(its, 1, 3)
     assert [row["data/dropped"] for row in rows] == [1, 2, 0]
-    assert [row["tokens/learnt"] for row in rows] == [4, 2, 6]
     said = "3 of the first 9 rows to train on are refused and left out, by sft.on_refused=drop; the first: "
     first = f"prompt 'd:{drawn(9)[1]}': "
     assert [text[: len(said + first)] for text in caplog.messages] == [said + first] * bool(looked_at)
@@ -310,7 +309,6 @@ async def test_rows_without_turns_are_counted_and_named(on_refused: str, caplog:
         await its.start(fresh=True)
         rows = await rows_of(its, 1, 3)
     assert [row["data/dropped"] for row in rows] == [1 + len(refused), 2, 0]
-    assert [row["tokens/learnt"] for row in rows] == [4 - 2 * len(refused), 2, 6]
     said = "3 of the first 9 rows to train on have no turn to learn and are left out: their messages of the assistant "
     said += f"have a weight of 0, or there are none; the first: prompt 'd:{drawn(9)[1]}'"
     assert caplog.messages[len(refused) :] == [said]

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.mismatch import expert_means
 from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.data.samples import to_samples
@@ -131,6 +130,26 @@ def routing_gap(observation: Observation) -> RoutingGap | None:
         with_=gaps[touched],
         replayed=(observation.engine.double() - replayed.double())[mask],
     )
+
+
+_MOST_ROUTED = 65_536  # tokens whose routes are counted
+
+
+def expert_means(absolute: Tensor, routes: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean of ``absolute`` [n] over the tokens that chose each expert, and their number, [L, E] each.
+
+    ``routes`` [n, L, k] integers; E - 1 is the greatest. The mean is NaN for an expert without tokens. Of more than
+    65,536 tokens it uses an evenly spaced part.
+    """
+    num_experts = int(routes.max()) + 1 if routes.numel() else 1
+    stride = -(-len(absolute) // _MOST_ROUTED) if len(absolute) else 1
+    absolute, routes = absolute[::stride].double(), routes[::stride]
+    num_layers, per_token = routes.shape[1:]
+    cells = routes.long() + num_experts * torch.arange(num_layers)[:, None]
+    weights = absolute.repeat_interleave(num_layers * per_token)
+    counts = torch.bincount(cells.view(-1), minlength=num_experts * num_layers)
+    sums = torch.bincount(cells.view(-1), weights=weights, minlength=num_experts * num_layers)
+    return (sums / counts).view(num_layers, num_experts), counts.view(num_layers, num_experts)
 
 
 def suspected_expert(gaps: Tensor, routes: Tensor | None) -> str:
