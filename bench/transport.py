@@ -32,7 +32,6 @@ from rl_megatron.weights.layouts.tables import qwen3_moe
 from rl_megatron.weights.plans.plan import plan
 from rl_megatron.weights.routes.delta import DeltaTransport
 from rl_megatron.weights.routes.group import ProcessGroupTransport, Transport
-from rl_megatron.weights.routes.last_hop import SharedMemoryTransport
 
 REPEATS, BASELINE_REPEATS = 9, 3
 BAR = 0.35  # of the baseline's seconds
@@ -161,8 +160,6 @@ def measure(rank: int, name: str, model: ModelShape) -> list[dict[str, object]]:
     transports: dict[str, Transport] = {
         "gloo": ProcessGroupTransport(moves, src=src, dst=dst, bucket_bytes=BUCKET_BYTES, verify=False),
         "gloo, digests": ProcessGroupTransport(moves, src=src, dst=dst, bucket_bytes=BUCKET_BYTES),
-        "shared memory": SharedMemoryTransport(moves, src=src, dst=dst, verify=False),
-        "shared memory, digests": SharedMemoryTransport(moves, src=src, dst=dst),
         "gloo, digests, 3 % changed": DeltaTransport(moves, src=src, dst=dst, bucket_bytes=BUCKET_BYTES),
     }
     calls: dict[str, Callable[[], object]] = {

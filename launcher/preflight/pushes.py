@@ -31,8 +31,8 @@ def check(subject: Subject) -> Iterator[Found]:
 def _movable_segments(subject: Subject) -> Iterator[Found]:
     """Yields a problem if processes would map memory of another's allocator that it may move."""
     config = subject.config
-    kind, given = config.transport, subject.environment
-    if config.learner.device == "cpu" or not (kind.has_rings_on_gpus or kind.group == "learner"):
+    given = subject.environment
+    if config.learner.device == "cpu" or not config.transport.last_hop:
         return
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if re.search(r"\bexpandable_segments\s*:\s*true", given.get(name, ""), re.IGNORECASE):

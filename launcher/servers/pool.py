@@ -506,17 +506,14 @@ def _delivery(
     config: RunConfig, weights: WeightSync, servers: ReplicaWeights, file: FileDelivery, host: str
 ) -> Delivery:
     """Through mirror files, or directly where ``weights.transport`` is such."""
-    section, kind = config.rollout.server, config.transport
-    if not kind.direct:
+    if not config.transport.direct:
         return file
     assert isinstance(weights, LearnerRanks)
     return DirectDelivery(
         file=file,
         learner=weights,
         servers=servers,
-        keeper=Keeper(config.weights.meeting_host or host, section.timeout_seconds),
+        keeper=Keeper(config.weights.meeting_host or host, config.rollout.server.timeout_seconds),
         learner_ranks=config.learner.dims.world_size,
-        transport=kind.name,
-        backend=kind.backend(config.learner.device),
-        alike=kind.compared(config.learner.device),
+        backend="gloo" if config.learner.device == "cpu" else "nccl",
     )

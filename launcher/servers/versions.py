@@ -9,11 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.weights import CARRIED, CUDA_IPC, PROCESS_GROUP
 from rl_megatron.errors import EngineError
 from rl_megatron.files import parse
 from rl_megatron.weights.checks import libraries
-from rl_megatron.weights.checks.libraries import DEFAULTS, Libraries, compare_facts, facts, library_table
+from rl_megatron.weights.checks.libraries import (
+    DEFAULTS,
+    HANDLE,
+    OF_A_GROUP,
+    Libraries,
+    compare_facts,
+    facts,
+    library_table,
+)
 
 SECONDS = 4.0  # the limit for an interpreter's answer on a login node; 0.2 to 0.4 s were measured
 
@@ -39,28 +46,30 @@ def compare_environments(
 
 
 def why_no_group(config: RunConfig, environments: Mapping[str, Libraries]) -> str:
-    """Why ranks of these environments, by name, cannot be one group of the configured transport; else empty."""
+    """Why ranks of these environments, by name, cannot receive weights as configured; else empty.
 
-    fields, way = config.transport.compared(config.learner.device), config.weights.transport
-    problem = compare_facts({name: facts(one, fields) for name, one in environments.items()})
-    return problem and f"weights.transport={way} by {config.transport.name}: {problem}, or set weights.transport=file"
+    Where it depends on the number of GPUs whether they join a group, ranks say it when they meet.
+    """
+    kind, way = config.transport, config.weights.transport
+    if config.learner.device == "cpu" or not kind.direct or not config.rollout.served:
+        return ""
+    problem = compare_facts({n: facts(one, HANDLE if kind.last_hop else OF_A_GROUP) for n, one in environments.items()})
+    return problem and f"weights.transport={way}: {problem}, or set weights.transport=file"
 
 
 def describe_environments(learner: Path, engines: Sequence[Path]) -> str:
-    """A table of what the interpreters load, and a line for each transport that GPUs of two of them cannot use.
+    """A table of what the interpreters load, and a line for each way by which GPUs of two of them cannot get weights.
 
     Raises EngineError if one does not answer.
     """
     of_learner = {f"learner {learner}": libraries_of(learner, os.environ)}
     of_engines = {f"engine {engine}": libraries_of(engine, os.environ) for engine in engines}
     found = {
-        (name, kind.name): compare_facts(
-            {role: facts(one, kind.alike) for role, one in {**of_learner, name: of}.items()}
-        )
+        (name, way): compare_facts({role: facts(one, fields) for role, one in {**of_learner, name: of}.items()})
         for name, of in of_engines.items()
-        for kind in (PROCESS_GROUP, CUDA_IPC, CARRIED)
+        for way, fields in (("as members of one group", OF_A_GROUP), ("through a learner rank's memory", HANDLE))
     }
-    refused = [f"weights by {kind} between GPUs are refused: {why}" for (_, kind), why in found.items() if why]
+    refused = [f"weights.transport=direct on GPUs, {way}, is refused: {why}" for (_, way), why in found.items() if why]
     return "\n".join([library_table({**of_learner, **of_engines}), *refused])
 
 
@@ -74,8 +83,9 @@ def shared_settings(config: RunConfig, environment: Mapping[str, str]) -> Mappin
 
     An engine may set others where none is given: SGLang 0.5.21 sets NCCL_CUMEM_ENABLE=0.
     """
-    names = config.transport.compared(config.learner.device)
-    return {name: environment.get(name, default) for name, default in DEFAULTS.items() if name in names}
+    if config.learner.device == "cpu" or not config.transport.members:
+        return {}
+    return {name: environment.get(name, default) for name, default in DEFAULTS.items()}
 
 
 def libraries_of(python: Path, environment: Mapping[str, str], seconds: float = SECONDS) -> Libraries:

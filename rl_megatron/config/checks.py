@@ -95,7 +95,6 @@ def _critic_problems(c: RunConfig) -> list[str]:
 
 def _transport_problems(c: RunConfig) -> Iterator[str]:
     """A transport that cannot reach the engine, or a folder that not all ranks see."""
-    kind, server, world = c.transport, c.rollout.server, c.learner.dims.world_size
     if not c.rollout.served:
         if c.weights.transport == "file":
             yield (
@@ -103,16 +102,6 @@ def _transport_problems(c: RunConfig) -> Iterator[str]:
                 f"rollout.engine={c.rollout.engine} samples in the learner's processes; set weights.transport=auto"
             )
         return
-    if (
-        kind.group == "learner"
-        and c.learner.device != "cpu"
-        and server.addresses is None
-        and server.count * server.ranks > world
-    ):
-        yield (
-            f"weights.transport=direct needs a GPU of the learner's {world} for each of the servers' ranks, and they "
-            f"are {server.count * server.ranks}; lower rollout.server.replicas={server.count} or a degree"
-        )
     if c.slurm.engines.nodes and c.weights.folder and c.weights.folder.is_relative_to(NODE_MEMORY):
         yield (
             f"weights.folder={c.weights.folder} is in each node's own memory, and the learner's ranks cannot write it "

@@ -42,7 +42,7 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
         )
     if c.learner.deterministic and _one_nccl(c):
         yield (
-            f"learner.deterministic=true with weights.transport={c.weights.transport} by process_group into servers: "
+            f"learner.deterministic=true with weights.transport={c.weights.transport} over NCCL into servers: "
             f"the learner's ranks choose NCCL's algorithm by NCCL_ALGO, {_ONE_GROUP}"
         )
     if c.algorithm.needs_top and c.learner.head_dtype is not None:
@@ -232,9 +232,8 @@ _ONE_GROUP = (
 
 
 def _one_nccl(c: RunConfig) -> bool:
-    """Whether ranks of learner and servers are one group over NCCL, which compares no settings (docs/engines.md)."""
-    one = c.rollout.served and c.transport.group == "all"
-    return one and c.transport.backend(c.learner.device) == "nccl"
+    """Whether ranks of learner and servers may be one group over NCCL, which compares no settings (docs/engines.md)."""
+    return c.rollout.served and c.transport.members and c.learner.device != "cpu"
 
 
 def _of_servers(c: RunConfig) -> Iterator[str]:
@@ -253,7 +252,7 @@ def _of_servers(c: RunConfig) -> Iterator[str]:
         )
     if _one_nccl(c) and (c.rollout.engine != "sglang" or server.ranks > 1):  # SGLang's mode sets none for one rank
         yield (
-            f"{given} with weights.transport={c.weights.transport} by process_group: in this mode {c.rollout.engine} "
+            f"{given} with weights.transport={c.weights.transport} over NCCL: in this mode {c.rollout.engine} "
             f"sets NCCL's algorithm and channels in its ranks, {_ONE_GROUP}"
         )
 

@@ -41,7 +41,7 @@ from rl_megatron.config.sections.learner import LearnerSection, RolesSection
 from rl_megatron.config.sections.reward import EnvironmentSection, RankedModelSection, RewardSection, SandboxSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.slurm import SlurmSection
-from rl_megatron.config.sections.weights import CARRIED, CUDA_IPC, FILE, PROCESS_GROUP, TransportKind, WeightsSection
+from rl_megatron.config.sections.weights import FILE, PROCESS_GROUP, TransportKind, WeightsSection
 from rl_megatron.section import EntryName, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 
@@ -196,12 +196,11 @@ class RunConfig(Section):
             way = "direct" if apart and not weights.delta and weights.folder is None else "file"
         if way == "file":
             return FILE
-        elsewhere = self.slurm.engines.nodes > 0 or server.addresses is not None
-        shared = self.run.launcher != "local" or server.memory_fraction is not None
-        if not server.colocated and (elsewhere or not shared):
-            return PROCESS_GROUP
-        seen = self.slurm.nodes == 1 and server.ranks >= self.learner.dims.world_size  # all ranks' GPUs, by each server
-        return CUDA_IPC if seen and self.learner.device != "cpu" else CARRIED
+        if not server.colocated and (self.slurm.engines.nodes > 0 or server.addresses is not None):
+            return TransportKind(name="direct", members=True)
+        local = self.run.launcher == "local" and self.learner.device != "cpu"  # on further GPUs, if there are enough
+        shares = not local or server.colocated or server.memory_fraction is not None
+        return TransportKind(name="direct", members=local, last_hop=shares)
 
     @property
     def watchdog_seconds(self) -> float:

@@ -49,7 +49,7 @@ def route_of(config: RunConfig) -> Route:
         nodes = engine_nodes(config)
         together = any(node in range(config.slurm.nodes) for node in nodes)
         over = _over(config, learner_apart or any(nodes), together)
-        last = ", to the learner rank beside each of the servers' ranks" if kind.group == "learner" else ""
+        last = ", to the learner rank beside each of the servers' ranks" if kind.last_hop else ""
         return Route(transport=kind.name, over=over + last)
     if served:
         file, shared = _served_file(config)

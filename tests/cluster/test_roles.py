@@ -33,7 +33,7 @@ ON = {
     ),
     "ray": ("run.launcher=ray", "weights.transport=file", "slurm.engines.nodes=1", "slurm.engines.constraint=rack16"),
 }
-ROUTES = {"slurm": "process_group", "ray": "shared_file"}
+ROUTES = {"slurm": "direct", "ray": "shared_file"}
 WHOLE = ("norm.weight", "mlp.gate.weight")  # which both engine ranks hold
 REFERENCE = (
     *("roles.reference=separate", "roles.layouts.reference.tp=2"),
@@ -120,7 +120,7 @@ def test_weights_are_handed_on_to_a_server_over_the_learners_nodes(cluster: Clus
     assert job.end() == "COMPLETED", job.said()
     rows = [row for row in job.record() if row["phase"] == "rl"]
     assert [row["engine/restarts"] for row in (rows[1], rows[-1])] == [0, 1]
-    assert {row["weights/route"] for row in rows[1:]} == {"carried"}
+    assert {row["weights/route"] for row in rows[1:]} == {"direct"}
     exported = shapes(job.run / "hf_step_000002" / "model.safetensors")
     needed = sum(4 * prod(size) * (2 if name.endswith(WHOLE) else 1) for name, size in exported.items())
     assert [row["weights/bytes"] / needed for row in (rows[1], rows[2])] == [1, 1]
@@ -162,7 +162,7 @@ SPANNING = (
     *("warm_start.steps=0", "train.steps=2", "eval.every=0"),
 )
 NODES = {  # by route
-    "process_group": ("slurm.nodes=1", "slurm.ntasks_per_node=2", "slurm.engines.nodes=2"),
+    "direct": ("slurm.nodes=1", "slurm.ntasks_per_node=2", "slurm.engines.nodes=2"),
     "file": ("slurm.nodes=2", "slurm.ntasks_per_node=1"),
 }
 SERVERS = {
@@ -175,9 +175,7 @@ SERVERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("engine", "route"), [("sglang", "file"), ("sglang", "process_group"), ("vllm", "process_group")]
-)
+@pytest.mark.parametrize(("engine", "route"), [("sglang", "file"), ("sglang", "direct"), ("vllm", "direct")])
 def test_a_server_on_two_nodes_samples_what_the_learner_scores(cluster: Cluster, engine: str, route: str) -> None:
     """vLLM in two data-parallel replicas that share the experts, SGLang in two tensor-parallel ranks. 90 seconds."""
     python = REPO / ".engines" / engine / "bin" / "python"
@@ -185,7 +183,7 @@ def test_a_server_on_two_nodes_samples_what_the_learner_scores(cluster: Cluster,
         pytest.skip(f"NO TEST OF {engine}: {python} is not there; make test-engines makes it")
     keys = (
         *SPANNING,
-        f"weights.transport={'file' if route == 'file' else 'direct'}",
+        f"weights.transport={route}",
         *NODES[route],
         f"rollout={engine}",
         f"rollout.python={python}",
@@ -197,7 +195,7 @@ def test_a_server_on_two_nodes_samples_what_the_learner_scores(cluster: Cluster,
     assert {row["weights/route"] for row in rows} == {route}
     assert all(row["mismatch/logprob_abs_max"] < 1e-3 for row in rows)
     placed = (job.run / "placement.txt").read_text().splitlines()
-    first = 1 if route == "process_group" else 0
+    first = 1 if route == "direct" else 0
     assert placed[-2:] == [f"engine 0: node {first}", f"engine 0: node {first + 1}"]
     assert len(list(job.run.glob(f"{engine}_0*.log"))) == 2  # one a node
 

@@ -20,11 +20,12 @@ from rl_megatron.errors import CorruptionError, SyncError
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, MEGATRON_QWEN3_MOE
-from rl_megatron.weights.plans.plan import plan
+from rl_megatron.weights.plans.plan import plan, plan_into
 from rl_megatron.weights.routes.delta import DeltaTransport
 from rl_megatron.weights.routes.ends import Parcel
 from rl_megatron.weights.routes.group import ProcessGroupTransport, Staging
-from rl_megatron.weights.routes.last_hop import SharedMemoryTransport
+from rl_megatron.weights.routes.last_hop import LearnerEnd, end_beside
+from rl_megatron.weights.routes.rendezvous import Keeper, Member, Rendezvous
 from tests.distributed.test_transport import hf_tensors, megatron_tensors
 from tests.forks import FORKS
 from tests.small_models import SMALL_MOE
@@ -102,39 +103,51 @@ class Process:
     """One rank. Learners come first; every call is made on all ranks together."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.engine, self.transport, self.staging = rank, Engine(), None, None
+        self.rank, self.engine = rank, Engine()
+        self.transport = self.staging = self.member = None
         self.src: dict[str, Tensor] = {}
         self.dst: dict[str, Tensor] = {}
 
-    def connect(self, rendezvous: str, kind: str, learner: str, engine: str) -> None:
+    def connect(self, rendezvous: str | Rendezvous, kind: str, learner: str, engine: str) -> None:
         """Join a new group and make a transport over it. What a process holds stays."""
         self.leave()
-        limit = timedelta(seconds=TIMEOUT)
-        address = f"file://{rendezvous}"
-        dist.init_process_group("gloo", init_method=address, rank=self.rank, world_size=WORLD, timeout=limit)
+        if isinstance(rendezvous, Rendezvous):
+            self.member = Member(rendezvous, self.rank)
+        else:
+            limit, address = timedelta(seconds=TIMEOUT), f"file://{rendezvous}"
+            dist.init_process_group("gloo", init_method=address, rank=self.rank, world_size=WORLD, timeout=limit)
         self.dims, self.to = LAYOUTS[learner], REPLICAS[engine]
         src = Layout(table=MEGATRON_QWEN3_MOE, shape=SMALL_MOE, dims=self.dims)
         dst = Layout(table=ENGINE_QWEN3_MOE, shape=SMALL_MOE, dims=self.to)
-        moves = plan(src, dst, placement={r: LEARNERS + r for r in range(ENGINES)})
+        placement = {r: LEARNERS + r for r in range(ENGINES)}
+        moves = plan_into(src, dst, self.member.receivers) if self.member else plan(src, dst, placement=placement)
         if self.rank < LEARNERS:
             self.src = megatron_tensors(hf_tensors(0), self.dims, self.rank)
         else:
             shapes = dst.local_shapes(self.rank - LEARNERS)
             if {name: tuple(t.shape) for name, t in self.dst.items()} != shapes:
                 self.dst = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
-        ends = {"src": self.src, "dst": self.dst}
-        if kind == "shared memory":
-            self.transport = SharedMemoryTransport(moves, **ends, slot_bytes=BUCKET_BYTES, timeout_seconds=TIMEOUT)
+        if self.member is not None:
+            more = {"member": self.member, "bytes_into": lambda process: BUCKET_BYTES}
+            learns = self.rank < LEARNERS
+            self.transport = (
+                LearnerEnd(moves, src=self.src, **more) if learns else end_beside(moves, dst=self.dst, **more)
+            )
         else:
             make = {"gloo": CountingTransport, "delta": DeltaTransport}[kind]
-            self.transport = make(moves, **ends, bucket_bytes=BUCKET_BYTES)
-        self.planned = 4 * sum(moves.traffic().values())
+            self.transport = make(moves, src=self.src, dst=self.dst, bucket_bytes=BUCKET_BYTES)
+        self.planned = 4 * sum(plan(src, dst, placement=placement).traffic().values())
         self.staging = Staging(self.transport, self.engine if self.rank >= LEARNERS else None)
         self._unpack, self._pack = self.transport.ends.unpack, self.transport.ends.pack
 
     def leave(self) -> None:
-        if dist.is_initialized():
+        if self.transport is not None:
             self.transport.close()
+        self.transport = None
+        if self.member is not None:
+            self.member.close()
+        self.member = None
+        if dist.is_initialized():
             dist.destroy_process_group()
 
     def train(self, seed: int, changes: int | None) -> None:
@@ -219,6 +232,7 @@ class Ranks:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._joined = folder, 0
+        self._keeper = Keeper("127.0.0.1", TIMEOUT)
         self.processes: list[Any] = [None] * WORLD
         self.connections: list[Connection] = [None] * WORLD  # type: ignore[list-item]
         for rank in range(WORLD):
@@ -239,7 +253,10 @@ class Ranks:
     def connect(self, kind: str, learner: str = "tp2 ep2", engine: str = "tp2") -> None:
         self.ready()
         self._joined += 1
-        self.each("connect", str(self._folder / f"rendezvous{self._joined}"), kind, learner, engine)
+        at: str | Rendezvous = str(self._folder / f"rendezvous{self._joined}")
+        if kind == "last hop":
+            at = self._keeper.rendezvous(WORLD, learners=LEARNERS, backend="gloo")
+        self.each("connect", at, kind, learner, engine)
 
     def ask(self, ranks: range | list[int], name: str, *arguments: Any) -> dict[int, Any]:
         """Answers by rank; "killed" for a killed rank."""

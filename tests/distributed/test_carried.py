@@ -32,8 +32,10 @@ from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes, EngineLayout, recorded_layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
-from rl_megatron.weights.plans.plan import Place, Plan, carriers_of, plan_into_copies
-from rl_megatron.weights.routes import engine_ends, last_hop, mirror
+from rl_megatron.weights.plans import plan as plans
+from rl_megatron.weights.plans.plan import Place, Plan, plan_into_copies, receivers_of
+from rl_megatron.weights.routes import engine_ends, mirror
+from rl_megatron.weights.routes import rendezvous as meeting
 from rl_megatron.weights.routes.engine_ends import Receiver, Sender
 from rl_megatron.weights.routes.group import Exchange, ProcessGroupTransport
 from rl_megatron.weights.routes.mirror import Mirror
@@ -48,6 +50,7 @@ DIMS = ParallelDims(tp=2, ep=2, dp=2)
 LEARNER = Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=DIMS)
 LEARNERS = ENGINES = 4
 BUCKET = 4096  # a page, of which slots are multiples
+MEMBERS_BUCKET = 6000  # into members of the group
 WHOLE, FLIPPED, LOST, AGAIN = 3, 4, 5, 6  # versions: what happens on the way
 HEARD, FAR = 600.0, LIMIT * 10  # seconds that a rank waits for another: who waits for FAR fails the test
 
@@ -109,11 +112,12 @@ class Wire:
 
 def process(rank: int, job: Job) -> None:
     torch.set_num_threads(1)
-    engine_ends._BUCKET_BYTES = engine_ends._SLOT_BYTES = BUCKET
+    engine_ends._BUCKET_BYTES = BUCKET if job.device == "cuda" else MEMBERS_BUCKET
+    engine_ends._SLOT_BYTES = BUCKET
     if job.device == "cuda":
         torch.cuda.set_device(ord(job.nodes[rank]) - ord("A"))
     else:
-        last_hop.own_place = lambda tensors: Place(node=job.nodes[rank], name=f"node {job.nodes[rank]}", gpu="")
+        meeting.own_place = lambda tensors: Place(node=job.nodes[rank], name=f"node {job.nodes[rank]}", gpu="")
     said = learner(rank, job) if rank < LEARNERS else engine(rank - LEARNERS, job)
     torch.save(said, job.folder / f"{rank}.pt")
 
@@ -226,7 +230,6 @@ def engine(rank: int, job: Job) -> dict[str, Any]:
 
 def run(
     folder: Path,
-    transport: str,
     nodes: str,
     *versions: int,
     seconds: float = HEARD,
@@ -235,7 +238,9 @@ def run(
     start: Callable[..., None] = run_ranks,
 ) -> list[Any]:
     keeper = Keeper("127.0.0.1", seconds)
-    rendezvous = keeper.rendezvous(LEARNERS + ENGINES, learners=LEARNERS, transport=transport, backend="gloo")
+    rendezvous = keeper.rendezvous(
+        LEARNERS + ENGINES, learners=LEARNERS, backend="nccl" if device == "cuda" else "gloo"
+    )
     job = Job(rendezvous=rendezvous, folder=folder, nodes=nodes, versions=versions, flips=flips, device=device)
     start(process, LEARNERS + ENGINES, job)
     return [torch.load(p, weights_only=False) if p.exists() else None for p in (folder / f"{r}.pt" for r in range(8))]
@@ -261,61 +266,83 @@ def differing(learners: Sequence[Any], engines: Sequence[Any], number: int) -> s
 
 
 @pytest.mark.parametrize(
-    ("transport", "nodes", "carriers"),
+    ("nodes", "receivers"),
     [
-        ("carried", "AABBBBAA", [2, 3, 0, 1]),
-        ("carried", "AABBABBB", [0, 2, 3, 2]),  # the second learner rank carries nobody, the third two
-        ("process_group", "AABBBBAA", []),
+        ("AABBBBAA", [2, 3, 0, 1]),
+        ("AABBABBB", [0, 2, 3, 2]),  # the second learner rank hands on to nobody, the third to two
+        ("AABBCCDD", [4, 5, 6, 7]),
+        ("AABBCBDA", [4, 2, 6, 0]),
     ],
-    ids=["one-each", "two-on-one", "process-group"],
+    ids=["one-each", "two-on-one", "all-members", "some-members"],
 )
-def test_ranks_hand_on_what_is_needed_alone(tmp_path: Path, transport: str, nodes: str, carriers: list[int]) -> None:
-    """Bit for bit what torch cuts, as over one group of all."""
-    needed = Counter[int]()
-    for rank, carrier in enumerate(carriers):
-        needed[carrier] += 4 * missing(carrier, rank)
-    flips = max(needed, key=needed.__getitem__, default=0)
-    said = run(tmp_path, transport, nodes, WHOLE, *([FLIPPED] if carriers else []), flips=flips)
+def test_ranks_hand_on_what_is_needed_alone(tmp_path: Path, nodes: str, receivers: list[int]) -> None:
+    """Bit for bit what torch cuts; members of the group get theirs over it."""
+    size = [4 * sum(volume(box) for box in share(rank).values()) for rank in range(ENGINES)]
+    needed = Counter[int]()  # over the group, by receiver
+    for rank, receiver in enumerate(receivers):
+        needed[receiver] += size[rank] if receiver >= LEARNERS else 4 * missing(receiver, rank)
+    hands_on = [receiver for receiver in receivers if receiver < LEARNERS]
+    flips = max(hands_on, key=needed.__getitem__, default=0)
+    said = run(tmp_path, nodes, WHOLE, *([FLIPPED] if hands_on else []), flips=flips)
     learners, engines = said[:LEARNERS], said[LEARNERS:]
-    for rank, one in enumerate(engines):
-        assert one["bytes"][0] == 4 * sum(
-            of(box, torch.empty(HF.local_shapes(0)[n])).numel() for n, box in share(rank).items()
-        )
+    assert [one["bytes"][0] for one in engines] == size
     assert not differing(learners, engines, 0)
-    if not carriers:
-        return
-    assert [one["groups"] for one in said] == [[LEARNERS]] * LEARNERS + [[]] * ENGINES
+    members = [receiver for receiver in receivers if receiver >= LEARNERS]
+    groups = [[LEARNERS + len(members)] if rank < LEARNERS or rank in members else [] for rank in range(len(said))]
+    assert [one["groups"] for one in said] == groups
     assert [one["received"] for one in learners] == [needed[rank] for rank in range(LEARNERS)]
     sent = [one["sent"] for one in learners]
     assert sum(sent) == needed.total()
     for rank, one in enumerate(learners):
-        assert one["staged"] <= (2 + 2 * carriers.count(rank)) * BUCKET
-    if len(set(carriers)) == LEARNERS:
+        assert one["staged"] <= 2 * engine_bucket(members) + 2 * receivers.count(rank) * BUCKET
+    if len({*hands_on}) == LEARNERS:
         assert max(sent) <= 1.05 * sum(sent) / LEARNERS
         assert max(needed.values()) > 8 * BUCKET
-    assert differing(learners, engines, 1) == {learners[flips]["flipped"]}
+    if hands_on:
+        assert differing(learners, engines, 1) == {learners[flips]["flipped"]}
+
+
+def engine_bucket(members: Sequence[int]) -> int:
+    """The most bytes that are sent at once: those into members are more."""
+    return MEMBERS_BUCKET if members else BUCKET
 
 
 def test_an_engine_rank_that_is_lost_leaves_nobody_waiting(tmp_path: Path) -> None:
-    said = run(tmp_path, "carried", "ABCDDCBA", LOST, seconds=FAR)  # whose carriers all need something of others
+    said = run(tmp_path, "ABCDDCBA", LOST, seconds=FAR)  # whose carriers all need something of others
     assert said.pop() is None
     assert all("version 5 is not served" in one["lost"] for one in said)
 
 
-def test_an_engine_rank_needs_a_learner_rank_on_its_gpu_and_shares_it_with_none() -> None:
-    places = [Place(node=node, name=f"node-{node}", gpu=gpu) for node in "ab" for gpu in ("x", "y")]
-    assert carriers_of([*places, *reversed(places)], 4) == [3, 2, 1, 0]
-    away = Place(node="c", name="node-c", gpu="x")
-    with pytest.raises(ConfigError, match="direct: engine rank 1 is on node-c, GPU x, where no learner rank is that"):
-        carriers_of([*places, places[0], away], 4)
-    with pytest.raises(ConfigError, match="engine rank 1 is on node-a, GPU x, as another engine rank is; give each a"):
-        carriers_of([*places, places[0], places[0]], 4)
-    cpus = [replace_gpu(place) for place in places]
-    assert carriers_of([*cpus, cpus[0], cpus[3], cpus[0], cpus[0]], 4) == [0, 2, 1, 0]
+def test_an_engine_rank_on_a_learner_ranks_gpu_gets_all_from_that_and_others_are_members(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    places = [Place(node=node, name=f"node-{node}", gpu=gpu) for node in "ab" for gpu in "xy"]
+    places[2:] = [place._replace(gpu=f"{place.gpu}b") for place in places[2:]]
+    assert receivers_of([*places, *reversed(places)], 4) == [3, 2, 1, 0]
+    assert receivers_of([*places, places[0], places[0]], 4) == [0, 0]
+    away = Place(node="c", name="node-c", gpu="z")
+    assert receivers_of([*places, places[0], away, places[0]._replace(gpu="z")], 4) == [0, 5, 6]
+    with pytest.raises(
+        ConfigError, match="direct: engine rank 1 is on node-c, GPU x, as a learner rank is that cannot"
+    ):
+        receivers_of([*places, places[0], away._replace(gpu="x")], 4)
+    cpus = [place._replace(gpu="") for place in places]
+    on_nodes = [*cpus, cpus[0], cpus[3], away._replace(gpu=""), cpus[0], cpus[0]]
+    assert receivers_of(on_nodes, 4) == [0, 2, 6, 1, 0]
+    monkeypatch.setattr(plans, "_HOP_ON_A_GPU", False)
+    assert receivers_of(on_nodes, 4) == [0, 2, 6, 1, 0]
+    with pytest.raises(ConfigError, match="engine rank 0 is on node-a, GPU x, as a learner rank is that cannot hand"):
+        receivers_of([*places, places[0]], 4)
 
 
-def replace_gpu(place: Place) -> Place:
-    return place._replace(gpu="")
+def test_processes_of_another_user_or_network_are_not_beside_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They could not connect to its socket, on the same machine."""
+    here = meeting.own_place([])
+    assert meeting.own_place([torch.zeros(1)]) == here
+    for name, other in (("getuid", lambda: -1), ("readlink", lambda path: "net:[1]")):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, other)
+            assert meeting.own_place([]).node != here.node
 
 
 # Learner ranks of two pretended nodes write a mirror file in each: whole, received once, shared out evenly.
@@ -490,7 +517,7 @@ def test_what_engines_hold_in_float32_is_not_rounded_in_the_file_and_straight_pu
     """
     save_model("deepseek_v32", tmp_path / "model", q_lora_rank=12)
     keeper = Keeper("127.0.0.1", 240.0)
-    rendezvous = keeper.rendezvous(2, learners=1, transport="process_group", backend="gloo")
+    rendezvous = keeper.rendezvous(2, learners=1, backend="gloo")
     run_ranks(pushes, 2, tmp_path, rendezvous)
     wanted = load_file(tmp_path / "model" / "model.safetensors")
     exported = load_file(tmp_path / "exported" / "model.safetensors")

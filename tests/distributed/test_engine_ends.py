@@ -37,8 +37,9 @@ from rl_megatron.weights.formats.served import FORMATS, Format, stored
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes, EngineLayout, recorded_layout, shared
 from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
-from rl_megatron.weights.plans.plan import plan
+from rl_megatron.weights.plans.plan import Place, plan
 from rl_megatron.weights.routes import engine_ends
+from rl_megatron.weights.routes import rendezvous as meeting
 from rl_megatron.weights.routes.engine_ends import Receiver, Sender
 from rl_megatron.weights.routes.rendezvous import JOINING, Keeper, Member, Rendezvous
 from tests.distributed import test_transport as base
@@ -164,7 +165,7 @@ class Job:
     rendezvous: Rendezvous
     folder: Path
     port: int
-    device: str
+    apart: bool
 
 
 def tensors_of(version: int) -> dict[str, Tensor]:
@@ -172,9 +173,16 @@ def tensors_of(version: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in HF.local_shapes(0).items()}
 
 
+def apart(rank: int) -> None:
+    """Let this process believe that it is on a node of its own."""
+    meeting.own_place = lambda tensors: Place(node=str(rank), name="", gpu="")
+
+
 def process(rank: int, job: Job) -> None:
     """Ranks 0 and 1 are the learner's, 2 and 3 an engine's, each pair in a default group of its own."""
     torch.set_num_threads(1)
+    if job.apart:
+        apart(rank)
     engine_ends._BUCKET_BYTES = engine_ends._SLOT_BYTES = 1000  # most tensors come in several parcels
     pair, inner = divmod(rank, 2)
     store = dist.TCPStore("127.0.0.1", job.port + pair, is_master=inner == 0, timeout=timedelta(seconds=HEARD))
@@ -185,7 +193,7 @@ def process(rank: int, job: Job) -> None:
 
 
 def learner(rank: int, job: Job) -> list[Any]:
-    src = {n: torch.zeros_like(t, device=job.device) for n, t in cut(VERSIONS[0], rank).items()}
+    src = {n: torch.zeros_like(t) for n, t in cut(VERSIONS[0], rank).items()}
     sender = Sender(job.rendezvous, rank, (LEARNER, recorded()), src, sources_of(LEARNER, HF)[rank], dtypes=DTYPES)
     out = []
     for version in VERSIONS:
@@ -206,7 +214,6 @@ def cut(version: int, rank: int) -> dict[str, Tensor]:
 
 def engine(rank: int, job: Job) -> list[Any]:
     mine = Engine(rank)
-    mine.params = {name: param.to(job.device) for name, param in mine.params.items()}
     held = mine.record()
     receiver = Receiver(job.rendezvous, 2 + rank, {one: one.of(mine.params[one.param]) for one in held})
     out = []
@@ -240,7 +247,7 @@ def engine(rank: int, job: Job) -> list[Any]:
         assert set(report.rows) == set(checksums_of(held, mine.params).rows)
         out.append((update.num_bytes, report))
     if (
-        rank == 0 and job.rendezvous.transport == "process_group"
+        rank == 0 and job.apart
     ):  # a rank that waits for one that leaves fails before the group's limit, though that process lives
         with pytest.raises(RuntimeError):
             dist.recv(torch.zeros(1), group=receiver._member.group, group_src=3)
@@ -254,15 +261,13 @@ def layer_of(one: Held) -> str:
     return one.hf.split(".")[2] if "layers" in one.hf else ""
 
 
-@pytest.mark.parametrize(
-    ("transport", "device"), [("process_group", "cpu"), pytest.param("cuda_ipc", "cuda", marks=ON_GPU)]
-)
-def test_each_engine_rank_gets_its_own_bytes_and_no_more(tmp_path: Path, transport: str, device: str) -> None:
+@pytest.mark.parametrize("apart", [True, False], ids=["members", "beside"])
+def test_each_engine_rank_gets_its_own_bytes_and_no_more(tmp_path: Path, apart: bool) -> None:
     """Bit for bit what its own loader makes of the checkpoint; checksums of both sides agree. 8 seconds."""
     keeper = Keeper("127.0.0.1", 2 * HEARD)
-    rendezvous = keeper.rendezvous(4, learners=2, transport=transport, backend="gloo")
+    rendezvous = keeper.rendezvous(4, learners=2, backend="gloo")
     with held_ports("127.0.0.1") as port:
-        run_ranks(process, 4, Job(rendezvous=rendezvous, folder=tmp_path, port=port, device=device))
+        run_ranks(process, 4, Job(rendezvous=rendezvous, folder=tmp_path, port=port, apart=apart))
     said = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
     traffic = plan(LEARNER, recorded(), placement={0: 2, 1: 3}).traffic()
     for i, _ in enumerate(VERSIONS):
@@ -284,7 +289,7 @@ def test_each_engine_rank_gets_its_own_bytes_and_no_more(tmp_path: Path, transpo
 
 def test_a_rank_that_waits_for_another_is_cancelled_and_the_keeper_knows_who_is_absent() -> None:
     keeper = Keeper("127.0.0.1", 60.0)
-    rendezvous = keeper.rendezvous(1, learners=1, transport="process_group", backend="gloo")
+    rendezvous = keeper.rendezvous(1, learners=1, backend="gloo")
     member = Member(rendezvous, 0)
     member.rendezvous = replace(rendezvous, size=2, seconds=0.2)
     for _ in range(2):  # a rank that comes again is not taken for another
@@ -297,7 +302,7 @@ def test_a_rank_that_waits_for_another_is_cancelled_and_the_keeper_knows_who_is_
         member.meet("version 2")
     assert keeper.absent(member.rendezvous, "version 2") == [1]
     member.close()
-    rendezvous = keeper.rendezvous(2, learners=1, transport="process_group", backend="gloo")
+    rendezvous = keeper.rendezvous(2, learners=1, backend="gloo")
     keeper.cancel(rendezvous, JOINING, "a server died")
     with pytest.raises(SyncError, match="joining the group was cancelled: a server died"):
         Member(rendezvous, 0)
@@ -306,7 +311,7 @@ def test_a_rank_that_waits_for_another_is_cancelled_and_the_keeper_knows_who_is_
 def test_a_rank_that_waits_does_not_ask_for_each_of_the_others_at_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller's store has one thread, which all ranks ask every few milliseconds."""
     keeper = Keeper("127.0.0.1", 60.0)
-    rendezvous = keeper.rendezvous(1, learners=1, transport="process_group", backend="gloo")
+    rendezvous = keeper.rendezvous(1, learners=1, backend="gloo")
     member, asked = Member(rendezvous, 0), list[int]()
     store, member.rendezvous = member._store, replace(rendezvous, size=768, seconds=0.2)
 
@@ -342,30 +347,31 @@ def test_a_server_that_joins_again_is_in_no_earlier_group(tmp_path: Path) -> Non
     """Nor in that of a join that failed, the third of four. 3 seconds."""
     save_file(tensors_of(0), tmp_path / "model.safetensors")
     keeper = Keeper("127.0.0.1", 2 * HEARD)
-    new = partial(keeper.rendezvous, 2, learners=1, transport="process_group", backend="gloo")
+    new = partial(keeper.rendezvous, 2, learners=1, backend="gloo")
     run_ranks(joins_again, 2, [new() for _ in range(4)], tmp_path, FORKS.Barrier(2))
 
 
 def joins_again(rank: int, meetings: Sequence[Rendezvous], folder: Path, both: Any) -> None:
     """Rank 0 is the learner's, rank 1 SGLang's by our worker."""
     torch.set_num_threads(1)
+    apart(rank)
     serve = server(folder) if rank else None
     boxes, sender = {name: whole_box(shape) for name, shape in HF.local_shapes(0).items()}, None
-    for version, meeting in enumerate(meetings):
+    for version, place in enumerate(meetings):
         if serve is not None:
-            said = serve("join", place=asdict(meeting), first=1, version=version)
+            said = serve("join", place=asdict(place), first=1, version=version)
             assert ("the learner is gone" in said.get("error", "")) == (version == 2), said
             if version != 2:
                 assert len(serve("receive", version=version, private=[])["rows"]["places"]) == len(boxes)
             assert len(distributed_c10d._world.pg_map) == (version != 2)
         elif version == 2:
             sender = sender and sender.close()
-            member = Member(meeting, 0, 2)
-            member._store.set(f"{meeting.name}/{JOINING}/cancelled", "the learner is gone")
+            member = Member(place, 0)
+            member._store.set(f"{place.name}/{JOINING}/cancelled", "the learner is gone")
         else:
             sender = sender and sender.close()
             layouts, sources = (HF, recorded_layout(HF, [boxes])), sources_of(HF, HF)[0]
-            sender = Sender(meeting, 0, layouts, tensors_of(version), sources, dtypes=DTYPES)
+            sender = Sender(place, 0, layouts, tensors_of(version), sources, dtypes=DTYPES)
             sender.send(version)
         both.wait(HEARD)
 
@@ -478,7 +484,11 @@ def quantised_process(rank: int, cases: list[Case], port: int, folder: Path) -> 
     if rank < LEARNERS:
         store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=SECONDS))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=LEARNERS)
-    said = [quantising_learner(rank, c) if rank < LEARNERS else quantised_engine(rank - LEARNERS, c) for c in cases]
+    said = []
+    for case in cases:
+        if case.kind == "fp8":
+            apart(rank)
+        said.append(quantising_learner(rank, case) if rank < LEARNERS else quantised_engine(rank - LEARNERS, case))
     torch.save(said, folder / f"{rank}.pt")
     if rank < LEARNERS:
         dist.barrier()
@@ -547,13 +557,13 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def test_ranks_that_share_blocks_send_the_bytes_of_the_whole_tensors(tmp_path: Path) -> None:
-    """For each format and layout, over another transport each. 10 seconds."""
-    keeper, made = Keeper("127.0.0.1", SECONDS), iter(("process_group", "process_group", "carried", "carried"))
+    """For each format and layout; one format goes to members of the group, one through the rank beside. 10 seconds."""
+    keeper = Keeper("127.0.0.1", SECONDS)
     cases = [
         Case(
             kind=kind,
             layout=layout,
-            rendezvous=keeper.rendezvous(LEARNERS + ENGINES, learners=LEARNERS, transport=next(made), backend="gloo"),
+            rendezvous=keeper.rendezvous(LEARNERS + ENGINES, learners=LEARNERS, backend="gloo"),
         )
         for kind in ("fp8", "int8")
         for layout in LAYOUTS
@@ -582,6 +592,37 @@ def test_ranks_that_share_blocks_send_the_bytes_of_the_whole_tensors(tmp_path: P
         }
 
 
+def beside(rank: int, rendezvous: Rendezvous, device: str) -> None:
+    """Rank 0 is the learner's, which holds the model whole; rank 1 an engine's, on its GPU or node."""
+    torch.set_num_threads(1)
+    boxes = {name: whole_box(shape) for name, shape in HF.local_shapes(0).items()}
+    held = {name: torch.zeros(shape, device=device) for name, shape in HF.local_shapes(0).items()}
+    if rank == 0:
+        layouts = HF, recorded_layout(HF, [boxes])
+        sender = Sender(rendezvous, 0, layouts, held, sources_of(HF, HF)[0], dtypes=DTYPES)
+        for version in VERSIONS:
+            for name, tensor in tensors_of(version).items():
+                held[name].copy_(tensor)
+            sender.send(version)
+        sender.close()
+        return
+    places = record(
+        lambda tensors: [held[name].copy_(tensor) for name, tensor in tensors], HF.local_shapes(0), held, DTYPES
+    )
+    receiver = Receiver(rendezvous, 1, {one: one.of(held[one.param]) for one in places})
+    for version in VERSIONS:
+        receiver.receive(version, lambda one: None)
+        assert all(torch.equal(held[name].cpu(), tensor) for name, tensor in tensors_of(version).items())
+    receiver.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_an_engine_rank_beside_the_only_learner_rank_is_in_no_group(device: str) -> None:
+    """Nor is the learner's; on a GPU, both on one, through CUDA IPC."""
+    keeper = Keeper("127.0.0.1", 2 * HEARD)
+    run_ranks(beside, 2, keeper.rendezvous(2, learners=1, backend="gloo" if device == "cpu" else "nccl"), device)
+
+
 def tiles(boxes: list[Box], shape: Shape) -> bool:
     seen = torch.zeros(shape, dtype=torch.int32)
     for box in boxes:
@@ -593,7 +634,7 @@ def tiles(boxes: list[Box], shape: Shape) -> bool:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_scale_has_one_owner_and_shared_blocks_are_known(kind: str, layout: str) -> None:
     """Against a loop over the elements of every box."""
-    nobody = Keeper("127.0.0.1", 1.0).rendezvous(1, learners=1, transport="carried", backend="gloo")
+    nobody = Keeper("127.0.0.1", 1.0).rendezvous(1, learners=1, backend="gloo")
     case = Case(kind=kind, layout=layout, rendezvous=nobody)
     mine, grids, blocks = case.learner, case.hf.local_shapes(0), case.form.blocks
     boxes: dict[str, set[Box]] = {}

@@ -26,7 +26,6 @@ from rl_megatron.weights.plans.plan import Plan, plan
 from rl_megatron.weights.routes import rendezvous
 from rl_megatron.weights.routes.delta import DeltaTransport
 from rl_megatron.weights.routes.group import ProcessGroupTransport, Transport
-from rl_megatron.weights.routes.last_hop import CudaIpcTransport, SharedMemoryTransport
 from tests.distributed.ranks import run_ranks
 from tests.small_models import SMALL_MOE
 
@@ -99,15 +98,6 @@ def changes_only(moves: Plan, src: dict[str, Tensor], dst: dict[str, Tensor]) ->
     return DeltaTransport(moves, src=src, dst=dst, bucket_bytes=4 * BUCKET_BYTES)
 
 
-def through_memory(moves: Plan, src: dict[str, Tensor], dst: dict[str, Tensor], *, verify: bool = True) -> Transport:
-    slot = 4 * BUCKET_BYTES
-    return SharedMemoryTransport(moves, src=src, dst=dst, slot_bytes=slot, timeout_seconds=60, verify=verify)
-
-
-def through_gpu_memory(moves: Plan, src: dict[str, Tensor], dst: dict[str, Tensor]) -> Transport:
-    return CudaIpcTransport(moves, src=src, dst=dst, slot_bytes=4 * BUCKET_BYTES, timeout_seconds=60)
-
-
 def check_push(
     rank: int,
     dims: ParallelDims,
@@ -145,40 +135,16 @@ def check_push(
 
 
 def _two(rank: int, folder: Path) -> None:
-    for connect in (over_gloo, through_memory, changes_only):
+    for connect in (over_gloo, changes_only):
         check_push(rank, ParallelDims(ep=2, dp=2), 2, torch.float32, connect)
         check_push(rank, ParallelDims(pp=2), 1, torch.bfloat16, connect)
     globals()["SHAPE"] = replace(SHAPE, hidden_size=9)  # no bucket in bfloat16 ends at a word
-    for connect in (over_gloo, through_memory):
-        check_push(rank, ParallelDims(ep=2, dp=2), 2, torch.bfloat16, partial(connect, verify=False))
-
-
-def _on_gpu(rank: int, folder: Path) -> None:
-    check_push(rank, ParallelDims(ep=2, dp=2), 2, torch.float32, through_gpu_memory, "cuda")
-    check_push(rank, ParallelDims(pp=2), 1, torch.bfloat16, through_gpu_memory, "cuda")
-
-
-def _refused(rank: int, folder: Path) -> None:
-    with pytest.raises(WeightError, match=r"cuda_ipc moves tensors in memory of cuda, rank 0 has some on cpu; set"):
-        through_gpu_memory(
-            push_plan(ParallelDims(), 1), megatron_tensors(hf_tensors(0), ParallelDims(), 0), hf_tensors(0)
-        )
+    check_push(rank, ParallelDims(ep=2, dp=2), 2, torch.bfloat16, partial(over_gloo, verify=False))
 
 
 def _four(rank: int, folder: Path) -> None:
-    for connect in (over_gloo, through_memory):
-        check_push(rank, ParallelDims(tp=2, pp=2, ep=2), 4, torch.float32, connect)
-        check_push(rank, ParallelDims(tp=2, ep=4, dp=2), 3, torch.bfloat16, connect)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA IPC needs a GPU")
-def test_two_processes_of_one_gpu_hold_each_version_exactly(tmp_path: Path) -> None:
-    spawn(2, _on_gpu, tmp_path)
-
-
-def test_cuda_ipc_refuses_tensors_of_cpu_memory(tmp_path: Path) -> None:
-    spawn(1, _refused, tmp_path)
+    check_push(rank, ParallelDims(tp=2, pp=2, ep=2), 4, torch.float32, over_gloo)
+    check_push(rank, ParallelDims(tp=2, ep=4, dp=2), 3, torch.bfloat16, over_gloo)
 
 
 @pytest.mark.parametrize(("world_size", "body"), [(2, _two), (4, _four)])

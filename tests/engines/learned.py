@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -225,10 +225,22 @@ def _rank_main(rank: int, setup: Setup, orders: Connection) -> None:
             name, arguments = orders.recv()
         except EOFError:
             return
-        orders.send(_sent(worker) if name == "sent" else getattr(worker, name)(*arguments))
+        own = {"sent": _sent, "live_apart": _live_apart}.get(name)
+        orders.send(getattr(worker, name)(*arguments) if own is None else own(worker, *arguments))
 
 
 def _sent(worker: Worker) -> Mapping[int, int]:
     """Bytes that this rank sends of a version, by number of the receiver in the group of learner and engines."""
     assert worker._sender is not None
     return worker._sender._transport.ends.bytes_sent
+
+
+def _live_apart(worker: Worker, apart: bool) -> None:
+    """Have this rank believe, or no more, that it is on another node than engine ranks."""
+    from rl_megatron.weights.routes import rendezvous
+
+    here = _PLACES.setdefault("own", rendezvous.own_place)
+    rendezvous.own_place = (lambda tensors: here(tensors)._replace(node="another")) if apart else here
+
+
+_PLACES: dict[str, Callable[..., Any]] = {}

@@ -18,6 +18,7 @@ from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.recorded import Boxes, recorded_layout
 from rl_megatron.weights.plans.plan import plan
+from rl_megatron.weights.routes import rendezvous
 from rl_megatron.weights.routes.direct import DirectDelivery
 from rl_megatron.weights.routes.engine_ends import Sender
 from rl_megatron.weights.routes.mirror import dtypes
@@ -65,19 +66,23 @@ class FolderSender:
 
 
 @contextmanager
-def direct(server: ServedBench, sender: FolderSender, transport: str = "process_group") -> Iterator[None]:
-    """The bench pushes straight into engine ranks; the mirror only gives names, shapes and dtypes."""
-    before, sender.dtypes = server.weights._delivery, dtypes(server.path)
+def direct(server: ServedBench, sender: FolderSender, *, beside: bool = False) -> Iterator[None]:
+    """The bench pushes straight into engine ranks; the mirror only gives names, shapes and dtypes.
+
+    The sender pretends that they are on another node, unless they are to be ``beside`` it.
+    """
+    before, sender.dtypes, own_place = server.weights._delivery, dtypes(server.path), rendezvous.own_place
+    if not beside:
+        rendezvous.own_place = lambda tensors: own_place(tensors)._replace(node="another")
     server.weights._delivery = DirectDelivery(
         file=server.file(server.engine),
         learner=sender,
         servers=server.engine.weights,
         keeper=Keeper("127.0.0.1", 100.0),
         learner_ranks=1,
-        transport=transport,
         backend="gloo",
     )
     try:
         yield
     finally:
-        server.weights._delivery = before
+        server.weights._delivery, rendezvous.own_place = before, own_place

@@ -20,13 +20,13 @@ from tests.engines.straight import FolderSender, direct
 from tests.engines.test_restarts import check, process_of, while_sampling
 
 
-@pytest.mark.parametrize("transport", ["process_group", "carried"])
+@pytest.mark.parametrize("beside", [False, True], ids=["member", "beside"])
 def test_shards_go_straight_into_engines(
-    server: ServedBench, models: tuple[Path, Path], transport: str, caplog: pytest.LogCaptureFixture
+    server: ServedBench, models: tuple[Path, Path], beside: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Log-probs are of what was pushed, and no byte more than a rank needs was sent; then through the file again."""
     sender = FolderSender(models[0])
-    with direct(server, sender, transport):
+    with direct(server, sender, beside=beside):
         for version, folder in enumerate([models[0], models[1], models[0]], start=1):
             sender.hold(folder, lambda tensors: None)
             server.sync.folder = folder

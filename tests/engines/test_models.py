@@ -75,8 +75,9 @@ def check_straight(server: ServedBench, name: str, learners: Learners) -> None:
     needed, whole = [bytes_of(boxes) for boxes in ranks], server.sync.mirror.num_bytes
     assert len(needed) == 2
     assert whole < sum(needed) < 1.1 * whole  # norms and routers alone are on both
-    for version, (layout, transport) in enumerate(product(LAYOUTS, ("process_group", "carried")), start=11):
+    for version, (layout, apart) in enumerate(product(LAYOUTS, (True, False)), start=11):
         with learners.holding(name, layout) as weights:
+            learners.ranks.call("live_apart", apart)
             server.sync.folder, first = folder_of(learners.root, name, LAYOUTS[layout].seed), learners.ranks.world_size
             server.weights._delivery = DirectDelivery(
                 file=server.file(server.engine),
@@ -84,7 +85,6 @@ def check_straight(server: ServedBench, name: str, learners: Learners) -> None:
                 servers=server.engine.weights,
                 keeper=Keeper("127.0.0.1", 300.0),
                 learner_ranks=first,
-                transport=transport,
                 backend="gloo",
             )
             update = server.run(server.weights.push(version))

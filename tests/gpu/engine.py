@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,46 +78,82 @@ def _flipped_on_the_way(transport: Any) -> str:
 
 
 def ipc_main(rank: int, folder: Path, uuid: str) -> None:
-    """Two processes on one GPU, of which the second knows it by another name: each version exactly, both dtypes."""
+    """Two processes on one GPU, of which the second knows it by another name: each version exactly, both dtypes.
+
+    A bit of the third version flips on its way, and its checksums tell.
+    """
     if rank and uuid:
         os.environ["CUDA_VISIBLE_DEVICES"] = uuid
     torch.set_num_threads(1)
-    import torch.distributed as dist
+    from rl_megatron.weights.boxes import whole_box
+    from rl_megatron.weights.checks.places import record
+    from rl_megatron.weights.checks.reports import Beside, sources_of
+    from rl_megatron.weights.layouts.recorded import recorded_layout
+    from rl_megatron.weights.routes.engine_ends import Receiver, Sender
+    from tests.distributed.test_engine_ends import HF, tensors_of
 
-    from rl_megatron.types import ParallelDims
-    from tests.distributed import test_transport as base
+    began, shapes = time.perf_counter(), HF.local_shapes(0)
+    for number, dtype in enumerate((torch.float32, torch.bfloat16)):
+        rendezvous, held = _met(rank, folder, number), {n: torch.zeros(s, device="cuda") for n, s in shapes.items()}
+        dtypes = dict.fromkeys(shapes, dtype)
+        if rank == 0:
+            layouts = HF, recorded_layout(HF, [{name: whole_box(shape) for name, shape in shapes.items()}])
+            sender = Sender(rendezvous, 0, layouts, held, sources_of(HF, HF)[0], dtypes=dtypes)
+            for version in (1, 2, 3):
+                for name, tensor in tensors_of(version).items():
+                    held[name].copy_(tensor)
+                if version == 3:
+                    _flip(sender)
+                report = sender.send(version)[1]
+            torch.save(report, folder / f"sent {number}")
+            sender.close()
+            continue
+        held = {name: tensor.to(dtype) for name, tensor in held.items()}
 
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    began = time.perf_counter()
-    base.check_push(rank, ParallelDims(ep=2, dp=2), 2, torch.float32, base.through_gpu_memory, "cuda")
-    base.check_push(rank, ParallelDims(pp=2), 1, torch.bfloat16, base.through_gpu_memory, "cuda")
-    dist.barrier()
-    _flip(rank)
+        def load(tensors: Any, held: dict[str, torch.Tensor] = held) -> None:
+            for name, tensor in tensors:
+                held[name].copy_(tensor)
+
+        places = record(load, shapes, held, dtypes)
+        receiver = Receiver(rendezvous, 1, {one: one.of(held[one.param]) for one in places})
+        for version in (1, 2, 3):
+            beside = Beside()
+            receiver.receive(version, lambda one, beside=beside, held=held: beside.sent(one, held[one.param]))
+            equal = {n: torch.equal(held[n].cpu(), t.to(dtype)) for n, t in tensors_of(version).items()}
+            assert list(equal.values()).count(False) == (version == 3)
+        torch.save(beside.report(), folder / f"came {number}")
+        receiver.close()
     if rank == 0:
         (folder / "seconds").write_text(f"{time.perf_counter() - began:.2f}")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-def _flip(rank: int) -> None:
-    """A bit flips between the wire and the receiver's tensors: rank 0 refuses the version."""
-    from rl_megatron.types import ParallelDims
-    from tests.distributed import test_transport as base
+def _met(rank: int, folder: Path, number: int) -> Any:
+    """The rendezvous that rank 0 keeps."""
+    from rl_megatron.weights.routes.rendezvous import Keeper, Rendezvous
 
-    dims = ParallelDims(pp=2)
-    src = {name: t.to("cuda") for name, t in base.megatron_tensors(base.hf_tensors(3), dims, rank).items()}
-    dst = {} if rank else {name: torch.zeros_like(t, device="cuda") for name, t in base.hf_tensors(3).items()}
-    transport: Any = base.through_gpu_memory(base.push_plan(dims, 1), src, dst)
-    if rank:
-        transport.move(3)
-    else:
-        unpack = transport.ends.unpack
+    told = folder / f"rendezvous {number}"
+    if rank == 0:
+        keeper = Keeper("127.0.0.1", 100.0)
+        KEEPERS.append(keeper)
+        rendezvous = keeper.rendezvous(2, learners=1, backend="nccl")
+        told.with_suffix(".new").write_text(json.dumps(asdict(rendezvous)))
+        told.with_suffix(".new").rename(told)
+    while not told.exists():
+        time.sleep(0.01)
+    return Rendezvous(**json.loads(told.read_text()))
 
-        def flipping(parcel: Any, version: int) -> None:
-            parcel.payload[0] ^= 4
-            unpack(parcel, version)
 
-        transport.ends.unpack = flipping
-        with pytest.raises(CorruptionError, match="version 3 did not arrive whole"):
-            transport.move(3)
-    transport.close()
+KEEPERS: list[Any] = []  # who let one go would end its store
+
+
+def _flip(sender: Any) -> None:
+    """A bit flips between the first parcel's packing and the receiver's tensors."""
+    ends = sender._transport.ends
+    pack = ends.pack
+
+    def flipping(parcel: Any, version: int) -> None:
+        pack(parcel, version)
+        parcel.payload[0] ^= 4
+        ends.pack = pack
+
+    ends.pack = flipping

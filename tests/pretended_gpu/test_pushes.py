@@ -23,17 +23,14 @@ def transports(rank: int, folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from rl_megatron.errors import WeightError
     from rl_megatron.types import ParallelDims
     from tests.distributed import test_transport as base
 
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     torch.cuda.set_device(rank)
-    for connect in (base.over_gloo, base.changes_only, base.through_gpu_memory):
+    for connect in (base.over_gloo, base.changes_only):
         base.check_push(rank, ParallelDims(ep=2, dp=2), 2, torch.float32, connect, "cuda")
         base.check_push(rank, ParallelDims(pp=2), 1, torch.bfloat16, connect, "cuda")
-    with pytest.raises(WeightError, match=r"moves tensors in memory of cpu, rank \d has some on cuda:\d"):
-        base.check_push(rank, ParallelDims(pp=2), 1, torch.bfloat16, base.through_memory, "cuda")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -82,14 +79,14 @@ def engine_main(rank: int, learner: LearnerSection, folder: Path, model: Path, a
     world.leave()
 
 
-def test_process_group_changes_and_cuda_ipc_write_gpus(tmp_path: Path) -> None:
+def test_process_group_and_changes_write_gpus(tmp_path: Path) -> None:
     run_worlds([World(main=transports, size=2, arguments=(tmp_path,))])
 
 
 def test_learner_ranks_carry_versions_to_engine_ranks_that_slept_on_their_gpus(tmp_path: Path) -> None:
     """Through CUDA IPC, each on its own GPU; before each version an engine rank's weights get other memory, of NaN."""
     versions = (test_carried.WHOLE, test_carried.FLIPPED, test_carried.AGAIN)
-    said = test_carried.run(tmp_path, "carried", "ABCDDCBA", *versions, device="cuda", start=run_ranks_on_gpus)
+    said = test_carried.run(tmp_path, "ABCDDCBA", *versions, device="cuda", start=run_ranks_on_gpus)
     learners, engines = said[: test_carried.LEARNERS], said[test_carried.LEARNERS :]
     for rank, one in enumerate(learners):
         assert one["received"] == 4 * test_carried.missing(rank, test_carried.ENGINES - 1 - rank)

@@ -42,7 +42,7 @@ _SERVER_SHARE = 0.9  # of a GPU that an engine takes where memory_fraction is no
 ASLEEP = 2e9
 """Bytes of a GPU that a server keeps while its weights and cache are released: its CUDA context, NCCL's buffers, CUDA
 graphs. Assumed, not measured."""
-_RING = 2 * 64 * 2**20  # of each pair of ranks, where servers map the learner's memory: two slots
+_RING = 2 * 64 * 2**20  # two slots, in a learner's memory that a server's rank maps
 NUMBER, SCALE = 1, 4  # bytes of what is quantised
 WINDOW_LAYERS: Mapping[str, int] = {"vllm": 3, "sglang": 0}
 """Layers of which a server has memory beside its kernels' weights while a version comes straight into it, besides the
@@ -282,10 +282,8 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
         terms["engine"] = _local_engine(config, shape)
     elif servers:
         terms["engine"] = servers * _server(config, shape)
-        if config.transport.group == "learner":
-            terms["weight push"] += 2 * _RING  # to send to other ranks, and to hand on
-        if config.transport.has_rings_on_gpus:
-            terms["weight push"] += _RING * config.rollout.server.count * config.rollout.server.ranks
+        if config.transport.last_hop:
+            terms["weight push"] += (1 + servers) * _RING  # to send to other ranks, and to hand on
     return terms, critic
 
 

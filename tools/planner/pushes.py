@@ -25,7 +25,7 @@ from rl_megatron.weights.layouts.learner import learner_layout
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from rl_megatron.weights.layouts.parameters import elements_by_stage
 from rl_megatron.weights.plans.cost import Links, plan_cost
-from rl_megatron.weights.plans.plan import Place, Plan, carriers_of, plan, plan_into_carriers, plan_into_copies
+from rl_megatron.weights.plans.plan import Place, Plan, plan, plan_into_copies, plan_of_group, receivers_of
 from tools.planner.hardware import GB
 from tools.planner.memory import NUMBER, SCALE, bytes_served
 
@@ -128,10 +128,10 @@ def _straight(config: RunConfig, shape: ModelShape, route: Route) -> Hop:
     source, target = with_scales(source, hf, blocks), with_scales(target, hf, blocks)
     each = bytes_served(config, source)
     processes = _by_stage(config.rollout.server)
-    if config.transport.group == "learner":
+    if config.transport.last_hop:
         places = [Place(node=str(links.node(process)), name="", gpu="") for process in range(first + len(nodes))]
-        beside = carriers_of(places, first)
-        moves = plan_into_carriers(source, target, [beside[process] for process in processes])
+        receivers = receivers_of(places, first)
+        moves = plan_of_group(source, target, [receivers[process] for process in processes])
         return _over_links(moves, each, links, route)
     placement = {rank: first + process for rank, process in enumerate(processes)}
     return _over_links(plan(source, target, placement=placement), each, links, route)

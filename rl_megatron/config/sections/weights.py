@@ -19,29 +19,13 @@ class TransportKind:
     name: str
     direct: bool = True
     """Whether it sends shards into the ranks of servers; without that, servers load the file on their node."""
-    group: Literal["all", "learner"] | None = None
-    """The ranks over whose process group weights go to servers, on GPUs one rank each: those of learner and servers, or
-    the learner's alone, which hand them on to the servers' ranks beside them."""
-    has_rings_on_gpus: bool = False
-    """Whether each pair of processes has slots in a GPU's memory."""
-    alike: tuple[str, ...] = ()
-    """What learner and servers must have alike where both are on GPUs: names of
-    `rl_megatron.weights.checks.libraries.FIELDS`."""
-
-    def backend(self, device: str) -> str:
-        """The backend of the process group over which weights go, of ranks on ``device``."""
-        return "nccl" if self.group and device == "cuda" else "gloo"
-
-    def compared(self, device: str) -> tuple[str, ...]:
-        """What must be alike in the environments of learner and servers on ``device``, if it joins their ranks."""
-        return () if device == "cpu" else self.alike
+    members: bool = False
+    """Whether ranks of servers may join the learner's process group."""
+    last_hop: bool = False
+    """Whether they may be beside the learner's, which hand weights on through memory that both map."""
 
 
-PROCESS_GROUP = TransportKind(
-    name="process_group", group="all", alike=("nccl", "torch", "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
-)
-CUDA_IPC = TransportKind(name="cuda_ipc", has_rings_on_gpus=True, alike=("handle",))
-CARRIED = TransportKind(name="carried", group="learner", alike=("handle",))
+PROCESS_GROUP = TransportKind(name="process_group")
 FILE = TransportKind(name="file", direct=False)
 
 
@@ -50,10 +34,9 @@ class WeightsSection(Section):
     (docs/engines.md)."""
 
     transport: Literal["auto", "file", "direct"] = "auto"
-    """direct: straight into the ranks of servers. Servers by address, on nodes of their own, or on further GPUs of one
-    machine are one process group with the learner's ranks, over gloo or NCCL. Servers on the learner's GPUs (in a job:
-    on its nodes) map its memory: on one node, by CUDA IPC, that of all ranks, if a server has as many GPUs as the
-    learner; else that of the rank on the same GPU, or on CPUs node, to which the others send what it hands on. file:
+    """direct: straight into the ranks of servers, over one process group, gloo or NCCL. A rank of servers is a member,
+    or on a GPU of the learner's (on CPUs: on its node) maps memory of the learner rank there, which hands on what the
+    others send. file:
     whole checkpoints in ``folder``, which the servers' own loaders read. auto: direct for servers on nodes of their
     own, unless ``folder`` or ``delta`` is set; else file. The in-process engine always gets weights over the process
     group of the learner's ranks (docs/weights.md)."""

@@ -32,8 +32,8 @@ COSTS: MetricTuples = (
     ("packing/padding_fraction", "", "share of the packed positions that are padding",
      Curve("Health", "Packing padding")),
     ("weights/bytes", "bytes", "weight bytes that crossed a process boundary to the rollout engine"),
-    ("weights/route", "", "how they got there, as text: file, process_group, cuda_ipc, carried; shared_file through "
-     "a file system that nodes share"),
+    ("weights/route", "", "how they got there, as text: file, direct, process_group (into engines in the learner's "
+     "ranks); shared_file through a file system that nodes share"),
     ("weights/quantization_error", "", "largest relative error of a tensor that was quantised for engine servers, as "
      "Frobenius norms", Curve("Health", "Error of quantised weights")),
     ("engine/healthy", "servers", "engine servers that serve after the step's push; only if servers sample",

@@ -71,7 +71,11 @@ FIELDS: Mapping[str, _Field] = {
     ),
     **{name: _setting(name) for name in DEFAULTS},
 }
-"""What can be compared, by the names that `TransportKind.alike` has. torch counts by its release, as 2.13."""
+"""What can be compared. torch counts by its release, as 2.13."""
+OF_A_GROUP = ("nccl", "torch", *DEFAULTS)
+"""What ranks of one group over NCCL must have alike."""
+HANDLE = ("handle",)
+"""What processes that map each other's GPU memory must have alike."""
 
 
 def facts(libraries: Libraries, fields: Sequence[str]) -> dict[str, str | None]:

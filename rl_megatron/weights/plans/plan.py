@@ -9,7 +9,7 @@ Converts a plan to and from JSON, for processes that receive it: lists of a Plan
 
 The order in which each process receives a plan's layers: one after the other, so that it need not hold them all.
 
-Plans moves into engine ranks through *carriers*: a learner rank beside each, on its GPU or its node. No torch.
+Plans moves into engine ranks: members of the learner's group, or through a learner rank beside them. No torch.
 """
 
 from __future__ import annotations
@@ -263,66 +263,65 @@ class Turns:
 
 
 class Place(NamedTuple):
-    """Where a process is: its node, by the kernel's boot id and by name, and its GPU's UUID (none: empty)."""
+    """Where a process is: what its node's other processes can reach, its host's name, its GPU's UUID (none: empty)."""
 
     node: str
     name: str
     gpu: str
 
 
-def carriers_of(places: Sequence[Place], learners: int) -> list[int]:
-    """The carrier of each engine rank: the learner rank on its GPU or, on CPUs, those of its node in turn.
+_HOP_ON_A_GPU = True  # not measured on several GPUs; False: engine ranks on the learner's GPUs are refused
 
-    ``places`` are `own_place` each rank, the learner's first. Raises ConfigError if an engine rank has none, or shares
-    its GPU with another.
+
+def receivers_of(places: Sequence[Place], learners: int) -> list[int]:
+    """The process of the group that receives what goes into each engine rank.
+
+    That is a learner rank beside it, which hands it on: the one on its GPU or, on CPUs, those of its node in turn; else
+    the engine rank itself, as a member of the group. ``places`` are `own_place` of all, the learner's first. Raises
+    ConfigError if a learner rank is on an engine rank's GPU, but cannot reach it.
     """
     there: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank, (node, _, gpu) in enumerate(places[:learners]):
-        there[node, gpu].append(rank)
+    for rank, place in enumerate(places[:learners]):
+        there[place.node, place.gpu].append(rank)
+    gpus = {place.gpu for place in places[:learners] if place.gpu}
     carried: Counter[tuple[str, str]] = Counter()
     out = []
     for rank, (node, name, gpu) in enumerate(places[learners:]):
-        where, ranks = f"engine rank {rank} is on {name}" + (f", GPU {gpu}" if gpu else ""), there[node, gpu]
-        if not ranks:
+        beside = there.get((node, gpu), []) if _HOP_ON_A_GPU or not gpu else []
+        if not beside and gpu in gpus:
             raise ConfigError(
-                f"weights.transport=direct: {where}, where no learner rank is that could hand weights on; start "
-                "servers on the learner's own nodes and GPUs; servers on other GPUs of this machine need "
-                "rollout.server.memory_fraction left out; or set weights.transport=file"
+                f"weights.transport=direct: engine rank {rank} is on {name}, GPU {gpu}, as a learner rank is that "
+                "cannot hand weights on, of another user or in another container; set weights.transport=file"
             )
-        if gpu and carried[node, gpu]:
-            raise ConfigError(
-                f"weights.transport=direct: {where}, as another engine rank is; give each a GPU of its own, or set "
-                "weights.transport=file"
-            )
-        out.append(ranks[carried[node, gpu] % len(ranks)])
+        out.append(beside[carried[node, gpu] % len(beside)] if beside else learners + rank)
         carried[node, gpu] += 1
     return out
 
 
-def carried_plan(src: Layout, dst: Layout, carriers: Sequence[int]) -> Plan:
-    """As `plan`, where rank r of ``dst`` is a process after those of ``src`` and gets all through process carriers[r].
+def plan_into(src: Layout, dst: Layout, receivers: Sequence[int]) -> Plan:
+    """As `plan`, where rank r of ``dst`` is a process after those of ``src`` and gets all through process receivers[r].
 
-    What a carrier holds itself it sends; so the fewest elements go from another process to a carrier.
+    What a learner rank that hands on holds itself it sends; so the fewest elements go from another process to it.
     """
     first, out = src.dims.world_size, list[Stretch]()
-    for moves, ranks in _lanes(src, dst, carriers):
-        to = {carrier: first + rank for rank, carrier in ranks.items()}
+    for moves, ranks in _lanes(src, dst, receivers):
+        to = {receiver: first + rank for rank, receiver in ranks.items()}
         out += (part for stretch in moves.stretches for part in stretch.handed_on(to))
     return Plan(stretches=tuple(out))
 
 
-def plan_into_carriers(src: Layout, dst: Layout, carriers: Sequence[int]) -> Plan:
-    """What the processes of ``src`` send each other in `carried_plan`."""
-    return Plan(stretches=tuple(stretch for moves, _ in _lanes(src, dst, carriers) for stretch in moves.stretches))
+def plan_of_group(src: Layout, dst: Layout, receivers: Sequence[int]) -> Plan:
+    """What the processes of the group send each other in `plan_into`."""
+    return Plan(stretches=tuple(stretch for moves, _ in _lanes(src, dst, receivers) for stretch in moves.stretches))
 
 
-def _lanes(src: Layout, dst: Layout, carriers: Sequence[int]) -> Iterator[tuple[Plan, dict[int, int]]]:
-    """Plans into carriers, each for one engine rank of a carrier at most, with the ranks' carriers."""
+def _lanes(src: Layout, dst: Layout, receivers: Sequence[int]) -> Iterator[tuple[Plan, dict[int, int]]]:
+    """Plans into receivers, each for one engine rank of a receiver at most, with the ranks' receivers."""
     lanes: list[dict[int, int]] = []
-    for rank, carrier in enumerate(carriers):
-        lane = next((lane for lane in lanes if carrier not in lane.values()), None)
+    for rank, receiver in enumerate(receivers):
+        lane = next((lane for lane in lanes if receiver not in lane.values()), None)
         if lane is None:
             lanes.append(lane := {})
-        lane[rank] = carrier
+        lane[rank] = receiver
     for lane in lanes:
         yield plan(src, dst, placement=lane), lane

@@ -78,7 +78,7 @@ class DirectDelivery(Delivery):
     """Delivers from learner ranks into engine ranks. All ranks rendezvous again after a server is new or a push failed.
 
     The mirror file names the tensors; ``file`` fills it for an export and for a restarted server.
-    ``transport``, ``backend`` and ``alike`` are of the `Rendezvous` where ranks meet.
+    ``backend`` is of the `Rendezvous` where ranks meet.
     """
 
     def __init__(
@@ -89,15 +89,11 @@ class DirectDelivery(Delivery):
         servers: Receivers,
         keeper: Keeper,
         learner_ranks: int,
-        transport: str,
         backend: str,
-        alike: Sequence[str] = (),
     ) -> None:
         self._file, self._learner, self._servers, self._keeper = file, learner, servers, keeper
         self._learner_ranks = learner_ranks
-        self._new_rendezvous = partial(
-            keeper.rendezvous, learners=learner_ranks, transport=transport, backend=backend, alike=alike
-        )
+        self._new_rendezvous = partial(keeper.rendezvous, learners=learner_ranks, backend=backend)
         self._rendezvous: Rendezvous | None = None
         self._met: frozenset[str] = frozenset()
 

@@ -230,12 +230,12 @@ class PlanEnds:
         self.quantiser: Quantiser | None = None  # of what is sent, without digests
         self.bytes_sent: Counter[int] = Counter()  # in a move, by receiver
 
-    def buckets(self, bucket_bytes: int, part_bytes: int | None = None) -> dict[tuple[int, int], list[Bucket]]:
-        """The buckets of every pair (sender, receiver) with this process; both sides cut them alike.
+    def buckets(self, bytes_into: Callable[[int], int]) -> dict[tuple[int, int], list[Bucket]]:
+        """The buckets of every pair (sender, receiver) with this process, of at most ``bytes_into`` the receiver.
 
-        ``part_bytes`` None: parts that fit a CPU's cache, or whole buckets on a GPU.
+        Both sides cut them alike: into parts that fit a CPU's cache, or whole buckets on a GPU.
         """
-        return {pair: self.cut(pair[1], moved, bucket_bytes, part_bytes) for pair, moved in self._pairs.items()}
+        return {pair: self.cut(pair[1], moved, bytes_into(pair[1])) for pair, moved in self._pairs.items()}
 
     def cut(
         self, receiver: int, moved: Iterable[Transfer], bucket_bytes: int, part_bytes: int | None = None

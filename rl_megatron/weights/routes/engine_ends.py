@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,10 @@ from rl_megatron.weights.checks.places import Held
 from rl_megatron.weights.checks.reports import Report, Source, sent_checksums
 from rl_megatron.weights.formats.at_sender import Quantiser
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.plans.plan import Place, Plan, carried_plan, carriers_of, from_json, plan, to_json
-from rl_megatron.weights.routes import last_hop
+from rl_megatron.weights.plans.plan import Plan, from_json, plan_into, to_json
 from rl_megatron.weights.routes.ends import Bucket, PlanEnds
-from rl_megatron.weights.routes.group import ProcessGroupTransport, Transport
-from rl_megatron.weights.routes.last_hop import CudaIpcTransport
+from rl_megatron.weights.routes.group import Transport
+from rl_megatron.weights.routes.last_hop import LearnerEnd, MemberEnd, end_beside
 from rl_megatron.weights.routes.rendezvous import Member, Rendezvous
 
 _BUCKET_BYTES = 64 * 2**20
@@ -42,72 +41,35 @@ Layouts = tuple[Layout, Layout]
 """The learner's, and the engine ranks' together."""
 
 
-def _process_group(member: Member, layouts: Layouts | None, **ends: Any) -> _Transport:
-    return ProcessGroupTransport(
-        _plan(member, layouts), **ends, group=member.group, bucket_bytes=_BUCKET_BYTES, verify=False
-    )
-
-
-def _cuda_ipc(member: Member, layouts: Layouts | None, **ends: Any) -> _Transport:
-    seconds = member.rendezvous.seconds
-    return CudaIpcTransport(
-        _plan(member, layouts), **ends, peers=member, slot_bytes=_BUCKET_BYTES, timeout_seconds=seconds, verify=False
-    )
-
-
-def _carried(
-    member: Member, layouts: Layouts | None, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]
-) -> _Transport:
-    place = last_hop.own_place((src or dst).values())
-    places = [Place(*said) for said in member.gather(place)]
-    carriers = carriers_of(places, member.rendezvous.learners)
-    moves = _told(member, carried_plan(*layouts, carriers) if layouts else None)
-    bucket_bytes = _BUCKET_BYTES if place.gpu else _SLOT_BYTES
-    if layouts:
-        return last_hop.Carrier(moves, carriers, src=src, member=member, bucket_bytes=bucket_bytes)
-    return last_hop.carried(moves, carriers, dst=dst, member=member, bucket_bytes=bucket_bytes)
-
-
-def _plan(member: Member, layouts: Layouts | None) -> Plan:
-    """The plan of ``layouts``, which only the learner's ranks know; an engine's ranks follow them in number."""
-    first = member.rendezvous.learners
-    placement = {rank: first + rank for rank in range(member.size - first)}
-    return _told(member, plan(*layouts, placement=placement) if layouts else None)
-
-
-def _told(member: Member, moves: Plan | None) -> Plan:
-    """Rank 0 sends the plan to ranks that have none."""
-    said = member.tell(to_json(moves) if moves and member.rank == 0 else None)
-    return moves or from_json(said)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
-    """How a transport is made, and how many ranks, the learner's first, make a process group for it."""
-
-    make: Callable[..., _Transport]
-    grouped: Callable[[Rendezvous], int] = lambda rendezvous: 0
-
-
-TRANSPORTS: Mapping[str, _Kind] = {
-    "process_group": _Kind(make=_process_group, grouped=lambda rendezvous: rendezvous.size),
-    "cuda_ipc": _Kind(make=_cuda_ipc),
-    "carried": _Kind(make=_carried, grouped=lambda rendezvous: rendezvous.learners),
-}
-"""By the names of kinds (`rl_megatron.config.sections.weights`) that are ``direct``."""
-
-
 class _End:
-    """This rank's end of a plan, which it makes with the others once all have met. A rank that cannot leaves them."""
+    """This rank's end of a plan, which it makes with the others once all have met. A rank that cannot leaves them.
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, layouts: Layouts | None, **ends: Any) -> None:
-        kind = TRANSPORTS[rendezvous.transport]
-        self._member = Member(rendezvous, rank, kind.grouped(rendezvous))
+    Only the learner's ranks know the ``layouts``; rank 0 sends the plan to the others.
+    """
+
+    def __init__(
+        self, rendezvous: Rendezvous, rank: int, layouts: Layouts | None, tensors: Mapping[str, Tensor]
+    ) -> None:
+        self._member = member = Member(rendezvous, rank, tensors.values())
         try:
-            self._transport = kind.make(self._member, layouts, **ends)
+            moves = plan_into(*layouts, member.receivers) if layouts else None
+            told = member.tell(to_json(moves) if moves and rank == 0 else None)
+            self._transport = self._made(moves or from_json(told), tensors)
         except BaseException:
-            self._member.close()
+            member.close()
             raise
+
+    def _made(self, moves: Plan, tensors: Mapping[str, Tensor]) -> _Transport:
+        member, rank, learners = self._member, self._member.rank, self._member.rendezvous.learners
+        if rank < learners:
+            return LearnerEnd(moves, src=tensors, member=member, bytes_into=self._bytes_into)
+        make = MemberEnd if rank in member.grouped else end_beside
+        return make(moves, dst=tensors, member=member, bytes_into=self._bytes_into)
+
+    def _bytes_into(self, process: int) -> int:
+        """The most bytes of a bucket into an engine rank's process."""
+        on_gpu = self._member.places[process].gpu != ""
+        return _BUCKET_BYTES if on_gpu or process in self._member.grouped else _SLOT_BYTES
 
     def close(self) -> None:
         """Close the transport, then leave the group: ranks that wait for this one see its connection close."""
@@ -137,7 +99,7 @@ class Sender(_End):
     ``dtypes`` are those of the tensors in files that engines load in place of what is sent.
 
     With a ``quantiser`` engines get its numbers, and its scales, which are rows of the learner's layout. Raises
-    WeightError if there is no plan for ``layouts``, ConfigError if the transport cannot reach an engine rank.
+    WeightError if there is no plan for ``layouts``, ConfigError if an engine rank cannot be reached.
     """
 
     def __init__(
@@ -153,7 +115,7 @@ class Sender(_End):
     ) -> None:
         self._sources, self._dtypes, self._quantiser = sources, dtypes, quantiser
         self._tensors = {**tensors, **(quantiser.scales if quantiser else {})}
-        super().__init__(rendezvous, rank, layouts, src=self._tensors, dst={})
+        super().__init__(rendezvous, rank, layouts, self._tensors)
         if quantiser is not None:
             quantiser.check(self._transport.ends.dtype_received)
             self._transport.ends.quantiser = quantiser
@@ -201,7 +163,7 @@ class Receiver(_End):
     def __init__(self, rendezvous: Rendezvous, rank: int, boxes: Mapping[Held, Tensor]) -> None:
         held = _by_name(boxes)
         written = {name: boxes[one] for name, one in held.items()}
-        super().__init__(rendezvous, rank, None, src={}, dst=written)
+        super().__init__(rendezvous, rank, None, written)
         self._arrivals = _Arrivals(held)
         self._transport.ends.arriving, self._transport.ends.arrived = self._arrivals.coming, self._arrivals.came
 

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from rl_megatron.errors import SyncError
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.plans.plan import Plan, Rounds
+from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.routes.ends import Bucket, Parcel, PlanEnds, handshakes_of
 from rl_megatron.weights.routes.rendezvous import GroupPeers
 
@@ -92,6 +92,9 @@ class Staging:
 Operation = tuple[Callable[..., object], Tensor, int]
 """torch.distributed's isend or irecv, what is sent or where it arrives, and the peer."""
 
+Key = tuple[int, ...]
+"""The place of a parcel in the order of all that processes send each other, equal at both ends."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
@@ -130,7 +133,26 @@ class Exchange(Transport):
     def close(self) -> None:
         self.steps, self.group = [], None
 
-    def two_buffers(self, buckets: Sequence[Bucket]) -> list[Tensor]:
+    def in_order(self, sends: Mapping[Key, tuple[int, Bucket]], receives: Mapping[Key, Parcel]) -> list[Step]:
+        """The steps in the order of the keys, which is the same on all processes; what is sent has two buffers."""
+        outgoing = self._two_buffers([bucket for _, bucket in sends.values()])
+        return [
+            Step(
+                send=self.ends.bind(*sends[key], outgoing[i % 2], leaving=True) if key in sends else None,
+                receive=receives.get(key),
+            )
+            for i, key in enumerate(sorted(sends.keys() | receives.keys()))
+        ]
+
+    def arriving(self, receives: Mapping[Key, tuple[int, Bucket]]) -> dict[Key, Parcel]:
+        """The parcels that arrive from other processes, in two buffers."""
+        incoming = self._two_buffers([bucket for _, bucket in receives.values()])
+        return {
+            key: self.ends.bind(*receives[key], incoming[i % 2], leaving=False)
+            for i, key in enumerate(sorted(receives))
+        }
+
+    def _two_buffers(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         """Two buffers, used in turn: a step's buffer is free again two steps later."""
         largest = max((self.ends.wire_bytes(bucket) for bucket in buckets), default=0)
         return [torch.empty(largest, dtype=torch.uint8, device=self.ends.device) for _ in range(2)]
@@ -196,24 +218,13 @@ class ProcessGroupTransport(Exchange):
         peers = GroupPeers(group)
         exchange = handshakes_of(peers)
         super().__init__(PlanEnds(moves, rank=peers.rank, src=src, dst=dst, exchange=exchange, verify=verify), group)
-        self.steps = self._schedule(self.ends.buckets(bucket_bytes), moves.rounds())
-
-    def _schedule(self, buckets: Mapping[tuple[int, int], list[Bucket]], rounds: Rounds) -> list[Step]:
-        """The steps in the order (turn, round, bucket), the same on all processes."""
-        sends: dict[tuple[int, int, int], tuple[int, Bucket]] = {}
-        receives: dict[tuple[int, int, int], tuple[int, Bucket]] = {}
-        for (frm, to), parts in buckets.items():
-            mine, peer = (sends, to) if frm == self.ends.rank else (receives, frm)
+        rounds, rank = moves.rounds(), self.ends.rank
+        sends: dict[Key, tuple[int, Bucket]] = {}
+        receives: dict[Key, tuple[int, Bucket]] = {}
+        for (frm, to), parts in self.ends.buckets(lambda receiver: bucket_bytes).items():
+            mine, peer = (sends, to) if frm == rank else (receives, frm)
             mine |= {(bucket.turn, rounds.of_pair(frm, to), bucket.number): (peer, bucket) for bucket in parts}
-        outgoing = self.two_buffers([bucket for _, bucket in sends.values()])
-        incoming = self.two_buffers([bucket for _, bucket in receives.values()])
-        return [
-            Step(
-                send=self.ends.bind(*sends[key], outgoing[i % 2], leaving=True) if key in sends else None,
-                receive=self.ends.bind(*receives[key], incoming[i % 2], leaving=False) if key in receives else None,
-            )
-            for i, key in enumerate(sorted(sends.keys() | receives.keys()))
-        ]
+        self.steps = self.in_order(sends, self.arriving(receives))
 
 
 def _awaited(step: Step, version: int, rank: int, error: Exception) -> str:

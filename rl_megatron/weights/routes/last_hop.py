@@ -1,8 +1,9 @@
-"""Executes a plan between processes of one node through memory that both ends of a pair map.
+"""Executes a plan into engine ranks, over one process group and through memory that a learner rank and they map.
 
-Each pair has a ring of slots. On CPUs (Linux) a ring is an anonymous file, small enough to stay in the cores' shared
-cache, so that main memory is only read at the source and written at the destination. A Unix socket carries a byte for
-each slot filled or emptied; it wakes the other process, orders the accesses, and closes at once when a process dies.
+Each pair that maps has a ring of slots. On CPUs (Linux) a ring is an anonymous file, small enough to stay in the
+cores' shared cache, so that main memory is only read at the source and written at the destination. A Unix socket
+carries a byte for each slot filled or emptied; it wakes the other process, orders the accesses, and closes at once when
+a process dies.
 Files pass through the socket (memfd_create, SCM_RIGHTS), and sockets have abstract names: none are in the file system,
 and the kernel removes them with their processes. Every user of the node can read these names and connect, and is turned
 away.
@@ -12,10 +13,9 @@ has finished its copies. Upstream: torch ``multiprocessing/reductions.py``, with
 handle holds the sender's number of the GPU, which may differ from the receiver's under another CUDA_VISIBLE_DEVICES, so
 the GPU's UUID is sent too, and the receiver substitutes its own number.
 
-An engine rank that joins no process group has a learner rank beside it, its *carrier*. Learner ranks send each other
-boxes over a group of their own, and each carrier hands what arrives on, unopened, through the ring that it shares with
-its engine rank: it arrives in the ring's slot. So a carrier has two send buffers, and two slots for each engine rank
-that it carries: on GPUs one rank, four buckets. What a carrier holds itself it packs into the slot.
+An engine rank that is no member of the process group has a learner rank beside it (`receivers_of`), which hands what
+others send it on, unopened, through the ring that both share: it arrives in the ring's slot. So a learner rank has two
+send buffers, and two slots for each engine rank beside it. What it holds itself it packs into the slot.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import struct
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -40,11 +39,11 @@ from typing_extensions import override
 
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.plans.plan import Place, Plan
+from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.plans.transfers import Transfer
 from rl_megatron.weights.routes.ends import Bucket, Parcel, PlanEnds, handshakes_of
-from rl_megatron.weights.routes.group import Exchange, Operation, Step, Transport
-from rl_megatron.weights.routes.rendezvous import GroupPeers, Member, Peers
+from rl_megatron.weights.routes.group import Exchange, Key, Operation, Step, Transport
+from rl_megatron.weights.routes.rendezvous import Member, Peers, uuid_of
 
 SLOTS = 2
 _STEP, _GAVE_UP = b".", b"!"
@@ -126,8 +125,6 @@ class Rings:
     others need new rings. A process silent for ``timeout_seconds`` is lost, also while they are made: SyncError.
     """
 
-    name, device_type = "shared_memory", "cpu"
-
     def __init__(
         self,
         ends: PlanEnds,
@@ -150,12 +147,11 @@ class Rings:
         try:
             unfinished = [link for link in self.links if not link.finished]
             while unfinished:
-                due = _due(unfinished)
-                ready = [link for link in due if link.ready]
+                ready = [link for link in unfinished if link.ready]
                 for link in ready:
                     link.step(self.ends, version)
                 unfinished = [link for link in unfinished if not link.finished]
-                self._hear(sorted(unfinished, key=lambda link: link not in due), wait=not ready)
+                self._hear(unfinished, wait=not ready)
         except _LostError as error:
             raise self._failed(version, error) from error
 
@@ -205,30 +201,15 @@ class Rings:
         )
 
     def _connect(self, slots: Mapping[tuple[int, int], int], peers: Peers) -> list[Link]:
-        """A link for every pair, sending links first; each process begins with another peer. Raises SyncError."""
+        """A link for every pair, sending links first. Raises SyncError."""
         rank = self.ends.rank
-        if self.ends.device.type != self.device_type:
-            raise WeightError(
-                f"{self.name} moves tensors in memory of {self.device_type}, rank {rank} has some on "
-                f"{self.ends.device}; set weights.transport=file"
-            )
         with socket.socket(socket.AF_UNIX) as listener:
             listener.settimeout(_TURN_SECONDS)
             listener.bind(b"\0rl_megatron-" + secrets.token_hex(16).encode())
             listener.listen(peers.size)
-            here = [Path("/proc/sys/kernel/random/boot_id").read_text(), listener.getsockname().hex()]
-            places = peers.gather(here)
-            receivers = sorted((to for frm, to in slots if frm == rank), key=lambda to: (to - rank) % len(places))
-            senders = [frm for frm, to in slots if to == rank]
-            far = [peer for peer in (*receivers, *senders) if places[peer][0] != here[0]]
-            if far:
-                raise WeightError(
-                    f"{self.name} needs one machine, but rank {rank} is on another than rank {far[0]}; "
-                    "set weights.transport=file"
-                )
-            return self._links(
-                listener, [(to, bytes.fromhex(places[to][1]), slots[rank, to]) for to in receivers], senders
-            )
+            addresses = peers.gather(listener.getsockname().hex())
+            receivers = [(to, bytes.fromhex(addresses[to]), slots[rank, to]) for frm, to in slots if frm == rank]
+            return self._links(listener, receivers, [frm for frm, to in slots if to == rank])
 
     def _links(
         self, listener: socket.socket, receivers: Sequence[tuple[int, bytes, int]], senders: Sequence[int]
@@ -330,13 +311,6 @@ class Rings:
         return torch.frombuffer(mmap.mmap(handles[0], num_bytes), dtype=torch.uint8)
 
 
-def _due(links: Sequence[Link]) -> list[Link]:
-    """All that leave; of those that arrive only those in the first turn that is not over, so that others wait."""
-    turns = {id(link): link.parcels[link.done].bucket.turn for link in links if not link.leaving}
-    first = min(turns.values(), default=0)
-    return [link for link in links if turns.get(id(link), first) == first]
-
-
 class RingTransport(Transport):
     """Moves what is in ``rings`` each time ``move`` is called."""
 
@@ -361,43 +335,8 @@ class RingTransport(Transport):
         self._rings.close()
 
 
-class SharedMemoryTransport(RingTransport):
-    """As ProcessGroupTransport, between processes of one machine. The constructor is collective over ``peers``.
-
-    None: the default group. After a process is lost the others need a new transport. A process silent for
-    ``timeout_seconds`` is lost.
-    """
-
-    kind: type[Rings] = Rings
-
-    def __init__(
-        self,
-        moves: Plan,
-        *,
-        src: Mapping[str, Tensor],
-        dst: Mapping[str, Tensor],
-        peers: Peers | None = None,
-        slot_bytes: int = 2**20,
-        timeout_seconds: float = 600.0,
-        verify: bool = True,
-    ) -> None:
-        peers = peers or GroupPeers(None)
-        exchange = handshakes_of(peers)
-        ends = PlanEnds(moves, rank=peers.rank, src=src, dst=dst, exchange=exchange, verify=verify)
-        buckets = ends.buckets(slot_bytes)
-        slots = {pair: max(map(ends.wire_bytes, parts)) for pair, parts in buckets.items()}
-
-        def bind(peer: int, slots: Tensor, leaving: bool) -> list[Parcel]:
-            moved = buckets[(ends.rank, peer) if leaving else (peer, ends.rank)]
-            return [ends.bind(peer, b, slots[i % SLOTS], leaving=leaving) for i, b in enumerate(moved)]
-
-        super().__init__(ends, self.kind(ends, slots, bind, peers=peers, timeout_seconds=timeout_seconds))
-
-
 class CudaRings(Rings):
-    """As Rings, between processes whose tensors are on GPUs of one machine."""
-
-    name, device_type = "cuda_ipc", "cuda"
+    """As Rings, between processes whose tensors are on one GPU."""
 
     def _new_ring(self, num_bytes: int) -> tuple[Tensor, bytes, list[int]]:
         ring = torch.empty(num_bytes, dtype=torch.uint8, device=self.ends.device)
@@ -412,53 +351,34 @@ class CudaRings(Rings):
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:num_bytes]
 
 
-class CudaIpcTransport(SharedMemoryTransport):
-    """As SharedMemoryTransport, between processes whose tensors are on GPUs of one machine."""
-
-    kind = CudaRings
-
-
-def uuid_of(number: int) -> str:
-    """The UUID of the GPU that this process gives a number."""
-    return str(torch.cuda.get_device_properties(number).uuid)
-
-
 def _number(uuid: str) -> int:
     """This process's number of the GPU. Raises WeightError if it does not see the GPU."""
     seen = [uuid_of(number) for number in range(torch.cuda.device_count())]
     if uuid not in seen:
         raise WeightError(
             f"CUDA IPC maps memory of GPU {uuid}, and this process sees {', '.join(seen) or 'none'} "
-            "(CUDA_VISIBLE_DEVICES); give both ends the same GPU (rollout.server.colocated=true), or set "
-            "weights.transport=file"
+            "(CUDA_VISIBLE_DEVICES); set weights.transport=file"
         )
     return seen.index(uuid)
 
 
 _RINGS: Mapping[str, type[Rings]] = {"cpu": Rings, "cuda": CudaRings}
-_Turn = tuple[int, int, int]  # the turn of a bucket, its number there, and how far its sender is from the carrier
 
 
-def own_place(tensors: Iterable[Tensor]) -> Place:
-    """Where this process is: its node, and the GPU of its first tensor on one, empty if there is none."""
-    gpu = next((uuid_of(t.device.index) for t in tensors if t.device.type == "cuda"), "")
-    return Place(node=Path("/proc/sys/kernel/random/boot_id").read_text(), name=socket.gethostname(), gpu=gpu)
-
-
-class Carrier(Exchange):
+class LearnerEnd(Exchange):
     """A learner rank's end. The constructor is collective over ``member``'s ranks; errors are those of `PlanEnds`.
 
-    ``carriers[r]`` is the carrier of engine rank r, which `moves` numbers after the learner's.
+    ``bytes_into`` gives the most bytes of a bucket into an engine rank's process. What others send to an engine rank
+    beside this one arrives here, and is handed on.
     """
 
     def __init__(
-        self, moves: Plan, carriers: Sequence[int], *, src: Mapping[str, Tensor], member: Member, bucket_bytes: int
+        self, moves: Plan, *, src: Mapping[str, Tensor], member: Member, bytes_into: Callable[[int], int]
     ) -> None:
         ends = PlanEnds(moves, rank=member.rank, src=src, dst={}, exchange=handshakes_of(member), verify=False)
         super().__init__(ends, member.group)
-        self._carriers, self._learners = carriers, member.rendezvous.learners
-        mine = [self._learners + rank for rank, carrier in enumerate(carriers) if carrier == member.rank]
-        handed = {to: self._in_turn(moves.receives(to), to, bucket_bytes) for to in mine}
+        self._member = member
+        handed = {to: self._into(moves.receives(to), to, bytes_into(to)) for to in member.beside(member.rank)}
         self._handed = {to: turns for to, turns in handed.items() if turns}
         self._rings = _RINGS[ends.device.type](
             ends,
@@ -468,11 +388,11 @@ class Carrier(Exchange):
             timeout_seconds=member.rendezvous.seconds,
         )
         self._slots = {id(p): (link, i) for link in self._rings.links for i, p in enumerate(link.parcels)}
-        self.steps = self._schedule(ends.buckets(bucket_bytes))
+        self.steps = self._schedule(ends.buckets(bytes_into))
 
     @override
     def move(self, version: int) -> WeightUpdate:
-        """Returns when the engine ranks that this one carries have unpacked everything."""
+        """Returns when the engine ranks beside this one have unpacked everything."""
         self._rings.begin()
         update = super().move(version)
         self._rings.run(version)
@@ -496,7 +416,7 @@ class Carrier(Exchange):
                 ops.append((dist.irecv, into.buffer, into.peer))
         if step.send is not None:
             self.ends.pack(step.send, version)
-            ops.append((dist.isend, step.send.buffer, self._carriers[step.send.peer - self._learners]))
+            ops.append((dist.isend, step.send.buffer, self._member.number_of(step.send.peer)))
         return Step(send=step.send, receive=step.receive, works=self.start(ops, version))
 
     @override
@@ -505,12 +425,11 @@ class Carrier(Exchange):
         link, _ = self._slots[id(parcel)]
         link.announce(self.ends)
 
-    def _in_turn(self, moved: Iterable[Transfer], to: int, bucket_bytes: int) -> list[tuple[_Turn, int, Bucket]]:
+    def _into(self, moved: Iterable[Transfer], to: int, bucket_bytes: int) -> list[tuple[Key, int, Bucket]]:
         pairs: defaultdict[int, list[Transfer]] = defaultdict(list)
         for transfer in moved:
             pairs[transfer.src_rank].append(transfer)
-        buckets = {frm: self.ends.cut(to, transfers, bucket_bytes) for frm, transfers in pairs.items()}
-        return in_turn(buckets, self.ends.rank, self._learners)
+        return in_turn({frm: self.ends.cut(to, some, bucket_bytes) for frm, some in pairs.items()}, to, self._member)
 
     def _bound(self, to: int, slots: Tensor, _leaving: bool) -> list[Parcel]:
         """Parcels that lie in the slots: this rank's own boxes, or what others send."""
@@ -522,53 +441,59 @@ class Carrier(Exchange):
         return out
 
     def _schedule(self, buckets: Mapping[tuple[int, int], list[Bucket]]) -> list[Step]:
-        """The steps in the order (turn, bucket, which of a carrier's engine ranks, distance), the same on all ranks.
-
-        In each a rank sends to the one at that distance, and receives from the one at that distance behind it.
-        """
-        rank, lanes = self.ends.rank, [self._carriers[:i].count(c) for i, c in enumerate(self._carriers)]
-        sends: dict[tuple[int, int, int, int], tuple[int, Bucket]] = {}
-        for (_, to), parts in buckets.items():
-            engine = to - self._learners
-            distance = (self._carriers[engine] - rank) % self._learners
-            if distance:
-                sends |= {(bucket.turn, bucket.number, lanes[engine], distance): (to, bucket) for bucket in parts}
-        receives: dict[tuple[int, int, int, int], Parcel] = {}
+        """The steps of what goes over the group, and of this rank's own boxes for engine ranks beside it."""
+        sends: dict[Key, tuple[int, Bucket]] = {}
+        for (frm, to), parts in buckets.items():
+            if self._member.number_of(to) != frm:
+                sends |= {key: (to, bucket) for key, _, bucket in in_turn({frm: parts}, to, self._member)}
+        receives: dict[Key, Parcel] = {}
         for link in self._rings.links:
             turns = self._handed[link.peer]
-            for ((turn, number, distance), _, _), parcel in zip(turns, link.parcels, strict=True):
-                receives[turn, number, lanes[link.peer - self._learners], distance] = parcel
-        outgoing = self.two_buffers([bucket for _, bucket in sends.values()])
-        return [
-            Step(
-                send=self.ends.bind(*sends[key], outgoing[i % 2], leaving=True) if key in sends else None,
-                receive=receives.get(key),
-            )
-            for i, key in enumerate(sorted(sends.keys() | receives.keys()))
-        ]
+            receives |= {key: parcel for (key, _, _), parcel in zip(turns, link.parcels, strict=True)}
+        return self.in_order(sends, receives)
 
 
-def carried(
-    moves: Plan, carriers: Sequence[int], *, dst: Mapping[str, Tensor], member: Member, bucket_bytes: int
+class MemberEnd(Exchange):
+    """The end of an engine rank that is a member of the group; as `LearnerEnd`."""
+
+    def __init__(
+        self, moves: Plan, *, dst: Mapping[str, Tensor], member: Member, bytes_into: Callable[[int], int]
+    ) -> None:
+        exchange = handshakes_of(member)
+        super().__init__(
+            PlanEnds(moves, rank=member.rank, src={}, dst=dst, exchange=exchange, verify=False), member.group
+        )
+        buckets = {frm: parts for (frm, _), parts in self.ends.buckets(bytes_into).items()}
+        turns = in_turn(buckets, member.rank, member)
+        member.gather("")  # other ranks say the addresses of their sockets
+        self.steps = self.in_order({}, self.arriving({key: (frm, bucket) for key, frm, bucket in turns}))
+
+
+def end_beside(
+    moves: Plan, *, dst: Mapping[str, Tensor], member: Member, bytes_into: Callable[[int], int]
 ) -> RingTransport:
-    """An engine rank's end; as `Carrier`."""
-    exchange, learners = handshakes_of(member), member.rendezvous.learners
-    ends = PlanEnds(moves, rank=member.rank, src={}, dst=dst, exchange=exchange, verify=False)
-    carrier = carriers[ends.rank - learners]
-    turns = in_turn({frm: parts for (frm, _), parts in ends.buckets(bucket_bytes).items()}, carrier, learners)
+    """The end of an engine rank to which a learner rank beside it hands everything; as `LearnerEnd`."""
+    ends = PlanEnds(moves, rank=member.rank, src={}, dst=dst, exchange=handshakes_of(member), verify=False)
+    turns = in_turn({frm: parts for (frm, _), parts in ends.buckets(bytes_into).items()}, ends.rank, member)
 
     def bind(_peer: int, slots: Tensor, _leaving: bool) -> list[Parcel]:
         return [ends.bind(frm, b, slots[i % SLOTS], leaving=False) for i, (_, frm, b) in enumerate(turns)]
 
-    slots = {(carrier, ends.rank): max(bucket.num_bytes for _, _, bucket in turns)} if turns else {}
+    pair = member.number_of(ends.rank), ends.rank
+    slots = {pair: max(bucket.num_bytes for _, _, bucket in turns)} if turns else {}
     rings = _RINGS[ends.device.type](ends, slots, bind, peers=member, timeout_seconds=member.rendezvous.seconds)
     return RingTransport(ends, rings)
 
 
-def in_turn(buckets: Mapping[int, Sequence[Bucket]], carrier: int, learners: int) -> list[tuple[_Turn, int, Bucket]]:
-    """The buckets into an engine rank, by sender, in the order in which they go through its ring."""
+def in_turn(buckets: Mapping[int, Sequence[Bucket]], to: int, member: Member) -> list[tuple[Key, int, Bucket]]:
+    """The buckets into an engine rank's process, by sender, in the order in which it gets them, with their keys.
+
+    A key is (turn, number, which of its receiver's engine ranks, distance): in each a process of the group sends to the
+    one at that distance, and receives from the one at that distance behind it.
+    """
+    receiver, lane, size = member.number_of(to), member.lane_of(to), len(member.grouped)
     turns = [
-        ((bucket.turn, bucket.number, (carrier - frm) % learners), frm, bucket)
+        ((bucket.turn, bucket.number, lane, (receiver - frm) % size), frm, bucket)
         for frm, parts in buckets.items()
         for bucket in parts
     ]

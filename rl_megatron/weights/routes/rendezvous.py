@@ -17,10 +17,11 @@ import secrets
 import socket
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +32,8 @@ from torch.distributed import distributed_c10d
 from typing_extensions import override
 
 from rl_megatron.errors import ConfigError, SyncError
-from rl_megatron.weights.checks.libraries import compare_facts, facts, loaded_libraries
+from rl_megatron.weights.checks.libraries import FIELDS, HANDLE, OF_A_GROUP, compare_facts, facts, loaded_libraries
+from rl_megatron.weights.plans.plan import Place, receivers_of
 
 _MOST_BYTES = 2**30
 
@@ -134,8 +136,7 @@ _OTHER_WAY = "or set weights.transport=file"
 class Rendezvous:
     """The address at which ``size`` ranks meet, the learner's first. ``name`` is unique; ``seconds`` limits every wait.
 
-    ``transport`` is a name that `engine_ends` knows; ``backend`` is that of a process group. ``alike``: what all ranks
-    must have alike, of `FIELDS`.
+    ``backend`` is that of the process group: gloo, or nccl, whose ranks must have libraries alike.
     """
 
     host: str
@@ -144,9 +145,7 @@ class Rendezvous:
     size: int
     learners: int
     seconds: float
-    transport: str
     backend: str
-    alike: Sequence[str] = ()
 
 
 class Keeper:
@@ -175,9 +174,7 @@ class Keeper:
             master_listen_fd=listener.detach(),
         )
 
-    def rendezvous(
-        self, size: int, *, learners: int, transport: str, backend: str, alike: Sequence[str] = ()
-    ) -> Rendezvous:
+    def rendezvous(self, size: int, *, learners: int, backend: str) -> Rendezvous:
         """Make the rendezvous of a new group, under a unique name.
 
         Removes what is left of others but the last, of which ranks may still look whether it was cancelled.
@@ -193,9 +190,7 @@ class Keeper:
             size=size,
             learners=learners,
             seconds=self._seconds,
-            transport=transport,
             backend=backend,
-            alike=alike,
         )
 
     def cancel(self, rendezvous: Rendezvous, what: str, reason: str) -> None:
@@ -215,36 +210,75 @@ class Keeper:
 
     def unlike(self, rendezvous: Rendezvous) -> str:
         """Why ranks that have all reported ready for `JOINING` cannot be one group; empty if they can."""
-        return _unlike(self._store, rendezvous)
+        keys = [f"{rendezvous.name}/{JOINING}/{rank}" for rank in range(rendezvous.size)]
+        return _unlike(rendezvous, self._store.multi_get(keys))
+
+
+def own_place(tensors: Iterable[Tensor]) -> Place:
+    """Where this process is, which has ``tensors``: on the GPU of the first that is on one.
+
+    Processes of a node reach each other by sockets and files without a name if they are one user's, in one network
+    namespace.
+    """
+    gpu = next((uuid_of(t.device.index) for t in tensors if t.device.type == "cuda"), "")
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Place(
+        node=f"{boot} {os.readlink('/proc/self/ns/net')} {os.getuid()}",
+        name=socket.gethostname(),
+        gpu=gpu,
+    )
+
+
+def uuid_of(number: int) -> str:
+    """The UUID of the GPU that this process gives a number."""
+    return str(torch.cuda.get_device_properties(number).uuid)
 
 
 class Member(Peers):
-    """Rank ``rank`` of those that meet, of which the first ``grouped`` also make the process group ``group``.
+    """Rank ``rank`` of those that meet, with ``tensors``.
 
-    Collective; raises SyncError if not all ranks join in time, or have all alike. Raises ConfigError if this torch
-    makes groups differently, or would split the group out of the process's own.
+    ``places`` are those of all. ``receivers`` are the `receivers_of` the engine's ranks; with the learner's ranks they
+    are ``grouped``, and make the process group ``group`` if they are several. Collective; raises SyncError if not all
+    ranks join in time, or have all alike. Raises ConfigError if this torch makes groups differently, or would split
+    the group out of the process's own.
     """
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, grouped: int = 0) -> None:
-        if rank < grouped:
-            check_torch()
-            _refuse_split(rendezvous.backend)
+    def __init__(self, rendezvous: Rendezvous, rank: int, tensors: Iterable[Tensor] = ()) -> None:
+        check_torch()
+        _refuse_split(rendezvous.backend)
         self.rendezvous, self.rank, self.size = rendezvous, rank, rendezvous.size
         self.group: dist.ProcessGroup | None = None
         self._gathered = 0
         limit = timedelta(seconds=rendezvous.seconds)
         try:
             self._store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=limit)
-            self.meet(JOINING, json.dumps(facts(loaded_libraries(), rendezvous.alike)))
-            if why := _unlike(self._store, rendezvous):
+            have = facts(loaded_libraries(), [*FIELDS] if rendezvous.backend == dist.Backend.NCCL else [])
+            said = self._store.multi_get(self.meet(JOINING, json.dumps([own_place(tensors), have])))
+            if why := _unlike(rendezvous, said):
                 raise SyncError(why)
-            if rank < grouped:
-                self.group = self._new_group(grouped, limit)
+            self.places = [place for place, _ in map(_introduced, said)]
+            self.receivers = receivers_of(self.places, rendezvous.learners)
+            self.grouped = _grouped(self.receivers, rendezvous.learners)
+            if rank in self.grouped and len(self.grouped) > 1:
+                self.group = self._new_group(len(self.grouped), limit)
         except (RuntimeError, ValueError) as error:
             raise SyncError(
                 f"rank {rank} of {rendezvous.size} learner and engine ranks did not meet the others at "
                 f"{rendezvous.host}:{rendezvous.port} in {rendezvous.seconds:g} s: {error}"
             ) from error
+
+    def number_of(self, process: int) -> int:
+        """The group's number of the process that receives what goes into engine process ``process``."""
+        return self.grouped.index(self.receivers[process - self.rendezvous.learners])
+
+    def lane_of(self, process: int) -> int:
+        """How many engine processes before ``process`` have the same receiver."""
+        engine = process - self.rendezvous.learners
+        return self.receivers[:engine].count(self.receivers[engine])
+
+    def beside(self, rank: int) -> list[int]:
+        """The engine processes to which learner rank ``rank`` hands on what they get."""
+        return [self.rendezvous.learners + i for i, receiver in enumerate(self.receivers) if receiver == rank]
 
     def _new_group(self, size: int, limit: timedelta) -> dist.ProcessGroup:
         """As torch's own new_group makes it, for ranks that have no default group in common. Connects all of them.
@@ -255,7 +289,7 @@ class Member(Peers):
         with _waiting_on_the_host():
             group, _ = distributed_c10d._new_process_group_helper(
                 group_size=size,
-                group_rank=self.rank,
+                group_rank=self.grouped.index(self.rank),
                 global_ranks_in_group=[],
                 backend=dist.Backend(self.rendezvous.backend),
                 store=PrefixStore(self.rendezvous.name, self._store),
@@ -365,13 +399,27 @@ def _waiting_on_the_host() -> Iterator[None]:
             os.environ[_BLOCKING] = before
 
 
-def _unlike(store: TCPStore, rendezvous: Rendezvous) -> str:
-    """How ranks that are all here differ in what they must have alike; the same text for every rank."""
-    if not rendezvous.alike:
+def _introduced(said: bytes) -> tuple[Place, dict[str, str | None]]:
+    """Where a rank is, and what it has that others must have alike."""
+    place, have = json.loads(said)
+    return Place(*place), have
+
+
+def _grouped(receivers: Sequence[int], learners: int) -> list[int]:
+    """The processes of the group, by number in it: the learner's ranks, then the engine ranks that are members."""
+    return [*range(learners), *(process for process in receivers if process >= learners)]
+
+
+def _unlike(rendezvous: Rendezvous, said: Sequence[bytes]) -> str:
+    """How ranks, which are all here, differ in what they must have alike; the same text for every rank."""
+    if rendezvous.backend != dist.Backend.NCCL:
         return ""
-    names = [f"rank {rank}" for rank in range(rendezvous.size)]
-    said = store.multi_get([f"{rendezvous.name}/{JOINING}/{rank}" for rank in range(rendezvous.size)])
-    found = compare_facts(dict(zip(names, map(json.loads, said), strict=True)))
+    places, have = zip(*map(_introduced, said), strict=True)
+    receivers, learners = receivers_of(places, rendezvous.learners), rendezvous.learners
+    grouped = {f"rank {rank}": {n: have[rank][n] for n in OF_A_GROUP} for rank in _grouped(receivers, learners)}
+    beside = {rank for pair in enumerate(receivers, learners) if pair[0] != pair[1] for rank in pair}
+    mapped = {f"rank {rank}": {n: have[rank][n] for n in HANDLE} for rank in sorted(beside)}
+    found = compare_facts(grouped if len(grouped) > 1 else {}) or compare_facts(mapped)
     return found and f"learner and engine ranks, in this order, cannot be one group: {found}, {_OTHER_WAY}"
 
 

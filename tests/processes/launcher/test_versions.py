@@ -96,8 +96,8 @@ OTHER = having("2.13.1+cu130", "2.30.7")
 TORCH = "install the same torch in both environments, or set weights.transport=file"
 
 TRANSPORTS = {
-    "process_group": ("weights.transport=direct",),
-    "cuda_ipc": ("weights.transport=direct", "rollout.server.memory_fraction=0.1", "rollout.server.tp=2"),
+    "members": ("weights.transport=direct",),
+    "beside": ("weights.transport=direct", "rollout.server.memory_fraction=0.1", "rollout.server.tp=2"),
     "file": ("weights.transport=file",),
     "auto": (),
 }
@@ -106,44 +106,43 @@ TRANSPORTS = {
 @pytest.mark.parametrize(
     ("engine", "transport", "more", "said"),
     [
-        (OTHER, "process_group", (), f"NCCL differs: 2.29.7 (learner) and 2.30.7 (engine); {TORCH}"),
+        (OTHER, "members", (), f"NCCL differs: 2.29.7 (learner) and 2.30.7 (engine); {TORCH}"),
         (
             OTHER,
-            "process_group",
+            "members",
             ("run.launcher=slurm", "slurm.engines.nodes=1"),
             f"NCCL differs: 2.29.7 (learner) and 2.30.7 (engine); {TORCH}",
         ),
-        (having("2.14.1+cu130"), "process_group", (), f"torch differs: 2.13 (learner) and 2.14 (engine); {TORCH}"),
+        (having("2.14.1+cu130"), "members", (), f"torch differs: 2.13 (learner) and 2.14 (engine); {TORCH}"),
         (
             having(NCCL_CUMEM_ENABLE="0", NCCL_NVLS_ENABLE="2"),
-            "process_group",
+            "members",
             (),
             "NCCL_CUMEM_ENABLE differs: -2 (learner) and 0 (engine); set NCCL_CUMEM_ENABLE to the same value in both "
             "environments, or set weights.transport=file",
         ),
         (
             having(handle=9),
-            "cuda_ipc",
+            "beside",
             (),
             "the number of fields of torch's handles of GPU memory differs: 8 (learner) and 9 (engine); install the "
             "same torch in both environments, or set weights.transport=file",
         ),
-        (having("2.13.9+cu129", handle=9), "process_group", (), ""),  # torch counts by its release
-        (having(nccl=None), "process_group", (), ""),  # unknown; ranks say it when they meet
-        (OTHER, "cuda_ipc", (), ""),
+        (having("2.13.9+cu129", handle=9), "members", (), ""),  # torch counts by its release
+        (having(nccl=None), "members", (), ""),  # unknown; ranks say it when they meet
+        (OTHER, "beside", (), ""),
         (OTHER, "file", (), ""),
         (OTHER, "auto", (), ""),
         # Over gloo, torch 2.13.0 and 2.14.1 were one group.
-        (having("2.14.1", "2.30.7", 9), "process_group", ("learner.device=cpu",), ""),
+        (having("2.14.1", "2.30.7", 9), "members", ("learner.device=cpu",), ""),
     ],
 )
 def test_ranks_that_cannot_be_one_group_are_refused_by_both_numbers_and_others_are_not(
     engine: Libraries, transport: str, more: tuple[str, ...], said: str
 ) -> None:
     config = load_config("tiny_cpu", [*GPU, *TRANSPORTS[transport], *more])
-    assert transport in (config.transport.name, "auto")
     problem = why_no_group(config, {"learner": having(), "engine": engine})
-    assert problem == (said and f"weights.transport=direct by {transport}: {said}")
+    assert problem == (said and f"weights.transport=direct: {said}")
 
 
 def test_an_engine_gets_the_settings_of_nccl_that_the_learner_has(tmp_path: Path, nccl: Mapping[int, Path]) -> None:
@@ -199,7 +198,7 @@ def test_they_are_compared_before_a_run_and_again_before_servers_start(
     status_of("doctor", "--python", str(engine))
     found = capsys.readouterr().out
     assert re.search(r"^torch +2\.13\.0\+cu130 +2\.14\.1\+cu130$", found, re.MULTILINE)
-    assert "weights by process_group between GPUs are refused: NCCL differs: 2.29.7 (" in found
+    assert "direct on GPUs, as members of one group, is refused: NCCL differs: 2.29.7 (" in found
 
 
 @pytest.mark.parametrize(

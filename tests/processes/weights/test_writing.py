@@ -425,17 +425,17 @@ def connected(rank: int, peers: Any) -> list[tuple[int, bool]]:
 @pytest.mark.parametrize("each", [1, 1000])
 def test_another_users_connections_are_turned_away(each: int) -> None:
     """One before each rank's, and as many as fill the ranks' queues."""
-    places: dict[int, list[str]] = {}
+    places: dict[int, str] = {}
     seen: list[int] = []
 
     def strangers_come() -> None:
-        command = [sys.executable, "-I", "-S", "-c", _STRANGER, str(each), *(name for _, name in places.values())]
+        command = [sys.executable, "-I", "-S", "-c", _STRANGER, str(each), *places.values()]
         seen.append(int(subprocess.run(command, capture_output=True, text=True, check=True, cwd="/").stdout))
 
     everybody = threading.Barrier(2, strangers_come, timeout=60)
 
     def run(rank: int) -> list[tuple[int, bool]]:
-        def gather(mine: list[str]) -> list[list[str]]:
+        def gather(mine: str) -> list[str]:
             places[rank] = mine
             everybody.wait()
             return [places[0], places[1]]
@@ -451,13 +451,13 @@ def test_another_users_connections_are_turned_away(each: int) -> None:
 def test_a_rank_that_ends_as_it_connects_is_an_error(said: bytes) -> None:
     there = socket.socket(socket.AF_UNIX)
 
-    def gather(mine: list[str]) -> list[list[str]]:
+    def gather(mine: str) -> list[str]:
         with socket.socket(socket.AF_UNIX) as sender:
-            sender.connect(bytes.fromhex(mine[1]))
+            sender.connect(bytes.fromhex(mine))
             sender.sendall(said)
-        there.bind(f"\0{mine[1]}")
+        there.bind(f"\0{mine}")
         there.listen()
-        return [mine, [mine[0], there.getsockname().hex()]]
+        return [mine, there.getsockname().hex()]
 
     with there, pytest.raises(SyncError, match=r"rank 0 waited for rank 1 to offer .*its connection is closed"):
         connected(0, SimpleNamespace(size=2, gather=gather))

@@ -344,6 +344,9 @@ def test_plans_and_layouts_that_do_not_fit_are_refused_as_the_learners() -> None
 
 
 # What the bytes of a push cross, and where servers find files of weights.
+ONE_NODE = "a node's loopback, to the learner rank beside each of the servers' ranks"
+
+
 @pytest.mark.parametrize(
     ("keys", "route"),
     [
@@ -361,7 +364,7 @@ def test_plans_and_layouts_that_do_not_fit_are_refused_as_the_learners() -> None
             ("rollout=vllm", "slurm.nodes=2", "rollout.server.replicas=2", "weights.folder=/dev/shm/x"),
             "a node's loopback and the network and then through a file in /dev/shm/x on each of 2 nodes",
         ),
-        (("rollout=vllm", "weights.transport=direct", "run.launcher=local"), "a node's loopback"),
+        (("rollout=vllm", "weights.transport=direct", "run.launcher=local"), ONE_NODE),
         (("rollout=vllm", "weights.transport=direct", "slurm.engines.nodes=1"), "the network"),
         (
             ("rollout=vllm", "weights.transport=direct", "slurm.nodes=2", "rollout.server.replicas=2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pickle
 import random
@@ -12,6 +13,7 @@ from base64 import b64encode
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -29,11 +31,12 @@ from rl_megatron.errors import ConfigError, CorruptionError, ReplicasLost, SyncE
 from rl_megatron.types import ParallelDims, WeightUpdate
 from rl_megatron.weights.bytes.hashing import PIECE_BYTES
 from rl_megatron.weights.bytes.parked import Extent, Pinned
+from rl_megatron.weights.checks.libraries import FIELDS
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
-from rl_megatron.weights.plans.plan import from_json, plan
+from rl_megatron.weights.plans.plan import Place, from_json, plan
 from rl_megatron.weights.plans.transfers import Transfer
 from rl_megatron.weights.routes import ends
 from rl_megatron.weights.routes import rendezvous as joined
@@ -109,7 +112,7 @@ def test_the_error_of_the_end_that_does_not_come_is_raised(end: str, why: Except
     assert raised.value is why
 
 
-async def push(ends: Ends, folder: Path, alike: Sequence[str] = ()) -> None:
+async def push(ends: Ends, folder: Path, backend: str = "gloo") -> None:
     keeper = Keeper("127.0.0.1", LIMIT)
     direct = DirectDelivery(
         file=FileDelivery(learner=ends, path=folder, servers=ends),
@@ -117,9 +120,7 @@ async def push(ends: Ends, folder: Path, alike: Sequence[str] = ()) -> None:
         servers=ends,
         keeper=keeper,
         learner_ranks=1,
-        transport="process_group",
-        backend="gloo",
-        alike=alike,
+        backend=backend,
     )
     async with asyncio.timeout(LIMIT / 2), direct.sending(1) as deliver:
         await deliver(private=NO_KINDS, meanwhile=lambda: None)
@@ -132,12 +133,14 @@ def test_a_server_that_dies_meanwhile_is_no_end(tmp_path: Path) -> None:
 
 def test_ranks_meet_at_one_address_and_what_comes_there_is_never_unpickled() -> None:
     keeper = Keeper("127.0.0.1", LIMIT)
-    rendezvous = keeper.rendezvous(1, learners=1, transport="process_group", backend="gloo")
+    rendezvous = keeper.rendezvous(1, learners=1, backend="gloo")
     listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert [c.laddr.ip for c in listening if c.laddr.port == rendezvous.port] == ["127.0.0.1"]
     with pytest.raises(ConfigError, match=r"weights\.meeting_host=192\.0\.2\.1: .*controller's node"):
         Keeper("192.0.2.1", LIMIT)  # of nobody (RFC 5737)
-    member = Member(rendezvous, 0, grouped=1)
+    member = Member(rendezvous, 0)
+    assert member.group is None  # it would be alone in it
+    member.group = member._new_group(1, timedelta(seconds=LIMIT))
     try:
         assert member.tell({"a": [1, None]}) == {"a": [1, None]}
         assert member.gather(["b"]) == [["b"]]
@@ -155,7 +158,7 @@ def test_ranks_meet_at_one_address_and_what_comes_there_is_never_unpickled() -> 
 def test_values_that_no_key_of_the_store_holds_arrive_whole() -> None:
     """torch's store takes 8 MiB a key; a plan for 768 ranks is larger. These do not compress."""
     keeper = Keeper("127.0.0.1", LIMIT)
-    rendezvous = keeper.rendezvous(2, learners=1, transport="process_group", backend="gloo")
+    rendezvous = keeper.rendezvous(2, learners=1, backend="gloo")
     plan, place = (b64encode(os.urandom(size * 2**20)).decode() for size in (20, 5))
     said = {0: plan, 1: None}, {0: "here", 1: place}
 
@@ -181,7 +184,7 @@ def test_what_a_peer_compressed_fills_no_memory_and_may_be_no_json(monkeypatch: 
 
 def test_a_store_that_is_lost_fails_what_was_asked_of_it() -> None:
     keeper = Keeper("127.0.0.1", LIMIT)
-    member = Member(keeper.rendezvous(1, learners=1, transport="process_group", backend="gloo"), 0)
+    member = Member(keeper.rendezvous(1, learners=1, backend="gloo"), 0)
     port = member.rendezvous.port
     del keeper
     asks = ((partial(member.meet, "version 3"), "version 3"), (partial(member.tell, 1), "joining the group/said/1"))
@@ -215,12 +218,32 @@ class Met(Ends):
 
 def test_ranks_with_other_libraries_find_it_out_when_they_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever environment they are in: a container, an attached server. Before NCCL would, in words of its own."""
-    both = iter({"torch": "2.13", "nccl": nccl} for nccl in ("2.29.7", "2.29.8"))
-    monkeypatch.setattr(joined, "facts", lambda libraries, fields: next(both))
-    ends, value = Met(), r"2\.29\.[78] \(rank [01]\)"
-    with pytest.raises(SyncError, match=f"NCCL differs: {value} and {value}; install") as raised:
-        asyncio.run(push(ends, tmp_path, ("torch", "nccl")))
-    assert ends.errors == [str(raised.value)] * 2
+    value = r"2\.29\.[78] \(rank [01]\)"
+    handles = "the number of fields of torch's handles of GPU memory"
+    for nodes, name, said in (("ab", "nccl", "NCCL"), ("aa", "handle", handles)):
+        both = iter({**dict.fromkeys(FIELDS, "1"), name: known} for known in ("2.29.7", "2.29.8"))
+        places = iter(Place(node=node, name="", gpu=node) for node in nodes)
+        monkeypatch.setattr(joined, "facts", lambda libraries, fields, both=both: next(both))
+        monkeypatch.setattr(joined, "own_place", lambda tensors, places=places: next(places))
+        ends = Met()
+        with pytest.raises(SyncError, match=f"{said} differs: {value} and {value}; install") as raised:
+            asyncio.run(push(ends, tmp_path, "nccl"))
+        assert ends.errors == [str(raised.value)] * 2
+
+
+def test_ranks_have_alike_only_what_they_use_together() -> None:
+    """Rank 2 is a member of the group, rank 3 gets all through rank 1's memory."""
+    known, places = dict.fromkeys(FIELDS, "1"), [Place(node=node, name="", gpu=node) for node in "abcb"]
+    rendezvous = Rendezvous(host="", port=0, name="", size=4, learners=2, seconds=1.0, backend="nccl")
+
+    def unlike(rank: int, **other: str) -> str:
+        have = [{**known, **(other if rank == one else {})} for one in range(4)]
+        return joined._unlike(rendezvous, [json.dumps(one).encode() for one in zip(places, have, strict=True)])
+
+    assert unlike(0) == unlike(3, nccl="2", torch="2") == unlike(2, handle="2") == unlike(0, handle="2") == ""
+    assert "NCCL differs: 1 (rank 0, rank 1) and 2 (rank 2)" in unlike(2, nccl="2")
+    assert "handles of GPU memory differs: 1 (rank 1) and 2 (rank 3)" in unlike(3, handle="2")
+    assert "handles of GPU memory differs: 2 (rank 1) and 1 (rank 3)" in unlike(1, handle="2")
 
 
 @dataclass
@@ -259,7 +282,7 @@ async def test_the_store_of_a_long_run_does_not_grow(tmp_path: Path, monkeypatch
     Mirror.make(path, {}, torch.bfloat16, tmp_path / "config.json")
     ends, keeper = Pushed(), Keeper("127.0.0.1", LIMIT)
     file = FileDelivery(learner=ends, path=path, servers=ends)  # type: ignore[arg-type]
-    how = {"learner_ranks": 1, "transport": "process_group", "backend": "gloo", "alike": ["torch"]}
+    how = {"learner_ranks": 1, "backend": "gloo"}
     direct = DirectDelivery(file=file, learner=ends, servers=ends, keeper=keeper, **how)  # type: ignore[arg-type]
 
     async def keys(version: int) -> int:
@@ -373,7 +396,8 @@ def test_a_group_over_nccl_is_connected_at_once_waits_for_bytes_and_ends_without
     monkeypatch.setattr(joined.dist, "all_reduce", lambda x, group: heard.append((x.device.type, group)))
     monkeypatch.setattr(joined.dist, "destroy_process_group", lambda group: heard.append("end"))
     keeper = Keeper("127.0.0.1", LIMIT)
-    member = Member(keeper.rendezvous(1, learners=1, transport="process_group", backend="nccl"), 0, grouped=1)
+    member = Member(keeper.rendezvous(1, learners=1, backend="nccl"), 0)
+    member.group = member._new_group(1, timedelta(seconds=LIMIT))
     assert heard == [("nccl", "1"), ("meta", member.group)]
     assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
     member.close()
@@ -383,7 +407,7 @@ def test_a_group_over_nccl_is_connected_at_once_waits_for_bytes_and_ends_without
 def test_a_group_over_nccl_is_not_split_out_of_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM binds its default group to a GPU if VLLM_DISTRIBUTED_USE_SPLIT_GROUP=1; the other ranks are not in it."""
     keeper = Keeper("127.0.0.1", 0.1)
-    rendezvous = keeper.rendezvous(2, learners=1, transport="process_group", backend="nccl")
+    rendezvous = keeper.rendezvous(2, learners=1, backend="nccl")
     monkeypatch.setattr(joined.dist, "is_initialized", lambda: True)
     for device, error, said in (
         (torch.device("meta"), ConfigError, "VLLM_DISTRIBUTED_USE_SPLIT_GROUP=0, or set weights.transport=file"),
@@ -392,7 +416,7 @@ def test_a_group_over_nccl_is_not_split_out_of_the_engines_own(monkeypatch: pyte
         own = SimpleNamespace(bound_device_id=device)
         monkeypatch.setattr(distributed_c10d, "_get_default_group", lambda own=own: own)
         with pytest.raises(error, match=said):
-            Member(rendezvous, 0, grouped=2)
+            Member(rendezvous, 0)
 
 
 # Rings between processes of which one dies between the rendezvous and its connection.
@@ -406,9 +430,8 @@ class Dying(Peers):
 
     @override
     def gather(self, mine: Any) -> list[Any]:
-        boot, address = mine
-        self._last(bytes.fromhex(address))
-        return [mine, *([boot, (b"\0" + os.urandom(16)).hex()] for _ in range(1, self.size))]
+        self._last(bytes.fromhex(mine))
+        return [mine, *((b"\0" + os.urandom(16)).hex() for _ in range(1, self.size))]
 
 
 def made(slots: dict[tuple[int, int], int], peers: Peers) -> Rings:
@@ -595,7 +618,8 @@ def test_rows_that_fit_together_are_one_part() -> None:
 
 def test_what_goes_through_a_ring_begins_with_the_ranks_own_carrier() -> None:
     bucket = Bucket(dtype=torch.float32, turn=0, number=0, parts=[])
-    assert [frm for _, frm, _ in in_turn({sender: [bucket] for sender in range(3)}, 1, 3)] == [1, 0, 2]
+    member: Any = SimpleNamespace(number_of=lambda to: 1, lane_of=lambda to: 0, grouped=range(3))
+    assert [frm for _, frm, _ in in_turn({sender: [bucket] for sender in range(3)}, 9, member)] == [1, 0, 2]
 
 
 def test_a_dtype_that_others_of_its_kind_do_not_have_is_found() -> None:
