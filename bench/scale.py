@@ -14,7 +14,7 @@ import sys
 import time
 
 from bench.results import parse, write
-from launcher.programs.scale import asked_of
+from tools.planner.scale import asked_of
 from tools.planner.search import search
 
 ASKED = ("kimi-k2", "gpus=4096", "gpu=h100", "rollout.prompts_per_step=1024")

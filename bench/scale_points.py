@@ -11,11 +11,12 @@ from statistics import median
 from typing import Any
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import GB
 from rl_megatron.models.shape import LatentAttention, ModelShape
 from rl_megatron.training.flops import training_flops
 from rl_megatron.types import ParallelDims
 from tools.planner.constants import FITTED, Constants
-from tools.planner.hardware import GB, GPUS
+from tools.planner.hardware import GPUS
 from tools.planner.memory import weights_served
 from tools.planner.rl_step import rl_step
 from tools.planner.rollouts import lengths_of

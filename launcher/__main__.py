@@ -2,64 +2,106 @@
 
 from __future__ import annotations
 
-import importlib
+import ast
 import importlib.metadata
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from functools import cached_property
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typing_extensions import override
 
 from launcher.processes import limits
 from rl_megatron.config.removed import COMMANDS as REMOVED_COMMANDS
+from rl_megatron.entries import declared, describe_entry, load_entry
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.user_code import import_from
 
+GROUP = "rl_megatron.commands"
+"""The group of entry points that are commands: a function or a typer application each. The name ``doctor.x`` is a
+command of ``doctor``."""
 _COMMANDS = {
-    "train": "train:train",
-    "submit": "submit:submit",
-    "status": "job:status",
-    "report": "report:report",
-    "convert": "convert:convert",
-    "verify": "verify:verify",
-    "inspect": "inspect:inspect",
-    "plan": "plan:plan",
-    "scale": "scale:scale",
-    "eval": "evaluate:evaluate",
-    "doctor": "doctor:app",
-    "experiment": "experiment:app",
+    "train": "launcher.commands.train:train",
+    "submit": "launcher.commands.submit:submit",
+    "status": "launcher.commands.job:status",
+    "report": "launcher.commands.report:report",
+    "eval": "launcher.commands.evaluate:evaluate",
+    "doctor": "launcher.commands.doctor:app",
 }
-"""In the order of the help, by name: a module of ``launcher.commands``, and its function or its typer application."""
+"""In the order of the help, as entry points are written; those of tools and of other packages follow."""
 
 
 class _Imported(Mapping[str, Any]):
     """The commands by name. Each module is imported when its command is looked up: all of them take a second."""
 
+    @cached_property
+    def entries(self) -> Mapping[str, EntryPoint]:
+        """Raises ConfigError if the installed package has none, or one has the name of another command."""
+        found = {name: EntryPoint(name, value, GROUP) for name, value in _COMMANDS.items()}
+        for name, entry in declared("command", GROUP, own=True).items():
+            if name in found:
+                said = describe_entry("command", entry)
+                raise ConfigError(f"{said} has the name of another command; rename it, or uninstall it")
+            found[name] = entry
+        return found
+
     def __getitem__(self, name: str) -> Any:
-        module, _, attribute = _COMMANDS[name].partition(":")
-        found = getattr(importlib.import_module(f"launcher.commands.{module}"), attribute)
+        found = load_entry("command", self.entries[name])
         if not isinstance(found, typer.Typer):
             function, found = found, typer.Typer(add_completion=False)
             found.command(name)(function)
+        for below, entry in self.entries.items():
+            if below.startswith(f"{name}."):
+                found.command(below.removeprefix(f"{name}."))(load_entry("command", entry))
         command = typer.main.get_command(found)
         command.name = name
         return command
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_COMMANDS)
+        return (name for name in self.entries if "." not in name)
 
     def __len__(self) -> int:
-        return len(_COMMANDS)
+        return sum(1 for _ in self)
+
+
+def _help_of(entry: EntryPoint) -> str:
+    """The docstring of a command's function, or of its application's callback, read without importing the module."""
+    try:
+        spec = importlib.util.find_spec(entry.module)
+        if spec is None or spec.origin is None:
+            return f"cannot be loaded: no module {entry.module}"
+        tree = ast.parse(Path(spec.origin).read_bytes())
+    except (ImportError, OSError, ValueError, SyntaxError) as error:  # of another package; to run it says more
+        return f"cannot be loaded: {error}"
+    for each in tree.body:
+        if isinstance(each, ast.FunctionDef) and (
+            each.name == entry.attr or f"{entry.attr}.callback" in map(_called, each.decorator_list)
+        ):
+            return ast.get_docstring(each) or ""
+    return ""
+
+
+def _called(decorator: ast.expr) -> str:
+    return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
 
 
 class _Group(TyperGroup):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.commands = cast(MutableMapping[str, Any], _Imported())
+        self._imported = _Imported()
+        self.commands = cast(MutableMapping[str, Any], self._imported)
+
+    @override
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        entries = self._imported.entries
+        self.commands = {name: TyperCommand(name, help=_help_of(entries[name])) for name in self._imported}
+        super().format_help(ctx, formatter)
 
     @override
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from asyncio import TaskGroup
 
+GB = 1e9  # bytes
 _MOST_SHOWN = 60  # characters of a value
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
@@ -86,6 +87,15 @@ def shorten(value: object) -> str:
 def cut_to(text: str, most: int) -> str:
     """The text, or so many characters of it with dots at the end."""
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def gigabytes(*counts: float) -> list[str]:
+    """Returns numbers of bytes as ``1.2 GB``, with decimals until no two of them, and no number and 0, look alike."""
+    for digits in range(1, 10):
+        texts = [f"{count / GB:,.{digits}f} GB" for count in counts]
+        if len({f"{0:.{digits}f} GB", *texts}) == len({0.0, *counts}):
+            break
+    return texts
 
 
 def of_the_hub(folder: Path) -> str:

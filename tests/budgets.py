@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 import re
 import subprocess
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 
-from launcher.__main__ import _COMMANDS
+from launcher.__main__ import _COMMANDS, GROUP
 from rl_megatron.config.errors import _inside as inside
 from rl_megatron.config.run import RunConfig
 from rl_megatron.observability.metrics.table import METRICS
@@ -32,11 +33,16 @@ def counts() -> dict[str, int]:
     return {
         **_lines(),
         "keys": len(set(_definitions(RunConfig, set()))),
-        "commands": len(_COMMANDS),
+        "commands": len(_COMMANDS) + sum("." not in name for name in _entries(GROUP)),
         "make targets": len(re.findall(r"^# make ", (REPO / "Makefile").read_text(), re.M)),
         "metrics": len(METRICS),
         **_documents(),
     }
+
+
+def _entries(group: str) -> dict[str, str]:
+    """The entry points that pyproject.toml declares in a group."""
+    return dict(tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["entry-points"][group])
 
 
 def _lines() -> dict[str, int]:

@@ -56,24 +56,6 @@ def doctor(
     show(python or ())
 
 
-@app.command()
-def mismatch(
-    target: Annotated[str, typer.Argument(help="a run's folder, a name under conf/, or a YAML file")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, or group=name")] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="number of prompts to sample from")] = 16,
-    completions: Annotated[int, typer.Option(min=1, help="completions of each prompt")] = 4,
-) -> None:
-    """Start learner and engine as a run does, and say why their log-probs differ. Status 1 if more than rounding does.
-
-    For a run's folder it uses the run's configuration and newest checkpoint. It trains nothing.
-    """
-    from launcher.programs.mismatch import diagnose, target_of
-
-    chosen = target_of(target, overrides or [])
-    if asyncio.run(diagnose(chosen, num_prompts=prompts, num_completions=completions)):
-        raise typer.Exit(1)
-
-
 def show(engines: Sequence[Path] = ()) -> None:
     """Print packages, devices, whether a learner can start, and the libraries of its and the engines' interpreters.
 

@@ -10,18 +10,17 @@ from launcher.preflight import (
     batches,
     devices,
     engine,
-    job_memory,
     model_files,
     nodes,
     own_modules,
     problems_of_data,
-    pushes,
     reward,
     sizes,
     versions,
 )
 from launcher.preflight.subject import Check, Found, Subject, found_by
 from rl_megatron.config.run import RunConfig
+from rl_megatron.entries import declared, describe_entry, load_entry
 from rl_megatron.errors import ConfigError
 
 CHECKS: Mapping[str, Check] = {
@@ -32,13 +31,23 @@ CHECKS: Mapping[str, Check] = {
     "data": problems_of_data.check,
     "devices": devices.check,
     "nodes": nodes.check,
-    "memory": job_memory.check,
-    "pushes": pushes.check,
     "engine": engine.check,
     "versions": versions.check,
     "reward": reward.check,
 }
-"""The checks by their names in messages."""
+"""The checks by their names in messages. Those of tools and of other packages stand before the last three."""
+_LAST = ("engine", "versions", "reward")  # which start programs, or call functions of the user's
+GROUP = "rl_megatron.checks"
+
+
+def checks() -> Mapping[str, Check]:
+    """All checks. Raises ConfigError if one of an entry point cannot be loaded, or has the name of another."""
+    found = {name: check for name, check in CHECKS.items() if name not in _LAST}
+    for name, entry in declared("check", GROUP, own=True).items():
+        if name in CHECKS:
+            raise ConfigError(f"{describe_entry('check', entry)} has the name of another; rename it, or uninstall it")
+        found[name] = load_entry("check", entry)
+    return found | {name: check for name, check in CHECKS.items() if name in _LAST}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +56,7 @@ class Preflight:
 
     found: tuple[Found, ...]
     seconds: float
+    names: tuple[str, ...] = ()  # of the checks
 
     def texts(self, kind: str) -> list[str]:
         """The texts of the findings of one kind."""
@@ -64,7 +74,7 @@ class Preflight:
     def describe(self) -> str:
         """Lines to show: notes, what was checked, and what was not."""
         lines = [*self.notes(), *self.texts("fact")]
-        lines.append(f"checked in {self.seconds:.1f} s: {', '.join(CHECKS)}")
+        lines.append(f"checked in {self.seconds:.1f} s: {', '.join(self.names)}")
         if missed := self.texts("unchecked"):
             lines.append(f"not checked: {'; '.join(missed)}")
         return "\n".join(lines)
@@ -73,5 +83,6 @@ class Preflight:
 def preflight(config: RunConfig, *, for_job: bool = False) -> Preflight:
     """Run all checks. ``for_job``: the run will be a job, on other machines."""
     began, subject = time.monotonic(), Subject(config, for_job)
-    found = dict.fromkeys(one for name, check in CHECKS.items() for one in found_by(name, check(subject)))
-    return Preflight(found=tuple(found), seconds=time.monotonic() - began)
+    each = checks()
+    found = dict.fromkeys(one for name, check in each.items() for one in found_by(name, check(subject)))
+    return Preflight(found=tuple(found), seconds=time.monotonic() - began, names=tuple(each))

@@ -20,8 +20,8 @@ from launcher.build.data import Data, load_data
 from launcher.build.sampler import made_environment, sampler_of, samplers_of_sets
 from launcher.build.trained import TrainedModel, hugging_face, of_folder, shown_variables
 from launcher.preflight import devices, engine, problems_of_data, reward
-from launcher.preflight.job_memory import raise_unread_files
 from launcher.preflight.subject import Subject, found_by
+from launcher.preflight.weights_file import raise_unread_files
 from launcher.processes.scratch import scratch
 from launcher.runs.folder import lock
 from rl_megatron.config.run import RunConfig

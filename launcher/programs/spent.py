@@ -14,14 +14,11 @@ from launcher.hosts.threads import threads_per_worker
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.files import JsonValue
 from rl_megatron.observability.metrics.table import STEPS
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import ranks_by_role
+from rl_megatron.placement.ranks import gpus_by_role, ranks_by_role
 from rl_megatron.placement.seats import seats_here
-from tools.planner.estimates import Estimate, gpus_by_role
-from tools.planner.memory import footprints
 
 logger = logging.getLogger(__name__)
 
@@ -110,29 +107,6 @@ def costs_of_run(folder: Path) -> RunCosts:
 def _roles_of(names: tuple[str, ...]) -> dict[str, str]:
     """The role of each of the metrics that counts its devices; asked once of rows of the same names."""
     return {name: name.removeprefix(_DEVICES) for name in names if name.startswith(_DEVICES)}
-
-
-def planned_metrics(config: RunConfig, shape: ModelShape, guess: Estimate) -> dict[str, float]:
-    """Returns what the plan says of metrics of a run on GPUs, by their names; nothing of one on CPUs.
-
-    memory/peak is of torch's allocator: without what engine servers on the same GPU, contexts and NCCL take. Seconds,
-    mfu/train and the length that a completion is assumed to have are there if ``slurm.speeds.gpu`` names the GPUs.
-    Raises ConfigError if the layout does not divide the model's sizes.
-    """
-    if config.learner.device == "cpu":
-        return {}
-    apart = {"reserved", "engine"} if config.rollout.served else {"reserved"}
-    held = [
-        sum(taken for term, taken in one.terms.items() if term not in apart)
-        for one in footprints(config, shape)
-        if one.role == LEARNER
-    ]
-    found = guess.step.predicted if guess.step is not None else None
-    if found is None:
-        return {"memory/peak": max(held)}
-    names = {"training": "train", "log-probs": "logprobs", "rollout": "rollout", "push": "weights"}
-    seconds = {f"seconds/{name}": found.step.parts[part] for part, name in names.items() if part in found.step.parts}
-    return {"memory/peak": max(held), "mfu/train": found.mfu, "response/length_mean": found.mean, **seconds}
 
 
 def recorded(config: RunConfig) -> dict[str, JsonValue]:

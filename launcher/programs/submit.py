@@ -22,13 +22,12 @@ from rl_megatron.config.beside import separate
 from rl_megatron.config.errors import explain_errors
 from rl_megatron.config.io import resolved
 from rl_megatron.config.run import RunConfig
+from rl_megatron.entries import PLANNER, load_own
 from rl_megatron.errors import ConfigError
 from rl_megatron.files import remove_folder, write_atomically
-from rl_megatron.placement.names import LEARNER, called
+from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import Placement, made_up_nodes, placement_of
 from rl_megatron.placement.seats import Seat, describe_seats, seats_of
-from tools.planner.hardware import GB
-from tools.planner.memory import Footprint, check_memory
 
 _LOCK = "submit.lock"
 _PREPARED = {"config.yaml", "job.sbatch", "placement.txt", "jobs", "code", _LOCK}
@@ -42,17 +41,13 @@ class Checked:
     separate: tuple[Placement, ...]  # of roles with their own ranks
     seats: tuple[Seat, ...]
     roles: str  # the models that the learner's ranks hold beside the policy
-    footprint: Footprint | None
+    memory: str  # the line about the fullest GPU, if it is known
 
     def describe(self) -> str:
         """Lines to show."""
         others = (other.describe() for other in self.separate)
-        lines = list(filter(None, (self.placement.describe(), self.roles, *others, describe_seats(self.seats))))
-        if self.footprint is not None:
-            held, most = self.footprint.total / GB, self.footprint.largest
-            rank = called(self.footprint.role, self.footprint.rank)
-            lines.append(f"memory: up to {held:.1f} GB a GPU ({rank}), most of it: {most}")
-        return "\n".join(lines)
+        lines = self.placement.describe(), self.roles, *others, describe_seats(self.seats), self.memory
+        return "\n".join(filter(None, lines))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +66,12 @@ def checked(config: RunConfig) -> Checked:
     nodes = made_up_nodes(config)
     placements = [placement_of(config, nodes[role], role) for role in (LEARNER, *separate(config))]
     seats = seats_of(config, nodes[LEARNER], nodes.get("engines", ()))
-    fullest = None if config.model.path is None else check_memory(config, starting_shape(config))
+    known = config.model.path is not None
     placement, *others = placements
     return Checked(
         placement=placement,
         separate=tuple(others),
-        footprint=fullest,
+        memory=load_own(PLANNER, "fullest")(config, starting_shape(config)) if known else "",
         seats=seats,
         roles=_roles(config),
     )

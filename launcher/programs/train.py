@@ -21,13 +21,14 @@ from launcher.build.jobs import loops_of
 from launcher.build.model import starting_shape
 from launcher.build.roles import Parts, allocation_of, started
 from launcher.processes.loop_watch import LoopWatch
-from launcher.programs.spent import RunCosts, planned_metrics, recorded
+from launcher.programs.spent import RunCosts, recorded
 from launcher.runs.folder import claim
 from launcher.runs.resume import find, has_trained, record_start
 from launcher.runs.stop import Stop, stop_signals
 from launcher.servers.versions import container_of
 from rl_megatron.config.io import save_resolved
 from rl_megatron.config.run import RunConfig
+from rl_megatron.entries import PLANNER, load_own
 from rl_megatron.errors import RLMegatronError, Stopped
 from rl_megatron.files import write_atomically
 from rl_megatron.interfaces import RewardFunction
@@ -40,7 +41,6 @@ from rl_megatron.training.checkpoints import Checkpoint
 from rl_megatron.training.loop import Loop
 from rl_megatron.training.optimizer_steps import steps_of
 from rl_megatron.training.tasks import unless_stopped
-from tools.planner.estimates import estimate
 
 logger = logging.getLogger(__name__)
 
@@ -200,8 +200,7 @@ def _plan(config: RunConfig, folder: Path) -> None:
     if config.learner.device == "cpu":
         return
     try:
-        shape = starting_shape(config)
-        found = planned_metrics(config, shape, estimate(config, shape))
+        found = load_own(PLANNER, "metrics")(config, starting_shape(config))
         write_atomically(folder / "plan.json", json.dumps(found).encode())
     except Exception as error:
         logger.warning("the report has no plan beside memory and MFU: %s", error, exc_info=True)

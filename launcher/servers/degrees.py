@@ -1,16 +1,20 @@
-"""Compares the parallel degrees of servers with the model. No torch, for a login node."""
+"""Compares the parallel degrees of servers with the model, and counts the bytes that they read. No torch, for a login
+node."""
 
 from __future__ import annotations
+
+from math import prod
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.feature import feature_rules
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.option import BYTES
 from rl_megatron.rules import broken
 from rl_megatron.weights.boxes import Shape
-from rl_megatron.weights.formats.scaled import BLOCKS, Blocks, ScaledLayout, with_scales
+from rl_megatron.weights.formats.scaled import BLOCKS, NUMBER, SCALE, Blocks, ScaledLayout, with_scales
 from rl_megatron.weights.layouts.families import hf_layout
-from rl_megatron.weights.layouts.layout import Slice
-from tools.planner.pushes import engine_layout
+from rl_megatron.weights.layouts.layout import Slice, float32_in_files
+from rl_megatron.weights.layouts.learner import engine_layout
 
 
 def degree_problems(config: RunConfig, shape: ModelShape) -> list[str]:
@@ -66,3 +70,16 @@ def _cut_block(one: Slice, whole: Shape, blocks: Blocks, *, ends: bool) -> str:
         if (high - low) % edge and not uncut:
             return f"{high - low} of the {size} {what} of {one.hf}"
     return ""
+
+
+def served_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Bytes of the model as servers read it from a file: quantised weights with their scales, where they have any."""
+    each, blocks = BYTES[config.learner.dtype], BLOCKS.get(config.rollout.server.quantization)
+    hf, total = hf_layout(shape), 0
+    float32 = float32_in_files(hf)
+    for name, size in hf.local_shapes(0).items():
+        if blocks is None or blocks.kept(name, size):
+            total += prod(size) * (BYTES["float32"] if name in float32 else each)
+        else:
+            total += prod(size) * NUMBER + prod(blocks.grid(size)) * SCALE
+    return total

@@ -21,16 +21,14 @@ import torch
 
 from launcher.wire.channel import Setup
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import RLMegatronError
+from rl_megatron.entries import PLANNER, load_own
+from rl_megatron.errors import GB, RLMegatronError
 from rl_megatron.files import make_inside, naming
-from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.ranks import FOLDER, Recorded
 from rl_megatron.placement.names import file_stem
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import job_shape
-from tools.planner.hardware import GB
-from tools.planner.memory import Footprint, advice, footprints
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -477,10 +475,8 @@ def lines_of_memory(setup: Setup, rank: int) -> Iterator[str]:
     """
     config, role = setup.config, setup.role
     try:
-        planned = _planned(config, job_shape(config, read_shape(setup.model_folder, config.learner.model)), role, rank)
-        terms = ", ".join(f"{name} {size / GB:.3g}" for name, size in planned.terms.items() if size)
-        yield f"the plan of its GPU, {planned.total / GB:.3g} GB: {terms}"
-        yield f"the largest, {planned.largest}: {advice(config, planned.largest)}"
+        shape = job_shape(config, read_shape(setup.model_folder, config.learner.model))
+        yield from load_own(PLANNER, "rank")(config, shape, role, rank)
     except RLMegatronError as error:
         yield f"there is no plan of its GPU beside: {error}"
     if torch.cuda.is_available():
@@ -495,14 +491,6 @@ def lines_of_memory(setup: Setup, rank: int) -> Iterator[str]:
         yield _snapshot(setup.run_folder / FOLDER / f"out_of_memory_{file_stem(role, rank)}.pickle")
     else:
         yield "profile.memory=true writes a snapshot of what was allocated where, for pytorch.org/memory_viz"
-
-
-def _planned(config: RunConfig, policy: ModelShape, role: str, rank: int) -> Footprint:
-    """Of the rank itself if the plan has it, else of the first one of its stage; in the fuller phase."""
-    inner = config.learner.dims.world_size // config.learner.dims.pp
-    found = [one for one in footprints(config, policy) if one.role == role and one.stage == rank // inner]
-    own = [one for one in found if one.rank == rank] or found
-    return max(own, key=lambda one: one.total)
 
 
 def _snapshot(path: Path) -> str:

@@ -187,3 +187,18 @@ def made_up_nodes(config: RunConfig) -> dict[str, tuple[str, ...]]:
     """Invented names for the nodes of a job that does not exist yet, by role."""
     others = beside(config)
     return cut([f"node {i}" for i in range(config.slurm.nodes + sum(others.values()))], others)
+
+
+def gpus_by_role(config: RunConfig) -> dict[str, int]:
+    """The GPUs of a job's nodes by role, servers on nodes of their own as "engines".
+
+    Where slurm.gpus_per_node=0 does not say them, those of the ranks, and of servers that do not share them.
+    """
+    slurm, server = config.slurm, config.rollout.server
+    if not slurm.gpus_per_node:
+        ranks = ranks_by_role(config)
+        own = config.rollout.served and server.addresses is None
+        apart = own and (slurm.engines.nodes or not (server.colocated or server.memory_fraction))
+        return ranks | ({"engines": server.count * server.ranks} if apart else {})
+    of = {role: slurm.gpus_per_node if role == LEARNER else slurm.gpus_of(role) for role in made_up_nodes(config)}
+    return {role: each * len(made_up_nodes(config)[role]) for role, each in of.items() if each}

@@ -12,12 +12,12 @@ import pytest
 import yaml
 from rich.console import Console
 
-from launcher.programs.experiment import run_cells, start_process
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.metrics.table import deterministic
 from tests.e2e.processes import LIMIT, TINY, Fork, Place
 from tests.unit.launcher.commands import status_of
+from tools.lab.run import run_cells, start_process
 from tools.lab.states import CellStanding, find_states, read_record
 from tools.lab.study import Cell, Study, cells_of, read_study
 

@@ -32,11 +32,9 @@ ONE_EACH = {  # functions that may have one name, by where they are: a table tak
     "rms_norm": "",
     "pack": "launcher/wire/messages.py",  # always called as messages.pack
     "unpack": "launcher/wire/messages.py",
-    "plan": "launcher/commands",  # a command is called as its function is
-    "report": "launcher/commands",
+    "report": "launcher/commands",  # a command is called as its function is
     "submit": "launcher/commands",
     "train": "launcher/commands",
-    "verify": "launcher/commands",
 }
 COLLECTIVE = ("rl_megatron/learner", "rl_megatron/features", "rl_megatron/weights/routes")
 IN_ENGINES = (  # which read the environment of an engine's process, or of another program's
@@ -109,7 +107,7 @@ def violations(path: Path, source: str) -> list[str]:
         found += [repr(text) for text in texts if re.fullmatch(r"cuda(:\d+)?", text)]
     if not inside(path, "launcher/hosts/ray") or path.name == "node.py":  # which only starts Ray's own command
         found += [n for n in imports if n.partition(".")[0] == "ray"]
-    if not inside(path, "launcher", *IN_ENGINES):
+    if not inside(path, "launcher", "tools/convert", "tools/lab", *IN_ENGINES):  # programs
         found += [n for n in names if re.fullmatch(r"os\.(environ|getenv|putenv)|sys\.argv", n)]
     return found
 

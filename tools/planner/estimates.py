@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import GB, ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import made_up_nodes, ranks_by_role
+from rl_megatron.placement.ranks import gpus_by_role
 from rl_megatron.training.flops import training_flops
 from tools.planner.constants import RANGE
-from tools.planner.hardware import GB, gpu_named
+from tools.planner.hardware import gpu_named
+from tools.planner.memory import footprints
 from tools.planner.pushes import Push, push_cost
 from tools.planner.rl_step import RlStep, rl_step, unlike_run
 from tools.planner.rollouts import lengths_of
@@ -171,6 +172,30 @@ def estimate(config: RunConfig, shape: ModelShape) -> Estimate:
     return Estimate(push=push, save=saves, step=step, signal_seconds=signal, pushes=config.kind.samples)
 
 
+def planned_metrics(config: RunConfig, shape: ModelShape) -> dict[str, float]:
+    """Returns what the plan says of metrics of a run on GPUs, by their names; nothing of one on CPUs.
+
+    memory/peak is of torch's allocator: without what engine servers on the same GPU, contexts and NCCL take. Seconds,
+    mfu/train and the length that a completion is assumed to have are there if ``slurm.speeds.gpu`` names the GPUs.
+    Raises ConfigError if the layout does not divide the model's sizes.
+    """
+    if config.learner.device == "cpu":
+        return {}
+    apart = {"reserved", "engine"} if config.rollout.served else {"reserved"}
+    held = [
+        sum(taken for term, taken in one.terms.items() if term not in apart)
+        for one in footprints(config, shape)
+        if one.role == LEARNER
+    ]
+    step = estimate(config, shape).step
+    found = step.predicted if step is not None else None
+    if found is None:
+        return {"memory/peak": max(held)}
+    names = {"training": "train", "log-probs": "logprobs", "rollout": "rollout", "push": "weights"}
+    seconds = {f"seconds/{name}": found.step.parts[part] for part, name in names.items() if part in found.step.parts}
+    return {"memory/peak": max(held), "mfu/train": found.mfu, "response/length_mean": found.mean, **seconds}
+
+
 def _step(config: RunConfig, shape: ModelShape, push: Push) -> StepTime | None:
     stated = config.slurm.speeds.step_seconds
     if config.learner.device == "cpu":
@@ -227,21 +252,6 @@ def predicted(config: RunConfig, shape: ModelShape, push: Push) -> Predicted:
         mean=mean,
         peak_seconds=flops / (config.learner.dims.world_size * gpu.peak.bfloat16 * 1e12),
     )
-
-
-def gpus_by_role(config: RunConfig) -> dict[str, int]:
-    """The GPUs of a job's nodes by role, servers on nodes of their own as "engines".
-
-    Where slurm.gpus_per_node=0 does not say them, those of the ranks, and of servers that do not share them.
-    """
-    slurm, server = config.slurm, config.rollout.server
-    if not slurm.gpus_per_node:
-        ranks = ranks_by_role(config)
-        own = config.rollout.served and server.addresses is None
-        apart = own and (slurm.engines.nodes or not (server.colocated or server.memory_fraction))
-        return ranks | ({"engines": server.count * server.ranks} if apart else {})
-    of = {role: slurm.gpus_per_node if role == LEARNER else slurm.gpus_of(role) for role in made_up_nodes(config)}
-    return {role: each * len(made_up_nodes(config)[role]) for role, each in of.items() if each}
 
 
 def floor_seconds(config: RunConfig, shape: ModelShape) -> float:

@@ -16,17 +16,6 @@ from rl_megatron.config import yaml_text
 from rl_megatron.errors import ConfigError
 from rl_megatron.training.flops import Peak, peak_of
 
-GB = 1e9
-
-
-def gigabytes(*counts: float) -> list[str]:
-    """Returns numbers of bytes as ``1.2 GB``, with decimals until no two of them, and no number and 0, look alike."""
-    for digits in range(1, 10):
-        texts = [f"{count / GB:,.{digits}f} GB" for count in counts]
-        if len({f"{0:.{digits}f} GB", *texts}) == len({0.0, *counts}):
-            break
-    return texts
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from math import ceil, prod
 
+from launcher.servers.degrees import served_bytes
 from rl_megatron.config.beside import frozen_folders, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY
@@ -23,7 +24,6 @@ from rl_megatron.weights.layouts.learner import role_layout
 from rl_megatron.weights.layouts.lora import adapted_rows
 from rl_megatron.weights.layouts.parameters import layers_held, ranks_of
 from tools.planner.memory import gpu_terms
-from tools.planner.pushes import served_bytes
 from tools.planner.saves import copied_by_rank
 
 _FLOAT = 4  # bytes

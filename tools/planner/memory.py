@@ -20,7 +20,7 @@ from typing import Literal
 from rl_megatron.config.beside import frozen_folders, in_words_of, reference_follows, reward_model_roles, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import GB, ConfigError, gigabytes
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options import table as options
 from rl_megatron.options.offload import leaving
@@ -28,12 +28,11 @@ from rl_megatron.options.option import BYTES, Elements, Rank, Terms
 from rl_megatron.placement.names import LEARNER, called
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.placement.seats import beside_ranks
-from rl_megatron.weights.formats.scaled import BLOCKS, ScaledLayout, with_scales
+from rl_megatron.weights.formats.scaled import BLOCKS, NUMBER, SCALE, ScaledLayout, with_scales
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.learner import role_layout
 from rl_megatron.weights.layouts.parameters import elements, ranks_of
-from tools.planner.hardware import GB, gigabytes
 from tools.planner.layers import beside_kept, in_forward
 
 Phase = Literal["", "training", "sampling"]
@@ -43,7 +42,6 @@ ASLEEP = 2e9
 """Bytes of a GPU that a server keeps while its weights and cache are released: its CUDA context, NCCL's buffers, CUDA
 graphs. Assumed, not measured."""
 _RING = 2 * 64 * 2**20  # two slots, in a learner's memory that a server's rank maps
-NUMBER, SCALE = 1, 4  # bytes of what is quantised
 WINDOW_LAYERS: Mapping[str, int] = {"vllm": 3, "sglang": 0}
 """Layers of which a server has memory beside its kernels' weights while a version comes straight into it, besides the
 tensors outside of layers: one that arrives, one that is verified, and what kernels make of that (docs/engines.md). A
@@ -179,6 +177,28 @@ def check_memory(config: RunConfig, shape: ModelShape, here: int | None = None) 
             f"(rollout={', '.join(name for name, layers in WINDOW_LAYERS.items() if not layers)})"
         )
     return most
+
+
+def fullest_line(config: RunConfig, shape: ModelShape) -> str:
+    """A line about the fullest GPU of a run; empty if nothing is known of its GPUs. Raises as `check_memory`."""
+    found = check_memory(config, shape)
+    if found is None:
+        return ""
+    rank = called(found.role, found.rank)
+    return f"memory: up to {found.total / GB:.1f} GB a GPU ({rank}), most of it: {found.largest}"
+
+
+def rank_lines(config: RunConfig, shape: ModelShape, role: str, rank: int) -> list[str]:
+    """The plan of a rank's GPU in its fuller phase, and how the largest term is made smaller. A rank that the plan does
+    not have is as the first one of its stage. Raises ConfigError if the layout does not divide the model's sizes."""
+    inner = config.learner.dims.world_size // config.learner.dims.pp
+    found = [one for one in footprints(config, shape) if one.role == role and one.stage == rank // inner]
+    planned = max([one for one in found if one.rank == rank] or found, key=lambda one: one.total)
+    terms = ", ".join(f"{name} {size / GB:.3g}" for name, size in planned.terms.items() if size)
+    return [
+        f"the plan of its GPU, {planned.total / GB:.3g} GB: {terms}",
+        f"the largest, {planned.largest}: {advice(config, planned.largest)}",
+    ]
 
 
 def advice(config: RunConfig, term: str, changes: Mapping[str, str] = CHANGES) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from itertools import product
 
-from tools.planner.hardware import GB
+from rl_megatron.errors import GB
 from tools.planner.layouts import CUTS, Wanted, with_keys
 from tools.planner.memory import weights_on_gpu, weights_served
 from tools.planner.rl_step import MOST_STALENESS, rollout_seconds, server_shape

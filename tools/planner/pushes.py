@@ -10,24 +10,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from launcher.servers.degrees import served_bytes
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import GB
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.option import BYTES
 from rl_megatron.placement.files import writers_of_files
 from rl_megatron.placement.routes import Route, engine_nodes, route_of
-from rl_megatron.types import ParallelDims
 from rl_megatron.weights.formats.scaled import BLOCKS, with_scales
-from rl_megatron.weights.layouts.families import family_of, hf_layout
-from rl_megatron.weights.layouts.layout import Layout, float32_in_files
-from rl_megatron.weights.layouts.learner import learner_layout
+from rl_megatron.weights.layouts.families import hf_layout
+from rl_megatron.weights.layouts.learner import engine_layout, learner_layout
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from rl_megatron.weights.layouts.parameters import elements_by_stage
 from rl_megatron.weights.plans.cost import Links, plan_cost
 from rl_megatron.weights.plans.plan import Place, Plan, plan, plan_into_copies, plan_of_group, receivers_of
-from tools.planner.hardware import GB
-from tools.planner.memory import NUMBER, SCALE, bytes_served
+from tools.planner.memory import bytes_served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,35 +74,6 @@ def push_cost(config: RunConfig, shape: ModelShape) -> Push:
         first = [hop for hop in (_into_files(config, shape, route),) if hop.total] if route.over else []
         return Push(route=route, hops=(*first, *_through_file(config, served_bytes(config, shape), route)))
     return Push(route=route, hops=(_into_every_rank(config, shape, route),))
-
-
-def served_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Bytes of the model as servers read it from a file: quantised weights with their scales, where they have any."""
-    each, blocks = BYTES[config.learner.dtype], BLOCKS.get(config.rollout.server.quantization)
-    hf, total = hf_layout(shape), 0
-    float32 = float32_in_files(hf)
-    for name, size in hf.local_shapes(0).items():
-        if blocks is None or blocks.kept(name, size):
-            total += prod(size) * (BYTES["float32"] if name in float32 else each)
-        else:
-            total += prod(size) * NUMBER + prod(blocks.grid(size)) * SCALE
-    return total
-
-
-def engine_layout(config: RunConfig, shape: ModelShape) -> Layout | None:
-    """The ranks of the servers that a run starts, by their degrees; None if nobody knows how they cut the model."""
-    section, table = config.rollout.server, family_of(shape).tables.get("engine")
-    if section.addresses is not None or table is None:
-        return None
-    tp, dp = section.tp, section.dp
-    etp = 1 if section.ep > 1 else tp * dp
-    dims = ParallelDims(tp=tp, etp=etp, ep=section.ep, pp=section.pp, dp=dp * section.count)
-    each, rest = divmod(shape.num_layers, section.pp)  # the rest goes to the last stages but one (vLLM, get_pp_indices)
-    stages = tuple(each + (section.pp - 1 - rest <= stage < section.pp - 1) for stage in range(section.pp))
-    try:
-        return Layout(table=table, shape=shape, dims=dims, stages=stages)
-    except ConfigError:  # sizes that the degrees do not divide, which engines pad
-        return None
 
 
 def _by_stage(section: ServerSection) -> list[int]:

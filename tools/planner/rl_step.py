@@ -17,7 +17,7 @@ from rl_megatron.config.beside import frozen_folders, longest_read, reward_model
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.config.sections.rollout import ServerSection
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import GB, ConfigError
 from rl_megatron.features.draft.feature import of_server, of_speeds
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.implementation import wants_transformer_engine
@@ -27,7 +27,7 @@ from rl_megatron.options.padding import padded_tokens
 from rl_megatron.placement.seats import beside_ranks
 from rl_megatron.weights.layouts.learner import role_shape
 from tools.planner.constants import FITTED
-from tools.planner.hardware import GB, GPUS, Gpu
+from tools.planner.hardware import GPUS, Gpu
 from tools.planner.memory import server_weights, weights_on_gpu, weights_served
 from tools.planner.rollouts import Sampled, ServerShape, draft_layer, sampled, tokens_accepted
 from tools.planner.time import PCIE, LearnerWork, step_terms

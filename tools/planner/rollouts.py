@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
 
+from rl_megatron.errors import GB
 from rl_megatron.models.shape import ModelShape
 from tools.planner.constants import FITTED
-from tools.planner.hardware import GB, Gpu
+from tools.planner.hardware import Gpu
 
 READ = 0.6  # share of a GPU's memory rate at which engines read weights and caches; assumed
 COMPUTED = 0.5  # share of the peak in prompts' passes and large batches; assumed

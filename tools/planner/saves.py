@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from rl_megatron.config.beside import nodes_of_role, reference_follows, separate
 from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import GB
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.option import BYTES, Elements
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.weights.layouts.learner import learner_layout
 from rl_megatron.weights.layouts.parameters import elements_by_stage, trained_elements, trained_matrices
-from tools.planner.hardware import GB
 
 _STATE = 12  # bytes: a float32 copy of the parameter, and both moments
 _MOMENT = 4  # of which Muon's matrices have one

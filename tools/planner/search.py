@@ -19,11 +19,10 @@ from typing import Literal
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.teachers import TEACHER
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import GB, ConfigError
 from rl_megatron.options import table as options
 from rl_megatron.options.option import BYTES
 from rl_megatron.weights.layouts.parameters import rank_parameters
-from tools.planner.hardware import GB
 from tools.planner.host_memory import copies_bytes, file_bytes, host_bytes
 from tools.planner.layouts import (
     CHANGES_TOGETHER,

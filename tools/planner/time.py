@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Literal
 
+from rl_megatron.errors import GB
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.parameters import rank_parameters
 from tools.planner.constants import FITTED, MEMORY, Constants
-from tools.planner.hardware import GB, Gpu
+from tools.planner.hardware import Gpu
 from tools.planner.layers import (
     BYTES_READ,
     LayerKind,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from importlib.metadata import entry_points
 
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.entries import declared, load_entry
+from rl_megatron.errors import RLMegatronError
 from rl_megatron.learner.observers.experts import ExpertLoadMeter, Observer
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Metric
@@ -59,13 +59,4 @@ class Observers:
 @cache
 def installed_observers() -> Mapping[str, type[Observer]]:
     """Observers of other packages, by name, as a process finds them first: a search takes longer than a small model."""
-    found: dict[str, type[Observer]] = {}
-    for point in entry_points(group=GROUP):
-        try:
-            found[point.name] = point.load()
-        except Exception as error:  # a foreign module may raise anything
-            raise ConfigError(
-                f"the observer {point.name!r} ({point.value}) of an installed package cannot be loaded: "
-                f"{type(error).__name__}: {error}; fix it or uninstall it"
-            ) from error
-    return found
+    return {name: load_entry("observer", entry) for name, entry in declared("observer", GROUP).items()}

@@ -12,6 +12,8 @@ from rl_megatron.weights.boxes import Box, Shape
 from rl_megatron.weights.formats.schemes import BLOCK, SCALES, is_quantised
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Slice, coordinates
 
+NUMBER, SCALE = 1, 4  # bytes of what is quantised
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:

@@ -10,7 +10,8 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import active
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.weights.layouts.families import megatron_layout, read_shape
+from rl_megatron.types import ParallelDims
+from rl_megatron.weights.layouts.families import family_of, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 
 
@@ -76,3 +77,19 @@ def role_shape(config: RunConfig, shape: ModelShape, role: str, base: Path | Non
             "model with an output layer"
         )
     return found
+
+
+def engine_layout(config: RunConfig, shape: ModelShape) -> Layout | None:
+    """The ranks of the servers that a run starts, by their degrees; None if nobody knows how they cut the model."""
+    section, table = config.rollout.server, family_of(shape).tables.get("engine")
+    if section.addresses is not None or table is None:
+        return None
+    tp, dp = section.tp, section.dp
+    etp = 1 if section.ep > 1 else tp * dp
+    dims = ParallelDims(tp=tp, etp=etp, ep=section.ep, pp=section.pp, dp=dp * section.count)
+    each, rest = divmod(shape.num_layers, section.pp)  # the rest goes to the last stages but one (vLLM, get_pp_indices)
+    stages = tuple(each + (section.pp - 1 - rest <= stage < section.pp - 1) for stage in range(section.pp))
+    try:
+        return Layout(table=table, shape=shape, dims=dims, stages=stages)
+    except ConfigError:  # sizes that the degrees do not divide, which engines pad
+        return None

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import GB
 from rl_megatron.training.flops import peak_of, training_flops
 from tests.gpu import branch, sizes
 from tests.gpu.machine import Machine, note, versions
-from tools.planner.hardware import GB
 from tools.planner.memory import footprints
 
 pytestmark = pytest.mark.gpu

@@ -17,8 +17,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from launcher.programs.experiment import Start, run_cells
 from rl_megatron.config.io import load_config, save_resolved
+from tools.lab.run import Start, run_cells
 from tools.lab.states import (
     CellRecord,
     CellStanding,

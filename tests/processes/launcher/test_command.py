@@ -21,7 +21,6 @@ import launcher
 from launcher.__main__ import app
 from launcher.hosts.slurm.script import job_script
 from launcher.programs import train
-from launcher.programs.experiment import run_cells
 from launcher.runs.folder import claim
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig
@@ -29,6 +28,7 @@ from tests.forks import FORKS
 from tests.unit.launcher.sites import site
 from tests.unit.launcher.test_memory import QWEN3, QWEN_30B
 from tests.unit.launcher.test_plan_command import ASKED
+from tools.lab.run import run_cells
 from tools.lab.study import cells_of, read_study
 
 

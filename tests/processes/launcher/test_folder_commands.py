@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from launcher.__main__ import app
-from launcher.programs.logprobs import differences
 from rl_megatron.observability.metrics.table import STEPS
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
 from rl_megatron.weights.layouts.families import read_shape
@@ -26,6 +25,7 @@ from tests.family_models import save_model
 from tests.saved_adapters import save_adapters
 from tests.savings import Shards
 from tests.unit.launcher.commands import status_of
+from tools.convert.logprobs import differences
 
 LAYERS = """
 from pathlib import Path

@@ -17,7 +17,6 @@ import torch
 from launcher.build.model import starting_folder
 from launcher.build.roles import Parts
 from launcher.build.trained import trained_model
-from launcher.preflight import job_memory
 from launcher.preflight.checks import preflight
 from launcher.preflight.subject import Found, Subject
 from launcher.programs import train
@@ -37,6 +36,7 @@ from rl_megatron.weights.layouts.learner import learner_layout
 from rl_megatron.weights.routes.mirror import Mirror
 from tests.unit.launcher.test_memory import ONE_MACHINE, QWEN_30B, QWEN_80GB, QWEN_APART, RECIPES, folder_of
 from tests.unit.launcher.test_spent import ROWS
+from tools.planner import checks
 from tools.planner.host_memory import copies_bytes, filled_bytes
 from tools.planner.saves import bytes_by_rank, copied_by_rank, save_cost
 
@@ -49,7 +49,7 @@ def found_of(*keys: str, for_job: bool) -> list[Found]:
     config = load_config(QWEN_80GB, ["model.path=/models/given", "run.launcher=slurm", *keys])
     subject = Subject(config, for_job)
     subject.__dict__["shape"] = NAMED["qwen3-30b-a3b"]  # without the model's folder
-    return list(job_memory.check(subject))
+    return list(checks.memory(subject))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_the_job_of_a_recipe_asks_for_the_memory_that_it_needs(recipe: str) -> N
     config = load_config(recipe, ["model.path=/models/given", "run.launcher=slurm"])
     subject = Subject(config, for_job=True)
     subject.__dict__["shape"] = NAMED[str(config.model.name)]
-    assert [one.text for one in job_memory.check(subject) if one.kind == "problem"] == []
+    assert [one.text for one in checks.memory(subject) if one.kind == "problem"] == []
 
 
 def test_copies_of_what_is_saved_by_hand() -> None:
@@ -230,7 +230,7 @@ def test_a_file_in_this_machines_memory_is_refused_for_servers_elsewhere(address
     keys = ["rollout=vllm", f"rollout.server.addresses={address}", f"weights.folder={folder}"]
     found = [
         one.text
-        for one in job_memory.check(Subject(load_config("tiny_cpu", keys), for_job=False))
+        for one in checks.memory(Subject(load_config("tiny_cpu", keys), for_job=False))
         if one.kind == "problem"
     ]
     told = f"weights.folder={folder} is in a node's own memory, which the servers of rollout.server.addresses at"
@@ -239,7 +239,7 @@ def test_a_file_in_this_machines_memory_is_refused_for_servers_elsewhere(address
 
 def test_a_login_node_says_nothing_of_where_servers_of_a_job_are() -> None:
     keys = ["rollout=vllm", "rollout.server.addresses=http://192.0.2.1:1", "weights.folder=/dev/shm/mine"]
-    found = job_memory.check(Subject(load_config("tiny_cpu", keys), for_job=True))
+    found = checks.memory(Subject(load_config("tiny_cpu", keys), for_job=True))
     assert not [one.text for one in found if one.kind == "problem"]
 
 
@@ -289,7 +289,7 @@ def test_on_one_machine_servers_share_gpus_where_ranks_leave_too_few(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     given = ["run.launcher=local", f"model.path={folder_of(tmp_path)}", "slurm.engines.nodes=0", *ONE_MACHINE, *keys]
     config = load_config(QWEN_APART, given)
-    found = [one.text for one in job_memory.check(Subject(config, for_job=False)) if one.kind == "problem"]
+    found = [one.text for one in checks.memory(Subject(config, for_job=False)) if one.kind == "problem"]
     assert any("Largest: engine" in text for text in found) == shared
 
 

@@ -19,7 +19,6 @@ import pytest
 import rl_megatron
 from launcher.commands import doctor
 from launcher.preflight.checks import preflight
-from launcher.programs.mismatch import target_of
 from launcher.runs.resume import record_start
 from launcher.servers import interpreter
 from launcher.servers.pool import ServedEngines
@@ -35,6 +34,7 @@ from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.parsing import model_shape
 from tests.unit.launcher.commands import status_of
 from tests.unit.observability.report_pages import Page, a_run
+from tools.lab.mismatch.diagnose import target_of
 
 OLD, NEW = 22907, 23007  # as ncclGetVersion says 2.29.7 and 2.30.7
 GPU = ("rollout=vllm", "learner.device=cuda")

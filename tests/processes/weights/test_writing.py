@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.commands.convert import part_of_step
 from rl_megatron.errors import CheckpointError, ConfigError, SyncError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.bytes.dtypes import DType
@@ -32,6 +31,7 @@ from rl_megatron.weights.routes import mirror
 from rl_megatron.weights.routes.last_hop import _HELLO, Rings
 from rl_megatron.weights.routes.mirror import await_free, in_use, remove_abandoned
 from tests.unit.weights.conversions import tree
+from tools.convert.commands import part_of_step
 from tools.convert.conversion import read_share, run
 
 ROOT = Path(__file__).parents[3]

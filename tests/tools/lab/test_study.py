@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 from launcher.preflight.checks import preflight
-from launcher.programs.experiment import cells_at_once
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
@@ -24,6 +23,7 @@ from rl_megatron.weights.checkpoints.upcycle import read_upcycling, upcycle
 from tests.unit.launcher.commands import status_of
 from tests.unit.observability.report_pages import Page
 from tools.lab.report import points_of, write_study_report
+from tools.lab.run import cells_at_once
 from tools.lab.states import (
     CellRecord,
     birth_of,

@@ -28,7 +28,7 @@ from bench.step_time import POINTS, Fit, described, fit, left_out, logs, model_r
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import GB, ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import DeltaNet, ModelShape
 from rl_megatron.options.lora import LoraSection
@@ -42,7 +42,6 @@ from tests.draft_models import WrittenDraft, save_with_drafts
 from tests.family_models import save_model
 from tests.unit.launcher.test_memory import QWEN_80GB
 from tools.planner.constants import FITTED, PRIOR
-from tools.planner.hardware import GB
 from tools.planner.host_memory import copies_bytes, host_bytes
 from tools.planner.memory import check_memory, footprints
 from tools.planner.saves import save_cost

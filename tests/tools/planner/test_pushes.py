@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from launcher.servers.degrees import served_bytes
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import SpeedsSection
@@ -27,13 +28,13 @@ from rl_megatron.weights.formats.scaled import BLOCKS
 from rl_megatron.weights.formats.served import FORMATS, stored
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
-from rl_megatron.weights.layouts.learner import learner_layout
+from rl_megatron.weights.layouts.learner import engine_layout, learner_layout
 from rl_megatron.weights.plans.plan import plan
 from rl_megatron.weights.routes import engine_ends
 from tests.unit.launcher.test_memory import DEEPSEEK, QWEN_30B, QWEN_235B
 from tools.planner.estimates import estimate, floor_seconds
 from tools.planner.memory import WINDOW_LAYERS, check_memory, server_weights
-from tools.planner.pushes import engine_layout, push_cost, served_bytes
+from tools.planner.pushes import push_cost
 from tools.planner.saves import bytes_by_rank, save_cost
 
 REPO = Path(__file__).resolve().parents[3]

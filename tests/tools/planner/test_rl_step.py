@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.programs.scale import asked_of, configuration_file
 from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED
 from rl_megatron.training.flops import training_flops
@@ -30,6 +29,7 @@ from tools.planner.rollouts import (
     sampled,
     token_seconds,
 )
+from tools.planner.scale import asked_of, configuration_file
 from tools.planner.search import PlannedRun, search
 from tools.planner.time import step_terms
 

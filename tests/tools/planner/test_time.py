@@ -9,24 +9,25 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from launcher.programs.scale import asked_of
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.placement.ranks import gpus_by_role
 from rl_megatron.training.flops import PASSES, training_flops
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.parameters import rank_parameters
 from tests.recipes.collectives import collectives
 from tests.unit.launcher.test_memory import DEEPSEEK, QWEN_30B, QWEN_APART
 from tools.planner.constants import PRIOR
-from tools.planner.estimates import StepTime, estimate, gpus_by_role
+from tools.planner.estimates import StepTime, estimate
 from tools.planner.hardware import GPUS, Gpu, gpu_named
 from tools.planner.layers import replicated
 from tools.planner.rl_step import RlStep, rl_step
 from tools.planner.rollouts import lengths_of
+from tools.planner.scale import asked_of
 from tools.planner.search import search
 from tools.planner.time import LearnerWork, step_seconds, step_terms
 

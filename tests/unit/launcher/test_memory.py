@@ -17,7 +17,7 @@ from launcher.worker.models import remember, telling_of_memory
 from launcher.worker.process import _machines
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import GB, ConfigError, gigabytes
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape, Rope
 from rl_megatron.placement.names import LEARNER
@@ -27,7 +27,6 @@ from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.learner import learner_layout
 from rl_megatron.weights.layouts.parameters import elements
 from tests.unit.launcher.commands import status_of
-from tools.planner.hardware import GB, gigabytes
 from tools.planner.host_memory import host_bytes, pinned
 from tools.planner.memory import CHANGES, Footprint, check_memory, footprints, fullest, server_window
 

@@ -11,10 +11,10 @@ from typing import NoReturn
 
 import pytest
 
-from launcher.commands.plan import show_memory
 from launcher.processes import limits
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import FileKeys
+from rl_megatron.errors import GB
 from rl_megatron.files import write_atomically
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability.files import JsonlFile
@@ -33,8 +33,8 @@ from tests.unit.launcher.test_memory import (
     recipe,
 )
 from tools.planner.estimates import estimate
-from tools.planner.hardware import GB
 from tools.planner.memory import footprints, fullest
+from tools.planner.plan import show_memory
 
 
 @pytest.fixture

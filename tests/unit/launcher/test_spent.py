@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from launcher.programs import train
-from launcher.programs.spent import RunCosts, costs_of_run, devices, planned_metrics, recorded
+from launcher.programs.spent import RunCosts, costs_of_run, devices, recorded
 from launcher.programs.train import report_written_again
 from launcher.runs.stop import Stop
 from rl_megatron.config.io import load_config, save_resolved
@@ -24,7 +24,7 @@ from rl_megatron.observability.progress import Progress
 from tests.unit.launcher.commands import status_of
 from tests.unit.launcher.test_memory import QWEN_30B, QWEN_235B
 from tests.unit.observability.report_pages import a_run
-from tools.planner.estimates import estimate
+from tools.planner.estimates import estimate, planned_metrics
 from tools.planner.memory import fullest
 
 ROWS = [
@@ -115,7 +115,7 @@ def test_what_the_plan_says_of_metrics_is_the_learners_and_of_gpus_alone() -> No
     """The bytes are those of the table of `rl-megatron plan`, without the servers' and what no allocator sees."""
     config = job(QWEN_30B, "slurm.speeds.gpu=h100", "slurm.gpu_memory_gb=80")
     guess = estimate(config, SHAPE)
-    found = planned_metrics(config, SHAPE, guess)
+    found = planned_metrics(config, SHAPE)
     held = fullest(config, SHAPE).terms
     assert found["memory/peak"] == pytest.approx(sum(held.values()) - held["engine"] - 0.06 * 80e9)
     assert 0 < found["mfu/train"] < 1
@@ -129,7 +129,7 @@ def test_what_the_plan_says_of_metrics_is_the_learners_and_of_gpus_alone() -> No
     assert found["response/length_mean"] == 7168 / 2
     text = "\n".join(guess.step.lines())
     assert f"training at {found['mfu/train']:.0%} of the peak (MFU)" in text
-    assert planned_metrics(load_config("tiny_cpu", []), SHAPE, guess) == {}
+    assert planned_metrics(load_config("tiny_cpu", []), SHAPE) == {}
 
 
 HERE = ("learner.device=cuda", "weights.transport=file", "rollout.server.replicas=2")

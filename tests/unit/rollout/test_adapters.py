@@ -17,6 +17,7 @@ import pytest
 
 from launcher.preflight.sizes import check
 from launcher.preflight.subject import Subject
+from launcher.servers.degrees import served_bytes
 from launcher.servers.engines import SERVERS, adapter_of, adapter_places, engine_problems
 from launcher.servers.pool import ServedEngines
 from rl_megatron.config.io import load_config
@@ -49,7 +50,7 @@ from tests.unit.rollout.test_engine_commands import TWO_NODES
 from tests.unit.rollout.test_engine_servers import SECTION, Fake, Words, serving
 from tests.unit.weights.test_served_weights import Both
 from tools.planner.estimates import estimate
-from tools.planner.pushes import push_cost, served_bytes
+from tools.planner.pushes import push_cost
 
 MOE, CONF = NAMED["qwen3-30b-a3b"], Path(__file__).parents[3] / "conf"
 KEYS = ("rollout=vllm", "learner.lora.rank=12", "weights.push=adapters", "train.max_staleness=2")

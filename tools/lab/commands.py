@@ -1,4 +1,4 @@
-"""``rl-megatron experiment``: runs a study of many cells, and says what has become of them."""
+"""``rl-megatron experiment`` runs studies of many cells, and ``doctor mismatch`` finds why log-probs differ."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from rl_megatron.errors import ConfigError
 from tools.lab.states import STARTABLE, CellState, counts, drift_of, find_states, states_table
 from tools.lab.study import Cell, Study, cells_of, outcome_folder, read_study
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Run a study: a grid of runs with seeds, from one file."
-)
+app = typer.Typer(add_completion=False, no_args_is_help=True)
 StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="the study's file", show_default=False)]
 More = Annotated[
     list[str] | None,
     typer.Option("--override", metavar="KEY=VALUE", help="one more override of all cells, which are others then"),
 ]
+
+
+@app.callback()
+def experiment() -> None:
+    """Run a study: a grid of runs with seeds, from one file."""
 
 
 @app.command()
@@ -37,8 +40,8 @@ def run(
     failed. Cells that are in Slurm's queue are left to it.
     """
     loaded, cells = _checked(study, override or [])
-    from launcher.programs.arrays import queue_of
-    from launcher.programs.experiment import cells_at_once, run_cells
+    from tools.lab.arrays import queue_of
+    from tools.lab.run import cells_at_once, run_cells
 
     if check:
         print(f"{len(cells)} cells, {cells_at_once(loaded, cells)} at once; nothing is wrong with any")
@@ -62,8 +65,8 @@ def submit(
     neither done nor in Slurm's queue; cells that have failed are named, and taken with --retry.
     """
     from launcher.hosts.slurm.calls import parse_script
-    from launcher.programs import arrays
-    from launcher.programs.experiment import alone
+    from tools.lab import arrays
+    from tools.lab.run import alone
 
     loaded = read_study(study, override or [])
     cells = cells_of(loaded)
@@ -96,7 +99,7 @@ def submit(
 @app.command()
 def status(study: StudyFile, override: More = None) -> None:
     """Print each cell: done, running, pending in Slurm's queue, failed with the reason, lost, or waiting."""
-    from launcher.programs.arrays import queue_of
+    from tools.lab.arrays import queue_of
 
     loaded = read_study(study, override or [])
     cells = cells_of(loaded)
@@ -122,7 +125,7 @@ def report(
     With --metric, --last or --override it is written into a folder named by them, so that a study's outcomes do not
     replace one another.
     """
-    from launcher.programs.arrays import queue_of
+    from tools.lab.arrays import queue_of
     from tools.lab.report import write_study_report
 
     loaded = read_study(study, override or []).with_outcome(metric, last)
@@ -136,6 +139,23 @@ def report(
         queue = None
     folder.mkdir(parents=True, exist_ok=True)
     print(write_study_report(loaded, cells, out or folder / "report.html", queue))
+
+
+def mismatch(
+    target: Annotated[str, typer.Argument(help="a run's folder, a name under conf/, or a YAML file")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, or group=name")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="number of prompts to sample from")] = 16,
+    completions: Annotated[int, typer.Option(min=1, help="completions of each prompt")] = 4,
+) -> None:
+    """Start learner and engine as a run does, and say why their log-probs differ. Status 1 if more than rounding does.
+
+    For a run's folder it uses the run's configuration and newest checkpoint. It trains nothing.
+    """
+    from tools.lab.mismatch.diagnose import diagnose, target_of
+
+    chosen = target_of(target, overrides or [])
+    if asyncio.run(diagnose(chosen, num_prompts=prompts, num_completions=completions)):
+        raise typer.Exit(1)
 
 
 def _checked(path: Path, more: Sequence[str]) -> tuple[Study, list[Cell]]:

@@ -20,7 +20,7 @@ from launcher.preflight.sizes import size_problems
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import SpeedsSection
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import GB, ConfigError, gigabytes
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.implementation import wants_transformer_engine
 from rl_megatron.placement.files import weights_folder
@@ -34,7 +34,6 @@ from rl_megatron.weights.plans.cost import Cost, Links, broadcast_cost, plan_cos
 from rl_megatron.weights.plans.plan import plan as plan_moves
 from tools.convert.options import OwnFamily
 from tools.planner.estimates import estimate
-from tools.planner.hardware import GB, gigabytes
 from tools.planner.host_memory import copies_bytes, file_bytes, host_bytes, why_off_gpus
 from tools.planner.memory import Footprint, check_memory, footprints, fullest
 
