@@ -11,7 +11,7 @@ from rl_megatron.feature import Feature, Serving
 from rl_megatron.observability.metrics.curve import Curve
 from rl_megatron.options.kept import kept
 from rl_megatron.options.option import BYTES, Option, Rank, Terms
-from rl_megatron.rules import SET, TEXT, Above, Excludes, Needs, Not, On, ReadIf, Rule
+from rl_megatron.rules import SET, TEXT, Above, Excludes, Needs, Not, On, OneOf, ReadIf, Rule
 from rl_megatron.section import Fraction, NonNegative, PositiveFloat, Section
 
 if TYPE_CHECKING:
@@ -167,14 +167,11 @@ _TRAINS = On("learner.draft.train", True)
 _PROPOSES = On("rollout.server.draft_tokens", Above(0))
 _SGLANG = On("rollout.engine", "sglang")
 _RULES: Sequence[Rule] = (
-    *(
-        Excludes(
-            one=_TRAINS,
-            other=On(f"kind.{kind}", True, shown="job"),
-            why="it has tokens of answers that the policy is to avoid, and a draft layer learns to say them",
-            fix="leave it out, and train the layer with job=sft or rl",
-        )
-        for kind in ("pairs", "labels")
+    Excludes(
+        one=_TRAINS,
+        other=On("kind.rows", OneOf(("pairs", "labels")), shown="job"),
+        why="it has tokens of answers that the policy is to avoid, and a draft layer learns to say them",
+        fix="leave it out, and train the layer with job=sft or rl",
     ),
     Excludes(
         one=On("algorithm.is_own_critic", True, shown="algorithm.critic.backbone"),

@@ -303,6 +303,7 @@ async def test_no_turn_of_a_batch_is_visited_in_the_thread_of_the_event_loop(tmp
         return {"tokens/train": 0}
 
     it = job(tmp_path, answers(*[group] * WANTED), Steps(), log={"tensorboard": False, "samples_per_step": 0})
+    trains.hooks = ()  # type: ignore[attr-defined]
     it.update = cast(Any, trains)
     row, loop = await it.step(1, Stopwatch()), get_ident()
     assert row["tokens/rollout"] == WANTED * sum(one.num_sampled for one in TEACHES.trajectories)
