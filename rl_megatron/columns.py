@@ -2,16 +2,20 @@
 
 They are read-only: rewards of the user's own see the arrays that are trained on. Texts of completions have that form in
 checkpoints too: Python's lock is held while JSON is made of them, which are gigabytes.
+
+A `Column` is what engines return of each token beside its id and log-prob, for the learner to read. It is declared
+once, in the table `COLUMNS`. What is between an engine's answer and the learner's pass carries all columns alike.
 """
 
 from __future__ import annotations
 
 import base64
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from typing_extensions import override
 
@@ -20,22 +24,132 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from pydantic import SerializationInfo, ValidationInfo
 
+    from rl_megatron.config.run import RunConfig
+    from rl_megatron.models.shape import ModelShape
+
 _DTYPES = {
     "tokens": "<i4",
     "logprobs": "<f4",
-    "routes": "|u1",
+    "columns": "|u1",
     "texts": "|u1",
     "visits": "<i4",
     "rates": "<f8",
     "retired": "<i4",
 }
+_OLD = "routes"  # older checkpoints have this column alone, in a file and a field of its name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """What engines return of tokens for the learner to read, in the order of a row's positions.
+
+    ``of``: an engine returns one entry for each position of prompt and completion (each token but the last), or for
+    each ``sampled`` token. Rows to train on have an entry for every position: positions whose target was not sampled
+    have zeros, or no values.
+    """
+
+    name: str
+    of: Literal["positions", "sampled"]
+    required: Callable[[RunConfig], str | None]  # the key and value for which engines return it; None: they need not
+    padding: Literal["zeros", "distinct"] = "zeros"  # of positions that pad; distinct: 0, 1, … in the last dimension
+    layers: Callable[[ModelShape], Sequence[int]] | None = None
+    """The decoder's layers that the second dimension has entries of. A rank is sent those of its own layers, and only
+    the policy, whose layers they are of, reads the column."""
+
+
+COLUMNS: dict[str, Column] = {
+    "routes": Column(
+        name="routes",  # the experts that each router chose: [positions, MoE layers, experts a token]
+        of="positions",
+        required=lambda config: config.asks_for_routes,
+        padding="distinct",
+        layers=lambda shape: shape.moe_layers,
+    )
+}
+"""Every declared column, by name."""
+
+
+def required_columns(config: RunConfig) -> dict[str, str]:
+    """The columns that engines must return for the run, each with the key that needs it."""
+    return {name: key for name, column in COLUMNS.items() if (key := column.required(config)) is not None}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged:
+    """A column with any number of values a position: those of all positions one after the other, and how many each
+    position has, int32. Both are numpy arrays in completions and rows, and tensors in samples."""
+
+    values: Any  # [V, …]
+    counts: Any  # [N] int32; their sum is V
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, of: slice) -> Ragged:
+        """The positions of a slice of step 1."""
+        first, stop, _ = of.indices(len(self))
+        begin = int(self.counts[:first].sum())
+        end = begin + int(self.counts[first:stop].sum())
+        return Ragged(self.values[begin:end], self.counts[first:stop])
+
+    @property
+    def nbytes(self) -> int:
+        """Of values and counts."""
+        return int(self.values.nbytes + self.counts.nbytes)
+
+
+ColumnData: TypeAlias = "NDArray[Any] | Ragged"
+"""A column of one completion or row: [positions, …], or `Ragged`."""
+
+
+def one_after_the_other(parts: Sequence[ColumnData]) -> ColumnData:
+    """The positions of all parts of one column."""
+    import numpy as np
+
+    if isinstance(parts[0], Ragged):
+        return Ragged(*(np.concatenate([getattr(one, of) for one in parts]) for of in ("values", "counts")))
+    whole: NDArray[Any] = np.concatenate(parts)  # type: ignore[arg-type]
+    return whole
+
+
+def blank(like: ColumnData, positions: int) -> ColumnData:
+    """So many positions of zeros, or without values."""
+    import numpy as np
+
+    if isinstance(like, Ragged):
+        return Ragged(like.values[:0], np.zeros(positions, np.int32))
+    return np.zeros((positions, *like.shape[1:]), like.dtype)
+
+
+def written_column(column: ColumnData, put: Callable[[NDArray[np.uint8]], object]) -> dict[str, object]:
+    """What JSON says of the column; ``put`` gives the form of its bytes."""
+    values = column.values if isinstance(column, Ragged) else column
+    said = {"data": put(_bytes_of(values)), "shape": list(values.shape), "dtype": values.dtype.str}
+    return said | {"counts": put(_bytes_of(column.counts))} if isinstance(column, Ragged) else said
+
+
+def read_column(said: Mapping[str, Any], get: Callable[[object], NDArray[np.uint8]]) -> ColumnData:
+    """The inverse of `written_column`. Raises ValueError for what is no column."""
+    try:
+        data, shape = get(said["data"]), tuple(said["shape"])
+        written = said.get("dtype") or ("|u1" if len(data) <= math.prod(shape) else "<i2")  # older ones do not tell
+        values = data.view(written).reshape(shape)
+        return values if said.get("counts") is None else Ragged(values, get(said["counts"]).view("<i4"))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no column: {error!r}") from error
+
+
+def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
+    import numpy as np
+
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
 
 
 class ColumnWriter:
     """The columns of a document whose JSON has only [first number, how many] of each: pydantic's ``context`` of it.
 
     Each kind is a file of numpy's format, without pickles: ``tokens.npy`` has the tokens of all completions one after
-    the other (int32), ``logprobs.npy`` float32, ``routes.npy`` the bytes of their routes, and ``texts.npy`` UTF-8.
+    the other (int32), ``logprobs.npy`` float32, ``columns.npy`` the bytes of their `Column`s, and ``texts.npy`` UTF-8.
     """
 
     def __init__(self) -> None:
@@ -68,13 +182,15 @@ class ColumnReader:
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         """Read the files. Raises ValueError that names one which is no column of its kind, and OSError."""
-        self._folder, self._used = folder, Counter[str]()
-        self._columns = {Path(name).stem: self._read(folder / name) for name in names}
+        self._used = Counter[str]()
+        self._files = {kind: folder / f"{kind}.npy" for kind in _DTYPES}
+        self._columns = {_kind(name): self._read(folder / name) for name in names}
 
     def _read(self, path: Path) -> NDArray[Any]:
         import numpy as np
 
-        wanted = _DTYPES.get(path.stem)
+        kind = _kind(path)
+        self._files[kind], wanted = path, _DTYPES.get(kind)
         if wanted is None or path.suffix != ".npy":
             raise ValueError(f"{path} is no column: these are {', '.join(f'{kind}.npy' for kind in _DTYPES)}")
         try:
@@ -90,7 +206,7 @@ class ColumnReader:
 
     def get(self, kind: str, first: int, count: int) -> NDArray[Any]:
         """The column at this place. Raises LookupError if it does not follow the one before, or is not there."""
-        path = self._folder / f"{kind}.npy"
+        path = self._files[kind]
         if kind not in self._columns:
             raise LookupError(f"{path} is not among the checkpoint's files, and completions have their {kind} there")
         column, used = self._columns[kind], self._used[kind]
@@ -104,12 +220,17 @@ class ColumnReader:
         """Raise LookupError if a file has numbers that nothing named."""
         for kind, column in self._columns.items():
             if len(column) != self._used[kind]:
-                path = self._folder / f"{kind}.npy"
+                path = self._files[kind]
                 raise LookupError(f"{path} has {len(column)} numbers, of which {self._used[kind]} are completions'")
 
 
+def _kind(name: str | Path) -> str:
+    stem = Path(name).stem
+    return "columns" if stem == _OLD else stem
+
+
 @dataclass(frozen=True, slots=True)
-class _Column:
+class _Numbers:
     """In JSON a column is its place in a file beside it, or, without one, base64 of its little-endian numbers."""
 
     kind: str
@@ -142,23 +263,45 @@ class _Column:
         return np.frombuffer(base64.b64decode(given, validate=True), _DTYPES[self.kind])
 
 
-class _Bytes(_Column):
-    """The same of bytes. Their base64 has two letters of its own, as pydantic writes bytes."""
+class _ByName(_Numbers):
+    """The same of the bytes of each of several columns, by name, with their shapes and dtypes."""
 
     @override
-    def encoded(self, column: Any, info: SerializationInfo) -> object:
-        import numpy as np
-
-        return super().encoded(np.frombuffer(column, np.uint8), info)
+    def encoded(self, columns: Any, info: SerializationInfo) -> object:
+        put = super().encoded
+        return {name: written_column(column, lambda its: put(its, info)) for name, column in columns.items()}
 
     @override
     def decoded(self, given: object, info: ValidationInfo) -> Any:
-        if isinstance(given, str):
-            given = given.translate({ord("-"): "+", ord("_"): "/"})
-        return super().decoded(given, info).tobytes()
+        get = super().decoded
+
+        def bytes_of(said: object) -> Any:  # base64 of older checkpoints has two letters of its own
+            return get(said.translate({ord("-"): "+", ord("_"): "/"}) if isinstance(said, str) else said, info)
+
+        if not isinstance(given, dict):
+            raise ValueError(f"columns must be given by name, not as a {type(given).__name__}")
+        return {name: read_column(said, bytes_of) for name, said in given.items()}
 
 
-class _Text(_Column):
+class HasColumns:
+    """A type with the field ``columns``; JSON of an older checkpoint has one of them as a field of its own."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        def of_old(given: Any) -> Any:
+            if not isinstance(given, dict) or _OLD not in given:
+                return given
+            column = given[_OLD]
+            return {**given, "columns": {} if column is None else {_OLD: column}}
+
+        return core_schema.no_info_before_validator_function(of_old, handler(source))
+
+
+class _Text(_Numbers):
     """The same of a text's UTF-8, where half of a surrogate pair is let pass. Without a file, JSON has the text."""
 
     @override
@@ -177,22 +320,23 @@ class _Text(_Column):
 if TYPE_CHECKING:
     TokenIds = NDArray[np.int32]
     LogProbs = NDArray[np.float32]
-    RouteBytes = bytes
+    ColumnsByName = Mapping[str, ColumnData]
     SampledText = str
     Visits = NDArray[np.int32]
     Rates = NDArray[np.float64]
     Retired = NDArray[np.int32]
 else:  # a configuration imports this, and no numpy
-    TokenIds = Annotated[Any, _Column("tokens")]
-    LogProbs = Annotated[Any, _Column("logprobs")]
-    RouteBytes = Annotated[Any, _Bytes("routes")]
+    TokenIds = Annotated[Any, _Numbers("tokens")]
+    LogProbs = Annotated[Any, _Numbers("logprobs")]
+    ColumnsByName = Annotated[Any, _ByName("columns")]
     SampledText = Annotated[str, _Text("texts")]
-    Visits = Annotated[Any, _Column("visits")]
-    Rates = Annotated[Any, _Column("rates")]
-    Retired = Annotated[Any, _Column("retired")]
+    Visits = Annotated[Any, _Numbers("visits")]
+    Rates = Annotated[Any, _Numbers("rates")]
+    Retired = Annotated[Any, _Numbers("retired")]
 
 
-def freeze(*columns: NDArray[Any]) -> None:
+def freeze(*columns: ColumnData) -> None:
     """Make each of them read-only."""
     for column in columns:
-        column.flags.writeable = False
+        for array in (column.values, column.counts) if isinstance(column, Ragged) else (column,):
+            array.flags.writeable = False

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from rl_megatron.columns import LogProbs, RouteBytes, SampledText, TokenIds, freeze
+from rl_megatron.columns import ColumnsByName, HasColumns, LogProbs, Ragged, SampledText, TokenIds, freeze
 from rl_megatron.files import ForeignText
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class GenerationRequest:
     token_ids: tuple[int, ...]
     num_completions: int
     params: SamplingParams
-    routes: bool = False  # whether completions shall have theirs
+    columns: tuple[str, ...] = ()  # of `columns.COLUMNS`, which completions shall have
     exact_logprobs: bool = True  # whether log-probs must be of the distribution that is sampled from, to train on
     begun: Completion | None = None  # goes on: these count as new tokens and are in the answer; it may have ended
     group: str | None = None  # names the prompt: requests of one group go where its prefix is cached
@@ -103,14 +103,6 @@ class GenerationRequest:
     ahead: bool = False  # as those of evaluations: waits in the controller behind none without; without a birth, first
     max_seconds: float | None = None  # a completion that runs longer in a server is ended there, as ``length``
     adapters: LoadedAdapters | None = None  # with which the server samples; None: with the model that was pushed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routes:
-    """The experts that each router of a model chose for each position of a sequence; `data.routes` makes arrays."""
-
-    data: RouteBytes  # uint8, or little-endian int16 where there are more than 256 experts; row-major
-    shape: tuple[int, int, int]  # positions, MoE layers, experts a token
 
 
 class Span(NamedTuple):
@@ -121,18 +113,18 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Completion:
+class Completion(HasColumns):
     """The tokens that an engine sampled. If a stop token ended them, it is the last of ``token_ids``."""
 
     token_ids: TokenIds  # [L] int32
     logprobs: LogProbs  # [L] float32, nats
     finish_reason: FinishReason
     spans: tuple[Span, ...]  # starts ascend from 0
-    routes: Routes | None = None  # of prompt and completion but the last token, where the engine was asked for them
+    columns: ColumnsByName = field(default_factory=dict)  # that the engine was asked for, as `Column` says
     continued: bool = False  # whether a later request continued it, without a look at the texts of tokens before
 
     def __post_init__(self) -> None:
-        freeze(self.token_ids, self.logprobs)
+        freeze(self.token_ids, self.logprobs, *self.columns.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -158,15 +150,15 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Chain:
+class Chain(HasColumns):
     """One row to train on: context, a turn, context, a turn, …"""
 
     token_ids: TokenIds  # [L] int32, all of them
     turns: tuple[Turn, ...]  # starts ascend
-    routes: Routes | None = None  # of all tokens but the last
+    columns: ColumnsByName = field(default_factory=dict)  # of all tokens but the last
 
     def __post_init__(self) -> None:
-        freeze(self.token_ids)
+        freeze(self.token_ids, *self.columns.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -218,7 +210,7 @@ class RolloutGroup:
         return tuple(trajectory.reward for trajectory in self.trajectories)
 
 
-_OF_SEQUENCES = ("group_of", "trajectory_of", "source_of", "cu_seqlens")
+_OF_SEQUENCES = ("extra", "group_of", "trajectory_of", "source_of", "cu_seqlens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +233,7 @@ class Samples:
     token_weight: Tensor | None = None  # [N] float32, of each token in the loss; None: by the counts of LossInputs
     demonstrated: Tensor | None = None  # [N] bool, the positions of demonstrations, whose tokens nobody sampled
     turn_of: Tensor | None = None  # [N] int32, which turn of its sequence sampled the target; 0 where none did
-    routes: Tensor | None = None  # [N, MoE layers, top_k] uint8 (int16 above 256 experts), what routers shall choose
+    extra: Mapping[str, Tensor | Ragged] = field(default_factory=dict)  # [N, …], the engine's `Column`s by name
     group_of: Tensor | None = None  # [S] int64, each prompt's number; this and the next two stay in the controller
     trajectory_of: Tensor | None = None  # [S] int64, from 0, ascending; None: each sequence is a trajectory
     source_of: Tensor | None = None  # [S] int64, the source of each sequence's prompt, by its place in the mixture
@@ -259,8 +251,13 @@ class Samples:
 
     @property
     def columns(self) -> dict[str, Tensor]:
-        """Every [N, ...] field that is not None, by name."""
+        """Every [N, ...] field that is not None, by name, without ``extra``."""
         return {n: x for n in self.__slots__ if n not in _OF_SEQUENCES and (x := getattr(self, n)) is not None}
+
+    @property
+    def every_column(self) -> dict[str, Tensor | Ragged]:
+        """``columns`` and ``extra``."""
+        return {**self.columns, **self.extra}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

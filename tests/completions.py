@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from rl_megatron.columns import ColumnData, Ragged
 from rl_megatron.data.trajectories import STOPS
 from rl_megatron.rollout.batch import Drawn
-from rl_megatron.types import Completion, FinishReason, Prompt, RolloutGroup, Routes, Span
+from rl_megatron.types import Chain, Completion, FinishReason, Prompt, RolloutGroup, Span
 
 
 def completion(
@@ -18,7 +19,7 @@ def completion(
     *,
     finish: FinishReason = "stop",
     spans: Sequence[tuple[int, int]] = ((0, 0),),
-    routes: Routes | None = None,
+    columns: Mapping[str, ColumnData] | None = None,
 ) -> Completion:
     """Build a completion; without ``logprobs`` each log-prob is -0.5."""
     return Completion(
@@ -26,13 +27,19 @@ def completion(
         logprobs=np.array([-0.5] * len(tokens) if logprobs is None else logprobs, np.float32),
         finish_reason=finish,
         spans=tuple(Span(*span) for span in spans),
-        routes=routes,
+        columns=columns or {},
     )
 
 
 def plain(one: Completion) -> tuple[object, ...]:
     """All fields of the completion, for comparison."""
-    return one.token_ids.tolist(), one.logprobs.tolist(), one.finish_reason, one.spans, one.routes
+    return one.token_ids.tolist(), one.logprobs.tolist(), one.finish_reason, one.spans, columns_of(one)
+
+
+def columns_of(one: Completion | Chain) -> dict[str, object]:
+    """The columns of a completion or row as plain numbers with their dtypes."""
+    arrays = {name: (c.values, c.counts) if isinstance(c, Ragged) else (c,) for name, c in one.columns.items()}
+    return {name: [(str(array.dtype), array.tolist()) for array in its] for name, its in arrays.items()}
 
 
 def finished(group: RolloutGroup, reasons: Sequence[FinishReason]) -> RolloutGroup:

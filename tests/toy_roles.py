@@ -12,10 +12,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.segments import segment_sum, sequence_ids
+from rl_megatron.data.samples import dense_column
 from rl_megatron.types import (
     Batch,
     Completion,
@@ -24,7 +26,6 @@ from rl_megatron.types import (
     LossInputs,
     Metric,
     Prompt,
-    Routes,
     Samples,
     Scores,
     StepResult,
@@ -34,7 +35,7 @@ from rl_megatron.types import (
 from tests.completions import completion
 
 VOCABULARY, NAMED = 12, 5
-NOT_OF_A_LOSS = ("input_ids", "targets", "routes", "turn_of")
+NOT_OF_A_LOSS = ("input_ids", "targets", "turn_of")
 
 
 def table(*sizes: int, seed: int) -> Tensor:
@@ -44,9 +45,10 @@ def table(*sizes: int, seed: int) -> Tensor:
 def looked_up(weights: Tensor, samples: Samples) -> Tensor:
     """[N, ...]: logits or a value depend on the input token alone, and are twice as large by expert 1."""
     found = weights[samples.input_ids]
-    if samples.routes is None:
+    routes = dense_column(samples.extra, "routes")
+    if routes is None:
         return found
-    larger = 1 + samples.routes[:, 0, 0].float()
+    larger = 1 + routes[:, 0, 0].float()
     return found * larger.view(-1, *[1] * (found.dim() - 1))
 
 
@@ -103,7 +105,7 @@ class Toy:
             return {mine: self._scores(batch, "score")}
         chosen = [[(m.input_ids % 2).to(torch.uint8).reshape(-1, 1, 1) for m in row] for row in batch.micro_batches]
         pairs = [list(zip(*both, strict=True)) for both in zip(batch.micro_batches, chosen, strict=True)]
-        routed = tuple(tuple(replace(m, routes=routes) for m, routes in row) for row in pairs)
+        routed = tuple(tuple(replace(m, extra={"routes": routes}) for m, routes in row) for row in pairs)
         return {mine: self._scores(replace(batch, micro_batches=routed), "score with routes"), "routes": chosen}
 
     async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float]]:
@@ -169,7 +171,10 @@ class Toy:
 def columns_of(batch: Batch) -> object:
     """Everything that a batch holds, by name."""
     return [
-        [([(name, column.numpy().tobytes()) for name, column in m.columns.items()], m.cu_seqlens.tolist()) for m in row]
+        [
+            ([(name, column.numpy().tobytes()) for name, column in m.every_column.items()], m.cu_seqlens.tolist())
+            for m in row
+        ]
         for row in batch.micro_batches
     ]
 
@@ -207,13 +212,13 @@ class ToyEngine:
         before = [request.token_ids[-1], *tokens[:-1]]
         logprobs = [table[b][t] + gap for b, t, gap in zip(before, tokens, noise, strict=False)]
         inputs = (*request.token_ids, *tokens[:-1])
-        routes = Routes(data=bytes(t % 2 for t in inputs), shape=(len(inputs), 1, 1))
+        routes = np.array(inputs, np.uint8)[:, None, None] % 2
         return completion(
             tokens,
             logprobs,
             finish="length" if len(wanted) > limit else "stop",
             spans=((0, self.version),),
-            routes=routes if request.routes else None,
+            columns={"routes": routes} if "routes" in request.columns else {},
         )
 
 

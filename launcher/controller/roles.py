@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from launcher.controller.group import WorkerGroup
-from rl_megatron.data.rows import Sent, Share
+from rl_megatron.columns import COLUMNS, Ragged
+from rl_megatron.data.rows import OwnLayers, Sent, Share
 from rl_megatron.engines.local.engine import Batched
 from rl_megatron.errors import CorruptionError, SyncError
 from rl_megatron.interfaces import Pass, PassScores, WeightSync
@@ -238,7 +239,7 @@ class LearnerGroup(Learner):
     def __init__(self, group: WorkerGroup, role: str, plane: Plane) -> None:
         """``plane`` is that of the group, which models on the same ranks share."""
         self._group, self.role, self._plane = group, role, plane
-        self._num_routed = 0  # MoE layers of the model; 0: not known yet
+        self._num_layers: dict[str, int] = {}  # that columns have entries of; empty: not known yet
 
     @override
     async def start_from(self, folder: Path) -> None:
@@ -258,7 +259,7 @@ class LearnerGroup(Learner):
     @override
     async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float]]:
         """Each data-parallel rank adds the gradients of its micro-batches."""
-        await self.check_routes(batch)
+        await self.check_columns(batch)
         common = (loss, batch.num_tokens, batch.num_sequences)
         answers = await self._plane.call("backward", self.role, batch, *common, to_score=False)
         said: dict[str, Metric[float]] = next(answer for answer in answers if answer is not None)
@@ -288,21 +289,21 @@ class LearnerGroup(Learner):
     async def lead(self, rate: float) -> None:
         await self._group.each("lead", rate)
 
-    async def check_routes(self, batch: Batch) -> None:
-        """Raise RLMegatronError for routes of another model."""
-        routes = batch.samples.routes
-        if routes is None:
-            return
-        self._num_routed = self._num_routed or await self._count_routed()
-        if routes.shape[1] != self._num_routed:
-            raise RLMegatronError(
-                f"routes to replay have {routes.shape[1]} MoE layers, but the learner's model has {self._num_routed}; "
-                "check that the engine serves the same model"
-            )
+    async def check_columns(self, batch: Batch) -> None:
+        """Raise RLMegatronError for columns with entries of another model's layers."""
+        for name, column in batch.samples.extra.items():
+            if COLUMNS[name].layers is None or isinstance(column, Ragged):
+                continue
+            self._num_layers = self._num_layers or await self._count_layers()
+            if column.shape[1] != self._num_layers[name]:
+                raise RLMegatronError(
+                    f"the engine's {name} have {column.shape[1]} layers, but the learner's model has "
+                    f"{self._num_layers[name]} of that kind; check that the engine serves the same model"
+                )
 
-    async def _count_routed(self) -> int:
-        layers: list[tuple[int, ...]] = await self._group.each("routed_layers", self.role)
-        return 1 + max(layer for of_rank in layers for layer in of_rank)
+    async def _count_layers(self) -> dict[str, int]:
+        of_ranks: list[OwnLayers] = await self._group.each("column_layers", self.role)
+        return {name: 1 + max((layer for its in of_ranks for layer in its[name]), default=-1) for name in of_ranks[0]}
 
     @override
     async def save(self, folder: Path) -> Saving:
@@ -336,7 +337,7 @@ class LearnerGroups(Together):
     async def score(self, batch: Batch, passes: Sequence[Pass]) -> list[PassScores]:
         for one in passes:
             if one.replays:
-                await self._models[one.role].check_routes(batch)
+                await self._models[one.role].check_columns(batch)
         return await self._plane.score(batch, passes)
 
 

@@ -49,7 +49,7 @@ from rl_megatron.types import Loss, Metric, Samples, SkippedStep, StepResult, Wa
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rl_megatron.data.rows import Share
+    from rl_megatron.data.rows import OwnLayers, Share
     from rl_megatron.learner.checkpoint.companions import Companions
     from rl_megatron.learner.checkpoint.saving import ShardSave
     from rl_megatron.learner.trained import MegatronLearner, MegatronScorer
@@ -104,7 +104,7 @@ class RankModels:
     """The models of a rank of ``setup.role``, and the world of its ranks."""
 
     CALLS: tuple[str, ...] = (
-        *("start_from", "release", "score", "routed_layers", "backward", "forget", "step", "drop"),
+        *("start_from", "release", "score", "column_layers", "backward", "forget", "step", "drop"),
         *("reset_moments", "lead"),
         *("save", "written", "durable", "verify", "load", "begin_kernels", "end_kernels", "close"),
     )
@@ -315,7 +315,7 @@ class RankModels:
 
     def _taken(self, role: str, share: Share | None) -> tuple[Samples, ...]:
         """The micro-batches of a pass: the controller sends a data-parallel rank's share to the first of its ranks."""
-        layers = self._scorer(role).routed_layers
+        layers = self._scorer(role).column_layers
         return self._rows.take(self._relay.passed_on(share, layers), layers)
 
     def forget(self) -> None:
@@ -347,9 +347,9 @@ class RankModels:
         with policy.without_adapters():
             return policy.score(micro_batches, want, self._reference)
 
-    def routed_layers(self, role: str) -> tuple[int, ...]:
-        """The MoE layers of this rank, whose routes it replays, as indices into all MoE layers."""
-        return self._scorer(role).routed_layers
+    def column_layers(self, role: str) -> OwnLayers:
+        """Of each column with entries of layers, those of this rank."""
+        return self._scorer(role).column_layers
 
     def backward(
         self, role: str, share: Share | None, loss: Loss, num_tokens: int, num_sequences: int

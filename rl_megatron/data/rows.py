@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_megatron.data.samples import tokens_of
+from rl_megatron.columns import COLUMNS, Ragged
+from rl_megatron.data.samples import KEPT, concatenated, samples_of, split, tokens_of
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.types import Batch, Samples
 
@@ -60,16 +61,20 @@ def opened(share: Share) -> tuple[dict[str, Any], list[NDArray[Any]]]:
     return head, arrays
 
 
-def layers_in(share: Share) -> int:
-    """The MoE layers of the routes that it brings; 0 if it brings none."""
-    head, arrays = opened(share)
-    return next((a.shape[1] for name, a in zip(_names(head), arrays, strict=True) if name == "routes"), 0)
+OwnLayers = Mapping[str, tuple[int, ...]]
+"""Of each column with entries of layers, those of one rank, as indices into its second dimension."""
 
 
-def of_layers(share: Share, layers: Sequence[int]) -> Share:
-    """The share with the routes of these MoE layers alone, of all that it has."""
+def has_layers(share: Share) -> bool:
+    """Whether it brings columns with entries of layers."""
+    head, _ = opened(share)
+    return any(name in COLUMNS and COLUMNS[name].layers is not None for name in _names(head))
+
+
+def of_layers(share: Share, layers: OwnLayers) -> Share:
+    """The share with the entries of these layers alone, of all that it has."""
     head, arrays = opened(share)
-    cut = [a[:, list(layers)] if name == "routes" else a for name, a in zip(_names(head), arrays, strict=True)]
+    cut = [a[:, list(layers[name])] if name in layers else a for name, a in zip(_names(head), arrays, strict=True)]
     return share_of({**head, "is_cut": True}, [([array], array.dtype, array.shape) for array in cut])
 
 
@@ -78,9 +83,12 @@ def _names(head: dict[str, Any]) -> list[str]:
 
     def of_blocks() -> Iterator[str]:
         for forms in head["blocks"]:
-            yield from ("rows", "lengths", *(name for name, (form, _) in forms.items() if form != "copy"))
+            yield from ("#rows", "#lengths")
+            for name, (form, _) in forms.items():
+                yield from () if form == "copy" else ("#counts", name) if form == "ragged" else (name,)
 
-    return ["rows", "counts", *head["spare"], *of_blocks()]
+    spare = [part for name in head["spare"] for part in (("#counts", name) if name in head["ragged"] else (name,))]
+    return ["#rows", "#counts", *spare, *of_blocks()]
 
 
 def _room_for(size: int) -> int:
@@ -88,11 +96,11 @@ def _room_for(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-TO_SCORE = ("input_ids", "targets", "mask", "routes")  # columns that a pass without a loss reads
-Form = Literal["whole", "bits", "last", "copy", "masked", "trained", "spread"]
+TO_SCORE = (*KEPT, "mask")  # columns that a pass without a loss reads, and all extra ones
+Form = Literal["whole", "bits", "last", "copy", "masked", "trained", "spread", "ragged"]
 """How a column is sent: all its numbers; as bits; the last of each row, if the others are the next input; nothing, if
 it is equal to another column; those at masked-in positions, if the others are 0; a number a row, times the mask; a
-number a row."""
+number a row; counts and values."""
 
 _SHOWN = 8  # rows in a message
 
@@ -102,7 +110,7 @@ class HeldRows:
 
     def __init__(self) -> None:
         self._step = 0
-        self._rows: dict[str, dict[int, Tensor]] = {}
+        self._rows: dict[str, dict[int, Tensor | Ragged]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -113,28 +121,24 @@ class HeldRows:
         """Free the step's rows."""
         self._rows = {}
 
-    def take(self, share: Share, layers: Sequence[int] = ()) -> tuple[Samples, ...]:
-        """Keep what is new, and build the pass's micro-batches [M]; of routes those of this rank's MoE ``layers``.
+    def take(self, share: Share, layers: OwnLayers | None = None) -> tuple[Samples, ...]:
+        """Keep what is new, and build the pass's micro-batches [M], with the entries of this rank's ``layers``.
 
         Raises RLMegatronError for rows that it was not sent.
         """
         head, arrays = opened(share)
-        whole = "is_cut" not in head
+        cuts = {} if "is_cut" in head else layers or {}
         if head["step"] != self._step:
             self.forget()
             self._step = head["step"]
         rows, counts, *arrays = arrays
-        spare = {name: torch.from_numpy(arrays.pop(0)) for name in head["spare"]}
-        if whole and "routes" in spare:
-            spare["routes"] = _of_layers(spare["routes"], layers)
+        spare = {name: _cut(_received(arrays, name in head["ragged"]), cuts.get(name)) for name in head["spare"]}
         for forms in head["blocks"]:
             new, lengths, *arrays = arrays
             found = self._decoded(forms, arrays, new, torch.from_numpy(lengths).long())
             for name, column in found.items():
-                column = _of_layers(column, layers) if whole and name == "routes" else column
-                if column.untyped_storage().nbytes() > 2 * column.nbytes:  # else it would keep others' in memory
-                    column = column.clone()
-                self._rows.setdefault(name, {}).update(zip(new.tolist(), column.split(lengths.tolist()), strict=True))
+                its_rows = split(_cut(column, cuts.get(name)), lengths.tolist())
+                self._rows.setdefault(name, {}).update(zip(new.tolist(), its_rows, strict=True))
         cut = np.split(rows, np.cumsum(counts)[:-1])
         return tuple(
             self._micro_batch(ids.tolist(), head["columns"]) if len(ids) else _empty(spare, head) for ids in cut
@@ -142,27 +146,27 @@ class HeldRows:
 
     def _decoded(
         self, forms: dict[str, tuple[Form, str]], arrays: list[NDArray[Any]], new: NDArray[np.int32], lengths: Tensor
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         """The columns of a block; takes its arrays off the list."""
-        found: dict[str, Tensor] = {}
+        found: dict[str, Any] = {}
         for name, (form, other) in forms.items():
             if form == "copy":
                 found[name] = found[other]
                 continue
-            sent = torch.from_numpy(arrays.pop(0))
+            sent = _received(arrays, form == "ragged")
             mask = found.get("mask")
             if mask is None and form in ("masked", "trained"):
-                mask = torch.cat(self._pieces("mask", new.tolist()))
+                mask = concatenated(self._pieces("mask", new.tolist()))
             found[name] = _decoded(form, sent, lengths, mask, found.get("input_ids"))
         return found
 
     def _micro_batch(self, rows: list[int], names: Sequence[str]) -> Samples:
-        columns = {name: torch.cat(self._pieces(name, rows)) for name in names}
+        columns = {name: concatenated(self._pieces(name, rows)) for name in names}
         bounds = torch.zeros(len(rows) + 1, dtype=torch.int64)
         torch.cumsum(torch.tensor([len(piece) for piece in self._pieces("input_ids", rows)]), 0, out=bounds[1:])
         return _samples(columns, bounds)
 
-    def _pieces(self, name: str, rows: list[int]) -> list[Tensor]:
+    def _pieces(self, name: str, rows: list[int]) -> list[Tensor | Ragged]:
         held = self._rows.get(name, {})
         if lost := [row for row in rows if row not in held]:
             shown = f"{', '.join(map(str, lost[:_SHOWN]))}{', …' if len(lost) > _SHOWN else ''}"
@@ -174,17 +178,17 @@ class HeldRows:
         return [held[row] for row in rows]
 
 
-def _samples(columns: dict[str, Tensor], cu_seqlens: Tensor) -> Samples:
+def _samples(columns: dict[str, Any], cu_seqlens: Tensor) -> Samples:
     """Samples with zeros for the columns that a loss needs and the pass has not."""
     ids, targets = columns["input_ids"].long(), columns["targets"].long()
     zeros = torch.zeros(len(ids))
     rest = {name: columns.get(name, zeros) for name in ("advantages", "rollout_logprobs", "old_logprobs")}
     if "turn_of" in columns:
         rest["turn_of"] = columns["turn_of"].int()
-    return Samples(**{**columns, **rest, "input_ids": ids, "targets": targets}, cu_seqlens=cu_seqlens)
+    return samples_of({**columns, **rest, "input_ids": ids, "targets": targets}, cu_seqlens)
 
 
-def _empty(spare: dict[str, Tensor], head: dict[str, Any]) -> Samples:
+def _empty(spare: dict[str, Any], head: dict[str, Any]) -> Samples:
     """As `gathered` has it of the same samples."""
     length = len(spare["input_ids"])
     columns = {name: torch.zeros(length) for name in head["columns"]} | spare
@@ -192,8 +196,17 @@ def _empty(spare: dict[str, Tensor], head: dict[str, Any]) -> Samples:
     return _samples(columns, torch.tensor([0, 1]))
 
 
-def _of_layers(routes: Tensor, layers: Sequence[int]) -> Tensor:
-    return routes if len(layers) == routes.shape[1] else routes[:, list(layers)]
+def _received(arrays: list[NDArray[Any]], ragged: bool) -> Any:
+    """The next column of the arrays, which it takes off the list."""
+    first = torch.from_numpy(arrays.pop(0))
+    return Ragged(torch.from_numpy(arrays.pop(0)), first) if ragged else first
+
+
+def _cut(column: Tensor | Ragged, layers: Sequence[int] | None) -> Tensor | Ragged:
+    """With the entries of these layers alone."""
+    if layers is None or isinstance(column, Ragged) or len(layers) == column.shape[1]:
+        return column
+    return column[:, list(layers)]
 
 
 def _decoded(form: Form, sent: Tensor, lengths: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
@@ -253,11 +266,12 @@ class Sent:
         if samples.input_ids is not self._tokens:
             self.forget()
             self.step, self._tokens = self.step + 1, samples.input_ids
-        columns = {n: c for n, c in samples.columns.items() if n in TO_SCORE or not to_score}
+        every = samples.every_column
+        columns = {n: c for n, c in every.items() if n in TO_SCORE or n in samples.extra or not to_score}
         self._look_at(samples, columns)
         return [self._share(batch, d, columns) for d in range(len(self._rows))]
 
-    def _look_at(self, samples: Samples, columns: dict[str, Tensor]) -> None:
+    def _look_at(self, samples: Samples, columns: Mapping[str, Tensor | Ragged]) -> None:
         """Find how columns are sent that are not those of the pass before; ranks hold no row of one that differs."""
         mask = self._columns.get("mask")
         rows = mask.rows if mask is not None and mask.tensor is samples.mask else _Rows(samples)
@@ -273,8 +287,8 @@ class Sent:
             others = [other for other in self._columns if other != name and _same(self._columns[other].tensor, column)]
             self._alike |= {frozenset((name, other)) for other in others}
 
-    def _share(self, batch: Batch, d: int, columns: dict[str, Tensor]) -> Share:
-        plan = batch.sequences[d]
+    def _share(self, batch: Batch, d: int, columns: Mapping[str, Tensor | Ragged]) -> Share:
+        plan, extra = batch.sequences[d], batch.samples.extra
         rows = torch.cat(plan).numpy()
         missing: dict[bytes, tuple[NDArray[np.int64], list[str]]] = {}
         for name in columns:
@@ -285,14 +299,17 @@ class Sent:
                 missing.setdefault(new.tobytes(), (new, []))[1].append(name)
         pieces = [_as_int32(rows), _as_int32(np.array([len(ids) for ids in plan]))]
         empty = any(not len(ids) for ids in plan)
-        spare = [n for n in columns if empty and n != "mask" and (n in TO_SCORE or columns[n].dim() > 1)]
-        pieces += [_whole(_spare(columns[name], name, batch.spare)) for name in spare]
+        own, kept = batch.samples.columns, {*KEPT, *extra}
+        spare = [n for n in columns if empty and (n in kept or own[n].dim() > 1)]
+        pieces += [part for name in spare for part in _spare(columns[name], kept=name in kept, count=batch.spare)]
         blocks = []
         for new, names in sorted(missing.values(), key=lambda block: "mask" not in block[1]):  # others are cut by it
             forms, more = self._block(new, names)
             blocks.append(forms)
             pieces += more
-        return share_of({"step": self.step, "columns": list(columns), "spare": spare, "blocks": blocks}, pieces)
+        ragged = [name for name, column in extra.items() if isinstance(column, Ragged)]
+        head = {"step": self.step, "columns": list(columns), "spare": spare, "ragged": ragged, "blocks": blocks}
+        return share_of(head, pieces)
 
     def _block(self, new: NDArray[np.int64], names: Sequence[str]) -> tuple[dict[str, tuple[Form, str]], list[Pieces]]:
         """The form of each column of the ``new`` rows, and what is sent: their numbers, lengths and columns."""
@@ -305,7 +322,7 @@ class Sent:
                 continue
             form, of_rows = self._columns[name].sent(new, with_ids="input_ids" in forms)
             forms[name] = (form, "")
-            pieces.append(of_rows)
+            pieces += of_rows
         return forms, pieces
 
 
@@ -331,9 +348,15 @@ class _Rows:
 class _Column:
     """A column of all rows, and the shortest form that gives it back to the bit."""
 
-    def __init__(self, name: str, tensor: Tensor, rows: _Rows, samples: Samples) -> None:
-        self.tensor, self.rows, self._numbers = tensor, rows, tensor.contiguous().numpy()
+    def __init__(self, name: str, tensor: Tensor | Ragged, rows: _Rows, samples: Samples) -> None:
+        self.tensor, self.rows = tensor, rows
         self.form: Form = "whole"
+        if isinstance(tensor, Ragged):
+            self._numbers, self.form = tensor.counts.numpy(), "ragged"
+            before = np.concatenate(([0], self._numbers.cumsum(dtype=np.int64)))[rows.bounds]
+            self._runs, self._bounds = _narrowed(tensor.values.contiguous().numpy()), before.tolist()
+            return
+        self._numbers = tensor.contiguous().numpy()
         if name == "targets" and _shifted(samples.input_ids.numpy(), self._numbers, rows):
             self.form = "last"
         elif self._numbers.dtype == np.bool_:
@@ -345,18 +368,22 @@ class _Column:
             of_runs, bounds = of_runs[rows.mask], np.concatenate(([0], rows.tokens.cumsum()))
         self._runs, self._bounds = _narrowed(of_runs), bounds.tolist()
 
-    def sent(self, rows: NDArray[np.int64], *, with_ids: bool) -> tuple[Form, Pieces]:
+    def sent(self, rows: NDArray[np.int64], *, with_ids: bool) -> tuple[Form, list[Pieces]]:
         """Of the ``rows``; ``with_ids``: their inputs are sent beside it."""
         if self.form in ("trained", "spread"):
-            return self.form, _whole(self._numbers[self.rows.some[rows]])
+            return self.form, [_whole(self._numbers[self.rows.some[rows]])]
         if self.form == "last" and with_ids:
-            return self.form, _whole(self._numbers[self.rows.bounds[rows + 1] - 1])
+            return self.form, [_whole(self._numbers[self.rows.bounds[rows + 1] - 1])]
         array, dtype = self._runs
         runs = [array[self._bounds[row] : self._bounds[row + 1]] for row in rows.tolist()]
         if self.form == "bits":
-            return self.form, _whole(np.packbits(np.concatenate(runs)))
-        shape = (sum(map(len, runs)), *array.shape[1:])
-        return "whole" if self.form == "last" else self.form, (runs, dtype, shape)
+            return self.form, [_whole(np.packbits(np.concatenate(runs)))]
+        sent: Pieces = (runs, dtype, (sum(map(len, runs)), *array.shape[1:]))
+        if self.form == "ragged":
+            bounds = self.rows.bounds
+            counts = [self._numbers[bounds[row] : bounds[row + 1]] for row in rows.tolist()]
+            return self.form, [(counts, self._numbers.dtype, (sum(map(len, counts)),)), sent]
+        return "whole" if self.form == "last" else self.form, [sent]
 
 
 def _shifted(ids: NDArray[np.int64], targets: NDArray[np.int64], rows: _Rows) -> bool:
@@ -386,8 +413,12 @@ def _form(column: NDArray[np.float32], rows: _Rows) -> Form:
     return left[0]
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(one: Tensor | Ragged, other: Tensor | Ragged) -> bool:
     """Whether they are equal to the bit: -0.0 is not 0.0."""
+    if isinstance(one, Ragged) or isinstance(other, Ragged):
+        if not (isinstance(one, Ragged) and isinstance(other, Ragged)):
+            return False
+        return _same(one.counts, other.counts) and _same(one.values, other.values)
     return one is other or (one.dtype == other.dtype and one.shape == other.shape and _equal(one, other.numpy()))
 
 
@@ -408,10 +439,12 @@ def _narrowed(numbers: NDArray[Any]) -> tuple[NDArray[Any], np.dtype[Any]]:
     return numbers, np.dtype(np.int32)
 
 
-def _spare(column: Tensor, name: str, count: int) -> NDArray[Any]:
-    """As `gathered` has it after no sequence."""
+def _spare(column: Tensor | Ragged, *, kept: bool, count: int) -> list[Pieces]:
+    """As `MicroBatches` have it after no sequence: the first positions, ``kept``, or zeros."""
     first = column[:count]
-    return (first if name in TO_SCORE else torch.zeros_like(first)).numpy()
+    if isinstance(first, Ragged):
+        return [_whole(first.counts.numpy()), _whole(first.values.numpy())]
+    return [_whole((first if kept else torch.zeros_like(first)).numpy())]
 
 
 def _whole(array: NDArray[Any]) -> Pieces:

@@ -26,7 +26,7 @@ from rl_megatron.types import Prompt, Samples
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from heapq import nlargest
 from typing import TYPE_CHECKING, Any
@@ -35,9 +35,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from rl_megatron.columns import LogProbs, TokenIds
+from rl_megatron.columns import COLUMNS, LogProbs, Ragged, TokenIds, one_after_the_other
 from rl_megatron.config.sections.teachers import ANOTHER
-from rl_megatron.data.routes import joined_routes
 from rl_megatron.types import Batch, Chain, RolloutGroup, Trajectory
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ logger = logging.getLogger(__name__)
 def to_samples(
     groups: Sequence[RolloutGroup],
     *,
-    routes: bool = True,
+    columns: Collection[str] | None = None,
     groups_of: bool = False,
     turns_of: bool = False,
     sources: Sequence[str] = (),
@@ -60,9 +59,9 @@ def to_samples(
 
     Advantages are 0, and ``old_logprobs`` are the engine's, until the update replaces them. ``trajectory_of`` is there
     where a trajectory has several rows, ``group_of`` with ``groups_of``, ``turn_of`` with ``turns_of``, ``source_of``
-    with ``sources``, ``demonstrated``, which says what rows have turns without spans, with its flag; ``routes``, where
-    rows have some, only with the flag. Raises DataError for a row without a sampled token, and for routes that do not
-    fit their row.
+    with ``sources``, ``demonstrated``, which says what rows have turns without spans, with its flag; of what engines
+    returned of tokens only ``columns``; None: all that rows have. Raises DataError for a row without a sampled token,
+    and for a column that some rows lack or that does not fit its row.
     """
     rows = [(group.prompt.id, row) for group in groups for one in group.trajectories for row in one.chains]
     ids, tokens = [prompt for prompt, _ in rows], [row.token_ids for _, row in rows]
@@ -72,13 +71,39 @@ def to_samples(
     in_groups = [sum(len(one.chains) for one in group.trajectories) for group in groups]
     return replace(
         samples,
-        routes=joined_routes(ids, [len(row) for row in tokens], [row.routes for _, row in rows]) if routes else None,
+        extra=_joined_columns(rows, columns),
         group_of=_numbered(in_groups) if groups_of else None,
         trajectory_of=_numbered(each) if any(count != 1 for count in each) else None,
         turn_of=_turns_of(turns, samples.cu_seqlens) if turns_of else None,
         source_of=_sources_of(groups, in_groups, sources) if sources else None,
         demonstrated=_demonstrated([row for _, row in rows], samples.cu_seqlens) if demonstrated else None,
     )
+
+
+def _joined_columns(rows: Sequence[tuple[str, Chain]], wanted: Collection[str] | None) -> dict[str, Tensor | Ragged]:
+    """The ``wanted`` columns that rows have, of all rows, one after the other; with the rows are their prompts' ids."""
+    found = {name: None for _, row in rows for name in row.columns if wanted is None or name in wanted}
+    return {name: _joined_column(name, rows) for name in found}
+
+
+def _joined_column(name: str, rows: Sequence[tuple[str, Chain]]) -> Tensor | Ragged:
+    first = next(row.columns[name] for _, row in rows if name in row.columns)
+    inner = None if isinstance(first, Ragged) else first.shape[1:]
+    for prompt, row in rows:
+        if (column := row.columns.get(name)) is None:
+            raise DataError(f"prompt {prompt!r}: a completion has no {name}, but others of its batch have")
+        length = len(row.token_ids)
+        shape = (len(column),) if isinstance(column, Ragged) else column.shape
+        wanted = (length - 1, *(inner or ()))
+        if shape != wanted:
+            raise DataError(
+                f"prompt {prompt!r}: its {name} have shape {shape}; it must be {wanted}, for each of {length} tokens "
+                "but the last"
+            )
+    whole = one_after_the_other([row.columns[name] for _, row in rows])
+    if isinstance(whole, Ragged):
+        return Ragged(torch.from_numpy(whole.values), torch.from_numpy(whole.counts))
+    return torch.from_numpy(whole)
 
 
 def read_by_teacher(
@@ -254,12 +279,66 @@ def tokens_of(mask: Tensor, cu_seqlens: Tensor) -> NDArray[np.int64]:
     return out
 
 
+def picked(column: Tensor | Ragged, positions: Tensor) -> Tensor | Ragged:
+    """A copy of the ``positions`` [K] int64 of the column, in that order."""
+    if not isinstance(column, Ragged):
+        return column.index_select(0, positions)
+    bounds = torch.zeros(len(column) + 1, dtype=torch.int64)
+    torch.cumsum(column.counts, 0, out=bounds[1:])
+    return Ragged(column.values[rows_of(bounds, positions)[0]], column.counts[positions])
+
+
+def concatenated(parts: Sequence[Tensor | Ragged]) -> Tensor | Ragged:
+    """The positions of all parts of one column."""
+    if isinstance(parts[0], Ragged):
+        return Ragged(*(torch.cat([getattr(one, of) for one in parts]) for of in ("values", "counts")))
+    return torch.cat([one for one in parts if not isinstance(one, Ragged)])
+
+
+def split(column: Tensor | Ragged, lengths: Sequence[int]) -> Sequence[Tensor | Ragged]:
+    """The column in parts of so many positions; views."""
+    if not isinstance(column, Ragged):
+        return torch.split(column, list(lengths))
+    counts = column.counts.split(lengths)
+    values = column.values.split([int(one.sum()) for one in counts])
+    return [Ragged(*one) for one in zip(values, counts, strict=True)]
+
+
+def samples_of(columns: Mapping[str, Tensor | Ragged], cu_seqlens: Tensor, **of_sequences: Any) -> Samples:
+    """The inverse of ``Samples.every_column``."""
+    own: dict[str, Any] = {name: column for name, column in columns.items() if name in _FIELDS}
+    extra = {name: column for name, column in columns.items() if name not in _FIELDS}
+    return Samples(**own, **of_sequences, extra=extra, cu_seqlens=cu_seqlens)
+
+
+_FIELDS = frozenset(Samples.__slots__)
+
+
 def select(samples: Samples, indices: Tensor) -> Samples:
     """A copy of the sequences ``indices`` [K] int64 of ``samples``, in that order."""
     rows, cu_seqlens = rows_of(samples.cu_seqlens, indices)
-    columns = {name: column.index_select(0, rows) for name, column in samples.columns.items()}
+    columns = {name: picked(column, rows) for name, column in samples.every_column.items()}
     groups, trajectories = (None if ids is None else ids[indices] for ids in (samples.group_of, samples.trajectory_of))
-    return Samples(**columns, cu_seqlens=cu_seqlens, group_of=groups, trajectory_of=trajectories)
+    return samples_of(columns, cu_seqlens, group_of=groups, trajectory_of=trajectories)
+
+
+def dense_column(extra: Mapping[str, Tensor | Ragged], name: str) -> Tensor | None:
+    """The extra column of the name, [N, …], which is not ragged; None if there is none."""
+    column = extra.get(name)
+    assert not isinstance(column, Ragged)
+    return column
+
+
+def without_columns(samples: Samples, names: Collection[str]) -> Samples:
+    """The samples without these of their extra columns; themselves where they have none of them."""
+    if not any(name in samples.extra for name in names):
+        return samples
+    return replace(samples, extra={name: column for name, column in samples.extra.items() if name not in names})
+
+
+def of_any_model(samples: Samples) -> Samples:
+    """The samples without the columns that belong to the policy's own layers, which other models cannot read."""
+    return without_columns(samples, [name for name in samples.extra if COLUMNS[name].layers is not None])
 
 
 def with_last_tokens(samples: Samples) -> tuple[Samples, Tensor]:
@@ -358,21 +437,16 @@ class MicroBatches(Sequence[Sequence[Samples]]):
         return self._rows[d]
 
 
-def without_routes(batch: Batch) -> Batch:
-    """The batch without routes, for models that have routers of their own."""
-    return batch if batch.samples.routes is None else seen_by(batch, replays=False, last_tokens=batch.last_tokens)
-
-
 def seen_by(batch: Batch, *, replays: bool, last_tokens: bool) -> Batch:
     """The batch as a pass takes it; the arguments are those of `interfaces.Pass`."""
-    samples = batch.samples if replays else replace(batch.samples, routes=None)
+    samples = batch.samples if replays else of_any_model(batch.samples)
     rows = MicroBatches(samples, batch.sequences, batch.spare, last_tokens=last_tokens)
     return replace(batch, samples=samples, micro_batches=rows, last_tokens=last_tokens)
 
 
 def as_seen(micro_batch: Samples, *, replays: bool, last_tokens: bool) -> Samples:
     """`seen_by` for one micro-batch; one with positions to pad with stays as it is."""
-    seen = micro_batch if replays else replace(micro_batch, routes=None)
+    seen = micro_batch if replays else of_any_model(micro_batch)
     padded = int(seen.cu_seqlens[-1]) < len(seen.input_ids)
     return with_last_tokens(seen)[0] if last_tokens and not padded else seen
 
@@ -381,6 +455,10 @@ def computed_lengths(batch: Batch) -> list[list[NDArray[np.int64]]]:
     """Positions of every sequence of each micro-batch [D][M] that ranks compute, those without sequences included."""
     lengths = batch.samples.cu_seqlens.diff().numpy() + batch.last_tokens
     return [[lengths[ids.numpy()] if len(ids) else np.ones(1, np.int64) for ids in row] for row in batch.sequences]
+
+
+KEPT = ("input_ids", "targets")
+"""Columns that positions without a sequence have of the first sequence's; so they have the extra ones."""
 
 
 class _Row(Sequence[Samples]):
@@ -406,11 +484,12 @@ def _placeholder(samples: Samples, spare: int) -> Samples:
     """A sequence of one position with nothing masked in, for a rank without work to join the collectives.
 
     After it are up to ``spare`` - 1 positions that no sequence has, so that padding is not one token many times, which
-    would all go to the same experts.
+    would all go to the same experts. They have the first positions' tokens and extra columns.
     """
-    columns = {name: torch.zeros_like(column[:spare]) for name, column in samples.columns.items()}
-    kept = {n: c[:spare].clone() for n, c in samples.columns.items() if n in ("input_ids", "targets", "routes")}
-    return Samples(**(columns | kept), cu_seqlens=torch.tensor([0, 1]))
+    first = torch.arange(len(samples.input_ids))[:spare]
+    some = {name: picked(column, first) for name, column in samples.every_column.items()}
+    blank = {name: torch.zeros_like(column[:spare]) for name, column in samples.columns.items() if name not in KEPT}
+    return samples_of(some | blank, torch.tensor([0, 1]))
 
 
 Pair = tuple[WrittenRow, WrittenRow]

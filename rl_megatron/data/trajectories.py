@@ -11,7 +11,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from rl_megatron.columns import TokenIds
+from rl_megatron.columns import COLUMNS, ColumnData, TokenIds, blank, one_after_the_other
+from rl_megatron.errors import DataError
 from rl_megatron.types import (
     Chain,
     Completion,
@@ -43,7 +44,8 @@ def single_turns(
     before = np.array(prompt.token_ids, np.int32)  # once: it is a Python loop
     count = len(completions)
     each = zip(completions, texts or ("",) * count, rewards or (0.0,) * count, parts or ({},) * count, strict=True)
-    return RolloutGroup(prompt=prompt, trajectories=tuple(_trajectory(before, *one) for one in each))
+    of = f"prompt {prompt.id!r}: "
+    return RolloutGroup(prompt=prompt, trajectories=tuple(_trajectory(of, before, *one) for one in each))
 
 
 def turn_at(start: int, completion: Completion, text: str) -> Turn:
@@ -57,12 +59,48 @@ def turn_at(start: int, completion: Completion, text: str) -> Turn:
     )
 
 
+def columns_of_row(requests: Sequence[tuple[int, Completion]], length: int, *, of: str = "") -> dict[str, ColumnData]:
+    """The columns of a row's first ``length`` tokens but the last, those that all its ``requests`` have: the tokens
+    of each one's prompt and completion, and the completion.
+
+    A position has what the request said that computed it first: a turn's last token is an input of the next turn's.
+    Raises DataError, whose text begins with ``of``, for a column that does not fit.
+    """
+    names = [name for name in requests[0][1].columns if all(name in one.columns for _, one in requests)]
+    return {name: _column_of_row(name, requests, length, of) for name in names}
+
+
+def _column_of_row(name: str, requests: Sequence[tuple[int, Completion]], length: int, of: str) -> ColumnData:
+    parts, have, sampled = list[ColumnData](), 0, COLUMNS[name].of == "sampled"
+    for end, completion in requests:
+        column, stop = completion.columns[name], min(length, end) - 1
+        positions = len(completion.token_ids) if sampled else end - 1
+        if len(column) != positions:
+            raise DataError(
+                f"{of}a completion's {name} have {len(column)} entries, but its prompt and completion have {end} "
+                f"tokens, and there must be {positions}: one of each {'sampled token' if sampled else 'but the last'}"
+            )
+        first = min(end - 1 - positions, stop)  # the position of the column's first entry
+        if first > have:
+            parts.append(blank(column, first - have))
+            have = first
+        parts.append(column[have - first : stop - first])
+        have = stop
+    return parts[0] if len(parts) == 1 else one_after_the_other(parts)
+
+
 def _trajectory(
-    prompt: TokenIds, completion: Completion, text: str, reward: float, parts: Mapping[str, tuple[float, float]]
+    of: str,
+    prompt: TokenIds,
+    completion: Completion,
+    text: str,
+    reward: float,
+    parts: Mapping[str, tuple[float, float]],
 ) -> Trajectory:
     turn = turn_at(len(prompt), completion, text)
     tokens = np.concatenate((prompt, completion.token_ids))
-    chain = Chain(token_ids=tokens, turns=(turn,), routes=completion.routes)
+    columns = columns_of_row([(len(tokens), completion)], len(tokens), of=of)
+    chain = Chain(token_ids=tokens, turns=(turn,), columns=columns)
     return Trajectory(chains=(chain,), reward=reward, stop=STOPS[completion.finish_reason], parts=parts)
 
 

@@ -16,12 +16,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_megatron.columns import LogProbs, TokenIds
-from rl_megatron.data.routes import encode_routes
-from rl_megatron.errors import DataError, EngineError
+from rl_megatron.columns import COLUMNS, ColumnData, LogProbs, TokenIds, one_after_the_other
+from rl_megatron.errors import EngineError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.seeds import text_seed
-from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes, Span
+from rl_megatron.types import Completion, FinishReason, GenerationRequest, Span
 
 T = TypeVar("T")
 
@@ -188,22 +187,29 @@ def joined(first: Completion, more: Completion) -> Completion:
         return more
     if not len(more.token_ids):
         return replace(first, finish_reason=more.finish_reason)
-    routes = more.routes
-    if first.routes is not None and routes is not None:  # the first part's routes produced its tokens
-        routes = replace(routes, data=first.routes.data + routes.data[len(first.routes.data) :])
     behind = ((len(first.token_ids) + span.start, span.version) for span in more.spans)
     return Completion(
         token_ids=np.concatenate((first.token_ids, more.token_ids)),
         logprobs=np.concatenate((first.logprobs, more.logprobs)),
         finish_reason=more.finish_reason,
         spans=spans_of((*first.spans, *behind)),
-        routes=routes,
+        columns={name: column for name in more.columns if (column := _joined_column(name, first, more)) is not None},
         continued=True,
     )
 
 
-def checked_routes(experts: NDArray[Any], *, positions: int, shape: ModelShape) -> Routes:
-    """Routes of the MoE layers, from an answer's expert numbers [positions, all layers, experts a token].
+def _joined_column(name: str, first: Completion, more: Completion) -> ColumnData | None:
+    """A column of both; None where the first part's tokens have none. What a position has of the first part, which
+    computed its tokens, stays."""
+    before, column = first.columns.get(name), more.columns[name]
+    if COLUMNS[name].of == "positions":
+        return column if before is None else one_after_the_other([before, column[len(before) :]])
+    return None if before is None else one_after_the_other([before, column])
+
+
+def checked_routes(experts: NDArray[Any], *, positions: int, shape: ModelShape) -> NDArray[Any]:
+    """Routes, [positions, MoE layers, experts a token] of the shape's ``route_dtype``, from an answer's expert numbers
+    [positions, all layers, experts a token].
 
     Raises EngineError for a wrong shape or an unknown expert.
     """
@@ -213,7 +219,9 @@ def checked_routes(experts: NDArray[Any], *, positions: int, shape: ModelShape) 
             f"its routes have shape {experts.shape}; (positions, layers, experts a token) must be {wanted}"
         )
     layers = shape.moe_layers
-    try:
-        return encode_routes(experts.reshape(wanted)[:, layers.start : layers.stop], num_experts=shape.num_experts)
-    except DataError as error:
-        raise EngineError(str(error)) from error
+    chosen = experts.reshape(wanted)[:, layers.start : layers.stop]
+    if chosen.size and not 0 <= chosen.min() <= chosen.max() < shape.num_experts:
+        raise EngineError(
+            f"its routes name experts {chosen.min()} to {chosen.max()}, but the model has {shape.num_experts}"
+        )
+    return chosen.astype(shape.route_dtype)

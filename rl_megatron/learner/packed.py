@@ -17,6 +17,8 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from rl_megatron.columns import COLUMNS, Ragged
+from rl_megatron.data.samples import picked
 from rl_megatron.options.padding import padded_tokens
 from rl_megatron.types import Samples
 
@@ -72,7 +74,7 @@ class PackedMicroBatch:
     input_ids: Tensor
     targets: Tensor
     columns: dict[str, Tensor]  # the samples' other columns, which LossInputs takes under the same names
-    routes: Tensor | None  # [t, this rank's MoE layers, top_k]; padding goes to the first top_k experts
+    extra: Mapping[str, Tensor | Ragged]  # [t, …], what engines returned; padding is as `Column.padding` says
     segment_ids: Tensor
     turn_ids: Tensor | None  # in [0, num_turns), where the samples have ``turn_of``
     source: Tensor
@@ -124,14 +126,17 @@ def pack_micro_batch(
     columns = {
         name: column[take].masked_fill_(~real.view(-1, *[1] * (column.dim() - 1)), 0).to(device)
         for name, column in samples.columns.items()
-        if name not in ("input_ids", "routes")
+        if name != "input_ids"
     }
     turns, turn_of = 1 if samples.turn_of is None else int(samples.turn_of.max()) + 1, columns.pop("turn_of", None)
     return PackedMicroBatch(
         input_ids=ids.to(device),
         targets=columns.pop("targets"),
         columns=columns,
-        routes=None if samples.routes is None else _packed_routes(samples.routes, take, real | bool(sizes)).to(device),
+        extra={
+            name: _packed_extra(name, column, take, real | bool(sizes), device)
+            for name, column in samples.extra.items()
+        },
         segment_ids=segment_ids.to(device),
         turn_ids=None if turn_of is None else segment_ids.to(device) * turns + turn_of,
         source=source,
@@ -160,11 +165,19 @@ def own_tokens(length: int) -> slice:
     return slice(rank * size, (rank + 1) * size)
 
 
-def _packed_routes(routes: Tensor, take: Tensor, given: Tensor) -> Tensor:
-    """Packs routes. What is not ``given`` also gets distinct experts for each token, as megatron requires."""
-    packed = routes[take]
-    packed[~given] = torch.arange(routes.shape[-1], dtype=routes.dtype)
-    return packed
+def _packed_extra(
+    name: str, column: Tensor | Ragged, take: Tensor, given: Tensor, device: torch.device
+) -> Tensor | Ragged:
+    """The entries ``take`` [t] of the column; those not ``given`` [t] bool are padding."""
+    if isinstance(column, Ragged):
+        own, counts = picked(column, take[given]), torch.zeros(len(take), dtype=column.counts.dtype)
+        assert isinstance(own, Ragged)
+        counts[given] = own.counts
+        return Ragged(own.values.to(device), counts.to(device))
+    packed = column[take]
+    distinct = COLUMNS[name].padding == "distinct"  # as megatron requires of a token's experts
+    packed[~given] = torch.arange(column.shape[-1], dtype=column.dtype) if distinct else 0
+    return packed.to(device)
 
 
 def _zigzag_owner(position: Tensor, length: Tensor, cp: int) -> Tensor:

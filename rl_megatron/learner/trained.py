@@ -28,7 +28,9 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import Tensor
 from typing_extensions import override
 
+from rl_megatron.columns import COLUMNS
 from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.data.rows import OwnLayers
 from rl_megatron.digests import Digest
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.feature import Built, learner_hooks
@@ -132,9 +134,11 @@ class MegatronScorer:
             yield
 
     @property
-    def routed_layers(self) -> tuple[int, ...]:
-        """The MoE layers of this rank, whose routes it replays, as indices into all MoE layers."""
-        return self._routing.layers
+    def column_layers(self) -> OwnLayers:
+        """Of each column with entries of layers, those of this rank."""
+        own = [layer.layer_number - 1 for model in self._models for layer in model.decoder.layers]
+        every = {name: list(one.layers(self._shape)) for name, one in COLUMNS.items() if one.layers is not None}
+        return {name: tuple(of.index(layer) for layer in own if layer in of) for name, of in every.items()}
 
     def adopt(self) -> None:
         """Use the parameters that were written into ``tensors``."""
@@ -151,7 +155,7 @@ class MegatronScorer:
             raise RLMegatronError(f"this model computes {sorted(self._head.says)} of a position, not {sorted(strange)}")
         packed, records = self._pack(micro_batches), "routes" in want
         if records:
-            packed = [replace(p, routes=self._routing.blank(len(p.source))) for p in packed]
+            packed = [self._routing.to_record(p) for p in packed]
         around = self._routing.recording if records else self._routing.replaying
         with self._swapped(weights or {}), self._observers.unseen(), self._routing.unseen(), torch.no_grad():
             results = run_scores(self._chunks, packed, self._head, want, around)
@@ -182,7 +186,7 @@ class MegatronScorer:
     def _pack(self, micro_batches: Sequence[Samples]) -> list[PackedMicroBatch]:
         """This rank's share of each. Interleaved pipelines need a multiple of pp: masked copies of the last fill up."""
         for micro_batch in micro_batches:
-            self._routing.check(micro_batch.routes)
+            self._routing.check(micro_batch)
             longest = int(micro_batch.cu_seqlens.diff().max())
             if self._shape.indexer is not None and (too_long := length_problem(self._shape, "a sequence", longest)):
                 raise RLMegatronError(too_long)
@@ -425,7 +429,7 @@ class MegatronLearner(MegatronScorer):
         """Metrics of the passes, which it resets."""
         self._optimizer_of_all.zero_grad()  # frees copies in float32
         activity.part("after the optimizer")
-        replayed = any(m.routes is not None for micro_batches, _ in added for m in micro_batches)
+        replayed = any(self._routing.replays(m) for micro_batches, _ in added for m in micro_batches)
         return self._observers.read() | self._balance.read() | (self._routing.read() if replayed else {})
 
     def _step(self, learning_rate: float, grad_norm: float) -> dict[str, Metric[float]]:

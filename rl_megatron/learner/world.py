@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -12,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data.rows import Share, layers_in, of_layers
+from rl_megatron.data.rows import OwnLayers, Share, has_layers, of_layers
 from rl_megatron.errors import ConfigError
 
 
@@ -85,7 +86,7 @@ def make_groups(learner: LearnerSection, *, seed: int) -> None:
 
 class Relay:
     """Passes shares from the first rank of a data-parallel rank's ranks (tp x cp x pp) on to the others, each with the
-    routes of its own layers.
+    columns' entries of its own layers.
 
     Every rank makes one.
     """
@@ -100,40 +101,46 @@ class Relay:
             if rank in ranks:
                 self._group, self._ranks = group, ranks
 
-    def passed_on(self, share: Share | None, layers: tuple[int, ...]) -> Share:
-        """What the first rank has as ``share``; others have None. ``layers``: this rank's MoE layers. Collective among
-        them."""
+    def passed_on(self, share: Share | None, layers: OwnLayers) -> Share:
+        """What the first rank has as ``share``; others have None. ``layers`` are this rank's. Collective among them."""
         if self._group is None:
             assert share is not None
             return share
-        told = torch.tensor([0, 0] if share is None else [len(share), layers_in(share)])
+        told = torch.tensor([0, 0] if share is None else [len(share), has_layers(share)])
         dist.broadcast(told, self._ranks[0], group=self._group)
-        size, routed = told.tolist()
-        stages = self._stages(layers, routed) if routed else {}
+        size, layered = told.tolist()
+        stages = self._stages(layers) if layered else []
         if len(stages) > 1:
-            return self._by_layers(share, stages, layers)
+            return self._by_layers(share, stages)
         tensor = torch.empty(size, dtype=torch.uint8) if share is None else torch.from_numpy(share)
         dist.broadcast(tensor, self._ranks[0], group=self._group)
         return tensor.numpy()
 
-    def _stages(self, layers: tuple[int, ...], routed: int) -> dict[tuple[int, ...], list[int]]:
-        """The ranks that have each stage's MoE layers, which are at most as many as are ``routed``."""
-        own = torch.tensor([*layers, *[-1] * (routed - len(layers))])
+    def _stages(self, layers: OwnLayers) -> list[tuple[OwnLayers, list[int]]]:
+        """The layers of each stage, and its ranks."""
+        width, names = torch.tensor(max(map(len, layers.values()))), sorted(layers)
+        dist.all_reduce(width, op=dist.ReduceOp.MAX, group=self._group)
+        own = torch.full((len(names), int(width)), -1)
+        for row, name in zip(own, names, strict=True):
+            row[: len(layers[name])] = torch.tensor(layers[name])
         of_ranks = [torch.empty_like(own) for _ in self._ranks]
         dist.all_gather(of_ranks, own, group=self._group)
-        stages: dict[tuple[int, ...], list[int]] = {}
-        for rank, its in zip(self._ranks, of_ranks, strict=True):
-            stages.setdefault(tuple(its[its >= 0].tolist()), []).append(rank)
+        stages: list[tuple[OwnLayers, list[int]]] = []
+        for rank, told in zip(self._ranks, of_ranks, strict=True):
+            its = {name: tuple(row[row >= 0].tolist()) for name, row in zip(names, told, strict=True)}
+            known = next((ranks for of_stage, ranks in stages if of_stage == its), None)
+            if known is None:
+                stages.append((its, [rank]))
+            else:
+                known.append(rank)
         return stages
 
-    def _by_layers(
-        self, share: Share | None, stages: dict[tuple[int, ...], list[int]], layers: tuple[int, ...]
-    ) -> Share:
+    def _by_layers(self, share: Share | None, stages: Sequence[tuple[OwnLayers, list[int]]]) -> Share:
         """Each stage's share once to its first rank, which sends it on to those beside it."""
-        first, *beside = stages[layers]
+        first, *beside = next(ranks for _, ranks in stages if self._rank in ranks)
         mine = None
         if share is not None:
-            for of_stage, (leader, *_) in stages.items():
+            for of_stage, (leader, *_) in stages:
                 part = of_layers(share, of_stage)
                 if leader == self._rank:
                     mine = part

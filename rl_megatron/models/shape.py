@@ -236,6 +236,11 @@ class ModelShape:
         return range(self.dense_layers if self.num_experts else self.num_layers, self.num_layers)
 
     @property
+    def route_dtype(self) -> Literal["uint8", "int16"]:
+        """The smallest dtype that holds an expert's number."""
+        return "uint8" if self.num_experts <= 256 else "int16"
+
+    @property
     def drafted(self) -> range:
         """The numbers of the model's draft layers, which follow those of the decoder's."""
         return range(self.num_layers, self.num_layers + (self.draft_layers if self.drafts else 0))

@@ -61,19 +61,15 @@ def _cut(completion: Completion, stop: Sequence[str], decode: Callable[[Sequence
 
     if not has_text(len(tokens)):
         return completion
-    count, routes = bisect_left(range(len(tokens)), True, key=has_text), completion.routes
-    if routes is not None and count < len(tokens):
-        positions, layers, experts = routes.shape
-        kept = positions - len(tokens) + count
-        data = routes.data[: len(routes.data) // positions * kept]
-        routes = replace(routes, data=data, shape=(kept, layers, experts))
+    count = bisect_left(range(len(tokens)), True, key=has_text)
+    cut = len(tokens) - count
     return replace(
         completion,
         token_ids=completion.token_ids[:count],
         logprobs=completion.logprobs[:count],
         finish_reason="stop",
         spans=tuple(span for span in completion.spans if span.start < count),
-        routes=routes,
+        columns={name: column[: len(column) - cut] for name, column in completion.columns.items()},
     )
 
 
@@ -101,7 +97,7 @@ class RolloutSampler(PolicySampler):
         default_factory=dict
     )  # by source, of prompts not judged by ``reward``
     greedy_baseline: bool = False  # whether each group also gets a greedy completion
-    routes: bool = False  # whether to request routes of the completions that are trained on
+    columns: tuple[str, ...] = ()  # to request of the completions that are trained on
     interruption: Interruption | None = None  # of thinking that is too long
     demonstrate: Callable[[Prompt], Completion] | None = None  # what each group has besides, which nobody samples
     apart: bool = False  # whether each completion of a group is requested by itself, even where none was begun
@@ -118,7 +114,7 @@ class RolloutSampler(PolicySampler):
         named = [(one.prompt, one.name()) for one in drawn]
         begun = {f"{name}: {one.prompt.id}": one.begun for one, (_, name) in zip(drawn, named, strict=True)}
         limit = section.max_seconds
-        answered = await self._run(named, section.group_size, params, begun, routes=self.routes, max_seconds=limit)
+        answered = await self._run(named, section.group_size, params, begun, columns=self.columns, max_seconds=limit)
         if self.greedy_baseline:
             asked = [i for i, one in enumerate(answered) if one.reason != "poison"]
             named = [(drawn[i].prompt, drawn[i].name(", greedy")) for i in asked]
@@ -180,7 +176,7 @@ class RolloutSampler(PolicySampler):
         params: SamplingParams,
         begun: Mapping[str, Sequence[Completion | None]] | None = None,
         *,
-        routes: bool = False,
+        columns: tuple[str, ...] = (),
         exact_logprobs: bool = True,
         ahead: bool = False,
         max_seconds: float | None = None,
@@ -193,7 +189,7 @@ class RolloutSampler(PolicySampler):
             for prompt, name in named:
                 request = replace(
                     self._request(prompt, name, count, params),
-                    routes=routes,
+                    columns=columns,
                     exact_logprobs=exact_logprobs,
                     ahead=ahead,
                     max_seconds=max_seconds,

@@ -16,6 +16,7 @@ from rl_megatron.algorithms.losses import MEANS_OF_RATIOS
 from rl_megatron.algorithms.mismatch import mismatch_metrics
 from rl_megatron.algorithms.segments import differ
 from rl_megatron.config.run import RunConfig
+from rl_megatron.data.samples import dense_column
 from rl_megatron.observability.recorder import Row
 from rl_megatron.types import Metric, Over, RolloutGroup, Samples, StepResult, Want
 
@@ -53,6 +54,11 @@ def mismatch_row(found: Measured) -> Row:
         return {}
     sampled = samples.mask if samples.demonstrated is None else samples.mask & ~samples.demonstrated
     return {**mismatch_metrics(current, samples.rollout_logprobs, sampled, samples.cu_seqlens)}
+
+
+def routes_of(samples: Samples) -> Tensor | None:
+    """The experts that routers shall choose, or those of the engine, [N, MoE layers, top_k]; None without."""
+    return dense_column(samples.extra, "routes")
 
 
 def advantage_row(samples: Samples) -> Row:

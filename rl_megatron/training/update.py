@@ -27,11 +27,12 @@ from rl_megatron.algorithms.corrections import proximal_share, second_moment_mas
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.objectives import ClipLimits
 from rl_megatron.algorithms.own import check_own_advantages, check_own_objective, check_own_pair_loss
+from rl_megatron.columns import required_columns
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.algorithm import TokensSection
 from rl_megatron.data.demonstrations import with_demonstrations
 from rl_megatron.data.packing import tokens_of_part, unpack, with_own_columns
-from rl_megatron.data.samples import computed_lengths, to_samples, without_routes
+from rl_megatron.data.samples import computed_lengths, seen_by, to_samples, without_columns
 from rl_megatron.errors import DataError
 from rl_megatron.feature import StepHooks, step_hooks
 from rl_megatron.interfaces import Roles
@@ -47,6 +48,7 @@ from rl_megatron.training.measures import (
     explained_variance,
     mismatch_row,
     policy_row,
+    routes_of,
     token_versions,
 )
 from rl_megatron.training.optimizer_steps import OptimizerSteps, TooFar, critic_learning_rate, learning_rate
@@ -238,9 +240,9 @@ class Update:
         """All scores of the groups, the samples to train on, and the algorithm's next state."""
         section = self.config.algorithm
         sampled = await to_thread(self._samples_of, groups)
-        replayed = sampled if self._replays else replace(sampled, routes=None)
+        replayed = sampled if self._replays else without_columns(sampled, ["routes"])
         found = await measured(self.config, self.roles, self.packers, replayed, step, watch, groups=groups)
-        found = replace(found, engine_routes=None if self._replays else sampled.routes)
+        found = replace(found, engine_routes=None if self._replays else routes_of(sampled))
 
         def credited() -> tuple[Measured, Samples, AlgorithmState]:
             samples, state = assign_credit(
@@ -277,17 +279,18 @@ class Update:
         return row
 
     def _samples_of(self, groups: Sequence[RolloutGroup]) -> Samples:
-        """Samples of the groups, with the engine's routes if the run needs them. Raises DataError if a row has none."""
-        section, asking = self.config.algorithm, self.config.asks_for_routes
+        """Samples of the groups, with the columns that the run needs. Raises DataError if a row lacks one."""
+        section, asked = self.config.algorithm, required_columns(self.config)
         rows = [row for group in groups for one in group.trajectories for row in one.chains]
-        if asking is not None and (bare := sum(row.routes is None for row in rows)):
-            raise DataError(
-                f"{asking}, but {bare} of the step's {len(rows)} completions have no routes: they were sampled before "
-                "it was set; continue without it until they are trained on, or start a new run"
-            )
+        for name, key in asked.items():
+            if bare := sum(name not in row.columns for row in rows):
+                raise DataError(
+                    f"{key}, but {bare} of the step's {len(rows)} completions have no {name}: they were sampled before "
+                    "it was set; continue without it until they are trained on, or start a new run"
+                )
         samples = to_samples(
             groups,
-            routes=asking is not None,
+            columns=asked,
             groups_of=section.aggregation == "prompt_mean" or self.config.train.whole_groups,
             turns_of=section.ratio_level == "turn",
             sources=self.config.source_names if section.kl.teachers else (),
@@ -306,7 +309,7 @@ class Update:
             return {}
         assert found.current is not None
         assert found.routes is not None
-        replayed = found.samples.routes is not None
+        replayed = routes_of(found.samples) is not None
         batch = await to_thread(self.packers.packed, found.samples, step)
         with watch("logprobs"):
             said = await self.roles.policy.score(batch, LOGPROBS if replayed else LOGPROBS | {"routes"})
@@ -420,7 +423,8 @@ class Update:
                     near = partial(self.policy_steps.step_near, most_kl=section.old_kl_limit)
                     trained = at_once.begin("train", near(roles.policy, batch, loss, rate, prompts))
                 if critic is not None:
-                    learnt = without_routes(await to_thread(self.packers.again, "critic", batch))
+                    learnt = await to_thread(self.packers.again, "critic", batch)
+                    learnt = seen_by(learnt, replays=False, last_tokens=False)
                     asked = self.critic_steps.step(critic, learnt, value_loss, critic_rate, prompts)
                     valued = at_once.begin("critic", asked)
                 if trained is not None:

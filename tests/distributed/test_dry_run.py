@@ -63,7 +63,7 @@ def real(rank: int, layout: str, folder: Path) -> None:
     counted = []
     for _ in range(3):
         with Meter() as meter:
-            made = policy(shape_of(layout), learner, replace(packed, routes=routes))
+            made = policy(shape_of(layout), learner, replace(packed, extra={"routes": routes}))
             for tensor in made.tensors.values():
                 tensor.normal_(std=0.02)
             made.adopt()

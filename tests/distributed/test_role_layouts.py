@@ -113,7 +113,7 @@ async def replayed(roles: Roles, packer: Packer, samples: Samples) -> None:
     ranks = [worker.process.pid for worker in roles.policy._group.workers]
     bytes_read = []
     for given in (None, routes, 3 - routes):
-        again = replace(samples, input_ids=samples.input_ids.clone(), routes=given)
+        again = replace(samples, input_ids=samples.input_ids.clone(), extra={} if given is None else {"routes": given})
         before = [received(pid) for pid in ranks]
         batch = packer.pack(again)
         found = unpack(batch, (await roles.policy.score(batch, frozenset({"logprobs"})))["logprobs"], again)

@@ -34,7 +34,7 @@ BAD_ROUTES: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 def free(samples: Samples) -> Samples:
     """Without routes to replay."""
-    return Samples(**{k: v for k, v in samples.columns.items() if k != "routes"}, cu_seqlens=samples.cu_seqlens)
+    return replace(samples, extra={})
 
 
 def rank_main(rank: int, model: Path, folder: Path) -> None:
@@ -53,7 +53,9 @@ def rank_main(rank: int, model: Path, folder: Path) -> None:
     routes = drawn[..., :TOP_K].to(torch.uint8)
     for what, bad in BAD_ROUTES.items():
         with pytest.raises(RLMegatronError, match=what):
-            policy.backward([replace(samples, routes=bad(routes))], CrossEntropy(), num_tokens=1, num_sequences=1)
+            policy.backward(
+                [replace(samples, extra={"routes": bad(routes)})], CrossEntropy(), num_tokens=1, num_sequences=1
+            )
     found = []
     for sampled in (rollouts(shape, model), free(rollouts(shape, model))):
         said: Any = policy.score([sampled], frozenset({"logprobs"}))
@@ -75,7 +77,7 @@ def rollouts(shape: ModelShape, model: Path) -> Samples:
     params = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=30, stop_token_ids=(), seed=0)
     prompts = [Prompt(id=str(i), text="", token_ids=tuple(range(i, i + 9)), answer="") for i in range(40)]
     asked = [
-        GenerationRequest(id=p.id, token_ids=p.token_ids, num_completions=2, params=params, routes=True)
+        GenerationRequest(id=p.id, token_ids=p.token_ids, num_completions=2, params=params, columns=("routes",))
         for p in prompts
     ]
     return to_samples(

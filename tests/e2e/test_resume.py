@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 from launcher.build.model import starting_shape
 from rl_megatron.config.io import load_config
-from rl_megatron.data.routes import decode_routes
 from rl_megatron.evaluation.results import read_results
 from rl_megatron.observability.metrics.table import PHASE_SECONDS
 from rl_megatron.training import checkpoints
@@ -246,8 +245,7 @@ def test_a_pipeline_with_rollouts_ahead_resumes_its_buffer_and_exports_what_samp
         logprobs = said.logits[0, turn.start - 1 :].log_softmax(-1)
         theirs = logprobs.gather(1, tokens[0, turn.start :, None])[:, 0]
         torch.testing.assert_close(torch.tensor(turn.logprobs), theirs, rtol=0, atol=1e-4)
-        assert row.routes is not None
-        routes = torch.tensor(decode_routes(row.routes)).sort(-1).values
+        routes = torch.tensor(row.columns["routes"]).sort(-1).values
         wanted = torch.stack([x.topk(routes.shape[-1]).indices.sort(-1).values for x in said.router_logits], 1)
         assert routes.tolist() == wanted.tolist()
 

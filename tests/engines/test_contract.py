@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from launcher.servers.engines import SERVERS
-from rl_megatron.data.routes import decode_routes
 from rl_megatron.engines.local.engine import decoder_of
 from rl_megatron.errors import EngineError
 from rl_megatron.types import Completion, Span
@@ -65,19 +64,19 @@ def test_a_server_judges_a_text_as_a_teacher(server: ServedBench, models: tuple[
 def test_routes_are_transformers_of_every_position_once(bench: Bench, models: tuple[Path, Path]) -> None:
     bench.push(models[0], 1)
     requests = [
-        replace(request(prompt, n=3, stop_token_ids=tuple(range(0, 259, 12))), routes=True) for prompt in PROMPTS
+        replace(request(prompt, n=3, stop_token_ids=tuple(range(0, 259, 12))), columns=("routes",))
+        for prompt in PROMPTS
     ]
     if bench.name not in RETURN_ROUTES:
         with pytest.raises(EngineError, match="it returned no routes; start it with --enable-return-routed-experts"):
             bench.generate(requests[0])
         return
-    assert [c.routes for c in bench.generate(replace(requests[0], routes=False))[0]] == [None] * 3
+    assert [c.columns for c in bench.generate(replace(requests[0], columns=()))[0]] == [{}] * 3
     for version, folder in enumerate(models, start=2):
         bench.push(folder, version)
         for asked, completions in zip(requests, bench.generate(*requests), strict=True):
             for c in completions:
-                assert c.routes is not None
-                found = torch.tensor(decode_routes(c.routes)).sort(-1).values
+                found = torch.tensor(c.columns["routes"]).sort(-1).values
                 assert found.tolist() == routes_of(folder, (*asked.token_ids, *c.token_ids)[:-1]).tolist()
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from rl_megatron.config.sections.rollout import ServerSection
-from rl_megatron.data.routes import decode_routes
 from rl_megatron.engines.adapter import EngineGauges
 from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.errors import ConfigError, EngineError, SyncError
@@ -126,7 +125,7 @@ def test_a_running_request_goes_on_over_an_update(server: ServedBench, models: t
     async def update_meanwhile(new: int) -> Completion:
         server.sync.folder = models[0]
         await server.weights.push(1)
-        asked = replace(request(new=new), routes=server.name in RETURN_ROUTES)
+        asked = replace(request(new=new), columns=("routes",) if server.name in RETURN_ROUTES else ())
         running = asyncio.create_task(server.engine.generate(asked))
         await server.sampling(running)
         await server.engine.adapter.pause(one, "recompute")  # else a short request is over before a push has begun
@@ -151,12 +150,12 @@ def test_a_running_request_goes_on_over_an_update(server: ServedBench, models: t
     assert completion.spans == ((0, 1), (by_first, 2))
     assert gaps[0][:by_first].max() < 1e-4
     assert gaps[1][by_first:].max() < 1e-4  # by the new weights alone: keys and values were computed again
-    if completion.routes is not None:  # of every position once; a kept request is computed again, by the new weights
-        found = torch.tensor(decode_routes(completion.routes)).sort(-1).values
+    if "routes" in completion.columns:  # of every position once; a kept request is computed again, by the new weights
+        found = torch.tensor(completion.columns["routes"]).sort(-1).values
         wanted = routes_of(models[1], (*prompt, *token_ids)[:-1])
         assert found.shape == wanted.shape
         assert (found == wanted).double().mean() > 0.99  # a near tie may fall otherwise
-    assert (completion.routes is not None) == (server.name in RETURN_ROUTES)
+    assert ("routes" in completion.columns) == (server.name in RETURN_ROUTES)
 
 
 def test_what_an_update_ends_goes_on_from_what_it_has(server: ServedBench, models: tuple[Path, Path]) -> None:
@@ -168,7 +167,7 @@ def test_what_an_update_ends_goes_on_from_what_it_has(server: ServedBench, model
     ending = ServedEngine(engine.adapter, engine.servers, section, max_length=MAX_LENGTH, vocab_size=259)
 
     async def update_meanwhile(new: int) -> Sequence[Completion]:
-        pair = replace(request(n=2, new=new), routes=routed)
+        pair = replace(request(n=2, new=new), columns=("routes",) if routed else ())
         weights = server.weights_of(ending)
         server.sync.folder = models[0]
         await weights.push(1)
@@ -195,9 +194,9 @@ def test_what_an_update_ends_goes_on_from_what_it_has(server: ServedBench, model
         assert completion.spans == ((0, 1), (cut, 2))
         assert before[:cut].max() < 1e-4
         assert after[cut:].max() < 1e-4
-        assert (completion.routes is not None) == routed
-        if completion.routes is not None:  # each position's experts are those that chose the token behind it
-            found = torch.tensor(decode_routes(completion.routes)).sort(-1).values
+        assert ("routes" in completion.columns) == routed
+        if "routes" in completion.columns:  # each position's experts are those that chose the token behind it
+            found = torch.tensor(completion.columns["routes"]).sort(-1).values
             of_old, of_new = (routes_of(folder, (*prompt, *completion.token_ids)[:-1]) for folder in models)
             first = len(prompt) + cut - 1  # that the new weights sampled
             assert found.shape == of_old.shape
@@ -213,7 +212,7 @@ def test_aborted_requests_keep_what_was_sampled(server: ServedBench, models: tup
     adapter, routed = server.engine.adapter, server.name in RETURN_ROUTES
 
     async def abort(new: int) -> tuple[list[Completion], list[Completion]]:
-        pair = replace(request(n=2, new=new), routes=routed)
+        pair = replace(request(n=2, new=new), columns=("routes",) if routed else ())
         names = "mine", "second", "mine too"
         mine, second, other = (asyncio.create_task(adapter.generate(replica, pair, name)) for name in names)
         await server.sampling(mine, second, other)
@@ -228,10 +227,10 @@ def test_aborted_requests_keep_what_was_sampled(server: ServedBench, models: tup
     for completion in aborted:
         assert completion.finish_reason == "abort"
         assert 0 < len(completion.token_ids) == len(completion.logprobs) < new
-        assert (completion.routes is not None) == routed
-        if completion.routes is not None:
+        assert ("routes" in completion.columns) == routed
+        if "routes" in completion.columns:
             positions = (*request().token_ids, *completion.token_ids)[:-1]
-            assert decode_routes(completion.routes).shape == routes_of(models[0], positions).shape
+            assert completion.columns["routes"].shape == routes_of(models[0], positions).shape
     assert [c.finish_reason for c in whole] == ["length"] * 2
 
 

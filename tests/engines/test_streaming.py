@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from rl_megatron.config.sections.rollout import RunningRequests, ServerSection
-from rl_megatron.data.routes import decode_routes
 from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.types import Completion, GenerationRequest
 from tests.engines.benches import (
@@ -152,7 +151,7 @@ def test_prompts_find_no_prefix_of_weights_before_the_push(server: ServedBench, 
 def test_a_request_goes_on_from_columns_of_a_checkpoint(server: ServedBench, models: tuple[Path, Path]) -> None:
     """Sampled by other weights before; the rest is of the weights that are served, as are its routes."""
     server.push(models[0], 1)
-    asked = replace(request(PROMPTS[3], new=24), routes=server.name in RETURN_ROUTES)
+    asked = replace(request(PROMPTS[3], new=24), columns=("routes",) if server.name in RETURN_ROUTES else ())
     first = server.generate(replace(asked, params=replace(asked.params, max_new_tokens=10)))[0][0]
     assert (first.finish_reason, len(first.token_ids)) == ("length", 10)
     first = replace(first, finish_reason="abort")  # as a save finds a completion under way; one that ended stays ended
@@ -164,9 +163,9 @@ def test_a_request_goes_on_from_columns_of_a_checkpoint(server: ServedBench, mod
     mine = torch.tensor(whole.logprobs)
     for folder, part in zip(models, (slice(0, 10), slice(10, 24)), strict=True):
         assert largest(mine[part], logprobs_of(folder, asked.token_ids, whole, 1.0, part)[part]) < TOLERANCE
-    assert (whole.routes is not None) == asked.routes
-    if whole.routes is not None:  # of every position once: the experts of the weights that chose the token behind it
-        found = torch.tensor(decode_routes(whole.routes)).sort(-1).values
+    assert ("routes" in whole.columns) == bool(asked.columns)
+    if "routes" in whole.columns:  # of every position once: the experts of the weights that chose the token behind it
+        found = torch.tensor(whole.columns["routes"]).sort(-1).values
         of_old, of_new = (routes_of(folder, (*asked.token_ids, *whole.token_ids)[:-1]) for folder in models)
         cut = len(asked.token_ids) + 10 - 1
         wanted = torch.cat((of_old[:cut], of_new[cut:]))

@@ -64,9 +64,9 @@ class Routers:
     def _seen(self, number: int, module: Any, said: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, own = said
         chosen = own
-        if self.samples.routes is not None:
+        if "routes" in self.samples.extra:
             first, stop = self.samples.cu_seqlens[self.text : self.text + 2].tolist()
-            chosen = self.samples.routes[first:stop, number].long()
+            chosen = self.samples.extra["routes"][first:stop, number].long()
             weights = self._weights(module, logits, chosen)
         if self.records:
             self.logits[number].append(logits)
@@ -104,7 +104,7 @@ class Routers:
         load = torch.stack([one.bincount(minlength=self.shape.num_experts) for one in every]).float()
         rerouted = {"moe/rerouted_fraction": float(torch.cat(self._rerouted).double().mean())}
         return {
-            **(rerouted if self.samples.routes is not None else {}),
+            **(rerouted if "routes" in self.samples.extra else {}),
             "moe/load_imbalance": float((load.amax(1) / load.mean(1)).max()),
             "moe/dead_experts": float((load == 0).float().mean()),
         }

@@ -56,10 +56,10 @@ def make_samples(shape: Any, features: Sequence[str]) -> Samples:
     lengths = torch.tensor([len(text) - 1 for text in each])
     n = int(lengths.sum())
     masks = [torch.arange(len(text) - 1) >= prompt_of(i) - 1 for i, text in enumerate(each)]
-    more = {}
+    more: dict[str, Any] = {}
     if "replay" in features:
         drawn = torch.rand(n, shape.num_layers - shape.dense_layers, shape.num_experts, generator=g).argsort(-1)
-        more["routes"] = drawn[..., : shape.experts_per_token].to(torch.uint8)
+        more["extra"] = {"routes": drawn[..., : shape.experts_per_token].to(torch.uint8)}
     return sequences_of(
         lengths,
         input_ids=torch.cat([text[:-1] for text in each]),
@@ -141,7 +141,7 @@ def steps(rank: int, cell: Cell, folder: Path, to: Path) -> dict[str, Any]:
         policy.load_weights(folder / "megatron")
         assert differing(policy, before) == [], "a converted checkpoint holds other weights than the tables give"
     batch, row = mine(policy, cell, learner, rank, folder)
-    asked = ASKED | {"routes"} if read_shape(folder).num_experts and row[0].routes is None else ASKED
+    asked = ASKED | {"routes"} if read_shape(folder).num_experts and not row[0].extra else ASKED
     seen: dict[str, Any] = {"dp": learner.dims.dp_rank(rank), "scores": policy.score(row, asked)}
     seen["culprits"] = skipped(policy, row, batch, learner, rank)
     assert differing(policy, before) == [], "a skipped step moved weights"
@@ -204,8 +204,8 @@ def mine(
     batch = packed(make_samples(read_shape(folder), cell.features), learner)
     row = list(batch.micro_batches[learner.dims.dp_rank(rank)])
     if "replay" in cell.features:
-        layers = list(policy.routed_layers)
-        row = [replace(m, routes=m.routes[:, layers]) for m in row]  # type: ignore[index]
+        layers = list(policy.column_layers["routes"])
+        row = [replace(m, extra={"routes": m.extra["routes"][:, layers]}) for m in row]  # type: ignore[index]
     return batch, row
 
 

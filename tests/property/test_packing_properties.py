@@ -22,7 +22,7 @@ from rl_megatron.options.padding import PaddingSection
 from rl_megatron.types import ParallelDims, Samples
 from tests.samples import sequences_of
 
-COLUMNS = ("input_ids", "targets", "mask", "advantages", "rollout_logprobs", "old_logprobs", "routes")
+COLUMNS = ("input_ids", "targets", "mask", "advantages", "rollout_logprobs", "old_logprobs")
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 DIMS = st.builds(ParallelDims, dp=st.integers(1, 5), cp=st.integers(1, 3), tp=st.integers(1, 4))
 
@@ -39,7 +39,7 @@ def ragged(lengths: list[int]) -> Samples:
         advantages=number + 0.25,
         rollout_logprobs=number + 0.5,
         old_logprobs=number + 0.75,
-        routes=torch.stack([number % 200, number % 200 + 1], 1).to(torch.uint8)[:, None].expand(n, 3, 2),
+        extra={"routes": torch.stack([number % 200, number % 200 + 1], 1).to(torch.uint8)[:, None].expand(n, 3, 2)},
     )
 
 
@@ -59,7 +59,9 @@ def test_every_sequence_is_packed_once(lengths: list[int], dims: ParallelDims, m
         assert sorted(packed) == sorted(piece.tolist() for piece in pieces(samples, name)), name
     for placeholder in (micro for micro in micro_batches if all(micro is not other for other in real)):
         assert placeholder.input_ids.tolist() == samples.input_ids[:1].tolist()
-        assert placeholder.routes.tolist() == [[[0, 1]] * 3]  # of the first position: a token's experts all differ
+        assert placeholder.extra["routes"].tolist() == [
+            [[0, 1]] * 3
+        ]  # of the first position: a token's experts all differ
         assert placeholder.cu_seqlens.tolist() == [0, 1]
     assert batch.num_sequences == len(lengths)
     assert batch.num_tokens == int(samples.mask.sum())
@@ -357,7 +359,7 @@ def make_samples(lengths: list[int]) -> Samples:
         targets=torch.arange(total) + 1,
         advantages=torch.arange(total).float(),
         rollout_logprobs=-torch.arange(total).float(),
-        routes=torch.randint(0, 300, (total, 2, 3), generator=torch.Generator().manual_seed(0)).to(torch.int16),
+        extra={"routes": torch.randint(0, 300, (total, 2, 3), generator=torch.Generator().manual_seed(0)).short()},
     )
 
 
@@ -381,8 +383,8 @@ def test_every_position_lies_on_one_rank_where_zigzag_puts_it(lengths: list[int]
         assert torch.equal(share.columns["rollout_logprobs"][real], samples.rollout_logprobs[share.source[real]])
         assert not share.columns["mask"][~real].any()
         assert "routes" not in share.columns  # losses do not take them
-        assert torch.equal(share.routes[real], samples.routes[share.source[real]])
-        assert share.routes[~real].tolist() == [[[0, 1, 2]] * 2] * int((~real).sum())
+        assert torch.equal(share.extra["routes"][real], samples.extra["routes"][share.source[real]])
+        assert share.extra["routes"][~real].tolist() == [[[0, 1, 2]] * 2] * int((~real).sum())
         cu = share.attention.cu_seqlens_q.tolist()
         for i, length in enumerate(lengths):
             chunk = (cu[i + 1] - cu[i]) // (2 * cp)
@@ -421,7 +423,7 @@ def test_padding_repeats_tokens_and_adds_empty_sequences(lengths: list[int], tp:
         assert share.input_ids[filled].tolist() == [
             n % sum(lengths) for n in share.attention.positions[filled].tolist()
         ]
-        assert torch.equal(share.routes[filled], samples.routes[share.input_ids[filled]])
+        assert torch.equal(share.extra["routes"][filled], samples.extra["routes"][share.input_ids[filled]])
         assert not share.columns["mask"][~real].any()
 
 
@@ -439,7 +441,8 @@ def test_much_padding_is_several_sequences(most: int | None, pieces: int) -> Non
     assert padding.max() - padding[:pieces].min() <= 4
     assert most is None or len(ends) == most + 2
     assert torch.equal(
-        share.routes[share.source < 0], make_samples([1500, 20, 3]).routes[share.input_ids[share.source < 0]]
+        share.extra["routes"][share.source < 0],
+        make_samples([1500, 20, 3]).extra["routes"][share.input_ids[share.source < 0]],
     )
 
 

@@ -133,11 +133,11 @@ def scored(samples: Samples, kinds: list[str], seed: int) -> Samples:
     top = torch.randn(len(mask), 2, 3, generator=g) if seed % 5 else None
     if top is not None and seed % 7:
         top[~mask] = 0
-    return replace(samples, **chosen, targets=targets, routes=routes, mask=mask, turn_of=turns, ref_top=top)
+    return replace(samples, **chosen, targets=targets, extra={"routes": routes}, mask=mask, turn_of=turns, ref_top=top)
 
 
 def bits(samples: Samples) -> dict[str, bytes]:
-    every = {**samples.columns, "cu_seqlens": samples.cu_seqlens}
+    every = {**samples.every_column, "cu_seqlens": samples.cu_seqlens}
     return {name: f"{c.dtype} {tuple(c.shape)} ".encode() + c.numpy().tobytes() for name, c in every.items()}
 
 
@@ -160,7 +160,7 @@ def test_ranks_build_what_the_controller_would_have_sent(
 
     def taken(batch: Batch, *, to_score: bool) -> list[tuple[Samples, ...]]:
         shares = sent.shares(batch, to_score=to_score)
-        return [rank.take(share, range(3)) for rank, share in zip(held, shares, strict=True)]
+        return [rank.take(share, {"routes": (0, 1, 2)}) for rank, share in zip(held, shares, strict=True)]
 
     ranks = packer.ranks(sampled, most=most, seed=seed)
     batch = packer.pack(sampled, ranks=ranks)
@@ -215,7 +215,7 @@ def test_a_rank_gets_the_routes_of_its_own_rows_alone_and_once() -> None:
     samples, dp = of_size(16, 8, 100), 4
     routes = torch.randint(0, 128, (len(samples.mask), 8, 8), generator=torch.Generator().manual_seed(1))
     routed, packer = (
-        replace(samples, routes=routes.to(torch.uint8)),
+        replace(samples, extra={"routes": routes.to(torch.uint8)}),
         Packer(dims=ParallelDims(dp=dp), max_tokens=4000, attention_cost=0.0),
     )
     ranks = packer.ranks(samples, most=2, seed=5)

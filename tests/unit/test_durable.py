@@ -6,6 +6,7 @@ import json
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from rl_megatron.columns import ColumnReader, ColumnWriter, LogProbs, TokenIds
+from rl_megatron.columns import ColumnReader, ColumnWriter, LogProbs, Ragged, TokenIds
 from rl_megatron.files import append_private, publish_folder, remove_folder, write_atomically
-from rl_megatron.types import Completion, Routes, Span, Turn
-from tests.completions import completion, plain
+from rl_megatron.types import Completion, Span, Turn
+from tests.completions import columns_of, completion, plain
 
 
 def folder_with(path: Path, *names: str) -> Path:
@@ -137,11 +138,12 @@ def test_what_is_no_column_is_refused(text: object, said: str) -> None:
 
 # Columns beside a checkpoint's JSON: raw numbers in files of numpy's format, and what is no such file is refused.
 SEVERAL = TypeAdapter(tuple[Completion, ...])
-ROUTES = Routes(data=bytes(range(246, 256)) + b"\0", shape=(11, 1, 1))
+ROUTES = np.array([*range(246, 256), 0], np.uint8).reshape(11, 1, 1)
+KEPT = Ragged(np.array([7, -1, 2**31 - 1], np.int32), np.array([2, 0, 1], np.int32))
 ONES = (
-    completion((5, -1, 2**31 - 1), (-0.1, float("-inf"), 1e-40), spans=((0, 3), (2, 4)), routes=ROUTES),
+    completion((5, -1, 2**31 - 1), (-0.1, float("-inf"), 1e-40), spans=((0, 3), (2, 4)), columns={"routes": ROUTES}),
     completion(()),
-    completion((7,), (-2.5,), finish="abort"),
+    completion((7,), (-2.5,), finish="abort", columns={"kept": KEPT, "routes": ROUTES[:2] + np.int16(300)}),
 )
 
 
@@ -159,19 +161,20 @@ def read(folder: Path, text: bytes, names: list[str]) -> tuple[Completion, ...]:
 
 
 def test_files_are_numpys_and_have_the_bits_one_after_the_other(tmp_path: Path) -> None:
-    """Read by numpy alone; four bytes a number, one a byte of routes, and 128 of each file's header."""
+    """Read by numpy alone; four bytes a number, one a byte of columns, and 128 of each file's header."""
     text, names = written(tmp_path / "stream")
-    tokens, logprobs, routes = (np.load(tmp_path / "stream" / name, allow_pickle=False) for name in names)
-    assert names == ["tokens.npy", "logprobs.npy", "routes.npy"]
-    assert [(x.dtype.str, x.shape) for x in (tokens, logprobs, routes)] == [
+    tokens, logprobs, columns = (np.load(tmp_path / "stream" / name, allow_pickle=False) for name in names)
+    assert names == ["tokens.npy", "logprobs.npy", "columns.npy"]
+    assert [(x.dtype.str, x.shape) for x in (tokens, logprobs, columns)] == [
         ("<i4", (4,)),
         ("<f4", (4,)),
-        ("|u1", (11,)),
+        ("|u1", (39,)),
     ]
     assert tokens.tolist() == [5, -1, 2**31 - 1, 7]
     assert logprobs.tobytes() == np.array([-0.1, float("-inf"), 1e-40, -2.5], np.float32).tobytes()
-    assert routes.tobytes() == ROUTES.data
-    assert [(tmp_path / "stream" / name).stat().st_size - 128 for name in names] == [16, 16, 11]
+    assert columns[:11].tobytes() == ROUTES.tobytes()
+    assert columns[11:35].tobytes() == KEPT.values.tobytes() + KEPT.counts.tobytes()
+    assert [(tmp_path / "stream" / name).stat().st_size - 128 for name in names] == [16, 16, 39]
     said = json.loads(text)
     assert [one["token_ids"] for one in said] == [[0, 3], [3, 0], [3, 1]]
     assert [one["spans"] for one in said] == [[[0, 3], [2, 4]], [[0, 0]], [[0, 0]]]
@@ -183,6 +186,27 @@ def test_they_are_read_back_read_only(tmp_path: Path) -> None:
     assert found[0].spans[1] == Span(2, 4)
     with pytest.raises(ValueError, match="read-only"):
         found[2].token_ids[0] = 0
+    with pytest.raises(ValueError, match="read-only"):
+        found[0].columns["routes"][0] = 0
+
+
+def test_routes_of_an_older_checkpoint_are_read_as_a_column(tmp_path: Path) -> None:
+    """They were in a file and a field of their own, without a dtype; a completion without any had null."""
+    text, _ = written(tmp_path)
+    (tmp_path / "columns.npy").unlink()
+    np.save(tmp_path / "routes.npy", np.frombuffer(ROUTES.tobytes() + b"\x01\x02" * 2, np.uint8))
+    older = json.loads(text)
+    for one, routes in zip(older, ([0, 11, [11, 1, 1]], None, [11, 4, [2, 1, 1]]), strict=True):
+        del one["columns"]
+        one["routes"] = None if routes is None else {"data": routes[:2], "shape": routes[2]}
+    names = ["tokens.npy", "logprobs.npy", "routes.npy"]
+    found = read(tmp_path, json.dumps(older).encode(), names)
+    wide = np.full((2, 1, 1), 0x0201, np.int16)
+    wanted = [*ONES[:2], replace(ONES[2], columns={"routes": wide})]
+    assert [plain(one) for one in found] == [plain(one) for one in wanted]
+    older[0]["routes"]["shape"] = [12, 1, 1]
+    with pytest.raises(ValidationError, match="cannot reshape"):
+        read(tmp_path, json.dumps(older).encode(), names)
 
 
 def test_texts_are_utf8_in_a_file_and_the_json_does_not_grow_with_them(tmp_path: Path) -> None:
@@ -218,7 +242,7 @@ def test_base64_of_an_older_checkpoint_is_read_too(tmp_path: Path) -> None:
         b'"routes":{"data":"-_8A","shape":[3,1,1]}}]'
     )
     (one,) = read(tmp_path, older, [])
-    assert (one.token_ids.tolist(), one.routes) == ([5, -1], Routes(data=b"\xfb\xff\x00", shape=(3, 1, 1)))
+    assert (one.token_ids.tolist(), columns_of(one)) == ([5, -1], {"routes": [("uint8", [[[251]], [[255]], [[0]]])]})
     assert one.logprobs.tobytes() == np.array([-0.1, float("-inf")], np.float32).tobytes()
 
 
@@ -255,5 +279,5 @@ def test_files_that_are_not_listed_or_not_known_are_refused(tmp_path: Path) -> N
     text, names = written(tmp_path)
     with pytest.raises(LookupError, match=r"tokens\.npy is not among the checkpoint's files"):
         read(tmp_path, text, names[1:])
-    with pytest.raises(ValueError, match=r"rewards\.npy is no column: these are tokens\.npy, logprobs\.npy, routes"):
+    with pytest.raises(ValueError, match=r"rewards\.npy is no column: these are tokens\.npy, logprobs\.npy, columns"):
         read(tmp_path, text, [*names, "rewards.npy"])

@@ -260,7 +260,7 @@ class Rig:
             stop_token_ids=() if config.rollout.ignore_eos else (0,),
             seed=config.seed,
             greedy_baseline=config.algorithm.advantage_mean == "greedy",
-            routes=config.algorithm.routing_replay == "r3",
+            columns=("routes",) if config.algorithm.routing_replay == "r3" else (),
             demonstrate=None if config.algorithm.demonstration_gamma is None else shown,
         )
         decay, size = config.algorithm.track_decay, config.rollout.prompts_per_step

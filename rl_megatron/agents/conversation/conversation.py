@@ -23,9 +23,8 @@ from rl_megatron.agents.conversation.messages import (
 )
 from rl_megatron.agents.conversation.templates import Rendered, Rewritten, Template, Tools
 from rl_megatron.columns import TokenIds, freeze
-from rl_megatron.data.trajectories import turn_at
-from rl_megatron.errors import DataError
-from rl_megatron.types import Chain, Completion, Routes, Turn
+from rl_megatron.data.trajectories import columns_of_row, turn_at
+from rl_megatron.types import Chain, Completion, Turn
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -221,7 +220,7 @@ class Conversation:
     def chains(self) -> tuple[Chain, ...]:
         """The rows to train on: each turn is in one of them, and is context in others that go on from it.
 
-        Raises DataError for routes that do not fit.
+        Raises DataError for a column that does not fit.
         """
         used, rows = set[int](), []
         for end in sorted(self._ends(), key=lambda one: one.turn is None):
@@ -232,7 +231,8 @@ class Conversation:
             used |= {id(one) for one in row}
             if turns:
                 tokens = end.row[: turns[-1].stop]
-                rows.append(Chain(token_ids=tokens, turns=turns, routes=_routes(row, len(tokens))))
+                columns = columns_of_row([(one.length, one.completion) for one in row], len(tokens))
+                rows.append(Chain(token_ids=tokens, turns=turns, columns=columns))
         return tuple(rows)
 
     def _ends(self) -> list[SampledTurn]:
@@ -289,24 +289,3 @@ def _child(parent: Node, message: ChatMessage) -> Node:
     node = Node(message=message, parent=parent)
     parent.children.append(node)
     return node
-
-
-def _routes(row: Sequence[SampledTurn], length: int) -> Routes | None:
-    """Routes of the row's first ``length`` tokens but the last.
-
-    A position has those of the request that computed it first: a turn's last token is an input of the next turn's.
-    """
-    parts, have, shape = [], 0, (0, 0, 0)
-    for one in row:
-        if (routes := one.completion.routes) is None:
-            return None
-        shape = shape if have else routes.shape
-        if routes.shape != (one.length - 1, *shape[1:]):
-            raise DataError(
-                f"a turn's routes have shape {routes.shape}, but its prompt and completion have {one.length} tokens; "
-                "[positions, MoE layers, experts a token] must be of each of them but the last"
-            )
-        each = len(routes.data) // routes.shape[0]
-        parts.append(routes.data[have * each : (min(length, one.length) - 1) * each])
-        have = one.length - 1
-    return Routes(data=b"".join(parts), shape=(length - 1, *shape[1:]))

@@ -13,30 +13,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict, override
 
+from rl_megatron.columns import read_column, written_column
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.engines.adapter import Adapter, Command, Description, EngineGauges, StartOptions
 from rl_megatron.engines.answers import as_form
 from rl_megatron.engines.http import AttemptFailed, Server
 from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes, SamplingParams, Span
+from rl_megatron.types import Completion, FinishReason, GenerationRequest, SamplingParams, Span
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.compare import ReportReader
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes
 
-PROTOCOL = "4"
+PROTOCOL = "5"
 """Both ends have the same."""
-
-
-class SaidRoutes(TypedDict):
-    """`Routes`."""
-
-    data: str
-    shape: tuple[int, int, int]
 
 
 class Said(TypedDict):
@@ -46,7 +41,7 @@ class Said(TypedDict):
     logprobs: str
     finish_reason: FinishReason
     spans: list[tuple[int, int]]
-    routes: SaidRoutes | None
+    columns: dict[str, dict[str, Any]]  # by name, as `written_column` has them
 
 
 SAID = TypeAdapter(list[Said])
@@ -59,7 +54,7 @@ def asked(name: str, request: GenerationRequest) -> dict[str, object]:
         "token_ids": request.token_ids,
         "num_completions": request.num_completions,
         "params": asdict(request.params),
-        "routes": request.routes,
+        "columns": request.columns,
     }
 
 
@@ -72,7 +67,7 @@ def request_of(body: Mapping[str, Any]) -> tuple[str, GenerationRequest]:
         token_ids=tuple(body["token_ids"]),
         num_completions=body["num_completions"],
         params=SamplingParams(stop_token_ids=stops, stop=texts, **params),
-        routes=body["routes"],
+        columns=tuple(body["columns"]),
     )
 
 
@@ -84,7 +79,7 @@ def answer_of(completions: Sequence[Completion]) -> list[Said]:
             logprobs=base64.b64encode(one.logprobs.astype("<f4").tobytes()).decode(),
             finish_reason=one.finish_reason,
             spans=[(span.start, span.version) for span in one.spans],
-            routes=None if one.routes is None else _of_routes(one.routes),
+            columns={name: written_column(column, _encoded) for name, column in one.columns.items()},
         )
         for one in completions
     ]
@@ -98,18 +93,18 @@ def completions_of(answer: Sequence[Said]) -> list[Completion]:
             logprobs=np.frombuffer(base64.b64decode(one["logprobs"], validate=True), "<f4"),
             finish_reason=one["finish_reason"],
             spans=tuple(Span(start, version) for start, version in one["spans"]),
-            routes=None if one["routes"] is None else _routes_of(one["routes"]),
+            columns={name: read_column(said, _decoded) for name, said in one["columns"].items()},
         )
         for one in answer
     ]
 
 
-def _of_routes(routes: Routes) -> SaidRoutes:
-    return SaidRoutes(data=base64.b64encode(routes.data).decode(), shape=routes.shape)
+def _encoded(array: NDArray[np.uint8]) -> str:
+    return base64.b64encode(array.data).decode()
 
 
-def _routes_of(given: SaidRoutes) -> Routes:
-    return Routes(data=base64.b64decode(given["data"], validate=True), shape=given["shape"])
+def _decoded(given: Any) -> NDArray[np.uint8]:
+    return np.frombuffer(base64.b64decode(given, validate=True), np.uint8)
 
 
 class EmbeddedAdapter(Adapter):

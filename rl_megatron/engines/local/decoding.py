@@ -17,20 +17,23 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_megatron.data.routes import encode_routes, routes_dtype
 from rl_megatron.engines.local.noise import RouterNoise, completion_streams, prompt_streams
 from rl_megatron.engines.local.sampling import RowSampling, choose_tokens, stream_keys, uniforms
 from rl_megatron.errors import EngineError
 from rl_megatron.models.kv_cache import KVCache, Prefix
 from rl_megatron.models.reference import ReferenceModel, WholeSequences
-from rl_megatron.types import Completion, GenerationRequest, Routes, Span
+from rl_megatron.types import Completion, GenerationRequest, Span
 
 # Padded prompt tokens prefilled at once: bounds a block's memory.
 MAX_PREFILL_TOKENS = 16384
+
+_ROUTES = "routes"
 
 ROW_MULTIPLE = 8
 
@@ -135,7 +138,7 @@ class Decoding:
         self._any_greedy |= any(p.temperature == 0 for p in params)
         self._any_limit |= any(p.top_p < 1 or p.top_k or p.min_p for p in params)
         self._any_noise |= any(p.router_noise for p in params)
-        if self._out_routes is None and any(one.request.routes for one in asked):
+        if self._out_routes is None and any(_ROUTES in one.request.columns for one in asked):
             self._out_routes = self._room(self._num * self._width)
         self._write_tables(asked)
         self._waiting += asked
@@ -239,7 +242,7 @@ class Decoding:
                 logprobs=nats[end - length : end],
                 finish_reason="stop" if by_stop else "length",
                 spans=(Span(0, version),),
-                routes=its_routes,
+                columns={} if its_routes is None else {_ROUTES: its_routes},
             )
             for end, length, by_stop, its_routes in zip(accumulate(counts), counts, stopped, routes, strict=True)
         ]
@@ -248,24 +251,23 @@ class Decoding:
         """A buffer for the routes of ``rows`` tokens, [rows, layers with experts, k]."""
         s = self._model.shape
         size = (rows, len(s.moe_layers), s.experts_per_token)
-        return torch.zeros(size, dtype=routes_dtype(s.num_experts), device=self._model.device)
+        return torch.zeros(size, dtype=getattr(torch, s.route_dtype), device=self._model.device)
 
     def _routes(
         self, asked: Sequence[Continuations], places: Tensor, inside: Tensor, lengths: Sequence[int]
-    ) -> Iterator[Routes | None]:
+    ) -> Iterator[NDArray[Any] | None]:
         """The routes of each sequence whose request asks for them: its prompt's, then its sampled tokens'."""
-        wanted = [one.request.routes for one in asked for _ in one.places]
+        wanted = [_ROUTES in one.request.columns for one in asked for _ in one.places]
         if self._out_routes is None:
             yield from [None] * len(wanted)
             return
         made = self._out_routes.view(self._num, self._width, *self._out_routes.shape[1:])[places][inside].cpu()
-        num_experts = self._model.shape.num_experts
         for place, asks, own in zip(places.tolist(), wanted, made.split(list(lengths)), strict=True):
             of_prompt = self._prompt_routes.pop(place, None)
             if not asks or of_prompt is None:
                 yield None
             else:
-                yield encode_routes(torch.cat((of_prompt.cpu(), own)).numpy(), num_experts=num_experts)
+                yield torch.cat((of_prompt.cpu(), own)).numpy()
 
     def _write_tables(self, asked: Sequence[Continuations]) -> None:
         """Write what each of the sequences is: its first state, how it is sampled, its random numbers."""

@@ -173,7 +173,7 @@ class RunningBatch:
         groups: dict[tuple[object, ...], list[_Sequence]] = {}
         for _ in range(min(len(self._free), len(self._queue))):
             one = self._queue.popleft()
-            alike = (one.text, replace(one.params, seed=0), one.request.routes)
+            alike = (one.text, replace(one.params, seed=0), one.request.columns)
             own = (one.request.params.seed,) if one.params.router_noise else ()  # it is in the prompt's cache too
             groups.setdefault((*alike, *own), []).append(one)
         self._decoding.add([self._asked(sequences) for sequences in groups.values()])

@@ -197,7 +197,7 @@ class SGLangAdapter(Adapter):
             # Read in its deterministic mode alone, where a seed that is not given is 42, and a group's answers are one.
             "sampling_params": [sampling | {"sampling_seed": completion_seed(p.seed, place)} for place in places],
             "return_logprob": True,
-            "return_routed_experts": request.routes,
+            "return_routed_experts": "routes" in request.columns,
             **ask.labels(server, request.birth or 0),
             **loras.named(request.adapters),
         }
@@ -368,14 +368,14 @@ class SGLangAdapter(Adapter):
 
 def _completion(answer: SampledColumns, request: GenerationRequest, shape: ModelShape, labels: Labels) -> Completion:
     count = len(answer.token_ids)
-    if request.routes and answer.routes is None and answer.finish_reason == "abort":
+    if "routes" in request.columns and answer.routes is None and answer.finish_reason == "abort":
         count = 0  # it had lost its place in the cache, and its routes with it: its tokens are sampled again
     return Completion(
         token_ids=answer.token_ids[:count],
         logprobs=answer.logprobs[:count],
         finish_reason=answer.finish_reason,
         spans=sampled_with(request, spans_of((s.start, labels.version(s.version)) for s in answer.spans[: count or 1])),
-        routes=form.read_routes(answer.routes, len(request.token_ids) + count - 1, shape)
-        if request.routes and count
-        else None,
+        columns={"routes": form.read_routes(answer.routes, len(request.token_ids) + count - 1, shape)}
+        if "routes" in request.columns and count
+        else {},
     )

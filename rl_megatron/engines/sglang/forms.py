@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rl_megatron.engines.answers import (
     Judged,
@@ -31,7 +32,7 @@ from rl_megatron.engines.answers import (
 from rl_megatron.engines.http import Refused, Server
 from rl_megatron.errors import CorruptionError, EngineError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.types import FinishReason, GenerationRequest, Routes
+from rl_megatron.types import FinishReason, GenerationRequest
 
 
 def names(request: GenerationRequest, request_id: str) -> list[str]:
@@ -184,7 +185,7 @@ def read_judged(answer: bytes, *, length: int, top: int) -> Judged:
     )
 
 
-def read_routes(given: str | None, positions: int, shape: ModelShape) -> Routes:
+def read_routes(given: str | None, positions: int, shape: ModelShape) -> NDArray[Any]:
     """Decode routes: little-endian int32 in base64, without a shape."""
     try:
         experts = np.frombuffer(base64.b64decode(given or ""), "<i4")

@@ -367,7 +367,7 @@ def _completion(answer: SampledColumns, request: GenerationRequest, shape: Model
         logprobs=answer.logprobs,
         finish_reason=answer.finish_reason,
         spans=sampled_with(request, spans_of(labelled if count else [(0, 0)])),  # without tokens it has no version
-        routes=form.read_routes(answer.routes, len(request.token_ids) + count - 1, shape)
-        if request.routes and count
-        else None,
+        columns={"routes": form.read_routes(answer.routes, len(request.token_ids) + count - 1, shape)}
+        if "routes" in request.columns and count
+        else {},
     )

@@ -7,10 +7,11 @@ import heapq
 import io
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rl_megatron.columns import TokenIds, freeze
 from rl_megatron.engines.answers import (
@@ -27,7 +28,7 @@ from rl_megatron.engines.answers import (
 from rl_megatron.engines.http import Server
 from rl_megatron.errors import EngineError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.types import FinishReason, Routes
+from rl_megatron.types import FinishReason
 
 
 def scoring(server: Server, text: Sequence[int], top: int) -> dict[str, object]:
@@ -128,7 +129,7 @@ def read_judged(answer: bytes, *, text: Sequence[int], top: int) -> Judged:
     return Judged(logprobs=logprobs, top_ids=ids, top_logprobs=of_ids)
 
 
-def read_routes(given: str | None, positions: int, shape: ModelShape) -> Routes:
+def read_routes(given: str | None, positions: int, shape: ModelShape) -> NDArray[Any]:
     """Decode routes: a .npy file in base64."""
     if not given:
         raise EngineError("it returned no routes; start it with --enable-return-routed-experts")

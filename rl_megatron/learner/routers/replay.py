@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,11 +24,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
-from rl_megatron.data.routes import routes_dtype
+from rl_megatron.data.samples import dense_column
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.learner.packed import PackedMicroBatch, own_tokens
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.types import Metric
+from rl_megatron.types import Metric, Samples
+
+ROUTES = "routes"
+"""The column of routes."""
 
 
 class _Replay(RouterReplay):
@@ -80,13 +84,18 @@ class Routing:
                     self._routers[chunk].append((column[layer.layer_number - 1], replay))
         self._fused = bool(models) and models[0].config.moe_router_fusion
         self._num_experts, self._device = shape.num_experts, device
+        self._dtype = getattr(torch, shape.route_dtype)
         self._size = (len(column), shape.experts_per_token)
         self.layers = tuple(number for routers in self._routers.values() for number, _ in routers)
         """This rank's MoE layers, as indices into all MoE layers; routes to replay have these layers, in this order."""
 
-    def check(self, routes: Tensor | None) -> None:
-        """Raises RLMegatronError for ``routes`` [N, layers, top_k] that this rank's routers cannot replay."""
-        if routes is None:
+    def replays(self, samples: Samples) -> bool:
+        """Whether the samples have routes to replay."""
+        return dense_column(samples.extra, ROUTES) is not None
+
+    def check(self, samples: Samples) -> None:
+        """Raises RLMegatronError for routes [N, layers, top_k] that this rank's routers cannot replay."""
+        if (routes := dense_column(samples.extra, ROUTES)) is None:
             return
         self._refuse_fused()
         if tuple(routes.shape[1:]) != (len(self.layers), self._size[1]):
@@ -106,8 +115,8 @@ class Routing:
 
     @contextlib.contextmanager
     def replaying(self, chunk: Any, micro_batch: PackedMicroBatch) -> Iterator[None]:
-        """Makes the routers of ``chunk`` replay ``micro_batch.routes``, if any, in the forward pass within."""
-        routes = micro_batch.routes
+        """Makes the routers of ``chunk`` replay the micro-batch's routes, if any, in the forward pass within."""
+        routes = dense_column(micro_batch.extra, ROUTES)
         if routes is None:
             yield
             return
@@ -123,9 +132,9 @@ class Routing:
 
     @contextlib.contextmanager
     def recording(self, chunk: Any, micro_batch: PackedMicroBatch) -> Iterator[None]:
-        """Records the experts that the routers of ``chunk`` choose within into ``micro_batch.routes``."""
+        """Records the experts that the routers of ``chunk`` choose within into the micro-batch (`to_record`)."""
         self._refuse_fused()
-        routes = micro_batch.routes
+        routes = dense_column(micro_batch.extra, ROUTES)
         assert routes is not None
         for _, router in self._routers[chunk]:
             router.set_router_replay_action(RouterReplayAction.RECORD)
@@ -179,9 +188,10 @@ class Routing:
     def _counts(self) -> list[Tensor]:
         return [router.counts for routers in self._routers.values() for _, router in routers]
 
-    def blank(self, length: int) -> Tensor:
-        """Zeroed routes of ``length`` positions, for `recording`: [length, MoE layers, top_k]."""
-        return torch.zeros((length, *self._size), dtype=routes_dtype(self._num_experts), device=self._device)
+    def to_record(self, packed: PackedMicroBatch) -> PackedMicroBatch:
+        """``packed`` with zeroed routes [t, MoE layers, top_k], for `recording`."""
+        blank = torch.zeros((len(packed.source), *self._size), dtype=self._dtype, device=self._device)
+        return replace(packed, extra={**packed.extra, ROUTES: blank})
 
 
 def gather_recorded(packed: Sequence[PackedMicroBatch], counts: Sequence[int]) -> list[Tensor]:
@@ -191,7 +201,7 @@ def gather_recorded(packed: Sequence[PackedMicroBatch], counts: Sequence[int]) -
     """
     parts = []
     for micro_batch, count in zip(packed, counts, strict=False):  # a padded pipeline has copies at the end
-        routes = micro_batch.routes
+        routes = dense_column(micro_batch.extra, ROUTES)
         assert routes is not None
         source = micro_batch.source.to(routes.device)
         real = source >= 0

@@ -12,7 +12,7 @@ from asyncio import to_thread
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from rl_megatron.data.samples import seen_by, with_last_tokens
 from rl_megatron.interfaces import Pass, PassScores, Roles, Together
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.seeds import seed_of
-from rl_megatron.training.measures import LOGPROBS, Measured, wanted_of_policy
+from rl_megatron.training.measures import LOGPROBS, Measured, routes_of, wanted_of_policy
 from rl_megatron.training.scores.teachers import as_sampled, judged_by, one_reference, read_by
 from rl_megatron.training.tasks import AtOnce
 from rl_megatron.types import Batch, RolloutGroup, Samples, Want
@@ -184,7 +184,7 @@ def _passes(config: RunConfig, roles: Roles, samples: Samples, judged: Collectio
     section = config.algorithm
     asked = section.scores_policy or config.train.route_flips
     wanted = wanted_of_policy(config) if asked else frozenset[Want]()
-    alone = section.is_own_critic and samples.routes is not None  # which the last targets do not have
+    alone = section.is_own_critic and bool(samples.extra)  # which the last targets do not have
     both = section.is_own_critic and not alone
     if wanted or both:
         want = wanted | _VALUES if both else wanted
@@ -214,12 +214,12 @@ def _with_columns(
     judged: Mapping[str, NDArray[np.int64]],
 ) -> Measured:
     section, current = config.algorithm, found.get(("policy", "logprobs"))
-    routes = found.get(("policy", "routes"), samples.routes)
-    if section.routing_replay == "r2":
-        samples = replace(samples, routes=routes)
+    routes = found.get(("policy", "routes"), routes_of(samples))
+    if section.routing_replay == "r2" and routes is not None:
+        samples = replace(samples, extra={**samples.extra, "routes": routes})
     if section.old_logprobs == "learner" and current is not None:
         samples = replace(samples, old_logprobs=current)
-    columns = {
+    columns: dict[str, Any] = {
         "ref_logprobs": found.get(("reference", "logprobs")),
         "ref_top": found.get(("reference", "top")),
         "old_values": found.get(("policy" if section.is_own_critic else "critic", "values")),

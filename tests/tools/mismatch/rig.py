@@ -91,8 +91,8 @@ class Learner:
 def taking(model: Qwen3MoeForCausalLM, samples: Samples) -> Iterator[None]:
     """The routers take the samples' routes, where there are any; padded as the sequences are."""
     hooks = []
-    if samples.routes is not None:
-        routes = list(samples.routes.long().split(samples.cu_seqlens.diff().tolist()))
+    if "routes" in samples.extra:
+        routes = list(samples.extra["routes"].long().split(samples.cu_seqlens.diff().tolist()))
         padded = pad_sequence(routes, batch_first=True).flatten(0, 1)
         for index, layer in enumerate(model.model.layers):
 
@@ -230,7 +230,7 @@ def diagnose(
             max_prompt_tokens=MAX_PROMPT,
             max_new_tokens=MAX_NEW,
             special_token_ids={"bos_token": BOS, "eos_token": EOS},
-            routes=isinstance(engine, Embedded),
+            columns=("routes",) if isinstance(engine, Embedded) else (),
         ),
         **changes,
     )

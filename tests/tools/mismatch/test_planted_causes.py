@@ -220,7 +220,7 @@ class Leaking(Learner):
 
 def test_a_learner_that_packs_wrongly(policy: Policy) -> None:
     engine = policy.engine()
-    found = diagnose(Leaking(model=policy.model), engine, weights=policy.check(engine), max_tokens=256, routes=False)
+    found = diagnose(Leaking(model=policy.model), engine, weights=policy.check(engine), max_tokens=256, columns=())
     assert guilty(found) == ["padding or position"], told(found)
     assert "the learner's log-probs packed and alone" in found["padding or position"].evidence
 

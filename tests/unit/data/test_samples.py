@@ -9,9 +9,9 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from rl_megatron.data.routes import decode_routes, encode_routes
 from rl_megatron.data.samples import (
     check_ends,
+    dense_column,
     end_of_answers,
     select,
     split_minibatches,
@@ -25,9 +25,9 @@ from rl_megatron.errors import DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.batch import Answered, Drawn, LedgerState, Waiting
 from rl_megatron.rollout.stream import StreamState
-from rl_megatron.types import Completion, Prompt, RolloutGroup, Routes, Samples
+from rl_megatron.types import Completion, Prompt, RolloutGroup, Samples
 from tests import completions
-from tests.completions import completion
+from tests.completions import columns_of, completion
 
 COLUMNS = ("input_ids", "targets", "mask", "advantages", "rollout_logprobs", "old_logprobs")
 
@@ -148,52 +148,36 @@ def test_pairs_stay_together_in_minibatches() -> None:
         split_minibatches(10, 6, seed=0, unit=2)
 
 
-# Routes of completions: compact, checked, concatenated as a column, and restored from a checkpoint.
+# Columns of completions, as routes are: checked, concatenated, and restored from a checkpoint.
 def chosen(positions: int, *, first: int = 0, num_experts: int = 16) -> np.ndarray:
     """[positions, 2, 3], every number below ``num_experts``; each position differs from its neighbours."""
-    return (first + np.arange(positions * 6).reshape(positions, 2, 3)) % num_experts
+    experts = (first + np.arange(positions * 6).reshape(positions, 2, 3)) % num_experts
+    return experts.astype(np.uint8 if num_experts <= 256 else np.int16)
 
 
-def routed_group(routes: list[Routes | None], *, prompt: int = 3, new: int = 2, name: str = "a") -> RolloutGroup:
-    of = [completion((7,) * new, routes=r) for r in routes]
+def routed_group(routes: list[np.ndarray | None], *, prompt: int = 3, new: int = 2, name: str = "a") -> RolloutGroup:
+    of = [completion((7,) * new, columns=None if r is None else {"routes": r}) for r in routes]
     return single_turns(Prompt(id=name, text="", token_ids=(1,) * prompt, answer=""), of)
 
 
 def contents(of: RolloutGroup) -> tuple[object, ...]:
     rows = [row for one in of.trajectories for row in one.chains]
     turns = [(t.start, t.logprobs.tolist(), t.finish_reason, t.spans, t.text) for row in rows for t in row.turns]
-    return of.prompt, of.rewards, [(row.token_ids.tolist(), row.routes) for row in rows], turns
-
-
-@pytest.mark.parametrize(("num_experts", "width"), [(16, 1), (256, 1), (257, 2), (384, 2)])
-def test_an_expert_takes_one_byte_up_to_256_and_two_above(num_experts: int, width: int) -> None:
-    experts = chosen(50, first=num_experts - 4, num_experts=num_experts)
-    routes = encode_routes(experts, num_experts=num_experts)
-    assert len(routes.data) == experts.size * width
-    assert decode_routes(routes).tolist() == experts.tolist()
-
-
-@pytest.mark.parametrize("bad", [-1, 16])
-def test_an_expert_that_does_not_exist_is_refused(bad: int) -> None:
-    experts = chosen(2)
-    experts[1, 1, 1] = bad
-    with pytest.raises(DataError, match=r"name experts .* the model has 16"):
-        encode_routes(experts, num_experts=16)
+    return of.prompt, of.rewards, [(row.token_ids.tolist(), columns_of(row)) for row in rows], turns
 
 
 def test_samples_hold_every_positions_routes_in_the_order_of_the_completions() -> None:
     arrays = [chosen(4), chosen(4, first=5), chosen(2, first=9)]
-    a, b, c = (encode_routes(x, num_experts=16) for x in arrays)
+    a, b, c = arrays
     samples = to_samples([routed_group([a, b]), routed_group([c], prompt=1, name="b")])
-    assert samples.routes is not None
-    assert samples.routes.dtype == torch.uint8
-    assert samples.routes.tolist() == np.concatenate(arrays).tolist()
-    picked = select(samples, torch.tensor([2, 0]))
-    assert picked.routes is not None
-    assert picked.routes.tolist() == np.concatenate([arrays[2], arrays[0]]).tolist()
-    samples = to_samples([routed_group([None, None])])
-    assert samples.routes is None
-    assert "routes" not in samples.columns
+    routes = dense_column(samples.extra, "routes")
+    assert routes is not None
+    assert routes.dtype == torch.uint8
+    assert routes.tolist() == np.concatenate(arrays).tolist()
+    picked = dense_column(select(samples, torch.tensor([2, 0])).extra, "routes")
+    assert picked is not None
+    assert picked.tolist() == np.concatenate([arrays[2], arrays[0]]).tolist()
+    assert to_samples([routed_group([None, None])]).extra == {}
 
 
 @pytest.mark.parametrize(
@@ -201,21 +185,21 @@ def test_samples_hold_every_positions_routes_in_the_order_of_the_completions() -
     [
         (None, "'a': a completion has no routes"),
         (
-            encode_routes(chosen(5), num_experts=16),
-            r"'a': its routes have shape \(5, 2, 3\); .* must be \(4, 2, 3\), for each of 5 tokens",
+            chosen(5),
+            r"'a': a completion's routes have 5 entries, but its .* 5 tokens, and there must be 4",
         ),
-        (encode_routes(chosen(4)[:, :1], num_experts=16), r"'a': its routes have shape \(4, 1, 3\)"),
-        (encode_routes(chosen(4)[:, :, :2], num_experts=16), r"'a': its routes have shape \(4, 2, 2\)"),
+        (chosen(4)[:, :1], r"'a': its routes have shape \(4, 1, 3\); it must be \(4, 2, 3\), for each of 5 tokens"),
+        (chosen(4)[:, :, :2], r"'a': its routes have shape \(4, 2, 2\)"),
     ],
 )
-def test_routes_that_do_not_fit_their_sequence_are_refused(second: Routes | None, says: str) -> None:
+def test_routes_that_do_not_fit_their_sequence_are_refused(second: np.ndarray | None, says: str) -> None:
     with pytest.raises(DataError, match=says):
-        to_samples([routed_group([encode_routes(chosen(4), num_experts=16), second])])
+        to_samples([routed_group([chosen(4), second])])
 
 
 def test_waiting_rollouts_keep_their_routes_in_a_checkpoint() -> None:
-    wide = encode_routes(chosen(4, first=300, num_experts=512), num_experts=512)
-    every_byte = Routes(data=bytes(range(240)), shape=(40, 2, 3))
+    wide = chosen(4, first=300, num_experts=512)
+    every_byte = np.arange(240, dtype=np.uint8).reshape(40, 2, 3)
     groups = (routed_group([wide, None]), routed_group([every_byte], prompt=39))
     places = tuple(
         Waiting(drawn=Drawn(ordinal=i, prompt=one.prompt, batch=1), birth=0, due=1, answered=Answered(group=one))

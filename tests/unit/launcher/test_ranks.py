@@ -38,7 +38,7 @@ from launcher.worker.process import say_alive, telling
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.io import load_config
 from rl_megatron.data.packing import pack
-from rl_megatron.data.rows import HeldRows, Share
+from rl_megatron.data.rows import HeldRows, OwnLayers, Share
 from rl_megatron.errors import CheckpointError, CorruptionError, RLMegatronError, SyncError, WorkerDied
 from rl_megatron.interfaces import Pass
 from rl_megatron.observability.timeline.ranks import RankTimed
@@ -398,9 +398,9 @@ class Stages:
         self.heard: list[tuple[str, int]] = []
         self.workers = [Rank(rank, self) for rank in range(8)]
 
-    async def each(self, name: str, role: str) -> list[tuple[int, ...]]:
-        assert (name, role) == ("routed_layers", "policy")
-        return [(0, 2)] * 4 + [(1, 3)] * 4
+    async def each(self, name: str, role: str) -> list[OwnLayers]:
+        assert (name, role) == ("column_layers", "policy")
+        return [{"routes": (0, 2)}] * 4 + [{"routes": (1, 3)}] * 4
 
     def begin(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         return [self.workers[rank].call(name, *given) for rank, given in arguments.items()]
@@ -412,9 +412,9 @@ class Stages:
 def samples(num_layers: int | None = None) -> Samples:
     g, lengths = torch.Generator().manual_seed(0), torch.tensor([5, 3, 4, 6])
     n = int(lengths.sum())
-    routes = {}
+    extra = {}
     if num_layers is not None:
-        routes["routes"] = torch.randint(0, 8, (n, num_layers, 2), generator=g).to(torch.uint8)
+        extra["routes"] = torch.randint(0, 8, (n, num_layers, 2), generator=g).to(torch.uint8)
     logprobs = -torch.rand(n, generator=g)
     return sequences_of(
         lengths,
@@ -424,7 +424,7 @@ def samples(num_layers: int | None = None) -> Samples:
         advantages=torch.rand(n, generator=g),
         rollout_logprobs=logprobs,
         old_logprobs=logprobs.clone(),
-        **routes,
+        extra=extra,
     )
 
 
@@ -460,11 +460,9 @@ def test_the_first_rank_of_each_data_parallel_rank_is_sent_its_rows_and_the_othe
 def test_a_rank_keeps_the_routes_of_its_own_layers() -> None:
     given = packed(samples(4))
     for share, row in zip(shares_of(score(given)), given.micro_batches, strict=True):
-        for found, whole in zip(HeldRows().take(share, (1, 3)), row, strict=True):
-            assert found.routes is not None
-            assert whole.routes is not None
-            assert torch.equal(found.routes, whole.routes[:, [1, 3]])
-    with pytest.raises(RLMegatronError, match="have 3 MoE layers, but the learner's model has 4"):
+        for found, whole in zip(HeldRows().take(share, {"routes": (1, 3)}), row, strict=True):
+            assert torch.equal(found.extra["routes"], whole.extra["routes"][:, [1, 3]])
+    with pytest.raises(RLMegatronError, match="have 3 layers, but the learner's model has 4"):
         score(packed(samples(3)))
 
 

@@ -31,7 +31,7 @@ from rl_megatron.engines.vllm import forms as vllm
 from rl_megatron.engines.vllm.adapter import _NEEDED, VLLMAdapter
 from rl_megatron.errors import CorruptionError, EngineError
 from rl_megatron.models.named import NAMED
-from rl_megatron.types import Completion, GenerationRequest, Routes, SamplingParams
+from rl_megatron.types import Completion, GenerationRequest, SamplingParams
 from rl_megatron.weights.checks.compare import ReportReader
 from rl_megatron.weights.checks.reports import REPORT_FORM, Report, packed_report
 from tests.completions import completion, plain
@@ -90,7 +90,7 @@ def ask(engine: str, answer: object) -> list[Completion]:
 @pytest.mark.parametrize("engine", ADAPTERS)
 def test_a_good_answer_is_taken(engine: str) -> None:
     (taken,) = ask(engine, good(engine))
-    assert plain(taken) == ([5, 6], [-1.0, -2.0], "stop", ((0, 4),), None)
+    assert plain(taken) == ([5, 6], [-1.0, -2.0], "stop", ((0, 4),), {})
 
 
 @pytest.mark.parametrize("engine", ADAPTERS)
@@ -159,7 +159,7 @@ def test_routes_that_are_no_array_are_named(engine: str, routes: str) -> None:
 
     server.sampled = sampled
     with pytest.raises(EngineError, match="routes"):
-        asyncio.run(ADAPTERS[engine].generate(server, replace(REQUEST, routes=True), "x"))
+        asyncio.run(ADAPTERS[engine].generate(server, replace(REQUEST, columns=("routes",)), "x"))
 
 
 @pytest.mark.parametrize("engine", ADAPTERS)
@@ -237,13 +237,13 @@ def test_a_completion_that_was_aborted_before_its_first_token_is_taken(engine: s
 # A completion that updates interrupted: when it is complete, and how its parts are joined.
 def test_routes_of_a_completion_in_two_parts_are_those_that_chose_its_tokens() -> None:
     def part(tokens: int, positions: int, expert: int) -> Completion:
-        routes = Routes(data=bytes([expert] * positions * 2), shape=(positions, 1, 2))
-        return completion((5,) * tokens, spans=((0, 1),), routes=routes)
+        routes = np.full((positions, 1, 2), expert, np.uint8)
+        return completion((5,) * tokens, spans=((0, 1),), columns={"routes": routes})
 
     whole = joined(part(2, 4, 0), part(3, 7, 9))  # a prompt of 3 tokens
-    assert whole.routes == Routes(data=bytes([0] * 8 + [9] * 6), shape=(7, 1, 2))
+    assert whole.columns["routes"].tolist() == [[[0, 0]]] * 4 + [[[9, 9]]] * 3
     ended_at_once = completion((), finish="abort", spans=((0, 2),))
-    assert joined(whole, ended_at_once).routes == whole.routes
+    assert joined(whole, ended_at_once).columns["routes"] is whole.columns["routes"]
 
 
 def test_a_completion_in_parts_keeps_what_each_version_sampled() -> None:
@@ -255,7 +255,7 @@ def test_a_completion_in_parts_keeps_what_each_version_sampled() -> None:
     ]
     whole = functools.reduce(joined, parts)
     logprobs = [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
-    assert plain(whole) == ([1, 2, 3, 4, 5, 6], logprobs, "length", ((0, 3), (4, 5), (5, 7)), None)
+    assert plain(whole) == ([1, 2, 3, 4, 5, 6], logprobs, "length", ((0, 3), (4, 5), (5, 7)), {})
 
 
 @pytest.mark.parametrize("cuts", [(1, 1, 1), (0, 5, 2), (7,), (3, 4)])

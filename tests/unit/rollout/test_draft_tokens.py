@@ -126,7 +126,7 @@ def test_what_sglangs_answers_count_is_added_up_by_server() -> None:
     adapter = SGLangAdapter(DEEPSEEK)
     adapter.labels.start, servers = "t", [Answering([(4, 1), (3, 2)]), Answering([(2, 0)]), Answering([])]
     for server in (servers[0], servers[0], servers[1], servers[2]):
-        asyncio.run(adapter.generate(server, replace(ASKED, routes=False), "r"))
+        asyncio.run(adapter.generate(server, replace(ASKED, columns=()), "r"))
     (hooks,) = adapter.hooks
     assert isinstance(hooks, Drafts)
     assert [asyncio.run(hooks.counts(server)) for server in servers] == [(14.0, 6.0), (2.0, 0.0), (0.0, 0.0)]

@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rl_megatron.data.routes import decode_routes
 from rl_megatron.engines.adapter import StartOptions
 from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.engines.local.noise import normal_of
@@ -37,7 +36,7 @@ ASKED = GenerationRequest(
     token_ids=(1, 2, 3),
     num_completions=1,
     params=SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=2, stop_token_ids=(), seed=0),
-    routes=True,
+    columns=("routes",),
 )
 PLACES: Any = {"python": Path("python"), "model_folder": Path("model"), "bare_folder": Path("bare")}
 NUMBERS: Any = {"memory_fraction": None, "timeout_seconds": 600.0, "dtype": "float32", "quantization": "none"}
@@ -87,7 +86,7 @@ def by_sglang(
         said["routed_experts"] = base64.b64encode(experts.astype("<i4").tobytes()).decode()
     server = Answering([{"meta_info": said}])
     (completion,) = asyncio.run(adapter.generate(server, asked, "x"))
-    assert server.asked["return_routed_experts"] == asked.routes
+    assert server.asked["return_routed_experts"] == ("routes" in asked.columns)
     return completion
 
 
@@ -108,9 +107,9 @@ BOTH = pytest.mark.parametrize("ask", [by_sglang, by_vllm])
 
 @BOTH
 def test_routes_are_of_the_layers_with_experts(ask: Any, shape: ModelShape) -> None:
-    found = ask(EXPERTS, shape).routes
-    assert decode_routes(found).tolist() == EXPERTS[:, 1:].tolist()
-    assert ask(None, shape, replace(ASKED, routes=False)).routes is None
+    found = ask(EXPERTS, shape).columns["routes"]
+    assert found.tolist() == EXPERTS[:, 1:].tolist()
+    assert ask(None, shape, replace(ASKED, columns=())).columns == {}
 
 
 @BOTH
@@ -135,9 +134,9 @@ def test_an_answer_without_routes_is_refused(ask: Any, shape: ModelShape) -> Non
 def test_what_sglang_aborts_outside_its_cache_begins_again(shape: ModelShape) -> None:
     """Its ``abort_request`` answers a request that it has put back into its queue with tokens, but without routes."""
     found = by_sglang(None, shape, end="abort")
-    assert (len(found.token_ids), len(found.logprobs), found.finish_reason, found.routes) == (0, 0, "abort", None)
-    assert decode_routes(by_sglang(EXPERTS, shape, end="abort").routes).tolist() == EXPERTS[:, 1:].tolist()
-    assert len(by_sglang(None, shape, replace(ASKED, routes=False), end="abort").token_ids) == 2
+    assert (len(found.token_ids), len(found.logprobs), found.finish_reason, found.columns) == (0, 0, "abort", {})
+    assert by_sglang(EXPERTS, shape, end="abort").columns["routes"].tolist() == EXPERTS[:, 1:].tolist()
+    assert len(by_sglang(None, shape, replace(ASKED, columns=()), end="abort").token_ids) == 2
 
 
 @pytest.mark.parametrize("adapter", [SGLangAdapter, VLLMAdapter])
@@ -189,11 +188,11 @@ def request(seed: int, prompt: tuple[int, ...], num: int, noise: float, new: int
     params = SamplingParams(
         temperature=1.0, top_p=1.0, max_new_tokens=new, stop_token_ids=(), seed=seed, router_noise=noise
     )
-    return GenerationRequest(id=f"r{seed}", token_ids=prompt, num_completions=num, params=params, routes=True)
+    return GenerationRequest(id=f"r{seed}", token_ids=prompt, num_completions=num, params=params, columns=("routes",))
 
 
 def said(completion: Completion) -> tuple[list[int], bytes]:
-    return completion.token_ids.tolist(), completion.routes.data
+    return completion.token_ids.tolist(), completion.columns["routes"].tobytes()
 
 
 def test_the_ends_of_the_uniform_numbers_are_finite_and_of_one_size() -> None:
@@ -235,7 +234,7 @@ def test_routes_flip_as_often_as_two_normal_numbers_change_order(tmp_path: Path)
                 logits = theirs(ids).router_logits[0].view(-1, 2).double()
             first = 0 if number == 0 else len(asked.token_ids) - 1  # completions share the prompt's others
             gap = (logits[:, 0] - logits[:, 1])[first:]
-            routes = torch.from_numpy(decode_routes(got.routes).astype("int64"))[first:, 0, 0]
+            routes = torch.from_numpy(got.columns["routes"].astype("int64"))[first:, 0, 0]
             flips += int((routes != logits.argmax(-1)[first:]).sum())
             chance = 0.5 * torch.erfc(gap.abs() / (SIGMA * math.sqrt(2)) / math.sqrt(2))
             expected += float(chance.sum())

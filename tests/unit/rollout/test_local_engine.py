@@ -26,7 +26,6 @@ from transformers.cache_utils import DynamicCache
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.rollout import RunningRequests
-from rl_megatron.data.routes import decode_routes
 from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.engines.local.sampling import RowSampling, choose_tokens, stream_keys, uniforms
 from rl_megatron.engines.local.server import Ended, RunningBatch
@@ -186,22 +185,24 @@ def test_a_stop_token_at_the_limit_is_a_stop(make_engine: MakeEngine) -> None:
 
 @pytest.mark.parametrize("slots", [64, 3])
 def test_routes_are_transformers_top_k(theirs: Qwen3MoeForCausalLM, make_engine: MakeEngine, slots: int) -> None:
-    asked = [replace(r, routes=i != 2) for i, r in enumerate(ragged(num=3, stop_token_ids=tuple(range(0, 41, 6))))]
+    asked = [
+        replace(r, columns=("routes",) if i != 2 else ())
+        for i, r in enumerate(ragged(num=3, stop_token_ids=tuple(range(0, 41, 6))))
+    ]
     answers = make_engine(slots).generate(asked)
-    assert [[got.routes is None for got in group] for group in answers] == [[i == 2] * 3 for i in range(len(asked))]
-    unrouted = make_engine(slots).generate([replace(r, routes=False) for r in asked])
-    without = [[plain(replace(got, routes=None)) for got in group] for group in answers]
+    assert [[got.columns == {} for got in group] for group in answers] == [[i == 2] * 3 for i in range(len(asked))]
+    unrouted = make_engine(slots).generate([replace(r, columns=()) for r in asked])
+    without = [[plain(replace(got, columns={})) for got in group] for group in answers]
     assert without == [list(map(plain, group)) for group in unrouted]
     lengths = set()
     for request, group in zip(asked, answers, strict=True):
-        for got in group if request.routes else ():
-            assert got.routes is not None
+        for got in group if request.columns else ():
             lengths.add(len(got.token_ids))
             tokens = torch.tensor([[*request.token_ids, *got.token_ids.tolist()]])[:, :-1]
             with torch.no_grad():
                 logits = theirs(tokens, output_router_logits=True).router_logits
             wanted = torch.stack([x.topk(2, -1).indices.sort(-1).values for x in logits], 1)
-            found = torch.tensor(decode_routes(got.routes)).sort(-1).values
+            found = torch.tensor(got.columns["routes"]).sort(-1).values
             assert found.tolist() == wanted.tolist()
     assert len(lengths) > 3  # rows were given to other sequences
 
@@ -297,7 +298,7 @@ def requests(*, routes: bool) -> list[GenerationRequest]:
             token_ids=tuple(torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()),
             num_completions=2,
             params=replace(params, stop_token_ids=(3, 19, 42)) if length > 2 else params,
-            routes=routes,
+            columns=("routes",) if routes else (),
         )
         for length in PROMPT_LENGTHS
     ]
@@ -326,9 +327,9 @@ def test_what_it_samples_has_the_log_probs_and_routes_of_transformers(served: tu
             logprobs, chosen = expected(theirs, request, got)
             assert (torch.tensor(got.logprobs) - logprobs).abs().max() < 1e-4
             assert len(chosen) == len(shape.moe_layers)
-            assert (got.routes is not None) == bool(chosen) == (name in SPARSE)
-            if got.routes is not None:
-                own = torch.tensor(decode_routes(got.routes)).long()
+            assert ("routes" in got.columns) == bool(chosen) == (name in SPARSE)
+            if "routes" in got.columns:
+                own = torch.tensor(got.columns["routes"]).long()
                 torch.testing.assert_close(own.sort(-1).values, torch.stack(chosen, 1).sort(-1).values)
     assert max(lengths) == 30 > max(shape.windows or (0,))
     assert min(lengths) < 30

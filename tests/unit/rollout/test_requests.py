@@ -82,7 +82,7 @@ async def test_a_request_goes_on_from_what_was_begun_by_versions_before() -> Non
         assert known is BEGUN
         assert engine.so_far(LONG.id) is None
     assert asked == [([1, 2, 3, 4], 3)]
-    expected = ([3, 4, 5, 6, 7], [-1.0, -2.0, -0.5, -0.5, -0.5], "length", ((0, 1), (1, 2), (2, 7)), None)
+    expected = ([3, 4, 5, 6, 7], [-1.0, -2.0, -0.5, -0.5, -0.5], "length", ((0, 1), (1, 2), (2, 7)), {})
     assert plain(whole) == expected
 
 
@@ -91,7 +91,7 @@ async def test_an_answer_that_had_ended_is_taken(fakes: list[Fake], tokens: tupl
     engine = engine_of(fakes)
     await push(engine, 7)
     (one,) = await engine.generate(replace(LONG, begun=completion(tokens, finish="abort", spans=((0, 3),))))
-    assert plain(one) == (list(tokens), [-0.5] * len(tokens), finish, ((0, 3),), None)
+    assert plain(one) == (list(tokens), [-0.5] * len(tokens), finish, ((0, 3),), {})
     assert "/generate" not in fakes[0].asked + fakes[1].asked
 
 
@@ -140,8 +140,8 @@ async def test_an_interrupt_knows_all_tokens_and_loses_none(overtaken: bool) -> 
         go_on.set()
         (whole,) = await going
     assert known is not None
-    assert plain(known) == ([3, 4], [-0.5] * 2, "abort", ((0, 7),), None)
-    assert plain(whole) == ([3, 4, 5, 6, 8], [-0.5] * 5, "length", ((0, 7),), None)
+    assert plain(known) == ([3, 4], [-0.5] * 2, "abort", ((0, 7),), {})
+    assert plain(whole) == ([3, 4, 5, 6, 8], [-0.5] * 5, "length", ((0, 7),), {})
     assert asked == [([1, 2], 5), ([1, 2, 3, 4], 3)]
 
 
@@ -310,20 +310,20 @@ def sampled(slow: Slow, answer: Answer | None = None, **changes: Any) -> list[Co
 def test_a_completion_that_runs_too_long_ends_with_what_it_has() -> None:
     slow = Slow([3, 4])
     (late,) = sampled(slow)
-    assert plain(late) == ([3, 4], [-0.5] * 2, "length", ((0, 7),), None)
+    assert plain(late) == ([3, 4], [-0.5] * 2, "length", ((0, 7),), {})
     assert slow.seconds >= 0.05  # it had its time
     assert slow.asked == [([1, 2], 5)]
 
 
 def test_one_that_ends_at_that_moment_has_its_own_reason() -> None:
     (stopped,) = sampled(Slow([3, 9]))
-    assert plain(stopped) == ([3, 9], [-0.5] * 2, "stop", ((0, 7),), None)
+    assert plain(stopped) == ([3, 9], [-0.5] * 2, "stop", ((0, 7),), {})
 
 
 def test_one_without_a_token_waited_for_a_slot_and_gets_twice_as_long_each_time() -> None:
     slow = Slow([], [], [3])
     (late,) = sampled(slow)
-    assert plain(late) == ([3], [-0.5], "length", ((0, 7),), None)
+    assert plain(late) == ([3], [-0.5], "length", ((0, 7),), {})
     assert [prompt for prompt, _ in slow.asked] == [[1, 2]] * 3
     assert slow.seconds >= 0.05 + 0.1 + 0.2
 
@@ -331,7 +331,7 @@ def test_one_without_a_token_waited_for_a_slot_and_gets_twice_as_long_each_time(
 def test_what_was_begun_before_a_resume_has_its_time_again() -> None:
     slow = Slow([5])
     (late,) = sampled(slow, begun=completion((3, 4), finish="abort", spans=((0, 2),)))
-    assert plain(late) == ([3, 4, 5], [-0.5] * 3, "length", ((0, 2), (2, 7)), None)
+    assert plain(late) == ([3, 4, 5], [-0.5] * 3, "length", ((0, 2), (2, 7)), {})
     assert slow.seconds >= 0.05
 
 
@@ -344,7 +344,7 @@ def test_what_its_time_had_ended_before_a_resume_stays_ended() -> None:
 
 def test_the_completions_of_one_request_end_together() -> None:
     late = sampled(Slow([3, 4]), num_completions=3)
-    assert [plain(one) for one in late] == [([3, 4], [-0.5] * 2, "length", ((0, 7),), None)] * 3
+    assert [plain(one) for one in late] == [([3, 4], [-0.5] * 2, "length", ((0, 7),), {})] * 3
 
 
 def test_time_between_attempts_and_in_attempts_that_failed_does_not_count() -> None:

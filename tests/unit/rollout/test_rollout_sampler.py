@@ -18,7 +18,6 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import InterruptSection, RolloutSection
-from rl_megatron.data.routes import decode_routes
 from rl_megatron.data.samples import to_samples
 from rl_megatron.engines.answers import joined
 from rl_megatron.engines.local.engine import LocalEngine
@@ -131,7 +130,7 @@ def test_what_an_engine_samples_beyond_a_stop_text_is_cut(make_engine: MakeEngin
 
     engine: Any = Blind(make_engine(8))
     params = sampler(make_engine, length_reward).params(temperature=1.0, max_new_tokens=12)
-    asked = GenerationRequest(id="x", token_ids=(3, 4), num_completions=4, params=params, routes=True)
+    asked = GenerationRequest(id="x", token_ids=(3, 4), num_completions=4, params=params, columns=("routes",))
     whole = asyncio.run(sampled_by(engine, asked, text))
     ids = whole[0].token_ids.tolist()
     assert len(ids) > 3
@@ -142,8 +141,7 @@ def test_what_an_engine_samples_beyond_a_stop_text_is_cut(make_engine: MakeEngin
         length = next((i for i in range(len(tokens)) if stop in text(tokens[:i])), len(tokens))
         assert cut.token_ids.tolist() == tokens[:length]
         assert len(cut.logprobs) == length
-        assert full.routes is not None
-        assert decode_routes(cut.routes).tolist() == decode_routes(full.routes)[: 2 + length - 1].tolist()
+        assert cut.columns["routes"].tolist() == full.columns["routes"][: 2 + length - 1].tolist()
     assert (found[0].token_ids.tolist(), found[0].finish_reason) == (ids[:3], "stop")
 
 

@@ -370,7 +370,7 @@ class Learner:
     async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float]]:
         (samples,) = batch.micro_batches[0]
         ids, columns = sequence_ids(samples.cu_seqlens), samples.columns
-        inputs = {k: v for k, v in columns.items() if k not in ("input_ids", "targets", "routes")}
+        inputs = {k: v for k, v in columns.items() if k not in ("input_ids", "targets")}
         output = loss(
             LossInputs(
                 **inputs,

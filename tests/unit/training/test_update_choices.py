@@ -686,7 +686,7 @@ def with_routes(*numbers: int) -> list[RolloutGroup]:
 
 
 def stripped(one: Trajectory) -> Trajectory:
-    return replace(one, chains=tuple(replace(row, routes=None) for row in one.chains))
+    return replace(one, chains=tuple(replace(row, columns={}) for row in one.chains))
 
 
 @pytest.mark.parametrize(("routed", "bare"), [((), 16), ((1, 3), 8), ((0, 1, 2), 4)])
@@ -698,4 +698,4 @@ def test_completions_without_routes_are_refused_by_the_key_that_needs_them(route
 
 @pytest.mark.parametrize("routed", [(), (1, 3), (0, 1, 2), (0, 1, 2, 3)])
 def test_routes_that_the_run_does_not_ask_for_any_more_are_left_out(routed: tuple[int, ...]) -> None:
-    assert update_of({})._samples_of(with_routes(*routed)).routes is None
+    assert update_of({})._samples_of(with_routes(*routed)).extra == {}

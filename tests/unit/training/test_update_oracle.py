@@ -40,7 +40,6 @@ from rl_megatron.types import (
     ParallelDims,
     Prompt,
     RolloutGroup,
-    Routes,
     Samples,
     Span,
     Trajectory,
@@ -149,7 +148,7 @@ def groups(step: int, engine: torch.Tensor) -> list[RolloutGroup]:
             [float(engine[x].log_softmax(-1)[y]) for x, y in zip(inputs, tokens, strict=True)],
             finish=rng.choice(["stop", "stop", "length"]),
             spans=((0, oldest), (1, rng.choice([oldest, 2])))[: len(tokens)],
-            routes=Routes(data=bytes(x % 2 for x in (1, *inputs)), shape=(1 + len(inputs), 1, 1)),
+            columns={"routes": np.array([x % 2 for x in (1, *inputs)], np.uint8)[:, None, None]},
         )
 
     return [

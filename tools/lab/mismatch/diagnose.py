@@ -147,6 +147,7 @@ class _Examination:
 
     def _bench(self) -> Bench:
         rollout, learner = self.config.rollout, self.roles.policy
+        routed = not rollout.served or self.config.algorithm.routing_replay == "r3"
         return Bench(
             learner=learner,
             engine=self.roles.engine,
@@ -160,7 +161,7 @@ class _Examination:
             max_new_tokens=rollout.max_new_tokens,
             stop_token_ids=() if rollout.ignore_eos else self.data.stop_token_ids,
             special_token_ids=_special(self.data.tokenizer),
-            routes=self.shape.num_experts > 0 and (not rollout.served or self.config.algorithm.routing_replay == "r3"),
+            columns=("routes",) if self.shape.num_experts and routed else (),
             seed=self.config.seed,
         )
 

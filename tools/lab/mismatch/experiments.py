@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.data.packing import pack, unpack
-from rl_megatron.data.samples import to_samples
+from rl_megatron.data.samples import dense_column, select, to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import RolloutEngine, Scorer
@@ -115,7 +115,7 @@ class RoutingGap:
 
 def routing_gap(observation: Observation) -> RoutingGap | None:
     """None where the routes of one side are not known."""
-    engine, learner, replayed = observation.samples.routes, observation.learner_routes, observation.replayed
+    engine, learner, replayed = _routes_of(observation.samples), observation.learner_routes, observation.replayed
     if engine is None or learner is None or replayed is None:
         return None
     other = (engine.sort(-1).values != learner.to(engine.dtype).sort(-1).values).flatten(1).any(1)
@@ -198,7 +198,7 @@ class Bench:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     special_token_ids: Mapping[str, int] = field(default_factory=dict)  # by name, as bos_token
-    routes: bool = False  # whether the engine can be asked for them
+    columns: tuple[str, ...] = ()  # that the engine can be asked for
     seed: int = 0
 
 
@@ -237,13 +237,13 @@ async def run_experiments(bench: Bench, prompts: Sequence[Prompt], *, completion
 async def observe(bench: Bench, prompts: Sequence[Prompt], completions: int) -> Observation:
     """Sample as a run does, score the same tokens, and fetch logits for as many as there is room for."""
     requests = [_request(bench, p.id, p.token_ids, num=completions, seed=bench.seed + i) for i, p in enumerate(prompts)]
-    requests = [replace(r, routes=bench.routes) for r in requests]
+    requests = [replace(r, columns=bench.columns) for r in requests]
     answers = await asyncio.gather(*(bench.engine.generate(r) for r in requests))
     samples = _samples(prompts, answers)
-    free = replace(samples, routes=None)
+    free = replace(samples, extra={})
     detailed = _first_sampled(samples, MOST_LOGITS // bench.vocab_size)
     logits = await _logits(bench, replace(free, mask=detailed))
-    if samples.routes is None:
+    if _routes_of(samples) is None:
         learner, routes, replayed = await _score(bench, free), None, None
     else:
         batch = pack(free, dims=bench.dims, max_tokens=bench.max_tokens, padding=bench.padding)
@@ -279,9 +279,8 @@ async def _greedy(bench: Bench, prompts: Sequence[Prompt]) -> tuple[Tensor, Tens
         if half > 0:
             longer = (*prompt, *completion.token_ids[:half].tolist())
             again = await bench.engine.generate(_request(bench, "greedy again", longer, new=new - half, greedy=True))
-            rest = replace(
-                completion, token_ids=completion.token_ids[half:], logprobs=completion.logprobs[half:], routes=None
-            )
+            tokens, logprobs = completion.token_ids[half:], completion.logprobs[half:]
+            rest = replace(completion, token_ids=tokens, logprobs=logprobs, columns={})
             prefilled.append(_compared(rest, again[0]))
     return torch.cat(together), torch.cat(prefilled) if prefilled else torch.zeros(0)
 
@@ -298,35 +297,29 @@ async def _behind_one_token(bench: Bench) -> tuple[Tensor, Tensor | None, float]
     """Where there is nothing to attend to but a token itself, positions and caches have no part in what comes next."""
     chosen = random.Random(bench.seed)
     ids = chosen.sample(range(bench.vocab_size), min(_SINGLE_TOKENS, bench.vocab_size))
-    asked = [replace(_request(bench, f"token {i}", (i,), num=2, new=1), routes=bench.routes) for i in ids]
+    asked = [replace(_request(bench, f"token {i}", (i,), num=2, new=1), columns=bench.columns) for i in ids]
     answers = await asyncio.gather(*(bench.engine.generate(r) for r in asked))
     prompts = [_prompt(r.id, r.token_ids) for r in asked]
     samples = _samples(prompts, answers)
-    scores = await _score(bench, replace(samples, routes=None))
+    scores = await _score(bench, replace(samples, extra={}))
     said, own = samples.rollout_logprobs.double(), scores.double()
     engine, learner = (float((x[::2] - x[1::2]).abs().sum()) for x in (said, own))
-    return said - own, samples.routes, learner / engine if engine else math.nan
+    return said - own, _routes_of(samples), learner / engine if engine else math.nan
 
 
 async def _packed_less_alone(bench: Bench, observation: Observation) -> Tensor:
     """The learner against itself: the sequences of unlike lengths in one batch, and each by itself."""
-    samples = replace(observation.samples, routes=None)
+    samples = replace(observation.samples, extra={})
     lengths = samples.cu_seqlens.diff()
     order = lengths.argsort().tolist()
     picked = sorted({order[i * (len(order) - 1) // 7] for i in range(8)})
     gaps = []
     for number in picked:
-        alone = _sequence(samples, number)
+        alone = select(samples, torch.tensor([number]))
         start, stop = samples.cu_seqlens[number : number + 2].tolist()
         gap = observation.learner[start:stop].double() - (await _score(bench, alone)).double()
         gaps.append(gap[alone.mask])
     return torch.cat(gaps)
-
-
-def _sequence(samples: Samples, number: int) -> Samples:
-    start, stop = samples.cu_seqlens[number : number + 2].tolist()
-    columns = {name: column[start:stop] for name, column in samples.columns.items()}
-    return Samples(**columns, cu_seqlens=torch.tensor([0, stop - start]))
 
 
 async def _changed_prompts(bench: Bench, observation: Observation) -> dict[str, float]:
@@ -367,7 +360,7 @@ def _prompts_of(samples: Samples) -> list[tuple[tuple[int, ...], Completion]]:
     """The prompt and the completion that each sequence is made of."""
     out = []
     for number in range(samples.num_sequences):
-        one = _sequence(samples, number)
+        one = select(samples, torch.tensor([number]))
         first = int(one.mask.int().argmax())
         completion = Completion(
             token_ids=one.targets[first:].int().numpy(),
@@ -434,12 +427,16 @@ def _request(
 
 
 def _samples(prompts: Sequence[Prompt], answers: Sequence[Sequence[Completion]]) -> Samples:
-    """With routes where these fit the prompts: an engine that saw others than it was given has others of them."""
+    """With columns where these fit the prompts: an engine that saw others than it was given has others of them."""
     try:
         return to_samples([single_turns(*pair) for pair in zip(prompts, answers, strict=True)])
     except DataError:
-        without = [[replace(completion, routes=None) for completion in answer] for answer in answers]
+        without = [[replace(completion, columns={}) for completion in answer] for answer in answers]
         return to_samples([single_turns(*pair) for pair in zip(prompts, without, strict=True)])
+
+
+def _routes_of(samples: Samples) -> Tensor | None:
+    return dense_column(samples.extra, "routes")
 
 
 def _prompt(name: str, ids: tuple[int, ...]) -> Prompt:

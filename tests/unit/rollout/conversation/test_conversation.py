@@ -26,7 +26,6 @@ from rl_megatron.agents.conversation.forms import WrittenConversation, check_tur
 from rl_megatron.agents.conversation.messages import MessagesRefused, tidied
 from rl_megatron.agents.conversation.templates import PlainText
 from rl_megatron.agents.conversation.written import _BACK, _FRONT, ChatTemplate, WrittenConversations
-from rl_megatron.data.routes import decode_routes, encode_routes
 from rl_megatron.data.samples import WrittenRow, to_samples, written_samples
 from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.errors import ConfigError, DataError
@@ -395,7 +394,7 @@ def test_routes_of_a_row_are_those_of_the_requests_that_computed_its_positions_f
 
     def routed(tokens: bytes, start: int, expert: int) -> Completion:
         experts = np.full((start + len(tokens) - 1, 2, 1), expert, np.uint8)
-        return replace(completion([*tokens], rng), routes=encode_routes(experts, num_experts=4))
+        return replace(completion([*tokens], rng), columns={"routes": experts})
 
     messages: list[dict[str, Any]] = [{"role": "user", "content": "ab"}]
     conversation.add(conversation.prompt_for(messages), routed(b"cd", 2, 1), {"role": "assistant", "content": "cd"})
@@ -403,10 +402,9 @@ def test_routes_of_a_row_are_those_of_the_requests_that_computed_its_positions_f
     asked = conversation.prompt_for(messages)
     conversation.add(asked, routed(b"fg", 5, 2), {"role": "assistant", "content": "fg"})
     (chain,) = conversation.chains()
-    assert chain.routes is not None
-    assert decode_routes(chain.routes)[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 2]  # "d" is an input of the second alone
+    assert chain.columns["routes"][:, 0, 0].tolist() == [1, 1, 1, 2, 2, 2]  # "d" is an input of the second alone
     conversation.add(asked, routed(b"fg", 4, 2), {"role": "assistant", "content": "fg"})
-    with pytest.raises(DataError, match=r"shape \(5, 2, 1\), but its prompt and completion have 7 tokens"):
+    with pytest.raises(DataError, match="routes have 5 entries, but its prompt and completion have 7 tokens"):
         conversation.chains()
 
 
