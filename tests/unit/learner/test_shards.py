@@ -504,7 +504,7 @@ def test_a_name_that_is_not_an_observers_is_refused(tmp_path: Path, monkeypatch:
 
 def test_one_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hf: Path) -> None:
     install(tmp_path, monkeypatch, "my_broken", "raise OSError('no libfoo')")
-    with pytest.raises(ConfigError, match=r"'passes' \(my_broken:Passes\).*OSError: no libfoo"):
+    with pytest.raises(ConfigError, match=r"'passes' that my_broken brings .*OSError\('no libfoo'\)"):
         observed(hf)
 
 
