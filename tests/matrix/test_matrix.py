@@ -30,19 +30,12 @@ from tools.planner.memory import footprints
 CELLS = [pytest.param(cell, id=str(cell), marks=() if cell in FIRST else pytest.mark.slow) for cell in cover()]
 
 
-@pytest.fixture(scope="module")
-def every_world() -> Iterator[Worlds]:
+@pytest.fixture
+def worlds() -> Iterator[Worlds]:
+    """Of one cell: threads of a world's groups outlive it, a hundred in each rank, and end with the process alone."""
     ranks = Worlds()
     yield ranks
     ranks.close()
-
-
-@pytest.fixture
-def worlds(every_world: Worlds) -> Iterator[Worlds]:
-    """Without answers of a test that has failed."""
-    yield every_world
-    if every_world.waited_for:
-        every_world.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Ranks that live as long as a pytest process and are asked for one cell after another."""
+"""Ranks that are asked for one thing after another."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ LIMIT = 600.0  # seconds for one answer
 
 
 class Worlds:
-    """As many ranks as were ever asked. After a failure all end, and the next question forks new ones."""
+    """As many ranks as were ever asked. After a failure all end."""
 
     def __init__(self) -> None:
         self._ranks: list[tuple[Any, Connection]] = []
-        self.waited_for = 0
-        """Questions whose answers nobody has taken."""
 
     def ask(self, size: int, function: Callable[..., Any], *arguments: Any) -> Callable[[], list[Any]]:
         """Asks ``size`` ranks for ``function(rank, *arguments)``, after what they were asked before. What is returned
@@ -32,14 +30,7 @@ class Worlds:
         asked = self._ranks[:size]
         for _, pipe in asked:
             pipe.send((function, arguments))
-        self.waited_for += 1
-
-        def answers() -> list[Any]:
-            found = [self._answer(rank, pipe) for rank, (_, pipe) in enumerate(asked)]
-            self.waited_for -= 1
-            return found
-
-        return answers
+        return lambda: [self._answer(rank, pipe) for rank, (_, pipe) in enumerate(asked)]
 
     def _answer(self, rank: int, pipe: Connection) -> Any:
         try:
@@ -60,7 +51,6 @@ class Worlds:
             process.join()
             pipe.close()
         self._ranks.clear()
-        self.waited_for = 0
 
 
 def _serve(rank: int, pipe: Connection) -> None:
