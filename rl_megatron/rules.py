@@ -197,8 +197,9 @@ def found_keys(root: object, key: str, bound: Mapping[str, str]) -> Iterator[tup
     return _walk(root, _path(key), 0, "", bound)
 
 
-def _path(key: str) -> list[str]:
-    return key.replace("@", ".@.").split(".")
+@functools.cache
+def _path(key: str) -> tuple[str, ...]:
+    return tuple(key.replace("@", ".@.").split("."))
 
 
 def _walk(

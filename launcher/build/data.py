@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from rl_megatron.agents.conversation.forms import check_of
 from rl_megatron.agents.conversation.written import end_of_turns
 from rl_megatron.chat_templates import setting
-from rl_megatron.config.beside import with_own_prompt
-from rl_megatron.config.environments import begun_by_messages
+from rl_megatron.config.beside import begun_by_messages, with_own_prompt
 from rl_megatron.config.run import RunConfig, TemplateVariable
 from rl_megatron.config.sections.data import DataSection, FileKeys, data_sources, name_of
 from rl_megatron.config.sections.eval import EvalSetSection, RunData

@@ -16,8 +16,7 @@ from typing_extensions import override
 from launcher.preflight.subject import Found, Subject, fact, note, problem, unchecked
 from rl_megatron.agents.conversation.forms import check_of
 from rl_megatron.agents.conversation.messages import MessagesRefused, tidied
-from rl_megatron.config.beside import with_own_prompt
-from rl_megatron.config.environments import begun_by_messages
+from rl_megatron.config.beside import begun_by_messages, with_own_prompt
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
 from rl_megatron.config.sections.reward import RewardSection

@@ -1,4 +1,4 @@
-"""Rules over several sections of the configuration: each problem names both numbers and the change to make."""
+"""Rules between keys that need code: each function yields a line for each problem, with the keys, why, and the fix."""
 
 from __future__ import annotations
 
@@ -6,118 +6,66 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.beside import (
-    problems_of_reward_models,
-    problems_of_separate,
-    problems_of_teachers,
+    in_words_of,
+    longest_read,
+    nodes_filled,
+    reward_model_roles,
     separate,
+    taught_on_ranks,
+    with_own_prompt,
 )
-from rl_megatron.config.environments import problems_of_environments
-from rl_megatron.config.evaluating import problems_of_evaluating
-from rl_megatron.config.keeping import problems_of_keeping
-from rl_megatron.config.modes import problems_of_modes
-from rl_megatron.config.reads import problems_of_job, problems_of_unread_keys
-from rl_megatron.config.rewards import problems_of_rewards
-from rl_megatron.config.sections.rollout import RolloutSection
+from rl_megatron.config.removed import instead_of
+from rl_megatron.config.sections.data import FileKeys, data_sources, rewards_of
+from rl_megatron.config.sections.eval import RunData
+from rl_megatron.config.sections.reward import RANKS, reward_key
+from rl_megatron.config.sections.teachers import ANOTHER_FIELD, TeacherSection, teacher_role
 from rl_megatron.config.sections.weights import NODE_MEMORY
-from rl_megatron.feature import feature_rules
 from rl_megatron.options.padding import most_padded, padded_tokens, sequence_multiple
 from rl_megatron.options.table import problems as option_problems
-from rl_megatron.rules import broken
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
 
-
-def problems_of(config: RunConfig) -> list[str]:
-    """A line for each rule between sections that the configuration breaks."""
-    return [
-        *_model_problems(config),
-        *option_problems(config.learner),
-        *_critic_problems(config),
-        *_transport_problems(config),
-        *_batch_problems(config),
-        *_group_problems(config),
-        *_server_problems(config.rollout),
-        *_quantization_problems(config),
-        *_route_problems(config),
-        *_role_problems(config),
-        *problems_of_separate(config),
-        *_colocation_problems(config),
-        *problems_of_modes(config),
-        *broken(feature_rules(), config),
-        *problems_of_rewards(config),
-        *problems_of_environments(config),
-        *problems_of_teachers(config),
-        *problems_of_reward_models(config),
-        *problems_of_keeping(config),
-        *problems_of_evaluating(config),
-        *problems_of_job(config),
-        *problems_of_unread_keys(config),
-    ]
+_RENDERED = "an environment's messages are rendered as a conversation, and a task's text is what it begins with; set"
 
 
-def _model_problems(c: RunConfig) -> list[str]:
-    if c.model.path is not None:
-        return []
-    out = []
-    if c.model.name is not None:
-        out.append(
-            f"model.path is not given, but the configuration is for model.name={c.model.name}; set model.path to a "
-            "folder with its config.json, tokenizer and safetensors, seen by all nodes"
-        )
-    if c.model.random_weights:
-        out.append(
-            "model.random_weights=true takes the sizes of model.path, which is not given; set it, or leave "
-            "random_weights out: the tiny model's weights are random"
-        )
-    if c.learner.model is not None:
-        out.append(
-            f"learner.model={c.learner.model} reads the config.json of model.path, which is not given; set model.path, "
-            "or leave learner.model out: this package has the tiny model's family"
-        )
-    return out
+def problems_of_options(c: RunConfig) -> Iterator[str]:
+    """What the learner's options refuse, and what they refuse of the critic's optimizer and not of the policy's."""
+    yield from (known := list(option_problems(c.learner)))
+    if c.algorithm.needs_critic:
+        learner = c.learner_of("critic")
+        known += option_problems(learner)
+        own = learner.model_copy(update={"optimizer": c.algorithm.critic.optimizer})
+        lines = (line for line in option_problems(own) if line not in known)
+        yield from (f"of algorithm.critic.optimizer: {line}" for line in lines)
 
 
-def _critic_problems(c: RunConfig) -> list[str]:
-    """What options refuse of the critic's optimizer and not of the policy's."""
-    if not c.algorithm.needs_critic:
-        return []
-    if c.learner.cuda_graphs and c.roles.critic == "learner":
-        return [
-            "learner.cuda_graphs=true with roles.critic=learner: megatron-core captures the layers of one trained "
-            "model of a process; set roles.critic=separate"
-        ]
-    learner = c.learner_of("critic")
-    own = learner.model_copy(update={"optimizer": c.algorithm.critic.optimizer})
-    known = set(option_problems(learner))
-    return [f"of algorithm.critic.optimizer: {line}" for line in option_problems(own) if line not in known]
-
-
-def _transport_problems(c: RunConfig) -> Iterator[str]:
-    """A transport that cannot reach the engine, or a folder that not all ranks see."""
-    if not c.rollout.served:
-        if c.weights.transport == "file":
-            yield (
-                "weights.transport=file is for servers, but "
-                f"rollout.engine={c.rollout.engine} samples in the learner's processes; set weights.transport=auto"
-            )
-        return
-    if c.slurm.engines.nodes and c.weights.folder and c.weights.folder.is_relative_to(NODE_MEMORY):
+def problems_of_servers(c: RunConfig) -> Iterator[str]:
+    """A folder of weights that not all ranks see, and degrees of servers that do not fit each other."""
+    server = c.rollout.server
+    folder = c.weights.folder
+    if c.rollout.served and c.slurm.engines.nodes and folder and folder.is_relative_to(NODE_MEMORY):
         yield (
-            f"weights.folder={c.weights.folder} is in each node's own memory, and the learner's ranks cannot write it "
+            f"weights.folder={folder} is in each node's own memory, and the learner's ranks cannot write it "
             f"on slurm.engines.nodes={c.slurm.engines.nodes}; give a folder that all nodes see, or leave it out"
         )
-
-
-def _batch_problems(c: RunConfig) -> list[str]:
-    out = []
-    if c.train.lr_min > c.train.learning_rate:
-        out.append(
-            f"train.lr_min={c.train.lr_min:g} is above train.learning_rate={c.train.learning_rate:g}; lower the first"
+    if server.ep not in {1, whole := server.tp * server.dp}:
+        yield (
+            f"rollout.server.ep={server.ep}: engines spread experts over all of a stage's GPUs or over none; set "
+            f"rollout.server.ep=tp*dp={whole}, or 1"
         )
+    if server.ranks % (server.nodes or 1):
+        yield (
+            f"rollout.server.nodes={server.nodes} does not divide its tp*pp*dp = {server.tp}*{server.pp}*{server.dp} = "
+            f"{server.ranks} GPUs; change one of them"
+        )
+
+
+def problems_of_batches(c: RunConfig) -> Iterator[str]:
+    """Minibatches of more parts than a step has, and sequences or pairs that fit no micro-batch."""
     parts, named = c.parts_of_minibatches
     if c.kind.samples and parts < c.train.minibatches:
-        out.append(
+        yield (
             f"train.minibatches={c.train.minibatches} is more than the {parts} {named}; lower the first or raise the "
             "others"
         )
@@ -127,32 +75,26 @@ def _batch_problems(c: RunConfig) -> list[str]:
     padded = 2 * padded_tokens(longest, multiple, ())
     if wanted > most:
         what = "pair of the longest sequences, 2 * (" if pairs else "longest sequence, ("
-        out.append(
+        yield (
             f"learner.max_tokens_per_micro_batch={most} is less than the {what}"
             f"{c.named_longest}) = {wanted}; raise the first or lower the others"
         )
     elif pairs and padded > most_padded(most, dims):
-        out.append(
+        yield (
             f"learner.max_tokens_per_micro_batch={most} is less than the pair of the longest sequences, each "
             f"({c.named_longest}) padded for learner.cp={dims.cp} to a multiple of {multiple}: {padded}; "
             "raise the first or lower the others"
         )
     if pairs and c.learner.padding.sequences == 1:
-        out.append(
+        yield (
             "learner.padding.sequences=1: the two sequences of a pair are of one micro-batch; set "
             "learner.padding.sequences to 2 or more"
         )
-    if c.algorithm.pairs and c.rollout.group_size < 2:
-        out.append(
-            f"algorithm.preference.beta pairs a group's completions, but rollout.group_size={c.rollout.group_size}; "
-            "set rollout.group_size=2 or more"
-        )
-    return out
 
 
-def _group_problems(c: RunConfig) -> list[str]:
+def problems_of_groups(c: RunConfig) -> Iterator[str]:
     """Groups that give no gradient, and groups that dynamic sampling would drop although they give one."""
-    a, r, out = c.algorithm, c.rollout, []
+    a, r = c.algorithm, c.rollout
     size = r.group_size + (a.demonstration_gamma is not None)
     levels = {f"algorithm.{key}={getattr(a, key)}" for key in ("advantage_mean", "advantage_std", "normalise_rewards")}
     over_group, over_batch = (sorted(k for k in levels if k.endswith(e)) for e in ("=group", ("=batch", "=advantages")))
@@ -163,161 +105,289 @@ def _group_problems(c: RunConfig) -> list[str]:
     of_turns = a.credit == "turn" and a.turn_baseline != "index"  # which one trajectory may have several of
     compares = not (a.needs_top and a.kl.has_teacher)  # else that trains every token
     if compares and size == 1 and over_group and not a.pairs and not of_turns:
-        out.append(
+        yield (
             f"rollout.group_size=1 with {', '.join(over_group)}: a group has no second completion to compare with, so "
             "all advantages are 0 and nothing is trained; set rollout.group_size=2 or more, or batch or none for group"
         )
     if compares and size * r.prompts_per_step == 1 and over_batch:
-        out.append(
+        yield (
             f"rollout.prompts_per_step=1 and rollout.group_size=1 with {', '.join(over_batch)}: the batch has no "
             "second completion to compare with, so all advantages are 0 and nothing is trained; raise one of the two"
         )
     if r.dynamic_sampling != "off" and a.taught_by_equal:
-        out.append(
+        yield (
             f"rollout.dynamic_sampling={r.dynamic_sampling} drops groups of equal rewards, from which "
             f"{', '.join(a.taught_by_equal)} learns too; set rollout.dynamic_sampling=off"
         )
     elif r.dynamic_sampling != "off" and size == 1 and not of_turns and (a.levels_equal or not a.own_decides):
-        out.append(
+        yield (
             f"rollout.dynamic_sampling={r.dynamic_sampling} drops every group of one completion, whose rewards cannot "
             "differ, so nothing is trained; set rollout.group_size=2 or more, or rollout.dynamic_sampling=off"
         )
-    return out
 
 
-def _server_problems(r: RolloutSection) -> list[str]:
-    out = []
-    if r.server.addresses and (r.python or r.server.count > 1 or r.server.options):
-        out.append(
-            f"rollout.server.addresses={r.server.addresses} are running servers; rollout.python, "
-            "rollout.server.replicas and rollout.server.options are for starting some: leave them out"
+def problems_of_separate(c: RunConfig) -> Iterator[str]:
+    """Nodes and layouts of roles with ranks of their own."""
+    slurm = c.slurm
+    if slurm.heterogeneous and not (slurm.engines.nodes or separate(c)):
+        yield (
+            f"slurm.heterogeneous=true, but slurm.engines.nodes={slurm.engines.nodes}; set the number of the engines' "
+            "nodes"
         )
-    if r.server.addresses and r.server.memory_fraction is not None:
-        out.append(
-            f"rollout.server.addresses={r.server.addresses} are running servers, which have their memory already; "
-            "rollout.server.memory_fraction is for starting some: set it to null"
-        )
-    out += _degree_problems(r)
-    if r.server.token_file and not r.server.addresses:
-        out.append(
-            "rollout.server.token_file is for rollout.server.addresses, and the run makes a token for servers that it "
-            "starts; leave it out"
-        )
-    return out
+    for role in c.roles.separate:
+        own = slurm.alone(role)
+        if not slurm.heterogeneous and own.nodes not in {0, fill := nodes_filled(c, role)}:
+            ranks = (
+                f"{c.learner_of(role).dims.world_size} ranks, which fill {fill} of the learner's nodes"
+                if role in c.roles.layouts
+                else f"as many ranks as the learner on slurm.nodes={slurm.nodes}"
+            )
+            yield (
+                f"slurm.{role}.nodes={own.nodes}, but a separate {role} has {ranks}, and nodes are alike; leave it "
+                "out, or set slurm.heterogeneous=true"
+            )
+    for role in c.roles.layouts:
+        yield from _of_layout(c, role)
 
 
-def _degree_problems(r: RolloutSection) -> list[str]:
-    server, out = r.server, []
-    given = {
-        key: getattr(server, key) for key in ("tp", "pp", "dp", "ep", "nodes") if getattr(server, key) not in {1, None}
+def _of_layout(c: RunConfig, role: str) -> Iterator[str]:
+    """What the layout of a role's own ranks breaks, and the learner's does not."""
+    if role not in separate(c) and role not in ("critic", "reference"):
+        yield (
+            f"roles.layouts.{role}: no teacher of algorithm.kl.teachers, and none of reward_models, that ranks hold "
+            f"has this role; allowed: {', '.join((*taught_on_ranks(c), *reward_model_roles(c))) or 'none'}"
+        )
+    elif role not in separate(c):
+        yield (
+            f"roles.layouts.{role}, but roles.{role}=learner: the learner's ranks hold such a {role}, in their layout; "
+            f"set roles.{role}=separate, or leave roles.layouts.{role} out"
+        )
+    known = set(option_problems(c.learner))
+    yield from (in_words_of(c, role, line) for line in option_problems(c.learner_of(role)) if line not in known)
+
+
+def problems_of_limits(c: RunConfig) -> Iterator[str]:
+    """Ratios to the engine that top_p makes useless, of a sequence or the loss itself, and places of interruptions."""
+    a, one, top_p = c.algorithm, c.algorithm.correction, c.rollout.top_p
+    near_one = one.level == "sequence" and one.mode in {"mask", "band"} and one.low > top_p
+    in_rewards = a.kl.coefficient > 0 and a.kl.placement != "loss"
+    no_ratio = a.objective == "reinforce" and a.old_kl_limit is None and a.tokens.choose != "kl_cov" and not in_rewards
+    readers = {
+        f"algorithm.old_logprobs={a.old_logprobs}": a.old_logprobs != "learner" and not (a.pairs or no_ratio),
+        f"algorithm.correction.level={one.level}": one.mode != "none" and (one.level == "product" or near_one),
     }
-    if given and server.addresses:
-        named = ", ".join(f"rollout.server.{key}={value}" for key, value in given.items())
-        out.append(
-            f"rollout.server.addresses={server.addresses} are running servers, which have their degrees already; leave "
-            f"out {named}"
+    limited = top_p < 1 and c.kind.samples
+    for key in (key for key, reads in readers.items() if reads and limited):
+        yield (
+            f"rollout.top_p={top_p:g} with {key}: the engine's log-probs are of the tokens that top_p keeps and the "
+            f"learner's of all, so each token's ratio is too small by up to {top_p:g}, and a sequence's by all of its "
+            "tokens'; set rollout.top_p=1, or algorithm.old_logprobs=learner without correction"
         )
-    whole = server.tp * server.dp
-    if server.ep not in {1, whole}:
-        out.append(
-            f"rollout.server.ep={server.ep}: engines spread experts over all of a stage's GPUs or over none; set "
-            f"rollout.server.ep=tp*dp={whole}, or 1"
+    first, last = c.rollout.interrupt.between(c.rollout.max_new_tokens)
+    if c.rollout.interrupt.earliest and not first <= last < max(c.rollout.max_new_tokens, 2):
+        yield (
+            f"rollout.interrupt.earliest={c.rollout.interrupt.earliest:g}: completions of at most "
+            f"rollout.max_new_tokens={c.rollout.max_new_tokens} would be interrupted "
+            f"after {first} to {last} sampled tokens; make the first at most the second, and both less than that"
         )
-    if (server.nodes or 1) > 1 and server.ranks % (server.nodes or 1):
-        out.append(
-            f"rollout.server.nodes={server.nodes} does not divide its tp*pp*dp = {server.tp}*{server.pp}*{server.dp} = "
-            f"{server.ranks} GPUs; change one of them"
-        )
-    return out
 
 
-def _quantization_problems(c: RunConfig) -> list[str]:
-    server = c.rollout.server
-    if server.quantization == "none":
-        return []
-    out, given = [], f"rollout.server.quantization={server.quantization}"
-    if c.learner.device == "cpu":
-        out.append(
-            f"{given}: the engines' kernels for quantised weights need GPUs, but learner.device=cpu; set "
-            "rollout.server.quantization=none"
+def problems_of_rewards(c: RunConfig) -> Iterator[str]:
+    """Rewards without a weight, or without parts where these are compared, and groups too small for a best of."""
+    yield from _of_no_reward(c)
+    a, size = c.algorithm, c.rollout.group_size
+    for key, section in rewards_of(c.data, c.reward, c.environment).items():
+        if not c.kind.samples or a.advantage_of != "parts":
+            break
+        if not section.parts:
+            yield (
+                f"algorithm.advantage_of=parts with {key}.function={section.function}: this reward has no parts to "
+                f"compare; name several in {key}.parts, or set advantage_of=sum"
+            )
+        if isinstance(section.on_error, float):
+            yield (
+                f"algorithm.advantage_of=parts with {key}.on_error={section.on_error:g}: that number is of the sum, "
+                f"and a completion whose reward failed has no parts; set {key}.on_error=drop or fail"
+            )
+    least = a.best_of + (not a.leave_one_out) - (a.demonstration_gamma is not None)
+    if c.kind.samples and a.best_of > 1 and size < least:
+        yield (
+            f"algorithm.best_of={a.best_of} with rollout.group_size={size} and leave_one_out="
+            f"{str(a.leave_one_out).lower()}: a group has no two bests to compare, so nothing would be trained; set "
+            f"rollout.group_size={least} or more, or lower algorithm.best_of"
         )
-    if c.learner.dtype != "bfloat16":
-        out.append(
-            f"{given}: the engines' kernels give bfloat16, but learner.dtype={c.learner.dtype}; set "
-            "learner.dtype=bfloat16"
-        )
-    if server.addresses:
-        out.append(
-            f"{given} is for servers that the run starts, but rollout.server.addresses={server.addresses} are running "
-            "ones, whose format it cannot see; set rollout.server.quantization=none"
-        )
-    return out
 
 
-def _route_problems(c: RunConfig) -> list[str]:
-    """Noise on routers that no engine of the run adds."""
-    if not c.rollout.router_noise or c.rollout.embedded:
-        return []
-    return [
-        f"rollout.router_noise={c.rollout.router_noise:g} with rollout.engine={c.rollout.engine}: servers compute "
-        "routers in kernels of their own, to which nothing can be added; set rollout.engine=local, or "
-        "rollout.router_noise=0"
-    ]
+def _of_no_reward(c: RunConfig) -> Iterator[str]:
+    """Rewards without a weight, where no other model judges either."""
+    kl = c.algorithm.kl
+    compared = c.algorithm.needs_top or (kl.coefficient > 0 and kl.placement != "loss")
+    if compared and kl.has_teacher:
+        return
+    why, instead = "no KL is part of the reward", "algorithm.kl (algorithm=distill and gkd do)"
+    if compared:
+        why = "the policy is compared with itself as training begins, so nothing would be trained"
+        instead = "algorithm.kl.reference to a teacher's folder, or algorithm.kl.teachers"
+    keys = {"reward": c.reward} | {reward_key(name): one for name, one in c.source_rewards.items()}
+    for key, section in keys.items():
+        if section.only_records:
+            yield (
+                f"{key}.parts: the weights of {', '.join(section.parts)} are all 0, and {why}; give one a weight, or "
+                f"set {instead}"
+            )
 
 
-def _role_problems(c: RunConfig) -> list[str]:
-    out, engines = [], c.slurm.engines
-    given = f"slurm.engines.nodes={engines.nodes}"
-    if engines.nodes and not c.rollout.served:
-        out.append(f"{given}, but rollout.engine={c.rollout.engine} samples in the learner's processes; set it to 0")
-    if engines.nodes and c.rollout.server.addresses:
-        out.append(f"{given}, but rollout.server.addresses are running servers; leave one of them out")
-    if c.slurm.heterogeneous and not (engines.nodes or separate(c)):
-        out.append(f"slurm.heterogeneous=true, but {given}; set the number of the engines' nodes")
-    if engines.shaped and not c.slurm.heterogeneous:
-        out.append("slurm.engines requests nodes unlike the learner's; set slurm.heterogeneous=true, or only its nodes")
-    if c.slurm.heterogeneous and c.slurm.array:
-        out.append(f"slurm.array={c.slurm.array}: Slurm has no arrays of heterogeneous jobs; leave one of them out")
-    if engines.container and not c.rollout.python:
-        out.append(
-            f"slurm.engines.container={engines.container}, but rollout.python is not given; set it to the interpreter "
-            "inside the image that has the engine"
+def problems_of_environments(c: RunConfig) -> Iterator[str]:
+    """Functions that have left the package, texts that a template rendered already, and turns without an environment;
+    demonstrations that are named twice."""
+    for key, one in c.environments.items():
+        if text := instead_of("environment.function", one.function):
+            yield f"{key}.function={one.function!r}: must be {text}"
+    yield from _rendered(c)
+    buffer, most = c.algorithm.overlong_buffer, c.most_sampled
+    if c.kind.samples and buffer >= max(1, most):
+        limit = "environment.max_tokens" if "environment" in c.training_environments else "rollout.max_new_tokens"
+        yield (
+            f"algorithm.overlong_buffer={buffer:g} is not below {limit}={most}: every length would have a penalty; "
+            "lower the first (below 1 it is a share, as 0.2), or raise the other"
         )
-    if engines.container and c.run.launcher == "ray":
-        out.append(
-            f"slurm.engines.container={engines.container} with run.launcher=ray: Ray starts servers outside of "
-            "containers; set run.launcher=slurm, or leave it out"
+    in_steps = any(one.steps for one in (c.reward, *c.source_rewards.values()))
+    if c.algorithm.credit == "turn" and not in_steps and not c.training_environments:
+        yield (
+            "algorithm.credit=turn: without environment.function, and without reward.steps=true, a completion is one "
+            "turn, for which it is credit=completion; set that, or one of the two"
         )
-    if c.slurm.container and c.run.launcher == "ray":
-        out.append(
-            "slurm.container with run.launcher=ray: the controller, outside the container, would not reach Ray inside; "
-            "set run.launcher=slurm, or have Ray in slurm.python"
+    if c.algorithm.ratio_level == "turn" and not c.training_environments:
+        yield (
+            "algorithm.ratio_level=turn: without environment.function a completion is one turn, for which it is "
+            "ratio_level=sequence; set that, or environment.function"
         )
-    return out
+    for key, source in data_sources(c.data).items() if c.algorithm.demonstration_gamma is not None else ():
+        if isinstance(source, FileKeys) and source.demonstration_field == source.answer_field:
+            yield (
+                f"{key}.demonstration_field={source.demonstration_field!r} is {key}.answer_field, which is the "
+                "demonstration where none is named; leave it out"
+            )
 
 
-def _colocation_problems(c: RunConfig) -> list[str]:
-    if not (c.rollout.served and c.rollout.server.colocated):
-        if (level := c.learner.offload.while_sampling) is None:
-            return []
-        return [
-            f"learner.offload.while_sampling={level}, but no servers take turns with the learner; set "
-            "rollout.server.colocated=true with rollout=vllm or sglang, or leave it out"
-        ]
-    out, turns = [], "rollout.server.colocated=true lets learner and servers take turns"
-    if c.train.max_staleness:
-        out.append(
-            f"{turns}, but with train.max_staleness={c.train.max_staleness} servers sample while the learner trains; "
-            "set one of them to its default"
+def _rendered(c: RunConfig) -> Iterator[str]:
+    """Problems whose texts a chat template rendered, in an environment, which renders them itself."""
+    for name, one in c.eval.sets.items():
+        if one.environment is None:
+            continue
+        sources = data_sources(c.data) if isinstance(one.data, RunData) else {f"eval.sets.{name}.data": one.data}
+        for key, source in sources.items():
+            if isinstance(source, FileKeys) and source.chat_template:
+                yield (
+                    f"eval.sets.{name}.environment.function={one.environment.function} with {key}.chat_template=true: "
+                    f"{_RENDERED} {key}.chat_template=false"
+                )
+    for led, one in c.training_environments.items():
+        for key, source in data_sources(c.data).items():
+            its = f"{key}.environment" if f"{key}.environment" in c.environments else "environment"
+            if its == led and isinstance(source, FileKeys) and source.chat_template:
+                yield (
+                    f"{led}.function={one.function} with {key}.chat_template=true: {_RENDERED} "
+                    f"{key}.chat_template=false"
+                )
+
+
+def problems_of_teachers(c: RunConfig) -> Iterator[str]:
+    """Teachers that judge no source, or several the same one, and prompts of their own that they cannot read."""
+    kl, key = c.algorithm.kl, "algorithm.kl.teachers"
+    if not kl.teachers:
+        return
+    known = c.source_names
+    for name, one in kl.teachers.items():
+        for source in one.sources:
+            if source not in known:
+                yield f"{key}.{name}.sources names {source!r:.80}; data.sources has {', '.join(known) or 'none'}"
+    for source in known or ("",):
+        of = [name for name, one in kl.teachers.items() if not one.sources or source in one.sources]
+        if not of:
+            yield f"{key}: none judges the prompts of data.sources.{source}; name it in one's sources"
+        if len(of) > 1 and kl.estimator != "k1":
+            yield (
+                f"{key}: {', '.join(of)} judge the same prompts, and estimator={kl.estimator} of several is no "
+                "divergence from any of them; set algorithm.kl.estimator=k1, whose weighted sum is, or one teacher"
+            )
+    for name, one in with_own_prompt(c).items():
+        yield from _of_own_prompt(c, name, one)
+
+
+def _of_own_prompt(c: RunConfig, name: str, one: TeacherSection) -> Iterator[str]:
+    """A line for each reason why a teacher cannot read what is sampled behind a prompt of its own."""
+    key = f"algorithm.kl.teachers.{name}"
+    for led, section in c.training_environments.items():
+        source = led.removeprefix("data.sources.").removesuffix(".environment")
+        if led == "environment" or not one.sources or source in one.sources:
+            yield (
+                f"{key}.prompt with {led}.function={section.function}: an environment writes its prompts itself, so "
+                f"nothing says what to put in their place; leave {key}.prompt out, or name sources of single "
+                f"completions in {key}.sources"
+            )
+    if one.reads_another and c.rollout.group_size == 1:
+        yield (
+            f"{key}.prompt has {{{ANOTHER_FIELD}}} with rollout.group_size=1: no group has another completion; raise "
+            "group_size, or leave it out"
         )
-    if c.learner.device != "cpu" and c.rollout.server.addresses is None and c.rollout.server.memory_fraction is None:
-        out.append(
-            f"{turns}, but an engine takes nearly a whole GPU, where the learner's weights and optimizer stay; set "
-            "rollout.server.memory_fraction to a share that they leave"
+    role, most = teacher_role(name), c.learner.max_tokens_per_micro_batch
+    named, longest = longest_read(c, role)
+    if one.server is None and longest > most:
+        yield (
+            f"learner.max_tokens_per_micro_batch={most} is less than the longest sequence that {role} reads, ({named}) "
+            f"= {longest}; raise the first or lower the others"
         )
-    if c.slurm.engines.nodes:
-        out.append(
-            f"{turns} on the same nodes, but slurm.engines.nodes={c.slurm.engines.nodes} are for servers alone; leave "
-            "one of them out"
+
+
+def problems_of_reward_models(c: RunConfig) -> Iterator[str]:
+    """A line for each reward model on ranks that nobody asks, or that is asked and not there or too small."""
+    if not c.kind.samples:
+        return
+    rewards = {"reward": c.reward} | {reward_key(name): one for name, one in c.own_rewards.items()}
+    named = [(key, name) for key, one in rewards.items() for name in one.functions.values() if name.startswith(RANKS)]
+    asked = {name.removeprefix(RANKS): key for key, name in named}
+    for name in sorted(asked.keys() - set(c.reward_models)):
+        known = ", ".join(c.reward_models) or "none"
+        yield f"{asked[name]}.function={RANKS}{name:.80}: reward_models has {known}; give reward_models.{name:.80}.path"
+    for name in sorted(set(c.reward_models) - asked.keys()):
+        yield f"reward_models.{name}: no reward asks it; set reward.function={RANKS}{name}, or leave it out"
+    yield from _longer_than_a_micro_batch(c)
+
+
+def _longer_than_a_micro_batch(c: RunConfig) -> Iterator[str]:
+    """A line for each set whose completions a reward model on ranks would be shown in part; training's fit."""
+    before, most = c.rollout.max_prompt_tokens, c.learner.max_tokens_per_micro_batch
+    of_training = {"reward": c.reward} | {reward_key(name): one for name, one in c.source_rewards.items()}
+    for name, one in c.eval.sets.items():
+        if (one.environment or c.environment).function is not None:
+            continue
+        new = one.max_new_tokens or c.rollout.max_new_tokens
+        judges = of_training if one.reward is None else {reward_key(f"eval.sets.{name}"): one.reward}
+        for key, section in judges.items():
+            ranked = any(function.startswith(RANKS) for function in section.functions.values())
+            if ranked and (longest := min(before + new, section.model.max_tokens or before + new)) > most:
+                yield (
+                    f"learner.max_tokens_per_micro_batch={most} is less than the {longest} tokens that reward_models "
+                    f"score of rollout.max_prompt_tokens={before} and eval.sets.{name}.max_new_tokens={new}; raise the "
+                    f"first, or set {key}.model.max_tokens={most}, so that they read the last ones"
+                )
+
+
+def problems_of_keeping(c: RunConfig) -> Iterator[str]:
+    """Checkpoints that are written at other steps than evaluations, and profiles of steps and ranks that are not."""
+    every = c.checkpoint.every
+    if c.checkpoint.keep_best and every and c.eval.mode == "blocking" and (not c.eval.every or every % c.eval.every):
+        yield (
+            f"checkpoint.keep_best={c.checkpoint.keep_best} compares eval/accuracy, which is measured every "
+            f"eval.every={c.eval.every} steps, but checkpoints are written every checkpoint.every={every}; make this a "
+            "multiple of that"
         )
-    return out
+    asked, ranks = c.profile, c.learner.dims.world_size
+    if asked.steps and max(asked.steps) > c.train.steps and c.written_epochs is None:
+        yield f"profile.steps has {max(asked.steps)}, but train.steps={c.train.steps}; leave out later ones"
+    if max(asked.ranks) >= ranks:
+        yield (
+            f"profile.ranks has {max(asked.ranks)}, but learner.tp, cp, dp and pp make {ranks} ranks, from 0 on; give "
+            "some of these"
+        )

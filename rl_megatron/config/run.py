@@ -1,6 +1,6 @@
 """The configuration (larger sections have files of their own): frozen pydantic, defaults, nothing heavy imported.
 
-A key is `section.name`; YAML under conf/ holds what differs. Rules over sections are checks.py's, reading is io.py's.
+A key is `section.name`; YAML under conf/ holds what differs. Rules over sections are rules.py's, reading is io.py's.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rl_megatron.config.checks import problems_of
+from rl_megatron.config.rules import problems_of
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.data import (
     ArithmeticRunData,
     FileRunData,
     HubRunData,
     MixtureData,
+    OneSource,
     data_sources,
     environments_of,
     name_of,
@@ -254,6 +255,11 @@ class RunConfig(Section):
     def reference_key(self) -> str:
         """The key of ``reference``, for messages."""
         return f"{self.job}.reference" if self.kind.reference else "algorithm.kl.reference"
+
+    @property
+    def sources(self) -> Mapping[str, OneSource]:
+        """Each source of data by the key of its section."""
+        return data_sources(self.data)
 
     @property
     def source_names(self) -> tuple[str, ...]:

@@ -126,8 +126,8 @@ ROOMS = (
         paths=(
             "rl_megatron/rules.py",
             "rl_megatron/config/reads.py",
-            *_under("rl_megatron/config", "beside.py", "checks.py", "environments.py", "evaluating.py"),
-            *_under("rl_megatron/config", "io.py", "keeping.py", "modes.py", "resume.py"),
+            *_under("rl_megatron/config", "beside.py", "checks.py", "rules.py"),
+            *_under("rl_megatron/config", "io.py", "resume.py"),
         ),
         mutants=60,
         first=_under("tests/unit", "test_config_checks.py", "test_config_io.py", "test_transport_key.py"),

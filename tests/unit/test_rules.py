@@ -9,6 +9,9 @@ from types import SimpleNamespace
 import pytest
 from pydantic import BaseModel, Field
 
+from rl_megatron.config.io import load_config
+from rl_megatron.config.rules import RULES
+from rl_megatron.feature import feature_rules
 from rl_megatron.rules import (
     SET,
     TEXT,
@@ -24,6 +27,7 @@ from rl_megatron.rules import (
     ReadIf,
     Rule,
     broken,
+    found_keys,
 )
 
 
@@ -184,3 +188,42 @@ def test_rows_are_checked_where_they_say_and_see_the_shape_of_the_model() -> Non
     assert broken(rules, Config(), "job") == ["steps=10: of a job; f"]
     plain = SimpleNamespace(steps=10)  # any object with these attributes is a configuration
     assert broken([of_shape], plain, "shape", Shape(0)) == ["steps=10 with shape.num_experts=0: w; f"]
+
+
+def conditions(rule: Rule) -> Iterator[On]:
+    for name in ("one", "other", "when", "all", "any_of"):
+        given = getattr(rule, name, ())
+        yield from (given,) if isinstance(given, On) else given
+
+
+def paths(rule: Rule) -> Iterator[str]:
+    yield from getattr(rule, "keys", ())
+    for one in conditions(rule):
+        yield one.key
+        yield from (path for path in (one.shown, getattr(one.test, "limit", None)) if isinstance(path, str))
+
+
+def test_each_path_of_a_row_is_of_a_configuration() -> None:
+    """A path that no configuration has would match nothing, so its row would never refuse anything."""
+    keys = ["data.type=mixture", "data.sources.a.type=files", "data.sources.a.train=t", "data.sources.a.eval=e"]
+    environment = ["data.sources.a.environment.function=calculator", "data.sources.a.environment.template=plain"]
+    teacher = ["algorithm=gkd", "algorithm.kl.teachers.t.path=tests"]
+    sets = ["eval.sets.a.samples=1", "eval.sets.a.reward.function=length"]
+    configs = [
+        load_config("tiny_cpu", []),
+        load_config("tiny_cpu", ["data=mixture", *keys[1:], *environment]),
+        load_config("tiny_cpu", ["data=mixture", *keys[1:], "data.sources.a.reward.function=length"]),
+        load_config("tiny_cpu", [*teacher, *sets]),
+    ]
+    shape = SimpleNamespace(num_experts=1)
+    wrong = {
+        path
+        for rule in (*RULES, *feature_rules())
+        for path in paths(rule)
+        if path != TEXT and not any([*found_keys(_root(config, shape), path, {})] for config in configs)
+    }
+    assert not wrong
+
+
+def _root(config: object, shape: object) -> object:
+    return SimpleNamespace(**{name: getattr(config, name) for name in dir(config) if name[0] != "_"}, shape=shape)

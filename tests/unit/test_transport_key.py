@@ -113,8 +113,8 @@ def test_own_code_is_refused_with_what_there_is(value: str) -> None:
 
 def test_the_in_process_engine_loads_no_file() -> None:
     assert problems(["weights.transport=file"]) == [
-        "weights.transport=file is for servers, but rollout.engine=local samples in the learner's processes; set "
-        "weights.transport=auto"
+        "weights.transport=file with rollout.engine=local: files are for servers, and this engine samples in the "
+        "learner's processes; set weights.transport=auto"
     ]
 
 
@@ -158,13 +158,15 @@ def test_servers_that_take_turns_on_gpus_leave_room_for_the_learners_state() -> 
 def test_quantised_weights_are_for_servers_on_gpus_that_the_run_starts() -> None:
     given = ["rollout.server.quantization=fp8"]
     (*rest, last), key = problems(given), "rollout.server.quantization=fp8"
-    assert last.startswith(f"{key} does nothing: rollout.engine=local samples in the learner's processes")
+    assert last.startswith(
+        f"{key} does nothing: with rollout.engine=local this engine samples in the learner's processes"
+    )
     attached = [*SERVED, "rollout.server.addresses=http://a:1"]
     (device, dtype, addresses) = problems([*given, *attached])
     assert rest == [device, dtype]
-    assert "need GPUs, but learner.device=cpu; set rollout.server.quantization=none" in device
-    assert dtype.endswith("learner.dtype=float32; set learner.dtype=bfloat16")
-    assert "rollout.server.addresses=http://a:1 are running ones, whose format it cannot see" in addresses
+    assert "with learner.device=cpu: the engines' kernels for quantised weights need GPUs; set" in device
+    assert dtype.endswith("learner.dtype=float32: the engines' kernels give bfloat16; set learner.dtype=bfloat16")
+    assert "rollout.server.addresses=http://a:1: the run cannot see the format of running servers" in addresses
 
 
 @pytest.mark.parametrize("transport", ["auto", "file", "direct"])
@@ -189,18 +191,18 @@ def test_formats_of_fewer_bits_are_refused_by_name(kind: str) -> None:
     [
         (
             ["weights.folder=/fast"],
-            "weights.folder=/fast does nothing: rollout.engine=local samples in the learner's processes, and only "
-            "servers use it; leave it out, or set it to its default, null",
+            "weights.folder=/fast does nothing: with rollout.engine=local this engine samples in the learner's "
+            "processes, and only servers read it; leave it out, or set it to its default, null",
         ),
         (
             ["weights.meeting_host=a"],
-            "weights.meeting_host=a does nothing: rollout.engine=local samples in the learner's processes, and only "
-            "servers use it; leave it out, or set it to its default, null",
+            "weights.meeting_host=a does nothing: with rollout.engine=local this engine samples in the learner's "
+            "processes, and only servers read it; leave it out, or set it to its default, null",
         ),
         (
             [*SERVED, "weights.meeting_host=a"],
-            "weights.meeting_host=a does nothing: weights.transport=auto is a file here, and weights.transport=direct "
-            "reads it; leave it out, or set it to its default, null",
+            "weights.meeting_host=a does nothing: with weights.transport=auto weights go by a file, and direct reads "
+            "it; leave it out, or set it to its default, null",
         ),
     ],
 )
@@ -263,7 +265,10 @@ def test_ranks_hold_no_reference_beside_them() -> None:
     ("keys", "said"),
     [
         ([*teacher("a"), "algorithm.kl.reference=tests"], "both judge; keep one"),
-        ([*teacher("a"), "rollout.temperature=0.5"], f"{KEY}.a.server with rollout.temperature=0.5: servers tell"),
+        (
+            [*teacher("a"), "rollout.temperature=0.5"],
+            "http://127.0.0.1:9 with rollout.temperature=0.5: servers",
+        ),
         (
             [*held("a"), f"{KEY}.a.timeout_seconds=3"],
             "timeout_seconds=3.0 without a server: the run's own ranks hold this teacher",
@@ -276,13 +281,16 @@ def test_ranks_hold_no_reference_beside_them() -> None:
         ),
         ([*teacher("a"), "roles.layouts.teacher_a.tp=2"], "that ranks hold has this role; allowed: none"),
         ([*held("a"), "roles.layouts.teacher_a.vpp=2"], "roles.layouts.teacher_a.vpp=2 needs a pipeline"),
-        ([*teacher("a"), "algorithm=grpo"], "does nothing: algorithm.kl.coefficient=0.0 does not read it"),
+        ([*teacher("a"), "algorithm=grpo"], "does nothing: algorithm.kl.coefficient=0 does not read it"),
         ([*teacher("a"), "algorithm=dpo"], "with algorithm.preference.beta"),
         ([*teacher("a"), "roles.reference=separate"], "the algorithm has no reference"),
         ([*held("a"), FOLLOWS], "none of them is the policy's moving average, as each has a path; leave follow_rate"),
         ([*own("a", 9), FOLLOWS, "roles.reference=separate"], "takes its weights from the same ranks; set roles.ref"),
-        ([FOLLOWS, "roles.reference=separate"], "follow_rate=0.1 with roles.reference=separate: a reference that"),
-        ([FOLLOWS, "algorithm=grpo"], "follow_rate=0.1 does nothing: without algorithm.kl.coefficient or"),
+        (
+            [FOLLOWS, "roles.reference=separate"],
+            "follow_rate=0.1 with roles.reference=separate and job=rl: a",
+        ),
+        ([FOLLOWS, "algorithm=grpo"], "follow_rate=0.1 does nothing: with algorithm.kl.coefficient=0 and"),
         (
             [FOLLOWS, "algorithm.kl.reset_moments=true", "algorithm.kl.coefficient=0.1"],
             "reset_moments=true with follow_rate=0.1: the reference is a moving average",

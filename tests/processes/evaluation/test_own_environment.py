@@ -13,7 +13,7 @@ import pytest
 from launcher.build.model import starting_folder
 from launcher.preflight.reward import check
 from launcher.preflight.subject import Subject
-from rl_megatron.config.environments import begun_by_messages
+from rl_megatron.config.beside import begun_by_messages
 from rl_megatron.config.io import load_config
 from rl_megatron.environments.protocol import EnvironmentStep, Observed, Reply, Transcript
 from rl_megatron.errors import ConfigError

@@ -104,7 +104,10 @@ def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_command
         (("slurm.time=tomorrow",), "slurm.time='tomorrow'"),
         (("slurm.setup=a\nb",), "slurm.setup="),
         (("slurm.signal_seconds=65536",), "slurm.signal_seconds=65536: must be less than or equal to 65535"),
-        (("slurm.engines.nodes=1",), "slurm.engines.nodes=1, but rollout.engine=local samples in the learner's"),
+        (
+            ("slurm.engines.nodes=1",),
+            "slurm.engines.nodes=1 with rollout.engine=local: this engine samples in",
+        ),
         (("rollout=vllm", "slurm.heterogeneous=true"), "slurm.heterogeneous=true, but slurm.engines.nodes=0"),
         (("rollout=vllm", "slurm.engines.nodes=1", "slurm.engines.partition=x"), "set slurm.heterogeneous=true"),
         (

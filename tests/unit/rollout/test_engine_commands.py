@@ -184,7 +184,7 @@ def test_an_engine_without_such_a_mode_says_so() -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ((), r"rollout\.engine=local samples in the learner's processes with torch's products"),
+        ((), r"rollout\.engine=local: this engine samples in the learner's processes with torch's products"),
         (("rollout=vllm",), r"the engines' kernels for it need GPUs, but learner\.device=cpu"),
         (("rollout=vllm", "rollout.server.addresses=http://a:1"), r"addresses=http://a:1 are running ones; start"),
     ],

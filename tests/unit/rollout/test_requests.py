@@ -371,7 +371,7 @@ def test_only_servers_can_end_a_completion_before_the_others(keys: list[str]) ->
     if keys:
         assert load_config("tiny_cpu", given).rollout.max_seconds == 30
         return
-    said = "max_seconds=30, but rollout.engine=local samples a whole batch in one call .* set rollout.server.replicas"
+    said = "max_seconds=30 with rollout.engine=local: .* a whole batch in one call, .* set rollout.server.replicas"
     with pytest.raises(ConfigError, match=said):
         load_config("tiny_cpu", given)
 

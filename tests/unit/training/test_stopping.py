@@ -586,7 +586,7 @@ def test_reports_show_it_at_its_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ([], "rollout.engine=local samples in the learner's processes, which train meanwhile"),
+        ([], "rollout.engine=local: this engine samples in the learner's processes, which train meanwhile"),
         (["rollout=vllm", "rollout.server.colocated=true"], "eval.mode=beside with rollout.server.colocated=true"),
         (["rollout.server.replicas=1", "eval.every=0"], "eval.every=0: nothing is evaluated between"),
         (

@@ -1,0 +1,396 @@
+"""The rules between keys, in the order of their messages: rows, and the functions of checks.py for what needs code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rl_megatron.config import checks, reads
+from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.feature import feature_rules
+from rl_megatron.rules import (
+    SET,
+    TEXT,
+    UNSET,
+    Above,
+    Below,
+    CheckFunction,
+    Condition,
+    Excludes,
+    Needs,
+    Not,
+    On,
+    OneOf,
+    ReadIf,
+    Rule,
+    broken,
+)
+
+if TYPE_CHECKING:
+    from rl_megatron.config.run import RunConfig
+
+SERVED = On("rollout.served", True, "rollout.engine")
+NOT_SERVED = On("rollout.served", False, "rollout.engine")
+RUNNING = On("rollout.server.addresses")
+COLOCATED = On("rollout.server.colocated", True)
+ON_CPU, ON_GPUS = On("learner.device", "cpu"), On("learner.device", Not("cpu"))
+DIRECT = On("transport.direct", True, "weights.transport")
+ONE_NCCL = (SERVED, ON_GPUS, On("transport.members", True, "weights.transport"))
+ROUTES = On("asks_for_routes", SET, TEXT)
+SAMPLES = On("kind.samples", True, "job")
+PAIRS = On("algorithm.preference.beta")
+LORA = On("learner.lora.rank")
+GREEDY = On("algorithm.advantage_mean", "greedy")
+STALE = On("train.max_staleness", Above(0))
+ENGINE_NODES = On("slurm.engines.nodes", Above(0))
+HETEROGENEOUS, ALIKE = On("slurm.heterogeneous", True), On("slurm.heterogeneous", False)
+ENVIRONMENT = On("training_environments@function")
+DEMONSTRATIONS = On("algorithm.demonstration_gamma")
+WARM_START = On("warm_start.steps", Above(0))
+STEPS = On("reward.steps", True), On("data.sources.*.reward.steps", True)
+INTERRUPT = On("rollout.interrupt.earliest", Above(0))
+TEACHERS = On("algorithm.kl.teachers", Not({}))
+BESIDE = On("eval.mode", Not("blocking"))
+
+_WITH_SERVERS = "set rollout.server.replicas, or rollout=vllm or sglang, or leave it out"
+_LEAVE_OUT = "leave one of them out"
+_IN_LEARNER = "this engine samples in the learner's processes"
+_NCCL = (
+    "ranks of one NCCL group that choose its algorithm differently wait for each other without end",
+    "set weights.transport=file",
+)
+
+
+def _excluded(one: Condition, *others: tuple[Condition, str, str]) -> Iterator[Rule]:
+    """A row for each of ``others`` with its reason and its fix."""
+    return (Excludes(one=one, other=other, why=why, fix=fix) for other, why, fix in others)
+
+
+def _all_excluded(one: Condition, others: tuple[On, ...], why: str, fix: str) -> Iterator[Rule]:
+    """A row for each of ``others``, which have one reason and one fix."""
+    return (Excludes(one=one, other=other, why=why, fix=fix) for other in others)
+
+
+def _read(why: str, *keys: str, any_of: Condition) -> Rule:
+    return ReadIf(keys=keys, any_of=(any_of,) if isinstance(any_of, On) else any_of, why=why)
+
+
+# fmt: off
+def _of_model() -> Iterator[Rule]:
+    path = On("model.path")
+    yield Needs(when=On("model.name"), all=path, why="the configuration is for the model of that name",
+          fix="set model.path to a folder with its config.json, tokenizer and safetensors, seen by all nodes")
+    yield Needs(when=On("model.random_weights", True), all=path, why="random weights take the sizes of model.path, and "
+          "those of the tiny model are random anyway", fix="set model.path, or leave random_weights out")
+    yield Needs(when=On("learner.model"), all=path, why="it reads the config.json of model.path, and this package has "
+          "the tiny model's family", fix="set model.path, or leave learner.model out")
+
+
+def _of_servers() -> Iterator[Rule]:
+    """Servers, and the transport of weights to them."""
+    yield Excludes(one=On("weights.transport", "file"), other=NOT_SERVED,
+          why=f"files are for servers, and {_IN_LEARNER}", fix="set weights.transport=auto")
+    started = tuple(On(f"rollout.server.{key}", Above(1)) for key in ("replicas", "tp", "pp", "dp", "ep", "nodes"))
+    yield from _all_excluded(RUNNING, (On("rollout.python"), On("rollout.server.options"),
+          On("rollout.server.memory_fraction"), *started), "these servers are running already, and the key is for "
+          "servers that the run starts", "leave it out, or set it to null")
+    yield Needs(when=On("rollout.server.token_file"), all=RUNNING, why="it is for rollout.server.addresses, and the "
+          "run makes a token for servers that it starts", fix="leave it out")
+    yield from _excluded(On("rollout.server.quantization", Not("none")),
+        (ON_CPU, "the engines' kernels for quantised weights need GPUs", "set rollout.server.quantization=none"),
+        (On("learner.dtype", Not("bfloat16")), "the engines' kernels give bfloat16", "set learner.dtype=bfloat16"),
+        (RUNNING, "the run cannot see the format of running servers", "set rollout.server.quantization=none"))
+    yield Excludes(one=On("rollout.router_noise", Above(0)), other=On("rollout.engine", Not("local")),
+          why="servers compute routers in kernels of their own, to which nothing can be added",
+          fix="set rollout.engine=local, or rollout.router_noise=0")
+    yield Needs(when=On("learner.offload.while_sampling"), all=(SERVED, COLOCATED),
+          why="no servers take turns with the learner", fix="set rollout.server.colocated=true with rollout=vllm or "
+          "sglang, or leave it out")
+    yield from _excluded((COLOCATED, SERVED),
+        (STALE, "colocated servers cannot sample while the learner trains", "set one of them to its default"),
+        ((ON_GPUS, On("rollout.server.addresses", UNSET), On("rollout.server.memory_fraction", UNSET)),
+         "an engine takes nearly a whole GPU, where the learner's weights and optimizer stay",
+         "set rollout.server.memory_fraction to a share that they leave"),
+        (ENGINE_NODES, "those nodes are for servers alone", _LEAVE_OUT))
+    yield from _all_excluded((On("rollout.engine", "local"), On("rollout.server.replicas")), (ON_GPUS, *started[1:],
+          RUNNING, On("rollout.server.options"), DIRECT), "these servers are one process each on CPUs, and load "
+          "weights from a file", "leave one of them out, or set rollout=vllm or sglang")
+    invariant = On("rollout.server.batch_invariant", True)
+    yield from _excluded(invariant,
+        (NOT_SERVED, f"{_IN_LEARNER} with torch's products, whose last bits depend on the number of rows",
+         "set rollout=vllm or sglang, or leave it out"),
+        (ON_CPU, "the engines' kernels for it need GPUs", "leave it out"),
+        (RUNNING, "it is for servers that the run starts", "start those so (docs/mismatch.md), and leave it out"))
+    yield from _excluded((invariant, *ONE_NCCL),
+        (On("rollout.engine", Not("sglang")), *_NCCL),
+        ((On("rollout.engine", "sglang"), On("rollout.server.ranks", Above(1), "rollout.server.tp")), *_NCCL))
+    kept = On("rollout.server.running_requests", "keep_cache"), SERVED
+    yield from _excluded(kept,
+        (ROUTES, "keys and values in the cache were made by the experts that older weights chose, which the learner's "
+         "one pass cannot repeat", "set running_requests=abort, or leave routes out"),
+        (COLOCATED, "servers release their caches before each training, so nothing is left to keep", _LEAVE_OUT))
+    yield from _excluded(STALE,
+        ((ROUTES, On("rollout.engine", "sglang"), On("rollout.server.running_requests", "recompute")),
+         "SGLang keeps routes by their place in its cache, so of a completion that it computes again at a push it "
+         "returns those of the new weights for all tokens, also for those that older weights sampled",
+         "set running_requests=abort"),
+        ((GREEDY, SERVED), "weights may be pushed between a group's completions and its greedy one, whose reward would "
+         "be another policy's baseline", "set one of them to its default"))
+
+
+def _of_sampling() -> Iterator[Rule]:
+    """Stop texts, limits of time and number, interruptions."""
+    yield Excludes(one=On("rollout.max_seconds"), other=NOT_SERVED, why=f"{_IN_LEARNER} a whole batch in one call, "
+          "which ends no completion before the others", fix=_WITH_SERVERS)
+    stop = On("rollout.stop", Not(()))
+    yield from _excluded(stop,
+        (On("rollout.ignore_eos", True), "ignore_eos ends no completion early", _LEAVE_OUT),
+        ((On("rollout.engine", "vllm"), ROUTES), "vLLM finds texts outside of its engine, which then returns no routes",
+         "set rollout=sglang or local, or leave one of them out"))
+    yield from _all_excluded(INTERRUPT, (ENVIRONMENT, PAIRS, On("rollout.max_seconds")),
+          "only single completions without a time limit can be interrupted", _LEAVE_OUT)
+    yield from _excluded(INTERRUPT,
+        (ROUTES, "routes are of one request, and what is interrupted takes two", _LEAVE_OUT),
+        *((on, "a completion that was interrupted is two turns already", _LEAVE_OUT) for on in STEPS))
+    limit = "rollout.max_in_flight"
+    yield Excludes(one=On(limit, Below("rollout.group_size")), why="no group could be sampled",
+          fix="raise the first, or lower the other")
+    yield Excludes(one=On(limit), other=NOT_SERVED, why=f"{_IN_LEARNER} one batch at a time, by rollout.slots at once",
+          fix=_WITH_SERVERS)
+
+
+def _of_learner() -> Iterator[Rule]:
+    """Modes of the learner: adapters, a value layer of the policy, determinism, fused routers."""
+    yield from _excluded(LORA,
+        (On("kind.scores", True, "job"), "its score layer starts at 0, and adapters freeze it",
+         "leave learner.lora out"),
+        (On("algorithm.needs_critic", True, "algorithm.credit"), "that algorithm has a critic, a second model that is "
+         "trained whole", "take one without, as algorithm=gspo, or leave learner.lora out"))
+    own = "leave it out, or set critic.backbone=own"
+    yield from _excluded(On("algorithm.is_own_critic", True, "algorithm.critic.backbone"),
+        (LORA, "adapters freeze its value layer", own),
+        (On("learner.overlap.gradients", True), "in a warm start the value layer has no gradient to wait for", own),
+        (On("learner.cuda_graphs", True), "no pass with a value layer was captured yet", own))
+    adapters = On("weights.push", "adapters")
+    merged = "leave the key out, or set weights.push=merged"
+    yield Needs(when=adapters, all=LORA, why="the whole model is trained", fix="set learner.lora.rank, or leave "
+          "weights.push out")
+    yield Needs(when=adapters, all=On("rollout.engine", OneOf(("vllm", "sglang"))),
+          why="only vllm and sglang hold adapters beside a model here", fix="set rollout=vllm or sglang, or "
+          "weights.push=merged")
+    yield from _excluded(adapters,
+        (RUNNING, "a run starts its servers with places for its adapters", merged),
+        (COLOCATED, "servers that release their memory lose the model, which is pushed once", merged),
+        (On("rollout.server.quantization", Not("none")), "the model is pushed as it is, and once", merged),
+        (On("rollout.server.running_requests", Not("recompute")), "no push pauses a request", merged))
+    deterministic = On("learner.deterministic", True)
+    yield from _excluded(deterministic,
+        ((ON_GPUS, NOT_SERVED), f"{_IN_LEARNER} by torch.cumsum, which has no deterministic kernel for GPUs",
+         "set rollout=vllm or sglang, or leave it out"),
+        (ONE_NCCL, f"the learner's ranks choose NCCL's algorithm by NCCL_ALGO, and {_NCCL[0]}", _NCCL[1]))
+    yield from _all_excluded(On("learner.fusion.router", True), (On("algorithm.routing_replay", Not("off")),
+          On("train.route_flips", True)), "the fused kernel chooses experts by itself, and takes and tells none",
+          "set one of them to its default")
+    yield Excludes(one=On("learner.head_dtype"), other=On("algorithm.needs_top", True, "algorithm.kl.estimator"),
+          why="it makes logits of a few positions at a time and keeps none", fix="leave it out, or set "
+          "kl.estimator=k1, k2 or k3")
+    yield Excludes(one=On("learner.cuda_graphs", True), other=(On("algorithm.needs_critic", True, "algorithm.credit"),
+          On("roles.critic", "learner")), why="megatron-core captures the layers of one trained model of a process",
+          fix="set roles.critic=separate")
+
+
+def _of_algorithm() -> Iterator[Rule]:
+    """The algorithm beside what is sampled, shown and read in turns."""
+    yield Excludes(one=On("train.lr_min", Above("train.learning_rate")), why="the learning rate cannot fall to what is "
+          "above it", fix="lower the first")
+    yield Excludes(one=PAIRS, other=On("rollout.group_size", Below(2)), why="pairs are of a group's completions",
+          fix="set rollout.group_size=2 or more")
+    yield from _excluded(DEMONSTRATIONS,
+        (On("algorithm.old_logprobs", "interpolated"), "no version sampled it", "set learner or rollout"),
+        (On("algorithm.correction.acts", True, "algorithm.correction.mode"), "no engine has its log-probs",
+         "leave algorithm.correction out"),
+        (On("algorithm.kl.coefficient", Above(0)), "that KL is estimated from what the policy samples",
+         "set kl.coefficient=0"),
+        (On("algorithm.old_kl_limit"), "that KL is estimated from what the policy samples", "set old_kl_limit=null"),
+        (On("algorithm.tokens.choose", Not("all")), "these are chosen among the tokens that were sampled",
+         "set tokens.choose=all"),
+        (On("algorithm.balance.share"), "it is of clipped ratios, and a demonstration has none",
+         "set balance.share=null"),
+        (On("algorithm.credit", Not("completion")), "a demonstration has one advantage", "set credit=completion"),
+        (ROUTES, "no engine chose its experts", _LEAVE_OUT),
+        (ENVIRONMENT, "a demonstration is the text of one answer, which no environment leads", _LEAVE_OUT))
+    yield Needs(when=On("sources@demonstration_field"), all=DEMONSTRATIONS, why="nothing reads it",
+          fix="set that, or leave it out")
+    yield from _excluded(TEACHERS,
+        (On("algorithm.kl.reference"), "both judge", "keep one"),
+        (PAIRS, "pairs have a reference of the run, or none", "leave algorithm.kl.teachers out"))
+    yield Needs(when=(On("algorithm.kl.follow_rate"), TEACHERS), all=On("algorithm.kl.teachers.*.path", UNSET),
+          why="none of them is the policy's moving average, as each has a path",
+          fix="leave follow_rate out, or a teacher's path")
+    yield Excludes(one=On("algorithm.kl.teachers.*.server"), other=On("rollout.temperature", Not(1)),
+          why="servers tell log-probs of prompts at a temperature of 1", fix="set rollout.temperature=1, or leave "
+          "server out, so that ranks hold it")
+
+
+def _of_environments() -> Iterator[Rule]:
+    plain = On("environments@template", "plain")
+    yield from _excluded(plain,
+        (On("environments@thinking", Not("template")), "no template drops anything", "leave thinking out"),
+        (On("environments@tool_parser"), "plain texts show neither tools nor calls",
+         "set template=chat, or leave tool_parser out"))
+    yield Excludes(one=On("environments@min_turn_tokens", Above("environments@max_tokens")),
+          why="no trajectory would have a turn", fix="lower the first")
+    own, function = "data.sources.*.environment", "data.sources.*.environment.function"
+    yield Excludes(one=On(own, SET, function), other=On(function, UNSET),
+          why="an environment of a source has a function", fix="name one, or leave the section out, for what the run "
+          "has")
+    yield from _excluded(On(own, SET, function),
+        (On("data.sources.*.reward"), "the environment gives the reward", _LEAVE_OUT),
+        (WARM_START, "a warm start learns the answers of rows, or the demonstrations of the run's environment",
+         "set warm_start.steps=0"),
+        (On("algorithm.overlong_buffer", Not(0)), "sources have other greatest lengths, and the buffer is below one",
+         "leave the buffer out"))
+    yield from _all_excluded(On("algorithm.compares_states", True, "algorithm.turn_baseline"), STEPS,
+          "a step begins where the one before it ends, and nothing that was read in between tells states apart",
+          "set turn_baseline=all or index")
+    yield from _excluded(ENVIRONMENT,
+        (PAIRS, "pairs are of single completions", _LEAVE_OUT),
+        (GREEDY, "a greedy turn leads to other observations, so its trajectory is no baseline of the sampled ones",
+         "set advantage_mean=group"),
+        (ROUTES, "engines return the routes of one request, and a turn's last token gets its own with the next request "
+         "alone", "leave it out"),
+        (On("rollout.max_seconds"), "environment.seconds bounds a trajectory, sampling included",
+         "leave max_seconds out"),
+        ((On("algorithm.advantage_of", "parts"), SAMPLES), "an environment gives one reward", "set advantage_of=sum"))
+    yield from _all_excluded(On("environment.function"), (On("reward", Not(RewardSection())),
+          On("data.sources.*.reward"), On("eval.sets.*.reward")), "the environment gives the reward",
+          "leave the keys of reward out, or have its score call what they name")
+    yield Excludes(one=(On("environment.function"), On("environment.template", "chat")), other=WARM_START,
+          why="an environment's demonstrations are plain texts, and its conversations would be the chat template's",
+          fix="set environment.template=plain, or warm_start.steps=0")
+
+
+def _of_jobs() -> Iterator[Rule]:
+    """Nodes and containers of jobs, and what is kept and evaluated beside training."""
+    shape = "set slurm.heterogeneous=true, or only its nodes"
+    yield from _excluded(ENGINE_NODES,
+        (NOT_SERVED, _IN_LEARNER, "set slurm.engines.nodes=0"),
+        (RUNNING, "servers are running already", _LEAVE_OUT))
+    for role in ("engines", "critic", "reference"):
+        shaped = On(f"slurm.{role}.shaped", True, f"slurm.{role}")
+        yield Excludes(one=shaped, other=ALIKE, why="it requests nodes unlike the learner's", fix=shape)
+        if role != "engines":
+            fix = f"set roles.{role}=separate"
+            for on in (shaped, On(f"slurm.{role}.nodes", Above(0), f"slurm.{role}")):
+                yield Excludes(one=on, other=On(f"roles.{role}", "learner"), why="the learner's ranks hold the model",
+                      fix=fix)
+    yield Excludes(one=HETEROGENEOUS, other=On("slurm.array"), why="Slurm has no arrays of heterogeneous jobs",
+          fix=_LEAVE_OUT)
+    yield Needs(when=On("slurm.engines.container"), all=On("rollout.python"), why="the run does not know the engine's "
+          "interpreter in the image", fix="set rollout.python to the interpreter inside the image that has the engine")
+    yield from _excluded(On("run.launcher", "ray"),
+        (On("slurm.engines.container"), "Ray starts servers outside of containers",
+         "set run.launcher=slurm, or leave it out"),
+        (On("slurm.container"), "the controller, outside the container, would not reach Ray inside",
+         "set run.launcher=slurm, or have Ray in slurm.python"))
+    separate = "set roles.{}=learner"
+    yield Excludes(one=On("roles.critic", "separate"), other=On("algorithm.needs_critic", False, "algorithm.credit"),
+          why="the algorithm has no critic", fix=separate.format("critic"))
+    yield Excludes(one=On("roles.reference", "separate"), other=On("needs_reference", False,
+          "algorithm.kl.coefficient"), why="the algorithm has no reference", fix=separate.format("reference"))
+    yield Excludes(one=On("algorithm.kl.follow_rate"), other=(On("roles.reference", "separate"),
+          SAMPLES, On("needs_reference", True, "job")), why="a reference that follows the policy takes its weights "
+          "from the same ranks", fix="set roles.reference=learner, or leave follow_rate out")
+    best, every = On("checkpoint.keep_best", Above(0)), On("checkpoint.every", Above(0))
+    yield from _excluded(best,
+        (On("checkpoint.every", 0), "only the last step's checkpoint is written", "set checkpoint.every"),
+        ((every, BESIDE), "a checkpoint is written before its step's evaluation ends", "set eval.mode=blocking"))
+    yield Excludes(one=On("eval.at_once"), other=On("eval.mode", "blocking"),
+          why="it is for evaluations beside training", fix="set eval.mode=beside, or leave it out")
+    yield from _excluded(BESIDE,
+        (NOT_SERVED, f"{_IN_LEARNER}, which train meanwhile", "set rollout.server.replicas, or rollout=vllm or sglang, "
+         "or eval.mode=blocking"),
+        ((SERVED, COLOCATED), "servers leave their GPUs while the learner trains", "set eval.mode=blocking"),
+        ((On("eval.at_once"), On("environments@function")), "a turn that waits for its place would use up its "
+         "trajectory's environment.seconds", "leave at_once out"))
+    yield Needs(when=(BESIDE, On("eval.every", 0)), all=On("eval.sets.*.every", Above(0)),
+          why="nothing is evaluated between the first and the last step", fix="set eval.every")
+    yield Excludes(one=On("profile.memory", True), other=ON_CPU, why="it is for GPUs", fix="leave it out")
+
+
+def _reads() -> Iterator[Rule]:
+    """What reads keys that are not of the algorithm alone; reads.py has those that a choice of it reads."""
+    of_learner = f"{_IN_LEARNER}, and only servers read it"
+    yield _read("is the model, and no tiny one is made", "model.tiny", "model.cache_dir", any_of=On("model.path",
+          UNSET))
+    yield _read("there is no warm start", "warm_start", any_of=WARM_START)
+    yield _read(of_learner, "rollout.python", "rollout.server", "weights.folder", "weights.meeting_host", any_of=SERVED)
+    yield _read("servers run in the trainer's interpreter, on CPUs", "rollout.python", "rollout.server.memory_fraction",
+          any_of=On("rollout.engine", Not("local")))
+    yield _read("no request runs at a push", "rollout.server.running_requests", any_of=(STALE, On("eval.mode",
+          "beside"), On("environments@function"), RUNNING))
+    yield _read("whole completions are compared, and credit=turn their steps", "reward.steps",
+          "data.sources.*.reward.steps", "eval.sets.*.reward.steps", any_of=On("algorithm.credit", "turn"))
+    groups = "train.whole_groups"
+    yield _read("a minibatch is the whole batch", groups, any_of=On("train.minibatches", Above(1)))
+    yield _read("each group's pair stays together", groups, any_of=On("algorithm.preference.beta", UNSET))
+    yield _read("a group is one completion", groups, any_of=(On("rollout.group_size", Above(1)), DEMONSTRATIONS))
+    yield _read("the learning rate stays (set linear or cosine)", "train.lr_min", any_of=On("train.lr_decay",
+          Not("none")))
+    epochs = On("written_epochs", UNSET, "sft.epochs")
+    yield _read("epochs say how many steps there are", "train.steps", any_of=epochs)
+    yield _read("weights go by a file, and direct reads it", "weights.meeting_host", any_of=DIRECT)
+    yield _read("there is no environment", "environment", any_of=On("environment.function"))
+    yield _read("nothing is written of any group", "log.samples_per_group", any_of=On("log.samples_per_step", Above(0)))
+    yield _read("no metrics are sent", "log.wandb_project", any_of=On("log.wandb", Not("off")))
+    container, of_engines = On("slurm.container"), On("slurm.engines.container")
+    yield _read("nothing runs in a container", "slurm.container_runtime", "slurm.container_mounts", any_of=(container,
+          of_engines))
+    yield _read("ranks run in slurm.python", "slurm.container_python", any_of=container)
+    yield _read("the only optimizer step begins at the old policy", "algorithm.old_kl_limit", any_of=(On("train.epochs",
+          Above(1)), On("train.minibatches", Above(1)), On("algorithm.old_logprobs", Not("learner"))))
+    yield _read("the only optimizer step begins at the old policy, where abs has no gradient (raise train.minibatches)",
+          "algorithm.tokens", any_of=(On("train.epochs", Above(1)), On("train.minibatches", Above(1)),
+          On("algorithm.old_logprobs", Not("learner")), On("algorithm.tokens.choose", Not("kl_cov"))))
+    yield _read("no pairs are trained on", "algorithm.preference", any_of=PAIRS)
+    yield _read("no reference is loaded", *(f"algorithm.kl.{key}" for key in ("reference", "follow_rate",
+          "follow_every", "reset_moments")), any_of=(On("algorithm.kl.coefficient", Above(0)),
+          On("algorithm.needs_reference", True, "algorithm.preference.reference_free")))
+    yield _read("turns are not compared", "algorithm.turn_baseline", "algorithm.turn_compared",
+          any_of=(On("algorithm.advantage_mean", Not("none")), On("algorithm.advantage_std", Not("none"))))
+    yield _read("the return from a turn on is its own reward", "algorithm.turn_compared",
+          any_of=On("algorithm.gamma_turn", Not(0)))
+    yield _read("the two replace it for policy and critic", "algorithm.lam", any_of=(On("algorithm.lam_length_factor",
+          UNSET), On("algorithm.critic.lam", UNSET)))
+
+# fmt: on
+
+RULES: tuple[Rule, ...] = (
+    *_of_model(),
+    CheckFunction(checks.problems_of_options),
+    CheckFunction(checks.problems_of_servers),
+    *_of_servers(),
+    CheckFunction(checks.problems_of_batches),
+    CheckFunction(checks.problems_of_groups),
+    *_of_jobs(),
+    CheckFunction(checks.problems_of_separate),
+    *_of_learner(),
+    *_of_sampling(),
+    CheckFunction(checks.problems_of_limits),
+    *_of_algorithm(),
+    CheckFunction(checks.problems_of_rewards),
+    *_of_environments(),
+    CheckFunction(checks.problems_of_environments),
+    CheckFunction(checks.problems_of_teachers),
+    CheckFunction(checks.problems_of_reward_models),
+    CheckFunction(checks.problems_of_keeping),
+    CheckFunction(reads.problems_of_job),
+    CheckFunction(reads.problems_of_unread_keys),
+    *_reads(),
+)
+"""The rules of this package; features have theirs in their declarations."""
+
+
+def problems_of(config: RunConfig) -> list[str]:
+    """A line for each rule between keys that the configuration breaks."""
+    return broken((*RULES, *feature_rules()), config)
