@@ -282,12 +282,12 @@ def _rendered(c: RunConfig) -> Iterator[str]:
                     f"eval.sets.{name}.environment.function={one.environment.function} with {key}.chat_template=true: "
                     f"{_RENDERED} {key}.chat_template=false"
                 )
-    for led, one in c.training_environments.items():
+    for led, environment in c.training_environments.items():
         for key, source in data_sources(c.data).items():
             its = f"{key}.environment" if f"{key}.environment" in c.environments else "environment"
             if its == led and isinstance(source, FileKeys) and source.chat_template:
                 yield (
-                    f"{led}.function={one.function} with {key}.chat_template=true: {_RENDERED} "
+                    f"{led}.function={environment.function} with {key}.chat_template=true: {_RENDERED} "
                     f"{key}.chat_template=false"
                 )
 

@@ -42,7 +42,9 @@ def test_a_floor_of_the_learning_rate_lies_below_it_and_has_a_decay() -> None:
         problem(*given) or ""
     )
     assert problem("train.learning_rate=1e-3", "train.lr_min=1e-3") is None
-    assert "train.lr_decay=none keeps the learning rate" in (problem("train.lr_decay=none", "train.lr_min=1e-5") or "")
+    assert "with train.lr_decay=none the learning rate stays" in (
+        problem("train.lr_decay=none", "train.lr_min=1e-5") or ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -249,7 +251,7 @@ def test_an_interpreter_or_a_share_of_gpus_is_for_engines_that_have_one() -> Non
     for given in ("rollout.python=/opt/python", "rollout.server.memory_fraction=0.25"):
         assert "samples in the learner's processes, and only servers read it" in (problem(given) or "")
         said = problem("rollout.server.replicas=2", given) or ""
-        reason = "servers of rollout.engine=local run in the trainer's interpreter"
+        reason = "with rollout.engine=local servers run in the trainer's interpreter, on CPUs"
         assert said.startswith(f"{given} does nothing: {reason}")
 
 
@@ -273,7 +275,7 @@ def test_a_temperature_that_leaves_float32_is_refused(key: str, given: str) -> N
 def test_a_limit_of_completions_is_of_whole_groups_at_servers() -> None:
     few = ["rollout.group_size=8", "rollout.max_in_flight=7", SERVED]
     assert "max_in_flight=7 with rollout.group_size=8: no group could be sampled" in (problem(*few) or "")
-    assert "samples one batch at a time in the learner's processes" in (problem("rollout.max_in_flight=64") or "")
+    assert "samples in the learner's processes one batch at a time" in (problem("rollout.max_in_flight=64") or "")
     assert problem("rollout.group_size=8", "rollout.max_in_flight=8", SERVED) is None
 
 
@@ -306,7 +308,7 @@ FILES = ["data.type=files", "data.train=a", "data.eval=b", "warm_start.steps=0"]
         (["algorithm=dpo", "algorithm.demonstration_gamma=0.1"], "demonstration_gamma=0.1 does nothing:"),
         (
             [*FILES, "data.demonstration_field=x"],
-            "demonstration_field=x with algorithm.demonstration_gamma=null: it does",
+            "demonstration_field=x with algorithm.demonstration_gamma=null: nothing",
         ),
         ([LUFFY, *FILES, "data.demonstration_field=answer"], "'answer' is data.answer_field, which is the demonstrati"),
         ([LUFFY, *FILES, "data.prompt_field=answer"], "is the field of an answer, too, so a model would learn to rep"),

@@ -255,7 +255,7 @@ def test_rules_between_keys_stay_readable() -> None:
     ]
     ahead = ["rollout=vllm", "algorithm=remax", "train.max_staleness=2"]
     (found,) = problems("tiny_cpu", ahead)
-    assert "max_staleness=2 with algorithm.advantage_mean=greedy: weights may be pushed between" in found
+    assert "max_staleness=2 with algorithm.advantage_mean=greedy and rollout.engine=vllm: weights may be" in found
     alone = ["learner.offload.while_sampling=gradients", "learner.device=cuda"]
     turns = "set rollout.server.colocated=true with rollout=vllm or sglang, or leave it out"
     for engine in ("local", "vllm"):

@@ -29,6 +29,7 @@ from rl_megatron.rules import (
     broken,
     found_keys,
 )
+from tests.small_models import TINY_MOE
 
 
 class Entry(BaseModel):
@@ -211,19 +212,27 @@ def test_each_path_of_a_row_is_of_a_configuration() -> None:
     sets = ["eval.sets.a.samples=1", "eval.sets.a.reward.function=length"]
     configs = [
         load_config("tiny_cpu", []),
-        load_config("tiny_cpu", ["data=mixture", *keys[1:], *environment]),
-        load_config("tiny_cpu", ["data=mixture", *keys[1:], "data.sources.a.reward.function=length"]),
+        load_config("tiny_cpu", ["data=mixture", *keys[1:], "warm_start.steps=0", *environment]),
+        load_config(
+            "tiny_cpu", ["data=mixture", *keys[1:], "warm_start.steps=0", "data.sources.a.reward.function=length"]
+        ),
         load_config("tiny_cpu", [*teacher, *sets]),
     ]
-    shape = SimpleNamespace(num_experts=1)
+    shape = TINY_MOE
     wrong = {
         path
         for rule in (*RULES, *feature_rules())
         for path in paths(rule)
-        if path != TEXT and not any([*found_keys(_root(config, shape), path, {})] for config in configs)
+        if path != TEXT and not any([*found_keys(_Root(config, shape), path, {})] for config in configs)
     }
     assert not wrong
 
 
-def _root(config: object, shape: object) -> object:
-    return SimpleNamespace(**{name: getattr(config, name) for name in dir(config) if name[0] != "_"}, shape=shape)
+class _Root:
+    """A configuration beside a model's shape, as the checker sees both."""
+
+    def __init__(self, config: object, shape: object) -> None:
+        self._config, self.shape = config, shape
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._config, name)
