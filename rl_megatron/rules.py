@@ -301,6 +301,8 @@ def as_given(value: object) -> str:
         return as_given(value.model_dump(mode="json", exclude_defaults=True))
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{name}: {as_given(one)}' for name, one in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(as_given, value))}]"
     if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)

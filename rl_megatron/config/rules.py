@@ -92,8 +92,8 @@ def _of_servers() -> Iterator[Rule]:
           why=f"files are for servers, and {_IN_LEARNER}", fix="set weights.transport=auto")
     started = tuple(On(f"rollout.server.{key}", Above(1)) for key in ("replicas", "tp", "pp", "dp", "ep", "nodes"))
     yield from _all_excluded(RUNNING, (On("rollout.python"), On("rollout.server.options"),
-          On("rollout.server.memory_fraction"), *started), "these servers are running already, and the key is for "
-          "servers that the run starts", "leave it out, or set it to null")
+          On("rollout.server.memory_fraction"), *started), "these servers are running already, and the second key "
+          "is for servers that the run starts", "leave one of them out")
     yield Needs(when=On("rollout.server.token_file"), all=RUNNING, why="it is for rollout.server.addresses, and the "
           "run makes a token for servers that it starts", fix="leave it out")
     yield from _excluded(On("rollout.server.quantization", Not("none")),

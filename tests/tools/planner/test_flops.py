@@ -464,7 +464,7 @@ def test_one_node_of_eight_gpus_of_80_gb_trains_beside_its_servers() -> None:
         ("learner.lora.rank=8 learner.lora.targets=attention learner.lora.expert_rank=2", None, "without experts"),
         ("learner.lora.rank=8 learner.lora.targets=mlp,mlp", None, "each once"),
         ("learner.lora.rank=8 learner.cuda_graphs=true", None, "a graph has fixed weights"),
-        ("learner.lora.rank=8 algorithm=ppo", None, "a second model, trained whole"),
+        ("learner.lora.rank=8 algorithm=ppo", None, "a second model that is trained whole"),
         ("learner.lora.rank=8 job=reward_model", None, "its score layer starts at 0"),
         ("learner.lora.rank=8", "gpt-oss", "in one tensor a layer"),
     ],

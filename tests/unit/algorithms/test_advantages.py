@@ -250,7 +250,7 @@ def test_of_all_baselines_it_has_the_least_variance_of_a_bandits_gradient() -> N
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        (["whiten=true", "reward_scale=2"], "reward_scale=2.0 does nothing: a later comparison"),
+        (["whiten=true", "reward_scale=2"], "reward_scale=2 does nothing: a later comparison"),
         (["lam=0.5"], "lam=0.5 does nothing: algorithm.credit=optimal does not read it"),
     ],
 )

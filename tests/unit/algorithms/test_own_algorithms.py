@@ -592,7 +592,7 @@ def trained(config: RunConfig) -> tuple[torch.Tensor, list[float]]:
         ("faulty_objectives:summed", {}, r"ValueError: a sum over a sequence .* give it values.detach\(\)"),
         ("faulty_objectives:quadratic", {"clip_low": 0.1}, r"clip_low=0.1 does nothing: .*:quadratic does not read it"),
         ("faulty_objectives:plain", {"ratio_level": "sequence"}, "ratio_level=sequence does nothing"),
-        ("gmpo_of_the_page:gmpo", {"dual_clip": 3.0}, "dual_clip=3.0 does nothing.*set it to its default, null"),
+        ("gmpo_of_the_page:gmpo", {"dual_clip": 3.0}, "dual_clip=3 does nothing.*set it to its default, null"),
     ],
 )
 def test_what_cannot_train_is_refused_before_the_run(name: str, keys: dict[str, object], reason: str) -> None:

@@ -275,7 +275,7 @@ def test_former_keys_that_were_off_stand_in_an_older_runs_config_and_change_noth
         ("tiny_cpu", ["algorithm=simpo", "roles.reference=separate"], "the algorithm has no reference"),
         ("tiny_cpu", ["algorithm=simpo", "algorithm.kl.reference=/given"], "reference_free=true no reference is"),
         ("tiny_cpu", ["algorithm=simpo", "algorithm.kl.coefficient=0.1"], "set algorithm.kl.coefficient=0"),
-        ("tiny_cpu", ["algorithm.preference.nll=0.1"], "without algorithm.preference.beta no pairs are trained on"),
+        ("tiny_cpu", ["algorithm.preference.nll=0.1"], "with algorithm.preference.beta=null no pairs are trained on"),
         ("tiny_cpu", ["algorithm.preference_beta=0.1"], "no such key; it is called algorithm.preference.beta"),
     ],
 )

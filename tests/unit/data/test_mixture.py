@@ -162,7 +162,7 @@ def test_a_mixture_is_saved_checked_and_its_weights_may_change(yaml: Path, tmp_p
         ),
         (
             ["data.sources.sums.reward.function=length", "reward.timeout_seconds=5"],
-            "reward.timeout_seconds=5.0 does nothing: every source of data.sources has a reward or an environment of",
+            "reward.timeout_seconds=5 does nothing: every source of data.sources has a reward or an environment of",
         ),
         (
             [
@@ -171,9 +171,15 @@ def test_a_mixture_is_saved_checked_and_its_weights_may_change(yaml: Path, tmp_p
             ],
             "every source of data.sources and every set of eval.sets with data of its own has a reward",
         ),
-        (["data.sources.sums.environment.max_turns=1"], "data.sources.sums.environment without a function: name one,"),
+        (
+            ["data.sources.sums.environment.max_turns=1"],
+            "data.sources.sums.environment.function=null: an environment of a source has a",
+        ),
         ([*LED, "warm_start.steps=2"], "data.sources.sums.environment.function=calculator with warm_start.steps=2: a"),
-        ([*LED, "data.sources.sums.reward.function=length"], "data.sources.sums.reward with data.sources.sums.env"),
+        (
+            [*LED, "data.sources.sums.reward.function=length"],
+            "function=calculator with data.sources.sums.reward={function: length}: the env",
+        ),
         ([*LED, "algorithm.overlong_buffer=2", "algorithm.overlong_factor=1"], "have other greatest lengths, and the"),
         (
             [*LED, "data.sources.math.environment.function=guess", "data.sources.math.chat_template=true"],

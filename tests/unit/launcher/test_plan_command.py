@@ -120,7 +120,7 @@ def test_an_engine_cuts_experts_by_tp_where_nothing_else_is_said(said: Said) -> 
 def test_a_configuration_shows_memory_and_then_what_pushes_and_checkpoints_cost(said: Said) -> None:
     text = said("--config", DEEPSEEK, "slurm.speeds.nic=25")
     _, push, hop, save, *_ = text[text.index("It fits in slurm.gpu_memory_gb=80.\n") :].splitlines()
-    assert push == "a push of weights by process_group, through the network:"
+    assert push == "a push of weights by direct, through the network:"
     assert hop.endswith("one receives up to 47.0 GB: 1.88 s at 450 GB/s a rank inside a node, 25 between nodes")
     assert save.startswith("a checkpoint, every 20 steps: 9,437.7 GB, up to 347.5 GB by one node")
     through = said("--config", DEEPSEEK, "weights.transport=file")

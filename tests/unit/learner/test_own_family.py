@@ -192,7 +192,7 @@ def test_what_is_no_layer_is_refused(own: str, message: str, place: Path) -> Non
     [
         ("learner.model=qwen3", "learner.model='qwen3': must be package.module:name of your own code"),
         ("learner.layers=toch", "learner.layers='toch': must be 'auto', 'torch' or 'transformer_engine' (did you m"),
-        ("learner.model=a.b:C", "learner.model=a.b:C reads the config.json of model.path, which is not given; set"),
+        ("learner.model=a.b:C", "learner.model=a.b:C with model.path=null: it reads the config.json of model.path"),
     ],
 )
 def test_what_no_name_of_own_code_is_is_refused(override: str, message: str) -> None:

@@ -158,7 +158,7 @@ def test_a_job_with_such_keys_is_refused_before_it_is_submitted(keys: tuple[str,
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (("weights.push=adapters", "rollout=vllm"), "without learner.lora.rank: the whole model is trained"),
+        (("weights.push=adapters", "rollout=vllm"), "with learner.lora.rank=null: the whole model is trained"),
         ((*KEYS, "rollout=local"), "rollout.engine=local: only vllm and sglang hold adapters"),
         ((*KEYS, "rollout.server.colocated=true", "train.max_staleness=0"), "lose the model, which is pushed once"),
         ((*KEYS, "rollout.server.addresses=http://a:1"), "a run starts its servers with places for its adapters"),

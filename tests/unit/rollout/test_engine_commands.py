@@ -185,8 +185,11 @@ def test_an_engine_without_such_a_mode_says_so() -> None:
     ("keys", "said"),
     [
         ((), r"rollout\.engine=local: this engine samples in the learner's processes with torch's products"),
-        (("rollout=vllm",), r"the engines' kernels for it need GPUs, but learner\.device=cpu"),
-        (("rollout=vllm", "rollout.server.addresses=http://a:1"), r"addresses=http://a:1 are running ones; start"),
+        (("rollout=vllm",), r"with learner\.device=cpu: the engines' kernels for it need GPUs"),
+        (
+            ("rollout=vllm", "rollout.server.addresses=http://a:1"),
+            r"addresses=http://a:1: it is for servers that the run",
+        ),
     ],
 )
 def test_batch_invariance_is_refused_where_no_server_has_it(keys: tuple[str, ...], said: str) -> None:
@@ -201,8 +204,8 @@ INVARIANT, DETERMINISTIC = "rollout.server.batch_invariant=true", "learner.deter
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (("rollout=vllm", INVARIANT), r"in this mode vllm sets NCCL's algorithm and channels in its ranks"),
-        (("rollout=sglang", "rollout.server.tp=2", INVARIANT), r"in this mode sglang sets NCCL's algorithm"),
+        (("rollout=vllm", INVARIANT), r"engine=vllm and .*: ranks of one NCCL group that choose"),
+        (("rollout=sglang", "rollout.server.tp=2", INVARIANT), r"engine=sglang and .*: ranks of one NCCL group that"),
         (("rollout=sglang", INVARIANT), None),
         (("rollout=vllm", DETERMINISTIC), r"the learner's ranks choose NCCL's algorithm by NCCL_ALGO, and"),
         (("rollout=vllm", DETERMINISTIC, INVARIANT, "weights.transport=file"), None),
@@ -281,7 +284,7 @@ def test_servers_get_stop_texts_and_what_finds_them(engine: str) -> None:
         (["rollout.stop=['</a>']"], "must be one text or a JSON list"),
         ([f"rollout.stop={json.dumps(['a'] * 33)}"], "must be at most 32 of them"),
         ([f"rollout.stop={'a' * 257}"], "must be text of at most 256 characters"),
-        (["rollout.stop=a", "rollout.ignore_eos=true"], "which ends no completion early"),
+        (["rollout.stop=a", "rollout.ignore_eos=true"], "ignore_eos ends no completion early"),
         (["rollout=vllm", "rollout.stop=a", "train.route_flips=true"], "vLLM finds texts outside of its engine"),
     ],
 )
@@ -305,7 +308,7 @@ def test_what_engines_cannot_do_is_told() -> None:
     for keys, said in (
         (("rollout.server.tp=2", "rollout.server.dp=2", "rollout.server.ep=2"), r"set rollout\.server\.ep=tp\*dp=4"),
         (("rollout.server.tp=3", "rollout.server.nodes=2"), r"nodes=2 does not divide its tp\*pp\*dp = 3\*1\*1 = 3"),
-        (("rollout.server.addresses=http://a:1", "rollout.server.dp=2"), r"leave out rollout\.server\.dp=2"),
+        (("rollout.server.addresses=http://a:1", "rollout.server.dp=2"), r"a:1 with rollout\.server\.dp=2: these"),
     ):
         with pytest.raises(ConfigError, match=said):
             load_config("tiny_cpu", ["rollout=vllm", *keys])

@@ -535,10 +535,10 @@ def test_routes_of_other_weights_than_those_that_sampled_are_refused(asking: str
         (("running_requests=keep",), r"what 'keep' did is called recompute"),
         (
             ("running_requests=keep_cache", "algorithm.routing_replay=r3"),
-            r"keep_cache with algorithm\.routing_replay=r3: keys and values in the cache were made by the experts that "
-            r"older weights chose.*set running_requests=abort, or leave routes out",
+            r"keep_cache with .*algorithm\.routing_replay=r3: keys and values in the cache were made by the experts "
+            r"that older weights chose.*set running_requests=abort, or leave routes out",
         ),
-        (("running_requests=keep_cache", "train.route_flips=true"), r"keep_cache with train\.route_flips=true"),
+        (("running_requests=keep_cache", "train.route_flips=true"), r"keep_cache with .*train\.route_flips=true"),
         (("running_requests=keep_cache", "rollout.server.colocated=true"), r"nothing is left to keep; leave one"),
     ],
 )

@@ -266,7 +266,7 @@ def test_nll_weights_are_over_the_right_tokens_of_their_minibatch() -> None:
     ("keys", "reason"),
     [
         (["train.minibatches=1"], "with train.minibatches=1 a minibatch is the whole batch"),
-        (["algorithm=dpo"], "preference.beta=0.1 keeps each group's pair together"),
+        (["algorithm=dpo"], "with algorithm.preference.beta=0.1 each group's pair stays together"),
         (["algorithm=spo"], "a group is one completion"),
         (["rollout.prompts_per_step=3", "train.minibatches=4"], r"more than the 3 whole groups .*prompts_per_step=3\)"),
     ],

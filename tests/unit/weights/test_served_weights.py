@@ -372,7 +372,7 @@ class Straight(DirectDelivery):
 
     def __init__(self, both: Both) -> None:
         keeper = Keeper("127.0.0.1", 5.0)
-        how = {"transport": "process_group", "backend": "gloo"}
+        how = {"backend": "gloo"}
         super().__init__(file=both.file(), learner=both, servers=both, keeper=keeper, learner_ranks=1, **how)
         self._both, self._rendezvous = both, keeper.rendezvous(1, learners=1, **how)
 
