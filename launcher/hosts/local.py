@@ -27,7 +27,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.placement.names import called
 from rl_megatron.placement.ranks import Placement, ranks_by_role
 
-_PROGRAM = ("-m", "launcher.worker.node")
+_PROGRAM = ("-P", "-m", "launcher.worker.node")
 
 
 class LocalLauncher(ConnectingLauncher):

@@ -15,7 +15,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.observability.files import JsonValue
-from rl_megatron.observability.metrics.table import STEPS
+from rl_megatron.observability.metrics.curve import STEPS
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import gpus_by_role, ranks_by_role
 from rl_megatron.placement.seats import seats_here

@@ -19,7 +19,7 @@ from rl_megatron.observability.charts import number_text
 from rl_megatron.observability.files import JsonRow, JsonValue, number, rows_from, whole_rows
 from rl_megatron.observability.log import last_warnings
 from rl_megatron.observability.metrics.columns import MetricColumns
-from rl_megatron.observability.metrics.table import STEPS
+from rl_megatron.observability.metrics.curve import STEPS
 from rl_megatron.observability.samples import SampleRow, samples_between
 
 STARTS = "starts.jsonl"

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_megatron.observability.files import JsonValue, number
-from rl_megatron.observability.metrics.table import STEPS
+from rl_megatron.observability.metrics.curve import STEPS
 
 SECONDS_BETWEEN_NOTES = 10.0
 _BARS = "▁▂▃▄▅▆▇█"

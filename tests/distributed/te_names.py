@@ -8,8 +8,8 @@ import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import torch
 
@@ -109,10 +109,10 @@ def fused_main(rank: int, root: Path) -> None:
         raise NotImplementedError
 
     kernels.fused_topk_with_score_function_fwd = kernel
-    said = []
+    routes, said = torch.zeros(5, 2, shape.experts_per_token, dtype=torch.int64), []
     for call in (
         lambda: layer.router.routing(torch.zeros(5, 1, shape.num_experts, device=device)),
-        lambda: policy._routing.check(torch.zeros(5, 2, shape.experts_per_token, dtype=torch.int64)),
+        lambda: policy._routing.check(cast(Any, SimpleNamespace(extra={"routes": routes}))),
         lambda: policy._routing.recording(policy._chunks[0], None).__enter__(),
     ):
         try:

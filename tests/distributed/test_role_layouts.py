@@ -193,7 +193,7 @@ def learnt(folder: Path, model: Path, samples: Samples, *keys: str) -> tuple[Mea
         before = await measured(config, roles, update.packers, samples, 1, Stopwatch(), groups=())
         trained = replace(samples, old_values=before.samples.old_values, ref_logprobs=before.samples.ref_logprobs)
         batches, own_columns = update._minibatches(trained, None, 1)
-        _, of_critic = await update._steps(batches, own_columns, 1, Stopwatch(), [], {}, None)
+        _, of_critic = await update._steps(batches, own_columns, 1, Stopwatch(), [], {})
         norms = [made.step.grad_norm for made in of_critic if made is not None]
         return before, await measured(config, roles, update.packers, samples, 2, Stopwatch(), groups=()), norms
 

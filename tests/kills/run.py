@@ -31,7 +31,7 @@ EACH_STEP = {
 }
 OFTEN = {
     "rl_megatron.engines.local.adapter:EmbeddedAdapter": ("pause", "load", "resume", "relabel", "generate"),
-    "rl_megatron.rollout.stream:Stream": ("_draw", "_answer", "_send"),
+    "rl_megatron.rollout.stream:Stream": ("_draw", "_answer", "_sample"),
     "rl_megatron.observability.files:JsonlFile": ("append",),
 }
 RESUMES = ("rl_megatron.rollout.stream:Stream.restore", "rl_megatron.rollout.batch:Ledger.restore")

@@ -15,7 +15,7 @@ from launcher.hosts.slurm.calls import call_slurm
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.files import from_the_end, text_at_end
 from rl_megatron.observability.log import last_line
-from rl_megatron.observability.metrics.table import STEPS
+from rl_megatron.observability.metrics.curve import STEPS
 
 
 def describe(run: Path) -> str:

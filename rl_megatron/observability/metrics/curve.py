@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
+STEPS = ("rl", "sft", "dpo", "reward_model")
+"""The phases of rows of a job's steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class Curve:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from rl_megatron.feature import features
 from rl_megatron.observability.files import JsonRow, JsonValue
-from rl_megatron.observability.metrics.curve import Curve, MetricTuples
+from rl_megatron.observability.metrics.curve import STEPS, Curve, MetricTuples
 
 COSTS: MetricTuples = (
     ("packing/imbalance", "", "work of the slowest rank at each micro-batch over the mean rank's; 1 is even",
@@ -359,8 +359,6 @@ _FAMILIES = [
     if "<" in name
 ]
 
-STEPS = ("rl", "sft", "dpo", "reward_model")
-"""The phases of rows of a job's steps."""
 PHASES = ("warm_start", *STEPS, "eval")
 
 PHASE_SECONDS = (

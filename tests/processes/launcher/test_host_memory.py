@@ -295,10 +295,10 @@ def test_on_one_machine_servers_share_gpus_where_ranks_leave_too_few(
 
 # What GPUs must hold, and the recipes that are made to fit: published sizes, closed forms, one refusal a term.
 def test_a_recipe_wants_its_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path is not given, .* model\.name=qwen3-30b-a3b; set model\.path"):
+    with pytest.raises(ConfigError, match=r"model\.name=qwen3-30b-a3b with model\.path=null: .*; set model\.path"):
         load_config(QWEN_30B, [])
     fits = checked(load_config(QWEN_30B, [f"model.path={folder_of(tmp_path)}"]))
-    assert "memory: up to 113.3 GB a GPU (rank 0), most of it: optimizer" in fits.describe()
+    assert "memory: up to 112.5 GB a GPU (rank 0), most of it: optimizer" in fits.describe()
     other = load_config(QWEN_30B, [f"model.path={folder_of(tmp_path, num_hidden_layers=94)}"])
     with pytest.raises(ConfigError, match="num_layers 94 instead of 48"):
         preflight(other).raise_problems()

@@ -83,7 +83,10 @@ def test_a_sound_job_has_no_problem_and_says_what_nobody_looked_at(keys: tuple[s
     assert found.texts("problem") == found.texts("note") == []
     *costs, graded = found.texts("fact")
     assert graded == "reward 'final_number' gives 1 for the answer itself, 0 for 'a made-up completion'"
-    assert costs[0] == "a push of weights by cuda_ipc, through NVLink:"
+    assert (
+        costs[0]
+        == "a push of weights by direct, through NVLink, to the learner rank beside each of the servers' ranks:"
+    )
     assert costs[-1] == "all speeds are assumed, none is measured (slurm.speeds)"
     assert found.describe().splitlines()[-1] == (
         "not checked: the GPUs of the job's nodes; "

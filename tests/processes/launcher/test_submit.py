@@ -112,21 +112,27 @@ def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_command
         (("rollout=vllm", "slurm.engines.nodes=1", "slurm.engines.partition=x"), "set slurm.heterogeneous=true"),
         (
             ("rollout=vllm", "slurm.engines.nodes=1", "rollout.server.addresses=http://a:1"),
-            "rollout.server.addresses are running servers",
+            "slurm.engines.nodes=1 with rollout.server.addresses=http://a:1: servers are running already",
         ),
         (
             ("rollout=vllm", "slurm.engines.nodes=1", "slurm.heterogeneous=true", "slurm.array=0-3"),
             "slurm.array=0-3: Slurm has no arrays of heterogeneous jobs",
         ),
-        (("run.launcher=ray", "slurm.container=/x.sqsh"), "slurm.container with run.launcher=ray"),
+        (
+            ("run.launcher=ray", "slurm.container=/x.sqsh"),
+            "run.launcher=ray with slurm.container=/x.sqsh: the",
+        ),
         (
             ("roles.critic=separate",),
-            "roles.critic=separate, but the algorithm has no critic; set roles.critic=learner",
+            "with algorithm.credit=completion: the algorithm has no critic; set roles.critic=learner",
         ),
-        (("roles.reference=separate",), "roles.reference=separate, but the algorithm has no reference"),
+        (("roles.reference=separate",), "with algorithm.kl.coefficient=0: the algorithm has no reference"),
         ((*OWN_CRITIC, "slurm.critic.nodes=2"), "as many ranks as the learner on slurm.nodes=1, and nodes are alike"),
-        ((*OWN_CRITIC, "slurm.critic.partition=x"), "slurm.critic requests nodes unlike the learner's"),
-        (("algorithm=ppo", "slurm.critic.nodes=1"), "slurm.critic requests nodes, but roles.critic=learner"),
+        (
+            (*OWN_CRITIC, "slurm.critic.partition=x"),
+            "heterogeneous=false: it requests nodes unlike the learner's",
+        ),
+        (("algorithm=ppo", "slurm.critic.nodes=1"), "slurm.critic={nodes: 1} with roles.critic=learner: the learner's"),
         (
             (*OWN_CRITIC, "slurm.heterogeneous=true", "slurm.critic.nodes=3"),
             "slurm.critic.nodes=3 cannot share out the ranks of a separate critic evenly: it has tp*cp*dp*pp = 1*1*2*1 "

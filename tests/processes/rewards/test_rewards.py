@@ -347,7 +347,7 @@ async def test_groups_that_wait_for_slots_end_in_the_order_in_which_they_came() 
 
 
 def test_keys_of_the_sandbox_need_a_reader() -> None:
-    with pytest.raises(ConfigError, match=r"sandbox.seconds=3.0 does nothing: only reward.function=tests and env"):
+    with pytest.raises(ConfigError, match=r"sandbox.seconds=3 does nothing: only reward.function=tests and env"):
         load_config("tiny_cpu", ["sandbox.seconds=3"])
     assert load_config("tiny_cpu", ["sandbox.seconds=3", "reward.function=tests"]).sandbox.seconds == 3
     with pytest.raises(ConfigError, match=r"reward.tests.score=fraction does nothing"):

@@ -283,7 +283,7 @@ def test_what_moves_bytes_needs_no_torch(hf: Path, tmp_path: Path) -> None:
 
 def tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """The program from its file to its exit, in this process: an interpreter takes a second to start."""
-    words, out, err = [str(ROOT / f"tools/{name}.py"), *map(str, arguments)], io.StringIO(), io.StringIO()
+    words, out, err = [str(ROOT / f"tools/convert/{name}.py"), *map(str, arguments)], io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as ended:
@@ -294,7 +294,7 @@ def tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("name", ["megatron_to_hf", "verify_checkpoint"])
 def test_a_tool_starts_in_an_interpreter_of_its_own(name: str) -> None:
     """The third does in the test of a full disk."""
-    subprocess.run([sys.executable, f"tools/{name}.py", "--help"], cwd=ROOT, capture_output=True, check=True)
+    subprocess.run([sys.executable, f"tools/convert/{name}.py", "--help"], cwd=ROOT, capture_output=True, check=True)
 
 
 def test_a_checkpoint_of_adapters_is_converted_without_a_size_of_files(tmp_path: Path) -> None:
