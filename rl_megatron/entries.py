@@ -1,4 +1,4 @@
-"""Loads what packages declare as entry points: options, observers, commands and checks."""
+"""Loads what packages declare as entry points: features, observers, commands and checks."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import entry_points
 from types import MappingProxyType, new_class
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from rl_megatron.entries import declared, describe_entry, load_entry
 from rl_megatron.errors import ConfigError
 from rl_megatron.section import Section
 
@@ -206,14 +206,8 @@ def features() -> Mapping[str, Feature]:
     Raises ConfigError if an installed one cannot be loaded, is not a `Feature`, or has the name of another.
     """
     found: dict[str, Feature] = {name: load_side(f"rl_megatron.features.{name}.feature:FEATURE") for name in OWN}
-    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-        said = (
-            f"the feature {entry.name!r} that {entry.dist.name if entry.dist else 'a package'} brings ({entry.value})"
-        )
-        try:
-            feature = entry.load()
-        except Exception as error:  # a package of the user's may raise anything
-            raise ConfigError(f"{said} cannot be loaded: {error!r:.500}; fix or uninstall it") from error
+    for entry in declared("feature", GROUP).values():
+        feature, said = load_entry("feature", entry), describe_entry("feature", entry)
         if not isinstance(feature, Feature):
             raise ConfigError(f"{said} is a {type(feature).__name__}; it must be a Feature")
         if feature.name != entry.name:

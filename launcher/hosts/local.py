@@ -86,7 +86,7 @@ def start_node(muster: Muster) -> subprocess.Popen[bytes]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", *_PROGRAM], stdin=subprocess.PIPE, env=environment, pass_fds=muster.stderr
+            [sys.executable, *_PROGRAM], stdin=subprocess.PIPE, env=environment, pass_fds=muster.stderr
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

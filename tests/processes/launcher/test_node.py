@@ -186,7 +186,7 @@ async def child(
     """Ranks that have connected, and the process that started them, which imports a module; nothing is called."""
     (folder / "planted.py").write_text(planted)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))))
-    monkeypatch.setattr(local, "_PROGRAM", ("-c", NODE))
+    monkeypatch.setattr(local, "_PROGRAM", ("-P", "-c", NODE))
     config = load_config("tiny_cpu", ["learner.ep=1", "learner.dp=2", "learner.threads=1"])
     with channel.listen("127.0.0.1", backlog=2) as listener:
         port = listener.getsockname()[1]

@@ -189,6 +189,24 @@ def test_ranks_get_their_rows_and_their_layers(cut_by: str) -> None:
     assert placeholders == 1
 
 
+def test_ranks_get_new_values_of_a_ragged_column_with_the_counts_of_before() -> None:
+    samples, held = to_samples(groups()), HeldRows()
+    kept, sent = samples.extra["kept"], Sent(1)
+    assert isinstance(kept, Ragged)
+    changed = replace(samples, extra={**samples.extra, "kept": Ragged(kept.values + 1, kept.counts)})
+    for given in (samples, changed):
+        batch = pack(given, dims=ParallelDims(), max_tokens=100)
+        (share,) = sent.shares(batch, to_score=True)
+        (found,) = held.take(share, {"indices": range(LAYERS)})
+        (whole,) = batch.micro_batches[0]
+        assert found.extra["kept"].values.tolist() == whole.extra["kept"].values.tolist()  # type: ignore[union-attr]
+
+
+def test_a_slice_of_a_ragged_column_has_the_values_of_its_positions() -> None:
+    part = Ragged(np.array([1, 2, 3, 4, 5], np.int32), np.array([2, 0, 1, 2], np.int32))[2:4]
+    assert (part.values.tolist(), part.counts.tolist()) == ([3, 4, 5], [1, 2])
+
+
 def test_models_without_the_policys_layers_get_the_other_columns() -> None:
     batch = pack(to_samples(groups()), dims=ParallelDims(), max_tokens=20)
     assert set(seen_by(batch, replays=False, last_tokens=False).micro_batches[0][0].extra) == {"kept", "marks"}
