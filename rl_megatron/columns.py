@@ -134,9 +134,16 @@ def read_column(said: Mapping[str, Any], get: Callable[[object], NDArray[np.uint
         data, shape = get(said["data"]), tuple(said["shape"])
         written = said.get("dtype") or ("|u1" if len(data) <= math.prod(shape) else "<i2")  # older ones do not tell
         values = data.view(written).reshape(shape)
-        return values if said.get("counts") is None else Ragged(values, get(said["counts"]).view("<i4"))
+        counts = None if said.get("counts") is None else get(said["counts"]).view("<i4")
     except (KeyError, TypeError) as error:
         raise ValueError(f"no column: {error!r}") from error
+    if values.dtype.kind not in "biuf":
+        raise ValueError(f"no column: {values.dtype} is no type of numbers")
+    if counts is None:
+        return values
+    if (counts < 0).any() or counts.sum() != len(values):
+        raise ValueError(f"no column: its counts are of {counts.sum()} values, and it has {len(values)}")
+    return Ragged(values, counts)
 
 
 def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:

@@ -18,7 +18,16 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from rl_megatron.columns import COLUMNS, Column, ColumnReader, ColumnWriter, Ragged, required_columns
+from rl_megatron.columns import (
+    COLUMNS,
+    Column,
+    ColumnReader,
+    ColumnWriter,
+    Ragged,
+    read_column,
+    required_columns,
+    written_column,
+)
 from rl_megatron.config.io import load_config
 from rl_megatron.data.packing import pack
 from rl_megatron.data.rows import HeldRows, Sent, has_layers, of_layers
@@ -200,6 +209,23 @@ def test_ranks_get_new_values_of_a_ragged_column_with_the_counts_of_before() -> 
         (found,) = held.take(share, {"indices": range(LAYERS)})
         (whole,) = batch.micro_batches[0]
         assert found.extra["kept"].values.tolist() == whole.extra["kept"].values.tolist()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"dtype": "|S4"}, "no type of numbers"),
+        ({"dtype": "|O"}, "no column"),
+        ({"shape": [3]}, "reshape"),
+        ({"counts": np.array([3, -1], "<i4")}, "counts are of 2 values"),
+        ({"counts": np.array([1, 2], "<i4")}, "counts are of 3 values, and it has 2"),
+    ],
+)
+def test_what_a_server_calls_a_column_and_is_none_is_refused(changed: dict[str, Any], why: str) -> None:
+    said = written_column(Ragged(np.array([1, 2], "<i4"), np.array([2, 0], "<i4")), lambda its: its)
+    read_column(said, lambda its: its)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match=why):
+        read_column({**said, **changed}, lambda its: np.asarray(its).view(np.uint8))
 
 
 def test_a_slice_of_a_ragged_column_has_the_values_of_its_positions() -> None:
