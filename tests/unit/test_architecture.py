@@ -312,3 +312,27 @@ def test_every_dependency_is_pinned_once(python: str) -> None:
     assert [one.version for one in megatron.specifier if ends[one.operator] == python] == [pins["megatron-core"]]
     makefile = (REPO / "Makefile").read_text(encoding="utf-8")
     assert re.findall(r"torch==(\S+)", makefile) == [pins["torch"]]
+
+
+def test_the_picture_shows_the_floors() -> None:
+    """ARCHITECTURE.md draws every room of the tree on its floor, as the contracts have it that `make lint` checks."""
+    picture = re.search(r"## The house\n.*?```\n(.*?)```", (REPO / "ARCHITECTURE.md").read_text(), re.S)
+    assert picture
+    drawn: dict[str, list[set[str]]] = {}
+    for line in picture[1].splitlines():
+        indent, beside, name, what = re.fullmatch(r"( *)(\| )?(\w+) +(\S.*)", line).groups()  # type: ignore[union-attr]
+        assert what, line
+        if not indent:
+            floors = drawn.setdefault(name, [])
+        elif beside:
+            floors[-1].add(name)
+        else:
+            floors.append({name})
+    contracts = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = {one["containers"][0]: one["layers"] for one in contracts if len(one.get("containers", ())) == 1}
+    assert drawn == {top: [set(floor.split(" | ")) for floor in layers[top]] for top in drawn}
+    assert list(drawn) == next(one for one in contracts if one["name"] == "Programs stand on the library")["layers"]
+    tree = {
+        path.name.removesuffix(".py") for top in drawn for path in (REPO / top).iterdir() if path.name != "__init__.py"
+    }
+    assert {name for floors in drawn.values() for floor in floors for name in floor} == tree - {"__pycache__"}
