@@ -29,7 +29,7 @@ command of ``doctor``."""
 _COMMANDS = {
     "train": "launcher.commands.train:train",
     "submit": "launcher.commands.submit:submit",
-    "status": "launcher.commands.job:status",
+    "status": "launcher.commands.status:status",
     "report": "launcher.commands.report:report",
     "eval": "launcher.commands.evaluate:evaluate",
     "doctor": "launcher.commands.doctor:app",

@@ -15,8 +15,8 @@ import typer  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402, F401  as a controller does
 
 import launcher.__main__  # noqa: E402
+import launcher.build.jobs  # noqa: E402
 import launcher.preflight.checks  # noqa: E402
-import launcher.programs.train  # noqa: E402
 import launcher.worker.process  # noqa: E402
 import rl_megatron.engines.local.engine  # noqa: E402
 import rl_megatron.engines.local.server  # noqa: E402

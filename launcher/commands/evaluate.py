@@ -1,14 +1,54 @@
-"""``rl-megatron eval``: measures a model on sets of problems, without training; compares two such measurements."""
+"""``rl-megatron eval``: measures a model on sets of problems, without a learner; compares two such measurements."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
-from rl_megatron.errors import ConfigError
+from launcher.preflight import devices, engine, problems_of_data, reward
+from launcher.preflight.subject import Subject, found_by
+from launcher.preflight.weights_file import raise_unread_files
+from launcher.processes.scratch import scratch
+from launcher.runs.folder import lock
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.data import FileKeys, data_sources
+from rl_megatron.digests import digest_of
+from rl_megatron.errors import ConfigError, DataError
+from rl_megatron.evaluation.results import (
+    WHOLE,
+    Results,
+    SetResult,
+    drawn_otherwise,
+    kept_sets,
+    paired_figures,
+    read_results,
+    result_of,
+    unfinished,
+)
+from rl_megatron.evaluation.sets import ProblemSet, measure
+from rl_megatron.observability.intervals import Interval
+from rl_megatron.observability.log import run_log
+from rl_megatron.rewards.classifiers.on_ranks import scored_here
+from rl_megatron.rewards.registry import resolve_rewards
+from rl_megatron.weights.layouts.families import hf_layout, read_shape
+from rl_megatron.weights.layouts.learner import job_shape
+
+if TYPE_CHECKING:
+    from launcher.build.data import Data
+    from launcher.build.trained import TrainedModel
+    from rl_megatron.interfaces import RolloutEngine
+    from rl_megatron.weights.boxes import Shape
 
 
 def evaluate(
@@ -31,14 +71,181 @@ def evaluate(
 
     Results go to eval/<name>.json, in the run's folder or here. No learner is started (docs/evaluation.md).
     """
-    from launcher.build.trained import trained_model
-    from launcher.programs import evaluate as program
-
     if compare is not None:
         if model is not None:
             raise ConfigError("--compare takes two files that rl-megatron eval wrote, and no MODEL")
-        program.show_compared(*compare)
+        show_compared(*compare)
         return
     if model is None:
         raise ConfigError("give a MODEL: a Hugging Face folder, a run's folder or checkpoints/step_N; or --compare A B")
-    asyncio.run(program.measure_model(trained_model(model, config, overrides or []), name))
+    from launcher.build.trained import trained_model
+
+    asyncio.run(measure_model(trained_model(model, config, overrides or []), name))
+
+
+async def measure_model(target: TrainedModel, name: str | None) -> Path:
+    """Measure all sets but those that an evaluation which was stopped has measured, print the table and write the
+    results. Returns their file. Raises RLMegatronError."""
+    from launcher.build.alone import engine_alone
+    from launcher.build.data import load_data
+    from launcher.build.trained import hugging_face, of_folder, shown_variables
+
+    path = target.out / f"{name or target.name}.json"
+    _check(target.config)
+    with _claimed(path), scratch() as spare, run_log(target.out, role="eval"):
+        folder = hugging_face(target, spare)
+        config = of_folder(target.config, folder)
+        shape = job_shape(config, read_shape(folder, config.learner.model))
+        raise_unread_files(config, shape)
+        data = load_data(config, folder, vocab_size=shape.vocab_size)
+        sets = ", ".join(f"{one.name or WHOLE} ({len(one.prompts)} x {one.section.samples})" for one in data.sets)
+        said = f"{target.source}: {sets}, by {config.rollout.engine}{shown_variables(config)}"
+        print(said, flush=True)
+        begun = Results(
+            model=str(target.source),
+            weights=await asyncio.to_thread(_digest, folder, config, hf_layout(shape).local_shapes(0)),
+            engine=config.rollout.engine,
+            config=target.config.model_dump(mode="json"),
+            sets={},
+        )
+        begun = replace(begun, sets=_kept(path, begun, data.sets))
+        file = unfinished(path)
+        async with engine_alone(config, folder, shape, target.out) as sampling:
+            results = await _measured(config, sampling, data, vocab_size=shape.vocab_size, begun=begun, file=file)
+        results.write(path, private=target.config.private)
+        file.unlink(missing_ok=True)
+    _show(results)
+    print(f"written: {path}")
+    return path
+
+
+def _kept(path: Path, begun: Results, sets: Sequence[ProblemSet]) -> dict[str, SetResult]:
+    """`kept_sets`, of which a line is printed."""
+    file = unfinished(path)
+    try:
+        kept = kept_sets(path, begun, sets)
+    except DataError as error:
+        raise DataError(f"{error}, or remove it to measure all sets") from error
+    if kept:
+        print(f"measured already, by an evaluation that was stopped: {', '.join(kept)} (remove {file} to do it again)")
+    return kept
+
+
+async def _measured(
+    config: RunConfig,
+    engine: RolloutEngine,
+    data: Data,
+    *,
+    vocab_size: int,
+    begun: Results,
+    file: Path,
+) -> Results:
+    """``begun`` with all sets; it is written into ``file`` after each that is measured."""
+    from launcher.build.sampler import made_environment, sampler_of, samplers_of_sets
+
+    rewards = {name: scored_here(one, config.reward_models) for name, one in config.own_rewards.items()}
+    judge = resolve_rewards(scored_here(config.reward, config.reward_models), rewards, config.sandbox)
+    made = made_environment(config)
+    sampler = sampler_of(config, made, engine, judge, data, vocab_size=vocab_size)
+    own = samplers_of_sets(config, engine, data, vocab_size=vocab_size)
+    sets = dict(begun.sets)
+    try:
+        with _display() as bar:
+            for one in (one for one in data.sets if (one.name or WHOLE) not in begun.sets):
+                task = bar.add_task(one.name or WHOLE, total=len(one.prompts) * one.section.samples)
+                measured = await measure(own.get(one.name or "", sampler), one, config.eval, partial(bar.advance, task))
+                sets[one.name or WHOLE] = result_of(one, measured)
+                replace(begun, sets=sets).write(file, private=config.private)
+    finally:
+        for each in (sampler, *own.values()):
+            await each.closed()
+    return replace(begun, sets={name: sets[name] for name in (one.name or WHOLE for one in data.sets)})
+
+
+def show_compared(first: Path, second: Path) -> None:
+    """Print the paired differences of two files of results. Raises DataError."""
+    one, other = read_results(first), read_results(second)
+    rows = paired_figures(one, other)
+    print(f"A: {first}\nB: {second}")
+    table = Table("set", "figure", "A", "B", "B - A", "95 %", "problems")
+    for row in rows:
+        both = f"{row.first:.4f}", f"{row.second:.4f}"
+        table.add_row(row.set, row.figure, *both, f"{row.difference.value:+.4f}", *_ends(row.difference, "+"))
+    Console(markup=False).print(table)
+    for name, unlike in drawn_otherwise(one, other).items():
+        print(f"{name}: samples of the two were drawn otherwise: {', '.join(unlike)}")
+    for name in sorted(one.sets.keys() ^ other.sets.keys()):
+        print(f"left out: {name}, which one of the two has not")
+
+
+@contextlib.contextmanager
+def _claimed(path: Path) -> Iterator[None]:
+    """Keep other evaluations from the results' file while the context is open. Raises ConfigError if it is there, or
+    another evaluation is to write it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("ab") as file:
+        if not lock(file):
+            raise ConfigError(
+                f"{path}: an evaluation that still runs will write it; wait for its end, or give another name with "
+                "--name"
+            )
+        if path.exists():
+            with contextlib.suppress(DataError):  # it holds no results, so that the sets that are measured stay
+                read_results(path)
+                unfinished(path).unlink(missing_ok=True)  # its evaluation was killed between the two
+            raise ConfigError(f"{path} exists; remove it, or give another name with --name")
+        yield
+
+
+def _check(config: RunConfig) -> None:
+    """Raises ConfigError with what data, engine and reward lack. The learner is not checked: none starts."""
+    for key, data in data_sources(config.data).items():
+        if isinstance(data, FileKeys) and data.messages_field is not None:
+            raise ConfigError(
+                f"{key}.messages_field={data.messages_field!r}: conversations have no answers to compare samples with; "
+                "give a configuration whose data has problems, as --config gsm8k_tiny data.eval=FILE"
+            )
+    subject = Subject(config, for_job=False)
+    checks = {"data": problems_of_data.check, "engine": engine.check, "reward": reward.check}
+    problems = [
+        f"reward_models.{name}.path={one.path}: it has no config.json, as seen from {Path.cwd()}; give the whole path "
+        "of a sequence classifier's folder"
+        for name, one in config.reward_models.items()
+        if not (one.path / "config.json").is_file()
+    ]
+    found = [one for name, check in checks.items() for one in found_by(name, check(subject))]
+    problems += [one.text for one in (*found, *devices.open_files(config)) if one.kind == "problem"]
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+def _digest(folder: Path, config: RunConfig, shapes: Mapping[str, Shape]) -> str:
+    """Of the checksums of all tensors in learner.dtype: alike for a checkpoint and its exported folder."""
+    import torch
+
+    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums
+
+    dtype = getattr(torch, config.learner.dtype)
+    found = checksums(HFFolder(folder), shapes, dict.fromkeys(shapes, dtype))
+    return digest_of(json.dumps(found, sort_keys=True).encode()).xxh3_128
+
+
+def _display() -> Progress:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True, markup=False))
+
+
+def _show(results: Results) -> None:
+    table = Table("set", "figure", "value", "95 %", "problems", "without a reward", title=results.model)
+    for name, one in results.sets.items():
+        errors = f"{one.measured.errors} of {len(one.measured.problems) * one.measured.samples}"
+        for figure, interval in one.figures.items():
+            table.add_row(name, figure, f"{interval.value:.4f}", *_ends(interval), errors)
+    Console(markup=False).print(table)
+
+
+def _ends(interval: Interval, sign: str = "") -> tuple[str, str]:
+    """An interval and its number of problems, as cells."""
+    if interval.low is None or interval.high is None:
+        return "one problem", str(interval.count)
+    return f"{interval.low:{sign}.4f} to {interval.high:{sign}.4f}", str(interval.count)

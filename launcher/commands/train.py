@@ -1,17 +1,55 @@
-"""``rl-megatron train``: checks the configuration, then runs it to its end."""
+"""``rl-megatron train``: checks the configuration, then runs it from its first step or a checkpoint to its end."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import logging
+import shlex
 import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typing_extensions import override
 
+from launcher.build.model import starting_shape
+from launcher.commands.report import RunCosts, recorded
+from launcher.preflight.checks import preflight
 from launcher.processes.environment import uncollected
-from launcher.runs.folder import NameTaken, choose, refuse_copied
-from rl_megatron.config.io import load_config
+from launcher.processes.loop_watch import LoopWatch
+from launcher.runs.folder import NameTaken, choose, claim, refuse_copied
+from launcher.runs.stop import Stop, stop_signals
+from launcher.servers.versions import container_of
+from rl_megatron.config.io import load_config, save_resolved
+from rl_megatron.config.run import RunConfig
+from rl_megatron.entries import PLANNER, load_own
+from rl_megatron.errors import RLMegatronError, Stopped
+from rl_megatron.files import write_atomically
+from rl_megatron.interfaces import RewardFunction
+from rl_megatron.observability.log import run_log
+from rl_megatron.observability.progress import Progress
+from rl_megatron.observability.recorder import Recorder
+from rl_megatron.observability.report import write_report
+from rl_megatron.rewards.classifiers.on_ranks import RewardModels
+from rl_megatron.rewards.registry import resolve_rewards
+from rl_megatron.training.tasks import unless_stopped
+
+if TYPE_CHECKING:
+    from launcher.build.data import Data
+    from launcher.build.roles import Parts
+    from rl_megatron.training.checkpoints import Checkpoint
+    from rl_megatron.training.loop import Loop
+
+logger = logging.getLogger(__name__)
+
+_REPORT_SECONDS = 60.0  # between two reports of a run that goes on
+_REPORT_SHARE = 30  # times as long as a report took passes until the next
 
 
 def train(
@@ -26,10 +64,6 @@ def train(
 
     Ctrl-C (or SIGTERM) finishes the current step, saves and exits with status 0; a second Ctrl-C exits at once, 130.
     """
-    from launcher.preflight.checks import preflight
-    from rl_megatron.rewards.classifiers.on_ranks import RewardModels
-    from rl_megatron.rewards.registry import resolve_rewards
-
     loaded = load_config(config, overrides or [])
     if resume:
         refuse_copied(loaded, Path(config), overrides or [])
@@ -51,11 +85,11 @@ def train(
     print(f"rl-megatron: run {folder}", flush=True)  # the imports below take seconds
     try:
         with uncollected():
-            from launcher.programs import train as program
+            import launcher.build.jobs  # noqa: F401
 
         while True:
             try:
-                asyncio.run(program.train(named, reward, models, resume=resume))
+                asyncio.run(run_training(named, reward, models, resume=resume))
                 return
             except NameTaken:
                 if loaded.run.name is not None:
@@ -68,3 +102,235 @@ def train(
         said = goes_on if folder.is_dir() else "the run had not begun, so start it again"
         print(f"interrupted; {said}", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+async def run_training(config: RunConfig, reward: RewardFunction, models: RewardModels, *, resume: bool) -> Path:
+    """Run to the end, or to a signal and then save a checkpoint. Returns the run's folder. Raises RLMegatronError."""
+    from launcher.build.roles import Parts, allocation_of
+    from launcher.runs.resume import find, has_trained, record_start
+
+    assert config.run.name is not None
+    folder = config.run.dir / config.run.name
+    with claim(folder, resume=resume) as claimed:
+        start = find(config, folder) if resume else None
+        parts = Parts(
+            config=config,
+            folder=folder,
+            claimed=claimed,
+            hold=claimed.hold,
+            reward=reward,
+            reward_models=models,
+            allocation=allocation_of(config, folder),
+            resumes=start is not None or has_trained(folder),
+        )
+        save_resolved(config, folder / "config.yaml")
+        progress = Progress(
+            config.train.steps,
+            config.log.progress,
+            config.run.name,
+            run_folder=folder,
+            needs_differences=config.algorithm.needs_differences,
+        )
+        with run_log(folder, role="controller"), progress, stop_signals(progress) as stop:
+            engine = config.rollout.python if container_of(config) is None else None
+            at = start.state.step if start else 0
+            for line in await asyncio.to_thread(record_start, folder, step=at, engine=engine):  # git may be slow
+                progress.note(line)
+                logger.info(line)
+            _plan(config, folder)
+            loop_watch = LoopWatch(config, folder / "stacks")
+            goes_on = f"rl-megatron train --config {shlex.quote(str(folder / 'config.yaml'))} --resume goes on"
+            finished: bool | None = None  # not begun
+            try:
+                async with report_written_again(config, folder):
+                    finished = await _train(parts, progress, stop, start, loop_watch)
+            except Stopped as early:
+                progress.note(f"{early}; nothing is lost, and {goes_on}")
+            except (RLMegatronError, OSError) as error:
+                if (first := _hidden(error)) is not None:
+                    logger.error("after %s: %s", type(first).__name__, error)
+                    raise first from error
+                logger.info("the run ends: %s", error, exc_info=isinstance(error, OSError))  # main shows it
+                if isinstance(error, OSError):
+                    claimed()  # why a file that is named cannot be written, where the folder has gone
+                raise
+            finally:
+                loop_watch.stop()
+            if stop.comes_back and not finished and parts.allocation is not None:
+                parts.allocation.ask_requeue()
+            if finished or (finished is False and stop.exports):  # else its job ends soon: a report may take minutes
+                await _report(config, folder, progress, stop)
+            if finished is False:
+                progress.note(f"stopped and saved; {goes_on}")
+    return folder
+
+
+def _hidden(error: BaseException) -> RLMegatronError | None:
+    """Returns why the run ends, if ``error`` is of a file that could not be closed or removed afterwards."""
+    while isinstance(error, OSError) and not error.__suppress_context__ and error.__context__ is not None:
+        error = error.__context__
+        if isinstance(error, RLMegatronError):
+            return error
+    return None
+
+
+async def _report(config: RunConfig, folder: Path, progress: Progress, stop: Stop) -> None:
+    """In a thread, as that of a long run takes seconds, in which a signal leaves it out. All else is written by now, so
+    no fault in it makes the run one that failed."""
+    costs, left_out = _SaidCosts(config, progress), partial(_left_out, progress)
+    later = f"rl-megatron report {shlex.quote(str(folder))} writes it"
+    writing = asyncio.to_thread(write_report, [folder], folder / "report.html", left_out, costs=costs)
+    try:
+        with stop.reporting() as asked:
+            progress.note(f"report: {await unless_stopped(asked, writing)}")
+    except Stopped:
+        progress.note(f"the report is left out; {later}")
+    except Exception as error:
+        ours = not isinstance(error, (RLMegatronError, OSError))
+        logger.warning("the report is not written: %s; %s", error, later, exc_info=ours)
+    finally:
+        costs.is_over = True
+
+
+@contextlib.asynccontextmanager
+async def report_written_again(
+    config: RunConfig, folder: Path, seconds: float = _REPORT_SECONDS
+) -> AsyncIterator[None]:
+    """Write the report again while the context is open, at most once in so many seconds; no fault in it ends a run."""
+    writing = asyncio.create_task(_write_reports(config, folder, seconds), name="report")
+    try:
+        yield
+    finally:
+        writing.cancel()
+        await asyncio.wait([writing])
+
+
+async def _write_reports(config: RunConfig, folder: Path, seconds: float) -> None:
+    """In a thread, which has ended when this has: a late one would replace the run's last report."""
+    pause = seconds
+    while True:
+        await asyncio.sleep(pause)
+        costs, began, out = _EndingCosts(config), time.monotonic(), folder / "report.html"
+        thread = asyncio.to_thread(write_report, [folder], out, logger.debug, costs=costs, again=pause)
+        writing = asyncio.ensure_future(thread)
+        try:
+            await asyncio.wait([writing])
+        finally:
+            costs.is_over = True
+            await asyncio.wait([writing])
+            if error := writing.exception():  # as before the first row
+                logger.debug("the report is not written now: %s", error)
+        pause = max(seconds, _REPORT_SHARE * (time.monotonic() - began))
+
+
+class _EndingCosts(RunCosts):
+    """RunCosts that end the report's thread, for which Python would wait, once nobody waits for the report."""
+
+    is_over = False
+
+    @override
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Raises Stopped."""
+        if self.is_over:
+            raise Stopped("nobody waits for the report")
+        super().add(row)
+
+
+class _SaidCosts(_EndingCosts):
+    """RunCosts that are said, too."""
+
+    def __init__(self, config: RunConfig, progress: Progress) -> None:
+        super().__init__(config)
+        self._progress = progress
+
+    @override
+    def lines(self) -> list[str]:
+        for line in (found := super().lines()):
+            self._progress.note(line)
+        return found
+
+
+def _left_out(progress: Progress, why: str) -> None:
+    progress.note(f"left out of the report: {why}")
+
+
+def _plan(config: RunConfig, folder: Path) -> None:
+    """Write what the planner says of the metrics of a run on GPUs, for the report; no fault in it ends a run."""
+    if config.learner.device == "cpu":
+        return
+    try:
+        found = load_own(PLANNER, "metrics")(config, starting_shape(config))
+        write_atomically(folder / "plan.json", json.dumps(found).encode())
+    except Exception as error:
+        logger.warning("the report has no plan beside memory and MFU: %s", error, exc_info=True)
+
+
+async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint | None, loop_watch: LoopWatch) -> bool:
+    """Train, and export the model unless a stop says not to. Returns whether every step was made."""
+    from launcher.build.jobs import loops_of
+    from launcher.build.roles import started
+
+    async with started(parts, progress, stop) as (roles, data, shape):
+        parts = replace(parts, config=_with_steps(parts.config, data, progress))
+        section, a = parts.config.log, parts.config.algorithm
+        is_taught = a.needs_top or a.nll_coefficient > 0
+        held = recorded(parts.config)
+        recorder = Recorder(
+            parts.folder,
+            section,
+            progress,
+            held,
+            before_row=parts.hold,
+            is_taught=is_taught,
+            decode=data.tokenizer.decode,
+            fresh=start is None,
+        )
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(asyncio.to_thread, recorder.close)  # W&B may be slow, or away
+            warm_start, loop = loops_of(parts, shape, roles, data, recorder, stop)
+            loop_watch.begin()
+            of_warm_start = start is None or start.state.warm_start_step is not None
+            first = warm_start if of_warm_start and warm_start is not None else loop
+            if start is None:
+                # killed before its first checkpoint, a run starts over
+                await asyncio.to_thread(recorder.truncate_after, -1)
+            else:
+                progress.note(f"resuming from {start.folder}{_at_end(start, parts.config)}")
+                await unless_stopped(stop, _restore(first, start))
+            if warm_start is not None and first is warm_start:
+                if warm_start.pace.steps:
+                    progress.phase(warm_start.job.name, total=warm_start.pace.steps)
+                if not await warm_start.run():
+                    return False
+            progress.phase(loop.job.name)
+            finished = await loop.run()
+            if finished or stop.exports:
+                if not parts.config.kind.samples:
+                    await roles.weights.push(loop.done)  # no step did
+                await loop.export(roles.weights, parts.folder / f"hf_step_{loop.done:06d}")
+            return finished
+
+
+def _at_end(start: Checkpoint, config: RunConfig) -> str:
+    """What is said of a checkpoint after which no step is left."""
+    if start.state.step < config.train.steps or start.state.warm_start_step is not None:
+        return ""
+    return f": the run is at its last step{'; give a larger train.steps' if config.written_epochs is None else ''}"
+
+
+def _with_steps(config: RunConfig, data: Data, progress: Progress) -> RunConfig:
+    """With as many steps as ``epochs`` of written data take, if it is given."""
+    from rl_megatron.training.optimizer_steps import steps_of
+
+    if (epochs := config.written_epochs) is None:
+        return config
+    steps = steps_of(epochs, len(data.train), config.written.batch_size)
+    progress.note(f"{config.job}.epochs={epochs:g} of {len(data.train)} rows: {steps} steps")
+    progress.total = steps
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+
+
+async def _restore(loop: Loop, start: Checkpoint) -> None:
+    done = start.state.warm_start_step
+    await asyncio.to_thread(loop.recorder.truncate_after, start.state.step, warm_start_step=done)
+    await loop.restore(start, start.state.step if done is None else done)

@@ -136,7 +136,7 @@ import asyncio, sys
 from pathlib import Path
 sys.path.append(".")
 from launcher.build.trained import trained_model
-from launcher.programs import evaluate
+from launcher.commands import evaluate
 for model in sys.argv[1:]:
     asyncio.run(evaluate.measure_model(trained_model(Path(model), None, []), Path(model).name))
 assert "megatron" not in sys.modules

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.hosts.slurm import jobs
+from launcher.commands import submit
+from launcher.commands.status import states_of
 from launcher.hosts.slurm.calls import call_slurm
 from launcher.hosts.slurm.script import code_folder, job_script, show_code
 from launcher.preflight.checks import preflight
-from launcher.programs import submit
 from rl_megatron.config.io import save_resolved
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import minutes_of
@@ -46,7 +46,7 @@ def queue_of(cells: Sequence[Cell]) -> dict[str, Queued]:
     Asks nothing if there are none. Raises ConfigError if Slurm does not answer here.
     """
     tasks = states.unsettled(cells)
-    told = jobs.states_of(tasks, cells[0].folder.parent.name) if tasks else {}  # the arrays' job name (`_script`)
+    told = states_of(tasks, cells[0].folder.parent.name) if tasks else {}  # the arrays' job name (`_script`)
     return {task: Queued(word=found.name, text=found.text.strip()) for task, found in told.items()}
 
 

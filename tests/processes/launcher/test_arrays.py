@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.hosts.slurm.jobs import states_of
+from launcher.commands.status import states_of
 from rl_megatron.config.sections.slurm import minutes_of
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.metrics.writer import MetricsWriter

@@ -19,8 +19,8 @@ from rich.console import Console
 
 import launcher
 from launcher.__main__ import app
+from launcher.commands import train
 from launcher.hosts.slurm.script import job_script
-from launcher.programs import train
 from launcher.runs.folder import claim
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig
@@ -79,7 +79,7 @@ def start_unnamed(runs: Path, all_chose: Any, all_claimed: Any) -> None:
         with claim(config.run.dir / str(config.run.name), resume=resume):
             all_claimed.wait(300)
 
-    train.train = program  # type: ignore[assignment]
+    train.run_training = program  # type: ignore[assignment]
     try:
         app(["train", f"run.dir={runs}"], standalone_mode=False)
     except BaseException:
@@ -118,7 +118,7 @@ assert commands["status"].name == "status"
 print(*(name for name in sys.modules if name.startswith("launcher.commands.")), "pydantic" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "\nlauncher.commands.job False\n"
+    assert done.stdout == "\nlauncher.commands.status False\n"
 
 
 # A project's folder with packages of our packages' names: ours run, and its own modules are found.

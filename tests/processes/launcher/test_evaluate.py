@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from launcher.build.data import load_data
 from launcher.build.model import starting_folder
 from launcher.build.trained import shown_variables, trained_model
-from launcher.programs.evaluate import measure_model
+from launcher.commands.evaluate import measure_model
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig

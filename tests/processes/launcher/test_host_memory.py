@@ -17,11 +17,11 @@ import torch
 from launcher.build.model import starting_folder
 from launcher.build.roles import Parts
 from launcher.build.trained import trained_model
+from launcher.commands import train
+from launcher.commands.evaluate import measure_model
+from launcher.commands.submit import checked
 from launcher.preflight.checks import preflight
 from launcher.preflight.subject import Found, Subject
-from launcher.programs import train
-from launcher.programs.evaluate import measure_model
-from launcher.programs.submit import checked
 from launcher.runs.stop import Stop
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
@@ -333,7 +333,7 @@ def test_a_run_whose_job_ends_soon_makes_no_report(
     config = load_config("tiny_cpu", ["run.launcher=slurm", "run.name=r", f"run.dir={tmp_path}"])
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGINT)}
     try:
-        asyncio.run(train.train(config, lambda *_: 0.0, RewardModels(), resume=False))
+        asyncio.run(train.run_training(config, lambda *_: 0.0, RewardModels(), resume=False))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.commands.status import describe, status_of
 from launcher.hosts.slurm import calls
-from launcher.hosts.slurm.jobs import describe, status_of
 from launcher.hosts.slurm.script import job_script
 from rl_megatron.errors import ConfigError
 from tests.unit.launcher.commands import Said

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from launcher.build.model import starting_folder, starting_shape
+from launcher.commands.submit import prepare
 from launcher.preflight import devices, engine, reward
 from launcher.preflight.checks import CHECKS, Preflight, checks, preflight
 from launcher.preflight.subject import Found, Subject, problem
-from launcher.programs.submit import prepare
 from launcher.servers import interpreter
 from launcher.servers.interpreter import has_module
 from rl_megatron.config.io import load_config

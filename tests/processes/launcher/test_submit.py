@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from launcher.commands import smoke, submit
+from launcher.commands.smoke import smoke_of
 from launcher.preflight.checks import preflight
-from launcher.programs import smoke, submit
-from launcher.programs.smoke import smoke_of
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.commands import submit
 from launcher.hosts.ray.node import engine_node_command, node_command
 from launcher.hosts.sites import sites_of
 from launcher.hosts.slurm.allocation import Allocation
@@ -22,7 +23,6 @@ from launcher.hosts.slurm.launcher import step_command
 from launcher.preflight.checks import preflight
 from launcher.processes import guards as ports
 from launcher.processes.guards import any_port, free_port, held_ports
-from launcher.programs import submit
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection

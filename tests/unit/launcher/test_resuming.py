@@ -19,10 +19,10 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from launcher.__main__ import app
+from launcher.commands import train
 from launcher.controller.watchdog import Watchdog
 from launcher.processes import stacks
 from launcher.processes.loop_watch import LoopWatch
-from launcher.programs import train
 from launcher.runs.folder import choose, claim, lock, refuse_copied
 from launcher.runs.resume import find, has_trained
 from rl_megatron.config.io import load_config, save_resolved
@@ -434,7 +434,7 @@ def test_unnamed_runs_that_start_together_take_the_next_number(tmp_path: Path, m
         with claim(folder, resume=resume):
             pass
 
-    monkeypatch.setattr(train, "train", program)
+    monkeypatch.setattr(train, "run_training", program)
     said = CliRunner().invoke(app, ["train", f"run.dir={tmp_path}"])
     assert said.exit_code == 0, said
     assert claimed == ["tiny_cpu", "tiny_cpu-2", "tiny_cpu-3"]

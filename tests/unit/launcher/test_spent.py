@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from launcher.programs import train
-from launcher.programs.spent import RunCosts, costs_of_run, devices, recorded
-from launcher.programs.train import report_written_again
+from launcher.commands import train
+from launcher.commands.report import RunCosts, costs_of_run, devices, recorded
+from launcher.commands.train import report_written_again
 from launcher.runs.stop import Stop
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig

@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from launcher.commands.status import Status, status_of
 from launcher.hosts.slurm.calls import call_slurm
-from launcher.hosts.slurm.jobs import Status, status_of
 from rl_megatron.config.errors import explain_errors
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.jobs import LogSection, WarmStartSection
@@ -66,7 +66,7 @@ def smoke_of(config: RunConfig) -> RunConfig:
         raise ConfigError("\n".join(["its smoke run cannot be:", *explain_errors(error.errors())])) from error
 
 
-def smoke(config: RunConfig, folder: Path, job: str) -> bool:
+def watch_smoke(config: RunConfig, folder: Path, job: str) -> bool:
     """Watch the job, kill it, watch it come back, and end it; print what was seen. Returns whether no part failed."""
     watched = SmokeJob(config, folder, job)
     failures = []

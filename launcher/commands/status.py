@@ -10,12 +10,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from launcher.hosts.slurm.calls import call_slurm
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.files import from_the_end, text_at_end
 from rl_megatron.observability.log import last_line
 from rl_megatron.observability.metrics.curve import STEPS
+
+
+def status(run: Annotated[Path, typer.Argument(help="the run's folder", show_default=False)]) -> None:
+    """Show the state of a run, or of its job, its last step, and the commands that follow and end the job."""
+    print(describe(run))
 
 
 def describe(run: Path) -> str:
