@@ -23,8 +23,7 @@ from rl_megatron.columns import required_columns
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import data_sources, name_of
 from rl_megatron.data.demonstrations import Demonstrations
-from rl_megatron.environments.demonstrations import demonstrated
-from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_environment
+from rl_megatron.environments.registry import Agent, EnvironmentMaker, demonstrated, resolve_environment
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.policy_sampler import PolicySampler

@@ -90,7 +90,7 @@ def show(engines: Sequence[Path] = ()) -> None:
 
 def _sandbox() -> str:
     """Says whether this machine can fence programs, by a trial."""
-    from rl_megatron.sandbox.subprocess import find_bubblewrap, why_unfenced
+    from rl_megatron.sandbox.executors import find_bubblewrap, why_unfenced
 
     why = asyncio.run(why_unfenced())
     fences = why or (

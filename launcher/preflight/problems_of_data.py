@@ -36,7 +36,7 @@ from rl_megatron.errors import DataError, RLMegatronError
 from rl_megatron.files import parse
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.registry import REWARDS
-from rl_megatron.rewards.simple import final_number, is_formula
+from rl_megatron.rewards.rules import final_number, is_formula
 from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:

@@ -17,14 +17,12 @@ from rl_megatron.config.sections.data import data_sources, name_of
 from rl_megatron.config.sections.eval import RunData
 from rl_megatron.config.sections.reward import RANKS, EnvironmentSection, RewardSection, reward_key
 from rl_megatron.data.problems.prompts import first_problem
-from rl_megatron.environments.demonstrations import demonstrated
-from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_environment
+from rl_megatron.environments.registry import Agent, EnvironmentMaker, demonstrated, resolve_environment
 from rl_megatron.errors import EnvironmentFailed, RLMegatronError, of_the_hub
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rewards.scoring import errors_of, score
-from rl_megatron.sandbox.subprocess import why_unfenced
-from rl_megatron.sandbox.table import Sandbox
+from rl_megatron.sandbox.executors import Sandbox, why_unfenced
 from rl_megatron.types import Completion, Prompt, Scored, Span
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from weakref import WeakSet
 from typing_extensions import override
 
 from rl_megatron.environments import marks
-from rl_megatron.sandbox import kernel
+from rl_megatron.sandbox import keeper
 from rl_megatron.user_code import describe_error
 
 
@@ -33,8 +33,8 @@ class Adopted:
 
     def __init__(self) -> None:
         """From now on this process adopts what is below it and whose parent ends."""
-        with contextlib.suppress(kernel.FenceRefused):  # then such processes are not found
-            kernel.prctl(kernel.SUBREAPER, 1)
+        with contextlib.suppress(keeper.FenceRefused):  # then such processes are not found
+            keeper.prctl(keeper.SUBREAPER, 1)
         self._seen = dict[int, int]()  # 0 of children and threads without a mark, SHARED of threads that have that
 
     def of(self, mark: int, own: Collection[int]) -> list[int]:

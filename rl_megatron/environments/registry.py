@@ -1,23 +1,27 @@
-"""Resolves ``environment.function``: a shipped environment by its name, or your own class or function."""
+"""Resolves ``environment.function``: a shipped environment by its name, or your own class or function.
+
+What an environment demonstrates for a warm start is checked before the model learns it.
+"""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from rl_megatron.config.sections.reward import EnvironmentSection, SandboxSection
 from rl_megatron.environments.adapters.verifiers import verifiers
 from rl_megatron.environments.calculator import Calculator
 from rl_megatron.environments.guess import Guess
-from rl_megatron.environments.protocol import Environment, EnvironmentStep, Model
-from rl_megatron.errors import ConfigError
-from rl_megatron.sandbox.table import Sandbox
+from rl_megatron.environments.protocol import Demonstrating, Environment, EnvironmentStep, Model
+from rl_megatron.errors import ConfigError, EnvironmentFailed
+from rl_megatron.sandbox.executors import Sandbox
 from rl_megatron.types import Prompt
-from rl_megatron.user_code import load_named
+from rl_megatron.user_code import describe_error, load_named
 
 METHODS = ("start", "step", "score", "close")
 ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {
@@ -64,7 +68,7 @@ def resolve_environment(
 ) -> EnvironmentMaker | Agent:
     """What ``environment.function`` names; an async function is an agent, anything else makes environments.
 
-    One that takes an argument ``sandbox`` gets a `rl_megatron.sandbox.table.Sandbox`, which all trajectories share.
+    One that takes an argument ``sandbox`` gets a `rl_megatron.sandbox.executors.Sandbox`, which all trajectories share.
     ``key`` names the section in messages.
 
     Raises ConfigError that names an unknown function and the nearest known one, what importing it raised, or options
@@ -124,3 +128,62 @@ def _check(given: str, function: Callable[..., Any], options: Mapping[str, Any],
             f"{given} is a class without {', '.join(lacking)}; give it the four async "
             "methods of an environment, or name an async function (docs/environments.md)"
         )
+
+
+def demonstrated(
+    made: Callable[[], Environment], function: str | None, tasks: Sequence[Prompt], seeds: Sequence[int]
+) -> list[Sequence[str]]:
+    """The texts of each task's ``demonstration``, all by one environment, which is made for the first.
+
+    Raises EnvironmentFailed, which names ``function`` and the task, with what it raised, or returned in place of texts.
+    """
+    with _naming(function, tasks[0], ", for which the environment is made,"):
+        environment = made()
+    return [_texts(environment, function, task, seed) for task, seed in zip(tasks, seeds, strict=True)]
+
+
+def _texts(environment: Environment, function: str | None, task: Prompt, seed: int) -> Sequence[str]:
+    with _naming(function, task):
+        given: object = cast("Demonstrating", environment).demonstration(task, seed)
+        problem = _problem(given)
+    if problem is not None:
+        raise EnvironmentFailed(
+            f"{_said(function, task)} {problem}; it must return a list of texts, the model's, what it reads, the "
+            "model's, and so on"
+        )
+    return cast("Sequence[str]", given)
+
+
+@contextmanager
+def _naming(function: str | None, task: Prompt, which: str = "") -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:  # the user's code may exit
+        raise EnvironmentFailed(f"{_said(function, task)}{which} {describe_error(error)}; fix it") from error
+
+
+def _said(function: str | None, task: Prompt) -> str:
+    return f"environment {function!r}: demonstration of prompt {task.id!r} ({task.text!r:.60})"
+
+
+def _problem(given: object) -> str | None:
+    """Why it is no texts. A text is a sequence of texts, too: its characters would be learned in turns."""
+    if inspect.iscoroutine(given):
+        given.close()
+        return "is async, which it may not be"
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+        return f"returned {given!r:.80}"
+    for place, one in enumerate(given):
+        if not isinstance(one, str):
+            return f"returned {one!r:.80} as text {place}"
+        if not _valid(one):
+            return f"returned {one!r:.80} as text {place}, which holds half of a surrogate pair"
+    return None
+
+
+def _valid(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Matches texts with a regular expression, in a process that ends when one takes too long. format.py calls it."""
+"""Matches texts with a regular expression, in a process that ends when one takes too long. rules.py calls it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Compares completions with answers by math-verify, in a process that ends when one takes too long.
 
-``python -m rl_megatron.rewards.math_verify_worker`` is called by math_verify.py.
+``python -m rl_megatron.rewards.math_verify_worker`` is called by rules.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from rl_megatron.bounded import answer_calls
 from rl_megatron.rewards.symbols import mark_formulas, to_latex, without_reasons
-from rl_megatron.sandbox import kernel
+from rl_megatron.sandbox import keeper
 
 MEMORY_BYTES = 4 << 30
 _MARKED = ("$", r"\boxed", r"\(", r"\[")  # by which the package knows LaTeX
@@ -100,7 +100,7 @@ def _positional(text: str) -> str:
 
 
 if __name__ == "__main__":
-    kernel.prctl(kernel.PDEATHSIG, signal.SIGKILL)  # kills this process even while it computes
+    keeper.prctl(keeper.PDEATHSIG, signal.SIGKILL)  # kills this process even while it computes
     with contextlib.suppress(ImportError):
         import math_verify  # noqa: F401  its seconds are of no call
     answer_calls(_told, MEMORY_BYTES)

@@ -19,13 +19,11 @@ from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.classifiers.in_process import ClassifierReward
 from rl_megatron.rewards.classifiers.on_ranks import RankedReward, RewardModels
 from rl_megatron.rewards.http import HttpReward
-from rl_megatron.rewards.math_verify import math_verify
+from rl_megatron.rewards.rules import exact_match, final_number, format_reward, length_reward, math_verify
 from rl_megatron.rewards.scoring import queued, running
-from rl_megatron.rewards.simple import exact_match, final_number, format_reward, length_reward
 from rl_megatron.rewards.tests import PassedTests
-from rl_megatron.rewards.threads import Async, Plain
-from rl_megatron.rewards.trl import as_trl, is_trl
-from rl_megatron.sandbox.table import Sandbox
+from rl_megatron.rewards.threads import Async, Plain, as_trl, is_trl
+from rl_megatron.sandbox.executors import Sandbox
 from rl_megatron.types import Completion, Prompt, Scored
 from rl_megatron.user_code import describe_error, load_named
 

@@ -19,7 +19,7 @@ from rl_megatron.config.sections.reward import TestsSection
 from rl_megatron.errors import RewardError, together
 from rl_megatron.files import parse, value_at
 from rl_megatron.rewards.scoring import queued
-from rl_megatron.sandbox.table import Sandbox
+from rl_megatron.sandbox.executors import Sandbox
 from rl_megatron.types import Completion, Prompt, Scored
 
 _FENCE = re.compile(r"( *)(`{3,}(?=[^`]*$)|~{3,})(.*)")  # its indent, itself, what is said after it

@@ -6,28 +6,228 @@ program ended.
 
 The keeper stays outside. bubblewrap's first process in the namespaces collects what ends; when it is killed the kernel
 kills every process of its namespace, also those that left their session or their parent. Without fences (``fence`` is
-empty) the keeper finds the program's processes below itself, which adopts those that left their parents.
-"""
+empty) the keeper finds the program's processes below itself, which adopts those that left their parents."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
+import errno
 import json
 import os
+import platform
 import resource
 import secrets
 import select
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rl_megatron.sandbox import kernel, room
+libc = ctypes.CDLL(None, use_errno=True)
+NEW_USERS = 0x10000000
+_ALL_NAMESPACES = NEW_USERS | 0x20000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
+PDEATHSIG, SUBREAPER, NO_NEW_PRIVS, _SECCOMP = 1, 36, 38, 22
+# The calls that a program may make, with their numbers on x86-64 and arm64. Left out are memory that no limit counts
+# (System V IPC, memfd), what all users share (asynchronous I/O, inotify), and large parts of the kernel.
+_ALLOWED = """
+read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69, pwritev 296 70,
+preadv2 327 286, pwritev2 328 287, open 2 -, openat 257 56, openat2 437 437, creat 85 -, close 3 57,
+close_range 436 436, lseek 8 62, stat 4 -, fstat 5 80, lstat 6 -, newfstatat 262 79, statx 332 291, statfs 137 43,
+fstatfs 138 44, access 21 -, faccessat 269 48, faccessat2 439 439, getdents 78 -, getdents64 217 61, getcwd 79 17,
+chdir 80 49, fchdir 81 50, mkdir 83 -, mkdirat 258 34, rmdir 84 -, rename 82 -, renameat 264 38, renameat2 316 276,
+link 86 -, linkat 265 37, unlink 87 -, unlinkat 263 35, symlink 88 -, symlinkat 266 36, readlink 89 -,
+readlinkat 267 78, mknod 133 -, mknodat 259 33, chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452,
+chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54, umask 95 166, utime 132 -, utimes 235 -, futimesat 261 -,
+utimensat 280 88, truncate 76 45, ftruncate 77 46, fallocate 285 47, fadvise64 221 223, flock 73 32, fsync 74 82,
+fdatasync 75 83, getxattr 191 8, lgetxattr 192 9, fgetxattr 193 10, listxattr 194 11, llistxattr 195 12,
+flistxattr 196 13, sendfile 40 71, copy_file_range 326 285, fcntl 72 25, ioctl 16 29, dup 32 23, dup2 33 -, dup3 292 24,
+pipe 22 -, pipe2 293 59, eventfd 284 -, eventfd2 290 19, signalfd 282 -, signalfd4 289 74, timerfd_create 283 85,
+timerfd_settime 286 86, timerfd_gettime 287 87, select 23 -, pselect6 270 72, poll 7 -, ppoll 271 73,
+epoll_create 213 -, epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, epoll_pwait2 441 441,
+socket 41 198, socketpair 53 199, bind 49 200, listen 50 201, accept 43 202, accept4 288 242, connect 42 203,
+getsockname 51 204, getpeername 52 205, setsockopt 54 208, getsockopt 55 209, shutdown 48 210, sendto 44 206,
+recvfrom 45 207, sendmsg 46 211, recvmsg 47 212, sendmmsg 307 269, recvmmsg 299 243,
+brk 12 214, mmap 9 222, munmap 11 215, mremap 25 216, mprotect 10 226, madvise 28 233, msync 26 227, mincore 27 232,
+membarrier 324 283,
+clone 56 220, fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, exit 60 93, exit_group 231 94, wait4 61 260,
+waitid 247 95, kill 62 129, tkill 200 130, tgkill 234 131, pidfd_open 434 434, pidfd_send_signal 424 424,
+set_tid_address 218 96, futex 202 98, set_robust_list 273 99, get_robust_list 274 100, rseq 334 293, arch_prctl 158 -,
+prctl 157 167, getpid 39 172, getppid 110 173, gettid 186 178, getpgid 121 155, setpgid 109 154, getpgrp 111 -,
+getsid 124 156, setsid 112 157, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177, getresuid 118 148,
+getresgid 120 150, getgroups 115 158, setuid 105 146, setgid 106 144, setreuid 113 145, setregid 114 143,
+setresuid 117 147, setresgid 119 149, setgroups 116 159, capget 125 90, capset 126 91, setfsuid 122 151,
+setfsgid 123 152, getpriority 140 141, setpriority 141 140, getrlimit 97 163, setrlimit 160 164, prlimit64 302 261,
+getrusage 98 165, times 100 153, sysinfo 99 179, uname 63 160, getcpu 309 168, sched_yield 24 124,
+sched_getaffinity 204 123, sched_setaffinity 203 122, sched_getparam 143 121, sched_setparam 142 118,
+sched_getscheduler 145 120, sched_setscheduler 144 119, sched_getattr 315 275, sched_get_priority_max 146 125,
+sched_get_priority_min 147 126, sched_rr_get_interval 148 127, rt_sigaction 13 134, rt_sigprocmask 14 135,
+rt_sigreturn 15 139, rt_sigpending 127 136, rt_sigtimedwait 128 137, rt_sigqueueinfo 129 138, rt_sigsuspend 130 133,
+sigaltstack 131 132, restart_syscall 219 128, pause 34 -,
+time 201 -, gettimeofday 96 169, clock_gettime 228 113, clock_getres 229 114, nanosleep 35 101, clock_nanosleep 230 115,
+alarm 37 -, getitimer 36 102, setitimer 38 103, timer_create 222 107, timer_settime 223 110, timer_gettime 224 108,
+timer_getoverrun 225 109, timer_delete 226 111, getrandom 318 278
+"""
+_MACHINES = {"x86_64": (0xC000003E, 1), "aarch64": (0xC00000B7, 2)}  # its name in filters, its column in the table
+_FAMILIES = (1, 2, 10, 16)  # sockets may be Unix, IPv4, IPv6 or netlink
+
+
+class FenceRefused(Exception):
+    """This machine does not allow a fence; says which, and why."""
+
+
+def prctl(option: int, *values: Any) -> None:
+    """Raises FenceRefused."""
+    if libc.prctl(option, *values, *(0,) * (4 - len(values))):
+        raise FenceRefused(f"prctl {option}: {os.strerror(ctypes.get_errno())}")
+
+
+def forbid_calls() -> None:
+    """Makes the kernel refuse what `call_filter` refuses. Raises FenceRefused."""
+    rules = call_filter()
+    prctl(NO_NEW_PRIVS, 1)
+    code = ctypes.create_string_buffer(rules)
+    prctl(_SECCOMP, 2, struct.pack("HP", len(rules) // 8, ctypes.addressof(code)))
+
+
+def allowed_calls() -> dict[str, int]:
+    """Returns the numbers on this machine of the system calls that a program may make. Raises FenceRefused."""
+    if platform.machine() not in _MACHINES:
+        known = ", ".join(_MACHINES)
+        raise FenceRefused(f"the system calls of {platform.machine()} are not known here, only those of {known}")
+    column = _MACHINES[platform.machine()][1]
+    rows = [row.split() for row in _ALLOWED.split(",")]
+    return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
+
+
+def call_filter() -> bytes:
+    """Returns the seccomp filter that refuses all other calls, new namespaces, and sockets of other families.
+
+    A refused call returns EPERM, or ENOSYS if libraries may try it before an older one. Raises FenceRefused.
+    """
+    calls, machine = allowed_calls(), _MACHINES[platform.machine()][0]
+    load, equal, at_least, has, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, kill, error = 0x7FFF0000, 0x80000000, 0x00050000
+    refused = [  # call, its argument, a test of it, what it is refused with
+        ("clone", 0, has, _ALL_NAMESPACES, errno.EPERM),
+        ("mmap", 3, has, 0x40000, errno.ENOMEM),  # huge pages
+        ("fcntl", 1, equal, 1031, errno.EPERM),  # the size of a pipe
+        ("setsockopt", 2, equal, 7, 0),  # the size of a buffer to send from: stays as it is
+        ("setsockopt", 2, equal, 8, 0),  # to receive in
+        ("socket", 2, at_least, 18, errno.EPROTONOSUPPORT),  # TCP is 6, UDP 17
+    ]
+    rules = [(load, 0, 0, 4), (equal, 1, 0, machine), (answer, 0, 0, kill), (load, 0, 0, 0)]
+    for call, argument, test, value, number in refused:
+        rules += [(equal, 0, 4, calls[call]), (load, 0, 0, 16 + 8 * argument), (test, 0, 1, value)]
+        rules += [(answer, 0, 0, error | number), (load, 0, 0, 0)]
+    for call in ("socket", "socketpair"):
+        families = [(equal, len(_FAMILIES) - place, 0, family) for place, family in enumerate(_FAMILIES)]
+        rules += [(equal, 0, len(families) + 3, calls[call]), (load, 0, 0, 16), *families]
+        rules += [(answer, 0, 0, error | errno.EAFNOSUPPORT), (answer, 0, 0, allow)]
+    for number in calls.values():
+        rules += [(equal, 0, 1, number), (answer, 0, 0, allow)]
+    rules += [(at_least, 0, 1, 424), (answer, 0, 0, error | errno.ENOSYS), (answer, 0, 0, error | errno.EPERM)]
+    return b"".join(struct.pack("HBBI", *rule) for rule in rules)
+
+
+BOX = "/box"  # the program's folder and home, where it is fenced
+_USER = "1000"  # the program's, in its own namespace
+_NOBODY = 65534  # who that is outside, if the keeper is root
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_MOST_FILES = 256
+_SPACES = ("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try")
+
+
+def enter_users() -> None:
+    """Puts this process, which is root, into a user namespace in which the program can be nobody.
+
+    Without it the program's user would be root outside, for whom the kernel limits no number of processes. Raises
+    FenceRefused.
+    """
+    (ready, say), keeper = os.pipe(), os.getpid()
+    writer = os.fork()
+    if writer == 0:
+        try:
+            os.read(ready, 1)
+            for kind in ("gid_map", "uid_map"):
+                Path(f"/proc/{keeper}/{kind}").write_text(f"0 0 1\n{_USER} {_NOBODY} 1\n")
+            os._exit(0)
+        finally:
+            os._exit(1)
+    refused = os.strerror(ctypes.get_errno()) if libc.unshare(NEW_USERS) else ""
+    os.write(say, b"y")
+    _, status = os.waitpid(writer, 0)
+    for one in (ready, say):
+        os.close(one)
+    if refused or status:
+        why = refused or f"root cannot have nobody ({_NOBODY}) in a namespace of its own"
+        raise FenceRefused(f"the kernel allows no new namespaces: unshare: {why}")
+
+
+def fenced_command(order: Mapping[str, Any], files: Mapping[str, int], rules: int, tell: int, hold: int) -> list[str]:
+    """The command that runs the program in a root in memory, which shows ``readable`` alone, read-only.
+
+    ``files`` are descriptors of the program's files, ``rules`` is one of its filter of system calls. bubblewrap writes
+    lines of JSON to ``tell``, and waits for a byte from ``hold``.
+    """
+    root = os.geteuid() == 0  # in a namespace of its own, where it has the right to become the program's user
+    rights = ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
+    becomes = ("setpriv", "--reuid", _USER, "--regid", _USER, "--clear-groups")
+    command = [order["fence"], *_SPACES, "--die-with-parent", "--new-session"]
+    command += rights if root else ("--unshare-user", "--uid", _USER, "--gid", _USER)
+    devices = [f"/dev/{name}" for name in _DEVICES]
+    command += _folders((*order["readable"], *devices), "0755")
+    for path in order["readable"]:
+        command += ("--symlink", os.path.realpath(path), path) if os.path.islink(path) else ("--ro-bind", path, path)
+    for path in devices:
+        command += ("--dev-bind", path, path)
+    for path in ("/tmp", "/dev/shm"):
+        command += ("--symlink", BOX, path)
+    command += ("--perms", "0777" if root else "0700", "--size", str(order["files_bytes"]), "--tmpfs", BOX)
+    command += _folders([f"{BOX}/{name}" for name in files], "0777")
+    for name, one in files.items():
+        command += ("--perms", "0666", "--file", str(one), f"{BOX}/{name}")
+    command += ("--remount-ro", "/", "--chdir", BOX, "--clearenv")
+    for key, value in program_variables(order, BOX).items():
+        command += ("--setenv", key, value)
+    command += ("--seccomp", str(rules), "--json-status-fd", str(tell), "--block-fd", str(hold), "--")
+    return [*command, *(becomes if root else ()), *order["argv"]]
+
+
+def program_variables(order: Mapping[str, Any], box: str) -> dict[str, str]:
+    """All variables of the program."""
+    return {key: value.replace("{box}", box) for key, value in order["environment"].items()}
+
+
+def set_limits(pid: int, order: Mapping[str, Any]) -> None:
+    """Sets the limits of a process, which those that it starts inherit; 0 is this one."""
+    limits = {
+        resource.RLIMIT_CPU: max(1, int(order["cpu_seconds"] + 0.999)),
+        resource.RLIMIT_AS: order["memory_bytes"],
+        resource.RLIMIT_NOFILE: _MOST_FILES + len(order["files"]),
+    }
+    if not order["fence"]:
+        limits[resource.RLIMIT_FSIZE] = order["files_bytes"]
+    else:  # elsewhere it counts all processes of the user; process 1 is the same user's, unless that is root
+        limits[resource.RLIMIT_NPROC] = order["processes"] + (os.geteuid() != 0)
+        limits[resource.RLIMIT_SIGPENDING] = _MOST_FILES  # signals and timers that wait, in the kernel's memory
+    for kind, value in limits.items():
+        hard = resource.prlimit(pid, kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.prlimit(pid, kind, (value, value))
+
+
+def _folders(paths: Sequence[str], mode: str) -> list[str]:
+    """Arguments that make the folders above the paths, the upper ones first."""
+    above = dict.fromkeys(str(one) for path in paths for one in reversed(PurePosixPath(path).parents))
+    return [part for one in above if one not in ("/", BOX) for part in ("--perms", mode, "--dir", one)]
+
 
 _START_SECONDS = 30.0  # until bubblewrap has made the namespaces
 _LOOK_SECONDS = 0.02
@@ -38,11 +238,11 @@ _DESCRIPTOR_BYTES, _SOCKET_BYTES, _MAPPING_BYTES = 1 << 16, 1 << 19, 256  # the 
 def main() -> int:
     """Run the order of standard input, and write how it ended."""
     order = json.loads(_line_of(0))
-    kernel.prctl(kernel.SUBREAPER, 1)
+    prctl(SUBREAPER, 1)
     folder = tempfile.mkdtemp(prefix="sandbox-") if not order["fence"] else ""
     try:
         told = _run(order, folder)
-    except (kernel.FenceRefused, OSError, subprocess.SubprocessError) as error:
+    except (FenceRefused, OSError, subprocess.SubprocessError) as error:
         told = {"refused": str(error)}
     finally:
         _end_all()
@@ -87,10 +287,10 @@ def _run(order: dict[str, Any], folder: str) -> dict[str, Any]:
     files = {name: base64.b64decode(content) for name, content in order["files"].items()}
     if order["fence"]:
         if os.geteuid() == 0:
-            room.enter_users()
+            enter_users()
         given = {name: _readable(content) for name, content in files.items()}
-        passed = (tell, hold, rules := _readable(kernel.call_filter()), *given.values())
-        command = room.fenced_command(order, given, rules, tell, hold)
+        passed = (tell, hold, rules := _readable(call_filter()), *given.values())
+        command = fenced_command(order, given, rules, tell, hold)
     else:
         passed, command = (), order["argv"]
         for name, content in files.items():
@@ -101,11 +301,11 @@ def _run(order: dict[str, Any], folder: str) -> dict[str, Any]:
     def begin() -> None:
         """In the process that becomes bubblewrap, or the program."""
         with contextlib.suppress(OSError):
-            kernel.write_file("/proc/self/oom_score_adj", "1000")
+            Path("/proc/self/oom_score_adj").write_text("1000")
         if not order["fence"]:
-            kernel.prctl(kernel.PDEATHSIG, signal.SIGKILL)
-            room.set_limits(0, order)
-            kernel.forbid_calls()
+            prctl(PDEATHSIG, signal.SIGKILL)
+            set_limits(0, order)
+            forbid_calls()
 
     try:
         process = subprocess.Popen(
@@ -115,7 +315,7 @@ def _run(order: dict[str, Any], folder: str) -> dict[str, Any]:
             stderr=subprocess.PIPE,
             pass_fds=passed,
             cwd=folder or "/",
-            env=room.program_variables(order, folder),
+            env=program_variables(order, folder),
             preexec_fn=begin,
             start_new_session=True,
         )
@@ -168,7 +368,7 @@ class _Watch:
             if not started and (not self._order["fence"] or "child-pid" in self._news):
                 started, began, end = True, now, now + self._order["seconds"]
                 if self._order["fence"]:
-                    room.set_limits(self._news["child-pid"], self._order)
+                    set_limits(self._news["child-pid"], self._order)
                     os.write(self._release, b"y")
             if 0 not in open_ends:
                 ended = "killed"
@@ -182,7 +382,7 @@ class _Watch:
                 ended, looked = self._over(now - looked), now
         seconds = time.monotonic() - began
         if ended == "start":
-            raise kernel.FenceRefused(f"the program did not start within {_START_SECONDS:g} s")
+            raise FenceRefused(f"the program did not start within {_START_SECONDS:g} s")
         if ended == "done":
             _end_all()  # so that the pipes close
             self._drain({*self._outputs, self._said} & open_ends)
@@ -197,7 +397,7 @@ class _Watch:
                 status = 127  # there is no such program
             elif status is None:
                 said = texts[1].decode(errors="replace").strip()
-                raise kernel.FenceRefused(f"{said or 'bwrap'} (status {self._status})")
+                raise FenceRefused(f"{said or 'bwrap'} (status {self._status})")
             elif 128 < status <= 128 + signal.NSIG:
                 status = 128 - status
         if ended == "done" and sum(map(len, self._texts.values())) > most:
@@ -281,7 +481,7 @@ def _below(pid: int) -> Iterator[int]:
         children = [
             int(child)
             for thread in os.listdir(f"/proc/{pid}/task")
-            for child in kernel.read_file(f"/proc/{pid}/task/{thread}/children").split()
+            for child in _proc(f"{pid}/task/{thread}/children").split()
         ]
     except OSError:
         return
@@ -290,33 +490,38 @@ def _below(pid: int) -> Iterator[int]:
         yield from _below(child)
 
 
+def _proc(path: str) -> str:
+    """The text of a file below /proc, in which names that a program gave may be no UTF-8. Raises OSError."""
+    return Path("/proc", path).read_text(errors="replace")
+
+
 def _memory_bytes(pids: list[int], first: int | None) -> int:
     """Sums the memory of the processes, and the kernel's for them. Each shared mapping counts once, used or not."""
     shared: dict[str, int] = {}
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError):
-            status = dict(line.split(":", 1) for line in kernel.read_file(f"/proc/{pid}/status").splitlines())
+            status = dict(line.split(":", 1) for line in _proc(f"{pid}/status").splitlines())
             total += sum(int(status.get(kind, "0").split()[0]) << 10 for kind in ("RssAnon", "RssFile", "VmSwap"))
             total += len(os.listdir(f"/proc/{pid}/fd")) * _DESCRIPTOR_BYTES
-            for line in kernel.read_file(f"/proc/{pid}/maps").splitlines():
+            for line in _proc(f"{pid}/maps").splitlines():
                 total += _MAPPING_BYTES
                 span, rights, _, device, inode, *_ = line.split()
                 if rights[3] == "s" and device == "00:01":  # anonymous
                     start, end = (int(part, 16) for part in span.split("-"))
                     shared[inode] = max(shared.get(inode, 0), end - start)
     with contextlib.suppress(OSError):  # a fenced program has its own network
-        total += int(kernel.read_file(f"/proc/{first}/net/sockstat").split()[2]) * _SOCKET_BYTES
+        total += int(_proc(f"{first}/net/sockstat").split()[2]) * _SOCKET_BYTES
         for kind in ("tcp", "tcp6"):
-            for line in kernel.read_file(f"/proc/{first}/net/{kind}").splitlines()[1:]:
+            for line in _proc(f"{first}/net/{kind}").splitlines()[1:]:
                 total += sum(int(queue, 16) for queue in line.split()[4].split(":"))
     return total + sum(shared.values())
 
 
 def _entries(first: int | None) -> int:
-    """How many files and folders a fenced program has, each of which takes memory of the kernel."""
+    """How many files and folders a fenced program has, each of which takes memory of the"""
     with contextlib.suppress(OSError):
-        box = os.statvfs(f"/proc/{first}/root{room.BOX}")
+        box = os.statvfs(f"/proc/{first}/root{BOX}")
         return box.f_files - box.f_ffree
     return 0
 
@@ -324,9 +529,9 @@ def _entries(first: int | None) -> int:
 def _cpu_seconds(pid: int) -> tuple[str, float, float, float]:
     """Returns when a process started, its share of a core now, and CPU seconds: its own, those of awaited children."""
     with contextlib.suppress(OSError):
-        fields = kernel.read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        fields = _proc(f"{pid}/stat").rpartition(")")[2].split()
         own, children = (sum(map(int, fields[at : at + 2])) / os.sysconf("SC_CLK_TCK") for at in (11, 13))
-        ran, waited = map(int, kernel.read_file(f"/proc/{pid}/schedstat").split()[:2])
+        ran, waited = map(int, _proc(f"{pid}/schedstat").split()[:2])
         return fields[19], ran / (ran + waited + 1) if fields[0] == "R" else 0.0, own, children
     return "", 0.0, 0.0, 0.0
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl_megatron.errors import ConfigError, of_the_hub, shorten
+from rl_megatron.models.families.common import REFUSED
 from rl_megatron.models.families.fields import CLASSIFIER, read_config
-from rl_megatron.models.families.refused import REFUSED
 from rl_megatron.models.json_files import tensor_names
 from rl_megatron.models.shape import STACKED, ModelShape, shape_problems
 from rl_megatron.types import ParallelDims

@@ -25,15 +25,12 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.reward import EnvironmentSection, RewardSection, SandboxSection
 from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.errors import ConfigError, RewardError, SandboxError
-from rl_megatron.rewards import math_verify, threads
-from rl_megatron.rewards import simple as format_rule
+from rl_megatron.rewards import rules, threads
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rewards.scoring import score as judged
 from rl_megatron.rewards.tests import code_of, same_output
-from rl_megatron.sandbox import subprocess as here
-from rl_megatron.sandbox.protocol import Executor, Limits, Ran, SandboxProgram
-from rl_megatron.sandbox.subprocess import why_unfenced
-from rl_megatron.sandbox.table import Sandbox, _Slots
+from rl_megatron.sandbox import executors as here
+from rl_megatron.sandbox.executors import Executor, Limits, Ran, Sandbox, SandboxProgram, _Slots, why_unfenced
 from rl_megatron.types import Prompt, Scored
 from tests.completions import completion
 from tests.unit.rewards.test_rewards import LATEX, score
@@ -374,7 +371,7 @@ LOOP = "So we get\n\\[ x = \\boxed{42}\n" * 200  # brackets that stay open, as w
 STARTER = """
 import asyncio, sys
 from rl_megatron.bounded import BoundedProcess
-from rl_megatron.rewards import math_verify
+from rl_megatron.rewards import rules
 from rl_megatron.types import Prompt
 start = BoundedProcess.start
 def noted(self):
@@ -382,31 +379,31 @@ def noted(self):
     print(process.pid, flush=True)
     return process
 BoundedProcess.start = noted
-asyncio.run(math_verify.math_verify(Prompt(id="a", text="", token_ids=(1,), answer="8"), [None], [sys.argv[1]]))
+asyncio.run(rules.math_verify(Prompt(id="a", text="", token_ids=(1,), answer="8"), [None], [sys.argv[1]]))
 """
 
 
 def scored(answer: str, *texts: str) -> tuple[Scored, ...]:
     prompt, completions = Prompt(id="train:7", text="", token_ids=(1,), answer=answer), [completion((1,))] * len(texts)
-    return asyncio.run(judged(math_verify.math_verify, prompt, completions, texts, limit=60.0))
+    return asyncio.run(judged(rules.math_verify, prompt, completions, texts, limit=60.0))
 
 
 @pytest.mark.parametrize("text", [POWER, LOOP])
 def test_a_completion_that_runs_out_of_time_counts_0_alone(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_verify, "LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr(rules, "LIMIT_SECONDS", 0.5)
     assert [one.total for one in scored("8", "$8$", text, "$7+1$", "$9$")] == [1, 0, 1, 0]
 
 
 def test_a_pattern_that_backtracks_without_end_costs_its_completion_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(format_rule, "LIMIT_SECONDS", 0.3)
-    reward, texts = format_rule.FormatReward("(a+)+b"), ("aab", "a" * 99, "aab")
+    monkeypatch.setattr(rules, "LIMIT_SECONDS", 0.3)
+    reward, texts = rules.FormatReward("(a+)+b"), ("aab", "a" * 99, "aab")
     prompt = Prompt(id="train:7", text="", token_ids=(1,), answer="")
     found = asyncio.run(reward(prompt, [completion((1,))] * 3, texts))
     assert [one.total for one in found] == [1, 0, 1]
 
 
 def test_an_answer_that_runs_out_of_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_verify, "LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr(rules, "LIMIT_SECONDS", 0.5)
     (one,) = scored(LOOP, "$42$")
     assert math.isnan(one.total)
     assert "'train:7'" in str(one.error)
@@ -457,10 +454,9 @@ def test_a_fault_of_the_machine_is_no_wrong_answer(rule: str, by: int, monkeypat
                 process.send_signal(by)
             return process
 
-    for module in (format_rule, math_verify):
-        monkeypatch.setattr(module, "BoundedProcess", Faulty)
-    monkeypatch.setattr(math_verify, "_mine", math_verify._Mine())
-    reward = format_rule.FormatReward(".*8.*") if rule == "format" else math_verify.math_verify
+    monkeypatch.setattr(rules, "BoundedProcess", Faulty)
+    monkeypatch.setattr(rules, "_mine", rules._Mine())
+    reward = rules.FormatReward(".*8.*") if rule == "format" else rules.math_verify
     prompt = Prompt(id="train:7", text="", token_ids=(1,), answer="8")
     (one,) = asyncio.run(judged(reward, prompt, [completion((1,))], ["$8$"], limit=120.0))
     assert math.isnan(one.total)

@@ -20,13 +20,13 @@ import torch
 from rl_megatron.config.sections.reward import HttpSection, RewardPart, RewardSection, SandboxSection
 from rl_megatron.data.packing import Packer
 from rl_megatron.interfaces import RewardFunction
-from rl_megatron.rewards import math_verify, threads
+from rl_megatron.rewards import rules, threads
 from rl_megatron.rewards.http import HttpReward
 from rl_megatron.rewards.registry import WeightedSum, resolve_reward
 from rl_megatron.rewards.scoring import CallLimit, errors_of, queued, score, turn_of
 from rl_megatron.rewards.tests import PassedTests
 from rl_megatron.rewards.threads import MOST_COMPUTING, Plain, in_daemon_thread, on_loop_apart
-from rl_megatron.sandbox.table import Sandbox, _Slots
+from rl_megatron.sandbox.executors import Sandbox, _Slots
 from rl_megatron.training.scores.reward_models import RankedScores
 from rl_megatron.types import Batch, Completion, ParallelDims, Prompt, Scored, Scores, Want
 from tests.completions import completion
@@ -151,9 +151,9 @@ async def _programs() -> None:
 
 async def _processes_of_math_verify() -> None:
     over = threading.Event()
-    for _ in range(math_verify._PROCESSES):
-        math_verify._threads.submit(over.wait, 60.0)
-    assert await waits_uncounted(math_verify.math_verify, over.set)
+    for _ in range(rules._PROCESSES):
+        rules._threads.submit(over.wait, 60.0)
+    assert await waits_uncounted(rules.math_verify, over.set)
 
 
 async def _requests() -> None:

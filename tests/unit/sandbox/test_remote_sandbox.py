@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from rl_megatron.config.sections.reward import SandboxSection
 from rl_megatron.errors import ConfigError, SandboxError
-from rl_megatron.sandbox.table import Sandbox
+from rl_megatron.sandbox.executors import Sandbox
 
 DONE = {"ended": "done", "exit": 0, "stdout": "3\n", "stderr": "", "seconds": 0.1}
 
@@ -129,7 +129,7 @@ def test_a_token_that_rotates_is_read_for_each_attempt(
     server.answers = [(refusal, b"who?"), (200, json.dumps(DONE).encode())]
     assert run(server, token_file=token).stdout == "3\n"
     assert [given for given, _ in server.asked] == ["Bearer old", "Bearer new"]
-    monkeypatch.setattr("rl_megatron.sandbox.remote._RETRIES", 0)
+    monkeypatch.setattr("rl_megatron.sandbox.executors._RETRIES", 0)
     server.answers = [(refusal, b"who?")]
     named = rf"{server.url}: status {refusal}: 'who\?'; it refuses the token of sandbox\.token_file={token}: .*made: 1"
     with pytest.raises(SandboxError, match=named):

@@ -32,8 +32,8 @@ from typing_extensions import override
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
+from rl_megatron.models.families.common import REFUSED
 from rl_megatron.models.families.fields import ConfigFields
-from rl_megatron.models.families.refused import REFUSED
 from rl_megatron.models.json_files import Fields
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import LatentAttention, ModelShape, Router

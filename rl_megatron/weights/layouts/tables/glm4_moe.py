@@ -5,14 +5,14 @@ Source: transformers ``models/glm4_moe``.
 
 from __future__ import annotations
 
-from rl_megatron.models.families import glm4_moe
+from rl_megatron.models.families.grouped_query import read_glm4_moe
 from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.tables.blocks import attention, decoder, dense_mlp, experts
 from rl_megatron.weights.layouts.tables.drafts import with_drafts
 
 GLM4_MOE = Family(
     model_types=("glm4_moe",),
-    read=glm4_moe.read,
+    read=read_glm4_moe,
     tables=with_drafts(
         decoder(
             attention(qkv_bias=True, qk_norm="head"),

@@ -7,7 +7,7 @@ grouped linears. There is no table for engines, which keep the published checkpo
 
 from __future__ import annotations
 
-from rl_megatron.models.families import gpt_oss
+from rl_megatron.models.families.grouped_query import read_gpt_oss
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.layouts.family import Family
@@ -69,7 +69,7 @@ _MOE = Block(
 )
 GPT_OSS = Family(
     model_types=("gpt_oss",),
-    read=gpt_oss.read,
+    read=read_gpt_oss,
     tables=decoder(attention(qkv_bias=True, out_bias=True, sinks=True), _MOE, planned=False),
     serves=True,
 )

@@ -5,7 +5,7 @@ Source: transformers ``models/minimax_m2``. There is no table for engines: their
 
 from __future__ import annotations
 
-from rl_megatron.models.families import minimax_m2
+from rl_megatron.models.families.grouped_query import read_minimax_m2
 from rl_megatron.models.shape import ExpertNames
 from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.tables.blocks import attention, decoder, experts
@@ -13,7 +13,7 @@ from rl_megatron.weights.layouts.tables.blocks import attention, decoder, expert
 _NAMES = ExpertNames(prefix="block_sparse_moe.", parts=("w1", "w3", "w2"), selection_bias="e_score_correction_bias")
 MINIMAX_M2 = Family(
     model_types=("minimax_m2",),
-    read=minimax_m2.read,
+    read=read_minimax_m2,
     tables=decoder(attention(qk_norm="all"), experts(names=_NAMES, bias=True), planned=False),
     serves=True,
     names=_NAMES,

@@ -9,20 +9,20 @@ Source: transformers ``models/olmoe``. There is no table for engines: their rank
 
 from __future__ import annotations
 
-from rl_megatron.models.families import mixtral, olmoe, qwen3_moe
+from rl_megatron.models.families.grouped_query import read_mixtral, read_olmoe, read_qwen3_moe
 from rl_megatron.models.shape import ExpertNames
 from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.tables.blocks import attention, decoder, experts
 
 _TABLES = decoder(attention(qk_norm="head"), experts())
 HF_QWEN3_MOE, MEGATRON_QWEN3_MOE, ENGINE_QWEN3_MOE = _TABLES["hf"], _TABLES["megatron"], _TABLES["engine"]
-QWEN3_MOE = Family(model_types=("qwen3_moe",), read=qwen3_moe.read, tables=_TABLES, serves=True)
+QWEN3_MOE = Family(model_types=("qwen3_moe",), read=read_qwen3_moe, tables=_TABLES, serves=True)
 
 
 _NAMES = ExpertNames(prefix="block_sparse_moe.", parts=("w1", "w3", "w2"))
 MIXTRAL = Family(
     model_types=("mixtral",),
-    read=mixtral.read,
+    read=read_mixtral,
     tables=decoder(attention(), experts(names=_NAMES)),
     serves=True,
     names=_NAMES,
@@ -31,7 +31,7 @@ MIXTRAL = Family(
 
 OLMOE = Family(
     model_types=("olmoe",),
-    read=olmoe.read,
+    read=read_olmoe,
     tables=decoder(attention(qk_norm="all"), experts(), planned=False),
     serves=True,
 )
