@@ -145,7 +145,7 @@ def timed(work: Callable[[], object], *, cold: bool) -> float:
     return time.perf_counter() - began
 
 
-TOOLS = {"to_megatron": "tools/convert/hf_to_megatron.py", "to_hf": "tools/convert/megatron_to_hf.py"}
+COMMAND = ("-m", "launcher", "convert")
 
 
 def run(*arguments: str | Path) -> tuple[float, float]:
@@ -168,7 +168,7 @@ def measure(direction: str, source: Path, out: Path, repeats: int, *, cold: bool
         theirs.append(timed(partial(subprocess.run, ["cp", "-r", source, copy], check=True), cold=cold))
         shutil.rmtree(copy)
         shutil.rmtree(out, ignore_errors=True)
-        ours.append(timed(lambda: peaks.append(run(TOOLS[direction], source, out)[1]), cold=cold))
+        ours.append(timed(lambda: peaks.append(run(*COMMAND, source, out)[1]), cold=cold))
     return statistics.median(ours), statistics.median(theirs), max(peaks)
 
 
@@ -216,7 +216,7 @@ def families(options: argparse.Namespace) -> list[dict[str, object]]:
 
 def converted(direction: str, source: Path, out: Path, used: list[tuple[float, float]]) -> None:
     """Convert, and add what it `used`."""
-    used.append(run(TOOLS[direction], source, out))
+    used.append(run(*COMMAND, source, out))
 
 
 def beside(seconds: Mapping[str, list[float]], family: str) -> tuple[float, float, float]:

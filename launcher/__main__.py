@@ -45,6 +45,8 @@ class _Imported(Mapping[str, Any]):
         """Raises ConfigError if the installed package has none, or one has the name of another command."""
         found = {name: EntryPoint(name, value, GROUP) for name, value in _COMMANDS.items()}
         for name, entry in declared("command", GROUP, own=True).items():
+            if name in REMOVED_COMMANDS:  # of an installation that is older than the code
+                continue
             if name in found:
                 said = describe_entry("command", entry)
                 raise ConfigError(f"{said} has the name of another command; rename it, or uninstall it")

@@ -9,6 +9,7 @@ held-out rows): mappings with ``question``, ``answer`` and fields of your own. V
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,10 +18,9 @@ import typer
 import yaml
 
 from rl_megatron.environments.adapters import verifiers
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.files import write_atomically
 from rl_megatron.user_code import load_named
-from tools.convert import conversion
 
 Rows = Iterable[Mapping[str, Any]]
 
@@ -31,7 +31,11 @@ def main(
     keys: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE of the source", show_default=False)] = None,
 ) -> None:
     """Write the problems of a source."""
-    conversion.say(lambda: run(folder, source, keys or ()))
+    try:
+        run(folder, source, keys or ())
+    except RLMegatronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
 
 
 def run(folder: Path, source: str, keys: Iterable[str] = ()) -> None:

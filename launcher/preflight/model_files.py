@@ -110,7 +110,7 @@ def _policy(subject: Subject) -> Iterator[Found]:
     if subject.config.model.random_weights:
         return
     if is_megatron(folder):
-        yield unchecked("the weights, a megatron checkpoint: rl-megatron verify reads them all")
+        yield unchecked("the weights, a megatron checkpoint: rl-megatron convert --verify reads them all")
         return
     found = [*_weights(folder, "model.path")]
     yield from found
@@ -242,7 +242,7 @@ def _critic(subject: Subject, key: str, folder: Path) -> Iterator[Found]:
             "sizes, as a reward model that was trained from it"
         )
     if sharded:
-        yield unchecked(f"the weights of {given}, a megatron checkpoint: rl-megatron verify reads them all")
+        yield unchecked(f"the weights of {given}, a megatron checkpoint: rl-megatron convert --verify reads them all")
     else:
         yield from _weights(folder, key)
     yield from _same_tokens(subject.model_folder, folder, key)

@@ -172,10 +172,12 @@ COMMANDS: Mapping[str, str] = {
     "attach": "rl-megatron status RUN prints the line to type, `tail -F ...`",
     "cancel": "rl-megatron status RUN prints the line to type, `scancel ...`",
     "logs": "rl-megatron status RUN prints the line to type, `tail -F ...`",
+    "inspect": "rl-megatron convert FOLDER --inspect, and with a layout convert MODEL --inspect --layout LAYOUT",
     "engines": "resume the run with another rollout.server.replicas",
     "profile": "set profile.steps, and resume the run",
     "rehearse": "rl-megatron submit --smoke tries two steps, a kill and a resume on a run's own nodes",
     "serve": "serve the exported folder by an engine, `vllm serve runs/NAME/hf_step_N` (docs/evaluation.md)",
+    "verify": "rl-megatron convert FOLDER --verify, with the same options",
     "watch": "open runs/NAME/report.html, which is written again each minute while the run trains",
 }
 """By name: what to do in place of a command that is no longer there."""

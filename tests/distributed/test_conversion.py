@@ -18,9 +18,9 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.kind import must_have_config, newest_in
-from rl_megatron.weights.checkpoints.verify import verify
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import run_ranks
+from tools.convert.verify import verify
 
 LAYOUT = {"pp": 2, "vpp": 2, "ep": 2, "stage_layers": "1+2+1+1"}
 

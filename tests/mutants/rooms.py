@@ -86,7 +86,7 @@ ROOMS = (
         first=(*_under("tests/unit/weights", "test_layout.py", "test_families.py"), "tests/property/test_plan.py"),
         after=(
             *_under("tests/unit/weights", "test_drafts.py", "test_checks.py", "test_transports.py"),
-            "tests/processes/weights/test_convert.py",
+            "tests/processes/tools/test_convert.py",
         ),
     ),
     Room(
@@ -118,7 +118,7 @@ ROOMS = (
         after=(
             "tests/unit/launcher/test_servers.py",
             *_under("tests/unit/weights", "test_families.py"),
-            *_under("tests", "distributed/test_engine_ends.py", "processes/weights/test_convert.py"),
+            *_under("tests", "distributed/test_engine_ends.py", "processes/tools/test_convert.py"),
         ),
     ),
     Room(

@@ -618,9 +618,9 @@ def test_a_file_that_is_nested_too_deeply_is_named(name: str, run: Path) -> None
 @pytest.mark.parametrize(
     ("command", "name", "content"),
     [
-        ("inspect", "checkpoints/step_000001/trainer.json", DEEP),
-        ("inspect", "config.json", DEEP),
-        ("inspect", "config.json", "[7]"),
+        ("convert --inspect", "checkpoints/step_000001/trainer.json", DEEP),
+        ("convert --inspect", "config.json", DEEP),
+        ("convert --inspect", "config.json", "[7]"),
         ("report", "config.yaml", DEEP),
         ("report", "config.yaml", "a: !!int b"),
         ("report", "config.yaml", "a: !!bool b"),
@@ -632,7 +632,7 @@ def test_a_command_says_which_file_it_is(
     (run / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (run / name).parent.mkdir(parents=True, exist_ok=True)
     (run / name).write_text(content)
-    assert status_of(command, str(run)) == 1
+    assert status_of(*command.split(), str(run)) == 1
     said = capsys.readouterr().err
     assert str(run / name) in said
     assert len(said) < 2000

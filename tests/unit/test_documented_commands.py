@@ -141,8 +141,8 @@ def test_what_a_document_shows_is_taken(command: Command) -> None:
         model, *layouts = given["arguments"]  # type: ignore[misc]
         for side, text in _texts(layouts).items():
             parse_layout(side, text, model_shape(model))
-    elif name == "inspect" and given["layout"]:
-        parse_layout("layout", str(given["layout"]), model_shape(str(given["target"])))
+    elif name == "convert" and given["layout"]:
+        parse_layout("layout", str(given["layout"]), model_shape(str(given["source"])))
 
 
 @pytest.mark.parametrize("command", [c for c in EVERY if program(c) != "rl-megatron"], ids=lambda c: c.place[:90])

@@ -1,4 +1,4 @@
-"""Convert a checkpoint with a progress display, for the conversion tools and ``rl-megatron convert``."""
+"""Converts a checkpoint with a progress display."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TemplateVariable
-from rl_megatron.errors import ConfigError, RLMegatronError, of_the_hub
+from rl_megatron.errors import ConfigError
 from rl_megatron.weights.adapters.files import adapters_to_peft, left_by_peft, of_unknown_base
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
-from rl_megatron.weights.checkpoints.contents import contents
-from rl_megatron.weights.checkpoints.kind import is_megatron, newest_in, total_bytes
+from rl_megatron.weights.checkpoints.kind import is_megatron, total_bytes
 from rl_megatron.weights.checkpoints.megatron import held_lora
 from rl_megatron.weights.checkpoints.streaming import OnProgress
 from rl_megatron.weights.checkpoints.writing import Share, must_be_new
 from rl_megatron.weights.formats.hf_folder import chat_template, has_tokenizer
+from tools.convert.inspection import describe, found
 
 _NAMED_PARTS = 20
 _PART = re.compile(r"(\d{1,6})/(\d{1,6})")
@@ -91,7 +91,7 @@ def run(
         return
     same = [] if dtype or upcycle or merge else ["--against", str(source)]
     read = (["--config", str(config)] if config and not merge else []) + (["--family", family] if family else [])
-    check = shlex.join(["rl-megatron", "verify", str(out), *same, *read])
+    check = shlex.join(["rl-megatron", "convert", str(out), "--verify", *same, *read])
     _tell(source, out, check, f" learner.model={family}" if family else "")
 
 
@@ -134,7 +134,7 @@ def _adapting(
 
 def _upcycling(text: str, config: Path | None, family: str | None) -> Callable[..., list[int]]:
     """Upcycles as ``text`` says. Raises ConfigError, also for options that only other conversions have."""
-    from rl_megatron.weights.checkpoints.upcycle import read_upcycling, upcycle  # imports torch
+    from tools.convert.upcycle import read_upcycling, upcycle  # imports torch
 
     given = [f"--config {config}"] * (config is not None) + [f"--family {family}"] * (family is not None)
     if given:
@@ -155,7 +155,7 @@ def read_share(part: str | None) -> Share:
 
 def _tell(source: Path, out: Path, check: str, model: str) -> None:
     """Print what was written and what to do with it."""
-    made = contents(out)
+    made = describe(out)
     tensors, parameters = sum(part.tensors for part in made.parts), sum(part.parameters for part in made.parts)
     print(f"{out}: {made.kind}, {tensors:,} tensors, {parameters:,} parameters, {total_bytes(out):,} bytes")
     print(f"check it: {check}")
@@ -163,17 +163,6 @@ def _tell(source: Path, out: Path, check: str, model: str) -> None:
         print(f"train it: rl-megatron train {shlex.quote(f'model.path={out}')}{model} ...")
     else:
         print(f"note: {source} has no tokenizer, so {out} has none; copy one there before model.path={out}")
-
-
-def found(folder: Path) -> Path:
-    """The checkpoint at ``folder``: the folder, or the newest of those that Megatron-LM or Megatron-Bridge saved there.
-
-    Raises ConfigError if there is no folder; as `newest_in`.
-    """
-    if not folder.is_dir():
-        hub = of_the_hub(folder)
-        raise ConfigError(f"{folder}: no such folder; give a Hugging Face or a megatron torch_dist checkpoint{hub}")
-    return newest_in(folder)
 
 
 @contextmanager
@@ -184,12 +173,3 @@ def display(name: str) -> Iterator[OnProgress]:
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(name, total=None)
         yield lambda count, total: bar.update(task, advance=count, total=total)
-
-
-def say(work: Callable[[], None]) -> None:
-    """Run a tool's work; print an error meant for the user to stderr and exit with status 1."""
-    try:
-        work()
-    except RLMegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)

@@ -29,6 +29,7 @@ from rl_megatron.types import Completion, Prompt, RolloutGroup, Span
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.megatron import held_lora, held_shape
 from rl_megatron.weights.layouts.families import megatron_layout, read_shape
+from tools.convert.inspection import found
 
 Texts = Sequence[Sequence[int]]
 LogProbs = Sequence[Sequence[float]]
@@ -48,6 +49,7 @@ def compare_logprobs(
     threads: int,
 ) -> bool:
     """Whether every token's log-prob is within ``tolerance`` nats; prints a line per text. Raises RLMegatronError."""
+    folder, against = found(folder), None if against is None else found(against)
     reference = against or folder
     if is_megatron(reference):
         raise ConfigError(

@@ -32,7 +32,7 @@ from rl_megatron.weights.layouts.learner import job_shape
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
 from rl_megatron.weights.plans.cost import Cost, Links, broadcast_cost, plan_cost
 from rl_megatron.weights.plans.plan import plan as plan_moves
-from tools.convert.options import OwnFamily
+from tools.convert.commands import OwnFamily
 from tools.planner.estimates import estimate
 from tools.planner.host_memory import copies_bytes, file_bytes, host_bytes, why_off_gpus
 from tools.planner.memory import Footprint, check_memory, footprints, fullest

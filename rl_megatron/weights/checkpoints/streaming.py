@@ -148,7 +148,7 @@ def numbers(tensor: Streamed, on_bytes: OnBytes) -> Iterator[Bits]:
     for block in tensor.blocks(on_bytes):
         if not tensor.dtype.all_numbers(block):
             raise WeightError(
-                f"{tensor.name} holds NaN or infinite values; `rl-megatron verify` counts them. "
+                f"{tensor.name} holds NaN or infinite values; `rl-megatron convert --verify` counts them. "
                 "Fetch the checkpoint again, or use an earlier one"
             )
         yield block

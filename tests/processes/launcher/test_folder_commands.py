@@ -1,4 +1,4 @@
-"""What commands report about folders: inspect, verify, convert, status; and the command line itself."""
+"""What commands report about folders: convert, with --inspect and --verify, and status; and the command line itself."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def test_draft_layers_are_named(
         ("hf", "model.layers.4, model.layers.5", 0),
         ("megatron", "mtp.layers.0, mtp.layers.1", copies),
     ):
-        assert status_of("inspect", tmp_path / folder) == 0
+        assert status_of("convert", "--inspect", tmp_path / folder) == 0
         said = capsys.readouterr().out
         assert f"draft layers: {names}" in said
         (row,) = (line for line in said.splitlines() if "model: draft layers" in line)
         assert int(row.split("│")[4].replace(",", "")) == sum(drafts.values()) - left
     save_model("deepseek_v3", tmp_path / "plain")
-    status_of("inspect", tmp_path / "plain")
+    status_of("convert", "--inspect", tmp_path / "plain")
     assert "draft layers" not in capsys.readouterr().out
 
 
@@ -82,10 +82,10 @@ def test_adapters_of_peft_are_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "base_model_name_or_path": "some/model", "r": 8, "lora_alpha": 16})
     )
-    assert status_of("inspect", tmp_path) == 1
+    assert status_of("convert", "--inspect", tmp_path) == 1
     assert "adapter_model.safetensors is not; fetch it again" in capsys.readouterr().err
     save_file({name: torch.ones(8, 4) for name in names}, tmp_path / "adapter_model.safetensors")
-    assert status_of("inspect", tmp_path) == 0
+    assert status_of("convert", "--inspect", tmp_path) == 0
     said = capsys.readouterr().out
     for line in ("adapters (LORA, peft)", "base model: some/model", "rank and alpha: 8 and 16"):
         assert line in said
@@ -103,16 +103,16 @@ def test_names_of_folders_are_no_markup(
     for name in ("a[red]", "{a}["):
         shutil.copytree(folders / "hf", name)
         capsys.readouterr()
-        assert status_of("inspect", name) == 0
+        assert status_of("convert", "--inspect", name) == 0
         assert capsys.readouterr().out.startswith(f"{name}: Hugging Face\n")
         assert status_of("convert", name, f"megatron {name}") == 0
-        assert status_of("verify", f"megatron {name}", "--against", name) == 0
+        assert status_of("convert", "--verify", f"megatron {name}", "--against", name) == 0
 
 
 def test_what_a_folder_holds_is_told(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parameters = sum(tensor.numel() for tensor in load_file(folders / "hf" / "model.safetensors").values())
     for folder, kind in (("hf", "Hugging Face"), ("megatron", "megatron torch_dist")):
-        assert status_of("inspect", folders / folder) == 0
+        assert status_of("convert", "--inspect", folders / folder) == 0
         said = capsys.readouterr().out
         assert f"{folder}: {kind}" in said
         assert "deepseek_v3: 4 layers, hidden size 32, 8 experts" in said
@@ -126,16 +126,29 @@ def test_a_checkpoint_is_told_with_its_step(folders: Path, tmp_path: Path, capsy
     for step in (2, 10):
         shutil.copytree(folders / "megatron", tmp_path / f"checkpoints/step_{step:06d}/learner")
         (tmp_path / f"checkpoints/step_{step:06d}/trainer.json").write_text(json.dumps({"step": step}))
-    assert status_of("inspect", tmp_path) == 0
+    assert status_of("convert", "--inspect", tmp_path) == 0
     assert "step_000010/learner: megatron torch_dist, of step 10" in capsys.readouterr().out
 
 
 def test_who_holds_what_of_a_layout_is_told_by_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_of("inspect", "qwen3-30b-a3b", "megatron,tp=2,ep=2") == 0
+    assert status_of("convert", "--inspect", "qwen3-30b-a3b", "--layout", "megatron,tp=2,ep=2") == 0
     assert "15,272,458,240" in capsys.readouterr().out
-    assert status_of("inspect", "qwen3-30b-a3b", "megatron,tp=2,ep=2", "--rank", "2") == 1
+    assert status_of("convert", "--inspect", "qwen3-30b-a3b", "--layout", "megatron,tp=2,ep=2", "--rank", "2") == 1
     assert "--rank 2: the layout megatron,tp=2,ep=2 has 2 ranks" in capsys.readouterr().err
-    assert status_of("inspect", ".", "--rank", "2") == 1
+
+
+def test_an_option_without_effect_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in {
+        "x --inspect --rank 2": "--rank goes with --inspect --layout, and --inspect does not read it",
+        "x y --texts 8": "--texts goes with --verify --logprobs, and a conversion does not read it",
+        "x --verify --tolerance 1": "--tolerance goes with --verify --logprobs, and --verify does not read it",
+        "x y --verify": "OUT goes with a conversion, and --verify does not read it; leave it out",
+        "x y --against z": "--against goes with --verify or --verify --logprobs, and a conversion does not",
+        "x --verify --inspect": "--verify and --inspect are two commands; give one of them",
+        "x": "give OUT, a new folder for the checkpoint of the other kind, or --verify, or --inspect",
+    }.items():
+        assert status_of("convert", *words.split()) == 1
+        assert f"error: {said}" in capsys.readouterr().err
 
 
 def test_verify_compares_to_the_bit_and_with_transformers(
@@ -144,25 +157,25 @@ def test_verify_compares_to_the_bit_and_with_transformers(
     """Starts a learner's process (6 s): the only test of the command's own forward."""
     (tmp_path / "layers_of_own.py").write_text(LAYERS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert status_of("verify", folders / "megatron", "--against", folders / "hf") == 0
+    assert status_of("convert", "--verify", folders / "megatron", "--against", folders / "hf") == 0
     assert "no problems, compared with" in capfd.readouterr().out
     bent = shutil.copytree(folders / "hf", tmp_path / "bent")
     tensors = load_file(bent / "model.safetensors")
     tensors["model.norm.weight"][3] *= 1.5
     save_file(tensors, bent / "model.safetensors", metadata={"format": "pt"})
-    assert status_of("verify", bent, "--against", folders / "hf") == 1
+    assert status_of("convert", "--verify", bent, "--against", folders / "hf") == 1
     assert "model.norm.weight: " in capfd.readouterr().out
 
     given, threads = ("--logprobs", "--against", bent, "--texts", "2"), torch.get_num_threads()
-    assert status_of("verify", folders / "megatron", *given, "--layers", "layers_of_own:spec") == 1
+    assert status_of("convert", "--verify", folders / "megatron", *given, "--layers", "layers_of_own:spec") == 1
     assert torch.get_num_threads() == threads
     assert (tmp_path / "seen.txt").read_text() == "0123"
     said = capfd.readouterr()
     assert said.out.count("DIFFERENT") == 2
     assert "Warning" not in said.err
-    assert status_of("verify", folders / "megatron", *given, "--layers", "mine") == 1
+    assert status_of("convert", "--verify", folders / "megatron", *given, "--layers", "mine") == 1
     assert "--layers='mine': it must be auto, torch or your own package.module:name" in capfd.readouterr().err
-    assert status_of("verify", folders / "megatron", "--logprobs") == 1
+    assert status_of("convert", "--verify", folders / "megatron", "--logprobs") == 1
     assert "which transformers cannot read; give --against" in capfd.readouterr().err
 
 
@@ -170,7 +183,7 @@ def test_an_unknown_model_is_refused_early(folders: Path, tmp_path: Path, capsys
     kimi = shutil.copytree(folders / "hf", tmp_path / "kimi")
     config = json.loads((kimi / "config.json").read_text())
     (kimi / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2"}))
-    assert status_of("verify", kimi, "--logprobs", "--texts", "2") == 1
+    assert status_of("convert", "--verify", kimi, "--logprobs", "--texts", "2") == 1
     assert "give --against a folder of the same weights whose model_type it knows" in capsys.readouterr().err
 
 
@@ -179,35 +192,35 @@ def test_errors_of_checkpoints_name_readers(folders: Path, tmp_path: Path, capsy
     step, out = tmp_path / "step_000002", tmp_path / "out"
     shards = shutil.copytree(folders / "megatron", step / "learner")
     (shards / "config.json").unlink()
-    for command in (("verify",), ("verify", folders / "hf", "--against"), ("convert",)):
+    for command in (("convert", "--verify"), ("convert", "--verify", folders / "hf", "--against"), ("convert",)):
         more = (out,) if command == ("convert",) else ()
         assert status_of(*command, step, *more) == 1
         assert f"config.json (Hugging Face); give {shards}\n" in capsys.readouterr().err
         assert status_of(*command, shards, *more) == 1
         assert f"error: {shards} has no config.json; give --config with the Hugging" in capsys.readouterr().err
-    assert status_of("verify", shards, "--config", folders / "hf", "--against", folders / "hf") == 0
+    assert status_of("convert", "--verify", shards, "--config", folders / "hf", "--against", folders / "hf") == 0
 
 
 def test_verify_reads_adapters_and_models(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a run with learner.lora saves them: they have no config.json, and no matrix of the model."""
     base = ("--config", folders / "hf")
     ones, other = (save_adapters(tmp_path / name, read_shape(folders / "hf")) for name in ("ones", "other"))
-    assert status_of("verify", ones, *base) == 0
+    assert status_of("convert", "--verify", ones, *base) == 0
     shards = other / "__0_0.distcp"
     content = bytearray(shards.read_bytes())
     at = content.index(np.float32(1).tobytes() * 8)
     content[at : at + 4] = np.float32("nan").tobytes()
     shards.write_bytes(content)
-    assert status_of("verify", other, *base, "--against", ones) == 1
+    assert status_of("convert", "--verify", other, *base, "--against", ones) == 1
     said = capsys.readouterr().out
     assert "values are NaN or infinite" in said
     assert "bytes differ" in said
     assert f"{shards}, " in said  # the chunk's checksum
-    assert status_of("verify", ones) == 1
+    assert status_of("convert", "--verify", ones) == 1
     assert f"{ones} holds adapters alone (learner.lora); give --config with" in capsys.readouterr().err
-    assert status_of("verify", ones, *base, "--against", folders / "hf") == 1
+    assert status_of("convert", "--verify", ones, *base, "--against", folders / "hf") == 1
     assert f"one of {ones} and {folders / 'hf'} holds adapters alone" in capsys.readouterr().err
-    assert status_of("verify", ones, *base, "--logprobs", "--against", folders / "hf") == 1
+    assert status_of("convert", "--verify", ones, *base, "--logprobs", "--against", folders / "hf") == 1
     assert f"{ones} holds adapters alone (learner.lora); merge them" in capsys.readouterr().err
 
 
@@ -220,7 +233,7 @@ async def test_verify_of_a_runs_shards_finds_what_has_changed_in_any_file_of_the
     store = CheckpointStore(tmp_path, keep=1, config={})
     begun = await store.save(TrainerState(step=2, prompts={}, stream=None), {"learner": learner})
     step = (await begun.finish()).folder
-    command = ("verify", step / "learner", "--config", folders / "hf")
+    command = ("convert", "--verify", step / "learner", "--config", folders / "hf")
     assert status_of(*command) == 0
     files = [step / "trainer.json", step / "manifest.json", *(step / "learner" / name for name in content)]
     for path in files:
@@ -241,7 +254,7 @@ def test_inspect_takes_a_resumes_checkpoint(folders: Path, tmp_path: Path, capsy
         shards = tmp_path / "checkpoints" / f"step_{step}" / "learner"
         shutil.copytree(folders / "megatron", shards)
         (shards.parent / "trainer.json").write_text(json.dumps({"step": step}))
-    assert status_of("inspect", tmp_path) == 0
+    assert status_of("convert", "--inspect", tmp_path) == 0
     assert capsys.readouterr().out.startswith(f"{shards}: megatron torch_dist, of step 1000000\n")
 
 
@@ -261,7 +274,7 @@ def test_convert_says_what_it_made_and_lacks(folders: Path, tmp_path: Path, caps
     assert status_of("convert", folders / "hf", tmp_path / "made") == 0
     said = capsys.readouterr()
     assert "made: megatron torch_dist, " in said.out
-    assert f"check it: rl-megatron verify {tmp_path / 'made'} --against {folders / 'hf'}" in said.out
+    assert f"check it: rl-megatron convert {tmp_path / 'made'} --verify --against {folders / 'hf'}" in said.out
     assert "has no tokenizer" in said.out
     assert "draft layers" not in said.err  # its config speaks of such a layer, but there are no tensors of one
     assert status_of("convert", folders / "hf", tmp_path / "made") == 1
@@ -301,8 +314,8 @@ def test_version_short_help_and_completion_are_there() -> None:
 def test_a_link_that_leads_to_itself_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to("loop")
-    for command in ("report", "inspect", "status"):
-        assert status_of(command, loop) == 1
+    for command in (("report",), ("convert", "--inspect"), ("status",)):
+        assert status_of(*command, loop) == 1
         said = capsys.readouterr().err
         assert said.startswith("error: ")
         assert str(loop) in said

@@ -24,13 +24,14 @@ import torch
 from rl_megatron.errors import CheckpointError, ConfigError, SyncError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.bytes.dtypes import DType
-from rl_megatron.weights.checkpoints import convert, verify, writing
+from rl_megatron.weights.checkpoints import convert, writing
 from rl_megatron.weights.checkpoints.streaming import Files
 from rl_megatron.weights.checkpoints.writing import Share
 from rl_megatron.weights.routes import mirror
 from rl_megatron.weights.routes.last_hop import _HELLO, Rings
 from rl_megatron.weights.routes.mirror import await_free, in_use, remove_abandoned
 from tests.unit.weights.conversions import tree
+from tools.convert import verify
 from tools.convert.commands import part_of_step
 from tools.convert.conversion import read_share, run
 

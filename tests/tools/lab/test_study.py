@@ -19,9 +19,9 @@ from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.history import load_runs
 from rl_megatron.observability.metrics.writer import MetricsWriter
-from rl_megatron.weights.checkpoints.upcycle import read_upcycling, upcycle
 from tests.unit.launcher.commands import status_of
 from tests.unit.observability.report_pages import Page
+from tools.convert.upcycle import read_upcycling, upcycle
 from tools.lab.report import points_of, write_study_report
 from tools.lab.run import cells_at_once
 from tools.lab.states import (

@@ -113,10 +113,10 @@ def test_the_tools_read_by_it(place: Path, tmp_path: Path, capsys: pytest.Captur
     assert all(torch.equal(found[name], tensor) for name, tensor in original.items())
     assert "blocks.3.mixer.q_proj.weight" in found
     for folder in (megatron, back):
-        assert status_of("verify", folder, "--against", hf, *given) == 0
-    assert status_of("inspect", hf, "megatron,tp=2", *given) == 0
+        assert status_of("convert", "--verify", folder, "--against", hf, *given) == 0
+    assert status_of("convert", "--inspect", hf, "--layout", "megatron,tp=2", *given) == 0
     assert status_of("plan", hf, "src=megatron,tp=2", "dst=hf,dp=1", *given) == 0
-    for command in (("verify", hf), ("plan", hf, "src=megatron,tp=2", "dst=hf,dp=1")):
+    for command in (("convert", "--verify", hf), ("plan", hf, "src=megatron,tp=2", "dst=hf,dp=1")):
         assert status_of(*command) == 1
         assert "model_type='own_model' is not supported; allowed: 'qwen2'" in capsys.readouterr().err
 

@@ -29,9 +29,9 @@ from rl_megatron.learner.checkpoint.companions import holds_beside
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.bytes.moving_average import MovingAverage
-from rl_megatron.weights.checkpoints.contents import contents
 from rl_megatron.weights.checkpoints.convert import megatron_to_hf
 from tests.distributed.test_role_layouts import sampled
+from tools.convert.inspection import describe
 
 RATE = 0.25
 GIVEN = ("algorithm=grpo", "algorithm.kl.coefficient=0.1", f"algorithm.kl.follow_rate={RATE}", "learner.ep=1")
@@ -122,7 +122,7 @@ def test_it_is_the_moving_average_and_a_checkpoint_has_it(keys: tuple[str, ...],
         trained(rank, 3)
         rank.lead(RATE)
         assert_same(average(rank._average), after)
-    told = {part.what: part.parameters for part in contents(shards).parts if part.what.startswith("beside")}
+    told = {part.what: part.parameters for part in describe(shards).parts if part.what.startswith("beside")}
     count = sum(held.size for held in saved.values()) * (2 if "learner.dtype=bfloat16" in keys else 1)  # of two halves
     assert told == {"beside the model: a reference that follows it": count}
     out = tmp_path / "converted"

@@ -22,16 +22,16 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.checkpoints import convert
-from rl_megatron.weights.checkpoints.contents import contents
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, WithDrafts, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import read_index
-from rl_megatron.weights.checkpoints.verify import verify
 from rl_megatron.weights.checkpoints.writing import Share
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.routes.mirror import Mirror
 from tests.draft_models import COPIES, save_with_drafts, save_with_qwens_draft
 from tests.family_models import save_model
 from tests.saved_adapters import save_adapters
+from tools.convert.inspection import describe
+from tools.convert.verify import verify
 
 EXACT = ("e_score_correction_bias", "expert_bias", "indexer.k_norm", "weights_proj")  # in float32 whatever the rest is
 
@@ -93,7 +93,7 @@ def test_qwens_is_carried_to_the_bit(name: str, stacked: bool, left: str | None,
     assert read_shape(tmp_path / "megatron") == read_shape(folder)
     told = convert.left_out(folder)
     assert told is None if left is None else (told or "").startswith(left)
-    assert [dict(contents(tmp_path / k).facts)["draft layers"] for k in ("hf", "megatron")] == ["mtp.layers.0"] * 2
+    assert [dict(describe(tmp_path / k).facts)["draft layers"] for k in ("hf", "megatron")] == ["mtp.layers.0"] * 2
 
 
 def test_a_folder_of_qwens_without_one_has_none_after_a_conversion(tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ from rl_megatron.models.shape import LatentAttention, ModelShape, Router
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
-from rl_megatron.weights.checkpoints.contents import contents
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.formats.hf_folder import is_draft
 from rl_megatron.weights.formats.schemes import scheme_of
@@ -54,6 +53,7 @@ from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE
 from rl_megatron.weights.plans.plan import plan
 from tests.family_models import MODELS, save_model
 from tests.small_models import SMALL_MOE
+from tools.convert.inspection import describe
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_a_tower_beside_a_text_model_is_said(saved: Path, tmp_path: Path) -> Non
     convert.hf_to_megatron(folder, tmp_path / "megatron")
     assert read_shape(tmp_path / "megatron") == read_shape(folder)
     convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
-    parts = {part.what for part in contents(folder).parts}
+    parts = {part.what for part in describe(folder).parts}
     assert "beside the model: a tower" in parts
     assert "stacked_experts" not in json.loads((tmp_path / "back" / "config.json").read_text())
     assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in HFFolder(tmp_path / "back").shapes()
@@ -469,7 +469,7 @@ def test_a_key_that_the_family_does_not_read_may_have_any_value(name: str, saved
         (tmp_path / "config.json").write_text(json.dumps(config | dict.fromkeys(others, value)))
         assert read_shape(tmp_path) == wanted
         assert scheme_of(tmp_path) is None
-        assert contents(tmp_path).parts == contents(saved / name).parts
+        assert describe(tmp_path).parts == describe(saved / name).parts
 
 
 def test_keys_of_other_kinds_of_ropes_and_quantisations_may_have_any_value(saved: Path, tmp_path: Path) -> None:

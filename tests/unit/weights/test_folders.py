@@ -31,13 +31,11 @@ from rl_megatron.weights.adapters.files import OF_EXPERTS_ALONE, PREFIX, WITH_EX
 from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
-from rl_megatron.weights.checkpoints.contents import contents
 from rl_megatron.weights.checkpoints.kind import is_megatron, newest_in
 from rl_megatron.weights.checkpoints.megatron import copies_between, held_lora
 from rl_megatron.weights.checkpoints.megatron_names import find_homes
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import Chunk, read_index, write_index, write_tensor
-from rl_megatron.weights.checkpoints.verify import verify
 from rl_megatron.weights.formats.hf_folder import INDEX, file_names, index_text, raise_misfits, weight_files
 from rl_megatron.weights.formats.schemes import Scheme, find_quantised
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
@@ -48,6 +46,8 @@ from tests.draft_models import save_with_drafts
 from tests.family_models import MODELS, save_model
 from tests.saved_adapters import save_adapters
 from tools.convert.conversion import run
+from tools.convert.inspection import describe
+from tools.convert.verify import verify
 
 SPEC = TinySizes(hidden_size=32, expert_width=16, num_layers=2, num_experts=2)
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -504,7 +504,7 @@ def test_scales_by_another_formats_name_are_named() -> None:
 
 def test_shards_without_their_hidden_index_are_no_other_kind(megatron: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(megatron, tmp_path / "copy", ignore=lambda _, names: [n for n in names if n[0] == "."])
-    for reads in (contents, is_megatron, lambda folder: run(folder, tmp_path / "out")):
+    for reads in (describe, is_megatron, lambda folder: run(folder, tmp_path / "out")):
         with pytest.raises(
             CheckpointError, match=r"it has shards \(\*\.distcp\) and no \.metadata; copy that file too"
         ):
@@ -551,5 +551,5 @@ def test_printed_commands_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFi
     run(tmp_path / "a model", tmp_path / "it's b")
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     out, source = str(tmp_path / "it's b"), str(tmp_path / "a model")
-    assert shlex.split(lines["check it"]) == ["rl-megatron", "verify", out, "--against", source]
+    assert shlex.split(lines["check it"]) == ["rl-megatron", "convert", out, "--verify", "--against", source]
     assert shlex.split(lines["train it"]) == ["rl-megatron", "train", f"model.path={out}", "..."]

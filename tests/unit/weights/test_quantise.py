@@ -25,15 +25,15 @@ from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
-from rl_megatron.weights.checkpoints.contents import contents
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
-from rl_megatron.weights.checkpoints.verify import verify
 from rl_megatron.weights.formats.quantise import block_maxima, dequantise, quantise
 from rl_megatron.weights.formats.schemes import BLOCK, is_quantised
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from tests.family_models import save_model
+from tools.convert.inspection import describe
+from tools.convert.verify import verify
 
 FP8 = torch.float8_e4m3fn
 # Blocks end inside tensors, inside a query group and inside the halves of tp=2.
@@ -406,7 +406,7 @@ def test_every_number_is_read_as_what_it_stands_for(stored: tuple[Path, Path], t
     convert.hf_to_megatron(small, tmp_path / "megatron")
     assert list(verify(tmp_path / "megatron", against=wide)) == []
     assert "quantization_config" not in json.loads((tmp_path / "megatron/config.json").read_text())
-    assert "scales of quantised weights" in {part.what for part in contents(small).parts}
+    assert "scales of quantised weights" in {part.what for part in describe(small).parts}
 
 
 def test_a_rank_cuts_its_boxes_out_of_words_and_groups(stored: tuple[Path, Path]) -> None:
@@ -439,7 +439,7 @@ def test_kimi_k25_is_read_as_published_in_int4_beside_a_tower(tmp_path: Path) ->
     set_config(tmp_path / "small", text_config={**text, "quantization_config": compressed("pack-quantized", **INT4)})
     told = convert.left_out(tmp_path / "small") or ""
     assert told.startswith("vision_tower, mm_projector: only the text model is trained and converted; the new folder")
-    assert "beside the model: a tower" in {part.what for part in contents(tmp_path / "small").parts}
+    assert "beside the model: a tower" in {part.what for part in describe(tmp_path / "small").parts}
     convert.hf_to_megatron(tmp_path / "small", tmp_path / "megatron")
     convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
     back = json.loads((tmp_path / "back" / "config.json").read_text())["text_config"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from rl_megatron.digests import Digest, misfits
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors, own_left_out
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.megatron import adapter_copies, held_files, held_lora
@@ -19,6 +19,37 @@ from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Copy, Files,
 from rl_megatron.weights.checkpoints.torch_dist import Chunk, open_chunk, read_index
 from rl_megatron.weights.formats.hf_folder import is_draft
 from rl_megatron.weights.layouts.families import read_shape
+from tools.convert.conversion import display
+from tools.convert.inspection import found
+
+_MAX_LINES = 50
+
+
+def print_problems(
+    folder: Path, *, against: Path | None = None, config: Path | None = None, family: str | None = None
+) -> bool:
+    """Print what is wrong; return whether nothing is. Raises RLMegatronError if it cannot be read to its end."""
+    folder = found(folder)
+    against = None if against is None else found(against)
+    problems, written = _of_run(folder.resolve()) if is_megatron(folder) else ([], None)
+    with display(folder.name) as progress:
+        problems += verify(folder, against=against, config=config, family=family, written=written, on_progress=progress)
+    for line in problems[:_MAX_LINES]:
+        print(line)
+    if len(problems) > _MAX_LINES:
+        print(f"and {len(problems) - _MAX_LINES} more")
+    print(f"{folder}: {len(problems) or 'no'} problems" + (f", compared with {against}" if against else ""))
+    return not problems
+
+
+def _of_run(shards: Path) -> tuple[list[str], Mapping[str, Digest] | None]:
+    """What keeps the checkpoint of a run, where ``shards`` is part of one, from being resumed, or else its digests."""
+    from rl_megatron.training import checkpoints  # imports torch
+
+    try:
+        return [], checkpoints.read(shards.parent).files if checkpoints.files_of(shards) else None
+    except CheckpointError as error:
+        return [str(error)], None
 
 
 def verify(
@@ -61,8 +92,8 @@ def verify(
     others: dict[str, Copy] = {}
     other_files = files
     if against is not None:
-        found, other_files = _tensors(against, config, family)
-        others = {tensor.name: tensor for tensor in found}
+        theirs, other_files = _tensors(against, config, family)
+        others = {tensor.name: tensor for tensor in theirs}
         for each in (folder, against):
             yield from (f"{each}: {line}; it is not compared" for line in own_left_out(each, config, family))
         yield from _alone({folder: {tensor.name for tensor in tensors}, against: others.keys()}, config, family)

@@ -20,10 +20,10 @@ from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints.made_up import STD, MadeUp
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
-from rl_megatron.weights.checkpoints.upcycle import read_upcycling, upcycle
 from rl_megatron.weights.layouts.families import family_of, hf_layout
 from rl_megatron.weights.layouts.layout import Layout
 from tests.family_models import save_model
+from tools.convert.upcycle import read_upcycling, upcycle
 
 IDS = torch.randint(0, 43, (3, 17), generator=torch.Generator().manual_seed(0))
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -150,7 +150,7 @@ def test_what_is_not_dense_or_has_another_attention_is_refused(dense: Path, tmp_
 def test_the_command_line(dense: Path, tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["convert", str(dense), str(tmp_path / "moe"), "--upcycle", "experts=8,topk=2"])
     assert said.exit_code == 0, said.output
-    assert f"check it: rl-megatron verify {tmp_path / 'moe'}" in said.output
+    assert f"check it: rl-megatron convert {tmp_path / 'moe'} --verify" in said.output
     assert "--against" not in said.output
     assert logits(Qwen3MoeForCausalLM.from_pretrained(tmp_path / "moe")).isfinite().all()
 

@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import resource
-import runpy
 import shutil
 import subprocess
 import sys
@@ -38,7 +37,6 @@ from rl_megatron.weights.checkpoints.megatron import write_lora
 from rl_megatron.weights.checkpoints.megatron_names import place_of
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import Chunk, read_index, read_tensor, write_index
-from rl_megatron.weights.checkpoints.verify import verify
 from rl_megatron.weights.formats import torch_pickle
 from rl_megatron.weights.formats.hf_folder import _TOKENIZERS, companions, has_tokenizer
 from rl_megatron.weights.layouts.families import read_shape
@@ -46,8 +44,9 @@ from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from tests.family_models import save_model
-from tools.convert import verify_checkpoint
-from tools.convert.inspect_layout import _layers
+from tests.unit.launcher.commands import status_of
+from tools.convert.inspection import _layers
+from tools.convert.verify import print_problems, verify
 
 ROOT = Path(__file__).parents[3]
 SPEC = TinySizes(hidden_size=32, expert_width=24, num_layers=3, num_experts=4)
@@ -271,7 +270,7 @@ def _part(path: Path, start: int, length: int) -> Any:
 def test_what_moves_bytes_needs_no_torch(hf: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from tools.convert import conversion; "
-        "from rl_megatron.weights.checkpoints import verify; "
+        "from tools.convert import verify; "
         "there, back = Path(sys.argv[2]) / 'megatron', Path(sys.argv[2]) / 'back'; "
         "conversion.run(Path(sys.argv[1]), there); conversion.run(there, back); "
         "print(list(verify.verify(back, against=there)), 'torch' in sys.modules)"
@@ -281,24 +280,16 @@ def test_what_moves_bytes_needs_no_torch(hf: Path, tmp_path: Path) -> None:
     assert done.stdout.endswith("\n[] False\n")
 
 
-def tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """The program from its file to its exit, in this process: an interpreter takes a second to start."""
-    words, out, err = [str(ROOT / f"tools/convert/{name}.py"), *map(str, arguments)], io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", words)
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(words[0], run_name="__main__")
-    return subprocess.CompletedProcess(words, int(ended.value.code or 0), out.getvalue(), err.getvalue())
-
-
-@pytest.mark.parametrize("name", ["megatron_to_hf", "verify_checkpoint"])
-def test_a_tool_starts_in_an_interpreter_of_its_own(name: str) -> None:
-    """The third does in the test of a full disk."""
-    subprocess.run([sys.executable, f"tools/convert/{name}.py", "--help"], cwd=ROOT, capture_output=True, check=True)
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """``rl-megatron convert`` in this process: an interpreter takes a second to start."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = status_of("convert", *arguments)
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
 
 
 def test_a_checkpoint_of_adapters_is_converted_without_a_size_of_files(tmp_path: Path) -> None:
-    """By the tool too, up to the model's config.json, which is none here."""
+    """Up to the model's config.json, which is none here."""
     learner, model = tmp_path / "learner", tmp_path / "model"
     for folder in (learner, model):
         folder.mkdir()
@@ -306,10 +297,10 @@ def test_a_checkpoint_of_adapters_is_converted_without_a_size_of_files(tmp_path:
     (learner / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     write_lora(learner, LoraSection(rank=4))
     (model / "config.json").write_text("{}")
-    command = ("megatron_to_hf", learner, tmp_path / "out", "--config", model)
-    assert "config.json: model_type=None is not supported" in tool(*command).stderr
+    given = (learner, tmp_path / "out", "--config", model)
+    assert "config.json: model_type=None is not supported" in command(*given).stderr
     for option in ("--shard-gb 1.0", "--dtype bfloat16"):
-        assert f"{option}: adapters are written as they are stored" in tool(*command, *option.split()).stderr
+        assert f"{option}: adapters are written as they are stored" in command(*given, *option.split()).stderr
 
 
 @pytest.mark.parametrize("name", _TOKENIZERS)
@@ -340,17 +331,17 @@ def test_a_conversion_there_and_back_keeps_all_files_that_are_no_weights(hf: Pat
 def test_a_disk_that_takes_no_more_is_told_and_the_conversion_goes_on_later(hf: Path, tmp_path: Path) -> None:
     """A limit on a file's size stands for the disk's end: the same write fails, with another number."""
     out = tmp_path / "out"
-    command = [sys.executable, "tools/convert/hf_to_megatron.py", str(hf), str(out)]
+    words = [sys.executable, "-m", "launcher", "convert", str(hf), str(out)]
     limit = 20_000
 
     def small_disk() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    full = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, preexec_fn=small_disk)
+    full = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, preexec_fn=small_disk)
     assert full.returncode == 1
     assert f"error: {tmp_path}/.out.partial: File too large; complete files stay there" in full.stderr
     assert not out.exists()
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
+    assert subprocess.run(words, cwd=ROOT, capture_output=True, check=False).returncode == 0
     assert_equal(tensors(hf), {one.name: read_whole(one) for one in convert.hf_tensors(out)[0]})
 
 
@@ -363,7 +354,7 @@ def test_what_only_one_checkpoint_has_and_other_shapes_are_a_line_each(hf: Path,
     other = make_tiny_model(replace(changed, expert_width=16), tmp_path, seed=4)
     one, two = tensors(hf), tensors(other)
     for folder, against in ((hf, other), (other, hf)):
-        assert not verify_checkpoint.run(folder, against=against)
+        assert not print_problems(folder, against=against)
         lines = list(verify(folder, against=against))
         alone = {f"{name} is only in {hf}" for name in one.keys() - two.keys()}
         assert {line for line in lines if "only" in line} == alone
@@ -378,17 +369,17 @@ def test_what_only_one_checkpoint_has_and_other_shapes_are_a_line_each(hf: Path,
     assert list(verify(hf, against=hf)) == []
 
 
-def test_the_tools_convert_verify_and_name_what_differs(hf: Path, tmp_path: Path) -> None:
+def test_the_command_converts_verifies_and_names_what_differs(hf: Path, tmp_path: Path) -> None:
     megatron, back = tmp_path / "megatron", tmp_path / "back"
-    assert tool("hf_to_megatron", hf, megatron).returncode == 0
-    assert tool("megatron_to_hf", megatron, back, "--shard-gb", "0.0001").returncode == 0
-    sound = tool("verify_checkpoint", megatron, "--against", back)
+    assert command(hf, megatron).returncode == 0
+    assert command(megatron, back, "--shard-gb", "0.0001").returncode == 0
+    sound = command("--verify", megatron, "--against", back)
     assert (sound.returncode, sound.stdout) == (0, f"{megatron}: no problems, compared with {back}\n")
     wrong = tensors(hf)
     wrong["model.norm.weight"][3] = torch.nan
     bent = broken(hf, tmp_path / "bent")
     save_file(wrong, bent / "model.safetensors")
-    found = tool("verify_checkpoint", bent, "--against", megatron)
+    found = command("--verify", bent, "--against", megatron)
     assert found.returncode == 1
     assert "model.norm.weight: 1 of 32 values are NaN or infinite" in found.stdout
     assert "model.norm.weight: 2 of 128 bytes differ" in found.stdout
@@ -396,23 +387,18 @@ def test_the_tools_convert_verify_and_name_what_differs(hf: Path, tmp_path: Path
     data = bytearray((flipped / "__0_0.distcp").read_bytes())
     data[len(data) // 2] ^= 1
     (flipped / "__0_0.distcp").write_bytes(data)
-    assert "Bad CRC-32" in tool("verify_checkpoint", flipped).stdout
-    again = tool("hf_to_megatron", hf, megatron)
-    assert again.returncode == 1
-    assert again.stderr.endswith(f"error: {megatron} exists; remove it or give another name\n")
-    assert "goes the other way" in tool("hf_to_megatron", megatron, tmp_path / "x").stderr
+    assert "Bad CRC-32" in command("--verify", flipped).stdout
 
 
-# The inspection tool's text and picture match the layout.
 LAYOUT = "megatron,tp=2,pp=2,ep=4,dp=2"
 
 
-def inspect(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tools/convert/inspect_layout.py", "qwen3-30b-a3b", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env={"COLUMNS": "160"})
+def inspect(layout: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return command("qwen3-30b-a3b", "--inspect", "--layout", layout, *arguments)
 
 
-def test_every_rank_and_its_parameters_are_told() -> None:
+def test_every_rank_and_its_parameters_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     told = inspect(LAYOUT).stdout
     assert "24–47" in told
     assert "96–127" in told

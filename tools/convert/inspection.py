@@ -1,21 +1,28 @@
-"""Describes the contents of a checkpoint folder of either kind from headers and indices, without reading weights."""
+"""Shows what a checkpoint folder of either kind holds, and which rank of a layout holds what. Reads no weights."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.errors import CheckpointError
+from rich.console import Console
+from rich.table import Table
+
+from rl_megatron.errors import CheckpointError, ConfigError, of_the_hub
+from rl_megatron.files import parse, write_atomically
 from rl_megatron.models.json_files import JsonFields, read_json
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
-from rl_megatron.weights.checkpoints.kind import is_megatron, total_bytes
+from rl_megatron.weights.checkpoints.kind import is_megatron, newest_in, total_bytes
 from rl_megatron.weights.checkpoints.megatron_names import BESIDE, VALUES
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
+from rl_megatron.weights.layouts.layout import Layout, ParamSpec, coordinates, degree
+from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
 
 _BESIDE = ("_scale_inv", "_scales", "_scale", ".weight_shape")  # a weight that is quantised
 _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of peft
@@ -28,6 +35,8 @@ _STATE = {  # megatron's optimizer state, by the prefix of its names
     "optimizer.state.exp_avg_sq.": "optimizer: second moments",
     "optimizer.state.exp_avg.": "optimizer: first moments",
 }
+_CELL, _HEIGHT, _LEFT, _TOP = 64, 26, 330, 74  # of the picture of a layout
+_STAGE_COLOURS = ("#4269d0", "#efb118", "#3ca951", "#ff725c", "#a463f2", "#6cc5b0", "#97bbf5", "#9c6b4e")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +65,57 @@ class _AdapterFields(JsonFields):
     lora_alpha: float | None = None
 
 
-def contents(folder: Path) -> Contents:
+def found(folder: Path) -> Path:
+    """The checkpoint at ``folder``: the folder, or the newest of those that Megatron-LM or Megatron-Bridge saved there.
+
+    Raises ConfigError if there is no folder; as `newest_in`.
+    """
+    if not folder.is_dir():
+        hub = of_the_hub(folder)
+        raise ConfigError(f"{folder}: no such folder; give a Hugging Face or a megatron torch_dist checkpoint{hub}")
+    return newest_in(folder)
+
+
+def show(folder: Path) -> None:
+    """Print the contents of a checkpoint of either kind, of one of a run's, or of the newest in a run's folder.
+
+    Raises RLMegatronError.
+    """
+    place, step = _checkpoint(found(folder))
+    contents = describe(place)
+    console = Console(markup=False)
+    console.print(f"{place}: {contents.kind}{step}", soft_wrap=True, highlight=False)
+    for what, value in contents.facts:
+        console.print(f"  {what}: {value}", soft_wrap=True, highlight=False)
+    console.print(_table(contents))
+
+
+def _checkpoint(folder: Path) -> tuple[Path, str]:
+    """The folder of the shards, and a text with their step."""
+    from rl_megatron.training.checkpoints import latest  # imports torch
+
+    place = latest(folder / "checkpoints") or folder
+    state = place / "trainer.json"
+    if not state.is_file():
+        return place, ""
+    try:
+        told = parse(state.read_text())
+        warm, step = told.get("warm_start_step"), told["step"]
+    except (ValueError, KeyError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{state}: not readable ({error})") from error
+    return place / "learner", f", of step {step}" if warm is None else f", of step {warm} of the warm start"
+
+
+def _table(contents: Contents) -> Table:
+    table = Table("part", "dtype", "tensors", "parameters")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for part in contents.parts:
+        table.add_row(part.what, part.dtype, f"{part.tensors:,}", f"{part.parameters:,}")
+    return table
+
+
+def describe(folder: Path) -> Contents:
     """The contents of a Hugging Face folder, a megatron ``torch_dist`` checkpoint, or a folder of peft's adapters.
 
     Raises CheckpointError if it is torn, ConfigError if it is none of these.
@@ -147,10 +206,10 @@ def _kind(name: str, layers: int | None) -> str:
 
 def _draft_of(name: str, layers: int | None) -> str | None:
     """The name of the draft layer, for multi-token prediction, that a tensor belongs to."""
-    found = _LAYER.match(name)
-    if found is None or not (found[1] == "mtp." or (layers is not None and int(found[2]) >= layers)):
+    match = _LAYER.match(name)
+    if match is None or not (match[1] == "mtp." or (layers is not None and int(match[2]) >= layers)):
         return None
-    return found[0].removesuffix(".")
+    return match[0].removesuffix(".")
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
@@ -185,3 +244,92 @@ def _megatron_facts(folder: Path) -> Mapping[str, str]:
         "files": str(len(files)),
         **({"world": f"{len(writers)} ranks wrote it; its weights load at any TP, PP, EP, ETP"} if writers else {}),
     }
+
+
+def show_layout(
+    model: str, layout: str, *, rank: int | None = None, svg: Path | None = None, family: str | None = None
+) -> None:
+    """Print the layout, and write the picture to ``svg``. Raises RLMegatronError."""
+    made = parse_layout("layout", layout, model_shape(model, family))
+    if rank is not None and rank >= made.dims.world_size:
+        raise ConfigError(f"--rank {rank}: the layout {layout} has {made.dims.world_size} ranks, from 0 on")
+    console = Console(markup=False)
+    console.print(_parameters(made, rank) if rank is not None else _ranks(made, f"{model}: {layout}"))
+    if svg is not None:
+        write_atomically(svg, _picture(made, f"{model}: {layout}").encode())
+        console.print(f"{svg}")
+
+
+def _ranks(layout: Layout, title: str) -> Table:
+    """One line per rank: its place, layers, experts and how much it holds."""
+    table = Table("rank", "tp", "pp", "ep", "etp", "layers", "experts", "parameters", "of all", title=title)
+    whole = sum(prod(s) for s in Layout(table=layout.table, shape=layout.shape).local_shapes(0).values())
+    for rank in range(layout.dims.world_size):
+        at, held = coordinates(layout.dims, rank), sum(prod(s) for s in layout.local_shapes(rank).values())
+        per = layout.shape.num_experts // layout.dims.ep
+        experts = f"{at.ep * per}–{(at.ep + 1) * per - 1}" if per else "none"
+        place = (rank, at.tp, at.pp, at.ep, at.etp, _layers(layout, at.pp), experts, f"{held:,}", f"{held / whole:.1%}")
+        table.add_row(*map(str, place))
+    return table
+
+
+def _parameters(layout: Layout, rank: int) -> Table:
+    """Every parameter of one rank with its shape."""
+    table = Table("parameter", "shape", title=f"rank {rank} of {layout.dims.world_size}")
+    for name, shape in layout.local_shapes(rank).items():
+        table.add_row(name, " × ".join(map(str, shape)))
+    return table
+
+
+def _picture(layout: Layout, title: str) -> str:
+    """An SVG with a column per rank and a line per row of the table; colour is the stage, text the share held."""
+    rows, world = layout.rows(), layout.dims.world_size
+    width, height = _LEFT + world * _CELL + 12, _TOP + len(rows) * _HEIGHT + 12
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+        ' font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="12" y="22" font-size="15" font-weight="bold">{escape(title)}</text>',
+    ]
+    for rank in range(world):
+        x, at = _LEFT + rank * _CELL, coordinates(layout.dims, rank)
+        parts.append(f'<text x="{x + _CELL / 2}" y="46" text-anchor="middle">rank {rank}</text>')
+        parts.append(
+            f'<text x="{x + _CELL / 2}" y="62" text-anchor="middle" fill="#666">{_layers(layout, at.pp)}</text>'
+        )
+    for i, spec in enumerate(rows):
+        y = _TOP + i * _HEIGHT
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 17}" text-anchor="end">{escape(_short(spec))}</text>')
+        for rank in range(world):
+            text = _share(layout, spec, rank)
+            if text is None:
+                continue
+            x, at = _LEFT + rank * _CELL, coordinates(layout.dims, rank)
+            colour = _STAGE_COLOURS[at.pp % len(_STAGE_COLOURS)]
+            box = f'x="{x + 2}" y="{y + 2}" width="{_CELL - 4}" height="{_HEIGHT - 4}" rx="3"'
+            parts.append(f'<rect {box} fill="{colour}" fill-opacity="0.35" stroke="{colour}"/>')
+            parts.append(f'<text x="{x + _CELL / 2}" y="{y + 17}" text-anchor="middle">{text}</text>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _share(layout: Layout, spec: ParamSpec, rank: int) -> str | None:
+    """What a rank holds of a row: which part of each tensor, of which experts; None if nothing."""
+    at, d = coordinates(layout.dims, rank), layout.dims
+    if all(at.pp not in stages for stages in layout.layer_stages(spec).values()):
+        return None
+    chunks = degree(d, spec.axis)
+    part = "all" if chunks == 1 else f"{at.on(spec.axis) + 1}/{chunks}"
+    return f"e{at.ep + 1}/{d.ep} {part}" if "{expert}" in spec.name else part
+
+
+def _layers(layout: Layout, stage: int) -> str:
+    """``0–11``, or several such ranges under VPP."""
+    rows = [spec for spec in layout.rows() if "{layer}" in spec.name]  # no row may have all layers
+    held = sorted({n for spec in rows for n, stages in layout.layer_stages(spec).items() if stage in stages})
+    starts = [layer for layer in held if layer - 1 not in held]
+    ends = [layer for layer in held if layer + 1 not in held]
+    return ", ".join(f"{a}–{b}" if a != b else f"{a}" for a, b in zip(starts, ends, strict=True))
+
+
+def _short(spec: ParamSpec) -> str:
+    return spec.name.replace("decoder.layers.{layer}.", "").replace("{expert}", "")
