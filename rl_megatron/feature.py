@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from types import MappingProxyType, new_class
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from rl_megatron.learner.heads import Head
     from rl_megatron.learner.packed import PackedMicroBatch
     from rl_megatron.models.shape import ModelShape
-    from rl_megatron.observability.metrics.curve import MetricTuples
     from rl_megatron.observability.recorder import Stopwatch
     from rl_megatron.options.option import Option
     from rl_megatron.rules import Rule
@@ -44,6 +43,31 @@ S = TypeVar("S", bound=Section)
 GROUP = "rl_megatron.features"
 OWN = ("draft", "balanced_clip", "following_reference")
 """Features of this package, in the order in which they act."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A chart of its row's metric, with a band (+- ``spread``; ``band`` names it) or a peak.
+
+    A metric with ``<name>``, or with ``<k>`` too, makes a chart for each that a run has recorded.
+    """
+
+    section: str  # of the report, whose charts are in the order of the rows
+    title: str
+    _: KW_ONLY
+    metric: str = ""  # the table sets it to the row's
+    band: str = ""
+    spread: str | None = None
+    peak: str | None = None
+    limits: tuple[float, float] | None = None
+    warm_start: bool = False  # the warm start's rows come first, shaded
+    hide_constant: bool = False  # no chart for a constant metric
+    compared: bool = False  # only if several runs are compared
+    first: bool = False  # before all others on the page of one run
+
+
+MetricTuples = tuple[tuple[str, str, str] | tuple[str, str, str, Curve], ...]
+"""Name, unit and meaning of each metric of a subject, and its chart unless another's shows it, or none does."""
 
 
 def _same(_learner: LearnerSection, shape: ModelShape) -> ModelShape:

@@ -16,8 +16,7 @@ from launcher.hosts.threads import threads_per_worker
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, RLMegatronError
-from rl_megatron.observability.files import JsonValue
-from rl_megatron.observability.metrics.curve import STEPS
+from rl_megatron.observability.files import STEPS, JsonValue
 from rl_megatron.observability.report import write_report
 from rl_megatron.observability.timeline.trace import write_trace
 from rl_megatron.placement.names import LEARNER

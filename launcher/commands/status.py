@@ -16,9 +16,8 @@ import typer
 
 from launcher.hosts.slurm.calls import call_slurm
 from rl_megatron.errors import ConfigError
-from rl_megatron.observability.files import from_the_end, text_at_end
+from rl_megatron.observability.files import STEPS, from_the_end, text_at_end
 from rl_megatron.observability.log import last_line
-from rl_megatron.observability.metrics.curve import STEPS
 
 
 def status(run: Annotated[Path, typer.Argument(help="the run's folder", show_default=False)]) -> None:

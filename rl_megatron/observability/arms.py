@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl_megatron.observability.charts import Floats
-from rl_megatron.observability.history import Run
+from rl_megatron.observability.history import Floats, Run
 from rl_megatron.observability.intervals import t_quantile
 
 LEAST_FOR_INTERVAL = 4

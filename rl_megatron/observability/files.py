@@ -21,6 +21,8 @@ from rl_megatron.files import naming, parse, write_atomically
 
 JsonValue = str | int | float | None
 JsonRow = Mapping[str, JsonValue]
+STEPS = ("rl", "sft", "dpo", "reward_model")
+"""The phases of rows of a job's steps."""
 _BLOCK, _END = 1 << 16, 1 << 18  # bytes, of a read from the end, and of the end of a log
 _GREATEST = sys.float_info.max
 _NUMBERS = (int, float)  # each call would make a union of types

@@ -20,8 +20,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from rl_megatron.observability.files import JsonValue, number
-from rl_megatron.observability.metrics.curve import STEPS
+from rl_megatron.observability.files import STEPS, JsonValue, number
 
 SECONDS_BETWEEN_NOTES = 10.0
 _BARS = "▁▂▃▄▅▆▇█"

@@ -17,15 +17,14 @@ from typing import Any
 import numpy as np
 
 from rl_megatron.errors import DataError
+from rl_megatron.feature import Curve
 from rl_megatron.files import write_atomically
 from rl_megatron.observability.arms import Arm, group_runs
-from rl_megatron.observability.charts import DOTTED, Chart, Series, number_text
 from rl_megatron.observability.files import JsonRow, number
-from rl_megatron.observability.history import Run, load_runs
+from rl_megatron.observability.history import Run, load_runs, number_text
 from rl_megatron.observability.intervals import Interval, contrast, mean_interval
-from rl_megatron.observability.metrics.curve import Curve
 from rl_megatron.observability.metrics.table import documented
-from rl_megatron.observability.report import Panel, arms_chart, write_page
+from rl_megatron.observability.report import DOTTED, Chart, Panel, Series, arms_chart, write_page
 from tools.lab.sigmoid import NAMES, SeedCurve, SigmoidFit, fit_sigmoid, why_not
 from tools.lab.states import CellStanding, CellState, Queued, drift_of, find_states
 from tools.lab.study import Cell, Study, arms_of

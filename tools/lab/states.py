@@ -19,8 +19,7 @@ from rl_megatron.agents.threads import began
 from rl_megatron.config import yaml_text
 from rl_megatron.errors import DataError, shorten
 from rl_megatron.files import parse, write_atomically
-from rl_megatron.observability.files import JsonRow, from_the_end, number
-from rl_megatron.observability.metrics.curve import STEPS
+from rl_megatron.observability.files import STEPS, JsonRow, from_the_end, number
 from tools.lab.study import Cell, Study, numbers_of
 
 _SAID = re.compile(r"^\[([-+0-9T:]+)\] job \S+, restart (\d+): (.*)$", re.MULTILINE)

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.feature import Feature, Serving
-from rl_megatron.observability.metrics.curve import Curve
+from rl_megatron.feature import Curve, Feature, Serving
 from rl_megatron.options.kept import kept
 from rl_megatron.options.option import BYTES, Option, Rank, Terms
 from rl_megatron.rules import SET, TEXT, Above, Excludes, Needs, Not, On, OneOf, ReadIf, Rule

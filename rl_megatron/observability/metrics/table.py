@@ -22,9 +22,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rl_megatron.feature import features
-from rl_megatron.observability.files import JsonRow, JsonValue
-from rl_megatron.observability.metrics.curve import STEPS, Curve, MetricTuples
+from rl_megatron.feature import Curve, MetricTuples, features
+from rl_megatron.observability.files import STEPS, JsonRow, JsonValue
 
 COSTS: MetricTuples = (
     ("packing/imbalance", "", "work of the slowest rank at each micro-batch over the mean rank's; 1 is even",

@@ -18,7 +18,12 @@ from numpy.typing import NDArray
 
 from rl_megatron.errors import DataError
 from rl_megatron.observability import report
-from rl_megatron.observability.charts import (
+from rl_megatron.observability.files import JsonRow, read_jsonl
+from rl_megatron.observability.history import load_runs, number_text
+from rl_megatron.observability.log import run_log
+from rl_megatron.observability.metrics.table import METRICS, PHASE_SECONDS
+from rl_megatron.observability.metrics.writer import MetricsWriter
+from rl_megatron.observability.report import (
     MAX_BARS,
     MAX_MEANS,
     MAX_POINTS,
@@ -26,16 +31,10 @@ from rl_megatron.observability.charts import (
     Series,
     averaged,
     in_a_unit,
-    number_text,
+    make_plan_card,
     stacked_bars,
+    write_report,
 )
-from rl_megatron.observability.files import JsonRow, read_jsonl
-from rl_megatron.observability.history import load_runs
-from rl_megatron.observability.log import run_log
-from rl_megatron.observability.metrics.table import METRICS, PHASE_SECONDS
-from rl_megatron.observability.metrics.writer import MetricsWriter
-from rl_megatron.observability.plan_card import make_plan_card
-from rl_megatron.observability.report import write_report
 from rl_megatron.observability.samples import SampleRow, SamplesWriter, SampleTurn
 from tests.unit.launcher.commands import status_of
 from tests.unit.observability.report_pages import EVIL, Page, a_run

@@ -19,7 +19,7 @@ import pytest
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import features
 from rl_megatron.observability.files import JsonValue, finite
-from rl_megatron.observability.metrics.columns import MetricColumns
+from rl_megatron.observability.history import MetricColumns
 from rl_megatron.observability.metrics.table import (
     COSTS,
     ENVIRONMENTS,
