@@ -16,8 +16,8 @@ from launcher.processes.scratch import removed
 from launcher.runs.folder import drawn_mirror_path
 from launcher.servers.engines import adapter_of
 from launcher.servers.pool import ServedEngines
+from launcher.worker.learner_rank import make_mirror
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.engines.local.engine import InThisProcess, LocalEngine, decoder_of
 from rl_megatron.errors import CorruptionError
@@ -33,7 +33,6 @@ from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.routes import mirror
 from rl_megatron.weights.routes.file import FileDelivery, LearnerWeights
-from rl_megatron.weights.routes.mirror import in_use, remove_abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -95,11 +94,7 @@ class _FolderWeights(LearnerWeights):
 
     def _write(self, version: int) -> None:
         shapes, float32 = self._hf.local_shapes(0), float32_in_files(self._hf)
-        config = self._folder / "config.json"
-        mirror.Mirror.make(self._path, shapes, self._dtype, config, self._kind, float32=float32)
-        if self._path.is_relative_to(NODE_MEMORY):
-            self._ends.enter_context(in_use(self._path.parent))
-            remove_abandoned(self._path.parent)
+        make_mirror(self._path, shapes, self._dtype, self._folder, self._kind, self._ends, float32=float32)
         self._mirror = mirror.Mirror(self._path, shapes, self._dtype, self._kind, float32=float32)
         self._mirror.withdraw()
         read_boxes(HFFolder(self._folder), self._hf, self._hf, 0, self._mirror.tensors)

@@ -1,38 +1,41 @@
-"""Presents many ranks as one Learner, one RolloutEngine and one WeightSync, whichever launcher started them.
-
-All ranks that hold a model as one Learner or FrozenModel.
-
-Sends the columns of a step to the ranks of a group: once to each data-parallel rank, for all models there.
-
-What all learner ranks do to move their weights, as one WeightSync.
-
-The engines of all learner ranks as one RolloutEngine.
-"""
+"""Presents many ranks as one Learner, one RolloutEngine and one WeightSync, whichever launcher started them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from launcher.controller.group import WorkerGroup
+from launcher.controller.group import SlowestRank, WorkerGroup, record_kernels
+from rl_megatron import digests
 from rl_megatron.columns import COLUMNS, Ragged
+from rl_megatron.config.beside import frozen_folders, reward_model_roles
+from rl_megatron.config.run import RunConfig
 from rl_megatron.data.rows import OwnLayers, Sent, Share
+from rl_megatron.digests import Digest, Written
 from rl_megatron.engines.local.engine import Batched
-from rl_megatron.errors import CorruptionError, SyncError
-from rl_megatron.interfaces import Pass, PassScores, WeightSync
+from rl_megatron.errors import CorruptionError, RLMegatronError, SyncError
+from rl_megatron.interfaces import Learner, Pass, PassScores, Roles, Saving, Together, WeightSync
 from rl_megatron.observability.timeline import spans
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.training import checkpoints
 from rl_megatron.types import (
     Batch,
     Completion,
     GenerationRequest,
     LoadedAdapters,
+    Loss,
+    Metric,
     ParallelDims,
     Scores,
+    SkippedStep,
+    StepResult,
     Want,
     WeightUpdate,
 )
@@ -42,25 +45,8 @@ from rl_megatron.weights.routes.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from torch import Tensor
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
 
-from launcher.controller.group import SlowestRank, record_kernels
-from rl_megatron import digests
-from rl_megatron.config.beside import frozen_folders, reward_model_roles
-from rl_megatron.config.run import RunConfig
-from rl_megatron.digests import Digest, Written
-from rl_megatron.errors import RLMegatronError
-from rl_megatron.interfaces import Learner, Roles, Saving, Together
-from rl_megatron.placement.names import LEARNER
-from rl_megatron.training import checkpoints
-from rl_megatron.types import (
-    Loss,
-    Metric,
-    SkippedStep,
-    StepResult,
-)
+logger = logging.getLogger(__name__)
 
 
 class EngineGroup(Batched):
@@ -75,9 +61,6 @@ class EngineGroup(Batched):
         results: list[list[Completion]]
         (results,) = await self._group.ask("generate", {self._group.workers[replica].rank: (requests,)})
         return results
-
-
-logger = logging.getLogger(__name__)
 
 
 class WeightGroup(WeightSync):

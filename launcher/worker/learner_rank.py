@@ -9,26 +9,37 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import torch
+
 from launcher.processes.scratch import removed
+from launcher.runs.folder import mirror_path
 from launcher.wire.channel import Setup
 from launcher.worker.models import RankModels
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY
+from rl_megatron.engines.local.engine import LocalEngine, decoder_of
 from rl_megatron.errors import CorruptionError, SyncError
 from rl_megatron.placement.files import writers_of_files
-from rl_megatron.types import Completion, GenerationRequest, WeightUpdate
+from rl_megatron.types import Completion, GenerationRequest, ParallelDims, WeightUpdate
+from rl_megatron.weights.adapters.pushed import AdapterEnds, adapter_ends
+from rl_megatron.weights.boxes import Shape
+from rl_megatron.weights.bytes.bits import dtype_of
+from rl_megatron.weights.checkpoints.safetensors_io import WithDrafts, write_folder
+from rl_megatron.weights.checks.checksums import box_checksums
+from rl_megatron.weights.checks.reports import Report, add_up, sent_checksums, sources_of
+from rl_megatron.weights.formats.at_sender import at_sender
+from rl_megatron.weights.formats.served import FORMATS, Format, stored
+from rl_megatron.weights.layouts.layout import float32_in_files
+from rl_megatron.weights.layouts.recorded import Boxes, recorded_layout
+from rl_megatron.weights.plans.plan import plan, plan_into_copies
+from rl_megatron.weights.routes.delta import make_transport
+from rl_megatron.weights.routes.engine_ends import Sender
+from rl_megatron.weights.routes.group import Staging
+from rl_megatron.weights.routes.mirror import Mirror, await_free, in_use, remove_abandoned
+from rl_megatron.weights.routes.rendezvous import Rendezvous, gather
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-
-    from rl_megatron.engines.local.engine import LocalEngine
-    from rl_megatron.weights.adapters.pushed import AdapterEnds
-    from rl_megatron.weights.checks.reports import Report
-    from rl_megatron.weights.layouts.recorded import Boxes
-    from rl_megatron.weights.routes.engine_ends import Sender
-    from rl_megatron.weights.routes.mirror import Mirror
-    from rl_megatron.weights.routes.rendezvous import Rendezvous
 
 
 class Worker(RankModels):
@@ -43,7 +54,6 @@ class Worker(RankModels):
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
         from rl_megatron.learner.model.build import torch_dtype
-        from rl_megatron.weights.layouts.layout import float32_in_files
 
         super().__init__(setup, rank, store)
         config = setup.config
@@ -61,8 +71,6 @@ class Worker(RankModels):
 
     def _make_holder(self, config: RunConfig, run_folder: Path) -> LocalEngine | Mirror | None:
         """The target of pushes: this rank's engine or, if servers sample or nobody does, its node's mirror file."""
-        from rl_megatron.engines.local.engine import LocalEngine, decoder_of
-
         section, longest = config.rollout, config.rollout.max_prompt_tokens + config.longest_completion
         if config.fills_files:
             return self._make_mirror(config, run_folder)
@@ -78,22 +86,14 @@ class Worker(RankModels):
         The controller removes the file on its node, the first writer's end that on another; the next run on a node
         what a run that was killed left there.
         """
-        from launcher.runs.folder import mirror_path
-        from rl_megatron.weights.formats.served import FORMATS
-        from rl_megatron.weights.routes.mirror import Mirror, await_free, in_use, remove_abandoned
-        from rl_megatron.weights.routes.rendezvous import gather
-
         path, shapes, float32 = mirror_path(config, run_folder), self._hf.local_shapes(0), self._float32
         kind, group = FORMATS[config.rollout.server.quantization], self._fellow_writers
         if group and self._rank == group[0]:
             await_free(path.parent)
             if self._rank or not config.rollout.served:
                 self._ends.enter_context(removed(path.parent))
-            known = self._model_folder / "config.json"
-            Mirror.make(path, shapes, self._dtype, known, kind, float32=float32, writers=len(group))
-            if path.is_relative_to(NODE_MEMORY):
-                self._ends.enter_context(in_use(path.parent))
-                remove_abandoned(path.parent)
+            given = (path, shapes, self._dtype, self._model_folder, kind)
+            make_mirror(*given, self._ends, float32=float32, writers=len(group))
         gather("made", None)
         if not group:
             return None
@@ -111,13 +111,6 @@ class Worker(RankModels):
         Readers of a mirror compare it with checksums of the learner's own tensors, so digests on the way are not
         needed. A quantised one, or one cut inside a word, is compared with the checksums of the mirror itself.
         """
-        from rl_megatron.types import ParallelDims
-        from rl_megatron.weights.checks.reports import add_up, sources_of
-        from rl_megatron.weights.formats.served import FORMATS
-        from rl_megatron.weights.plans.plan import plan, plan_into_copies
-        from rl_megatron.weights.routes.delta import make_transport
-        from rl_megatron.weights.routes.group import Staging
-
         held = self._held
         if config.fills_files:
             transfers = plan_into_copies(self._layout, self._hf, self._writers)
@@ -139,9 +132,6 @@ class Worker(RankModels):
 
     def _connect_adapters(self, config: RunConfig, run_folder: Path) -> AdapterEnds:
         """Plan the moves of adapters from every rank to the first that writes each mirror file."""
-        from launcher.runs.folder import mirror_path
-        from rl_megatron.weights.adapters.pushed import adapter_ends
-
         return adapter_ends(
             config,
             self._layout,
@@ -212,9 +202,6 @@ class Worker(RankModels):
 
     def sums(self) -> Report:
         """Checksums of this rank's boxes of the weights in the mirror."""
-        from rl_megatron.weights.checks.reports import Report, sent_checksums
-        from rl_megatron.weights.routes.mirror import Mirror
-
         if self._sealed:
             dtypes = self._dtypes_in_files
             with self._as_pushed():
@@ -224,11 +211,6 @@ class Worker(RankModels):
     @cached_property
     def _dtypes_in_files(self) -> Mapping[str, torch.dtype]:
         """The dtype of each tensor of a mirror file."""
-        import torch
-
-        from rl_megatron.weights.bytes.bits import dtype_of
-        from rl_megatron.weights.formats.served import FORMATS, stored
-
         form = FORMATS[self._quantization]
         entries = stored(self._hf.local_shapes(0), dtype_of(self._dtype), form, self._float32)
         return {name: getattr(torch, dtype) for name, (dtype, _) in entries.items()}
@@ -238,12 +220,6 @@ class Worker(RankModels):
 
         Returns a SyncError if these do not join. Raises as `Sender`.
         """
-        from rl_megatron.weights.checks.reports import sources_of
-        from rl_megatron.weights.formats.at_sender import at_sender
-        from rl_megatron.weights.formats.served import FORMATS
-        from rl_megatron.weights.layouts.recorded import recorded_layout
-        from rl_megatron.weights.routes.engine_ends import Sender
-
         form = FORMATS[self._quantization]
         quantiser, learner, hf = at_sender(form, self._layout, self._hf, self._rank, self._tensors)
         if self._sender is not None:
@@ -273,8 +249,6 @@ class Worker(RankModels):
     def export(self, folder: Path) -> None:
         """Write the version pushed last as a Hugging Face folder, with the draft layers from which the run started, if
         it has not trained them; the chat template of a reward model sets the run's variables."""
-        from rl_megatron.weights.checkpoints.safetensors_io import WithDrafts, write_folder
-
         tensors: Mapping[str, Tensor] = self._held
         if self._made_up is None and not self._shape.scores and not self._shape.drafts:
             tensors = WithDrafts(tensors, self._model_folder, self._dtype, self._config.learner.model)
@@ -283,8 +257,6 @@ class Worker(RankModels):
 
     def checksums(self) -> dict[str, int]:
         """The checksum of each Hugging Face tensor that a push wrote here, as the engine holds it."""
-        from rl_megatron.weights.checks.checksums import box_checksums
-
         sums = box_checksums((tensor, tuple(tensor.shape), ()) for tensor in self._held.values())
         return dict(zip(self._held, sums, strict=True))
 
@@ -295,3 +267,22 @@ class Worker(RankModels):
             self._adapters.staging.close()
         self._ends.close()
         super().close()
+
+
+def make_mirror(
+    path: Path,
+    shapes: Mapping[str, Shape],
+    dtype: torch.dtype,
+    model_folder: Path,
+    kind: Format | None,
+    ends: ExitStack,
+    *,
+    float32: Collection[str],
+    writers: int = 1,
+) -> None:
+    """Make a mirror file as `Mirror.make` does. In a node's memory its folder is held until ``ends`` closes, and what
+    runs that were killed left beside it is removed."""
+    Mirror.make(path, shapes, dtype, model_folder / "config.json", kind, float32=float32, writers=writers)
+    if path.is_relative_to(NODE_MEMORY):
+        ends.enter_context(in_use(path.parent))
+        remove_abandoned(path.parent)

@@ -11,49 +11,50 @@ What a rank says of its memory when it runs out: the plan's terms, what torch al
 
 from __future__ import annotations
 
+import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from launcher.wire.channel import Setup
-from rl_megatron.config.run import RunConfig
-from rl_megatron.entries import PLANNER, load_own
-from rl_megatron.errors import GB, RLMegatronError
-from rl_megatron.files import make_inside, naming
-from rl_megatron.observability.timeline import spans
-from rl_megatron.observability.timeline.ranks import FOLDER, Recorded
-from rl_megatron.placement.names import file_stem
-from rl_megatron.weights.layouts.families import read_shape
-from rl_megatron.weights.layouts.learner import job_shape
-
-if TYPE_CHECKING:
-    from torch.profiler import profile
-import resource
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
-
 from rl_megatron import digests
 from rl_megatron.config.beside import frozen_folders, reference_follows, separate
+from rl_megatron.config.run import RunConfig
+from rl_megatron.data.rows import HeldRows
+from rl_megatron.data.samples import as_seen
 from rl_megatron.digests import Digest, Written
-from rl_megatron.errors import WeightError
+from rl_megatron.entries import PLANNER, load_own
+from rl_megatron.errors import GB, RLMegatronError, WeightError
+from rl_megatron.files import make_inside, naming
 from rl_megatron.interfaces import Pass
+from rl_megatron.observability.timeline import spans
+from rl_megatron.observability.timeline.ranks import FOLDER, Recorded
 from rl_megatron.options.offload import SLAB, leaving
-from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.names import LEARNER, file_stem
 from rl_megatron.types import Loss, Metric, Samples, SkippedStep, StepResult, Want
+from rl_megatron.weights.adapters.base import base_digest
+from rl_megatron.weights.bytes.moving_average import MovingAverage
+from rl_megatron.weights.bytes.parked import Parked
+from rl_megatron.weights.checkpoints.kind import is_megatron
+from rl_megatron.weights.checkpoints.made_up import MadeUp, Untrained
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, TensorSource, read_boxes
+from rl_megatron.weights.layouts.families import hf_layout, read_shape
+from rl_megatron.weights.layouts.learner import job_shape, learner_layout, role_shape
+from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.profiler import profile
 
     from rl_megatron.data.rows import OwnLayers, Share
     from rl_megatron.learner.checkpoint.companions import Companions
     from rl_megatron.learner.checkpoint.saving import ShardSave
     from rl_megatron.learner.trained import MegatronLearner, MegatronScorer
-    from rl_megatron.weights.bytes.moving_average import MovingAverage
     from rl_megatron.weights.layouts.layout import Layout
 
 
@@ -65,7 +66,6 @@ class Recording:
 
     def begin(self) -> None:
         """Record from now on. Raises RLMegatronError if a recording is under way."""
-        import torch
         from torch.profiler import ProfilerActivity, profile
 
         if self._profiler is not None:
@@ -79,8 +79,6 @@ class Recording:
 
         Raises RLMegatronError if nothing was begun.
         """
-        import torch
-
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             raise RLMegatronError("this rank records no kernels")
@@ -111,13 +109,7 @@ class RankModels:
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
         """``store``: see ``world.join``."""
-
-        from launcher.worker.models import remember
-        from rl_megatron.data.rows import HeldRows
         from rl_megatron.learner import world
-        from rl_megatron.weights.bytes.parked import Parked
-        from rl_megatron.weights.layouts.families import hf_layout, read_shape
-        from rl_megatron.weights.layouts.learner import job_shape, learner_layout, role_shape
 
         self._config = config = setup.config
         self._rank, self._model_folder, self._leave = rank, setup.model_folder, world.leave
@@ -150,15 +142,11 @@ class RankModels:
     @property
     def gpu(self) -> str | None:
         """CUDA's name for this rank's GPU; None on a CPU."""
-        import torch
-
         return None if self._device.type == "cpu" else torch.cuda.get_device_name(self._device)
 
     @property
     def peak(self) -> int:
         """The most bytes held since the start: of a GPU by torch's allocator, or of a CPU's resident memory."""
-        import torch
-
         if self._device.type == "cpu":
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return int(torch.cuda.max_memory_reserved(self._device))
@@ -204,11 +192,6 @@ class RankModels:
         Raises as ``read_boxes`` does, or CheckpointError. A reference is read from a Hugging Face folder, unless it is
         the policy without its adapters, which start again with the policy.
         """
-        from rl_megatron.weights.adapters.base import base_digest
-        from rl_megatron.weights.checkpoints.kind import is_megatron
-        from rl_megatron.weights.checkpoints.made_up import MadeUp
-        from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, TensorSource, read_boxes
-
         if role == "reference" and role not in self._scorers and self._config.reference_is_base:
             return
         if role in self._learners:
@@ -248,10 +231,6 @@ class RankModels:
 
     def _hold_reference(self, layout: Layout) -> dict[str, Tensor]:
         """Memory for the weights of a reference on the policy's ranks, the same at each call."""
-        import torch
-
-        from rl_megatron.weights.bytes.moving_average import MovingAverage
-
         self._parked.back("reference")
         if not self._reference:
             names = layout.local_shapes(self._rank)
@@ -265,10 +244,6 @@ class RankModels:
 
     def _start_adapters(self, role: str) -> None:
         """Give the adapters of a role their first values; `_scorer`'s ``adopt`` takes them with the weights."""
-        from rl_megatron.weights.checkpoints.made_up import Untrained
-        from rl_megatron.weights.checkpoints.safetensors_io import read_boxes
-        from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
-
         if not (tensors := self._learner(role).adapters):
             return
         lora = self._config.learner.lora
@@ -279,9 +254,6 @@ class RankModels:
     def _layouts_of(self, role: str, folder: Path) -> tuple[Layout, Layout]:
         """The folder's layout, and its over the ranks. A reward model or a critic may start from a policy, whose output
         layer it drops, or from a reward model. The policy alone has draft layers."""
-        from rl_megatron.weights.layouts.families import hf_layout, read_shape
-        from rl_megatron.weights.layouts.learner import learner_layout
-
         if self._shape.scores or role == "critic":
             known = read_shape(folder, self._config.learner.model)
         elif self._shape.drafts and role != "policy":
@@ -293,8 +265,6 @@ class RankModels:
     def release(self) -> None:
         """Return to the device what torch's allocator keeps of its memory, and on the learner's ranks what
         ``learner.offload.while_sampling`` says; `score`, `backward` and `step` take again what they need."""
-        import torch
-
         for role, learner in self._learners.items() if self._shares_gpus else ():
             learner.park(pushed=role == "policy")
         if self._shares_gpus and "models" in self._leaving:
@@ -325,8 +295,6 @@ class RankModels:
     def score(self, passes: Sequence[Pass], share: Share | None) -> list[tuple[dict[Want, list[Tensor]] | None, float]]:
         """What each of the passes says of each micro-batch, None except on the rank that reports for its DP rank; and
         the seconds that it took."""
-        from rl_megatron.data.samples import as_seen
-
         replaying = [one.role for one in passes if one.replays] or [passes[0].role]
         micro_batches = self._taken(replaying[0], share)
         answers = []

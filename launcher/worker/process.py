@@ -30,7 +30,7 @@ from launcher.wire.channel import Call, Hello, Setup, this_node
 from launcher.wire.messages import STACKS
 from launcher.worker.forking import HELD_BACK, quieten
 from launcher.worker.learner_rank import Worker
-from launcher.worker.models import RankModels
+from launcher.worker.models import RankModels, of_full_memory, telling_of_memory
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.observability import activity
 from rl_megatron.observability.timeline import ranks, spans
@@ -115,7 +115,6 @@ def run_worker(connection: Connection, rank: int, store: int | None = None) -> N
     import_from(setup.code)
     if setup.config.learner.deterministic:
         os.environ.update(of_one_order(os.environ))
-    from launcher.worker.models import telling_of_memory
     from rl_megatron.observability.log import run_log
 
     if setup.stacks is not None:
@@ -148,8 +147,6 @@ def telling(connection: Connection) -> Iterator[None]:
 
 def _machines(error: BaseException) -> bool:
     """Whether the machine or a peer may be the cause: errors of NCCL, gloo, CUDA and files, except out of memory."""
-    from launcher.worker.models import of_full_memory
-
     return isinstance(error, RuntimeError | OSError) and not of_full_memory(error)
 
 
