@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
@@ -20,21 +19,18 @@ from launcher.worker.learner_rank import make_mirror
 from rl_megatron.config.run import RunConfig
 from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.engines.local.engine import InThisProcess, LocalEngine, decoder_of
-from rl_megatron.errors import CorruptionError
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums, read_boxes
-from rl_megatron.weights.checks.compare import compare
+from rl_megatron.weights.checks.compare import ServerComparisons
 from rl_megatron.weights.checks.reports import NO_KINDS, Report
 from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.routes import mirror
 from rl_megatron.weights.routes.file import FileDelivery, LearnerWeights
-
-logger = logging.getLogger(__name__)
 
 _VERSION = 0
 
@@ -115,7 +111,7 @@ class _Loading:
     def __init__(self, weights: _FolderWeights, path: Path, engine: ServedEngine) -> None:
         self._delivery = FileDelivery(learner=weights, path=path, servers=engine.weights)
         self._path, self._engine = path, engine
-        self._lock, self._served = asyncio.Lock(), False
+        self._lock, self._served, self._checks = asyncio.Lock(), False, ServerComparisons()
 
     async def all(self) -> None:
         """Serve the weights on all servers."""
@@ -134,12 +130,5 @@ class _Loading:
                 await self._engine.weights.commit(_VERSION, only=name)
 
     def _compare(self, reports: Mapping[str, Sequence[Report]], sealed: Mapping[str, int]) -> None:
-        shapes = mirror.shapes(self._path)
         for name, said in reports.items():
-            found = compare(sealed, shapes, said, frozenset())
-            if found.differing:  # kinds that an engine keeps in a layout of its own
-                found = compare(sealed, shapes, said, found.private(said))
-            if found.differing:
-                wrong = ", ".join(sorted(found.differing)[:20])
-                raise CorruptionError(f"{name}: its bytes are not those of the folder in {wrong}")
-            logger.info("%s: checksums verify all but %d of %d tensors", name, len(found.unseen), len(shapes))
+            self._checks.find(name, sealed, mirror.shapes(self._path), said).verified(name, "of the folder")

@@ -16,7 +16,7 @@ from rl_megatron.engines.replicas import HEALTH_SECONDS, PRESENT, Event, Health,
 from rl_megatron.engines.requests import Attempts
 from rl_megatron.errors import EngineError, ReplicasLost, SyncError
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
-from rl_megatron.weights.checks.compare import count_verified
+from rl_megatron.weights.checks.compare import ServerComparisons
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
 from rl_megatron.weights.layouts.recorded import Boxes
 from rl_megatron.weights.routes.mirror import shapes
@@ -193,10 +193,10 @@ class ReplicaWeights:
 
     async def comparable(self, path: Path, checksums: Mapping[str, int]) -> dict[str, tuple[int, list[str]]]:
         """How many of the mirror's tensors checksums cover, and those that differ; by URL. Raises SyncError."""
-        what = "comparing weights"
-        said = await self.on_each(self.loaded(None), what, lambda r: self._adapter.held(r.server, path))
-        known = shapes(path)
-        return {url: await asyncio.to_thread(count_verified, checksums, known, said[url]) for url in said}
+        said = await self.on_each(self.loaded(None), "comparing weights", lambda r: self._adapter.held(r.server, path))
+        known, checks = shapes(path), ServerComparisons()
+        found = {url: await asyncio.to_thread(checks.find, url, checksums, known, said[url]) for url in said}
+        return {url: (len(known) - len(one.unseen), sorted(one.differing)) for url, one in found.items()}
 
     async def commit(self, version: int, *, only: str | None = None) -> None:
         """Serve the loaded weights as ``version``; with ``only``, also on that replica."""

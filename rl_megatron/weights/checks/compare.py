@@ -6,6 +6,7 @@ Reads reports of engine ranks, as `packed_report` writes them.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,13 @@ from weakref import WeakValueDictionary
 import msgspec
 import numpy as np
 
+from rl_megatron.errors import CorruptionError
 from rl_megatron.weights.boxes import Box, Shape
 from rl_megatron.weights.checks.reports import PlacedBox, Report, ReportColumn, added_up, digest_of_boxes, kind_of
+
+logger = logging.getLogger(__name__)
+
+_NAMED = 20  # tensors that an error names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +38,14 @@ class Comparison:
         right = {param for report in reports for param, hf, _, _ in report.rows if (param, hf) not in wrong}
         several = {kind for kind, n in Counter(kind_of(param) for param, _ in wrong).items() if n > 1}
         return frozenset(several - {kind_of(param) for param in right})
+
+    def verified(self, server: str, whose: str) -> frozenset[str]:
+        """The unseen tensors. Raises CorruptionError for those that differ from ``whose`` bytes."""
+        named = sorted(self.differing)
+        if named:
+            more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+            raise CorruptionError(f"{server}: its bytes are not those {whose} in {', '.join(named[:_NAMED])}{more}")
+        return self.unseen
 
 
 def compare(
@@ -65,13 +79,41 @@ def compare(
     )
 
 
-def count_verified(
-    sealed: Mapping[str, int], shapes: Mapping[str, Shape], reports: Sequence[Report]
-) -> tuple[int, list[str]]:
-    """How many tensors of one server can be compared with ``sealed``, and the names of those that differ."""
-    found = compare(sealed, shapes, reports, frozenset())
-    found = compare(sealed, shapes, reports, found.private(reports))
-    return len(shapes) - len(found.unseen), sorted(found.differing)
+class ServerComparisons:
+    """Compares servers' ranks with sealed checksums, one server after another. Which kinds of parameters a server keeps
+    in a private layout is found by its first comparison."""
+
+    def __init__(self) -> None:
+        self.private: dict[str, frozenset[str]] = {}  # by server
+
+    def find(
+        self,
+        name: str,
+        sealed: Mapping[str, int],
+        shapes: Mapping[str, Shape],
+        reports: Sequence[Report],
+        known: dict[object, Comparison] | None = None,
+    ) -> Comparison:
+        """What differs at the server, and what is unseen, without its private kinds.
+
+        ``known``: what was found of servers whose reports have the same lists, as those of equal layouts do.
+        """
+        known = {} if known is None else known
+
+        def compared(private: frozenset[str]) -> Comparison:
+            which = private, *((id(report.rows), id(report.read)) for report in reports)
+            if which not in known:
+                known[which] = compare(sealed, shapes, reports, private)
+            return known[which]
+
+        found = compared(private := self.private.get(name, frozenset()))
+        if found.differing and name not in self.private:
+            found = compared(private := found.private(reports))
+        if name not in self.private and not found.differing:
+            self.private[name] = private
+            kinds = f", of these {', '.join(sorted(private))} in private layouts" if private else ""
+            logger.info("%s: checksums verify all but %d of %d tensors%s", name, len(found.unseen), len(shapes), kinds)
+        return found
 
 
 _PLACES: dict[ReportColumn, Any] = {"rows": tuple[tuple[str, str, Box], ...], "read": tuple[tuple[str, Box], ...]}

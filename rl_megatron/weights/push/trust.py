@@ -22,12 +22,12 @@ import numpy as np
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns
-from rl_megatron.errors import CorruptionError, SyncError
+from rl_megatron.errors import SyncError
 from rl_megatron.interfaces import Scorer
 from rl_megatron.options.padding import PaddingSection
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, SamplingParams, Span
 from rl_megatron.weights.boxes import Shape
-from rl_megatron.weights.checks.compare import Comparison, compare
+from rl_megatron.weights.checks.compare import Comparison, ServerComparisons
 from rl_megatron.weights.checks.reports import Kinds, Report
 from rl_megatron.weights.routes import mirror
 
@@ -134,8 +134,6 @@ async def scores_of(
 
 logger = logging.getLogger(__name__)
 
-_NAMED = 20  # tensors that an error names
-
 
 class Probed(Protocol):
     """The engine servers, as a probe asks them. ``only`` names a single server to ask."""
@@ -186,7 +184,7 @@ class Trust:
         self._path, self._servers = path, servers
         self._learner, self._dims, self._probe, self._probes = learner, dims, probe, probes
         self._padding = padding or PaddingSection()
-        self._private: dict[str, frozenset[str]] = {}  # by server
+        self._checks = ServerComparisons()
         self._probed: set[str] = set()
         self._asks = False  # whether the last version was probed, so that the next will be
         self._scoring: asyncio.Future[list[list[float]]] | None = None  # the learner's scores, ahead of the servers'
@@ -194,7 +192,7 @@ class Trust:
     @property
     def private(self) -> Kinds:
         """By server, kinds of parameters that checksums cannot cover."""
-        return self._private
+        return self._checks.private
 
     def begin(self, version: int) -> None:
         """Have the learner score while servers load, if the last version was probed, so that this one will be."""
@@ -238,7 +236,7 @@ class Trust:
         The learner is not asked, as it may have trained on. Raises as `verify`, and SyncError if neither covers some
         tensor.
         """
-        unseen = await self._compare(name, reports, checksums, {})
+        unseen = await self._compare(name, reports, checksums)
         if verified is None and unseen:
             raise SyncError(f"version {version} is not served at {name}: nothing verifies {min(unseen)} there")
         if verified is not None:
@@ -262,35 +260,11 @@ class Trust:
         name: str,
         reports: Sequence[Report],
         checksums: Mapping[str, int],
-        known: dict[object, Comparison],
+        known: dict[object, Comparison] | None = None,
     ) -> frozenset[str]:
-        """Tensors of a server that no checksum verifies. Raises CorruptionError for those that differ.
-
-        ``known``: what was found of servers whose reports have the same lists, as those of equal layouts do.
-        """
-
-        async def compared(private: frozenset[str]) -> Comparison:
-            which = private, *((id(report.rows), id(report.read)) for report in reports)
-            if which not in known:
-                known[which] = await asyncio.to_thread(compare, checksums, self._shapes, reports, private)
-            return known[which]
-
-        private = self._private.get(name, frozenset())
-        found = await compared(private)
-        if found.differing and name not in self._private:
-            private = await asyncio.to_thread(found.private, reports)
-            found = await compared(private)
-        if found.differing:
-            named = sorted(found.differing)
-            more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-            raise CorruptionError(
-                f"{name}: its bytes are not those that the learner wrote in {', '.join(named[:_NAMED])}{more}"
-            )
-        if name not in self._private:
-            self._private[name] = private
-            kinds = f", of these {', '.join(sorted(private))} in private layouts" if private else ""
-            logger.info("%s: checksums verify all but %d tensors%s", name, len(found.unseen), kinds)
-        return found.unseen
+        """Tensors of a server that no checksum verifies. Raises CorruptionError for those that differ."""
+        found = await asyncio.to_thread(self._checks.find, name, checksums, self._shapes, reports, known)
+        return found.verified(name, "that the learner wrote")
 
     async def _ask(self, version: int, unseen: Mapping[str, frozenset[str]], *, everything: bool) -> Verified:
         """Probe the servers. Raises SyncError if a server's log-probs differ from the learner's."""
@@ -309,7 +283,7 @@ class Trust:
                 logger.info("tolerated as near ties between experts: %s: %s", name, found)
         if wrong:
             for name in unseen.keys() - self._probed:
-                del self._private[name]  # its private kinds are not verified
+                del self._checks.private[name]  # its private kinds are not verified
             raise SyncError(
                 "\n  ".join([f"version {version} arrived wrong, and is not served:", *wrong])
                 + "\n  the engine loads this model's weights wrongly, or computes in another precision"
