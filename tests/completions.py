@@ -1,7 +1,8 @@
-"""Completions written as plain numbers, and read back as such; and prompts as a batch draws them."""
+"""Completions and trajectories of several turns written as plain numbers, and prompts as a batch draws them."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import numpy as np
 from rl_megatron.columns import ColumnData, Ragged
 from rl_megatron.data.trajectories import STOPS
 from rl_megatron.rollout.batch import Drawn
-from rl_megatron.types import Chain, Completion, FinishReason, Prompt, RolloutGroup, Span
+from rl_megatron.types import Chain, Completion, FinishReason, Prompt, RolloutGroup, Span, Trajectory, Turn
 
 
 def completion(
@@ -59,3 +60,65 @@ def drawn(prompts: Sequence[Prompt], batch: int = 1) -> list[Drawn]:
         Drawn(ordinal=first + i, prompt=prompt, batch=batch, time=1 + ids[:i].count(prompt.id))
         for i, prompt in enumerate(prompts)
     ]
+
+
+# Trajectories of several turns, as one row or as a row for each turn, whose context repeats the turns before.
+def trajectory(
+    turns: Sequence[int],
+    *,
+    rewards: Sequence[float | None] | None = None,
+    total: float | None = None,
+    finish: FinishReason = "stop",
+    seed: int = 0,
+    vocabulary: int = 12,
+) -> Trajectory:
+    """One row: two tokens of a prompt, then each turn behind three tokens of context, the first behind the prompt.
+
+    ``turns`` are numbers of sampled tokens; without a ``total`` it is the sum of the ``rewards`` of turns.
+    """
+    rng = random.Random(seed)
+    tokens, found = [1, 2], list[Turn]()
+    given = rewards or [None] * len(turns)
+    for number, (length, reward) in enumerate(zip(turns, given, strict=True)):
+        tokens += [rng.randrange(vocabulary) for _ in range(3 if number else 0)]
+        said = [rng.randrange(vocabulary) for _ in range(length)]
+        found.append(
+            Turn(
+                start=len(tokens),
+                logprobs=np.array([-2.5 + 0.4 * rng.random() for _ in said], np.float32),
+                finish_reason=finish if number == len(turns) - 1 else "stop",
+                spans=(Span(0, 2),),
+                text="",
+                reward=reward,
+            )
+        )
+        tokens += said
+    row = Chain(token_ids=np.array(tokens, np.int32), turns=tuple(found))
+    reward = sum(r or 0.0 for r in given) if total is None else total
+    return Trajectory(chains=(row,), reward=reward, stop=STOPS[finish])
+
+
+def branched(one: Trajectory) -> Trajectory:
+    """The same turns, each the end of a row of its own."""
+    (row,) = one.chains
+    rows = [Chain(token_ids=row.token_ids[: turn.stop].copy(), turns=(turn,)) for turn in row.turns]
+    return replace(one, chains=tuple(rows))
+
+
+def group(name: str, trajectories: Sequence[Trajectory]) -> RolloutGroup:
+    prompt = Prompt(id=name, text=name, token_ids=(1, 2), answer="")
+    return RolloutGroup(prompt=prompt, trajectories=tuple(trajectories))
+
+
+def groups(seed: int, *, sizes: Sequence[int] = (3, 4, 2)) -> list[RolloutGroup]:
+    """Ragged groups of trajectories of one to four turns with rewards; some are cut."""
+    rng = random.Random(seed)
+
+    def one() -> Trajectory:
+        turns = [rng.randint(1, 5) for _ in range(rng.randint(1, 4))]
+        rewards = [rng.choice([None, 0.0, 0.25, 1.0]) for _ in turns]
+        total = sum(r or 0.0 for r in rewards) + rng.choice([0.0, 1.0])
+        finish: FinishReason = "length" if rng.random() < 0.2 else "stop"
+        return trajectory(turns, rewards=rewards, total=total, finish=finish, seed=rng.randrange(2**20))
+
+    return [group(f"p{number}", [one() for _ in range(size)]) for number, size in enumerate(sizes)]

@@ -11,12 +11,13 @@ from typing import Any
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.engines.adapter import Adapter
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rewards.threads import Plain
 from rl_megatron.rollout.batch import Answered, Drawn, Ledger
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.rollout.stream import Stream
-from rl_megatron.types import Prompt, RolloutGroup
+from rl_megatron.types import GenerationRequest, Prompt, RolloutGroup
 
 PROMPTS = [Prompt(id=f"p{i}", text="", token_ids=(1,), answer="") for i in range(600)]
 OF_TOKENS = [Prompt(id=f"p{i}", text="", token_ids=(i, 5), answer="") for i in range(40)]
@@ -106,3 +107,21 @@ def sampled_from(
         ledger=Ledger(path),
     )
     return sampler, stream
+
+
+# An adapter whose servers need not know of pushes.
+class Still(Adapter):
+    """Loading, pausing and aborting do nothing; how a server samples is for who inherits from it to say."""
+
+    name, module, tested, renormalises_top_p = "Still", "still", "1", True
+
+    async def abort(self, server: Any, request: GenerationRequest, request_id: str) -> None: ...
+
+    async def pause(self, server: Any, mode: object) -> None: ...
+
+    async def resume(self, server: Any) -> None: ...
+
+    async def load(self, server: Any, path: Path, version: int, **options: object) -> list[Any]:
+        return []
+
+    async def relabel(self, server: Any, version: int) -> None: ...

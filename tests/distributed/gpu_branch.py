@@ -19,8 +19,8 @@ from rl_megatron.types import Samples
 from rl_megatron.weights.checks.checksums import box_checksums, checksum
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import fill, ragged_samples
-from tests.optimizer_step import train_step
 from tests.rows import policy_loss
+from tests.samples import train_step
 
 TINY = TinySizes(num_layers=2)
 STEPS = 2

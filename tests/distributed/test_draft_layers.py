@@ -20,8 +20,7 @@ from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from tests.distributed.ranks import run_ranks, worlds
 from tests.draft_models import save_with_drafts, save_with_qwens_draft
-from tests.optimizer_step import train_step
-from tests.samples import sequences_of
+from tests.samples import sequences_of, train_step
 
 if TYPE_CHECKING:
     from rl_megatron.learner.trained import MegatronLearner

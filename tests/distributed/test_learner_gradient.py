@@ -24,8 +24,7 @@ from rl_megatron.training.measures import Made
 from rl_megatron.types import Samples
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import fill, run_ranks
-from tests.optimizer_step import train_step
-from tests.samples import sequences_of
+from tests.samples import sequences_of, train_step
 from tools.planner.memory import footprints
 
 STEPS = 10

@@ -36,8 +36,7 @@ from rl_megatron.weights.push.beside import ADAPTERS, adapters_folder
 from tests.distributed.ranks import run_ranks, whole_gradients, worlds
 from tests.family_models import BASE, MODELS, save_model
 from tests.matrix.oracle import as_modules
-from tests.optimizer_step import train_step
-from tests.samples import TWO, two_sequences
+from tests.samples import TWO, train_step, two_sequences
 
 if TYPE_CHECKING:
     from rl_megatron.learner.trained import MegatronLearner

@@ -29,9 +29,8 @@ from rl_megatron.training.measures import Made
 from rl_megatron.types import Batch, Loss, Samples, SkippedStep, Want
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import run_ranks
-from tests.optimizer_step import train_step
 from tests.rows import NAMES, config_of, policy_loss
-from tests.samples import sequences_of
+from tests.samples import sequences_of, train_step
 
 OfLayout = Callable[[str], list[dict[str, Any]]]
 OF_BELOW = (

@@ -33,7 +33,7 @@ from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import fill, ragged_samples, run_ranks, worlds
 from tests.family_models import save_model
 from tests.rows import policy_loss
-from tests.shares import share_of
+from tests.samples import share_of
 
 STEPS, SEQUENCES, VOCABULARY, PUSHING = 3, 12, 61, 2
 LOSS = policy_loss(objective="cispo", aggregation="token_mean")

@@ -252,8 +252,8 @@ def test_the_plan_keeps_activations_as_the_graphs_own() -> None:
 
 
 # ``torch.cuda``'s graphs on a CPU, for megatron's calls of them: what is captured is noted operation by operation, and
-# a replay computes it again in the same memory. So a graph knows new inputs only where they were copied into its own. An
-# operation for which the host would wait raises an error while a graph is captured, as on a GPU.
+# a replay computes it again in the same memory. So a graph knows new inputs only where they were copied into its own.
+# An operation for which the host would wait raises an error while a graph is captured, as on a GPU.
 SEEN: Counter[str] = Counter()
 """How many captures and replays there were."""
 _WAITING = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2"}

@@ -23,8 +23,8 @@ from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.pretended.ranks import World, run_worlds
 from tests.distributed.ranks import ragged_samples
 from tests.rows import policy_loss
+from tests.samples import share_of
 from tests.savings import hold_back
-from tests.shares import share_of
 from tools.planner import host_memory
 from tools.planner.host_memory import host_bytes, pinned
 from tools.planner.memory import footprints

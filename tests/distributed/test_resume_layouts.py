@@ -25,8 +25,8 @@ from rl_megatron.models.shape import DeltaNet, LatentAttention, ModelShape, Rope
 from rl_megatron.training.measures import Made
 from rl_megatron.types import Loss, Samples, SkippedStep
 from tests.distributed.ranks import ragged_samples, run_ranks
-from tests.optimizer_step import train_step
 from tests.rows import policy_loss
+from tests.samples import train_step
 from tests.savings import assert_same_state, held_back, read_back
 from tests.small_models import TINY_MOE
 

@@ -11,8 +11,7 @@ from rl_megatron.observability.timeline.trace import read_trace
 from tests.e2e.processes import Place, Run
 from tests.kills.points import KILLED, Point, function_of
 from tests.kills.reader import Found, found, lines_of, trained_by_the_learner
-from tests.kills.run import points
-from tests.kills.series import SIZE, STALENESS, Series
+from tests.kills.run import SIZE, STALENESS, Series, points
 from tests.perfetto import check_trace
 
 STREAM, LEDGER = "rl_megatron.rollout.stream:Stream", "rl_megatron.rollout.batch:Ledger"

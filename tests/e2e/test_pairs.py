@@ -23,8 +23,8 @@ from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.metrics.table import deterministic
 from rl_megatron.rewards.classifiers.in_process import ClassifierReward
 from rl_megatron.types import Prompt
-from tests.e2e.conversations import SIGN, prepared_with
 from tests.e2e.processes import Place, Run
+from tests.e2e.test_sft import SIGN, prepared_with
 from tests.e2e.trl_values import assert_as_trl
 from tests.unit.launcher.commands import Said
 from tests.unit.observability.report_pages import Page

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,37 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 
-from rl_megatron.models.tiny import TOKENIZER_SIZE
+from rl_megatron.models.tiny import TOKENIZER_SIZE, TinySizes, make_tiny_model
 from rl_megatron.observability.history import headline_figures, load_runs
 from rl_megatron.observability.metrics.table import deterministic
-from tests.e2e.conversations import SIGN, prepared_with
 from tests.e2e.processes import Place, Run
 from tests.e2e.trl_values import assert_as_trl
 from tests.family_models import save_model
 from tests.unit.launcher.commands import Said
 from tests.unit.observability.report_pages import Page
+
+# Conversations to train on, and a tiny model whose chat template ends their turns.
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}{{ sign }}{{ m['content'] }}"
+    "{{ '<eos>' if m['role'] == 'assistant' else '' }}\n"
+    "{% endfor %}{{ 'assistant' ~ sign if add_generation_prompt else '' }}"
+)
+SIGN = "model.template_variables.sign=':'"
+"""The key of a run that has what stands between a role and its words."""
+
+
+def prepared_with(place: Place, files: Mapping[str, Sequence[Mapping[str, object]]]) -> Path:
+    """The model's folder, whose template ends turns with its end-of-sequence token; beside it a .jsonl file of the rows
+    of each name."""
+    folder = place.folder / "model"
+    shutil.copytree(make_tiny_model(TinySizes(), place.cache, 0), folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"split_special_tokens": False}))
+    for name, rows in files.items():
+        (place.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
 
 SIZE, ROWS, STEPS, RATE = 6, 20, 5, 3e-3
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import subprocess
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from typing_extensions import override
 
 from launcher.servers.engines import SERVERS
@@ -33,7 +35,17 @@ from rl_megatron.weights.layouts.lora import hf_adapters, ranks_of_parts
 from rl_megatron.weights.push.beside import ADAPTERS, AdapterWeights, adapters_folder
 from tests.completions import completion
 from tests.e2e.processes import REWARDS
-from tests.engines.benches import MAX_LENGTH, NEW, FolderSync, ServedBench, logprobs_of, request, served, spare_a_core
+from tests.engines.benches import (
+    MAX_LENGTH,
+    NEW,
+    FolderSync,
+    ServedBench,
+    interpreter,
+    logprobs_of,
+    request,
+    served,
+    spare_a_core,
+)
 from tests.engines.conftest import needs
 from tests.engines.learned import save_model
 from tests.engines.reads_adapters import TEXT
@@ -209,3 +221,46 @@ def test_a_run_trains_on_what_sglang_samples_with_its_adapters(tmp_path: Path) -
     assert changed == {name for name in base if ".self_attn." in name and name.endswith("_proj.weight")}
     for name in base:
         torch.testing.assert_close(merged[name], exported[name], atol=1e-7, rtol=1e-6)
+
+
+# The folder of adapters that ``rl-megatron convert`` writes, in the real vLLM; transformers is the oracle. Linears of
+# a dense model: vLLM's kernels for experts' adapters, and all of SGLang's, need GPUs.
+LORA_OF_PROBE = LoraSection(rank=4, alpha=12.0)
+NEVER = 600.0
+
+
+def test_vllm_computes_with_the_adapters_as_transformers_does_with_merged_weights(tmp_path: Path) -> None:
+    """15 seconds."""
+    needs("vllm")
+    model = save_model("qwen2", tmp_path / "model", 1)
+    shape = read_shape(model)
+    shapes = hf_adapters(hf_layout(shape), ranks_of_parts(megatron_layout(shape), LORA_OF_PROBE)).local_shapes(0)
+    drawn = MadeUp(model, shapes, 3)
+    adapters = {name: drawn.read(name, tuple((0, n) for n in size)).mul_(3) for name, size in shapes.items()}
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    save_file({f"base_model.model.{name}": a for name, a in adapters.items()}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(peft_config(LORA_OF_PROBE, shape, model)))
+    script, out = Path(__file__).with_name("reads_adapters.py"), tmp_path / "said.json"
+    command = [interpreter("vllm"), script, model, folder, "8", out]
+    with (tmp_path / "log").open("w") as log:
+        done = subprocess.run(list(map(str, command)), stdout=log, stderr=log, timeout=NEVER, check=False)
+    assert done.returncode == 0, (tmp_path / "log").read_text()[-3000:]
+    alone, adapted = json.loads(out.read_text())
+    assert alone == pytest.approx(logprobs(model, {}), abs=1e-5)
+    assert adapted == pytest.approx(logprobs(model, adapters), abs=1e-5)
+    assert max(abs(a - b) for a, b in zip(alone, adapted, strict=True)) > 0.1
+
+
+def logprobs(folder: Path, adapters: dict[str, torch.Tensor]) -> list[float]:
+    """Of `TEXT`, with B A added to the weights by hand."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    weights = load_file(folder / "model.safetensors")
+    for name, a in adapters.items():
+        if ".lora_A." in name:
+            weight = name.replace(".lora_A.", ".")
+            weights[weight] += LORA_OF_PROBE.alpha / len(a) * adapters[name.replace("lora_A", "lora_B")] @ a
+    model.load_state_dict(weights, strict=False)
+    with torch.no_grad():
+        said = model(torch.tensor([TEXT])).logits[0].log_softmax(-1)
+    return [float(said[place, token]) for place, token in enumerate(TEXT[1:])]

@@ -18,8 +18,8 @@ from rl_megatron.data.packing import pack
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Samples
 from tests.distributed.ranks import ragged_samples
-from tests.optimizer_step import train_step
 from tests.rows import policy_loss
+from tests.samples import train_step
 from tests.small_models import TINY_MOE
 
 if TYPE_CHECKING:

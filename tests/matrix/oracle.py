@@ -32,7 +32,7 @@ from tests.matrix.probes import (
     prompt_of,
     texts,
 )
-from tests.reduction import values
+from tests.samples import values
 
 
 @dataclass(kw_only=True)

@@ -24,9 +24,8 @@ from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, rea
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from tests.matrix.cells import MAX_TOKENS, Cell
-from tests.optimizer_step import train_step
 from tests.rows import policy_loss
-from tests.samples import sequences_of
+from tests.samples import sequences_of, train_step
 
 if TYPE_CHECKING:
     from rl_megatron.learner.trained import MegatronLearner

@@ -27,7 +27,7 @@ from rl_megatron.data.problems.rendering import Record, rendered_rows
 from rl_megatron.errors import ConfigError, DataError, SandboxError
 from rl_megatron.models.tiny import byte_tokenizer
 from tests.unit.rollout.conversation.families import FAMILIES
-from tests.unit.rollout.endpoint.serving import ASK, TOKENIZER, Saying, episode
+from tests.unit.rollout.endpoint.test_endpoint import ASK, TOKENIZER, Saying, episode
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"  # 1e10 turns, hours
 SAID = r"it took more than 0\.3 s of processor time; the model's chat template may loop without end"

@@ -19,9 +19,8 @@ from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.losses import CrossEntropy, PolicyLoss
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.types import Loss, LossInputs, LossOutput
-from tests.losses import local_sum, loss_inputs
-from tests.reduction import joined, values
 from tests.rows import changed, pair_loss, policy_loss
+from tests.samples import joined, local_sum, loss_inputs, values
 
 GARBAGE = [math.nan, math.inf, -math.inf, 1e30]
 ESTIMATORS = ["k1", "k2", "k3", "abs"]

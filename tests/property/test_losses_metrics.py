@@ -19,9 +19,8 @@ from rl_megatron.config.sections.algorithm import CorrectionSection
 from rl_megatron.observability.recorder import Row
 from rl_megatron.training.measures import Made, policy_row
 from rl_megatron.types import Loss, LossInputs, Metric, StepResult
-from tests.losses import loss_inputs, part_of
-from tests.reduction import values
 from tests.rows import pair_loss, policy_loss
+from tests.samples import loss_inputs, part_of, values
 
 GSPO = policy_loss(ratio_level="sequence", aggregation="seq_mean_token_mean", clip_low=0.03, clip_high=0.04)
 ROWS = [

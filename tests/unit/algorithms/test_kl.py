@@ -18,9 +18,9 @@ from rl_megatron.config.sections.algorithm import KLSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.heads import logits_of, top_tokens
 from rl_megatron.types import LossInputs
-from tests.losses import loss_inputs
 from tests.property.test_losses_metrics import batch
 from tests.rows import policy_loss
+from tests.samples import loss_inputs
 
 
 def inputs(logprobs: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, ref: torch.Tensor) -> LossInputs:

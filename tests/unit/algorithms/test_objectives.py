@@ -17,10 +17,9 @@ from rl_megatron.algorithms.segments import segment_sum
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.types import LossInputs, LossOutput, Metric
-from tests.losses import part_of
 from tests.property.test_losses_metrics import batch, row_of
-from tests.reduction import joined, values
 from tests.rows import changed, policy_loss
+from tests.samples import joined, part_of, values
 
 LENGTHS = [5, 9, 1, 3, 7, 4]
 LOW, HIGH = 0.3, 0.5

@@ -30,9 +30,9 @@ from rl_megatron.training.credit import groups_that_differ
 from rl_megatron.training.update import Update
 from rl_megatron.types import Loss, LossInputs, Trajectory
 from tests.documents import blocks
-from tests.losses import part_of
 from tests.property.test_losses_metrics import batch
 from tests.rows import changed, pair_loss, policy_loss
+from tests.samples import part_of
 from tests.toy_roles import VOCABULARY, Toy, table
 from tests.unit.algorithms.test_pair_losses import check_equation
 from tests.unit.training.test_credit import advantages, group

@@ -24,9 +24,9 @@ from rl_megatron.data import packing
 from rl_megatron.errors import ConfigError
 from rl_megatron.training import credit
 from rl_megatron.types import LossInputs
-from tests.losses import loss_inputs
 from tests.property.test_losses_metrics import batch
 from tests.rows import PAIR_ROWS, pair_loss
+from tests.samples import loss_inputs
 
 BETA = 0.7
 LENGTHS = [5, 9, 1, 3, 7, 4]

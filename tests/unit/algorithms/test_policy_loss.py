@@ -19,8 +19,8 @@ from rl_megatron.data.trajectories import single_turns
 from rl_megatron.training.credit import AlgorithmState, assign_credit, groups_to_train_on, shape_rewards
 from rl_megatron.types import Loss, LossInputs, LossOutput, Prompt, Samples
 from tests.completions import completion
-from tests.losses import loss_inputs
 from tests.rows import changed, policy_loss
+from tests.samples import loss_inputs
 
 NAN = math.nan
 GSPO = policy_loss(ratio_level="sequence", aggregation="seq_mean_token_mean", clip_low=3e-4, clip_high=4e-4)

@@ -31,8 +31,8 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.algorithm import AlgorithmSection, CorrectionSection, KLSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.types import LossInputs
-from tests.losses import loss_inputs
 from tests.rows import BESIDE, NAMES, WITH_TURNS, config_of
+from tests.samples import loss_inputs
 
 ROOT = Path(__file__).parents[3]
 

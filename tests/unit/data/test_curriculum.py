@@ -31,7 +31,7 @@ from rl_megatron.rollout.batch import Answered
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.credit import AlgorithmState, assign_credit, shape_rewards
 from rl_megatron.types import Prompt, RolloutGroup
-from tests.turns import trajectory
+from tests.completions import trajectory
 from tests.unit.training.test_bad_steps import EQUAL, TEACHES, WANTED, Steps, job
 
 STATE = TypeAdapter(TrainerState)

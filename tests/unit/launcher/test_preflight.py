@@ -482,9 +482,9 @@ def test_packages_that_are_not_there_are_found_before_ranks_start() -> None:
     assert (
         found == "algorithm.objective=nowhere.of:mine: no module 'nowhere'; install it or put its folder on PYTHONPATH"
     )
-    there = preflight(load_config("tiny_cpu", ["algorithm=gmpo", "algorithm.objective=tests.shares:share_of"]))
+    there = preflight(load_config("tiny_cpu", ["algorithm=gmpo", "algorithm.objective=tests.samples:share_of"]))
     assert there.texts("problem") == []
-    assert "algorithm.objective=tests.shares:share_of, which ranks import" in there.texts("unchecked")
+    assert "algorithm.objective=tests.samples:share_of, which ranks import" in there.texts("unchecked")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from rl_megatron.interfaces import Pass
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import Chain, Completion, ParallelDims, Prompt, RolloutGroup, Trajectory
 from rl_megatron.weights.layouts.families import read_shape
-from tests.shares import share_of
+from tests.samples import share_of
 from tests.unit.rollout.conversation.families import FAMILIES, Reply, completion_of, message_of, tokenizer_of
 
 REPLIES = (

@@ -26,8 +26,7 @@ from rl_megatron.rollout.stream import Stream, StreamState
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, Turn
 from rl_megatron.weights.checks.reports import Report
 from tests.completions import completion
-from tests.streams import OF_TOKENS, sampled_from
-from tests.unit.rollout.still import Still
+from tests.streams import OF_TOKENS, Still, sampled_from
 from tests.virtual_time import run_at_once
 
 PAUSE = 0.02  # seconds of a push on the first server

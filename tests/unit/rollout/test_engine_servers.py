@@ -32,7 +32,7 @@ from rl_megatron.types import Completion, GenerationRequest, SamplingParams, Spa
 from rl_megatron.weights.checks.reports import Report, packed_report
 from rl_megatron.weights.layouts.recorded import Boxes
 from tests.completions import completion
-from tests.unit.rollout.endpoint.serving import ASK, Saying, episode
+from tests.unit.rollout.endpoint.test_endpoint import ASK, Saying, episode
 from tests.unit.rollout.test_engine_routes import ASKED
 
 Answer = Callable[[str, dict[str, Any], int], tuple[int, object]]

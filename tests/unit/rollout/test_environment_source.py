@@ -29,7 +29,7 @@ from rl_megatron.rollout.policy_sampler import HeldOut
 from rl_megatron.types import Chain, Completion, GenerationRequest, Prompt, Span, Trajectory, Turn
 from tests.completions import drawn
 from tests.scripted_engine import EOS, Scripted, sampler, trajectories
-from tests.unit.rollout.endpoint.serving import post
+from tests.unit.rollout.endpoint.test_endpoint import post
 
 PROMPTS = [Prompt(id=f"{a}*{b}", text=f"{a}*{b}=", token_ids=(1,), answer=str(a * b)) for a, b in ((3, 4), (12, 11))]
 

@@ -28,7 +28,7 @@ from rl_megatron.types import Prompt
 from tests.completions import drawn
 from tests.scripted_engine import sampler, trajectories
 from tests.unit.rollout.conversation.families import FAMILIES, TOOLS, Reply, message_of, tokenizer_of, written
-from tests.unit.rollout.endpoint.serving import ASK, CALLS, STOP, TOKENIZER, Saying, episode
+from tests.unit.rollout.endpoint.test_endpoint import ASK, CALLS, STOP, TOKENIZER, Saying, episode
 from tests.unit.rollout.test_environment_source import Talks
 
 NAMES = {"qwen3": "hermes", "chatml": "hermes", "llama3": "llama3_json", "deepseek": "deepseek"}

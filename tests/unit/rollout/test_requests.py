@@ -34,8 +34,7 @@ from rl_megatron.engines.requests import Places
 from rl_megatron.engines.teachers import Teacher
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.types import Batch, Completion, ParallelDims, Prompt, RolloutGroup, Samples, Want
-from tests.completions import completion, plain
-from tests.turns import trajectory
+from tests.completions import completion, plain, trajectory
 from tests.unit.rollout.test_engine_servers import (
     PARAMS,
     REQUEST,

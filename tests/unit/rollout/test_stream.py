@@ -23,8 +23,8 @@ from rl_megatron.rollout import stream as stream_module
 from rl_megatron.rollout.batch import Answered, Drawn, Ledger, LedgerState, Waiting, lines_of
 from rl_megatron.rollout.stream import Stream, StreamState
 from rl_megatron.types import Chain, Prompt, RolloutGroup, Span, Trajectory, Turn
+from tests.completions import trajectory
 from tests.streams import PROMPTS, Source, stream_over
-from tests.turns import trajectory
 from tests.virtual_time import run_at_once
 
 STEPS = 10

@@ -30,8 +30,7 @@ from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.jobs.rl import Reinforcement
 from rl_megatron.types import Completion, GenerationRequest, Prompt
 from tests.completions import completion
-from tests.streams import PROMPTS, Source, stream_over
-from tests.unit.rollout.still import Still
+from tests.streams import PROMPTS, Source, Still, stream_over
 from tests.unit.rollout.test_engine_servers import REQUEST, engine_of, push, running
 from tests.virtual_time import run_at_once
 

@@ -33,9 +33,8 @@ from rl_megatron.training.credit import (
 from rl_megatron.training.measures import explained_variance
 from rl_megatron.training.update import preference_pairs
 from rl_megatron.types import Chain, FinishReason, ParallelDims, Prompt, RolloutGroup, Samples, Trajectory
-from tests.completions import completion
-from tests.turns import branched, groups, trajectory
-from tests.turns import group as group_of
+from tests.completions import branched, completion, groups, trajectory
+from tests.completions import group as group_of
 
 PROMPT = (1, 2)
 NO_BASELINE = {"advantage_mean": "none", "advantage_std": "none"}

@@ -37,11 +37,10 @@ from rl_megatron.training.credit import (
     states_of,
 )
 from rl_megatron.types import Chain, Completion, Prompt, RolloutGroup, Samples, Scored, Span, Trajectory, Turn
-from tests.completions import completion, drawn
+from tests.completions import branched, completion, drawn, group
 from tests.documents import blocks
 from tests.rows import BESIDE, config_of
 from tests.scripted_engine import Scripted, sampler
-from tests.turns import branched, group
 from tests.unit.training.test_credit import by_turn
 
 GIGPO = {"turn_baseline": "state", "turn_compared": "returns", "turn_weight": 1.0, "gamma_turn": 0.95}

@@ -50,10 +50,8 @@ from rl_megatron.types import (
     StepResult,
     Want,
 )
-from tests.completions import completion
-from tests.reduction import values
-from tests.samples import sequences_of
-from tests.turns import trajectory
+from tests.completions import completion, trajectory
+from tests.samples import sequences_of, values
 
 MOST = 48  # positions of a micro-batch
 GIVEN = ("algorithm=ppo", "algorithm.kl.coefficient=0.1", "learner.ep=1", "learner.dp=2", "train.minibatches=1")

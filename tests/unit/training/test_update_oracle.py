@@ -45,11 +45,10 @@ from rl_megatron.types import (
     Trajectory,
     Turn,
 )
-from tests.completions import completion
+from tests.completions import branched, completion, group, trajectory
+from tests.completions import groups as groups_of_turns
 from tests.rows import config_of
 from tests.toy_roles import NAMED, VOCABULARY, Toy, table
-from tests.turns import branched, group, trajectory
-from tests.turns import groups as groups_of_turns
 from tests.unit.training.plain_update import PlainUpdate
 
 CRITIC = {"credit": "gae", "advantage_mean": "none", "advantage_std": "none"}
