@@ -1,4 +1,5 @@
-"""A checkpoint of Muon, of a critic or of small stages goes on in another layout; tests/matrix has AdamW's of models.
+"""A checkpoint of a critic, of small stages or in bfloat16 goes on in another layout; tests/matrix has models' of both
+optimizers.
 
 Runs are relays. Each layout loads what the one before saved, makes the steps that the one before makes after saving,
 and then saves and goes on itself. All run in two processes that are started once.
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
-from rl_megatron.models.shape import DeltaNet, LatentAttention, ModelShape, Rope, Router
+from rl_megatron.models.shape import ModelShape, Rope, Router
 from rl_megatron.training.measures import Made
 from rl_megatron.types import Loss, Samples, SkippedStep
 from tests.distributed.ranks import ragged_samples, run_ranks
@@ -49,28 +50,6 @@ BIASED = replace(  # gpt-oss: experts are one tensor, with biases
     router=Router(logit_bias=True),
     rope=Rope(),
 )
-LATENT = replace(  # DeepSeek-V3: latent attention, a dense first layer, a shared expert, a selection bias
-    MOE,
-    family="deepseek_v3",
-    num_kv_heads=4,
-    head_dim=18,
-    latent=LatentAttention(query_rank=10, kv_rank=12, nope_dim=10, rope_dim=8, value_dim=6),
-    dense_layers=1,
-    dense_width=48,
-    shared_width=24,
-    router=Router(score="sigmoid", selection_bias=True, scaling=2.5),
-    qk_norm=None,
-)
-DELTA = replace(  # Qwen3.5-MoE: a delta net, attention with a gate, a shared expert with a gate
-    MOE,
-    family="qwen3_5_moe",
-    shared_width=24,
-    delta=DeltaNet(key_heads=2, value_heads=4, key_dim=8, value_dim=6, kernel=4),
-    delta_layers=(0,),
-    output_gate=True,
-    shared_gate=True,
-    zero_centered=True,
-)
 HALF = {"dtype": "bfloat16"}
 MUON = {"optimizer": {"name": "muon", "weight_decay": 0.1}}
 OTHERS = {"beta1": 0.7, "beta2": 0.8, "eps": 1e-3, "weight_decay": 0.5}
@@ -81,12 +60,7 @@ RELAYS: Mapping[str, Relay] = {
         [{"tp": 2}, {"pp": 2, "vpp": 2, "stage_layers": "1+2+1*2"}, {"cp": 2, "ep": 2}, {}],  # etp is 2, then 1
     ),
     "experts with biases": (BIASED, [{"tp": 2, "etp": 1}, {}, {"ep": 2}]),  # dp is 1, then 2
-    "muon": (LATENT, [{**MUON, "tp": 2}, {**MUON, "tp": 2}, {**MUON, "pp": 2}, {**MUON, "cp": 2, "ep": 2}, MUON]),
     "muon, experts with biases": (BIASED, [{**MUON, "tp": 2, "etp": 1}, {**MUON, "ep": 2}]),
-    "muon, delta nets": (
-        DELTA,
-        [{**MUON, "tp": 2, "ep": 2}, {**MUON, "pp": 2}, {**MUON, "cp": 2}],
-    ),
     "muon, bfloat16": (MOE, [{**MUON, **HALF, "dp": 2}, {**MUON, **HALF, "dp": 2}, {**MUON, **HALF, "tp": 2}]),
 }
 
@@ -322,7 +296,7 @@ def test_a_later_save_by_the_plan_of_the_first_is_one_planned_again_to_the_bit(s
         assert moments
         assert not any(torch.equal(fresh[name], earlier[name]) for name in moments), folder.name
         compared += 1
-    assert compared == 17
+    assert compared == 11
 
 
 def test_muons_state_of_bfloat16_parameters_is_the_same_to_the_bit_in_another_layout(seen: Path) -> None:

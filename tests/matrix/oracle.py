@@ -1,4 +1,4 @@
-"""What a cell must see: transformers' model, AdamW of torch, and losses and adapters by their formulas."""
+"""What a cell must see: transformers' model, AdamW and Muon of torch, and losses and adapters by their formulas."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Batch, LossInputs, Samples
 from rl_megatron.weights.layouts.families import read_shape
 from tests.draft_models import WrittenDraft
@@ -206,6 +208,62 @@ def adamw(named: Mapping[str, Tensor], learner: LearnerSection) -> torch.optim.A
     )
 
 
+class Muon:
+    """torch.optim.Muon, in the learner's precision, for the matrices of layers, and AdamW for the rest."""
+
+    def __init__(self, named: Mapping[str, Tensor], learner: LearnerSection, shape: ModelShape) -> None:
+        parts = {name: matrices(name, p.detach(), shape) for name, p in named.items()}
+        self._adamw = adamw({name: p for name, p in named.items() if not parts[name]}, learner)
+        self._views = [(views, p) for name, p in named.items() if (views := parts[name])]
+        self._stepped = [[torch.nn.Parameter(view.flatten(0, -2)) for view in views] for views, _ in self._views]
+        each, section = [p for parts in self._stepped for p in parts], learner.optimizer
+        self._muon = torch.optim.Muon(each, RATE, weight_decay=section.weight_decay, adjust_lr_fn=section.muon.scale)
+        self._named, self._shape = {id(p): name for name, p in named.items()}, shape
+
+    def zero_grad(self) -> None:
+        self._adamw.zero_grad()
+        for _, p in self._views:
+            p.grad = None
+
+    def step(self) -> None:
+        for (_, p), stepped in zip(self._views, self._stepped, strict=True):
+            assert p.grad is not None
+            for one, grad in zip(stepped, matrices(self._named[id(p)], p.grad, self._shape), strict=True):
+                one.grad = grad.flatten(0, -2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+            self._muon.step()
+        self._adamw.step()
+        for (views, _), stepped in zip(self._views, self._stepped, strict=True):
+            for view, one in zip(views, stepped, strict=True):
+                view.copy_(one.detach().view_as(view))
+
+
+def matrices(name: str, p: Tensor, shape: ModelShape) -> list[Tensor]:
+    """Views of the matrices that Muon steps in a parameter of transformers, of each all but the last dimension are
+    rows; none where AdamW steps it. Experts' are [E, 2f, h], gate above up, and [E, h, f]; gpt-oss' are transposed,
+    with gate and up interleaved. A delta net's, and queries with gates, have a group of rows for each head."""
+    if ".layers." not in name or p.dim() < 2 or "bias" in name or "conv1d" in name or min(p.shape) == 1:
+        return []
+    if p.dim() == 3 and shape.expert_bias:
+        cuts = (slice(0, None, 2), slice(1, None, 2)) if "gate_up" in name else (slice(None),)
+        return [expert[:, cut].T for expert in p for cut in cuts]
+    if p.dim() == 3:
+        return [half for expert in p for half in expert.chunk(2 if "gate_up" in name else 1)]
+    if name.endswith("q_proj.weight") and shape.output_gate:
+        return list(p.unflatten(0, (-1, 2, shape.head_dim)).unbind(1))
+    m = shape.delta
+    sizes = {
+        "in_proj_qkvz": m and (m.key_dim, m.key_dim, m.ratio * m.value_dim, m.ratio * m.value_dim),
+        "in_proj_ba": m and (m.ratio, m.ratio),
+    }
+    if rows := sizes.get(name.split(".")[-2]):
+        return list(p.unflatten(0, (-1, sum(rows))).split(rows, 1))
+    if m and name.endswith("in_proj_qkv.weight"):
+        return list(p.split((m.key_heads * m.key_dim, m.key_heads * m.key_dim, m.value_heads * m.value_dim)))
+    return [p]
+
+
 def loss_of(logits: Sequence[Tensor], samples: Samples, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy's loss of all texts at once, and its metrics."""
     said = (torch.cat(list(logits)) / TEMPERATURE).log_softmax(-1)
@@ -243,7 +301,8 @@ def wanted(cell: Cell, folder: Path, model: Any, to: Path, last: LearnerSection)
         p.requires_grad_(adapters is None and not (learner.router.frozen and is_router(name)))
     trained = adapters.held if adapters else {n: p for n, p in model.named_parameters() if p.requires_grad}
     beside = {**(adapters.held if adapters else {}), **(draft.held if draft else {})}
-    optimizer = adamw(trained, learner)
+    muon = learner.optimizer.name == "muon"
+    optimizer = Muon(trained, learner, shape) if muon else adamw(trained, learner)
     found.start = load_file(folder / "model.safetensors") | {n: t.detach().clone() for n, t in beside.items()}
     for batch in (packed(samples, learner), packed(samples, last)):
         given = as_modules(adapters.merged(), model) if adapters else {}
