@@ -18,7 +18,7 @@ ENVIRONMENT := .venv/.installed
 TORCH := torch==2.13.0
 FILES_312 := tests/unit/learner tests/unit/options tests/tools/planner tests/matrix $(addprefix tests/distributed/test_, \
 	resume_layouts.py kept.py overlap.py \
-	float32_head.py parked.py conversion.py dry_run.py te_names.py pretended_gpu.py)
+	float32_head.py parked.py conversion.py te_names.py pretended_gpu.py)
 TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder
 PAGES := LICENSE Makefile pyproject.toml constraints.txt bench conf docs launcher rl_megatron slurm tools
 ARGS ?=

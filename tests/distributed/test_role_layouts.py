@@ -1,4 +1,4 @@
-"""Roles on real ranks: columns of a step, critics, references and reward models in layouts of their own."""
+"""Roles on real ranks: columns of a step, critics, references and reward models in layouts of their own, and memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
@@ -32,7 +33,7 @@ from launcher.hosts.local import LocalLauncher
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.packing import Packer, packer_of, unpack
+from rl_megatron.data.packing import Packer, pack, packer_of, unpack
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
@@ -43,9 +44,10 @@ from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.training.measures import Measured
 from rl_megatron.training.scores.requests import Packers, measured
 from rl_megatron.training.update import Update
-from rl_megatron.types import Prompt, Samples, Scored
+from rl_megatron.types import GenerationRequest, ParallelDims, Prompt, Samples, SamplingParams, Scored
 from rl_megatron.weights.layouts.families import read_shape
 from tests.completions import completion
+from tests.distributed.ranks import ragged_samples
 from tests.samples import sequences_of
 
 pytestmark = pytest.mark.usefixtures("forked_node")
@@ -360,3 +362,42 @@ def test_scores_are_those_of_transformers_and_are_weighed(tmp_path: Path, layout
             assert one.parts == pytest.approx(wanted, abs=1e-4)
             assert one.total == pytest.approx(sum(WEIGHTS[name] * wanted[name] for name in wanted), abs=2e-4)
     assert len({round(one.total, 4) for group in found for one in group}) == 7
+
+
+# A rank's memory does not grow with its steps.
+CYCLE = 25  # steps after which a rank gives back what it has freed
+WARM, MANY_STEPS = 100 + 3 * CYCLE, 500  # with AVX-512 kernels for new shapes take 10 MB up to step 75
+MOST_A_STEP = 0.02e6  # bytes a step
+
+
+async def step(roles: Roles, number: int, g: torch.Generator) -> None:
+    """Sample, train and push, on other lengths each time."""
+    params = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=4, stop_token_ids=(257,), seed=number)
+    prompts = [tuple(torch.randint(0, 256, (length,), generator=g).tolist()) for length in (3, 5, 4 + number % 9)]
+    requests = [
+        GenerationRequest(id=f"{number}-{i}", token_ids=ids, num_completions=8, params=params)
+        for i, ids in enumerate(prompts)
+    ]
+    await asyncio.gather(*map(roles.engine.generate, requests))
+    samples = ragged_samples(16 + number % 8, g)
+    batch = pack(samples, dims=ParallelDims(), max_tokens=4096)
+    await roles.policy.backward(batch, CrossEntropy())
+    await roles.policy.step(1e-4)
+    await roles.weights.push(number)
+
+
+async def test_it_stays_flat(tmp_path: Path) -> None:
+    """20 seconds."""
+    config = load_config("tiny_cpu", ["learner.threads=1", "learner.ep=1", "learner.dp=1"])
+    model = make_tiny_model(TinySizes(num_layers=1, hidden_size=32, num_experts=4), tmp_path / "cache", seed=3)
+    g = torch.Generator().manual_seed(5)
+    held: list[int] = []
+    async with LocalLauncher(model, tmp_path).start(config) as roles:
+        assert isinstance(roles.policy, LearnerGroup)
+        (worker,) = roles.policy._group.workers
+        rank = psutil.Process(worker.process.pid)
+        for number in range(1, MANY_STEPS + 1):
+            await step(roles, number, g)
+            held.append(rank.memory_info().rss)
+    before, after = (min(held[last - 3 * CYCLE : last]) for last in (WARM, MANY_STEPS))
+    assert (after - before) / (MANY_STEPS - WARM) <= MOST_A_STEP

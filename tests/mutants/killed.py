@@ -9,6 +9,8 @@ import json
 import subprocess
 from pathlib import Path
 
+import yaml
+
 from tests.mutants.rooms import REPO
 
 FILE = "tests/mutants/killed.jsonl"
@@ -45,3 +47,25 @@ def changed_tests(revision: str, repository: Path = REPO) -> set[str]:
     command = ["git", "diff", "--name-only", "--no-renames", "HEAD~1" if revision == "1" else revision, "--", "tests"]
     said = subprocess.run(command, cwd=repository, check=True, capture_output=True, text=True).stdout
     return set(said.splitlines())
+
+
+# Mutants that no test can kill, as equivalents.yaml names them with their reasons. Imports nothing that draws them.
+EQUIVALENTS = "tests/mutants/equivalents.yaml"
+
+Equivalents = dict[tuple[str, str, str], str]
+"""(the file, its changed lines before, and after, each stripped and joined by spaces) -> why both do the same."""
+
+
+def named_equivalents() -> Equivalents:
+    """What the file says. Raises ValueError for lines that their file does not have, or a mutant named twice."""
+    out: Equivalents = {}
+    for named in yaml.safe_load((REPO / EQUIVALENTS).read_text("utf-8")):
+        path, line, mutant = named["path"], named["line"], named["mutant"]
+        if line not in " ".join(x.strip() for x in (REPO / path).read_text("utf-8").splitlines()):
+            raise ValueError(
+                f"{EQUIVALENTS}: {path} has no line `{line}`; name the line that it has become, or leave it out"
+            )
+        if (path, line, mutant) in out:
+            raise ValueError(f"{EQUIVALENTS}: {path} `{mutant}` is named twice; leave one out")
+        out[path, line, mutant] = named["reason"]
+    return out

@@ -19,8 +19,16 @@ from pathlib import Path
 
 from tests.flaky import is_rerun
 from tests.mutants.draw import drawn, found_again, mutants_at
-from tests.mutants.equivalents import Equivalents, named_equivalents
-from tests.mutants.killed import FILE, Killed, changed_tests, file_of, killed_mutants, write_killed
+from tests.mutants.killed import (
+    FILE,
+    Equivalents,
+    Killed,
+    changed_tests,
+    file_of,
+    killed_mutants,
+    named_equivalents,
+    write_killed,
+)
 from tests.mutants.rooms import REPO, ROOMS, Room, files_of
 from tests.mutants.selected import Mutant
 from tests.mutants.served import IMPORT, Served

@@ -3,7 +3,7 @@ mutant."""
 
 from __future__ import annotations
 
-from tests.mutants.equivalents import named_equivalents
+from tests.mutants.killed import named_equivalents
 
 
 def test_every_line_that_it_names_is_in_its_file() -> None:
