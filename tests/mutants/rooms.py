@@ -96,7 +96,7 @@ ROOMS = (
         first=("tests/unit/weights/test_transports.py", "tests/distributed/test_carried.py"),
         after=(
             "tests/property/test_plan.py",
-            *_under("tests/distributed", "test_sync_faults.py", "test_engine_ends.py"),
+            *_under("tests/distributed", "test_transport.py", "test_engine_ends.py"),
         ),
     ),
     Room(
