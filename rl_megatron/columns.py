@@ -3,8 +3,8 @@
 They are read-only: rewards of the user's own see the arrays that are trained on. Texts of completions have that form in
 checkpoints too: Python's lock is held while JSON is made of them, which are gigabytes.
 
-A `Column` is what engines return of each token beside its id and log-prob, for the learner to read. It is declared
-once, in the table `COLUMNS`. What is between an engine's answer and the learner's pass carries all columns alike.
+A `Column` is what engines return of each token beside its id and log-prob, for the learner to read. A feature declares
+it. What is between an engine's answer and the learner's pass carries all columns alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from pydantic import SerializationInfo, ValidationInfo
 
-    from rl_megatron.config.run import RunConfig
     from rl_megatron.models.shape import ModelShape
 
 _DTYPES = {
@@ -50,28 +49,10 @@ class Column:
 
     name: str
     of: Literal["positions", "sampled"]
-    required: Callable[[RunConfig], str | None]  # the key and value for which engines return it; None: they need not
     padding: Literal["zeros", "distinct"] = "zeros"  # of positions that pad; distinct: 0, 1, … in the last dimension
     layers: Callable[[ModelShape], Sequence[int]] | None = None
     """The decoder's layers that the second dimension has entries of. A rank is sent those of its own layers, and only
-    the policy, whose layers they are of, reads the column."""
-
-
-COLUMNS: dict[str, Column] = {
-    "routes": Column(
-        name="routes",  # the experts that each router chose: [positions, MoE layers, experts a token]
-        of="positions",
-        required=lambda config: config.asks_for_routes,
-        padding="distinct",
-        layers=lambda shape: shape.moe_layers,
-    )
-}
-"""Every declared column, by name."""
-
-
-def required_columns(config: RunConfig) -> dict[str, str]:
-    """The columns that engines must return for the run, each with the key that needs it."""
-    return {name: key for name, column in COLUMNS.items() if (key := column.required(config)) is not None}
+    the policy, whose layers they are of, reads the column, which must not be `Ragged`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,12 +8,13 @@ torch, so a login node reads it. What acts on a rank is named by text, and is im
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import pkgutil
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from types import MappingProxyType, new_class
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from rl_megatron.entries import declared, describe_entry, load_entry
 from rl_megatron.errors import ConfigError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
     from rl_megatron.algorithms.objectives import ClipLimits
+    from rl_megatron.columns import Column
     from rl_megatron.config.run import RunConfig
     from rl_megatron.config.sections.learner import LearnerSection
     from rl_megatron.engines.http import Server
@@ -33,16 +35,17 @@ if TYPE_CHECKING:
     from rl_megatron.learner.heads import Head
     from rl_megatron.learner.packed import PackedMicroBatch
     from rl_megatron.models.shape import ModelShape
-    from rl_megatron.observability.recorder import Stopwatch
+    from rl_megatron.observability.recorder import Row, Stopwatch
     from rl_megatron.options.option import Option
     from rl_megatron.rules import Rule
     from rl_megatron.training.measures import Measured
-    from rl_megatron.types import Batch, Metric, Samples
+    from rl_megatron.types import Batch, Metric, Samples, Want
 
 S = TypeVar("S", bound=Section)
 GROUP = "rl_megatron.features"
-OWN = ("draft", "balanced_clip", "following_reference")
-"""Features of this package, in the order in which they act."""
+_FOLDERS = "rl_megatron.features"
+Ask: TypeAlias = "Callable[[frozenset[Want]], Awaitable[Mapping[Want, torch.Tensor]]]"
+"""Asks the policy for scores of a batch's samples, [N, ...] each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +92,18 @@ class EngineHooks:
         """What a running server reports of the feature, as `described` reads it; falsy: it runs without."""
         return server.features.get(self.name)
 
-    def arguments(self, given: Any) -> Sequence[str]:
-        """The options of a start, where ``given`` is `Serving.given`."""
+    def arguments(self, given: Any, device: str) -> Sequence[str]:
+        """The options of a start on ``device``, cpu or an accelerator, where ``given`` is `Serving.given`. Raises
+        ConfigError for what the engine cannot do there."""
         return ()
 
     def described(self, settings: Mapping[str, Any]) -> tuple[object, Sequence[str]]:
         """What a server with the engine's ``settings`` runs, as `Serving.given`, and why no run can use it."""
         return None, ()
+
+    def fits(self, found: object, given: object) -> bool:
+        """Whether a running server that was ``described`` so fits `Serving.given`."""
+        return found == given
 
     def models(self, server: Server) -> Sequence[str]:
         """Models beside the policy to which a push brings the same file first, as the engine names them."""
@@ -116,16 +124,20 @@ class EngineHooks:
 class Serving:
     """A feature's part in engine servers."""
 
-    key: str
-    """The key that asks for it."""
     given: Callable[[RunConfig], object]
     """What servers are started with; falsy: nothing."""
     engines: Mapping[str, str]
     """By the engine's name, ``package.module:Class`` of its `EngineHooks`."""
-    lacks: str
-    """What the adapters of other engines lack and what to do, after "the adapter of <name>"."""
     misfit: str
     """Why a server that runs ``{found}`` does not fit ``{given}``, the key with its value."""
+    key: str | None = None
+    """The key that asks for it; None: ``given`` names it, with its value."""
+    lacks: str | None = None
+    """What the adapters of other engines lack and what to do, after "the adapter of <name>"; None: nothing."""
+
+    def named(self, given: object) -> str:
+        """How messages name the key with its value."""
+        return str(given) if self.key is None else f"{self.key}={given}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +163,12 @@ class Feature:
     shape: Callable[[LearnerSection, ModelShape], ModelShape] = _same
     """Changes the sizes of the trained policy where the feature is active. Raises ConfigError for a family without
     it."""
+    columns: Sequence[Column] = ()
+    """What engines return of tokens for its sides to read."""
+    asks: Mapping[str, Callable[[RunConfig], str | None]] = field(default_factory=dict)
+    """By the name of a column: the key and value for which engines return it; None: they need not."""
+    wants: Callable[[RunConfig], frozenset[Want]] = lambda _: frozenset()
+    """Scores that it needs of the policy at the start of each step."""
     serving: Serving | None = None
     """Its part in engine servers."""
     learner: str | None = None
@@ -164,12 +182,25 @@ class Feature:
 class StepHooks:
     """A feature's side in the controller of a run that trains on groups. The methods here do nothing."""
 
-    def scored(self, found: Measured) -> None:
-        """Runs once a batch is scored, before its first optimizer step."""
+    def sampled(self, samples: Samples) -> Samples:
+        """The samples that models read, of those that have all columns of the engines. Runs in a thread."""
+        return samples
+
+    def scored(self, found: Measured) -> Measured:
+        """The batch to train on, once it is scored and before credit is assigned. Runs in a thread."""
+        return found
+
+    def described(self, found: Measured) -> Row:
+        """Metrics of a scored batch. Runs in a thread, beside the first optimizer step."""
+        return {}
 
     async def limits(self, batch: Batch, watch: Stopwatch) -> ClipLimits | None:
         """The limits of the ratios of a minibatch, right before the policy trains on it; None for the algorithm's."""
         return None
+
+    async def trained(self, found: Measured, ask: Ask) -> Row:
+        """Runs after the optimizer steps of a batch; returns metrics. ``ask``: for scores of its samples by now."""
+        return {}
 
     async def stepped(self, step: int, watch: Stopwatch) -> None:
         """Runs after the optimizer steps of a step, before its push, also if there were none."""
@@ -225,11 +256,13 @@ class LearnerHooks:
 
 @cache
 def features() -> Mapping[str, Feature]:
-    """All features by name: those of this package, then those of installed ones.
+    """All features by name, in the order in which they act: those of this package by their folders' names, then those
+    of installed ones.
 
     Raises ConfigError if an installed one cannot be loaded, is not a `Feature`, or has the name of another.
     """
-    found: dict[str, Feature] = {name: load_side(f"rl_megatron.features.{name}.feature:FEATURE") for name in OWN}
+    own = (one.name for one in pkgutil.iter_modules(importlib.import_module(_FOLDERS).__path__) if one.ispkg)
+    found: dict[str, Feature] = {name: load_side(f"{_FOLDERS}.{name}.feature:FEATURE") for name in sorted(own)}
     for entry in declared("feature", GROUP).values():
         feature, said = load_entry("feature", entry), describe_entry("feature", entry)
         if not isinstance(feature, Feature):
@@ -250,6 +283,27 @@ def active(learner: LearnerSection) -> tuple[Feature, ...]:
 def feature_rules() -> list[Rule]:
     """The rules of all features. Raises as `features`."""
     return [rule for feature in features().values() for rule in feature.rules]
+
+
+@cache
+def declared_columns() -> Mapping[str, Column]:
+    """Every declared column, by name. Raises as `features`."""
+    return {column.name: column for feature in features().values() for column in feature.columns}
+
+
+def asked_columns(config: RunConfig) -> dict[str, str]:
+    """The columns that engines must return for the run, each with the first key that needs it. Raises as `features`."""
+    found: dict[str, str] = {}
+    for name, asks in (pair for feature in features().values() for pair in feature.asks.items()):
+        if (key := asks(config)) is not None:
+            found.setdefault(name, key)
+    return found
+
+
+def wanted(config: RunConfig) -> frozenset[Want]:
+    """The scores that features need of the policy at the start of each step. Raises as `features`."""
+    found: frozenset[Want] = frozenset()
+    return found.union(*(feature.wants(config) for feature in features().values()))
 
 
 def load_side(name: str) -> Any:

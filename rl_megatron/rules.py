@@ -50,7 +50,7 @@ SET: Final = Not(None)
 UNSET: Final = None
 """A test of a value: it is null."""
 TEXT: Final = "="
-"""For `On.shown`: the value is the text to show, as of ``asks_for_routes``."""
+"""For `On.shown`: the value is the text to show, as of ``asked_columns.routes``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ class GenerationRequest:
     token_ids: tuple[int, ...]
     num_completions: int
     params: SamplingParams
-    columns: tuple[str, ...] = ()  # of `columns.COLUMNS`, which completions shall have
+    columns: tuple[str, ...] = ()  # of `feature.declared_columns`, which completions shall have
     exact_logprobs: bool = True  # whether log-probs must be of the distribution that is sampled from, to train on
     begun: Completion | None = None  # goes on: these count as new tokens and are in the answer; it may have ended
     group: str | None = None  # names the prompt: requests of one group go where its prefix is cached

@@ -19,7 +19,6 @@ from rl_megatron.agents.conversation.templates import PlainText, Template, token
 from rl_megatron.agents.conversation.written import ChatTemplate
 from rl_megatron.agents.parsers import PARSERS, WRITTEN
 from rl_megatron.agents.source import EnvironmentSampler, Waves
-from rl_megatron.columns import required_columns
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import data_sources, name_of
 from rl_megatron.data.demonstrations import Demonstrations
@@ -86,7 +85,7 @@ def _single_turns(
         stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
         seed=config.seed,
         greedy_baseline=config.algorithm.advantage_mean == "greedy",
-        columns=tuple(required_columns(config)),
+        columns=tuple(config.asked_columns),
         demonstrate=demonstrations_of(config, data, vocab_size) if shows else None,
         apart=config.one_by_one,
     )

@@ -14,13 +14,14 @@ from typing_extensions import override
 
 from launcher.controller.group import SlowestRank, WorkerGroup, record_kernels
 from rl_megatron import digests
-from rl_megatron.columns import COLUMNS, Ragged
+from rl_megatron.columns import Ragged
 from rl_megatron.config.beside import frozen_folders, reward_model_roles
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.rows import OwnLayers, Sent, Share
 from rl_megatron.digests import Digest, Written
 from rl_megatron.engines.local.engine import Batched
 from rl_megatron.errors import CorruptionError, RLMegatronError, SyncError
+from rl_megatron.feature import declared_columns
 from rl_megatron.interfaces import Learner, Pass, PassScores, Roles, Saving, Together, WeightSync
 from rl_megatron.observability.timeline import spans
 from rl_megatron.placement.names import LEARNER
@@ -275,8 +276,9 @@ class LearnerGroup(Learner):
     async def check_columns(self, batch: Batch) -> None:
         """Raise RLMegatronError for columns with entries of another model's layers."""
         for name, column in batch.samples.extra.items():
-            if COLUMNS[name].layers is None or isinstance(column, Ragged):
+            if declared_columns()[name].layers is None:
                 continue
+            assert not isinstance(column, Ragged), "rows of samples are refused then"
             self._num_layers = self._num_layers or await self._count_layers()
             if column.shape[1] != self._num_layers[name]:
                 raise RLMegatronError(

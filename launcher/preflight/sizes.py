@@ -45,15 +45,6 @@ def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
         keys = f"rollout.max_prompt_tokens={before} + eval.sets.{name}.max_new_tokens={new}"
         if new > config.rollout.max_new_tokens and (too_long := length_problem(sampled, keys, before + new)):
             yield problem(too_long)
-    if config.algorithm.routing_replay != "off" and not shape.num_experts:
-        yield problem(
-            f"algorithm.routing_replay={config.algorithm.routing_replay}: model_type={shape.family!r} has no experts, "
-            "so there is no routing; set algorithm.routing_replay=off"
-        )
-    if config.train.route_flips and not shape.num_experts:
-        yield problem(
-            f"train.route_flips=true: model_type={shape.family!r} has no experts, so there is no routing; leave it out"
-        )
     if config.rollout.router_noise and shape.num_experts < 2:
         yield problem(
             f"rollout.router_noise={config.rollout.router_noise:g} changes nothing in a model of {shape.num_experts} "

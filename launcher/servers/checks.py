@@ -66,15 +66,11 @@ class ServerChecks:
                 )
             if not described.problems and described.dtype != wanted:
                 problems.append(f"{url}: it computes in {described.dtype}, but learner.dtype={wanted}; make them equal")
-            if (asking := self.config.asks_for_routes) is not None and described.no_routes:
-                problems.append(
-                    f"{url}: {asking} needs routes, but it returns none; {described.no_routes}, or leave it out"
-                )
-            for name, serving in ((name, one.serving) for name, one in features().items()):
-                runs = described.features.get(name, 0)
-                if serving is None or described.problems or runs == (given := serving.given(self.config)):
+            for hooks in self.adapter.hooks:
+                serving, runs = features()[hooks.name].serving, described.features.get(hooks.name, 0)
+                if serving is None or described.problems or hooks.fits(runs, given := serving.given(self.config)):
                     continue
-                problems.append(f"{url}: " + serving.misfit.format(found=runs, given=f"{serving.key}={given}"))
+                problems.append(f"{url}: " + serving.misfit.format(found=runs, given=serving.named(given)))
             if described.max_length < self.max_length:
                 problems.append(
                     f"{url}: its longest sequence is {described.max_length}, by its context and its cache; "

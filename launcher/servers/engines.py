@@ -49,8 +49,10 @@ def engine_problems(
         out.append(f"weights.push=adapters: {why}; or set weights.push=merged")
     for feature in features().values():
         serving = feature.serving
-        if serving and (given := serving.given(config)) and feature.name not in {one.name for one in adapter.hooks}:
-            out.append(f"{serving.key}={given}: the adapter of {adapter.name} {serving.lacks}")
+        if serving is None or serving.lacks is None or feature.name in {one.name for one in adapter.hooks}:
+            continue
+        if given := serving.given(config):
+            out.append(f"{serving.named(given)}: the adapter of {adapter.name} {serving.lacks}")
     if config.rollout.top_p < 1 and not adapter.renormalises_top_p:
         out.append(
             f"rollout.top_p={config.rollout.top_p:g}: {adapter.name} computes log-probs before top_p is applied, so "

@@ -324,7 +324,6 @@ class ServedEngines:
             memory_fraction=section.memory_fraction,
             timeout_seconds=section.timeout_seconds,
             colocated=section.colocated,
-            routes=config.asks_for_routes is not None,
             batch_invariant=section.batch_invariant,
             adapters=self._places,
             features=given_to_servers(config),

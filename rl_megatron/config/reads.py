@@ -22,6 +22,7 @@ from rl_megatron.config.sections.data import (
 from rl_megatron.config.sections.eval import RunData
 from rl_megatron.config.sections.jobs import JOBS, JobKind
 from rl_megatron.config.sections.reward import RANKS, reward_key
+from rl_megatron.feature import keys_of
 from rl_megatron.rules import Leaf, as_given, does_nothing, is_in, set_leaves
 from rl_megatron.section import Section
 
@@ -134,9 +135,10 @@ PREFERENCE_READS = (
     "reward_scale",
     "normalise_rewards",
     "old_logprobs",
-    "routing_replay",
+    *(key for keys in keys_of("algorithm").values() for key in keys.model_fields),
 )
-"""The keys that training on pairs (``preference.beta``) reads; without it, any key may be read."""
+"""The keys that training on pairs (``preference.beta``) reads, all of features among them, whose rules are their own;
+without it, any key may be read."""
 
 
 def unread_of_algorithm(config: RunConfig) -> Iterator[tuple[str, str]]:

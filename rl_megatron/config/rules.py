@@ -10,7 +10,6 @@ from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.feature import feature_rules
 from rl_megatron.rules import (
     SET,
-    TEXT,
     UNSET,
     Above,
     Below,
@@ -36,7 +35,6 @@ COLOCATED = On("rollout.server.colocated", True)
 ON_CPU, ON_GPUS = On("learner.device", "cpu"), On("learner.device", Not("cpu"))
 DIRECT = On("transport.direct", True, "weights.transport")
 ONE_NCCL = (SERVED, ON_GPUS, On("transport.members", True, "weights.transport"))
-ROUTES = On("asks_for_routes", SET, TEXT)
 SAMPLES = On("kind.samples", True, "job")
 PAIRS = On("algorithm.preference.beta")
 LORA = On("learner.lora.rank")
@@ -126,31 +124,20 @@ def _of_servers() -> Iterator[Rule]:
         ((On("rollout.engine", "sglang"), On("rollout.server.ranks", Above(1), "rollout.server.tp")), *_NCCL))
     kept = On("rollout.server.running_requests", "keep_cache"), SERVED
     yield from _excluded(kept,
-        (ROUTES, "keys and values in the cache were made by the experts that older weights chose, which the learner's "
-         "one pass cannot repeat", "set running_requests=abort, or leave routes out"),
         (COLOCATED, "servers release their caches before each training, so nothing is left to keep", _LEAVE_OUT))
-    yield from _excluded(STALE,
-        ((ROUTES, On("rollout.engine", "sglang"), On("rollout.server.running_requests", "recompute")),
-         "SGLang keeps routes by their place in its cache, so of a completion that it computes again at a push it "
-         "returns those of the new weights for all tokens, also for those that older weights sampled",
-         "set running_requests=abort"),
-        ((GREEDY, SERVED), "weights may be pushed between a group's completions and its greedy one, whose reward would "
-         "be another policy's baseline", "set one of them to its default"))
+    yield Excludes(one=STALE, other=(GREEDY, SERVED), why="weights may be pushed between a group's completions and its "
+          "greedy one, whose reward would be another policy's baseline", fix="set one of them to its default")
 
 
 def _of_sampling() -> Iterator[Rule]:
     """Stop texts, limits of time and number, interruptions."""
     yield Excludes(one=On("rollout.max_seconds"), other=NOT_SERVED, why=f"{_IN_LEARNER} a whole batch in one call, "
           "which ends no completion before the others", fix=_WITH_SERVERS)
-    stop = On("rollout.stop", Not(()))
-    yield from _excluded(stop,
-        (On("rollout.ignore_eos", True), "ignore_eos ends no completion early", _LEAVE_OUT),
-        ((On("rollout.engine", "vllm"), ROUTES), "vLLM finds texts outside of its engine, which then returns no routes",
-         "set rollout=sglang or local, or leave one of them out"))
+    yield Excludes(one=On("rollout.stop", Not(())), other=On("rollout.ignore_eos", True),
+          why="ignore_eos ends no completion early", fix=_LEAVE_OUT)
     yield from _all_excluded(INTERRUPT, (ENVIRONMENT, PAIRS, On("rollout.max_seconds")),
           "only single completions without a time limit can be interrupted", _LEAVE_OUT)
     yield from _excluded(INTERRUPT,
-        (ROUTES, "routes are of one request, and what is interrupted takes two", _LEAVE_OUT),
         *((on, "a completion that was interrupted is two turns already", _LEAVE_OUT) for on in STEPS))
     limit = "rollout.max_in_flight"
     yield Excludes(one=On(limit, Below("rollout.group_size")), why="no group could be sampled",
@@ -188,9 +175,6 @@ def _of_learner() -> Iterator[Rule]:
         ((ON_GPUS, NOT_SERVED), f"{_IN_LEARNER} by torch.cumsum, which has no deterministic kernel for GPUs",
          "set rollout=vllm or sglang, or leave it out"),
         (ONE_NCCL, f"the learner's ranks choose NCCL's algorithm by NCCL_ALGO, and {_NCCL[0]}", _NCCL[1]))
-    yield from _all_excluded(On("learner.fusion.router", True), (On("algorithm.routing_replay", Not("off")),
-          On("train.route_flips", True)), "the fused kernel chooses experts by itself, and takes and tells none",
-          "set one of them to its default")
     yield Excludes(one=On("learner.head_dtype"), other=On("algorithm.needs_top", True, "algorithm.kl.estimator"),
           why="it makes logits of a few positions at a time and keeps none", fix="leave it out, or set "
           "kl.estimator=k1, k2 or k3")
@@ -217,7 +201,6 @@ def _of_algorithm() -> Iterator[Rule]:
         (On("algorithm.balance.share"), "it is of clipped ratios, and a demonstration has none",
          "set balance.share=null"),
         (On("algorithm.credit", Not("completion")), "a demonstration has one advantage", "set credit=completion"),
-        (ROUTES, "no engine chose its experts", _LEAVE_OUT),
         (ENVIRONMENT, "a demonstration is the text of one answer, which no environment leads", _LEAVE_OUT))
     yield Needs(when=On("sources@demonstration_field"), all=DEMONSTRATIONS, why="nothing reads it",
           fix="set that, or leave it out")
@@ -257,8 +240,6 @@ def _of_environments() -> Iterator[Rule]:
         (PAIRS, "pairs are of single completions", _LEAVE_OUT),
         (GREEDY, "a greedy turn leads to other observations, so its trajectory is no baseline of the sampled ones",
          "set advantage_mean=group"),
-        (ROUTES, "engines return the routes of one request, and a turn's last token gets its own with the next request "
-         "alone", "leave it out"),
         (On("rollout.max_seconds"), "environment.seconds bounds a trajectory, sampling included",
          "leave max_seconds out"),
         ((On("algorithm.advantage_of", "parts"), SAMPLES), "an environment gives one reward", "set advantage_of=sum"))

@@ -43,6 +43,7 @@ from rl_megatron.config.sections.reward import EnvironmentSection, RankedModelSe
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.config.sections.weights import FILE, PROCESS_GROUP, TransportKind, WeightsSection
+from rl_megatron.feature import asked_columns, with_features
 from rl_megatron.section import EntryName, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 
@@ -105,6 +106,7 @@ class ModelSection(Section):
     """Folder that caches the tiny model between runs."""
 
 
+@with_features("train")
 class TrainSection(Section):
     """The RL loop, which takes ``epochs`` * ``minibatches`` optimizer steps on each rollout batch."""
 
@@ -124,10 +126,6 @@ class TrainSection(Section):
     """Schedule of the learning rate after the warm-up; linear and cosine fall towards train.lr_min."""
     lr_min: NonNegativeFloat = 0.0
     """Learning rate towards which lr_decay falls (Megatron: min_lr); a critic's falls to the same share of its own."""
-    route_flips: bool = False
-    """Whether each step measures how many tokens' experts differ between engine and learner, and before and after the
-    update, by layer, and which tokens' ratio left 1 +- 0.2 (``moe/flips_*``, ``ratio/outside``): one more pass over
-    the batch."""
     max_staleness: NonNegative = 0
     """Most pushes of weights between the first token of a completion and the step that trains on it. Sampling may be so
     many batches ahead of training, and a step waits for groups that would get older; 0 is synchronous."""
@@ -359,11 +357,9 @@ class RunConfig(Section):
         return bool(self.slurm.environment)
 
     @property
-    def asks_for_routes(self) -> str | None:
-        """The key for which engines return the experts that they chose, with its value; None: they need not."""
-        if self.algorithm.routing_replay == "r3":
-            return "algorithm.routing_replay=r3"
-        return "train.route_flips=true" if self.train.route_flips else None
+    def asked_columns(self) -> Mapping[str, str]:
+        """The columns that engines must return, each with the key and value that need it."""
+        return asked_columns(self)
 
     @property
     def one_by_one(self) -> bool:

@@ -21,9 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_megatron.columns import COLUMNS, Ragged
+from rl_megatron.columns import Ragged
 from rl_megatron.data.samples import KEPT, concatenated, samples_of, split, tokens_of
 from rl_megatron.errors import RLMegatronError
+from rl_megatron.feature import declared_columns
 from rl_megatron.types import Batch, Samples
 
 Share: TypeAlias = NDArray[np.uint8]
@@ -68,7 +69,7 @@ OwnLayers = Mapping[str, tuple[int, ...]]
 def has_layers(share: Share) -> bool:
     """Whether it brings columns with entries of layers."""
     head, _ = opened(share)
-    return any(name in COLUMNS and COLUMNS[name].layers is not None for name in _names(head))
+    return any(name in declared_columns() and declared_columns()[name].layers is not None for name in _names(head))
 
 
 def of_layers(share: Share, layers: OwnLayers) -> Share:

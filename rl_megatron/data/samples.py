@@ -21,6 +21,7 @@ import torch
 from rl_megatron.chat_templates import begun_once
 from rl_megatron.data.problems.records import beyond_embedding
 from rl_megatron.errors import DataError
+from rl_megatron.feature import declared_columns
 from rl_megatron.types import Prompt, Samples
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from rl_megatron.columns import COLUMNS, LogProbs, Ragged, TokenIds, one_after_the_other
+from rl_megatron.columns import LogProbs, Ragged, TokenIds, one_after_the_other
 from rl_megatron.config.sections.teachers import ANOTHER
 from rl_megatron.types import Batch, Chain, RolloutGroup, Trajectory
 
@@ -89,6 +90,8 @@ def _joined_columns(rows: Sequence[tuple[str, Chain]], wanted: Collection[str] |
 def _joined_column(name: str, rows: Sequence[tuple[str, Chain]]) -> Tensor | Ragged:
     first = next(row.columns[name] for _, row in rows if name in row.columns)
     inner = None if isinstance(first, Ragged) else first.shape[1:]
+    if inner is None and declared_columns()[name].layers is not None:
+        raise DataError(f"{name} must have the decoder's layers as their second dimension; a ragged column has none")
     for prompt, row in rows:
         if (column := row.columns.get(name)) is None:
             raise DataError(f"prompt {prompt!r}: a completion has no {name}, but others of its batch have")
@@ -338,7 +341,7 @@ def without_columns(samples: Samples, names: Collection[str]) -> Samples:
 
 def of_any_model(samples: Samples) -> Samples:
     """The samples without the columns that belong to the policy's own layers, which other models cannot read."""
-    return without_columns(samples, [name for name in samples.extra if COLUMNS[name].layers is not None])
+    return without_columns(samples, [name for name in samples.extra if declared_columns()[name].layers is not None])
 
 
 def with_last_tokens(samples: Samples) -> tuple[Samples, Tensor]:

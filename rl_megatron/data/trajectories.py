@@ -11,8 +11,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from rl_megatron.columns import COLUMNS, ColumnData, TokenIds, blank, one_after_the_other
+from rl_megatron.columns import ColumnData, TokenIds, blank, one_after_the_other
 from rl_megatron.errors import DataError
+from rl_megatron.feature import declared_columns
 from rl_megatron.types import (
     Chain,
     Completion,
@@ -71,7 +72,7 @@ def columns_of_row(requests: Sequence[tuple[int, Completion]], length: int, *, o
 
 
 def _column_of_row(name: str, requests: Sequence[tuple[int, Completion]], length: int, of: str) -> ColumnData:
-    parts, have, sampled = list[ColumnData](), 0, COLUMNS[name].of == "sampled"
+    parts, have, sampled = list[ColumnData](), 0, declared_columns()[name].of == "sampled"
     for end, completion in requests:
         column, stop = completion.columns[name], min(length, end) - 1
         positions = len(completion.token_ids) if sampled else end - 1

@@ -62,7 +62,6 @@ class StartOptions:
     memory_fraction: float | None
     timeout_seconds: float  # for each part of a weight update
     colocated: bool  # whether it releases memory between phases
-    routes: bool  # whether requests ask for routes
     batch_invariant: bool  # whether a token's log-prob must not depend on its batch
     adapters: AdapterPlaces | None = None  # for versions of adapters beside its model, if it is to hold some
     features: Mapping[str, object] = field(default_factory=dict)  # what each feature has servers do
@@ -92,7 +91,6 @@ class Description:
     architecture: str
     max_length: int  # tokens of a prompt and its completion, by its context and its cache
     problems: tuple[str, ...]  # reasons why a run cannot use it, each with what to do
-    no_routes: str | None = None  # why it returns no routes
     features: Mapping[str, object] = field(default_factory=dict)  # what it does of each
     priorities: bool = False  # whether it takes requests by their priority
 

@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_megatron.columns import COLUMNS, ColumnData, LogProbs, TokenIds, one_after_the_other
+from rl_megatron.columns import ColumnData, LogProbs, TokenIds, one_after_the_other
 from rl_megatron.errors import EngineError
+from rl_megatron.feature import declared_columns
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, FinishReason, GenerationRequest, Span
@@ -202,7 +203,7 @@ def _joined_column(name: str, first: Completion, more: Completion) -> ColumnData
     """A column of both; None where the first part's tokens have none. What a position has of the first part, which
     computed its tokens, stays."""
     before, column = first.columns.get(name), more.columns[name]
-    if COLUMNS[name].of == "positions":
+    if declared_columns()[name].of == "positions":
         return column if before is None else one_after_the_other([before, column[len(before) :]])
     return None if before is None else one_after_the_other([before, column])
 

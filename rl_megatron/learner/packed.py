@@ -17,8 +17,9 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from rl_megatron.columns import COLUMNS, Ragged
+from rl_megatron.columns import Ragged
 from rl_megatron.data.samples import picked
+from rl_megatron.feature import declared_columns
 from rl_megatron.options.padding import padded_tokens
 from rl_megatron.types import Samples
 
@@ -175,7 +176,7 @@ def _packed_extra(
         counts[given] = own.counts
         return Ragged(own.values.to(device), counts.to(device))
     packed = column[take]
-    distinct = COLUMNS[name].padding == "distinct"  # as megatron requires of a token's experts
+    distinct = declared_columns()[name].padding == "distinct"  # as megatron requires of a token's experts
     packed[~given] = torch.arange(column.shape[-1], dtype=column.dtype) if distinct else 0
     return packed.to(device)
 

@@ -28,12 +28,11 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import Tensor
 from typing_extensions import override
 
-from rl_megatron.columns import COLUMNS
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.rows import OwnLayers
 from rl_megatron.digests import Digest
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.feature import Built, learner_hooks
+from rl_megatron.feature import Built, declared_columns, learner_hooks
 from rl_megatron.learner.checkpoint import loading, saving
 from rl_megatron.learner.checkpoint.companions import Companions
 from rl_megatron.learner.checkpoint.saving import Kept, ShardSave
@@ -137,7 +136,9 @@ class MegatronScorer:
     def column_layers(self) -> OwnLayers:
         """Of each column with entries of layers, those of this rank."""
         own = [layer.layer_number - 1 for model in self._models for layer in model.decoder.layers]
-        every = {name: list(one.layers(self._shape)) for name, one in COLUMNS.items() if one.layers is not None}
+        every = {
+            name: list(one.layers(self._shape)) for name, one in declared_columns().items() if one.layers is not None
+        }
         return {name: tuple(of.index(layer) for layer in own if layer in of) for name, of in every.items()}
 
     def adopt(self) -> None:

@@ -21,7 +21,7 @@ class FusionSection(Section):
 
     router: bool = False
     """Whether one kernel computes scores, the best experts and their weights (TransformerEngine 2.7 or later). Routes
-    can be neither replayed nor read then: algorithm.routing_replay must be off."""
+    can be neither replayed nor read then."""
 
 
 class FusionKeys(Section):

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_megatron import feature
 from rl_megatron.algorithms.losses import MEANS_OF_RATIOS
 from rl_megatron.algorithms.mismatch import mismatch_metrics
 from rl_megatron.algorithms.segments import differ
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.samples import dense_column
 from rl_megatron.observability.recorder import Row
 from rl_megatron.types import Metric, Over, RolloutGroup, Samples, StepResult, Want
 
@@ -24,11 +24,12 @@ LOGPROBS: frozenset[Want] = frozenset({"logprobs"})
 
 
 def wanted_of_policy(config: RunConfig) -> frozenset[Want]:
-    """Log-probs; the learner's routes if they are to be replayed, or compared and not replayed; the entropy if it
-    chooses tokens; the norms that weigh an optimal baseline."""
-    replay = config.algorithm.routing_replay
-    chosen = replay == "r2" or (replay == "off" and config.train.route_flips)
-    wanted: frozenset[Want] = LOGPROBS | {"routes"} if chosen else LOGPROBS
+    """Nothing, or log-probs; what features need; the entropy if it chooses tokens; the norms that weigh an optimal
+    baseline."""
+    wanted = feature.wanted(config)
+    if not config.algorithm.scores_policy and not wanted:
+        return wanted
+    wanted |= LOGPROBS
     if config.algorithm.tokens.choose == "top_entropy":
         wanted |= {"entropy"}
     return wanted | {"logit_norms"} if config.algorithm.credit == "optimal" else wanted
@@ -39,12 +40,13 @@ class Measured:
     """A batch's samples with all scores that the algorithm needs."""
 
     samples: Samples
-    current: Tensor | None  # [N] log-probs of the policy at the start of the update
-    entropy: Tensor | None  # [N] likewise, over its vocabulary
-    next_values: Tensor | None  # [S]
-    routes: Tensor | None  # [N, MoE layers, top_k] the experts that its pass used, where asked for
-    engine_routes: Tensor | None = None  # likewise of the engine, where they are compared and not replayed
-    logit_norms: Tensor | None = None  # [N] of the policy at the start of the update
+    policy: Mapping[Want, Tensor]  # its scores at the start of the update that were asked for, [N, ...] each
+    next_values: Tensor | None = None  # [S]
+
+    @property
+    def current(self) -> Tensor | None:
+        """The policy's log-probs [N] at the start of the update."""
+        return self.policy.get("logprobs")
 
 
 def mismatch_row(found: Measured) -> Row:
@@ -54,11 +56,6 @@ def mismatch_row(found: Measured) -> Row:
         return {}
     sampled = samples.mask if samples.demonstrated is None else samples.mask & ~samples.demonstrated
     return {**mismatch_metrics(current, samples.rollout_logprobs, sampled, samples.cu_seqlens)}
-
-
-def routes_of(samples: Samples) -> Tensor | None:
-    """The experts that routers shall choose, or those of the engine, [N, MoE layers, top_k]; None without."""
-    return dense_column(samples.extra, "routes")
 
 
 def advantage_row(samples: Samples) -> Row:

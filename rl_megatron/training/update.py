@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from asyncio import to_thread
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -27,12 +27,11 @@ from rl_megatron.algorithms.corrections import proximal_share, second_moment_mas
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.objectives import ClipLimits
 from rl_megatron.algorithms.own import check_own_advantages, check_own_objective, check_own_pair_loss
-from rl_megatron.columns import required_columns
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.algorithm import TokensSection
 from rl_megatron.data.demonstrations import with_demonstrations
 from rl_megatron.data.packing import tokens_of_part, unpack, with_own_columns
-from rl_megatron.data.samples import computed_lengths, seen_by, to_samples, without_columns
+from rl_megatron.data.samples import computed_lengths, seen_by, to_samples
 from rl_megatron.errors import DataError
 from rl_megatron.feature import StepHooks, step_hooks
 from rl_megatron.interfaces import Roles
@@ -40,7 +39,6 @@ from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.seeds import seed_of
 from rl_megatron.training.credit import AlgorithmState, Rewards, assign_credit, describe_kl, shape_rewards
 from rl_megatron.training.measures import (
-    LOGPROBS,
     Made,
     Measured,
     advantage_row,
@@ -48,14 +46,12 @@ from rl_megatron.training.measures import (
     explained_variance,
     mismatch_row,
     policy_row,
-    routes_of,
     token_versions,
 )
 from rl_megatron.training.optimizer_steps import OptimizerSteps, TooFar, critic_learning_rate, learning_rate
-from rl_megatron.training.scores.flips import engine_flips, update_flips
 from rl_megatron.training.scores.requests import Packers, measured
 from rl_megatron.training.tasks import AtOnce
-from rl_megatron.types import Batch, Loss, Prompt, RolloutGroup, Samples
+from rl_megatron.types import Batch, Loss, Prompt, RolloutGroup, Samples, Want
 
 _TRAINED = ("top_entropy", "second_moment")  # the tokens that are chosen are those that are trained on
 
@@ -160,7 +156,7 @@ def token_choice(section: TokensSection, found: Measured, seed: int) -> TokenCho
     if section.choose == "all":
         return None
     assert found.current is not None
-    return TokenChoice(section, found.current, found.entropy, torch.Generator().manual_seed(seed))
+    return TokenChoice(section, found.current, found.policy.get("entropy"), torch.Generator().manual_seed(seed))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -224,7 +220,8 @@ class Update:
             self.state = state
             return row | await to_thread(self._gaps, found)
         row |= await self._train(found, samples, step, watch, [group.prompt for group in groups])
-        row |= await self._flips(found, step, watch)
+        for hooks in self.hooks:
+            row |= await hooks.trained(found, partial(self._asked, found.samples, step, watch))
         self.state = state
         await to_thread(describe_kl, samples, section, row)
         return row
@@ -240,11 +237,12 @@ class Update:
         """All scores of the groups, the samples to train on, and the algorithm's next state."""
         section = self.config.algorithm
         sampled = await to_thread(self._samples_of, groups)
-        replayed = sampled if self._replays else without_columns(sampled, ["routes"])
-        found = await measured(self.config, self.roles, self.packers, replayed, step, watch, groups=groups)
-        found = replace(found, engine_routes=None if self._replays else routes_of(sampled))
+        said = await measured(self.config, self.roles, self.packers, sampled, step, watch, groups=groups)
 
         def credited() -> tuple[Measured, Samples, AlgorithmState]:
+            found = said
+            for hooks in self.hooks:
+                found = hooks.scored(found)
             samples, state = assign_credit(
                 found.samples,
                 groups,
@@ -252,7 +250,7 @@ class Update:
                 section,
                 success_reward=self.config.eval.success_reward,
                 next_values=found.next_values,
-                logit_norms=found.logit_norms,
+                logit_norms=found.policy.get("logit_norms"),
             )
             samples = self._with_proximal_share(samples, groups, step)
             return found, samples, state
@@ -264,23 +262,20 @@ class Update:
             return rewards
         return replace(rewards, tracked=torch.tensor([self.tracked(group.prompt.id) for group in groups]))
 
-    @property
-    def _replays(self) -> bool:
-        return self.config.algorithm.routing_replay == "r3"
-
     def _described(self, found: Measured, samples: Samples, batches: Sequence[Batch]) -> Row:
         return self._gaps(found) | advantage_row(samples) | self.packers.own.metrics(batches)
 
     def _gaps(self, found: Measured) -> Row:
-        """Metrics of the gap between engine and learner, and of the tokens that they route to other experts."""
+        """Metrics of the gap between engine and learner, and of features."""
         row = mismatch_row(found)
-        if found.engine_routes is not None and found.routes is not None:
-            row |= engine_flips(found.engine_routes, found.routes, found.samples.mask)
+        for hooks in self.hooks:
+            row |= hooks.described(found)
         return row
 
     def _samples_of(self, groups: Sequence[RolloutGroup]) -> Samples:
-        """Samples of the groups, with the columns that the run needs. Raises DataError if a row lacks one."""
-        section, asked = self.config.algorithm, required_columns(self.config)
+        """Samples of the groups, with the columns that models read. Raises DataError if a row lacks one that engines
+        must return."""
+        section, asked = self.config.algorithm, self.config.asked_columns
         rows = [row for group in groups for one in group.trajectories for row in one.chains]
         for name, key in asked.items():
             if bare := sum(name not in row.columns for row in rows):
@@ -298,24 +293,18 @@ class Update:
         )
         if section.pairs and samples.trajectory_of is not None:
             raise DataError("algorithm.preference.beta pairs completions of one row; these trajectories have several")
+        for hooks in self.hooks:
+            samples = hooks.sampled(samples)
         return samples
 
-    async def _flips(self, found: Measured, step: int, watch: Stopwatch) -> Row:
-        """The routes and ratios of the new policy beside the old one's, by one more pass, if the run asks for it.
-
-        With replay the pass takes the experts of the update's, so no route flips.
-        """
-        if not self.config.train.route_flips:
-            return {}
-        assert found.current is not None
-        assert found.routes is not None
-        replayed = routes_of(found.samples) is not None
-        batch = await to_thread(self.packers.packed, found.samples, step)
+    async def _asked(
+        self, samples: Samples, step: int, watch: Stopwatch, want: frozenset[Want]
+    ) -> Mapping[Want, Tensor]:
+        """The policy's scores of the samples by now, [N, ...] each, by one more pass."""
+        batch = await to_thread(self.packers.packed, samples, step)
         with watch("logprobs"):
-            said = await self.roles.policy.score(batch, LOGPROBS if replayed else LOGPROBS | {"routes"})
-        after = found.routes if replayed else await to_thread(unpack, batch, said["routes"], found.samples)
-        new = await to_thread(unpack, batch, said["logprobs"], found.samples)
-        return await to_thread(update_flips, found.routes, after, new - found.current, found.samples.mask)
+            said = await self.roles.policy.score(batch, want)
+        return {what: await to_thread(unpack, batch, scores, samples) for what, scores in said.items()}
 
     def _weighted(self, samples: Samples, part: NDArray[np.int64]) -> Samples:
         """With ``token_weight`` for a batch of the sequences ``part``, where the algorithm needs it."""
@@ -349,8 +338,6 @@ class Update:
         c = self.config
         choice = token_choice(c.algorithm.tokens, found, seed_of(c.seed, step, c.train.epochs))
         batches, own_columns = await to_thread(self._minibatches, samples, choice, step)
-        for hooks in self.hooks:
-            hooks.scored(found)
         row: Row = {"learning_rate": learning_rate(c, step)}
         described = asyncio.ensure_future(to_thread(self._described, found, samples, batches))
         try:

@@ -211,7 +211,7 @@ def test_each_path_of_a_row_is_of_a_configuration() -> None:
     teacher = ["algorithm=gkd", "algorithm.kl.teachers.t.path=tests"]
     sets = ["eval.sets.a.samples=1", "eval.sets.a.reward.function=length"]
     configs = [
-        load_config("tiny_cpu", []),
+        load_config("tiny_cpu", ["algorithm.routing_replay=r3"]),
         load_config("tiny_cpu", ["data=mixture", *keys[1:], "warm_start.steps=0", *environment]),
         load_config(
             "tiny_cpu", ["data=mixture", *keys[1:], "warm_start.steps=0", "data.sources.a.reward.function=length"]

@@ -28,6 +28,8 @@ from rl_megatron.config.sections.data import MixtureData
 from rl_megatron.config.sections.eval import EvalSetSection
 from rl_megatron.config.sections.jobs import JobKind
 from rl_megatron.errors import ConfigError, shorten
+from rl_megatron.features.replay.feature import of_algorithm
+from rl_megatron.features.router_study.feature import of_train
 from rl_megatron.observability.metrics.table import ENVIRONMENTS, SAMPLING, documented
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.section import Finite, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
@@ -267,9 +269,9 @@ def _lacking(metric: str, config: RunConfig) -> str | None:
         return f"model.path={config.model.path}: model_type={dense!r} has no experts"
     if name.endswith("_loss") and name not in config.learner.router.losses:
         return f"learner.router.{name}=0; set a coefficient"
-    if name.startswith(("flips_update", "first_flip")) and not config.train.route_flips:
+    if name.startswith(("flips_update", "first_flip")) and not of_train(config.train):
         return "train.route_flips=false; set it to true"
-    if name == "rerouted_fraction" and config.algorithm.routing_replay == "off":
+    if name == "rerouted_fraction" and of_algorithm(config.algorithm) == "off":
         return "algorithm.routing_replay=off; set r2 or r3"
     return None
 

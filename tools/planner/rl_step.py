@@ -18,6 +18,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import GB, ConfigError
+from rl_megatron.feature import wanted
 from rl_megatron.features.draft.feature import of_server, of_speeds
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.implementation import wants_transformer_engine
@@ -137,7 +138,7 @@ def score_seconds(config: RunConfig, work: LearnerWork) -> float:
     """The policy's passes of a step without gradients: over all its rows, where the algorithm needs one, and with
     ``algorithm.balance`` over those of each later minibatch. The first has the norms of an optimal baseline."""
     a, batches, seconds = config.algorithm, config.train.minibatches, 0.0
-    if a.scores_policy or config.train.route_flips:
+    if a.scores_policy or wanted(config):
         norms = {"norms"} if a.credit == "optimal" else set()
         seconds = forward_seconds(replace(work, again=work.again | norms), batches)
     if a.balance.share is not None:

@@ -25,6 +25,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rl_megatron.config.sections.balance import BalanceSection
 from rl_megatron.config.sections.teachers import TeacherSection
+from rl_megatron.feature import with_features
 from rl_megatron.options.optimizer import OptimizerSection
 from rl_megatron.section import (
     NUMBER,
@@ -327,6 +328,7 @@ class AdvantageKeys(Section):
     """whiten: the mean and the standard deviation count each token, or each completion once, whatever its length."""
 
 
+@with_features("algorithm")
 class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
     """An algorithm is this row of choices (docs/algorithms.md); conf/algorithm/ has a file for each known one."""
 
@@ -370,10 +372,6 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
     old_logprobs: Literal["learner", "rollout", "interpolated"] = "learner"
     """Who computes the old policy's log-probs: the learner, or the engine while it samples; interpolated: neither, they
     are interpolated between the engine's and the current ones by weight version (decoupled PPO on stale rollouts)."""
-    routing_replay: Literal["off", "r2", "r3"] = "off"
-    """Which experts the passes of an update use: the router's choice (off), those of the learner's pass over the old
-    policy (r2), or those of the engine while it sampled, also in the pass over the old policy (r3);
-    docs/algorithms.md."""
 
     @property
     def pairs(self) -> bool:
@@ -412,9 +410,9 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
 
     @property
     def scores_policy(self) -> bool:
-        """Whether the policy's log-probs or routes at the start of a step are computed, by a pass over its rows."""
+        """Whether it needs scores of the policy at the start of a step, by a pass over its rows."""
         looks = self.tokens.choose != "all" or self.balance.share is not None or self.credit == "optimal"
-        return self.old_logprobs == "learner" or looks or self.routing_replay == "r2"
+        return self.old_logprobs == "learner" or looks
 
     @property
     def needs_top(self) -> bool:

@@ -101,10 +101,9 @@ class SGLangAdapter(Adapter):
                 *(("--enable-memory-saver",) if options.colocated and options.device != "cpu" else ()),
                 *((*ON_CPU, "--max-total-tokens", str(cached)) if options.device == "cpu" else ()),
                 *(("--mem-fraction-static", str(options.memory_fraction)) if options.memory_fraction else ()),
-                *(("--enable-return-routed-experts",) if options.routes else ()),
                 *(("--enable-deterministic-inference",) if options.batch_invariant else ()),
                 *loras.started_with(options),
-                *(word for one in self.hooks for word in one.arguments(options.features.get(one.name))),
+                *(word for one in self.hooks for word in one.arguments(options.features.get(one.name), options.device)),
                 *sglang_options.started_with(options.extra),
                 *options.extra,
             ),
@@ -170,9 +169,6 @@ class SGLangAdapter(Adapter):
             problems=(*problems, *more, *sglang_options.obstacles(settings)),
             features=features,
             priorities=bool(settings.get("enable_priority_scheduling")),
-            no_routes=None
-            if settings.get("enable_return_routed_experts")
-            else "start it with --enable-return-routed-experts",
         )
 
     @override

@@ -77,12 +77,6 @@ class VLLMAdapter(Adapter):
 
     @override
     def command(self, options: StartOptions) -> Command:
-        if options.routes and options.device == "cpu":
-            raise ConfigError(
-                "algorithm.routing_replay=r3 and train.route_flips=true need the engine's routes: vLLM 0.32.0 returns "
-                "them only from its second model runner, which needs Triton and so does not run on CPUs; set "
-                "rollout=local or sglang, or routing_replay=r2 or off and route_flips=false"
-            )
         # Else a processor with AMX tiles uses kernels for latent attention that take bfloat16 alone.
         reference = options.device == "cpu" and self._shape.latent is not None and options.dtype != "bfloat16"
         return Command(
@@ -104,9 +98,8 @@ class VLLMAdapter(Adapter):
                 *("--shutdown-timeout", "5"),  # else its processes are killed, and leave shared memory behind
                 *(("--enable-sleep-mode",) if options.colocated and options.device != "cpu" else ()),
                 *(("--gpu-memory-utilization", str(options.memory_fraction)) if options.memory_fraction else ()),
-                *(("--enable-return-routed-experts",) if options.routes else ()),
                 *loras.started_with(options.adapters),
-                *(word for one in self.hooks for word in one.arguments(options.features.get(one.name))),
+                *(word for one in self.hooks for word in one.arguments(options.features.get(one.name), options.device)),
                 *options.extra,
             ),
             environment={
@@ -166,7 +159,6 @@ class VLLMAdapter(Adapter):
             problems=tuple(problems),
             priorities=found.get("policy") == "priority",
             features=described_by(self.hooks, found)[0],
-            no_routes=None if found.get("routes") == "True" else "start it with --enable-return-routed-experts",
         )
 
     @override

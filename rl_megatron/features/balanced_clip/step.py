@@ -35,8 +35,9 @@ class BalancedClip(StepHooks):
         self._scored: Tensor | None = None  # [N] log-probs of the policy, until the first minibatch
 
     @override
-    def scored(self, found: Measured) -> None:
+    def scored(self, found: Measured) -> Measured:
         self._scored = found.current
+        return found
 
     @override
     async def limits(self, batch: Batch, watch: Stopwatch) -> ClipLimits:

@@ -71,7 +71,7 @@ class VLLMDrafts(Drafts):
     refused: ClassVar[Mapping[str, str]] = MappingProxyType(dict.fromkeys(("--specu", "--spec-", "-s"), _OWN_LAYER))
 
     @override
-    def arguments(self, given: int) -> Sequence[str]:
+    def arguments(self, given: int, device: str) -> Sequence[str]:
         said = json.dumps({"method": "mtp", "num_speculative_tokens": given})
         return ("--speculative-config", said) if given else ()
 
@@ -110,7 +110,7 @@ class SGLangDrafts(Drafts):
         self._of: weakref.WeakKeyDictionary[Server, tuple[float, float]] = weakref.WeakKeyDictionary()
 
     @override
-    def arguments(self, given: int) -> Sequence[str]:
+    def arguments(self, given: int, device: str) -> Sequence[str]:
         if not given:
             return ()
         return (

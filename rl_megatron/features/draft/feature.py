@@ -165,84 +165,47 @@ def _excluded(learner: LearnerSection) -> Mapping[str, str]:
 _TRAINS = On("learner.draft.train", True)
 _PROPOSES = On("rollout.server.draft_tokens", Above(0))
 _SGLANG = On("rollout.engine", "sglang")
+# fmt: off
 _RULES: Sequence[Rule] = (
-    Excludes(
-        one=_TRAINS,
-        other=On("kind.rows", OneOf(("pairs", "labels")), shown="job"),
-        why="it has tokens of answers that the policy is to avoid, and a draft layer learns to say them",
-        fix="leave it out, and train the layer with job=sft or rl",
-    ),
-    Excludes(
-        one=On("algorithm.is_own_critic", True, shown="algorithm.critic.backbone"),
-        other=_TRAINS,
-        why="both read the last hidden states, and no pass with both was tried",
-        fix="leave it out, or set critic.backbone=own",
-    ),
-    Excludes(
-        one=_PROPOSES,
-        other=On("rollout.embedded", True, shown="rollout.engine"),
-        why="it decodes a token at a time",
-        fix="set rollout=vllm or sglang, or leave it out",
-    ),
-    Needs(
-        when=_PROPOSES,
-        all=_TRAINS,
-        why="pushes bring servers what the learner trains, and the draft layer only if it is",
-        fix="set learner.draft.train=true",
-    ),
-    Excludes(
-        one=_PROPOSES,
-        other=(On("rollout.served", True, shown="rollout.engine"), On("transport.direct", True, "weights.transport")),
-        why="what goes straight into an engine's ranks is the model's, not its draft layer's",
-        fix="set weights.transport=file",
-    ),
-    Excludes(
-        one=_PROPOSES,
-        other=On("rollout.server.quantization", Not("none")),
-        why="engines' draft layers have linears without this format, which a push would quantise",
-        fix="set it to none",
-    ),
-    Excludes(
-        one=_PROPOSES,
-        other=On("rollout.server.pp", Above(1)),
-        why="its last stage alone has the draft layer",
-        fix="set it to 1",
-    ),
-    Excludes(
-        one=_PROPOSES,
-        other=On("asks_for_routes", SET, TEXT),
-        why="which experts served a proposal that was replaced is not told apart here",
-        fix="leave one of them out",
-    ),
-    Excludes(
-        one=_PROPOSES,
-        other=On("eval.sets.*.min_p", Above(0)),
-        why="beside proposals vLLM refuses it, and SGLang samples as if it were 0",
-        fix="set it to 0",
-    ),
-    Excludes(  # SGLang 0.5.21, speculative/eagle_utils.py `_verify_uses_greedy`
-        one=_PROPOSES,
-        other=(_SGLANG, On("learner.device", "cpu")),
-        why="on CPUs SGLang takes the most probable token wherever it proposes some, at every temperature, so what is "
-        "sampled would not have the model's distribution",
-        fix="set rollout=vllm, or leave it out",
-    ),
-    Excludes(  # managers/scheduler_components/weight_updater.py `resume_memory_occupation`
-        one=_PROPOSES,
-        other=(_SGLANG, On("rollout.server.colocated", True)),
-        why="after a release of memory SGLang restores what pushes do not bring, as tables of positions, for the model "
-        "alone, not for its draft layer",
-        fix="set rollout=vllm, or one of them to its default",
-    ),
-    Excludes(
-        one=_PROPOSES,
-        other=On("shape.delta", SET, shown="shape.family"),
-        why="it has delta nets, whose states a server takes back where a proposal is replaced; no engine was tried so",
-        fix="leave it out",
-        where="shape",
-    ),
+    Excludes(one=_TRAINS, other=On("kind.rows", OneOf(("pairs", "labels")), shown="job"),
+             why="it has tokens of answers that the policy is to avoid, and a draft layer learns to say them",
+             fix="leave it out, and train the layer with job=sft or rl"),
+    Excludes(one=On("algorithm.is_own_critic", True, shown="algorithm.critic.backbone"), other=_TRAINS,
+             why="both read the last hidden states, and no pass with both was tried",
+             fix="leave it out, or set critic.backbone=own"),
+    Excludes(one=_PROPOSES, other=On("rollout.embedded", True, shown="rollout.engine"),
+             why="it decodes a token at a time", fix="set rollout=vllm or sglang, or leave it out"),
+    Needs(when=_PROPOSES, all=_TRAINS,
+          why="pushes bring servers what the learner trains, and the draft layer only if it is",
+          fix="set learner.draft.train=true"),
+    Excludes(one=_PROPOSES,
+             other=(On("rollout.served", True, "rollout.engine"), On("transport.direct", True, "weights.transport")),
+             why="what goes straight into an engine's ranks is the model's, not its draft layer's",
+             fix="set weights.transport=file"),
+    Excludes(one=_PROPOSES, other=On("rollout.server.quantization", Not("none")),
+             why="engines' draft layers have linears without this format, which a push would quantise",
+             fix="set it to none"),
+    Excludes(one=_PROPOSES, other=On("rollout.server.pp", Above(1)), why="its last stage alone has the draft layer",
+             fix="set it to 1"),
+    Excludes(one=_PROPOSES, other=On("asked_columns.routes", SET, TEXT),
+             why="which experts served a proposal that was replaced is not told apart here",
+             fix="leave one of them out"),
+    Excludes(one=_PROPOSES, other=On("eval.sets.*.min_p", Above(0)),
+             why="beside proposals vLLM refuses it, and SGLang samples as if it were 0", fix="set it to 0"),
+    # SGLang 0.5.21, speculative/eagle_utils.py `_verify_uses_greedy`
+    Excludes(one=_PROPOSES, other=(_SGLANG, On("learner.device", "cpu")),
+             why="on CPUs SGLang takes the most probable token wherever it proposes some, at every temperature, so "
+             "what is sampled would not have the model's distribution", fix="set rollout=vllm, or leave it out"),
+    # managers/scheduler_components/weight_updater.py `resume_memory_occupation`
+    Excludes(one=_PROPOSES, other=(_SGLANG, On("rollout.server.colocated", True)),
+             why="after a release of memory SGLang restores what pushes do not bring, as tables of positions, for the "
+             "model alone, not for its draft layer", fix="set rollout=vllm, or one of them to its default"),
+    Excludes(one=_PROPOSES, other=On("shape.delta", SET, shown="shape.family"),
+             why="it has delta nets, whose states a server takes back where a proposal is replaced; no engine was "
+             "tried so", fix="leave it out", where="shape"),
     ReadIf(keys=("slurm.speeds.draft_acceptance",), any_of=(_PROPOSES,), why="nothing is proposed"),
 )
+# fmt: on
 
 FEATURE = Feature(
     name="draft",

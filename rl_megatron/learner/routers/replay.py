@@ -109,7 +109,7 @@ class Routing:
         if bool((experts[..., 1:] == experts[..., :-1]).any()) or int(experts.max()) >= self._num_experts:
             raise RLMegatronError(
                 f"routes to replay name an expert twice for one token, or an expert outside of 0 to "
-                f"{self._num_experts - 1}: the engine did not route by what it returned; set algorithm.routing_replay "
+                f"{self._num_experts - 1}: the engine did not route by what it returned; set routing_replay "
                 "to r2 or off"
             )
 

@@ -52,7 +52,7 @@ COSTS: MetricTuples = (
     ("mfu/train", "", "flops/train over seconds/train at the bfloat16 peak of the policy's GPUs; only where that is "
      "known", Curve("Speed", "Share of the GPUs' peak in training (MFU)")),
     ("seconds/rollout", "s", "sampling and rewards"),
-    ("seconds/logprobs", "s", "log-probs of the old policy by the learner, and of the new one (train.route_flips)"),
+    ("seconds/logprobs", "s", "log-probs of the old policy by the learner, and of the new one if a feature asks"),
     ("seconds/reference", "s", "log-probs of the reference; on separate ranks, only the wait after seconds/logprobs"),
     ("seconds/values", "s", "values by the critic; on separate ranks, only the wait after the scores before it"),
     ("seconds/critic", "s", "forward, backward and optimizer of the critic's minibatches; on separate ranks, the wait "
@@ -191,10 +191,6 @@ LEARNING: MetricTuples = (
     ("ratio/max", "", "greatest importance ratio of the step"),
     ("ratio/effective_fraction", "", "effective sample size over the number of samples, mean(ratio)^2 / mean(ratio^2)",
      Curve("Policy", "Effective sample size, of all")),
-    ("ratio/outside", "", "share of sampled tokens whose ratio left 1 +- 0.2 in the update (train.route_flips)",
-     Curve("Health", "Ratios outside 1 ± 0.2")),
-    ("ratio/outside/<name>", "", "the same of tokens whose first flip (moe/first_flip) is in that layer, or `none`",
-     Curve("Health", "Ratios outside 1 ± 0.2, first flip in <name>")),
     ("correction/weight_mean", "", "mean importance weight, learner over engine, if the loss corrects the mismatch",
      Curve("Health", "Correction weight")),
     ("correction/dropped_fraction", "", "share of tokens whose correction weight is 0",
@@ -232,14 +228,6 @@ EXPERTS: MetricTuples = (
      Curve("Health", "Expert load, busiest over mean")),
     ("moe/dead_experts", "", "share of experts without a token in an optimizer step, mean over layers",
      Curve("Health", "Experts without tokens")),
-    ("moe/rerouted_fraction", "", "share of (token, layer) whose router would choose other experts than the replayed "
-     "ones", Curve("Health", "Tokens rerouted by replay")),
-    ("moe/flips_engine", "", "share of (sampled token, layer) with other experts in the engine than in the old "
-     "policy; not with r3", Curve("Health", "Routes unlike the engine's")),
-    ("moe/flips_update", "", "share of (sampled token, layer) with other experts after the update; 0 with replay",
-     Curve("Health", "Routes that the update changes")),
-    ("moe/first_flip/<name>", "", "share of sampled tokens whose lowest layer with such a flip is this, or `none`",
-     Curve("Health", "Tokens by first such layer: <name>")),
     ("moe/aux_loss", "", "load-balancing loss of a micro-batch, without its coefficient, mean over layers; 1 is "
      "balanced", Curve("Health", "Expert load: loss of a micro-batch")),
     ("moe/seq_aux_loss", "", "the same of a sequence; these four only with a coefficient in learner.router",

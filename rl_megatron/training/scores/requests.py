@@ -25,7 +25,7 @@ from rl_megatron.data.samples import seen_by, with_last_tokens
 from rl_megatron.interfaces import Pass, PassScores, Roles, Together
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.seeds import seed_of
-from rl_megatron.training.measures import LOGPROBS, Measured, routes_of, wanted_of_policy
+from rl_megatron.training.measures import LOGPROBS, Measured, wanted_of_policy
 from rl_megatron.training.scores.teachers import as_sampled, judged_by, one_reference, read_by
 from rl_megatron.training.tasks import AtOnce
 from rl_megatron.types import Batch, RolloutGroup, Samples, Want
@@ -182,8 +182,7 @@ def _passes(config: RunConfig, roles: Roles, samples: Samples, judged: Collectio
     """What each model is asked, and the phase that it is counted for. ``judged``: the roles of teachers that read the
     policy's prompts."""
     section = config.algorithm
-    asked = section.scores_policy or config.train.route_flips
-    wanted = wanted_of_policy(config) if asked else frozenset[Want]()
+    wanted = wanted_of_policy(config)
     alone = section.is_own_critic and bool(samples.extra)  # which the last targets do not have
     both = section.is_own_critic and not alone
     if wanted or both:
@@ -214,9 +213,6 @@ def _with_columns(
     judged: Mapping[str, NDArray[np.int64]],
 ) -> Measured:
     section, current = config.algorithm, found.get(("policy", "logprobs"))
-    routes = found.get(("policy", "routes"), routes_of(samples))
-    if section.routing_replay == "r2" and routes is not None:
-        samples = replace(samples, extra={**samples.extra, "routes": routes})
     if section.old_logprobs == "learner" and current is not None:
         samples = replace(samples, old_logprobs=current)
     columns: dict[str, Any] = {
@@ -227,5 +223,4 @@ def _with_columns(
     if judged:
         columns |= one_reference(section.kl.teachers, judged, found, samples)
     samples = replace(samples, **{name: column for name, column in columns.items() if column is not None})
-    entropy, norms = (found.get(("policy", what)) for what in ("entropy", "logit_norms"))
-    return Measured(samples, current, entropy, next_values, routes, logit_norms=norms)
+    return Measured(samples, {what: column for (role, what), column in found.items() if role == "policy"}, next_values)

@@ -18,14 +18,13 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
+from rl_megatron import feature
 from rl_megatron.columns import (
-    COLUMNS,
     Column,
     ColumnReader,
     ColumnWriter,
     Ragged,
     read_column,
-    required_columns,
     written_column,
 )
 from rl_megatron.config.io import load_config
@@ -50,19 +49,21 @@ from tests.completions import columns_of, completion
 
 LAYERS = 4
 OWN = {
-    "kept": Column(
-        name="kept", of="sampled", required=lambda config: "rollout.top_p" if config.rollout.top_p < 1 else None
-    ),
-    "marks": Column(name="marks", of="sampled", required=lambda config: None),
-    "indices": Column(name="indices", of="positions", required=lambda config: None, layers=lambda shape: range(LAYERS)),
+    "kept": Column(name="kept", of="sampled"),
+    "marks": Column(name="marks", of="sampled"),
+    "indices": Column(name="indices", of="positions", layers=lambda shape: range(LAYERS)),
 }
 PROMPT, LENGTHS = 3, (4, 1, 6)
 
 
 @pytest.fixture(autouse=True)
 def declared() -> Iterator[None]:
-    with patch.dict(COLUMNS, OWN):
+    asks = {"kept": lambda config: "rollout.top_p" if config.rollout.top_p < 1 else None, "marks": lambda config: None}
+    every = {**feature.features(), "own": feature.Feature(name="own", columns=[*OWN.values()], asks=asks)}
+    feature.declared_columns.cache_clear()
+    with patch.object(feature, "features", lambda: every):
         yield
+    feature.declared_columns.cache_clear()
 
 
 def values_of(token: int) -> list[int]:
@@ -122,11 +123,20 @@ def test_samples_have_every_column_at_the_positions_of_its_tokens() -> None:
     assert to_samples(groups(), columns=[]).extra == {}
 
 
+def test_a_ragged_column_of_layers_is_refused() -> None:
+    group = groups()[0]
+    ragged = Ragged(np.zeros(2, np.int16), np.array([1, 1, 0], np.int32))
+    row = replace(group.trajectories[1].chains[0], columns={"indices": ragged})
+    one = replace(group, trajectories=(replace(group.trajectories[1], chains=(row,)),))
+    with pytest.raises(DataError, match="indices must have the decoder's layers as their second dimension; a ragged"):
+        to_samples([one])
+
+
 def test_a_request_names_the_columns_and_the_run_those_that_it_needs() -> None:
     params = SamplingParams(temperature=1.0, top_p=0.9, max_new_tokens=4, stop_token_ids=(), seed=0)
     request = GenerationRequest(id="x", token_ids=(1,), num_completions=1, params=params, columns=("kept", "marks"))
     assert request_of(json.loads(json.dumps(asked("x", request)))) == ("x", request)
-    assert required_columns(load_config("tiny_cpu", ["rollout.top_p=0.9"])) == {"kept": "rollout.top_p"}
+    assert load_config("tiny_cpu", ["rollout.top_p=0.9"]).asked_columns == {"kept": "rollout.top_p"}
 
 
 def test_a_completion_that_a_push_cut_has_the_columns_of_both_parts() -> None:

@@ -395,14 +395,14 @@ def test_routes_of_a_model_without_experts_are_refused(replay: str) -> None:
     config = RunConfig.model_validate({"algorithm": {"routing_replay": replay}})
     assert told(config, SHAPE) == ""
     dense = replace(SHAPE, family="qwen3", num_experts=0, experts_per_token=0, expert_width=0, dense_width=4096)
-    assert re.search(rf"routing_replay={replay}: model_type='qwen3' has no experts.*=off", told(config, dense))
+    assert re.search(rf"routing_replay={replay} with shape.family=qwen3: it has no experts.*=off", told(config, dense))
 
 
 def test_flips_and_noise_of_routes_that_a_model_has_not_are_refused() -> None:
     dense = replace(SHAPE, family="qwen3", num_experts=0, experts_per_token=0, expert_width=0, dense_width=4096)
     one = replace(SHAPE, num_experts=1, experts_per_token=1)
     flips = RunConfig.model_validate({"train": {"route_flips": True}})
-    assert "train.route_flips=true: model_type='qwen3' has no experts" in told(flips, dense)
+    assert "train.route_flips=true with shape.family=qwen3: it has no experts" in told(flips, dense)
     noise = RunConfig.model_validate({"rollout": {"router_noise": 0.25}})
     assert "rollout.router_noise=0.25 changes nothing in a model of 1 experts; leave it out" in told(noise, one)
     assert told(noise, SHAPE) == told(flips, SHAPE) == told(flips, one) == ""

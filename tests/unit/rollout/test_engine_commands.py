@@ -45,7 +45,7 @@ from tests.unit.rollout.test_engine_servers import Words
 
 MOE, LATENT = NAMED["qwen3-235b-a22b"], NAMED["deepseek-v3"]
 SAMPLED_SET = ("eval.sets.hard.samples=64", "eval.sets.hard.temperature=1")
-TWO_NODES = replace(OPTIONS, nodes=2, head="10.0.0.1", host="10.0.0.2", node=1, port=20000, slots=64, routes=False)
+TWO_NODES = replace(OPTIONS, nodes=2, head="10.0.0.1", host="10.0.0.2", node=1, port=20000, slots=64, features={})
 
 
 def options_of(engine: str, **degrees: int) -> Mapping[str, str]:
@@ -269,7 +269,7 @@ def test_servers_get_stop_texts_and_what_finds_them(engine: str) -> None:
         assert all(given.items() <= one.items() for one in with_stop["sampling_params"])
         assert not any("stop" in one for one in without["sampling_params"])
     commands = [
-        adapter.command(replace(OPTIONS, stops=stops, device="cpu", routes=False)).arguments for stops in (True, False)
+        adapter.command(replace(OPTIONS, stops=stops, device="cpu", features={})).arguments for stops in (True, False)
     ]
     finds = {"sglang": "--tokenizer-path", "local": "--tokenizer"}.get(engine)
     assert [finds is None or finds in one for one in commands] == [True, finds is None]
@@ -383,7 +383,7 @@ OF_A_RUN = {
 def test_the_pages_command_of_a_server_has_the_options_of_a_runs_own(engine: str) -> None:
     page = (Path(__file__).parents[3] / "docs" / "engines.md").read_text().replace("\\\n", "")
     ((module, given),) = re.findall(rf"-m (rl_megatron\.engines\.{engine}\.server) (.*)", page)
-    own = SERVERS[engine](MOE).command(replace(OPTIONS, routes=False, tp=8, dtype="bfloat16")).arguments
+    own = SERVERS[engine](MOE).command(replace(OPTIONS, features={}, tp=8, dtype="bfloat16")).arguments
     assert module in own
     there = dict(re.findall(r"(--\S+) ?((?!--)'.*?'|(?!--)\S+|)", given))
     wanted = {word: after for word, after in zip(own, (*own[1:], ""), strict=True) if word.startswith("--")}

@@ -47,7 +47,7 @@ OPTIONS = StartOptions(
     **dict.fromkeys(("port", "slots", "tp", "pp", "dp", "ep"), 1),
     device="cuda",
     max_length=8,
-    routes=True,
+    features={"replay": "algorithm.routing_replay=r3"},
     colocated=False,
     batch_invariant=False,
     extra=(),
@@ -143,12 +143,12 @@ def test_what_sglang_aborts_outside_its_cache_begins_again(shape: ModelShape) ->
 def test_a_server_is_started_to_return_them_only_where_they_are_asked_for(adapter: Any, shape: ModelShape) -> None:
     flag = "--enable-return-routed-experts"
     assert flag in adapter(shape).command(OPTIONS).arguments
-    assert flag not in adapter(shape).command(replace(OPTIONS, routes=False)).arguments
+    assert flag not in adapter(shape).command(replace(OPTIONS, features={})).arguments
 
 
 def test_vllm_captures_cuda_graphs_on_gpus(shape: ModelShape) -> None:
     for device, eager in (("cuda", False), ("cpu", True)):
-        command = VLLMAdapter(shape).command(replace(OPTIONS, device=device, routes=False))
+        command = VLLMAdapter(shape).command(replace(OPTIONS, device=device, features={}))
         assert ("--enforce-eager" in command.arguments) is eager
 
 
@@ -157,7 +157,7 @@ def test_vllm_has_latent_attention_without_amx_kernels_where_they_cannot_take_th
         shape, latent=LatentAttention(query_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
     )
     found = [
-        "CPU_MLA" in VLLMAdapter(model).command(replace(OPTIONS, device=device, dtype=dtype, routes=False)).arguments
+        "CPU_MLA" in VLLMAdapter(model).command(replace(OPTIONS, device=device, dtype=dtype, features={})).arguments
         for model, device, dtype in (
             (latent, "cpu", "float32"),
             (latent, "cpu", "bfloat16"),
@@ -169,7 +169,7 @@ def test_vllm_has_latent_attention_without_amx_kernels_where_they_cannot_take_th
 
 
 def test_vllm_on_a_cpu_is_refused_with_the_reason(shape: ModelShape) -> None:
-    with pytest.raises(ConfigError, match=r"replay=r3 and .*: vLLM 0\.32\.0 .* does not run on CPUs; set rollout"):
+    with pytest.raises(ConfigError, match=r"replay=r3 needs .*: vLLM 0\.32\.0 .* does not run on CPUs; set rollout"):
         VLLMAdapter(shape).command(replace(OPTIONS, device="cpu"))
 
 

@@ -23,12 +23,12 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.algorithm import AlgorithmSection, TokensSection
 from rl_megatron.data.packing import Packer, with_own_columns
 from rl_megatron.errors import ConfigError, DataError
+from rl_megatron.features.router_study.step import engine_flips, update_flips
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.metrics.table import documented
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.measures import Measured
 from rl_megatron.training.optimizer_steps import learning_rate
-from rl_megatron.training.scores.flips import engine_flips, update_flips
 from rl_megatron.training.update import Update, covariances, drawn_between, greatest, token_choice, top_entropy
 from rl_megatron.types import (
     Batch,
@@ -382,7 +382,7 @@ def samples_of(seed: int, lengths: list[int] = LENGTHS * 4) -> tuple[Samples, Te
 def minibatches(section: TokensSection, dp: int, most: int = 3) -> list[dict[int, tuple[float, float]]]:
     """Of each minibatch the advantage and the KL's weight of its trained tokens, by their ids."""
     samples, logprobs, entropy = samples_of(5)
-    choice = token_choice(section, Measured(samples, logprobs, entropy, None, None), seed=3)
+    choice = token_choice(section, Measured(samples, {"logprobs": logprobs, "entropy": entropy}), seed=3)
     assert choice is not None
     packer = Packer(dims=ParallelDims(dp=dp), max_tokens=16, attention_cost=0.0)
     out = []
@@ -479,7 +479,7 @@ def test_the_share_is_each_minibatchs_whatever_ranks_and_micro_batches(section: 
 def test_the_row_has_the_mean_share_and_a_minibatch_without_a_token_none() -> None:
     samples, logprobs, entropy = samples_of(5, [4, 4, 4])
     samples = replace(samples, mask=torch.tensor([True] * 8 + [False] * 4))
-    measured = Measured(samples, logprobs, entropy, None, None)
+    measured = Measured(samples, {"logprobs": logprobs, "entropy": entropy})
     choice = token_choice(TokensSection(choose="top_entropy", share=0.5), measured, seed=0)
     assert choice(samples, np.array([2])) is samples
     for part in ([0], [0, 1]):

@@ -27,6 +27,7 @@ from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.errors import ConfigError, SyncError
+from rl_megatron.features.replay.feature import of_algorithm
 from rl_megatron.files import write_atomically
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
@@ -138,7 +139,7 @@ class _Examination:
             engine_dtype=dtype,  # a server with another dtype was refused
             configured=Parameters(temperature=rollout.temperature, top_p=rollout.top_p),
             served=rollout.served,
-            replays=self.config.algorithm.routing_replay == "r3",
+            replays=of_algorithm(self.config.algorithm) == "r3",
             head_dtype=self.config.learner.head_dtype,
         )
         outcomes = await run_experiments(self._bench(), prompts, completions=num_completions, worth=setting.noise)
@@ -147,7 +148,7 @@ class _Examination:
 
     def _bench(self) -> Bench:
         rollout, learner = self.config.rollout, self.roles.policy
-        routed = not rollout.served or self.config.algorithm.routing_replay == "r3"
+        routed = not rollout.served or of_algorithm(self.config.algorithm) == "r3"
         return Bench(
             learner=learner,
             engine=self.roles.engine,

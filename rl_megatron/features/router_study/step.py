@@ -5,15 +5,64 @@ Letters: N positions, n of them sampled, L layers with experts, k experts a toke
 
 from __future__ import annotations
 
+from asyncio import to_thread
+
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from rl_megatron.config.run import RunConfig
+from rl_megatron.data.samples import dense_column, without_columns
+from rl_megatron.feature import Ask, StepHooks
+from rl_megatron.features.router_study.feature import alone, of_train
+from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row
+from rl_megatron.training.measures import LOGPROBS, Measured
+from rl_megatron.types import Samples
 
 RATIO_BAND = 0.2
 """Half the width of the band around 1 that a token's importance ratio leaves: PPO's clip range."""
 MOST_COUNTED = 65_536
 """Sampled tokens of a batch whose routes are compared; of more, evenly spaced ones."""
+
+
+def make_hooks(config: RunConfig, roles: Roles) -> RouteFlips | None:
+    """The counts of a run's steps; None without ``train.route_flips``."""
+    return RouteFlips(alone=alone(config)) if of_train(config.train) else None
+
+
+class RouteFlips(StepHooks):
+    """Compares the routes of the engine, of the policy before an update and of the one after it.
+
+    ``alone``: no model reads the engine's. Where they are replayed, no route flips: passes take those of the update's.
+    """
+
+    def __init__(self, *, alone: bool) -> None:
+        self._alone = alone
+        self._engine: Tensor | None = None  # [N, L, k] of a step's batch
+
+    @override
+    def sampled(self, samples: Samples) -> Samples:
+        if not self._alone:
+            return samples
+        self._engine = dense_column(samples.extra, "routes")
+        return without_columns(samples, ["routes"])
+
+    @override
+    def described(self, found: Measured) -> Row:
+        if self._engine is None:
+            return {}
+        return engine_flips(self._engine, found.policy["routes"], found.samples.mask)
+
+    @override
+    async def trained(self, found: Measured, ask: Ask) -> Row:
+        """Takes one more pass."""
+        samples, replayed = found.samples, dense_column(found.samples.extra, "routes")
+        new = await ask(LOGPROBS if replayed is not None else LOGPROBS | {"routes"})
+        before = found.policy["routes"] if replayed is None else replayed
+        after = new["routes"] if replayed is None else replayed
+        assert found.current is not None
+        return await to_thread(update_flips, before, after, new["logprobs"] - found.current, samples.mask)
 
 
 def flipped(routes: Tensor, others: Tensor) -> Tensor:

@@ -1,0 +1,49 @@
+"""How engines are started so that they return the experts that their routers choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from rl_megatron.errors import ConfigError
+from rl_megatron.feature import EngineHooks
+
+
+class Routes(EngineHooks):
+    """Servers that return routes, for the key with its value that asks for them; of others of a run they fit too."""
+
+    @override
+    def arguments(self, given: str | None, device: str) -> Sequence[str]:
+        return ("--enable-return-routed-experts",) if given else ()
+
+    @override
+    def fits(self, found: object, given: object) -> bool:
+        return bool(found) or not given
+
+
+class VLLMRoutes(Routes):
+    """vLLM 0.32.0."""
+
+    @override
+    def arguments(self, given: str | None, device: str) -> Sequence[str]:
+        if given and device == "cpu":
+            raise ConfigError(
+                f"{given} needs the engine's routes: vLLM 0.32.0 returns them only from its second model runner, which "
+                "needs Triton and so does not run on CPUs; set rollout=local or sglang, or leave it out"
+            )
+        return super().arguments(given, device)
+
+    @override
+    def described(self, settings: Mapping[str, Any]) -> tuple[bool, Sequence[str]]:
+        return settings.get("routes") == "True", ()
+
+
+class SGLangRoutes(Routes):
+    """SGLang 0.5.21."""
+
+    @override
+    def described(self, settings: Mapping[str, Any]) -> tuple[bool, Sequence[str]]:
+        """``settings``: of its /server_info."""
+        return bool(settings.get("enable_return_routed_experts")), ()

@@ -1,0 +1,103 @@
+"""``algorithm.routing_replay``: the passes of an update use the experts that routers chose before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from rl_megatron.columns import Column
+from rl_megatron.feature import Curve, Feature, Serving
+from rl_megatron.rules import SET, TEXT, Above, Excludes, Not, On, Rule
+from rl_megatron.section import Section
+
+if TYPE_CHECKING:
+    from rl_megatron.config.run import RunConfig
+    from rl_megatron.config.sections.algorithm import AlgorithmSection
+    from rl_megatron.types import Want
+
+Replay: TypeAlias = Literal["off", "r2", "r3"]
+
+
+class ReplayKeys(Section):
+    """The feature's key of the algorithm."""
+
+    routing_replay: Replay = "off"
+    """Which experts the passes of an update use: the router's choice (off), those of the learner's pass over the old
+    policy (r2), or those of the engine while it sampled, also in the pass over the old policy (r3);
+    docs/algorithms.md."""
+
+
+def of_algorithm(section: AlgorithmSection) -> Replay:
+    """Which experts the passes of an update use."""
+    assert isinstance(section, ReplayKeys)
+    return section.routing_replay
+
+
+def _asks(config: RunConfig) -> str | None:
+    return "algorithm.routing_replay=r3" if of_algorithm(config.algorithm) == "r3" else None
+
+
+def _wants(config: RunConfig) -> frozenset[Want]:
+    return frozenset({"logprobs", "routes"}) if of_algorithm(config.algorithm) == "r2" else frozenset()
+
+
+_REPLAYS = On("algorithm.routing_replay", Not("off"))
+_ROUTES = On("asked_columns.routes", SET, TEXT)
+_LEAVE_OUT = "leave one of them out"
+# fmt: off
+_RULES: Sequence[Rule] = (
+    Excludes(one=On("rollout.server.running_requests", "keep_cache"),
+             other=(On("rollout.served", True, "rollout.engine"), _ROUTES),
+             why="keys and values in the cache were made by the experts that older weights chose, which the learner's "
+             "one pass cannot repeat", fix="set running_requests=abort, or leave routes out"),
+    Excludes(one=On("train.max_staleness", Above(0)), other=(
+                 _ROUTES, On("rollout.engine", "sglang"), On("rollout.server.running_requests", "recompute")),
+             why="SGLang keeps routes by their place in its cache, so of a completion that it computes again at a push "
+             "it returns those of the new weights for all tokens, also for those that older weights sampled",
+             fix="set running_requests=abort"),
+    Excludes(one=On("rollout.stop", Not(())), other=(On("rollout.engine", "vllm"), _ROUTES),
+             why="vLLM finds texts outside of its engine, which then returns no routes",
+             fix="set rollout=sglang or local, or leave one of them out"),
+    Excludes(one=On("rollout.interrupt.earliest", Above(0)), other=_ROUTES,
+             why="routes are of one request, and what is interrupted takes two", fix=_LEAVE_OUT),
+    Excludes(one=On("algorithm.demonstration_gamma"), other=_ROUTES, why="no engine chose its experts", fix=_LEAVE_OUT),
+    Excludes(one=On("training_environments@function"), other=_ROUTES,
+             why="engines return the routes of one request, and a turn's last token gets its own with the next request "
+             "alone", fix="leave it out"),
+    Excludes(one=On("learner.fusion.router", True), other=_REPLAYS,
+             why="the fused kernel chooses experts by itself, and takes and tells none",
+             fix="set one of them to its default"),
+    Excludes(one=_REPLAYS, other=On("shape.num_experts", 0, shown="shape.family"), where="shape",
+             why="it has no experts, so there is no routing", fix="set algorithm.routing_replay=off"),
+)
+# fmt: on
+
+FEATURE = Feature(
+    name="replay",
+    keys={"algorithm": ReplayKeys},
+    rules=_RULES,
+    columns=(
+        Column(
+            name="routes",  # the experts that each router chose: [positions, MoE layers, experts a token]
+            of="positions",
+            padding="distinct",
+            layers=lambda shape: shape.moe_layers,
+        ),
+    ),
+    asks={"routes": _asks},
+    wants=_wants,
+    serving=Serving(
+        given=lambda config: config.asked_columns.get("routes"),
+        engines={
+            "vllm": "rl_megatron.features.replay.engines:VLLMRoutes",
+            "sglang": "rl_megatron.features.replay.engines:SGLangRoutes",
+        },
+        misfit="{given} needs routes, but it returns none; start it with --enable-return-routed-experts, or leave it "
+        "out",
+    ),
+    step="rl_megatron.features.replay.step:make_hooks",
+    metrics=(
+        ("moe/rerouted_fraction", "", "share of (token, layer) whose router would choose other experts than the "
+         "replayed ones", Curve("Health", "Tokens rerouted by replay")),
+    ),
+)  # fmt: skip

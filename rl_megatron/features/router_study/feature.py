@@ -1,0 +1,73 @@
+"""``train.route_flips``: how many tokens get other experts in one pass than in another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_megatron.feature import Curve, Feature
+from rl_megatron.rules import Excludes, On
+from rl_megatron.section import Section
+
+if TYPE_CHECKING:
+    from rl_megatron.config.run import RunConfig, TrainSection
+    from rl_megatron.types import Want
+
+
+class RouteFlipsKeys(Section):
+    """The feature's key of training."""
+
+    route_flips: bool = False
+    """Whether each step measures how many tokens' experts differ between engine and learner, and before and after the
+    update, by layer, and which tokens' ratio left 1 +- 0.2 (``moe/flips_*``, ``ratio/outside``): one more pass over
+    the batch."""
+
+
+def of_train(section: TrainSection) -> bool:
+    """Whether each step counts route flips."""
+    assert isinstance(section, RouteFlipsKeys)
+    return section.route_flips
+
+
+_KEY = "train.route_flips=true"
+
+
+def alone(config: RunConfig) -> bool:
+    """Whether it alone asks engines for routes, so that no model is to read them."""
+    return config.asked_columns.get("routes") == _KEY
+
+
+def _wants(config: RunConfig) -> frozenset[Want]:
+    if not of_train(config.train):
+        return frozenset()
+    return frozenset({"logprobs", "routes"}) if alone(config) else frozenset({"logprobs"})
+
+
+_FLIPS = On("train.route_flips", True)
+
+FEATURE = Feature(
+    name="router_study",
+    keys={"train": RouteFlipsKeys},
+    may_change=frozenset({"train.route_flips"}),
+    rules=(
+        Excludes(one=On("learner.fusion.router", True), other=_FLIPS,
+                 why="the fused kernel chooses experts by itself, and takes and tells none",
+                 fix="set one of them to its default"),
+        Excludes(one=_FLIPS, other=On("shape.num_experts", 0, shown="shape.family"), where="shape",
+                 why="it has no experts, so there is no routing", fix="leave it out"),
+    ),
+    asks={"routes": lambda config: _KEY if of_train(config.train) else None},
+    wants=_wants,
+    step="rl_megatron.features.router_study.step:make_hooks",
+    metrics=(
+        ("ratio/outside", "", "share of sampled tokens whose ratio left 1 +- 0.2 in the update (train.route_flips)",
+         Curve("Health", "Ratios outside 1 ± 0.2")),
+        ("ratio/outside/<name>", "", "the same of tokens whose first flip (moe/first_flip) is in that layer, or `none`",
+         Curve("Health", "Ratios outside 1 ± 0.2, first flip in <name>")),
+        ("moe/flips_engine", "", "share of (sampled token, layer) with other experts in the engine than in the old "
+         "policy; not with r3", Curve("Health", "Routes unlike the engine's")),
+        ("moe/flips_update", "", "share of (sampled token, layer) with other experts after the update; 0 with replay",
+         Curve("Health", "Routes that the update changes")),
+        ("moe/first_flip/<name>", "", "share of sampled tokens whose lowest layer with such a flip is this, or `none`",
+         Curve("Health", "Tokens by first such layer: <name>")),
+    ),
+)  # fmt: skip
