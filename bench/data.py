@@ -88,7 +88,7 @@ def ours(path: Path, draws: int, kind: str) -> dict[str, float]:
     """Load the data of a run and draw."""
     from rl_megatron.agents.conversation.forms import check_answers
     from rl_megatron.config.sections.data import FileRunData
-    from rl_megatron.data.problems.prompt_stream import PromptStream
+    from rl_megatron.data.problems.pool import PromptStream
     from rl_megatron.data.problems.prompts import load_prompts
     from rl_megatron.models.tiny import byte_tokenizer
 

@@ -52,7 +52,7 @@ from bench.streaming_model import (
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import ServerSection
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.engines.engine_token import VARIABLE, EngineToken
 from rl_megatron.engines.http import Server

@@ -77,7 +77,7 @@ def watched(tree: Path, of: str, keys: Sequence[str]) -> list[Stop]:
 def of_the_step(stops: Sequence[Stop]) -> list[Stop]:
     """The stops from taking the prompt to the end of the step, without evaluations."""
     asked = next(i for i, stop in enumerate(stops) if any(r.startswith("step 1") for r in stop.requests))
-    first = max(i for i in range(asked) if stops[i].file == "rl_megatron/data/problems/prompt_stream.py")
+    first = max(i for i in range(asked) if stops[i].file == "rl_megatron/data/problems/pool.py")
     ends = (i for i in range(asked, len(stops)) if any(r.startswith("evaluation") for r in stops[i].requests))
     end = next(ends, len(stops))
     while end < len(stops) and stops[end - 1].file.endswith(("sampler.py", "evaluation.py")):  # evaluation's prompts

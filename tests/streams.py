@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.engines.adapter import Adapter
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rewards.threads import Plain

@@ -25,8 +25,8 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import weights_of
 from rl_megatron.config.sections.jobs import DpoSection, JobName
 from rl_megatron.data.packing import Packer, packer_of
-from rl_megatron.data.problems.conversations import is_desirable, refuse_bad_answers
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.pool import PromptStream
+from rl_megatron.data.problems.rendering import is_desirable, refuse_bad_answers
 from rl_megatron.data.samples import EndTokens, answer_pairs, check_ends, check_tokens, scored_pairs, supervised_rows
 from rl_megatron.evaluation.results import measured_by
 from rl_megatron.interfaces import Roles

@@ -20,8 +20,7 @@ from rl_megatron.config.beside import begun_by_messages, with_own_prompt
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
 from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.data.problems.file_rows import file_rows
-from rl_megatron.data.problems.files import files_in, local_files
+from rl_megatron.data.problems.parquet import FileRows
 from rl_megatron.data.problems.prompts import (
     check_template,
     formed,
@@ -30,8 +29,8 @@ from rl_megatron.data.problems.prompts import (
     taught_in,
     without_leaks,
 )
-from rl_megatron.data.problems.records import listed
 from rl_megatron.data.problems.rendering import Problem, RowForm, unrendered
+from rl_megatron.data.problems.rows import files_in, listed, local_files
 from rl_megatron.errors import DataError, RLMegatronError
 from rl_megatron.files import parse
 from rl_megatron.interfaces import RewardFunction
@@ -186,7 +185,7 @@ class _Reader:
         if name == "eval":
             data, most = data.of_held_out, min(ROWS, data.max_eval or ROWS)
         elif (files := files_in(path, key))[0].suffix == ".parquet":
-            file_rows(files, data, key, lists=lists)
+            FileRows(files, data, key, lists=lists)
         tokenizer = None if self._rows is None else self._rows.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             data = data.model_copy(update={"chat_template": False})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rl_megatron.data.problems.conversations import demonstration_in
+from rl_megatron.data.problems.rendering import demonstration_in
 from rl_megatron.data.samples import EndTokens, check_ends, check_tokens, supervised_rows
 from rl_megatron.errors import DataError
 from rl_megatron.types import Completion, Prompt, RolloutGroup

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from rl_megatron.chat_templates import begun_once
-from rl_megatron.data.problems.records import beyond_embedding
+from rl_megatron.data.problems.rows import beyond_embedding
 from rl_megatron.errors import DataError
 from rl_megatron.feature import declared_columns
 from rl_megatron.types import Prompt, Samples

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rl_megatron.config.sections.rollout import RolloutSection
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.batch import (
     POISON_SHARE,

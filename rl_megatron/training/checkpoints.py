@@ -23,7 +23,7 @@ from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 from rl_megatron.columns import ColumnReader, ColumnWriter
 from rl_megatron.config.sections.jobs import CHECKPOINT
 from rl_megatron.data.problems.mixture import MixtureState
-from rl_megatron.data.problems.prompt_table import TableState
+from rl_megatron.data.problems.pool import TableState
 from rl_megatron.digests import KIND, Digest, digest_of, digests, misfits
 from rl_megatron.errors import CheckpointError
 from rl_megatron.files import REMOVING, naming, publish_folder, remove_folder, write_atomically

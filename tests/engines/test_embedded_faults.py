@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from launcher.servers import supervisor
-from rl_megatron.data.problems.arithmetic import split_sums
+from rl_megatron.data.problems.prompts import split_sums
 from rl_megatron.engines import requests
 from rl_megatron.engines.adapter import Command, StartOptions
 from rl_megatron.engines.local.adapter import EmbeddedAdapter

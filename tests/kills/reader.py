@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_megatron.data.problems.arithmetic import split_sums
+from rl_megatron.data.problems.prompts import split_sums
 
 DIGITS, NUM_EVAL = 1, 16
 

@@ -27,7 +27,7 @@ from launcher.build.jobs import LearnedRows
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.jobs import DpoSection, LogSection
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.errors import DataError, RLMegatronError
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import byte_tokenizer

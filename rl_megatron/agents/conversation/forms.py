@@ -14,7 +14,7 @@ from rl_megatron.agents.conversation.messages import LOSABLE, REASONING, ChatMes
 from rl_megatron.agents.conversation.templates import Tools
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.jobs import JobName
-from rl_megatron.data.problems.records import listed
+from rl_megatron.data.problems.rows import listed
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt
 

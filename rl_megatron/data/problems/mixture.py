@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_megatron.data.problems.conversations import LABEL
+from rl_megatron.data.problems.rendering import LABEL
 from rl_megatron.types import Prompt
 
 DigestOf = Literal["rows", "margins", "questions", "texts"]

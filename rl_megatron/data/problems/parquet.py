@@ -1,4 +1,7 @@
-"""Parquet files by row groups: each row's text once as a stream, whole rows by number, and columns of a batch."""
+"""Parquet files by row groups: each row's text once as a stream, whole rows by number, and columns of a batch.
+
+The rows to train on of such files: what they are compared by, and what is wrong with them.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
-from rl_megatron.data.problems.leaks import digests_of, hashes_of
-from rl_megatron.data.problems.records import (
+from rl_megatron.config.sections.data import FileKeys
+from rl_megatron.data.problems.leaks import ProblemKey, ProblemTexts, digests_of, hashes_of
+from rl_megatron.data.problems.rendering import Problem, conversation, fields_of, form_of, problem_in, unrendered
+from rl_megatron.data.problems.rows import (
     NESTED,
     Record,
     bytes_field,
@@ -26,6 +33,7 @@ from rl_megatron.data.problems.records import (
     kinds_of,
     listed,
     null_field,
+    read_jsonl,
     record_of,
     shortened,
     unread_field,
@@ -33,6 +41,7 @@ from rl_megatron.data.problems.records import (
 )
 from rl_megatron.errors import DataError
 from rl_megatron.files import value_at
+from rl_megatron.types import Prompt
 
 
 def column_at(batch: Any, name: str) -> Any:
@@ -250,8 +259,12 @@ class ParquetRows:
                     break
 
     def record(self, row: int, batch: Any) -> Record:
-        """The row, which ``batch`` has alone. Raises DataError that says what is wrong with it."""
+        """The row, which ``batch`` has alone. Raises DataError as `checked`."""
         (record,) = self._records_of(batch)
+        return self.checked(row, record)
+
+    def checked(self, row: int, record: Record | str) -> Record:
+        """The record. Raises DataError that names the row if it is what is wrong with it."""
         if isinstance(record, str):
             raise DataError(f"{self.place(row)}: {record}")
         return record
@@ -418,3 +431,129 @@ def _told(path: Path, part: str = "") -> Iterator[None]:
     except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError) as error:
         what = f"{part}: cannot be read" if part else "not a readable parquet file"
         raise DataError(f"{shortened(str(path))}: {what}: {shortened(str(error))}") from error
+
+
+class FileRows(ParquetRows):
+    """Problems, pairs of answers, or conversations of parquet files, none of which is in memory."""
+
+    def __init__(self, paths: Sequence[Path], data: FileKeys, key: str, *, lists: bool) -> None:
+        """``key``: the config key that gave the files; ``lists``: prompts may be ones. Raises as `ParquetRows`."""
+        super().__init__(paths, fields_of(data), key, _others(data), lists=lists)
+        self.data = data
+
+    @property
+    def columns(self) -> list[str]:
+        """Those that the texts of a row are made of."""
+        return [*fields_of(self.data), *_others(self.data)]
+
+    def compared(self, *by: ProblemKey) -> list[ProblemTexts]:
+        """Returns the texts that rows are compared by, for each key. All keys share what Python makes of the rows."""
+        read = _ReadRows(self)
+        return [_RowTexts(read, one) for one in by]
+
+    def are_plain(self, texts: int) -> bool:
+        """True if Arrow can compare the first ``texts`` fields, and no other field is read of a problem."""
+        return not (_others(self.data) or self.data.rejected_field) and self.are_texts(texts)
+
+    def problem(self, row: int, record: Record | str) -> Problem:
+        """The problem of a row, without the tokenizer's template. Raises DataError as `problem_in` and `checked`."""
+        return problem_in(self.checked(row, record), *self.line(row), self.data)
+
+    def conversations(self, rows: NDArray[np.int64]) -> Iterator[Prompt]:
+        """Those of these ascending rows, without fields that are no part of them; none where rows are problems."""
+        if self.data.messages_field is None:
+            return
+        for row, record in self.records(rows, self.columns):
+            yield from unrendered([conversation(self.checked(row, record), *self.line(row), self.data)])
+
+
+def read_records(path: Path, data: FileKeys, *, key: str, most: int | None = None, lists: bool) -> list[Record]:
+    """The first ``most`` rows of a .jsonl or .parquet file: item i is of line, or row, i + 1.
+
+    ``key`` is the config key that gave ``path``; ``lists``: prompts may be ones. Raises DataError with all bad rows.
+    """
+    shown = f"{key}={shortened(str(path))}"
+    if path.suffix == ".parquet":
+        files = FileRows([path], data, key, lists=lists)
+        numbers = np.arange(len(files) if most is None else min(most, len(files)))
+        found = [record for _, record in files.records(numbers, None)]
+    elif path.suffix == ".jsonl":
+        try:
+            if not path.is_file():
+                raise DataError(f"{shown}: no such file")
+            lines = islice(read_jsonl(path), most)
+            found = [one if isinstance(one, str) else record_of(one, fields_of(data), lists=lists) for one in lines]
+        except OSError as error:  # for example a name of more than 255 characters
+            raise DataError(f"{shown}: cannot be read: {error.strerror or error}") from error
+        if not found:
+            raise DataError(f"{key}={path}: the file is empty; give at least one row")
+    else:
+        raise DataError(f"{shown}: unknown extension {shortened(repr(path.suffix))}; allowed: .jsonl, .parquet")
+    if problems := [f"{path}:{number}: {row}" for number, row in enumerate(found, 1) if isinstance(row, str)]:
+        raise DataError(listed(problems))
+    return [row for row in found if not isinstance(row, str)]
+
+
+def _others(data: FileKeys) -> tuple[str, ...]:
+    """The fields besides those of texts that a row must have."""
+    written = (data.messages_field, data.rejected_field, data.tools_field, data.context_field)
+    names = (*written, data.margin_field, data.system_field, data.demonstration_field)
+    return tuple(dict.fromkeys(name for name in names if name is not None and name not in fields_of(data)))
+
+
+class _ReadRows:
+    """Problems of rows that are made by Python: some 50,000 a second. ``by_arrow``: hashes of this many texts."""
+
+    def __init__(self, files: FileRows) -> None:
+        self.files, self.by_arrow = files, dict[int, NDArray[np.int64]]()
+
+    @cached_property
+    def has_chats(self) -> bool:
+        """True if texts of rows may be messages in JSON."""
+        return self.files.data.chat_template and self.files.has_lists()
+
+    @cached_property
+    def hashes(self) -> NDArray[np.int64]:
+        """64 bits of one text of each row, and of two: [R, 2]. Raises DataError that names all bad rows."""
+        hashes, problems = np.zeros((len(self.files), 2), np.int64), list[str]()
+        for row, record in self.files.records(np.arange(len(self.files)), self.files.columns):
+            try:
+                one = self.files.problem(row, record)
+                hashes[row] = hash(one.hashed(1)), hash(one.hashed(2))
+            except DataError as error:
+                problems.append(str(error))
+        if problems:
+            raise DataError(listed(problems))
+        return hashes
+
+
+class _RowTexts(ProblemTexts):
+    """The texts that each row is compared by."""
+
+    def __init__(self, read: _ReadRows, by: ProblemKey) -> None:
+        self._read, self._by = read, by
+        self._files, self._form = read.files, form_of(read.files.data)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @override
+    def place(self, row: int) -> str:
+        return self._files.place(row)
+
+    @override
+    def hashes(self) -> NDArray[np.int64]:
+        texts = self._by.hashed
+        if self._files.are_plain(texts) and not self._read.has_chats:
+            if texts not in self._read.by_arrow:
+                self._read.by_arrow[texts] = self._files.hashes(texts, self._form)
+            return self._read.by_arrow[texts]
+        return self._read.hashes[:, texts - 1]
+
+    @override
+    def digests(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+        files, fields, texts = self._files, self._by.fields, 1 + self._by.answers
+        if fields == () and files.are_plain(texts) and not self._read.has_chats:
+            return files.digests(rows, texts, self._form)
+        records = files.records(rows, None if fields is None else [*dict.fromkeys((*files.columns, *fields))])
+        return digests_of(files.problem(row, record).compared(self._by) for row, record in records)

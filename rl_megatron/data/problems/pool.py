@@ -1,11 +1,12 @@
-"""What prompts are drawn from: a list in memory, or rows of files that are read and rendered when they are drawn."""
+"""What prompts are drawn from, and how: pools in memory or of rows of files, shuffled epochs, and pass rates."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,13 +17,24 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from rl_megatron.data.problems.file_rows import FileRows
-from rl_megatron.data.problems.mixture import DigestOf, digest_of_prompts
+from rl_megatron.columns import Rates, Retired, Visits
+from rl_megatron.config.sections.data import CurriculumSection
+from rl_megatron.data.problems.mixture import (
+    OLDER_DIGESTS,
+    DigestOf,
+    Epochs,
+    MixtureState,
+    Proportions,
+    SourceState,
+    digest_of_prompts,
+)
+from rl_megatron.data.problems.parquet import FileRows
 from rl_megatron.data.problems.rendering import RowForm, TooLong, conversation, rendered, tokenized_one, unrendered
-from rl_megatron.errors import DataError
+from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
+
 
 _WINDOW_BYTES = 64 << 20  # of rows that are read at once
 _LARGE_WINDOW_BYTES = 256 << 20  # the same, where an epoch has many windows, each of which reads every row group
@@ -151,8 +163,8 @@ class RowsOfPrompts(Pool):
 
     def __init__(self, files: FileRows, kept: NDArray[np.bool_] | None, form: RowForm, *, source: str) -> None:
         """``kept``: the rows of ``files`` that are in the pool; None: all."""
-        self._rows, self._files, self._form, self._source = files.rows, files, form, source
-        whole = np.arange(len(self._rows), dtype=np.uint32)
+        self._files, self._form, self._source = files, form, source
+        whole = np.arange(len(self._files), dtype=np.uint32)
         self._kept = whole if kept is None or kept.all() else whole[kept]
         self._held = _Held(np.zeros(0, np.int64), (), 0)
         self._following: Future[_Held] | None = None
@@ -174,7 +186,7 @@ class RowsOfPrompts(Pool):
         if number not in self._made:
             if self._held.batch(number) is None:
                 self._move(number, upcoming)
-            record, (path, line) = self._rows.record(number, self._held.batch(number)), self._rows.line(number)
+            record, (path, line) = self._files.record(number, self._held.batch(number)), self._files.line(number)
             data, form = self._files.data, self._form
             if data.messages_field is not None:
                 self._made[number] = unrendered([conversation(record, path, line, data)])[0]
@@ -189,7 +201,7 @@ class RowsOfPrompts(Pool):
         number = int(self._kept[row])
         prompt = self._made.pop(number)
         if isinstance(prompt, TooLong):
-            self._is_long(self._rows.place(number), prompt)
+            self._is_long(self._files.place(number), prompt)
             return None
         return self._named(prompt)
 
@@ -200,12 +212,12 @@ class RowsOfPrompts(Pool):
     @override
     def row_of(self, name: str) -> int:
         stem, line = name.removeprefix(f"{self._source}/").rsplit(":", 1)
-        row = self._kept.dtype.type(self._rows.row(stem, int(line)))  # of another type, numpy would copy all rows
+        row = self._kept.dtype.type(self._files.row(stem, int(line)))  # of another type, numpy would copy all rows
         return int(np.searchsorted(self._kept, row))
 
     @override
     def name_of(self, row: int) -> str:
-        path, line = self._rows.line(int(self._kept[row]))
+        path, line = self._files.line(int(self._kept[row]))
         return f"{self._source}/{path.stem}:{line}" if self._source else f"{path.stem}:{line}"
 
     @override
@@ -219,7 +231,7 @@ class RowsOfPrompts(Pool):
 
     @cached_property
     def _digest(self) -> str:
-        return hashlib.blake2b(self._rows.checksum().encode() + self._kept.tobytes(), digest_size=16).hexdigest()
+        return hashlib.blake2b(self._files.checksum().encode() + self._kept.tobytes(), digest_size=16).hexdigest()
 
     def _named(self, prompt: Prompt) -> Prompt:
         """Of a source of a mixture."""
@@ -236,11 +248,11 @@ class RowsOfPrompts(Pool):
 
     def _read(self, start: int, upcoming: Upcoming) -> _Held:
         """The window that begins with this draw, across the end of an epoch if need be."""
-        each = self._rows.row_bytes
+        each = self._files.row_bytes
         most = max(_WINDOW_BYTES // each, min(len(self) // _MOST_WINDOWS, _LARGE_WINDOW_BYTES // each), 1)
         stop = start + min(most, _MOST_ROWS, len(self))
         numbers = np.unique(self._kept[upcoming.rows(start, stop)]).astype(np.int64)
-        return _Held(numbers, tuple(self._rows.selected(numbers, None)), stop)
+        return _Held(numbers, tuple(self._files.selected(numbers, None)), stop)
 
     def _is_long(self, place: str, why: TooLong) -> None:
         if self._form.on_long == "fail":
@@ -337,3 +349,335 @@ def _inside(upcoming: Upcoming, start: int, count: int) -> Upcoming:
         return found[(found >= start) & (found < start + count)] - np.uint32(start)
 
     return Upcoming(upcoming.number, rows)
+
+
+_PRIOR = 0.5, 1.0  # a value, and of how many completions: Beta(1/2, 1/2)
+_MIN_LEFT = 0.1  # of a source's prompts: where fewer would be drawn, retired ones are drawn again
+_MOST_SPREAD = 0.5  # of a reward of 0 or 1, at a pass rate of a half
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableState:
+    """A table between two steps, for checkpoints; a number for each prompt."""
+
+    visits: Visits
+    rates: Rates  # NaN: unknown
+    retired: Retired  # the step; -1: it is drawn
+    values: Rates | None = None  # where they are tracked
+    counts: Rates | None = None  # of completions that still count
+
+
+class PromptTable:
+    """One row a prompt: how often it was trained on, its pass rate, whether it is drawn, and its value, SPO's baseline.
+
+    It is updated at the end of a step, in the order in which prompts were drawn, so that it is a function of the steps.
+    ``sources`` has the rows of each source.
+    """
+
+    def __init__(
+        self,
+        prompts: Pool,
+        sources: Mapping[str, NDArray[np.integer]],
+        section: CurriculumSection,
+        *,
+        seed: int,
+        track_decay: float | None = None,
+    ) -> None:
+        """``track_decay``: of the values (`track`); None: these are not tracked."""
+        self._section, self._seed, self._track_decay = section, seed, track_decay
+        self._sources, self._prompts = sources, prompts
+        self.visits = np.zeros(len(prompts), np.int32)
+        self.rates = np.full(len(prompts), np.nan)
+        self.retired = np.full(len(prompts), -1, np.int32)
+        self._again = Counter[str]()  # retired prompts of each source that were drawn again, by this process
+        value, count = _PRIOR
+        self.values, self.counts = np.full(len(prompts), value), np.full(len(prompts), count)
+
+    def draws(self, row: int, epoch: int) -> bool:
+        """Whether this epoch draws the prompt. Any thread may ask."""
+        s, rate = self._section, self.rates[row]
+        drawn = self.retired[row] < 0
+        known = self.visits[row] >= s.min_seen
+        if drawn and known and s.explore is not None and not np.isnan(rate):
+            share = (np.sqrt(rate * (1 - rate)) + s.explore) / (_MOST_SPREAD + s.explore)
+            drawn = np.random.default_rng([self._seed, epoch, row, 2]).random() < share
+        return bool(drawn)
+
+    def update(self, seen: Iterable[tuple[str, float]], step: int, left_out: Set[int]) -> None:
+        """Add the share of right completions of each prompt that ``step`` ended, by its id and in the order drawn.
+
+        ``left_out``: rows that are not drawn for another reason.
+        """
+        s = self._section
+        for name, share in seen:
+            row = self._prompts.row_of(name)
+            before = share if np.isnan(self.rates[row]) else self.rates[row]
+            self.rates[row] = s.decay * before + (1 - s.decay) * share
+            self.visits[row] += 1
+            if s.retire_above is not None and self.visits[row] >= s.min_seen and self.rates[row] >= s.retire_above:
+                self.retired[row] = step
+        self.keep_enough(left_out)
+
+    def track(self, seen: Iterable[tuple[str, Sequence[float]]]) -> None:
+        """Add the rewards of completions of each prompt, by its id and in the order drawn, to its value.
+
+        The mean of the posterior of SPO's value tracker (arXiv:2509.13232): alpha' = decay alpha + sum of r and
+        beta' = decay beta + sum of 1 - r, with alpha / (alpha + beta) the value and alpha + beta the count.
+        """
+        if self._track_decay is None:
+            return
+        for name, rewards in seen:
+            row = self._prompts.row_of(name)
+            kept = self._track_decay * self.counts[row]
+            self.counts[row] = kept + len(rewards)
+            self.values[row] = (kept * self.values[row] + sum(rewards)) / self.counts[row]
+
+    def value_of(self, name: str) -> float:
+        """The value of the prompt, from its completions of earlier steps."""
+        return float(self.values[self._prompts.row_of(name)])
+
+    def keep_enough(self, left_out: Set[int]) -> None:
+        """Where less than a tenth of a source is drawn, draw its retired prompts again, those first that retired
+        first; each must be seen ``min_seen`` times before it can retire again. A warning says so whenever twice as many
+        were: of a policy that solves nearly all it happens at each step."""
+        gone = np.zeros(len(self.retired), np.bool_)
+        gone[list(left_out)] = True
+        for name, rows in self._sources.items():
+            retired = rows[(self.retired[rows] >= 0) & ~gone[rows]]
+            drawn = int((~gone[rows]).sum()) - len(retired)
+            missing = min(len(retired), int(np.ceil(_MIN_LEFT * len(rows))) - drawn)
+            if missing <= 0:
+                continue
+            back = retired[np.argsort(self.retired[retired], kind="stable")][:missing]
+            self.retired[back], self.visits[back] = -1, 0
+            before = self._again[name]
+            self._again[name] += len(back)
+            if self._again[name].bit_length() > before.bit_length():
+                of = f" of source {name!r}" if name else ""
+                logger.warning(
+                    "%d of %d prompts%s are left: %d that had retired are drawn again, %d so far",
+                    *(drawn, len(rows), of, len(back), self._again[name]),
+                )
+
+    def row(self) -> dict[str, float]:
+        """The metrics ``curriculum/…``."""
+        known = self.rates[~np.isnan(self.rates)]
+        mean = {"curriculum/mean_pass_rate": float(known.mean())} if len(known) else {}
+        return {"curriculum/retired": int((self.retired >= 0).sum()), **mean}
+
+    def state(self) -> TableState:
+        """What ``restore`` continues from."""
+        columns = {"visits": self.visits.copy(), "rates": self.rates.copy(), "retired": self.retired.copy()}
+        if self._track_decay is not None:
+            columns |= {"values": self.values.copy(), "counts": self.counts.copy()}
+        return TableState(**columns)
+
+    def restore(self, state: TableState | None) -> None:
+        """Continue from ``state``. Raises CheckpointError if it is of other data."""
+        found = 0 if state is None else len(state.visits)
+        if state is None or found != len(self.visits):
+            raise CheckpointError(
+                f"the checkpoint has pass rates of {found} prompts, but data.curriculum needs {len(self.visits)}; "
+                "resume with the same data and limits"
+            )
+        self.visits, self.rates, self.retired = state.visits.copy(), state.rates.copy(), state.retired.copy()
+        if state.values is not None and state.counts is not None:
+            self.values, self.counts = state.values.copy(), state.counts.copy()
+
+
+_SAME_LEAKS = (
+    "and with data.on_leak and eval.sets by which the same problems are dropped; if nothing of these has changed, an "
+    "older version of rl_megatron, with which to resume it, took other problems for equal (docs/running.md)"
+)
+
+
+class PromptStream:
+    """Endless epochs over ``prompts``, each shuffled by (seed, epoch), so that a position determines the order.
+
+    With ``weights`` each prompt is of one of these sources, which follow each other by `Proportions`; without, all
+    prompts are of one source. ``left_out`` are the rows of ``prompts`` that are drawn no more. With a ``curriculum``
+    `table` has their pass rates, which the caller updates, saves and restores, and says which are drawn; with a
+    ``track_decay`` their values too.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        weights: Mapping[str, float] | None = None,
+        curriculum: CurriculumSection | None = None,
+        track_decay: float | None = None,
+    ) -> None:
+        if not len(prompts):
+            raise DataError("no prompts to train on")
+        self._pool, self._weights = prompts if isinstance(prompts, Pool) else Listed(prompts), dict(weights or {})
+        self.left_out = set[int]()
+        rows = self._pool.sources(list(self._weights)) if weights else {"": np.arange(len(prompts), dtype=np.uint32)}
+        self._epochs = {name: Epochs(own, seed=seed) for name, own in rows.items()}
+        self.table: PromptTable | None = None
+        if (curriculum is not None and curriculum.is_on) or track_decay is not None:
+            section = curriculum or CurriculumSection()
+            self.table = PromptTable(self._pool, rows, section, seed=seed, track_decay=track_decay)
+        self._shares = Proportions(self._weights or {"": 1.0})
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next ``n`` prompts, across the end of an epoch if need be."""
+        return [self._next(self._shares.next()) for _ in range(n)]
+
+    def read_ahead(self) -> None:
+        """Read what the next prompts, `state` and `leave_out` need: large files, for minutes. In a thread; nobody else
+        uses the stream meanwhile."""
+        self.digest()
+        self._pool.row_of(self._pool.name_of(0))  # which may make a table of all names
+        for epochs in self._epochs.values():
+            number = epochs.drawn
+            (row,) = epochs.draws(number, number + 1).tolist()
+            self._pool.read_ahead(row, Upcoming(number, epochs.draws))
+
+    @property
+    def reads(self) -> bool:
+        """Whether `take` reads or renders rows of files, unless `make_next` did."""
+        return self._pool.reads
+
+    def make_next(self, n: int) -> None:
+        """Read and render the prompts that `take` is to give next, for seconds if the chat template is slow. In a
+        thread; nobody else takes from the stream meanwhile. What is wrong with a row `take` raises."""
+        shares = Proportions(self._weights or {"": 1.0}, self._shares.taken)
+        for name, count in Counter(shares.next() for _ in range(n)).items():
+            epochs, left = self._epochs[name], count
+            for number in range(first := epochs.drawn, first + len(epochs.rows)):
+                (row,) = epochs.draws(number, number + 1).tolist()
+                if row in self.left_out or (self.table and not self.table.draws(row, number // len(epochs.rows))):
+                    continue
+                try:
+                    left -= self._pool.read_ahead(row, Upcoming(number, epochs.draws))
+                except DataError:
+                    return
+                if not left:
+                    break
+
+    def digest(self) -> Mapping[str, str]:
+        """A checksum of each source's prompts, which `state` and `restore` compare: read once."""
+        return self._digests
+
+    def leave_out(self, prompt: Prompt) -> None:
+        """Draw ``prompt`` no more. Raises DataError if no other of its source is left."""
+        self.left_out.add(self._pool.row_of(prompt.id))
+        name = prompt.source if self._weights else ""
+        rows = self._epochs[name].rows
+        if len(self.left_out) >= len(rows) and self.left_out.issuperset(rows.tolist()):
+            of = f" of source {name!r}" if name else ""
+            raise DataError(f"no prompts{of} are left to train on: none of {len(rows)} can be sampled")
+        if self.table is not None:
+            self.table.keep_enough(self.left_out)
+
+    def epochs(self, more: int = 0) -> dict[str, float]:
+        """The epochs of each source of a mixture that were drawn, or will be after so many ``more`` prompts."""
+        found, whole = self._epochs, sum(self._weights.values())
+        shares = {name: more * weight / whole for name, weight in self._weights.items()}
+        return {name: found[name].passed + share / len(found[name].rows) for name, share in shares.items()}
+
+    def state(self) -> dict[str, int] | MixtureState:
+        """The position in the stream; ``restore`` of it and ``left_out`` continues with the same prompts."""
+        if not self._weights:
+            (only,) = self._epochs.values()
+            size, digest = len(self._pool), _short(self._digests[""])
+            return {"epoch": only.epoch, "position": only.position, "num_prompts": size, "digest": digest}
+        taken = self._shares.taken
+        sources = {
+            name: SourceState(
+                epoch=one.epoch,
+                position=one.position,
+                size=len(one.rows),
+                digest=self._digests[name],
+                weight=self._weights[name],
+                taken=taken[name],
+            )
+            for name, one in self._epochs.items()
+        }
+        return MixtureState(position=sum(taken.values()), sources=sources)
+
+    def restore(self, state: Mapping[str, int] | MixtureState, left_out: Sequence[int] = ()) -> None:
+        """Continue from ``state``; where weights have changed, shares are counted from there on.
+
+        Raises CheckpointError if it belongs to another data set.
+        """
+        if isinstance(state, MixtureState):
+            self._restore_sources(state)
+        elif self._weights:
+            raise CheckpointError("the checkpoint was made with one source of prompts, and data.sources has several")
+        elif state["num_prompts"] != len(self._pool):
+            raise CheckpointError(
+                f"the checkpoint was made with {state['num_prompts']} training prompts, but the data has "
+                f"{len(self._pool)}; resume with the same data and limits, {_SAME_LEAKS}"
+            )
+        elif "digest" in state and state["digest"] not in map(_short, self._digests_of("")):
+            raise CheckpointError(
+                f"the checkpoint was made with as many training prompts ({state['num_prompts']}), but with others, by "
+                f"their digest; resume with the same files, {_SAME_LEAKS}"
+            )
+        else:
+            self._epochs[""].move(state["epoch"], state["position"])
+        self.left_out = set(left_out)
+
+    def _next(self, name: str) -> Prompt:
+        """The next prompt of this source that is not left out or too long, and that the curriculum draws.
+
+        With a table, rows that are too long are left out: they are none of those that must be left.
+        """
+        epochs, table, tried = self._epochs[name], self.table, 0
+        while True:
+            row = epochs.next()
+            tried += 1
+            if row not in self.left_out and (table is None or table.draws(row, epochs.epoch)):
+                prompt = self._pool.at(row, Upcoming(epochs.drawn - 1, epochs.draws))
+                if prompt is not None:
+                    return prompt
+                if table is not None:
+                    self.left_out.add(row)
+            if tried % len(epochs.rows):
+                continue
+            if table is not None:  # which knows what was left out since the last step, at the cost of all rows
+                table.keep_enough(self.left_out)
+            if self.left_out.issuperset(epochs.rows.tolist()) or (table is None and tried > len(epochs.rows)):
+                raise DataError("every prompt has too many tokens; the warnings before name the key to raise")
+
+    @cached_property
+    def _digests(self) -> dict[str, str]:
+        return {name: self._pool.digest(one.rows) for name, one in self._epochs.items()}
+
+    def _digests_of(self, name: str) -> Iterator[str]:
+        """Those that a checkpoint of the source's prompts may have: after the first those of older versions."""
+        yield self._digests[name]
+        for of in OLDER_DIGESTS:
+            yield self._pool.digest(self._epochs[name].rows, of)
+
+    def _restore_sources(self, state: MixtureState) -> None:
+        if list(state.sources) != list(self._weights):
+            then, now = ", ".join(state.sources), ", ".join(self._weights) or "one source"
+            raise CheckpointError(f"the checkpoint was made with the sources {then}, but the data has {now}")
+        for name, source in state.sources.items():
+            size = len(self._epochs[name].rows)
+            if source.size != size or source.digest not in self._digests_of(name):
+                raise CheckpointError(
+                    f"data.sources.{name}: the checkpoint was made with {source.size} training prompts of digest "
+                    f"{source.digest}, but the source has {size} of {self._digests[name]}; resume with the same file "
+                    f"and limits, {_SAME_LEAKS}"
+                )
+        for name, source in state.sources.items():
+            self._epochs[name].move(source.epoch, source.position)
+        before = {name: source.weight for name, source in state.sources.items()}
+        if before == self._weights:
+            self._shares = Proportions(before, {name: source.taken for name, source in state.sources.items()})
+        else:
+            logger.warning(
+                "the weights of data.sources were %s and are %s: after %d prompts, shares are counted from there on",
+                *(before, self._weights, state.position),
+            )
+            self._shares = Proportions(self._weights)
+
+
+def _short(digest: str) -> int:
+    """60 bits of it, which checkpoints of one source have."""
+    return int(digest[:15], 16)

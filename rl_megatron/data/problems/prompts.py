@@ -1,8 +1,12 @@
-"""Loads the problems of a run: what is trained on as a pool, without what is there twice, and what is held out."""
+"""Loads the problems of a run: what is trained on as a pool, without what is there twice, and what is held out.
+
+Additions are generated: ``37+08=`` with answer ``540``, lowest digit first. No held-out sum is in the training split.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -25,10 +29,6 @@ from rl_megatron.config.sections.data import (
 from rl_megatron.config.sections.jobs import RowsOf
 from rl_megatron.config.sections.reward import RANKS, EnvironmentSection, RewardSection
 from rl_megatron.config.sections.teachers import TeacherSection
-from rl_megatron.data.problems.arithmetic import split_sums
-from rl_megatron.data.problems.conversations import LABEL, messages_of
-from rl_megatron.data.problems.file_rows import FileRows, file_rows
-from rl_megatron.data.problems.files import files_in, local_files, read_records
 from rl_megatron.data.problems.leaks import (
     ANSWERED,
     ASKED,
@@ -39,9 +39,10 @@ from rl_megatron.data.problems.leaks import (
     TextsFor,
     rows_to_keep,
 )
+from rl_megatron.data.problems.parquet import FileRows, read_records
 from rl_megatron.data.problems.pool import Joined, Listed, Pool, RowsOfPrompts
-from rl_megatron.data.problems.records import listed
 from rl_megatron.data.problems.rendering import (
+    LABEL,
     SAMPLED,
     LimitKeys,
     OnLongPrompt,
@@ -49,16 +50,53 @@ from rl_megatron.data.problems.rendering import (
     RowForm,
     conversation,
     fields_in,
-    fields_of,
+    messages_of,
     rendered_rows,
     tokenized,
     unrendered,
 )
+from rl_megatron.data.problems.rows import files_in, listed, local_files
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+MAX_TRAIN_SUMS = 20_000  # unordered; beyond it (3 digits and more) problems are sampled without replacement
+
+Sum = tuple[int, int]
+
+
+def split_sums(*, digits: int, num_eval: int, seed: int, key: str = "data") -> tuple[list[Sum], list[Sum]]:
+    """(train, held-out) pairs of addends below ``10**digits``; ``key``: of the section that says so, for errors.
+
+    ``num_eval`` unordered pairs are held out, each in one order; train has both orders of the other pairs.
+    Raises ConfigError if nothing would be left to train on.
+    """
+    limit = 10**digits
+    num_sums = limit * (limit + 1) // 2
+    if num_eval >= num_sums:
+        raise ConfigError(
+            f"{key}.num_eval={num_eval} leaves nothing to train on: {key}.digits={digits} has {num_sums} different "
+            f"sums; lower {key}.num_eval below {num_sums} or raise {key}.digits"
+        )
+    rng = np.random.default_rng([seed, digits])
+    chosen = rng.choice(num_sums, size=min(num_sums, num_eval + MAX_TRAIN_SUMS), replace=False)
+    large, small = _unrank(chosen)
+    flip = rng.random(num_eval) < 0.5
+    first = np.where(flip, large[:num_eval], small[:num_eval])
+    second = np.where(flip, small[:num_eval], large[:num_eval])
+    a, b = large[num_eval:], small[num_eval:]
+    both = a != b
+    train = [*zip(a.tolist(), b.tolist(), strict=True), *zip(b[both].tolist(), a[both].tolist(), strict=True)]
+    return train, list(zip(first.tolist(), second.tolist(), strict=True))
+
+
+def _unrank(index: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The ``index``-th pairs (large, small) with large >= small, in the order (0,0), (1,0), (1,1), (2,0) ..."""
+    large = np.fromiter(((math.isqrt(8 * k + 1) - 1) // 2 for k in index.tolist()), np.int64, len(index))
+    return large, index - large * (large + 1) // 2
 
 
 def load_prompts(
@@ -114,9 +152,9 @@ def load_prompts(
         taught = taught_in(name, teachers)
         mask = kept[key]
         if isinstance(train, FileRows):
-            numbers = np.arange(len(train.rows)) if mask is None else np.flatnonzero(mask)
+            numbers = np.arange(len(train)) if mask is None else np.flatnonzero(mask)
             for one, teacher in taught.items():
-                train.rows.check_read(fields_in(teacher.prompt or ""), numbers, f"algorithm.kl.teachers.{one}.prompt")
+                train.check_read(fields_in(teacher.prompt or ""), numbers, f"algorithm.kl.teachers.{one}.prompt")
             pools.append(RowsOfPrompts(train, mask, replace(of_drawn, teachers=taught), source=name))
         else:
             ours = train if mask is None else [train[row] for row in np.flatnonzero(mask).tolist()]
@@ -237,7 +275,7 @@ def _problems(
     data = local_files(source, key, ("train",))
     files = files_in(data.train, f"{key}.train")
     train = (
-        file_rows(files, data, f"{key}.train", lists=lists or data.chat_template)
+        FileRows(files, data, f"{key}.train", lists=lists or data.chat_template)
         if files[0].suffix == ".parquet"
         else read_problems(data.train, f"{key}.train", data, tokenizer, lists=lists)
     )
@@ -281,7 +319,7 @@ def first_problem(data: OneSource, key: str) -> Prompt:
         return replace(made_up, text=made.text, question=made.raw, answer=made.answer)
     files = local_files(data, key, ("train",))
     file, *_ = files_in(files.train, f"{key}.train")
-    (record,) = read_records(file, fields_of(files), key=f"{key}.train", limit=1, lists=True)
+    (record,) = read_records(file, files, key=f"{key}.train", most=1, lists=True)
     question, answer, *_ = record.texts
     asked = messages_of(record, f"{file}:1", files, in_structs=file.suffix == ".parquet")[-1]["content"]
     text = files.prompt_template.replace("{prompt}", asked)
@@ -329,12 +367,12 @@ def read_problems(
 ) -> list[Problem]:
     """The problems of the files' first ``most`` rows; no others are read. Only ``chat_template`` needs the tokenizer.
     Raises DataError that names all bad rows."""
-    fields, found, bad = fields_of(data), list[Problem](), list[str]()
+    found, bad = list[Problem](), list[str]()
     for file in files_in(path, key):
         left = None if most is None else most - len(found)
         if left == 0:
             break
-        records = read_records(file, fields, key=key, limit=left, lists=lists or data.chat_template)
+        records = read_records(file, data, key=key, most=left, lists=lists or data.chat_template)
         if data.messages_field is None:
             for problem in rendered_rows(records, file, 1, data, tokenizer):
                 if isinstance(problem, DataError):

@@ -14,7 +14,7 @@ import numpy as np
 
 from rl_megatron.config.beside import frozen_folders, reference_follows
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.errors import DataError
 from rl_megatron.files import remove_folder
 from rl_megatron.interfaces import Learner, Roles

@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.problems.conversations import refuse_bad_answers
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.pool import PromptStream
+from rl_megatron.data.problems.rendering import refuse_bad_answers
 from rl_megatron.data.samples import (
     EndTokens,
     WrittenRow,

@@ -32,7 +32,7 @@ from rl_megatron.algorithms.segments import segment_sum, sequence_ids
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import Packer, unpack
 from rl_megatron.data.problems.mixture import MixtureState
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.samples import (
     EndTokens,
     WrittenRow,

@@ -21,9 +21,9 @@ from rl_megatron.columns import ColumnWriter
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import ArithmeticData, FileData, FileRunData, MixtureData, OneSource
-from rl_megatron.data.problems.files import read_records
 from rl_megatron.data.problems.leaks import ListedTexts, OnLeak, leaked, repeated, rows_to_keep, spaced
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.parquet import read_records
+from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.rollout.batch import Drawn, LedgerState, Waiting
@@ -32,14 +32,14 @@ from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.types import Prompt
 from tests.unit.data.test_prompts import byte_tokenizer
 
-FIELDS = ("question", "answer")
+DATA = FileData(type="files", train=Path("t"), eval=Path("e"))
 
 
 def said(path: Path) -> str:
     """What is said of the file, which is never long; nothing where it is read."""
     text = ""
     try:
-        read_records(path, FIELDS, key="data.train")
+        read_records(path, DATA, key="data.train", lists=False)
     except DataError as error:
         text = str(error)
     assert len(text) < 10_000
@@ -64,7 +64,7 @@ def test_the_deepest_row_that_is_read_can_be_read_from_a_checkpoint(opening: str
     path.write_text("".join(f'{{"question": "a", "answer": "1", "deep": {one}}}\n' for one in deep.values()))
     assert said(path) == f"{path}:2: nested too deep: it has more than 128 lists and objects in each other"
     path.write_text(f'{{"question": "a", "answer": "1", "deep": {deep[127]}, "wide": [{"[], " * 500}[]]}}\n')
-    (record,) = read_records(path, FIELDS, key="data.train")
+    (record,) = read_records(path, DATA, key="data.train", lists=False)
     prompt = Prompt(id="x:1", text="a", token_ids=(1,), answer="1", meta=record.others)
     waiting = Waiting(drawn=Drawn(ordinal=0, prompt=prompt, batch=1), birth=0, due=1)
     counts = dict.fromkeys(("version", "drawn", "opened", "credit", "ahead", "calm"), 0)

@@ -22,7 +22,7 @@ from rl_megatron.config.sections.data import ArithmeticRunData, FileRunData, Mix
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.demonstrations import Demonstrations, with_demonstrations
 from rl_megatron.data.problems.mixture import MixtureState
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.data.samples import Pair, WrittenRow, to_samples
 from rl_megatron.data.trajectories import single_turns

@@ -20,10 +20,8 @@ from rl_megatron.columns import ColumnReader, ColumnWriter
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.data import CurriculumSection
-from rl_megatron.data.problems import prompt_table
-from rl_megatron.data.problems.pool import Listed, Upcoming
-from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.data.problems.prompt_table import PromptTable
+from rl_megatron.data.problems import pool
+from rl_megatron.data.problems.pool import Listed, PromptStream, PromptTable, Upcoming
 from rl_megatron.data.samples import to_samples
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.observability.recorder import Stopwatch
@@ -87,7 +85,7 @@ def test_a_retired_prompt_is_drawn_no_more() -> None:
 
 
 def test_first_retired_return_first(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(prompt_table, "_MIN_LEFT", 0.3)
+    monkeypatch.setattr(pool, "_MIN_LEFT", 0.3)
     ours = stream(10, retire_above=0.9)
     for step, names in enumerate(("48", "1", "0235"), 1):
         update(ours, [(name, 1.0) for name in names], step)

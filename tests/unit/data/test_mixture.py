@@ -18,7 +18,7 @@ from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import weights_of
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import CheckpointError, ConfigError, DataError

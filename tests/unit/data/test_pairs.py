@@ -18,7 +18,7 @@ from rl_megatron.agents.conversation.written import WrittenConversations, paired
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import FileRunData
 from rl_megatron.data.problems.mixture import OLDER_DIGESTS, DigestOf, digest_of_prompts
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts, wrong
 from rl_megatron.data.problems.rendering import Problem
 from rl_megatron.data.samples import WrittenRow, answer_pairs, mismatched, scored_pairs, with_margins

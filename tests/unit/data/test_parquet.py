@@ -23,10 +23,9 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import CurriculumSection, FileRunData, MixtureData, RunKeys
 from rl_megatron.data.problems import parquet, pool, rendering
 from rl_megatron.data.problems.parquet import ParquetRows
-from rl_megatron.data.problems.pool import Pool
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.pool import Pool, PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
-from rl_megatron.data.problems.records import as_json, values_of
+from rl_megatron.data.problems.rows import as_json, values_of
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from tests.streams import Source, stream_over

@@ -21,8 +21,7 @@ from typing_extensions import override
 from rl_megatron.agents.conversation.templates import PlainText
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import ArithmeticData, FileData
-from rl_megatron.data.problems.pool import Listed, Pool
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.pool import Listed, Pool, PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.models.tiny import byte_tokenizer

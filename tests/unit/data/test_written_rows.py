@@ -18,11 +18,9 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import FileRunData, MixtureData
 from rl_megatron.config.sections.jobs import RowsOf
 from rl_megatron.data.problems import parquet, pool
-from rl_megatron.data.problems.file_rows import file_rows
 from rl_megatron.data.problems.leaks import ANSWERED, digests_of, hashes_of, spaced
-from rl_megatron.data.problems.parquet import ParquetRows
-from rl_megatron.data.problems.pool import Pool
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.parquet import FileRows, ParquetRows
+from rl_megatron.data.problems.pool import Pool, PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.data.samples import answer_pairs, supervised_rows
 from rl_megatron.errors import CheckpointError, DataError
@@ -257,7 +255,7 @@ def test_answers_in_columns_of_text_are_compared_as_in_jsonl_without_an_object_a
     path = tmp_path / "t.parquet"
     pq.write_table(pa.table({"good": pa.array(answered, kind), "q": pa.array(asked, kind)}), path, row_group_size=7)
     data = FileRunData.model_validate({"type": "files", "train": path, "eval": path} | FORMS["answers"])
-    rows, wanted = file_rows([path], data, "data.train", lists=False), list(map(spaced, asked, answered))
+    rows, wanted = FileRows([path], data, "data.train", lists=False), list(map(spaced, asked, answered))
     (wholes,) = rows.compared(ANSWERED)
     monkeypatch.setattr(ParquetRows, "_records_of", None)
     assert wholes.hashes().tolist() == hashes_of(wanted).tolist()

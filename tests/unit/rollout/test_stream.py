@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.errors import CheckpointError, DataError, EngineError
 from rl_megatron.rollout import stream as stream_module
 from rl_megatron.rollout.batch import Answered, Drawn, Ledger, LedgerState, Waiting, lines_of

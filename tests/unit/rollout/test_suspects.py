@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.rollout import ServerSection
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.engines.http import AttemptFailed, Broken, Server, Unreachable
 from rl_megatron.engines.replicas import Event, Replica

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.run import RunConfig, TrainSection
 from rl_megatron.data.packing import Packer, pack
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.samples import WrittenRow, select
 from rl_megatron.environments.protocol import EnvironmentStep, Reply
 from rl_megatron.environments.registry import EnvironmentMaker

@@ -18,7 +18,7 @@ from rl_megatron.agents.conversation.written import WrittenConversations
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import Packer
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.samples import EndTokens, supervised_rows, written_samples
 from rl_megatron.errors import DataError, EnvironmentFailed
 from rl_megatron.interfaces import Roles

@@ -24,7 +24,7 @@ from launcher.runs.stop import stop_signals
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
-from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.features.replay.feature import of_algorithm
