@@ -4,9 +4,7 @@ Tokens are shifted here and nowhere else: a sequence of L tokens becomes L - 1 (
 The whole batch takes a few array operations; nothing here makes a tensor per sequence.
 Letters: S sequences, N positions of all of them, L tokens of one.
 
-Gathers a batch's micro-batches from its samples, in this process, and what may be known of them without that.
-
-Turns written pairs of answers into rows: to learn from one against the other, or to score the whole of each.
+Written pairs of answers become rows too: to learn from one against the other, or to score the whole of each.
 """
 
 from __future__ import annotations

@@ -121,11 +121,11 @@ WHOLE = "held_out"
 class SetResult:
     """What was measured of one set. ``digest`` is of its problems: their ids, tokens and answers; ``questions`` of
     their ids, questions and answers, as the data has them; ``rows`` of all their fields, which rewards and environments
-    may read. Files of older versions lack ``questions`` or ``rows``."""
+    may read."""
 
     digest: str
-    questions: str | None = None
-    rows: str | None = None
+    questions: str
+    rows: str
     section: Mapping[str, Any]  # the set's keys
     measured: MeasuredSet
     figures: Mapping[str, Interval]
@@ -201,7 +201,7 @@ def kept_sets(path: Path, begun: Results, sets: Sequence[ProblemSet]) -> dict[st
     }
 
 
-def _follows_from(results: Results, section: Mapping[str, Any], *problems: str | None) -> str:
+def _follows_from(results: Results, section: Mapping[str, Any], *problems: str) -> str:
     """A digest of what a set's samples follow from beside the weights; ``problems``: digests of these."""
     config = results.config
     shown = config["model"]["template_variables"]  # to environments, whose messages no digest has
@@ -275,15 +275,12 @@ def _shared(first: Results, second: Results) -> list[str]:
 
 
 def _of_set(name: str, first: SetResult, second: SetResult) -> Iterator[PairedFigure]:
-    old = first.questions is None or second.questions is None
-    if first.digest != second.digest and (old or first.questions != second.questions):
-        tokens = ", or tokens of them, which files of older versions do not tell apart" if old else ""
+    if first.digest != second.digest and first.questions != second.questions:
         raise DataError(
             f"set {name}: the two have different problems ({len(first.measured.problems)} and "
-            f"{len(second.measured.problems)}){tokens}, so nothing can be compared problem by problem; evaluate both "
-            f"on one{', with this version' if old else ''}"
+            f"{len(second.measured.problems)}), so nothing can be compared problem by problem; evaluate both on one"
         )
-    if None not in (first.rows, second.rows) and first.rows != second.rows:
+    if first.rows != second.rows:
         raise DataError(
             f"set {name}: the two have the same questions and answers, and other fields of their rows differ, as test "
             "cases, by which rewards and environments may judge; evaluate both on one"

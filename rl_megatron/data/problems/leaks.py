@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import override
 
 from rl_megatron.errors import DataError
 
@@ -38,22 +38,14 @@ ASKED = ProblemKey(answers=False)
 ANSWERED = ProblemKey(hashed=2)
 
 
-class ProblemTexts(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemTexts:
     """Texts of problems by their row, without a difference of white space."""
 
-    def __len__(self) -> int: ...
-
-    def place(self, row: int) -> str:
-        """Where the problem is, for errors."""
-        ...
-
-    def hashes(self) -> NDArray[np.int64]:
-        """64 bits of each text, or of a part of it, which are others in another process."""
-        ...
-
-    def digests(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """128 bits of the texts of these ascending rows: [R, 2]."""
-        ...
+    size: int
+    place: Callable[[int], str]  # where the problem is, for errors
+    hashes: Callable[[], NDArray[np.int64]]  # 64 bits of each text, or of a part of it; others in another process
+    digests: Callable[[NDArray[np.int64]], NDArray[np.uint64]]  # 128 bits of the texts of ascending rows: [R, 2]
 
 
 def spaced(*texts: str) -> str:
@@ -103,7 +95,7 @@ def leaked(
     """The rows whose text is held out, ascending, and where each is. Warns of those with the 64 bits of one alone."""
     there: dict[bytes, str] = {}
     for key, theirs in held_out.items():
-        for row, digest in enumerate(theirs.digests(np.arange(len(theirs)))):
+        for row, digest in enumerate(theirs.digests(np.arange(theirs.size))):
             there[digest.tobytes()] = f"{theirs.place(row)} ({key})"
     wanted = np.sort(np.concatenate([np.zeros(0, np.int64), *(theirs.hashes() for theirs in held_out.values())]))
     found = list[NDArray[np.int64]]()
@@ -117,7 +109,7 @@ def leaked(
     if near := len(suspects) - len(rows):
         logger.warning(
             "%d of %d training problems have the text of a held-out one but another context; first: %s",
-            *(near, len(texts), texts.place(int(suspects[places.index(None)]))),
+            *(near, texts.size, texts.place(int(suspects[places.index(None)]))),
         )
     return np.array(rows, np.int64), [place for place in places if place is not None]
 
@@ -130,14 +122,14 @@ def rows_to_keep(
 
     Warns with counts of what is dropped or kept. Raises DataError that names each leak by file and line.
     """
-    kept = np.ones(len(texts), np.bool_)
+    kept = np.ones(texts.size, np.bool_)
     hashes = texts.hashes()
     rows, firsts = repeated(wholes, wholes.hashes())
     if len(rows):
         kept[rows] = False
         logger.warning(
             "dropped %d of %d training problems that are there twice; the first is %s, which is %s again",
-            *(len(rows), len(texts), texts.place(int(rows[0])), texts.place(int(firsts[0]))),
+            *(len(rows), texts.size, texts.place(int(rows[0])), texts.place(int(firsts[0]))),
         )
     found, places = leaked(texts, hashes, held_out)
     if not len(found):
@@ -148,7 +140,7 @@ def rows_to_keep(
         kept[found] = False
     done = "dropped" if on_leak == "drop" else "kept, by data.on_leak=keep,"
     first = _line(texts, found[0], places[0])
-    logger.warning("%s %d of %d training problems that are held out too; %s", done, len(found), len(texts), first)
+    logger.warning("%s %d of %d training problems that are held out too; %s", done, len(found), texts.size, first)
     return kept
 
 
@@ -158,7 +150,7 @@ def leaks_named(texts: ProblemTexts, found: NDArray[np.int64], places: Sequence[
     more = len(found) - len(lines)
     return (
         "\n".join([*lines, *([f"... and {more} more"] if more > 0 else [])])
-        + f"\n{len(found)} of {len(texts)} training problems are held out too, so evaluations would measure what "
+        + f"\n{len(found)} of {texts.size} training problems are held out too, so evaluations would measure what "
         "was learned by heart; set data.on_leak=drop not to train on them, or keep, "
         "with which a run that trains on them already can be resumed"
     )
@@ -168,74 +160,38 @@ def _line(texts: ProblemTexts, row: np.int64, place: str) -> str:
     return f"{texts.place(int(row))}: trained on, but held out in {place}"
 
 
-class ListedTexts(ProblemTexts):
-    """Texts that are in memory."""
-
-    def __init__(self, places: Sequence[str], texts: Iterable[str], hashed: Iterable[str] | None = None) -> None:
-        """``hashed``: the part of each text that its 64 bits are of; None: the text."""
-        texts = list(texts) if hashed is None else texts
-        self._places, self._hashes = places, hashes_of(texts if hashed is None else hashed)
-        self._digests = digests_of(texts)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @override
-    def place(self, row: int) -> str:
-        return self._places[row]
-
-    @override
-    def hashes(self) -> NDArray[np.int64]:
-        return self._hashes
-
-    @override
-    def digests(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
-        return self._digests[rows]
+def listed_texts(places: Sequence[str], texts: Iterable[str], hashed: Iterable[str] | None = None) -> ProblemTexts:
+    """Texts that are in memory; ``hashed``: the part of each that its 64 bits are of; None: the text."""
+    texts = list(texts) if hashed is None else texts
+    hashes, digests = hashes_of(texts if hashed is None else hashed), digests_of(texts)
+    return ProblemTexts(
+        size=len(places), place=places.__getitem__, hashes=lambda: hashes, digests=lambda rows: digests[rows]
+    )
 
 
-class TextsFor(ProblemTexts):
-    """Texts that are equal to none for another ``purpose``."""
-
-    def __init__(self, texts: ProblemTexts, purpose: str) -> None:
-        self._texts, self._purpose = texts, purpose
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    @override
-    def place(self, row: int) -> str:
-        return self._texts.place(row)
-
-    @override
-    def hashes(self) -> NDArray[np.int64]:
-        return self._texts.hashes() ^ hashes_of([self._purpose])
-
-    @override
-    def digests(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
-        return self._texts.digests(rows) ^ digests_of([self._purpose])
+def texts_for(texts: ProblemTexts, purpose: str) -> ProblemTexts:
+    """The texts, equal to none for another ``purpose``."""
+    return replace(
+        texts,
+        hashes=lambda: texts.hashes() ^ hashes_of([purpose]),
+        digests=lambda rows: texts.digests(rows) ^ digests_of([purpose]),
+    )
 
 
-class JoinedTexts(ProblemTexts):
+def joined_texts(parts: Sequence[ProblemTexts]) -> ProblemTexts:
     """Texts of several sources, one after the other."""
+    starts = np.cumsum([0, *(part.size for part in parts)])
 
-    def __init__(self, parts: Sequence[ProblemTexts]) -> None:
-        self._parts = parts
-        self.starts = np.cumsum([0, *map(len, parts)])
+    def place(row: int) -> str:
+        part = int(np.searchsorted(starts, row, "right")) - 1
+        return parts[part].place(row - int(starts[part]))
 
-    def __len__(self) -> int:
-        return int(self.starts[-1])
+    def hashes() -> NDArray[np.int64]:
+        return parts[0].hashes() if len(parts) == 1 else np.concatenate([part.hashes() for part in parts])
 
-    @override
-    def place(self, row: int) -> str:
-        part = int(np.searchsorted(self.starts, row, "right")) - 1
-        return self._parts[part].place(row - int(self.starts[part]))
-
-    @override
-    def hashes(self) -> NDArray[np.int64]:
-        return self._parts[0].hashes() if len(self._parts) == 1 else np.concatenate([p.hashes() for p in self._parts])
-
-    @override
-    def digests(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
-        cuts = np.searchsorted(rows, self.starts)
-        own = zip(self._parts, self.starts.tolist(), cuts, cuts[1:], strict=False)
+    def digests(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+        cuts = np.searchsorted(rows, starts)
+        own = zip(parts, starts.tolist(), cuts, cuts[1:], strict=False)
         return np.concatenate([part.digests(rows[low:high] - start) for part, start, low, high in own])
+
+    return ProblemTexts(size=int(starts[-1]), place=place, hashes=hashes, digests=digests)

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import override
 
 from rl_megatron.config.sections.data import FileKeys
 from rl_megatron.data.problems.leaks import ProblemKey, ProblemTexts, digests_of, hashes_of
@@ -33,7 +32,7 @@ from rl_megatron.data.problems.rows import (
     kinds_of,
     listed,
     null_field,
-    read_jsonl,
+    parsed_lines,
     record_of,
     shortened,
     unread_field,
@@ -449,7 +448,7 @@ class FileRows(ParquetRows):
     def compared(self, *by: ProblemKey) -> list[ProblemTexts]:
         """Returns the texts that rows are compared by, for each key. All keys share what Python makes of the rows."""
         read = _ReadRows(self)
-        return [_RowTexts(read, one) for one in by]
+        return [_row_texts(read, one) for one in by]
 
     def are_plain(self, texts: int) -> bool:
         """True if Arrow can compare the first ``texts`` fields, and no other field is read of a problem."""
@@ -481,7 +480,7 @@ def read_records(path: Path, data: FileKeys, *, key: str, most: int | None = Non
         try:
             if not path.is_file():
                 raise DataError(f"{shown}: no such file")
-            lines = islice(read_jsonl(path), most)
+            lines = islice(parsed_lines(path), most)
             found = [one if isinstance(one, str) else record_of(one, fields_of(data), lists=lists) for one in lines]
         except OSError as error:  # for example a name of more than 255 characters
             raise DataError(f"{shown}: cannot be read: {error.strerror or error}") from error
@@ -527,33 +526,21 @@ class _ReadRows:
         return hashes
 
 
-class _RowTexts(ProblemTexts):
+def _row_texts(read: _ReadRows, by: ProblemKey) -> ProblemTexts:
     """The texts that each row is compared by."""
+    files, form, texts = read.files, form_of(read.files.data), 1 + by.answers
 
-    def __init__(self, read: _ReadRows, by: ProblemKey) -> None:
-        self._read, self._by = read, by
-        self._files, self._form = read.files, form_of(read.files.data)
+    def hashes() -> NDArray[np.int64]:
+        if not files.are_plain(by.hashed) or read.has_chats:
+            return read.hashes[:, by.hashed - 1]
+        if by.hashed not in read.by_arrow:
+            read.by_arrow[by.hashed] = files.hashes(by.hashed, form)
+        return read.by_arrow[by.hashed]
 
-    def __len__(self) -> int:
-        return len(self._files)
+    def digests(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+        if by.fields == () and files.are_plain(texts) and not read.has_chats:
+            return files.digests(rows, texts, form)
+        records = files.records(rows, None if by.fields is None else [*dict.fromkeys((*files.columns, *by.fields))])
+        return digests_of(files.problem(row, record).compared(by) for row, record in records)
 
-    @override
-    def place(self, row: int) -> str:
-        return self._files.place(row)
-
-    @override
-    def hashes(self) -> NDArray[np.int64]:
-        texts = self._by.hashed
-        if self._files.are_plain(texts) and not self._read.has_chats:
-            if texts not in self._read.by_arrow:
-                self._read.by_arrow[texts] = self._files.hashes(texts, self._form)
-            return self._read.by_arrow[texts]
-        return self._read.hashes[:, texts - 1]
-
-    @override
-    def digests(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
-        files, fields, texts = self._files, self._by.fields, 1 + self._by.answers
-        if fields == () and files.are_plain(texts) and not self._read.has_chats:
-            return files.digests(rows, texts, self._form)
-        records = files.records(rows, None if fields is None else [*dict.fromkeys((*files.columns, *fields))])
-        return digests_of(files.problem(row, record).compared(self._by) for row, record in records)
+    return ProblemTexts(size=len(files), place=files.place, hashes=hashes, digests=digests)

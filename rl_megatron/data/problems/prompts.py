@@ -32,12 +32,13 @@ from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.problems.leaks import (
     ANSWERED,
     ASKED,
-    JoinedTexts,
-    ListedTexts,
     OnLeak,
     ProblemKey,
-    TextsFor,
+    ProblemTexts,
+    joined_texts,
+    listed_texts,
     rows_to_keep,
+    texts_for,
 )
 from rl_megatron.data.problems.parquet import FileRows, read_records
 from rl_megatron.data.problems.pool import Joined, Listed, Pool, RowsOfPrompts
@@ -243,21 +244,21 @@ def without_leaks(
         key: one.compared(*ways[key]) if isinstance(one, FileRows) else [_texts(one, by) for by in ways[key]]
         for key, one in train.items()
     }
-    texts = JoinedTexts([asked for asked, _ in both.values()])
-    own = [TextsFor(whole, "" if written else _judged_by(*judges[key])) for key, (_, whole) in both.items()]
+    texts = joined_texts([asked for asked, _ in both.values()])
+    own = [texts_for(whole, "" if written else _judged_by(*judges[key])) for key, (_, whole) in both.items()]
     every = dict.fromkeys(asked for asked, _ in ways.values())
-    held = {key: JoinedTexts([_texts(problems, by) for by in every]) for key, problems in held_out.items()}
-    mask = rows_to_keep(texts, JoinedTexts(own), held, on_leak)
-    kept = dict(zip(train, np.split(mask, texts.starts[1:-1]), strict=True))
+    held = {key: joined_texts([_texts(problems, by) for by in every]) for key, problems in held_out.items()}
+    mask = rows_to_keep(texts, joined_texts(own), held, on_leak)
+    kept = dict(zip(train, np.split(mask, np.cumsum([asked.size for asked, _ in both.values()])[:-1]), strict=True))
     for key, rows in kept.items():
         if not rows.any():
             raise DataError(f"{key}: all {len(rows)} problems to train on are held out, or in sources above it")
     return kept
 
 
-def _texts(problems: Sequence[Problem], by: ProblemKey) -> ListedTexts:
+def _texts(problems: Sequence[Problem], by: ProblemKey) -> ProblemTexts:
     texts, hashed = (one.compared(by) for one in problems), (one.hashed(by.hashed) for one in problems)
-    return ListedTexts([one.place for one in problems], texts, hashed)
+    return listed_texts([one.place for one in problems], texts, hashed)
 
 
 def _named(prompts: Sequence[Prompt], source: str) -> list[Prompt]:

@@ -310,7 +310,7 @@ def files_in(path: Path, key: str) -> list[Path]:
     return found
 
 
-def read_jsonl(path: Path) -> Iterator[Mapping[str, object] | str]:
+def parsed_lines(path: Path) -> Iterator[Mapping[str, object] | str]:
     """Yields the object of each line, or what is wrong with the line. Raises OSError."""
     with path.open("rb") as file:
         if file.read(3) != codecs.BOM_UTF8:

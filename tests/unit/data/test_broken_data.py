@@ -21,7 +21,7 @@ from rl_megatron.columns import ColumnWriter
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import ArithmeticData, FileData, FileRunData, MixtureData, OneSource
-from rl_megatron.data.problems.leaks import ListedTexts, OnLeak, leaked, repeated, rows_to_keep, spaced
+from rl_megatron.data.problems.leaks import OnLeak, ProblemTexts, leaked, listed_texts, repeated, rows_to_keep, spaced
 from rl_megatron.data.problems.parquet import read_records
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
@@ -30,6 +30,7 @@ from rl_megatron.rollout.batch import Drawn, LedgerState, Waiting
 from rl_megatron.rollout.stream import StreamState
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.types import Prompt
+from tests.data_files import written as table
 from tests.unit.data.test_prompts import byte_tokenizer
 
 DATA = FileData(type="files", train=Path("t"), eval=Path("e"))
@@ -48,11 +49,7 @@ def said(path: Path) -> str:
 
 def whole(path: Path) -> bytes:
     rows = [{"question": f"{i} + {i}?", "answer": str(2 * i)} for i in range(40)]
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert said(path) == ""
+    assert said(table(path, rows)) == ""
     return path.read_bytes()
 
 
@@ -128,9 +125,7 @@ def test_odd_columns_and_names_are_refused_in_short(tmp_path: Path) -> None:
 
 # Problems that are there twice, and training problems that are held out too.
 def written(path: Path, questions: Sequence[str], answer: str = "4", **more: str) -> Path:
-    lines = (json.dumps({"question": one, "answer": answer, **more}) for one in questions)
-    path.write_text("".join(f"{line}\n" for line in lines))
-    return path
+    return table(path, ({"question": one, "answer": answer, **more} for one in questions))
 
 
 def loaded(
@@ -182,11 +177,7 @@ def test_of_equal_problems_the_first_is_kept(tmp_path: Path, caplog: pytest.LogC
 def test_each_answer_to_a_question_is_learnt_and_asked_for(tmp_path: Path, kind: str, job: str) -> None:
     """What is held out is the question, whatever its answer."""
     rows = [("a", "1"), ("b", "1"), ("a ", "2"), ("a", " 1"), ("held", "1"), ("held", " other"), ("b", "3")]
-    table = [{"question": question, "answer": answer} for question, answer in rows]
-    path = tmp_path / f"t.{kind}"
-    path.write_text("".join(f"{json.dumps(one)}\n" for one in table))
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(table), path)
+    path = table(tmp_path / f"t.{kind}", ({"question": question, "answer": answer} for question, answer in rows))
     held_out = written(tmp_path / "e.jsonl", ["held"], answer="other")
     data = {"type": "files", "train": path, "eval": held_out, "on_leak": "drop"}
     config = load_config("sft_tiny", []) if job == "sft" else RunConfig()
@@ -197,9 +188,8 @@ def test_each_answer_to_a_question_is_learnt_and_asked_for(tmp_path: Path, kind:
 
 def test_the_same_conversation_in_two_kinds_of_file_is_one(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    pq.write_table(pa.Table.from_pylist([{"talk": talk}]), tmp_path / "one.parquet")
-    (tmp_path / "two.jsonl").write_text("".join(json.dumps({"talk": one}) + "\n" for one in (talk, talk[::-1])))
-    (tmp_path / "e.jsonl").write_text(json.dumps({"talk": talk * 2}) + "\n")
+    for name, talks in (("one.parquet", (talk,)), ("two.jsonl", (talk, talk[::-1])), ("e.jsonl", (talk * 2,))):
+        table(tmp_path / name, ({"talk": one} for one in talks))
     sources = {
         name: {"type": "files", "train": tmp_path / name, "eval": tmp_path / "e.jsonl", "messages_field": "talk"}
         for name in ("one.parquet", "two.jsonl")
@@ -211,8 +201,8 @@ def test_the_same_conversation_in_two_kinds_of_file_is_one(tmp_path: Path) -> No
 
 def test_the_same_answered_problem_in_two_kinds_of_file_is_one(tmp_path: Path) -> None:
     rows = [{"question": "a", "answer": answer} for answer in ("1", "2")]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "one.parquet")
-    (tmp_path / "two.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in [rows[1], rows[1] | {"answer": "3"}]))
+    table(tmp_path / "one.parquet", rows)
+    table(tmp_path / "two.jsonl", [rows[1], rows[1] | {"answer": "3"}])
     held_out = written(tmp_path / "e.jsonl", ["held"])
     sources = {
         name: {"type": "files", "train": tmp_path / file, "eval": held_out}
@@ -269,7 +259,7 @@ def test_rows_are_those_of_a_loop_over_texts(bits: int, monkeypatch: pytest.Monk
     held_out = [f"{n}  x" for n in range(0, 80, 7)]
     first: dict[str, int] = {}
     wanted = [(row, first[key]) for row, text in enumerate(texts) if first.setdefault(key := norm(text), row) != row]
-    ours, theirs = (ListedTexts([str(i) for i in range(len(one))], map(spaced, one)) for one in (texts, held_out))
+    ours, theirs = (listed_texts([str(i) for i in range(len(one))], map(spaced, one)) for one in (texts, held_out))
     assert list(zip(*map(np.ndarray.tolist, repeated(ours, ours.hashes())), strict=True)) == wanted
     rows, places = leaked(ours, ours.hashes(), {"eval": theirs})
     held = set(map(norm, held_out))
@@ -287,12 +277,7 @@ def test_a_problem_in_two_environments_is_two_and_leaks_in_both(tmp_path: Path, 
     """By `load_data`'s reading of the configuration; the run's own environment is that of a source without one."""
 
     def file(name: str, texts: Sequence[str]) -> Path:
-        path = written(tmp_path / f"{name}.jsonl", texts)
-        if kind == "jsonl":
-            return path
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        pq.write_table(pa.Table.from_pylist(rows), path.with_suffix(".parquet"))
-        return path.with_suffix(".parquet")
+        return table(tmp_path / f"{name}.{kind}", ({"question": one, "answer": "4"} for one in texts))
 
     def mixed(other: dict[str, object] | None, held_out: str = "y") -> list[str]:
         one = {"type": "files", "train": file("one", ["a", "b", "a "]), "eval": file("one_e", ["x"])}
@@ -310,15 +295,6 @@ def test_a_problem_in_two_environments_is_two_and_leaks_in_both(tmp_path: Path, 
     assert mixed({"function": "guess", "options": {"largest": 7}}) == each
     with pytest.raises(DataError, match=r"one\.\w+:1: trained on, but held out in .*two_e\.\w+:1 \(data\.sources\.two"):
         mixed({"function": "calculator"}, "a")
-
-
-def table(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """The file with these rows."""
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(list(rows)), path)
-    else:
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return path
 
 
 def trained_on(folder: Path, data: Mapping[str, object], **keys: object) -> list[str]:
@@ -404,10 +380,10 @@ def test_an_equal_prompt_leaks_whether_its_words_are_the_rows_or_the_templates(t
 
 @pytest.mark.parametrize("weights", [None, {"a": 1.0}])
 def test_a_resume_keeps_a_new_sets_leaks_or_says_that_it_drops_them(weights: Mapping[str, float] | None) -> None:
-    ours = ListedTexts([f"train.jsonl:{row}" for row in range(9)], map(str, range(9)))
-    new = {"eval.sets.new.data": ListedTexts(["new.jsonl:1"], ["7"])}
+    ours = listed_texts([f"train.jsonl:{row}" for row in range(9)], map(str, range(9)))
+    new = {"eval.sets.new.data": listed_texts(["new.jsonl:1"], ["7"])}
 
-    def stream(held_out: Mapping[str, ListedTexts], on_leak: OnLeak) -> PromptStream:
+    def stream(held_out: Mapping[str, ProblemTexts], on_leak: OnLeak) -> PromptStream:
         rows = np.flatnonzero(rows_to_keep(ours, ours, held_out, on_leak)).tolist()
         prompts = [Prompt(id=f"{row}", text=f"{row}", token_ids=(row,), answer="", source="a") for row in rows]
         return PromptStream(prompts, seed=1, weights=weights)

@@ -31,6 +31,7 @@ from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.types import Prompt, RolloutGroup
 from tests.completions import completion
+from tests.data_files import written
 
 TOKENIZER = byte_tokenizer()
 TOKENIZER.split_special_tokens = False
@@ -42,15 +43,6 @@ ASKS, ANSWERS, AGAIN = (
 )
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("4", "5"))
 TRL = {"prompt": [ASKS, ANSWERS, AGAIN], "chosen": [GOOD], "rejected": [BAD], "system": SAYS["content"]}
-
-
-def written(path: Path, rows: tuple[dict[str, Any], ...]) -> Path:
-    """The file with these rows."""
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(list(rows)), path)
-    else:
-        path.write_text("\n".join(map(json.dumps, rows)))
-    return path
 
 
 def loaded(
@@ -317,10 +309,7 @@ def rows_shown(folder: Path, suffix: str, rows: list[dict[str, Any]]) -> list[Pr
     """Held-out rows have no demonstration."""
     train, held_out = folder / f"train{suffix}", folder / "eval.jsonl"
     held_out.write_text(json.dumps({"question": "9", "answer": "9"}))
-    if suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), train)
-    else:
-        train.write_text("\n".join(map(json.dumps, rows)))
+    written(train, rows)
     data = FileRunData(type="files", train=train, eval=held_out, demonstration_field="of.target")
     found, _ = load_prompts(data, BYTES, max_prompt_tokens=9, on_long_prompt="fail", seed=0)
     return list(found[:])
@@ -395,10 +384,7 @@ def teacher(prompt: str = FORM, most: int = 75, **keys: Any) -> TeacherSection:
 def files(folder: Path, suffix: str, rows: list[dict[str, Any]], **keys: Any) -> FileRunData:
     train, held_out = folder / f"train{suffix}", folder / "eval.jsonl"
     held_out.write_text(json.dumps({"question": "9", "answer": "9"}))
-    if suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), train)
-    else:
-        train.write_text("\n".join(map(json.dumps, rows)))
+    written(train, rows)
     return FileRunData(type="files", train=train, eval=held_out, **keys)
 
 

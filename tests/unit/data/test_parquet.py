@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import datetime
 import decimal
-import json
 import random
 import threading
 import tracemalloc
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.data.problems.rows import as_json, values_of
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
+from tests.data_files import written
 from tests.streams import Source, stream_over
 
 SPACES = (" ", "  ", "\t", "\n", "\u3000", "\x1c", "\xa0")
@@ -44,15 +43,6 @@ def made(count: int, seed: int = 0, values: int = 60) -> list[dict[str, Any]]:
         }
         for row in range(count)
     ]
-
-
-def written(path: Path, rows: Sequence[Mapping[str, Any]], group: int = 7) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=group)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def loaded(train: Path, held_out: Path, leak: str = "drop", limit: int = 99, long: Any = "fail", **keys: Any) -> Pool:
@@ -364,14 +354,6 @@ def test_numbers_of_32_bits_are_answers_as_they_were_written(tmp_path: Path) -> 
     pq.write_table(pa.table(columns), tmp_path / "t.parquet")
     train = loaded(tmp_path / "t.parquet", held_out)
     assert [one.answer for one in train] == ["0.1", "0.00001"]
-
-
-def test_columns_that_are_missing_or_no_text_are_told(tmp_path: Path) -> None:
-    held_out = written(tmp_path / "e.jsonl", made(1))
-    with pytest.raises(DataError, match=r"t\.parquet: no field 'question'; it has answer, questoin; did you mean"):
-        loaded(written(tmp_path / "t.parquet", [{"questoin": "a", "answer": "b"}]), held_out)
-    with pytest.raises(DataError, match=r"column 'question' is of int64; it must be text"):
-        loaded(written(tmp_path / "t.parquet", [{"question": 1, "answer": "b"}]), held_out)
 
 
 def test_any_prompt_of_a_mixture_is_read_by_its_row(tmp_path: Path) -> None:

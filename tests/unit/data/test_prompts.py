@@ -26,6 +26,7 @@ from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.types import Prompt
+from tests.data_files import written
 
 ROWS = [
     {"question": "Weng earns $12 an hour. How much in 50 minutes?", "answer": "12/60 = <<12/60=0.2>>0.2\n#### 10"},
@@ -45,9 +46,7 @@ def files(path: Path, **keys: object) -> FileData:
 
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Path:
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return path
+    return written(tmp_path / "train.jsonl", ROWS)
 
 
 def addends(prompt: Prompt) -> tuple[int, int]:
@@ -118,12 +117,6 @@ def test_a_chat_template_that_fails_is_named_with_its_row(template: str, jsonl: 
     tokenizer.chat_template = template
     with pytest.raises(DataError, match=r"train\.jsonl:1: the tokenizer's chat template fails at it: \w+Error: "):
         load_prompts(files(jsonl, chat_template=True), tokenizer, max_prompt_tokens=100, on_long_prompt="fail", seed=0)
-
-
-def test_parquet_and_jsonl_give_the_same_prompts(jsonl: Path, tmp_path: Path) -> None:
-    path = tmp_path / "train.parquet"
-    pq.write_table(pa.Table.from_pylist(ROWS), path)
-    assert load(files(path)) == load(files(jsonl))
 
 
 def test_every_bad_line_is_named(tmp_path: Path) -> None:
@@ -251,10 +244,7 @@ def test_all_other_fields_of_a_row_are_the_prompts_meta(tmp_path: Path, suffix: 
     path = tmp_path / f"rows{suffix}"
     other = {"source": "é", "level": 3, "share": 0.5, "tests": [{"in": "1", "out": [2]}], "none": None, "right": True}
     rows = [{"question": "q", "answer": 72, **other}, {"question": "r", "answer": 73, **other}]
-    if suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), path)
+    written(path, rows)
     train, _ = load(files(path))
     assert [(p.text, p.answer) for p in train] == [("q", "72"), ("r", "73")]
     assert train[0].meta == {**other, "answer": 72}
@@ -265,10 +255,7 @@ def test_all_other_fields_of_a_row_are_the_prompts_meta(tmp_path: Path, suffix: 
 def test_a_field_of_an_object_is_named_by_a_path_and_one_of_that_name_comes_first(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"rows{suffix}"
     rows = [{"extra": {"asked": "q", "deep": {"x": n}}, "judge": {"truth": "no"}, "judge.truth": "7"} for n in range(2)]
-    if suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), path)
+    written(path, rows)
     (one, _), held_out = load(files(path, prompt_field="extra.asked", answer_field="judge.truth"))
     assert [one.text, one.answer, held_out[0].answer] == ["q", "7", "7"]
     assert one.meta == {"extra": rows[0]["extra"], "judge": rows[0]["judge"]}
@@ -317,7 +304,7 @@ def test_what_json_has_not_is_null_or_text_in_meta(tmp_path: Path) -> None:
 def test_a_prompt_of_too_many_characters_is_never_tokenized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """20 MB would take half a minute; a tokenizer that raises shows that it is not asked."""
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"question": q, "answer": "a"}) + "\n" for q in ("fits", "x" * 1001)))
+    written(path, ({"question": q, "answer": "a"} for q in ("fits", "x" * 1001)))
 
     class Picky:
         def __call__(self, texts: list[str] | str, **options: object) -> object:
@@ -336,11 +323,8 @@ def test_a_prompt_of_too_many_characters_is_never_tokenized(tmp_path: Path, capl
 def test_written_text_names_keys_of_long_prompts(tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture) -> None:
     path, short = tmp_path / f"rows{suffix}", tmp_path / "short.jsonl"
     rows = [{"question": question, "answer": "a"} for question in ("fits", "x" * 30)]
-    short.write_text(json.dumps({"question": "held out", "answer": "a"}) + "\n")
-    if suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), path)
+    written(short, [{"question": "held out", "answer": "a"}])
+    written(path, rows)
     keys = load_config("sft_tiny", []).prompt_limit_keys
     options = {"max_prompt_tokens": 10, "limit_keys": keys, "seed": 0}
     data = FileData(type="files", train=path, eval=short)
@@ -353,7 +337,7 @@ def test_written_text_names_keys_of_long_prompts(tmp_path: Path, suffix: str, ca
 
 def test_prompts_are_tokenized_few_at_a_time_and_stay_in_order(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"question": f"q{i}", "answer": "a"}) + "\n" for i in range(2500)))
+    written(path, ({"question": f"q{i}", "answer": "a"} for i in range(2500)))
     sizes = []
 
     class Counting:
@@ -405,11 +389,6 @@ def test_what_is_left_out_comes_no_more_and_all_others_in_the_same_order() -> No
         stream.leave_out(prompt)
     with pytest.raises(DataError, match="no prompts are left to train on: none of 7 can be sampled"):
         stream.leave_out(prompts(7)[6])
-
-
-def test_more_than_an_epoch_can_be_taken_at_once() -> None:
-    one_by_one = PromptStream(prompts(3), seed=0)
-    assert PromptStream(prompts(3), seed=0).take(11) == [one_by_one.take(1)[0] for _ in range(11)]
 
 
 def dated(folder: Path, today: str) -> Pool:

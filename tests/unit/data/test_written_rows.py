@@ -27,6 +27,7 @@ from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.training.jobs.warm_start import answers
 from rl_megatron.training.jobs.written import Unit, fitted
+from tests.data_files import written
 
 FORMS: dict[str, dict[str, str]] = {
     "conversations": {"messages_field": "good"},
@@ -63,14 +64,6 @@ def made(form: str, count: int, seed: int, values: int = 20) -> list[dict[str, A
         )
         for _ in range(count)
     ]
-
-
-def written(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=7)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def loaded(form: str, train: Path, held_out: Path) -> Pool:
