@@ -1,9 +1,9 @@
 # make train [ARGS="algorithm=cispo seed=1"]   the default run, or one changed by key=value
 # make test                                    quick linters, tests without processes, one run: minutes
 # make test-all                                all linters, every test but those of engines and the cluster, one recipe
+#   [PART=environments PYTHON312=PATH]           in place of it, those that want environments of other packages, in .environments/
+#   [PART=312 PYTHON312=PATH]                    or the learner's on Python 3.12, with the newest megatron-core tried
 # make test-engines                            the tests that want vLLM and SGLang, which it installs under .engines/
-# make test-environments [PYTHON312=PATH]      the tests that want environments of other packages, which it installs under .environments/
-# make test-312 [PYTHON312=PATH]               the learner's tests on Python 3.12, with the newest megatron-core tried
 # make test-cluster                            jobs on a real Slurm of twenty-five nodes on this machine (root, Debian)
 # make test-gpu [HALF=1|2] [GPU_PYTHON=python3]  the kit for one GPU, seven minutes a half; prints a table of figures
 # make mutants [ARGS="--sample 40 --seed 1"] [CHANGED=1|PLANTED=1]   are 1,060 faults put into sixteen rooms seen by a test? hours
@@ -23,10 +23,11 @@ TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder
 PAGES := LICENSE Makefile pyproject.toml constraints.txt bench conf docs launcher rl_megatron slurm tools
 ARGS ?=
 FILES ?=
+PART ?=
 HALF ?=
 GPU_PYTHON ?=
 
-.PHONY: train test test-all test-engines test-environments test-312 test-cluster test-gpu mutants lint docs clean
+.PHONY: train test test-all test-engines test-cluster test-gpu mutants lint docs clean
 .DELETE_ON_ERROR:
 unexport PYTHONDONTWRITEBYTECODE # each process of pytest would rewrite the assertions of all test files at each start
 
@@ -39,13 +40,21 @@ test: $(ENVIRONMENT) .venv/te/.installed
 	$(BIN)/lint-imports
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -p tests.quick $(TOGETHER) -m "not slow" tests/e2e/test_resume.py tests/matrix tests/unit tests/tools tests/property
 
+ifeq ($(PART),)
 test-all: lint .venv/te/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q $(TOGETHER)
 	$(BIN)/pytest -q tests/recipes -k '30b and not 80gb and not async'
-
-test-312: .venv312/.installed .venv312/te/.installed
+else ifeq ($(PART),environments)
+test-all: .venv/.reasoning-gym-installed $(patsubst %,.environments/%/.installed,verifiers verifiers-0.1 openenv skypilot \
+		$(if $(shell $(PYTHON312) --version 2>/dev/null),nemo-gym))
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs tests/unit/environments tests/environments
+else ifeq ($(PART),312)
+test-all: .venv312/.installed .venv312/te/.installed
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= .venv312/bin/pytest -q -rs -n 2 --dist loadfile --no-loadscope-reorder \
 		$(or $(FILES),$(FILES_312)) $(ARGS)
+else
+$(error PART=$(PART): environments or 312)
+endif
 
 test-cluster: $(ENVIRONMENT)
 	tests/cluster/install.sh
@@ -54,10 +63,6 @@ test-cluster: $(ENVIRONMENT)
 test-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 		$(addprefix tests/engines/test_, models.py restarts.py faults.py nodes.py) tests/engines
-
-test-environments: .venv/.reasoning-gym-installed $(patsubst %,.environments/%/.installed,verifiers verifiers-0.1 openenv skypilot \
-		$(if $(shell $(PYTHON312) --version 2>/dev/null),nemo-gym))
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs tests/unit/environments tests/environments
 
 OF_verifiers := verifiers==0.4.0
 OF_verifiers-0.1 := verifiers==0.1.14

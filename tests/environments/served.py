@@ -22,7 +22,7 @@ _START_LIMIT = 120.0  # seconds: a loaded machine imports the packages for as lo
 def interpreter(name: str) -> str:
     python = INTERPRETERS / name / "bin" / "python"
     if not python.exists():
-        pytest.skip(f"no {python}; make test-environments installs it")
+        pytest.skip(f"no {python}; make test-all PART=environments installs it")
     return str(python)
 
 

@@ -1,4 +1,4 @@
-"""The tiny model learns tasks of other packages, by the command line: minutes, in ``make test-environments`` alone."""
+"""The tiny model learns tasks of other packages, by the command line: minutes (``make test-all PART=environments``)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tests.completions import drawn
 from tests.scripted_engine import Scripted, sampler, trajectories
 from tools.write_tasks import run
 
-package = pytest.importorskip("reasoning_gym", reason="make test-environments installs it, on Python 3.11")
+package = pytest.importorskip("reasoning_gym", reason="make test-all PART=environments installs it, on Python 3.11")
 NAMES = ("leg_counting", "family_relationships", "time_intervals")
 CHAIN = ("name=chain_sum", "size=6", "held_out=4", "seed=5", "min_terms=2", "max_terms=3")
 

@@ -1,4 +1,4 @@
-"""SkyPilot's own package reads the example: in ``make test-environments``, since it is 460 MB."""
+"""SkyPilot's own package of 460 MB reads the example (``make test-all PART=environments``)."""
 
 from __future__ import annotations
 
