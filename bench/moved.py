@@ -2,12 +2,11 @@
 
     python -m bench.moved [--seeds 2] [--json FILE]
 
-A token of a server's rows takes the seconds of `scaling.rollouts.token_seconds`: more with more rows. Each completion
-is sent to the server with the fewest; groups are admitted and taken as in rl_megatron/rollout/stream.py; training takes
-as long as a step's tokens do at a full server. A completion that moves is asked again: its new server computes its
-prompt and tokens, while its other rows wait. *stay*: none moves. *gathered*: one that is alone on its server joins
-others, so that its server is free. *levelled*: the project's rule (`rollout.servers.places.surplus`), five seconds
-after one ended.
+A token of a server's rows takes the seconds of `token_seconds`: more with more rows. Each completion is sent to the
+server with the fewest; groups are admitted and taken as in rl_megatron/rollout/stream.py; training takes as long as a
+step's tokens do at a full server. A completion that moves is asked again: its new server computes its prompt and
+tokens, while its other rows wait. *stay*: none moves. *gathered*: one that is alone on its server joins others, so that
+its server is free. *levelled*: the project's rule (`rollout.servers.places.surplus`), five seconds after one ended.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from bench.results import parse, write
 from rl_megatron.engines.requests import surplus
 from rl_megatron.models.named import NAMED
 from tools.planner.hardware import GPUS
-from tools.planner.rollouts import COMPUTED, ServerShape, token_seconds
+from tools.planner.rl_step import COMPUTED, ServerShape, token_seconds
 
 BAR = 0.02  # gain in a step, for which the rule is worth its lines
 GPU, PROMPT = GPUS["h200"], 512

@@ -15,11 +15,9 @@ from rl_megatron.errors import GB
 from rl_megatron.models.shape import LatentAttention, ModelShape
 from rl_megatron.training.flops import training_flops
 from rl_megatron.types import ParallelDims
-from tools.planner.constants import FITTED, Constants
-from tools.planner.hardware import GPUS
+from tools.planner.hardware import FITTED, GPUS, Constants
 from tools.planner.memory import weights_served
-from tools.planner.rl_step import rl_step
-from tools.planner.rollouts import lengths_of
+from tools.planner.rl_step import lengths_of, rl_step
 from tools.planner.time import LearnerWork, step_seconds
 
 Points = Sequence[Mapping[str, Any]]

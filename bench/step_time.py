@@ -26,7 +26,7 @@ import numpy as np
 from bench.results import parse, write
 from bench.scale_points import Points, Prediction, ordered_pairs, predict_rates, predict_rl_steps
 from rl_megatron.evaluation.figures import share_interval
-from tools.planner.constants import PRIOR, Constants
+from tools.planner.hardware import PRIOR, Constants
 
 POINTS = Path(__file__).with_name("published_runs.json")
 FREE = ("gemm", "gemm_fp8", "attention", "links", "imbalance", "fixed")

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rl_megatron.columns import Column
     from rl_megatron.config.run import RunConfig
     from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.config.sections.rollout import ServerSection
     from rl_megatron.engines.http import Server
     from rl_megatron.interfaces import Roles
     from rl_megatron.learner.heads import Head
@@ -134,6 +135,9 @@ class Serving:
     """The key that asks for it; None: ``given`` names it, with its value."""
     lacks: str | None = None
     """What the adapters of other engines lack and what to do, after "the adapter of <name>"; None: nothing."""
+    proposed: Callable[[RunConfig, ServerSection], tuple[int, float | None]] = lambda config, server: (0, None)
+    """For predictions of a step: the tokens that such a server proposes at each step of its rows, and the share of them
+    that is accepted; None: not known."""
 
     def named(self, given: object) -> str:
         """How messages name the key with its value."""

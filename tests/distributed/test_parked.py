@@ -25,9 +25,8 @@ from tests.distributed.ranks import ragged_samples
 from tests.rows import policy_loss
 from tests.samples import share_of
 from tests.savings import hold_back
-from tools.planner import host_memory
-from tools.planner.host_memory import host_bytes, pinned
-from tools.planner.memory import footprints
+from tools.planner import memory
+from tools.planner.memory import footprints, host_bytes, pinned
 
 if TYPE_CHECKING:
     from launcher.worker.learner_rank import Worker
@@ -205,7 +204,7 @@ def test_while_servers_sample_gpus_hold_what_is_planned(seen: Any, root: Path, m
 
 
 def test_the_host_holds_all_but_gradients(seen: Any, model: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "SLAB", SLAB)
+    monkeypatch.setattr(memory, "SLAB", SLAB)
     shape = read_shape(model)
     configs = {level: config_of(level, root) for level in RUNS.values()}
     held = {level: host_bytes(config, shape) for level, config in configs.items()}

@@ -29,7 +29,7 @@ from tests.e2e.processes import PORTABLE, Place, Run, alive, eventually
 from tests.kills.points import Point, Witness, ctrl_c_at
 from tests.perfetto import check_trace
 from tests.unit.launcher.commands import status_of
-from tools.planner.saves import bytes_by_rank
+from tools.planner.memory import bytes_by_rank
 
 SAVES = "rl_megatron.training.checkpoints"
 FOLDER_MADE = Point(name="a checkpoint has its folder", call=f"{SAVES}:CheckpointStore._make_room", after=True)

@@ -19,7 +19,8 @@ from rl_megatron.placement.files import weights_folder
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import made_up_nodes, placement_of, ranks_by_role
 from tools.planner.estimates import estimate
-from tools.planner.host_memory import (
+from tools.planner.memory import (
+    check_memory,
     copies_bytes,
     file_bytes,
     filled_bytes,
@@ -27,7 +28,6 @@ from tools.planner.host_memory import (
     sent_straight,
     why_off_gpus,
 )
-from tools.planner.memory import check_memory
 
 _UNITS: Mapping[str, int] = {"K": 2**10, "": 2**20, "M": 2**20, "G": 2**30, "T": 2**40}  # of Slurm's --mem
 

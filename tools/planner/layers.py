@@ -30,8 +30,7 @@ from rl_megatron.options.implementation import multiplies_at_once, wants_transfo
 from rl_megatron.options.kept import delta_bytes, freed, halves, kept, probabilities
 from rl_megatron.options.optimizer import NEWTON_SCHULZ_STEPS
 from rl_megatron.options.option import BYTES, Rank
-from tools.planner.constants import MEMORY, Constants
-from tools.planner.hardware import Gpu
+from tools.planner.hardware import MEMORY, Constants, Gpu
 
 BYTES_READ = {"float32": 4.0, "bfloat16": 2.0, "float8": 1.0}
 """Bytes of an element that a product reads."""

@@ -1,10 +1,14 @@
-"""Computes the memory that each GPU needs, before any is requested: integer arithmetic over the layout, without torch.
+"""Computes what a run needs before any of it is requested: integer arithmetic over the layout, without torch.
 
-Parameters, gradients and optimizer state are exact except for padding. Activations follow from the layers' shapes, for
-attention that keeps no scores (FlashAttention) where it has such a kernel, and evenly loaded experts
-(arXiv:2205.05198); logits are counted as `learner.logprobs` makes them. Each server on a GPU takes its memory fraction;
-where it takes turns with the learner (``rollout.server.colocated``), it holds that while it samples, and `ASLEEP` while
-the learner trains, which then has activations and logits.
+Memory of each GPU: parameters, gradients and optimizer state are exact except for padding. Activations follow from the
+layers' shapes, for attention that keeps no scores (FlashAttention) where it has such a kernel, and evenly loaded
+experts (arXiv:2205.05198); logits are counted as `learner.logprobs` makes them. Each server on a GPU takes its memory
+fraction; where it takes turns with the learner (``rollout.server.colocated``), it holds that while it samples, and
+`ASLEEP` while the learner trains, which then has activations and logits.
+
+Bytes of a checkpoint. The host's memory of a node: for what the learner keeps off its GPUs (``learner.offload``,
+``learner.lora``), for copies of what is saved, and for the file of weights that servers read. Most of it is pinned, and
+torch's allocator of pinned memory rounds every request up to a power of two.
 """
 
 from __future__ import annotations
@@ -14,25 +18,45 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
-from math import prod
+from math import ceil, prod
 from typing import Literal
 
-from rl_megatron.config.beside import frozen_folders, in_words_of, reference_follows, reward_model_roles, separate
+from launcher.servers.degrees import served_bytes
+from rl_megatron.config.beside import (
+    frozen_folders,
+    in_words_of,
+    nodes_of_role,
+    reference_follows,
+    reward_model_roles,
+    separate,
+)
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
+from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.errors import GB, ConfigError, gigabytes
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options import table as options
-from rl_megatron.options.offload import leaving
+from rl_megatron.options.kept import offloaded
+from rl_megatron.options.offload import SLAB, leaving
 from rl_megatron.options.option import BYTES, Elements, Rank, Terms
+from rl_megatron.options.pipeline import in_flight
+from rl_megatron.placement.files import weights_folder, writers_of_files
 from rl_megatron.placement.names import LEARNER, called
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.placement.seats import beside_ranks
 from rl_megatron.weights.formats.scaled import BLOCKS, NUMBER, SCALE, ScaledLayout, with_scales
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.learner import role_layout
-from rl_megatron.weights.layouts.parameters import elements, ranks_of
+from rl_megatron.weights.layouts.learner import learner_layout, role_layout
+from rl_megatron.weights.layouts.lora import adapted_rows
+from rl_megatron.weights.layouts.parameters import (
+    elements,
+    elements_by_stage,
+    layers_held,
+    ranks_of,
+    trained_elements,
+    trained_matrices,
+)
 from tools.planner.layers import beside_kept, in_forward
 
 Phase = Literal["", "training", "sampling"]
@@ -362,3 +386,251 @@ def _local_engine(config: RunConfig, shape: ModelShape) -> float:
         cached += nets * (net.mixed * (net.kernel - 1) * each + 4 * net.value_heads * net.key_dim * net.value_dim)
     whole = sum(prod(size) for size in hf_layout(shape).local_shapes(0).values())
     return float(whole * each + rollout.slots * cached)
+
+
+_STATE = 12  # bytes: a float32 copy of the parameter, and both moments
+_MOMENT = 4  # of which Muon's matrices have one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """A checkpoint: bytes in all and by the busiest node, and steps from one to the next."""
+
+    total: int
+    by_node: int
+    every: int  # steps; 0: only after the last
+    most: int  # checkpoints that are on the disk at once
+    best: int  # of these, checkpoint.keep_best: as many more for each other way in which a resume measures accuracy
+
+    def describe(self) -> str:
+        """A line to show."""
+        when = f"every {self.every} steps" if self.every else "after the last step"
+        return f"a checkpoint, {when}: {self.total / GB:,.1f} GB, up to {self.by_node / GB:,.1f} GB by one node"
+
+    def describe_disk(self) -> str:
+        """A line to show of the disk that the run needs."""
+        more = f"; {self.best * self.total / GB:,.1f} GB more after a resume that measures accuracy otherwise"
+        return (
+            f"  up to {self.most} checkpoints at once: {self.most * self.total / GB:,.1f} GB of disk (checkpoint.keep*)"
+            + (more if self.best else "")
+        )
+
+
+def bytes_by_rank(config: RunConfig, shape: ModelShape, role: str = LEARNER) -> dict[int, int]:
+    """Bytes of weights and optimizer that each rank writes of the model of ``role``, and on the learner's of a
+    reference that follows the policy; ranks left out write none.
+
+    Of ranks with the same parameters the first of a data-parallel group writes (megatron-core 0.16.1,
+    ``fully_reshardable`` gathers its optimizer state there), the experts' group for experts. With Muon each writes what
+    it steps, which is counted for the first. What is whole on all tensor-parallel ranks, norms and routers, counts for
+    each. With ``learner.lora`` they write adapters alone.
+    """
+    layout, d = learner_layout(config, shape), config.learner.dims
+    each, inner = BYTES[config.learner.dtype], d.world_size // d.pp
+    muon = config.learner.optimizer.name == "muon"
+    of_stages = trained_elements(config, layout)
+    whole_by = elements_by_stage(layout)
+    beside = BYTES["float32"] if role == LEARNER and reference_follows(config) else 0
+    held_by = of_stages if config.learner.lora.rank is not None else whole_by
+    spared_of = trained_matrices(config, layout) if muon else [Elements(dense=0, experts=0)] * d.pp
+    out: dict[int, int] = {}
+    for stage, (held, trained, spared, whole) in enumerate(zip(held_by, of_stages, spared_of, whole_by, strict=True)):
+        for rank in range(max(d.tp, d.etp * d.ep)):
+            dense, experts = rank < d.tp, rank < d.etp * d.ep
+            of_dense = held.dense * each + trained.dense * _STATE - spared.dense * _MOMENT + whole.dense * beside
+            of_experts = held.experts * each + trained.experts * _STATE - spared.experts * _MOMENT
+            out[stage * inner + rank] = dense * of_dense + experts * (of_experts + whole.experts * beside)
+    return out
+
+
+def copied_by_rank(config: RunConfig, shape: ModelShape, role: str = LEARNER) -> dict[int, float]:
+    """Bytes of the host's memory that each learner rank takes for one model while its checkpoint is written apart.
+
+    That is a copy of what it writes. Where data-parallel ranks share the optimizer's state out, each copies its shards
+    too, which the first then gathers.
+    """
+    layout, learner = learner_layout(config, shape), config.learner
+    d, out = learner.dims, Counter[int]()
+    for rank, count in bytes_by_rank(config, shape, role).items():
+        out[rank] += count
+    if learner.optimizer.name == "muon":
+        return dict(out)
+    groups = d.dp * d.cp, d.tp * d.cp * d.dp // (d.etp * d.ep)
+    inner = d.world_size // d.pp
+    for stage, trained in enumerate(trained_elements(config, layout)):
+        each = sum(
+            _STATE * n // size for n, size in zip((trained.dense, trained.experts), groups, strict=True) if size > 1
+        )
+        for rank in range(stage * inner, (stage + 1) * inner):
+            out[rank] += each
+    return dict(out)
+
+
+def save_cost(config: RunConfig, shape: ModelShape) -> Save:
+    """A checkpoint of a run, with its critic's. Raises ConfigError if the layout does not divide the model's sizes."""
+    saved = (LEARNER, "critic") if config.algorithm.needs_critic else (LEARNER,)
+    by_node = [_by_node(config, role, bytes_by_rank(config.of_role(role), shape, role)) for role in saved]
+    busiest = [max(found.values()) for found in by_node]
+    return Save(
+        total=sum(found.total() for found in by_node),
+        by_node=max(busiest) if "critic" in separate(config) else sum(busiest),
+        every=config.checkpoint.every,
+        most=_most_at_once(config),
+        best=config.checkpoint.keep_best,
+    )
+
+
+def _by_node(config: RunConfig, role: str, by_rank: Mapping[int, int]) -> Counter[int]:
+    """Bytes by the number of the node among the role's."""
+    world = config.learner_of(role).dims.world_size
+    per_node = world
+    if config.run.launcher != "local":
+        apart = role in separate(config)
+        per_node = -(-world // nodes_of_role(config, role)) if apart else config.slurm.tasks_per_node(world)
+    out: Counter[int] = Counter()
+    for rank, count in by_rank.items():
+        out[rank // per_node] += count
+    return out
+
+
+def _most_at_once(config: RunConfig) -> int:
+    """Checkpoints on the disk while the last is written: those that the rules keep, and itself."""
+    section, steps = config.checkpoint, config.train.steps
+    written = bool(config.warm_start.steps) + (-(-steps // section.every) if section.every else bool(steps))
+    return min(section.keep + section.keep_best + 1, written)
+
+
+_FLOAT = 4  # bytes
+_MOMENTS = 8  # bytes of both, which torch's AdamW does not pin
+
+
+def host_bytes(config: RunConfig, shape: ModelShape) -> float:
+    """Bytes on the node that needs most, with what rounding adds; slabs' ends that stay free are not counted.
+
+    Raises ConfigError if the layout does not divide the model's sizes.
+    """
+    roles = (role for role in (LEARNER, *config.roles.layouts) if role not in frozen_folders(config))
+    return max(_held(config, shape, role) for role in roles)
+
+
+def _held(config: RunConfig, shape: ModelShape, role: str) -> float:
+    """Bytes on the node that needs most of the role's. A critic in the learner's layout has no more than the policy."""
+    each, layout = _ranks_of_a_node(config, role), role_layout(config, shape, role)
+    of, inner = config.of_role(role), layout.dims.world_size // layout.dims.pp
+    by_stage = [
+        _stepped(of, layout, rank)
+        + _activations(of, shape, rank)
+        + (_parked(of, layout, rank) + _frozen(of, layout, rank) if role == LEARNER else 0.0)
+        for rank in ranks_of(of, layout)
+    ]
+    held = [by_stage[rank // inner] for rank in range(layout.dims.world_size)]
+    return max(sum(held[first : first + each]) for first in range(0, len(held), each))
+
+
+def why_off_gpus(config: RunConfig) -> list[str]:
+    """The sections of keys for which `host_bytes` are needed."""
+    offload, lora = config.learner.offload.model_dump(exclude_defaults=True), config.learner.lora
+    return ["learner.offload"] * bool(offload) + ["learner.lora"] * (lora.rank is not None)
+
+
+def file_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Bytes of the file of weights that pushes or an export fill in a node's memory; 0 if there is none there.
+
+    That of a direct transport is filled only where a server is restarted and at the run's end, and is not counted.
+    """
+    return 0 if sent_straight(config) else filled_bytes(config, shape)
+
+
+def sent_straight(config: RunConfig) -> bool:
+    """Whether pushes pass the file of weights by."""
+    return config.rollout.served and config.transport.direct
+
+
+def filled_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Bytes of the file of weights in a node's memory once it is filled, with the file through which several ranks
+    write a model that they quantise; 0 if there is none there."""
+    folder = weights_folder(config) if config.fills_files else None
+    if folder is None or not folder.is_relative_to(NODE_MEMORY):
+        return 0
+    together = max(map(len, writers_of_files(config))) > 1 and config.rollout.server.quantization != "none"
+    return served_bytes(config, shape) + (served_bytes(_unquantised(config), shape) if together else 0)
+
+
+def _unquantised(config: RunConfig) -> RunConfig:
+    server = config.rollout.server.model_copy(update={"quantization": "none"})
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
+
+
+def copies_bytes(config: RunConfig, shape: ModelShape) -> float:
+    """Bytes on the node that needs most for copies of what is saved while training goes on (``checkpoint.async_save``).
+
+    Raises ConfigError if the layout does not divide the model's sizes.
+    """
+    if not config.checkpoint.async_save:
+        return 0.0
+    apart = "critic" in separate(config)
+    models = 2 if config.algorithm.needs_critic and not apart else 1
+    of_critic = _copies(config, shape, "critic") if apart else 0.0
+    return max(models * _copies(config, shape, LEARNER), of_critic)
+
+
+def _copies(config: RunConfig, shape: ModelShape, role: str) -> float:
+    """Of one model, on the node that needs most."""
+    each, held = _ranks_of_a_node(config, role), copied_by_rank(config.of_role(role), shape, role)
+    world = range(0, config.learner_of(role).dims.world_size, each)
+    return max(sum(held.get(rank, 0) for rank in range(first, first + each)) for first in world)
+
+
+def _ranks_of_a_node(config: RunConfig, role: str) -> int:
+    gpus = config.slurm.gpus_per_node if role == LEARNER else config.slurm.gpus_of(role)
+    return gpus or config.learner_of(role).dims.world_size
+
+
+def pinned(num_bytes: float) -> int:
+    """What torch pins for a request of ``num_bytes``."""
+    return 1 << max(int(num_bytes) - 1, 0).bit_length() if num_bytes else 0
+
+
+def _parked(config: RunConfig, layout: Layout, rank: Rank) -> float:
+    """Of a rank, while servers sample: each model's state and weights are in slabs of their own."""
+    kinds = leaving(config.learner)
+    terms, critic = gpu_terms(config, layout, rank, LEARNER, servers=0)
+    left = [terms["optimizer"], critic.get("optimizer", 0.0)] if "optimizer" in kinds else []
+    left += [critic.get("parameters", 0.0), terms["reference"]] if "models" in kinds else []
+    return sum(held // SLAB * SLAB + pinned(held % SLAB) for held in left)
+
+
+def _activations(config: RunConfig, shape: ModelShape, rank: Rank) -> float:
+    """Of a rank, for halves of layers of all micro-batches in flight, in slabs, which a policy and a critic take in
+    turns."""
+    learner = config.learner
+    chunks = learner.stages or (1,) * (learner.pp * learner.vpp)
+    each = sum(sum(offloaded(learner, shape, layer, rank.longest)) for layer in rank.layers) * rank.tokens
+    return ceil(each * in_flight(learner.pp, rank.stage, chunks[rank.stage :: learner.pp]) / SLAB) * SLAB
+
+
+def _frozen(config: RunConfig, layout: Layout, rank: Rank) -> float:
+    """Of a rank, for the weights beside which it has adapters: a push merges these into them, and they come back."""
+    if config.learner.lora.rank is None:
+        return 0.0
+    adapted = {one.base.name for one in adapted_rows(layout.rows(), layout.shape, config.learner.lora)}
+    each, experts = BYTES[config.learner.dtype], layout.shape.num_experts // layout.dims.ep
+    return sum(
+        layers * (experts if "{expert}" in spec.name else 1) * pinned(prod(held) * each)
+        for spec, held, layers in layers_held(layout, rank.stage)
+        if spec.name in adapted
+    )
+
+
+def _stepped(config: RunConfig, layout: Layout, rank: Rank) -> float:
+    """Of a rank, for parameters that are stepped on the CPU: weight and gradient are pinned, each by itself."""
+    counts = dict.fromkeys(("asked", "pinned"), 0)
+    if not (share := config.learner.offload.optimizer):
+        return 0.0
+    for spec, held, layers in layers_held(layout, rank.stage):
+        each = layout.shape.num_experts // layout.dims.ep if "{expert}" in spec.name else 1
+        size = prod(held) * _FLOAT
+        counts["asked"] += layers * each * size
+        counts["pinned"] += layers * each * pinned(size)
+    rounded = counts["pinned"] / counts["asked"]  # of whole parameters, of which data-parallel ranks cut few
+    return share * rank.stepped(config.learner) * (_MOMENTS + 2 * _FLOAT * rounded)

@@ -34,8 +34,16 @@ from rl_megatron.weights.plans.cost import Cost, Links, broadcast_cost, plan_cos
 from rl_megatron.weights.plans.plan import plan as plan_moves
 from tools.convert.commands import OwnFamily
 from tools.planner.estimates import estimate
-from tools.planner.host_memory import copies_bytes, file_bytes, host_bytes, why_off_gpus
-from tools.planner.memory import Footprint, check_memory, footprints, fullest
+from tools.planner.memory import (
+    Footprint,
+    check_memory,
+    copies_bytes,
+    file_bytes,
+    footprints,
+    fullest,
+    host_bytes,
+    why_off_gpus,
+)
 
 _KEYS = {
     "nic": "slurm.speeds.nic",

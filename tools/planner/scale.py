@@ -26,10 +26,9 @@ from rl_megatron.models.shape import length_problem
 from rl_megatron.options.device import GPU
 from rl_megatron.weights.layouts.learner import shape_with_features
 from rl_megatron.weights.layouts.parsing import model_shape
-from tools.planner.constants import RANGE
-from tools.planner.hardware import GPUS, gpu_named
+from tools.planner.hardware import GPUS, RANGE, gpu_named
 from tools.planner.layouts import Goal, Wanted, described
-from tools.planner.rollouts import lengths_of
+from tools.planner.rl_step import lengths_of
 from tools.planner.search import PlannedRun, SearchResult, explain_term, search
 
 _SHOWN = 8  # rejected layouts

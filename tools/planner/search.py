@@ -23,21 +23,21 @@ from rl_megatron.errors import GB, ConfigError
 from rl_megatron.options import table as options
 from rl_megatron.options.option import BYTES
 from rl_megatron.weights.layouts.parameters import rank_parameters
-from tools.planner.host_memory import copies_bytes, file_bytes, host_bytes
 from tools.planner.layouts import (
     CHANGES_TOGETHER,
     CUTS,
     MOST_EXPERT_RANKS,
+    MOST_SERVER_DP,
     MOST_STAGES,
     Timed,
     Wanted,
     described,
     learner_seconds,
+    placements,
     timed_layouts,
     with_keys,
 )
-from tools.planner.memory import RESERVED, Footprint, advice, fullest
-from tools.planner.places import MOST_SERVER_DP, placements
+from tools.planner.memory import RESERVED, Footprint, advice, copies_bytes, file_bytes, fullest, host_bytes
 from tools.planner.rl_step import RlStep, rl_step
 
 

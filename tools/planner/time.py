@@ -1,7 +1,7 @@
 """Seconds of one optimizer step of a learner, by term, in closed form. No torch.
 
 A stage's micro-batches follow each other, the slowest stage sets the pace, and the pipeline fills and drains once
-(arXiv:2104.04473); `layers` has the seconds of its layers. What the formulas do not know is in `constants`.
+(arXiv:2104.04473); `layers` has the seconds of its layers. What the formulas do not know is in `hardware`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from rl_megatron.errors import GB
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.parameters import rank_parameters
-from tools.planner.constants import FITTED, MEMORY, Constants
-from tools.planner.hardware import Gpu
+from tools.planner.hardware import FITTED, MEMORY, Constants, Gpu
 from tools.planner.layers import (
     BYTES_READ,
     LayerKind,

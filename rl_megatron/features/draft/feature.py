@@ -219,6 +219,7 @@ FEATURE = Feature(
     serving=Serving(
         key="rollout.server.draft_tokens",
         given=lambda config: of_server(config.rollout.server),
+        proposed=lambda config, server: (of_server(server), of_speeds(config.slurm.speeds)),
         engines={
             "vllm": "rl_megatron.features.draft.engines:VLLMDrafts",
             "sglang": "rl_megatron.features.draft.engines:SGLangDrafts",

@@ -37,8 +37,7 @@ from rl_megatron.weights.routes.mirror import Mirror
 from tests.unit.launcher.test_memory import ONE_MACHINE, QWEN_30B, QWEN_80GB, QWEN_APART, RECIPES, folder_of
 from tests.unit.launcher.test_spent import ROWS
 from tools.planner import checks
-from tools.planner.host_memory import copies_bytes, filled_bytes
-from tools.planner.saves import bytes_by_rank, copied_by_rank, save_cost
+from tools.planner.memory import bytes_by_rank, copied_by_rank, copies_bytes, filled_bytes, save_cost
 
 APART = ("rollout.server.colocated=false", "learner.offload.while_sampling=null")
 FP8 = "rollout.server.quantization=fp8"

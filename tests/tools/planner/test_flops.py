@@ -41,10 +41,8 @@ from rl_megatron.weights.layouts.parsing import model_shape
 from tests.draft_models import WrittenDraft, save_with_drafts
 from tests.family_models import save_model
 from tests.unit.launcher.test_memory import QWEN_80GB
-from tools.planner.constants import FITTED, PRIOR
-from tools.planner.host_memory import copies_bytes, host_bytes
-from tools.planner.memory import check_memory, footprints
-from tools.planner.saves import save_cost
+from tools.planner.hardware import FITTED, PRIOR
+from tools.planner.memory import check_memory, copies_bytes, footprints, host_bytes, save_cost
 
 LENGTHS = (7, 16)
 FAMILIES = (

@@ -32,10 +32,8 @@ from rl_megatron.weights.layouts.learner import engine_layout, learner_layout
 from rl_megatron.weights.plans.plan import plan
 from rl_megatron.weights.routes import engine_ends
 from tests.unit.launcher.test_memory import DEEPSEEK, QWEN_30B, QWEN_235B
-from tools.planner.estimates import estimate, floor_seconds
-from tools.planner.memory import WINDOW_LAYERS, check_memory, server_weights
-from tools.planner.pushes import push_cost
-from tools.planner.saves import bytes_by_rank, save_cost
+from tools.planner.estimates import estimate, floor_seconds, push_cost
+from tools.planner.memory import WINDOW_LAYERS, bytes_by_rank, check_memory, save_cost, server_weights
 
 REPO = Path(__file__).resolve().parents[3]
 WRITTEN = {"dpo_tiny", "reward_tiny", "sft_tiny"}  # which push none

@@ -12,21 +12,24 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.training.flops import training_flops
 from rl_megatron.types import ParallelDims
 from tests.unit.launcher.test_memory import DEEPSEEK, KIMI, QWEN_30B, QWEN_235B, QWEN_235B_SHARED
-from tools.planner import rollouts
-from tools.planner.constants import FITTED, MEMORY
-from tools.planner.hardware import GPUS
-from tools.planner.layouts import Wanted, with_keys
+from tools.planner import rl_step as rollouts
+from tools.planner.estimates import push_cost
+from tools.planner.hardware import FITTED, GPUS, MEMORY
+from tools.planner.layouts import SLOTS, Wanted, placements, with_keys
 from tools.planner.memory import weights_served
-from tools.planner.places import SLOTS, placements
-from tools.planner.pushes import push_cost
-from tools.planner.rl_step import forward_seconds, learner_work, push_bytes, rl_step, score_seconds, server_shape
-from tools.planner.rollouts import (
+from tools.planner.rl_step import (
     Sampled,
     ServerShape,
     cache_bytes,
+    forward_seconds,
+    learner_work,
     lengths_of,
+    push_bytes,
+    rl_step,
     rows_that_fit,
     sampled,
+    score_seconds,
+    server_shape,
     token_seconds,
 )
 from tools.planner.scale import asked_of, configuration_file

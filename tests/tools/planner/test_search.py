@@ -20,10 +20,8 @@ from rl_megatron.placement.seats import seat
 from rl_megatron.types import ParallelDims
 from tests.unit.launcher.test_memory import CONF, KIMI, QWEN3, RECIPES
 from tools.planner.hardware import GPUS
-from tools.planner.host_memory import copies_bytes, file_bytes, host_bytes
-from tools.planner.layouts import Wanted, described, layouts, stage_layers, with_keys
-from tools.planner.memory import check_memory, fullest
-from tools.planner.places import placements
+from tools.planner.layouts import Wanted, described, layouts, placements, stage_layers, with_keys
+from tools.planner.memory import check_memory, copies_bytes, file_bytes, fullest, host_bytes
 from tools.planner.rl_step import filled, learner_work, rl_step
 from tools.planner.scale import Asked, asked_of, configuration_file, value_of
 from tools.planner.search import NEAR, PlannedRun, explain_term, savings, search

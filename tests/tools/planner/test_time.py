@@ -21,12 +21,10 @@ from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.parameters import rank_parameters
 from tests.recipes.collectives import collectives
 from tests.unit.launcher.test_memory import DEEPSEEK, QWEN_30B, QWEN_APART
-from tools.planner.constants import PRIOR
 from tools.planner.estimates import StepTime, estimate
-from tools.planner.hardware import GPUS, Gpu, gpu_named
+from tools.planner.hardware import GPUS, PRIOR, Gpu, gpu_named
 from tools.planner.layers import replicated
-from tools.planner.rl_step import RlStep, rl_step
-from tools.planner.rollouts import lengths_of
+from tools.planner.rl_step import RlStep, lengths_of, rl_step
 from tools.planner.scale import asked_of
 from tools.planner.search import search
 from tools.planner.time import LearnerWork, step_seconds, step_terms

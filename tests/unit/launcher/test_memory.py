@@ -27,8 +27,16 @@ from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.learner import learner_layout
 from rl_megatron.weights.layouts.parameters import elements
 from tests.unit.launcher.commands import status_of
-from tools.planner.host_memory import host_bytes, pinned
-from tools.planner.memory import CHANGES, Footprint, check_memory, footprints, fullest, server_window
+from tools.planner.memory import (
+    CHANGES,
+    Footprint,
+    check_memory,
+    footprints,
+    fullest,
+    host_bytes,
+    pinned,
+    server_window,
+)
 
 CONF = Path(__file__).parents[3] / "conf"
 RECIPES = {  # name: GPUs of the learner, and of servers that have their own

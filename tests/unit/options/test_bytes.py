@@ -41,9 +41,8 @@ from tests.family_models import save_model
 from tests.recipes.meter import Meter
 from tests.small_models import TINY_MOE
 from tests.unit.launcher.test_memory import QWEN_30B, QWEN_80GB
-from tools.planner.host_memory import host_bytes
 from tools.planner.layers import _experts
-from tools.planner.memory import footprints
+from tools.planner.memory import footprints, host_bytes
 
 _MOE = "learner.offload.activations.moe=true"
 

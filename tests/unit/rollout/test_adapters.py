@@ -49,8 +49,7 @@ from tests.unit.launcher.test_memory import QWEN_80GB
 from tests.unit.rollout.test_engine_commands import TWO_NODES
 from tests.unit.rollout.test_engine_servers import SECTION, Fake, Words, serving
 from tests.unit.weights.test_served_weights import Both
-from tools.planner.estimates import estimate
-from tools.planner.pushes import push_cost
+from tools.planner.estimates import estimate, push_cost
 
 MOE, CONF = NAMED["qwen3-30b-a3b"], Path(__file__).parents[3] / "conf"
 KEYS = ("rollout=vllm", "learner.lora.rank=12", "weights.push=adapters", "train.max_staleness=2")
