@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.results import parse, write
-from tools.lab.sigmoid import NAMES, Array, SeedCurve, fit_sigmoid, why_not
+from tools.lab.report import NAMES, Array, SeedCurve, fit_sigmoid, why_not
 
 RATE = (0.0, 1.0)
 LONG, SHORT = np.linspace(1, 40, 40), np.linspace(1, 20, 20)

@@ -21,8 +21,7 @@ from rl_megatron.weights.push.trust import Probe, Trust
 from rl_megatron.weights.routes.mirror import dtypes, shapes
 from tests.engines.benches import Change, ServedBench
 from tools.lab.mismatch.causes import Finding, Setting, TokenizerCheck, WeightCheck, judge
-from tools.lab.mismatch.experiments import Bench, run_experiments
-from tools.lab.mismatch.sampling import Parameters
+from tools.lab.mismatch.experiments import Bench, Parameters, run_experiments
 
 SETTING = Setting(learner_dtype="float32", engine_dtype="float32", configured=Parameters(), served=True)
 EXPERTS = [f"model.layers.1.mlp.experts.{expert}" for expert in range(8)]

@@ -109,7 +109,7 @@ def convert(
         else:
             inspection.show_layout(source, layout, rank=rank, svg=svg, family=family)
     elif logprobs:
-        from tools.convert.logprobs import compare_logprobs
+        from tools.convert.verify import compare_logprobs
 
         equal = compare_logprobs(
             folder,

@@ -40,8 +40,7 @@ def run(
     failed. Cells that are in Slurm's queue are left to it.
     """
     loaded, cells = _checked(study, override or [])
-    from tools.lab.arrays import queue_of
-    from tools.lab.run import cells_at_once, run_cells
+    from tools.lab.run import cells_at_once, queue_of, run_cells
 
     if check:
         print(f"{len(cells)} cells, {cells_at_once(loaded, cells)} at once; nothing is wrong with any")
@@ -65,17 +64,16 @@ def submit(
     neither done nor in Slurm's queue; cells that have failed are named, and taken with --retry.
     """
     from launcher.hosts.slurm.calls import parse_script
-    from tools.lab import arrays
-    from tools.lab.run import alone
+    from tools.lab.run import alone, arrays_of, checked_for_slurm, queue_of, send
 
     loaded = read_study(study, override or [])
     cells = cells_of(loaded)
-    notes = arrays.checked_for_slurm(cells)
+    notes = checked_for_slurm(cells)
     with alone(loaded):
-        found = find_states(loaded, cells, arrays.queue_of(cells))
+        found = find_states(loaded, cells, queue_of(cells))
         takes = {*STARTABLE, *([CellState.FAILED] if retry else [])}
         queued = sum(each.state in {CellState.RUNNING, CellState.PENDING} for each in found)
-        wanted = arrays.arrays_of(loaded, [each.cell for each in found if each.state in takes], queued=queued)
+        wanted = arrays_of(loaded, [each.cell for each in found if each.state in takes], queued=queued)
         print(f"{loaded.folder}: {counts(found)}", *notes, sep="\n")
         if wanted and queued and (most := loaded.budget.cells_at_once) is not None:
             print(f"{queued} cells are in the queue: of budget.cells_at_once={most} these get the rest, at least 1")
@@ -91,7 +89,7 @@ def submit(
         if dry_run:
             print(f"nothing was sent; without --dry-run {sum(len(array.cells) for array in wanted)} cells would be")
             return
-        for job, script in arrays.send(loaded, wanted):
+        for job, script in send(loaded, wanted):
             print(f"array {job}: {script}; scancel {job} ends it")
     print(f"rl-megatron experiment status {shlex.quote(str(study))} shows the cells" if wanted else "nothing was sent")
 
@@ -99,7 +97,7 @@ def submit(
 @app.command()
 def status(study: StudyFile, override: More = None) -> None:
     """Print each cell: done, running, pending in Slurm's queue, failed with the reason, lost, or waiting."""
-    from tools.lab.arrays import queue_of
+    from tools.lab.run import queue_of
 
     loaded = read_study(study, override or [])
     cells = cells_of(loaded)
@@ -125,8 +123,8 @@ def report(
     With --metric, --last or --override it is written into a folder named by them, so that a study's outcomes do not
     replace one another.
     """
-    from tools.lab.arrays import queue_of
     from tools.lab.report import write_study_report
+    from tools.lab.run import queue_of
 
     loaded = read_study(study, override or []).with_outcome(metric, last)
     cells = cells_of(loaded)

@@ -15,8 +15,7 @@ from rl_megatron.config.sections.slurm import minutes_of
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.metrics.writer import MetricsWriter
 from tests.unit.launcher.commands import status_of
-from tools.lab.arrays import CellArray, arrays_of, checked_for_slurm, send
-from tools.lab.run import alone
+from tools.lab.run import CellArray, alone, arrays_of, checked_for_slurm, send
 from tools.lab.states import (
     CellRecord,
     Queued,
@@ -356,7 +355,7 @@ def test_the_queue_is_asked_when_no_other_process_can_send(cluster: Path, monkey
         asked.append(len(cells))
         raise ConfigError("enough")
 
-    monkeypatch.setattr("tools.lab.arrays.queue_of", told)
+    monkeypatch.setattr("tools.lab.run.queue_of", told)
     assert status_of("experiment", "run", "mine.yaml") == 1
     assert asked == [4]
 

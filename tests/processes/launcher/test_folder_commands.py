@@ -25,7 +25,7 @@ from tests.family_models import save_model
 from tests.saved_adapters import save_adapters
 from tests.savings import Shards
 from tests.unit.launcher.commands import status_of
-from tools.convert.logprobs import differences
+from tools.convert.verify import differences
 
 LAYERS = """
 from pathlib import Path

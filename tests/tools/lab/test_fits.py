@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rl_megatron.observability.intervals import contrast, mean_interval, t_quantile
-from tools.lab.sigmoid import NAMES, SeedCurve, SigmoidFit, fit_sigmoid, why_not
+from tools.lab.report import NAMES, SeedCurve, SigmoidFit, fit_sigmoid, why_not
 
 SCIPY = json.loads(Path(__file__).with_name("scipy_fits.json").read_text())
 """Made points and what scipy 1.17.1's curve_fit found for them, started at the truth, tolerances of 1e-14."""

@@ -23,8 +23,7 @@ from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims
 from rl_megatron.weights.layouts.families import read_shape
 from tests.completions import completion
 from tools.lab.mismatch.causes import Finding, Setting, TokenizerCheck, WeightCheck, judge
-from tools.lab.mismatch.experiments import Bench, Outcomes, run_experiments
-from tools.lab.mismatch.sampling import Parameters
+from tools.lab.mismatch.experiments import Bench, Outcomes, Parameters, run_experiments
 
 VOCABULARY = 41
 BOS, EOS = 39, 40

@@ -14,22 +14,20 @@ from typing import Literal
 import torch
 
 from tools.lab.mismatch.experiments import (
+    Evidence,
+    Explanation,
     Observation,
     Outcomes,
+    Parameters,
     RoutingGap,
+    collect,
+    find_parameters,
     routing_gap,
+    sampled_otherwise,
     shifted,
     shown,
     size,
     suspected_expert,
-)
-from tools.lab.mismatch.sampling import (
-    Evidence,
-    Explanation,
-    Parameters,
-    collect,
-    find_parameters,
-    sampled_otherwise,
 )
 
 NOISE: Mapping[str, float] = {"float32": 2e-4, "float16": 1e-2, "bfloat16": 5e-2}

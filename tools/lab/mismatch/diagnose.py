@@ -41,8 +41,7 @@ from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums
 from rl_megatron.weights.routes.mirror import dtypes, seal_of, shapes
 from tools.lab.mismatch.causes import CAUSES, Finding, Setting, TokenizerCheck, WeightCheck, judge
-from tools.lab.mismatch.experiments import Bench, run_experiments
-from tools.lab.mismatch.sampling import Parameters
+from tools.lab.mismatch.experiments import Bench, Parameters, run_experiments
 
 _TOKENIZED_PROMPTS = 8
 _STYLES = {"guilty": "bold red", "noise": "yellow", "not guilty": "green", "not checked": "magenta"}
