@@ -95,6 +95,14 @@ def test_the_tutorial_is_followed_without_the_checkout(wheel: Path, tmp_path: Pa
     assert {path.name for path in code.iterdir()} == {"rl_megatron", "launcher", "tools"}
     assert all(path.resolve().is_relative_to(packages) for path in code.iterdir())
     assert (REPO / "slurm" / "job.sh").read_text() in script
+    for line, part in {
+        "plan qwen3-30b-a3b src=megatron,tp=2 dst=hf,dp=1": "transfers between 2 pairs",
+        "scale qwen3-30b-a3b gpus=64 gpu=h100": "rejected: ",
+        "convert qwen3-30b-a3b --inspect --layout megatron,tp=2": "29,767,972,864",
+        f"experiment run {REPO}/docs/studies/loss_and_rate.yaml --check": "12 cells, 2 at once; nothing is wrong",
+        "doctor mismatch --help": "--help",
+    }.items():
+        assert part in said("rl-megatron", *line.split())
     assert {path.name for path in empty.iterdir()} - {"__pycache__"} == {"converted", "my_rewards.py", "runs"}
 
 

@@ -122,12 +122,16 @@ def test_what_a_folder_holds_is_told(folders: Path, capsys: pytest.CaptureFixtur
         assert sum(counts) == parameters + padding
 
 
-def test_a_checkpoint_is_told_with_its_step(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for step in (2, 10):
-        shutil.copytree(folders / "megatron", tmp_path / f"checkpoints/step_{step:06d}/learner")
-        (tmp_path / f"checkpoints/step_{step:06d}/trainer.json").write_text(json.dumps({"step": step}))
+@pytest.mark.parametrize("steps", [(2, 10), (999999, 1000000)])
+def test_the_newest_checkpoint_is_told_with_its_step(
+    steps: tuple[int, int], folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the number, not by the name's letters."""
+    for step in steps:
+        shards = shutil.copytree(folders / "megatron", tmp_path / f"checkpoints/step_{step:06d}/learner")
+        (shards.parent / "trainer.json").write_text(json.dumps({"step": step}))
     assert status_of("convert", "--inspect", tmp_path) == 0
-    assert "step_000010/learner: megatron torch_dist, of step 10" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith(f"{shards}: megatron torch_dist, of step {steps[-1]}\n")
 
 
 def test_who_holds_what_of_a_layout_is_told_by_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,16 +250,6 @@ async def test_verify_of_a_runs_shards_finds_what_has_changed_in_any_file_of_the
     (step / "trainer.json").unlink()
     assert status_of(*command) == 1
     assert f"{step}/trainer.json is missing" in capsys.readouterr().out
-
-
-def test_inspect_takes_a_resumes_checkpoint(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the number, not by the name's letters."""
-    for step in (999999, 1000000):
-        shards = tmp_path / "checkpoints" / f"step_{step}" / "learner"
-        shutil.copytree(folders / "megatron", shards)
-        (shards.parent / "trainer.json").write_text(json.dumps({"step": step}))
-    assert status_of("convert", "--inspect", tmp_path) == 0
-    assert capsys.readouterr().out.startswith(f"{shards}: megatron torch_dist, of step 1000000\n")
 
 
 @pytest.mark.parametrize(
