@@ -15,9 +15,8 @@ from typing import Any, cast
 
 from rl_megatron.config.sections.reward import EnvironmentSection, SandboxSection
 from rl_megatron.environments.adapters.verifiers import verifiers
-from rl_megatron.environments.calculator import Calculator
-from rl_megatron.environments.guess import Guess
 from rl_megatron.environments.protocol import Demonstrating, Environment, EnvironmentStep, Model
+from rl_megatron.environments.shipped import Calculator, Guess
 from rl_megatron.errors import ConfigError, EnvironmentFailed
 from rl_megatron.sandbox.executors import Sandbox
 from rl_megatron.types import Prompt

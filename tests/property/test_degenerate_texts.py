@@ -15,7 +15,7 @@ import pytest
 from rl_megatron.agents.conversation.messages import tidied
 from rl_megatron.agents.conversation.written import _marked, _parted
 from rl_megatron.agents.parsers import PARSERS
-from rl_megatron.environments.calculator import evaluated
+from rl_megatron.environments.shipped import evaluated
 from rl_megatron.rewards.math_verify_worker import _readable
 from rl_megatron.rewards.rules import is_formula, last_number
 from rl_megatron.rewards.symbols import mark_formulas, to_latex

@@ -21,10 +21,9 @@ from launcher.preflight.checks import preflight
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.reward import EnvironmentSection
-from rl_megatron.environments.calculator import Calculator, evaluated
-from rl_megatron.environments.guess import Guess
 from rl_megatron.environments.protocol import EnvironmentStep, Reply
 from rl_megatron.environments.registry import EnvironmentMaker, resolve_environment
+from rl_megatron.environments.shipped import Calculator, Guess, evaluated
 from rl_megatron.errors import ConfigError, EnvironmentFailed
 from rl_megatron.types import Prompt
 from tests.unit.rollout.test_environment_source import Talks

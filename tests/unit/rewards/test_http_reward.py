@@ -28,13 +28,14 @@ DONE = completion((1, 2, 3), finish="length")
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with ``answer(body, number)``; ``number`` counts requests from 0."""
+    """Answers with the next of ``answers``, if there are any, or ``answer(body, number)``, which counts from 0."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.lock, self.asked = threading.Lock(), list[tuple[str, dict[str, Any]]]()
+        self.authorized, self.answers = list[str | None](), list[Answer]()
         self.answer: Callable[[dict[str, Any], int], Answer] = lambda body, number: (
             200,
             json.dumps({"rewards": [float(len(c["text"])) for c in body["completions"]]}).encode(),
@@ -53,7 +54,9 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             number = len(self.server.asked)
             self.server.asked.append((self.path, body))
-        status, answer = self.server.answer(body, number)
+            self.server.authorized.append(self.headers["Authorization"])
+        answers = self.server.answers
+        status, answer = answers.pop(0) if answers else self.server.answer(body, number)
         self.send_response(status)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()

@@ -20,9 +20,9 @@ from rl_megatron.agents.threads import Threads
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import tokens_behind_prompt
 from rl_megatron.environments.adapters.verifiers import InterpreterFailed, PackageFailed
-from rl_megatron.environments.calculator import Calculator
 from rl_megatron.environments.protocol import EnvironmentStep, LimitReached, Model, Observed, Reply, Transcript
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
+from rl_megatron.environments.shipped import Calculator
 from rl_megatron.errors import DataError, EngineError, EnvironmentFailed, PoisonPrompt
 from rl_megatron.rollout.batch import Answered, RolloutBatch
 from rl_megatron.rollout.policy_sampler import HeldOut

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +15,10 @@ from pydantic import ValidationError
 from rl_megatron.config.sections.reward import SandboxSection
 from rl_megatron.errors import ConfigError, SandboxError
 from rl_megatron.sandbox.executors import Sandbox
+from tests.unit.rewards.test_http_reward import Server, server
 
+__all__ = ["server"]  # the fixture
 DONE = {"ended": "done", "exit": 0, "stdout": "3\n", "stderr": "", "seconds": 0.1}
-
-
-class Server(ThreadingHTTPServer):
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[tuple[str | None, Any]] = []
-        self.answers: list[tuple[int, bytes]] = []
-        self.url = f"http://127.0.0.1:{self.server_port}/run"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((self.headers["Authorization"], body))
-        status, answer = self.server.answers.pop(0)
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as one:
-        thread = threading.Thread(target=one.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        yield one
-        one.shutdown()
 
 
 def run(server: Server, **keys: Any) -> Any:
@@ -65,8 +32,8 @@ def test_it_posts_the_program_with_its_limits_and_token(server: Server, tmp_path
     server.answers = [(200, json.dumps(DONE).encode())]
     ran = run(server, token_file=token, seconds=2.0)
     assert (ran.ended, ran.exit, ran.stdout) == ("done", 0, "3\n")
-    ((authorization, body),) = server.asked
-    assert authorization == "Bearer t0ken"
+    ((_, body),) = server.asked
+    assert server.authorized == ["Bearer t0ken"]
     assert body == {
         "argv": None,
         "stdin": base64.b64encode(b"in").decode(),
@@ -128,11 +95,11 @@ def test_a_token_that_rotates_is_read_for_each_attempt(
     monkeypatch.setattr("rl_megatron.http.client.asyncio.sleep", sleep)
     server.answers = [(refusal, b"who?"), (200, json.dumps(DONE).encode())]
     assert run(server, token_file=token).stdout == "3\n"
-    assert [given for given, _ in server.asked] == ["Bearer old", "Bearer new"]
+    assert server.authorized == ["Bearer old", "Bearer new"]
     monkeypatch.setattr("rl_megatron.sandbox.executors._RETRIES", 0)
     server.answers = [(refusal, b"who?")]
-    named = rf"{server.url}: status {refusal}: 'who\?'; it refuses the token of sandbox\.token_file={token}: .*made: 1"
-    with pytest.raises(SandboxError, match=named):
+    refused = f"{server.url}: status {refusal}: 'who?'; it refuses the token of sandbox.token_file={token}: "
+    with pytest.raises(SandboxError, match=f"{re.escape(refused)}.*made: 1"):
         run(server, token_file=token)
 
 
