@@ -57,6 +57,9 @@ def _listed(given: object) -> object:
 LISTED = BeforeValidator(_listed)
 """Has a key of several values take a command line's text, as ``1,8`` or ``[1,8]``, or one number."""
 
+SORTED = AfterValidator(lambda given: tuple(sorted(set(given))))
+"""Has a key of several names keep each once, in order."""
+
 
 def _of_own_code(text: str) -> str:
     if not _OWN_CODE.fullmatch(text):

@@ -11,7 +11,7 @@ from typing import NamedTuple, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from rl_megatron.config.removed import instead_of, removed_key
+from rl_megatron.config.removed import Removed, instead_of, removed_key
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import cut_to, shorten
 from rl_megatron.section import Section
@@ -73,6 +73,8 @@ def did_you_mean(names: Sequence[str]) -> str:
 
 def has_gone(key: str) -> bool:
     """Whether no section has the key; of entries of a mapping of single values, as options are, none has."""
+    if removed_key(key) is not None:
+        return True
     below = _tree()
     for part in key.split("."):
         if not below:
@@ -104,6 +106,8 @@ def _structural(error: ErrorDetails, place: _Place) -> str | None:
             return f"{place.shown}: required, but not given; add {place.shown}=<value>"
         case "model_type" | "model_attributes_type":
             return not_a_section(place.key, error["input"])
+        case "tuple_type" if (found := _switch(error["input"], place)) is not None:
+            return f"{place.shown}={shorten(error['input'])}: a list now; {found.advice}"
         case "dict_type":
             to_set = f"set {place.shown}.<name>=<value>, or {place.shown}.<name>.<key>=<value>"
             return f"{place.shown}={shorten(error['input'])}: a section of names, not one value; {to_set}"
@@ -115,6 +119,11 @@ def _structural(error: ErrorDetails, place: _Place) -> str | None:
             near = near_miss(choice, place.variants)
             return f"{place.shown}.{tag}={shorten(choice)}: no such choice{near}; one of: {', '.join(place.variants)}"
     return None
+
+
+def _switch(given: object, place: _Place) -> Removed | None:
+    """The row of the first of the switches that a list has replaced, where a section of them is given."""
+    return removed_key(f"{place.key}.{next(iter(given))}") if isinstance(given, Mapping) and given else None
 
 
 def _allowed(error: ErrorDetails) -> str:

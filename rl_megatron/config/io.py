@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from rl_megatron.config import yaml_text
 from rl_megatron.config.errors import did_you_mean, explain_errors, near_miss, not_a_section
-from rl_megatron.config.removed import without_removed
+from rl_megatron.config.removed import new_name, value_at, with_new_names, without_removed
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.jobs import JOBS, WarmStartSection
 from rl_megatron.errors import ConfigError, shorten
@@ -61,11 +61,12 @@ def load_config(
         else:
             values.append((key, yaml_text.scalar(text)))
     tree = _merged(tree, beside)
-    for key, value in values:
+    for given, text in values:
+        key, value = new_name(given, text, tree) or (given, text)
         tree = _cleared(tree, {key: value})
         composer.put(tree, key, value)
     for key, value in (otherwise or {}).items():
-        if _value(tree, key) is None:
+        if value_at(tree, key) is None:
             tree = _cleared(tree, {key: value})
             composer.put(tree, key, value)
     try:
@@ -197,7 +198,7 @@ class _Composer:
                 problem = str(error)
             else:
                 if isinstance(tree, dict):
-                    return tree
+                    return with_new_names(tree, path.parent.name if path.parent in self.groups.values() else "")
                 if tree is None:
                     return {}
                 problem = f"holds {shorten(tree)}; a config file is a mapping, `key: value` a line"
@@ -246,13 +247,6 @@ def _cleared(base: dict[str, Any], given: Mapping[str, object]) -> dict[str, Any
         if isinstance(section := base.get(name), dict):
             out[name] = {key: value for key, value in section.items() if key not in keys}
     return out
-
-
-def _value(tree: object, key: str) -> object:
-    """The value at a dotted key; None where it or a section of it is not given."""
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
 
 
 def _is_file(path: Path) -> bool:

@@ -1,12 +1,14 @@
 """Keys, values and commands of older versions: what each is called now, or what to do without it.
 
-`load_config` drops a removed key that has a value which says what is done now, and an error answers any other value.
+`load_config` reads a renamed key by its new name, and drops a removed one whose value says what is done now; an error
+answers any other value.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,11 +28,18 @@ class Removed:
     fixed: tuple[object, ...] = _OFF
     """Values that say what is done now: null, false, 0 and empty ones, if none is given. A key with one is dropped."""
     name: str | None = None
-    """The key that replaced it."""
+    """The key that replaced it; the first ``*`` in it is what that of the old name is."""
+    entry: str | None = None
+    """Of a switch: what true adds to the list ``name``."""
 
 
 def _renamed(name: str) -> Removed:
     return Removed(f"it is called {name}", name=name)
+
+
+def _entries(section: str, name: str, *switches: str) -> Mapping[str, Removed]:
+    """Rows of switches of a section that are entries of the list ``name`` now."""
+    return {f"{section}.{one}": Removed(f"set {name}={one}", name=name, entry=one) for one in switches}
 
 
 _STARTED = "start the server in slurm.setup or in a job of its own, and give its URL (docs/rewards.md)"
@@ -103,12 +112,15 @@ REMOVED: Mapping[str, Removed] = {
     "learner.fusion.permute": Removed("tokens are sorted by kernels with TransformerEngine's layers", fixed=(None,)),
     "learner.last_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
     "learner.logprob_chunk_tokens": Removed("logits of at most 1024 positions are in float32 at once", fixed=(1024,)),
+    **_entries("learner.offload.activations", "learner.offload.activations", "attention", "mlp", "moe"),
     "learner.optimizer.distributed": _DISTRIBUTED,
     "learner.optimizer.muon.momentum": _MOMENTUM,
     "learner.optimizer.muon.nesterov": _NESTEROV,
     "learner.optimizer.muon.newton_schulz_steps": _NEWTON_SCHULZ_STEPS,
     "learner.overlap.bucket_parameters": Removed("a bucket ends after 40 million parameters, or a million a data rank"),
     "learner.recompute.block": Removed("use learner.recompute.uniform, or parts of layers"),
+    **_entries("learner.recompute", "learner.recompute.parts", "core_attn", "layernorm", "mla_up_proj", "mlp", "moe"),
+    **_entries("learner.recompute", "learner.recompute.parts", "moe_act", "shared_experts"),
     "learner.recompute_layers": Removed("it is called learner.recompute.uniform, 1 for true and null for false"),
     "learner.vocab_multiple": Removed("rows of the vocabulary are padded to a multiple of 8 times tp", fixed=(8,)),
     "model.tiny.head_dim": _TINY,
@@ -185,12 +197,17 @@ COMMANDS: Mapping[str, str] = {
 
 def removed_key(key: str) -> Removed | None:
     """The row of a dotted key; None if no version had it, or this one has it."""
+    return _row(key)[1]
+
+
+def _row(key: str) -> tuple[str, Removed | None]:
+    """The pattern that a key matches, and its row."""
     parts = key.split(".")
     for pattern, row in REMOVED.items():
         wanted = pattern.split(".")
         if len(wanted) <= len(parts) and all(w in ("*", p) for w, p in zip(wanted, parts, strict=False)):
-            return row
-    return None
+            return pattern, row
+    return "", None
 
 
 def instead_of(key: str, value: object) -> str | None:
@@ -209,6 +226,68 @@ def is_removed(key: str, value: object) -> bool:
     """True if no key is called so any longer, and the value says what happens now."""
     row = removed_key(key)
     return row is not None and _is_among(value, row.fixed)
+
+
+def new_name(key: str, value: object, tree: Mapping[str, Any]) -> tuple[str, object] | None:
+    """The new name of a renamed key, and its value by that, in the place of what ``tree`` has there; None of any other
+    key, and of a switch that is neither on nor off."""
+    pattern, row = _row(key)
+    if row is None or row.name is None or (row.entry is not None and value is not True and not is_off(value)):
+        return None
+    stars = (part for part, old in zip(key.split("."), pattern.split("."), strict=False) if old == "*")
+    name = row.name.replace("*", next(stars, "*"))
+    logger.info("%s is read as %s", key, name)
+    if row.entry is None:
+        return name, value
+    present = value_at(tree, name)
+    others = [one for one in present if one != row.entry] if isinstance(present, list) else []
+    return name, [*others, row.entry] if value is True else others
+
+
+def with_new_names(tree: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """A copy of the values of a section in which renamed keys have their new names, one log line each. A key whose new
+    name is given, too, or is in another section, stays as it is, which the schema refuses."""
+    out = copy.deepcopy(dict(tree))
+    prefix = f"{section}." if section else ""
+    for parts, value in _leaves(tree):
+        found = new_name(prefix + ".".join(parts), value, {section: out} if section else out)
+        if found is None or not found[0].startswith(prefix):
+            continue
+        *above, leaf = found[0].removeprefix(prefix).split(".")
+        there = value_at(tree, found[0].removeprefix(prefix))
+        switches = isinstance(there, dict) and all(_row(f"{found[0]}.{one}")[1] for one in there)
+        if there is not None and not switches:
+            continue
+        _take(out, parts)
+        inner = out
+        for name in above:
+            inner = inner.setdefault(name, {})
+        inner[leaf] = found[1]
+    return out
+
+
+def _leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*above, name))
+        else:
+            yield (*above, name), value
+
+
+def value_at(tree: object, key: str) -> object:
+    """The value at a dotted key; None where it or a section of it is not given."""
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def _take(tree: dict[str, Any], parts: Sequence[str]) -> None:
+    """Takes a value out, and each section that is empty then."""
+    name, *below = parts
+    if below and isinstance(tree.get(name), dict):
+        _take(tree[name], below)
+    if not below or tree.get(name) == {}:
+        tree.pop(name, None)
 
 
 def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:

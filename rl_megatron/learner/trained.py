@@ -268,7 +268,7 @@ class MegatronLearner(MegatronScorer):
         self._added: list[Added] = []  # since the last step
         self._leaving, self._parked, self._staged = leaving(learner), Parked(SLAB), Staged()
         self._planned = Kept()
-        self._activations = Activations(models, learner.offload.activations.parts)
+        self._activations = Activations(models, learner.offload.activations)
         config.grad_scale_func = self._optimizer.scale_loss
         super().__init__(shape, learner, device, models, head, self._trained)
         self._graphs = _graphs(config, models, learner)

@@ -97,7 +97,7 @@ def _refused(learner: LearnerSection) -> Iterator[str]:
     if learner.cp > 1:
         yield f"{_GIVEN} with learner.cp={learner.cp}: capturing attention's exchange was not tried; set learner.cp=1"
     recompute = learner.recompute
-    if recompute.modules or recompute.uniform is not None:
+    if recompute.parts or recompute.uniform is not None:
         yield (
             f"{_GIVEN} with learner.recompute: megatron-core captures by torch.autograd.grad, in which its "
             "checkpointing raises an error, and refuses to recompute whole layers; leave one of them out"

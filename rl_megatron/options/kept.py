@@ -55,7 +55,7 @@ def halves(learner: LearnerSection, shape: ModelShape, layer: int, longest: floa
 
 def offloaded(learner: LearnerSection, shape: ModelShape, layer: int, longest: float = 0) -> list[float]:
     """The bytes of those `halves` of ``layer`` that ``learner.offload.activations`` moves to the host's memory."""
-    parts = learner.offload.activations.parts
+    parts = learner.offload.activations
     if not parts:
         return []
     return [held for half, held in halves(learner, shape, layer, longest).items() if half in parts]

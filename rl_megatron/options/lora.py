@@ -113,7 +113,7 @@ def _excluded(learner: LearnerSection) -> Mapping[str, str]:
         "learner.batch_invariant=true: that mode's torch.addmm, which merges, takes no factor": learner.batch_invariant,
         "learner.cuda_graphs=true: a graph has fixed weights": learner.cuda_graphs,
         "learner.overlap.parameters=true: adapters are merged before they are there": learner.overlap.parameters,
-        "learner.offload.activations: merged weights are kept by other means": bool(learner.offload.activations.parts),
+        "learner.offload.activations: merged weights are kept by other means": bool(learner.offload.activations),
         f"learner.layers={learner.layers}: adapters know this package's layers alone": learner.own_layers is not None,
         f"learner.router.{min(router, default='')}: routers are frozen": bool(router),
     }

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.options.kept import offloaded
 from rl_megatron.options.option import Keywords, Option, Rank, Terms
-from rl_megatron.section import Fraction, Section
+from rl_megatron.section import LISTED, SORTED, Fraction, Section
 
 if TYPE_CHECKING:
     from rl_megatron.config.sections.learner import LearnerSection
@@ -29,29 +29,15 @@ _INSIDE = {
 """Parts that ``learner.recompute`` may compute again, by the half that they are in."""
 
 
-class ActivationsSection(Section):
-    """Halves of decoder layers whose activations wait in the host's pinned memory for the backward pass: copies leave
-    while the next half computes, and come back while the backward pass computes the one after it. Results keep their
-    bits. A GPU then holds two halves of one micro-batch, but the host all of those in flight. Copies hide behind
-    computing where sequences are long, or matrices wide: how far is not measured. Tensors of less than 1 MiB stay."""
-
-    attention: bool = False
-    """Attention with its norm and projections."""
-    mlp: bool = False
-    """The MLP of dense layers, with its norm."""
-    moe: bool = False
-    """Routers, dispatch, experts and shared experts, with their norm."""
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The halves that are true."""
-        return tuple(part for part in _INSIDE if getattr(self, part))
-
-
 class OffloadSection(Section):
     """What a rank keeps in the host's memory, not in its GPU's."""
 
-    activations: ActivationsSection = ActivationsSection()
+    activations: Annotated[tuple[Literal["attention", "mlp", "moe"], ...], LISTED, SORTED] = ()
+    """Halves of decoder layers, with their norms, whose activations wait in the host's pinned memory for the backward
+    pass: attention; the mlp of dense layers; moe, so routers, dispatch and all experts. Copies leave while the next
+    half computes, and come back while the backward pass computes the one after it. Results keep their bits. A GPU then
+    holds two halves of one micro-batch, but the host all of those in flight. Copies hide behind computing where
+    sequences are long, or matrices wide: how far is not measured. Tensors of less than 1 MiB stay."""
     optimizer: Fraction = 0.0
     """Share of the optimizer's moments, rounded up to whole parameters. Those parameters are stepped on the CPU, which
     takes longer, and take 16 bytes each of the host's memory, or more: weight, moments and gradient in float32, of
@@ -131,8 +117,8 @@ class Offload(Option):
 
 def _activation_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
     """CPU ranks, halves that no layer has or that are recomputed, and tensors that other streams compute."""
-    parts = learner.offload.activations.parts
-    given = [f"learner.offload.activations.{part}=true" for part in parts]
+    parts = learner.offload.activations
+    given = [f"learner.offload.activations={part}" for part in parts]
     if not parts:
         return
     if learner.device == "cpu":
@@ -143,10 +129,10 @@ def _activation_problems(learner: LearnerSection, shape: ModelShape | None) -> I
             "alone; set one of the two"
         )
     for part, said in zip(parts, given, strict=True):
-        for module in learner.recompute.modules:
+        for module in learner.recompute.parts:
             if module in _INSIDE[part]:
                 yield (
-                    f"{said} with learner.recompute.{module}=true: what is computed again is a part of what would be "
+                    f"{said} with learner.recompute.parts={module}: what is computed again is a part of what would be "
                     "moved; set one of the two"
                 )
     if learner.fp8 is not None:
@@ -170,7 +156,7 @@ def _activation_problems(learner: LearnerSection, shape: ModelShape | None) -> I
     }
     for key in (key for key, there in streams.items() if there and "moe" in parts):
         yield (
-            f"learner.offload.activations.moe=true with {key}: tensors of other streams than the layers' would be "
+            f"learner.offload.activations=moe with {key}: tensors of other streams than the layers' would be "
             "moved, for which nothing waits; set one of the two"
         )
     if shape is not None:
@@ -178,4 +164,4 @@ def _activation_problems(learner: LearnerSection, shape: ModelShape | None) -> I
         layers["mlp"] = shape.num_layers - layers["moe"]
         for part in (part for part in parts if not layers[part]):
             has = {"mlp": "dense layers", "moe": "experts"}[part]
-            yield f"learner.offload.activations.{part}=true: the model has no {has}; leave it out"
+            yield f"learner.offload.activations={part}: the model has no {has}; leave it out"

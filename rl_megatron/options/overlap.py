@@ -89,8 +89,8 @@ def _shared_problems(learner: LearnerSection, shape: ModelShape | None) -> Itera
             f"learner.overlap.shared_experts=true with learner.dispatcher={learner.dispatcher}: megatron-core can do "
             "this only with alltoall; set one of the two"
         )
-    if learner.recompute.shared_experts:
+    if "shared_experts" in learner.recompute.parts:
         yield (
-            "learner.overlap.shared_experts=true with learner.recompute.shared_experts=true: megatron-core cannot "
+            "learner.overlap.shared_experts=true with learner.recompute.parts=shared_experts: megatron-core cannot "
             "recompute what overlaps; set one of the two"
         )

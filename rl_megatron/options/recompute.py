@@ -4,48 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.options.implementation import uses_transformer_engine, wants_transformer_engine
 from rl_megatron.options.kept import freed, kept, offloaded
 from rl_megatron.options.option import BYTES, Keywords, Option, Rank, Terms
-from rl_megatron.section import Positive, Section
+from rl_megatron.rules import as_given
+from rl_megatron.section import LISTED, SORTED, Positive, Section
 
 if TYPE_CHECKING:
     from rl_megatron.config.sections.learner import LearnerSection
     from rl_megatron.models.shape import ModelShape
 
-MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
-"""megatron-core's ``recompute_modules``."""
+Part = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
+"""Of megatron-core's ``recompute_modules``."""
 _LEAST = 0.01  # of what a layer keeps; a module that frees less costs time for nothing
 
 
 class RecomputeSection(Section):
-    """What the backward pass computes a second time, so that it need not be kept: whole layers, or parts of each layer
-    in megatron-core's words. A part that would free nothing is refused."""
+    """What the backward pass computes a second time, so that it need not be kept: whole layers, or parts of each."""
 
     uniform: Positive | None = None
     """Whole layers, so many together, of which only the first one's input is kept; 1 costs a third more computation."""
-    moe: bool = False
-    """Routers, dispatch and experts, with shared experts."""
-    moe_act: bool = False
-    """The activation of experts. Torch's layers compute gate and up again too, so that experts keep only their rows."""
-    shared_experts: bool = False
-    """Shared experts."""
-    mlp: bool = False
-    """The MLP of dense layers."""
-    mla_up_proj: bool = False
-    """Queries, keys and values of latent attention, from their latents."""
-    core_attn: bool = False
-    """Attention without its projections, where torch's layers keep more than its inputs."""
-    layernorm: bool = False
-    """Norms before experts and latent attention, in TransformerEngine's layers."""
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """The parts, those of `MODULES` that are true."""
-        return tuple(module for module in MODULES if getattr(self, module))
+    parts: Annotated[tuple[Part, ...], LISTED, SORTED] = ()
+    """Parts of each layer in megatron-core's words; one that would free nothing is refused. moe: routers, dispatch and
+    experts, with shared experts; moe_act: the activation of experts, with torch's layers gate and up, too, so that
+    experts keep only their rows; shared_experts; mlp: of dense layers; mla_up_proj: queries, keys and values of latent
+    attention, from their latents; core_attn: attention without its projections, where torch's layers keep more than its
+    inputs; layernorm: norms before experts and latent attention, in TransformerEngine's layers."""
 
 
 class RecomputeKeys(Section):
@@ -62,15 +49,15 @@ class Recompute(Option):
     def problems(self, learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
         """Keys that exclude each other, parts that would free nothing, and groups that do not divide the layers."""
         section = learner.recompute
-        parts = [f"learner.recompute.{module}=true" for module in section.modules]
-        if section.uniform is not None and parts:
-            given = " ".join([f"learner.recompute.uniform={section.uniform}", *parts])
-            yield f"{given}: whole layers leave nothing else to recompute; set one of the two"
-        if section.moe and (section.moe_act or section.shared_experts):
-            yield f"{' '.join(parts)}: moe recomputes its activation and shared experts too; set moe alone of the three"
-        if section.mla_up_proj and learner.own_layers is not None:
+        given = f"learner.recompute.parts={as_given(section.parts)}"
+        if section.uniform is not None and section.parts:
+            both = f"learner.recompute.uniform={section.uniform} {given}"
+            yield f"{both}: whole layers leave nothing else to recompute; set one of the two"
+        if "moe" in section.parts and {"moe_act", "shared_experts"} & {*section.parts}:
+            yield f"{given}: moe recomputes its activation and shared experts too; name moe alone of the three"
+        if "mla_up_proj" in section.parts and learner.own_layers is not None:
             yield (
-                f"learner.recompute.mla_up_proj=true with learner.layers={learner.own_layers}: layers of your own "
+                f"learner.recompute.parts=mla_up_proj with learner.layers={learner.own_layers}: layers of your own "
                 "recompute what they choose; leave it out"
             )
         if shape is not None:
@@ -86,11 +73,13 @@ class Recompute(Option):
         if section.uniform is not None:
             given = {"recompute_method": "uniform", "recompute_num_layers": section.uniform}
             return Keywords(model={"recompute_granularity": "full", **given})
-        modules, model = list(section.modules), dict[str, object]()
+        modules, model = list[str](section.parts), dict[str, object]()
         fused = uses_transformer_engine(learner, shape)
-        if section.layernorm and not fused:
-            raise ConfigError("learner.recompute.layernorm=true: TransformerEngine is not installed here; leave it out")
-        if section.mla_up_proj and not fused:
+        if "layernorm" in modules and not fused:
+            raise ConfigError(
+                "learner.recompute.parts=layernorm: TransformerEngine is not installed here; leave it out"
+            )
+        if "mla_up_proj" in modules and not fused:
             modules.remove("mla_up_proj")
             model["recompute_up_projections"] = True
         if modules:
@@ -110,9 +99,9 @@ def _chunk(learner: LearnerSection, shape: ModelShape, rank: Rank, layers: list[
     left = 0.0
     for layer in layers:
         frees = freed(learner, shape, layer, rank.longest)
-        left += kept(learner, shape, layer, rank.longest) - sum(frees.get(module, 0.0) for module in section.modules)
+        left += kept(learner, shape, layer, rank.longest) - sum(frees.get(module, 0.0) for module in section.parts)
         left -= sum(offloaded(learner, shape, layer, rank.longest))
-    received = whole if layers[0] and learner.offload.activations.attention else 0.0  # the schedule keeps that
+    received = whole if layers[0] and "attention" in learner.offload.activations else 0.0  # the schedule keeps that
     return received + rank.tokens * left
 
 
@@ -136,10 +125,10 @@ def _useless(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
         "shared_experts": "the model has no shared experts",
     }
     layers, longest = range(shape.num_layers), learner.max_tokens_per_micro_batch
-    for module in learner.recompute.modules:
+    for module in learner.recompute.parts:
         shares = (freed(learner, shape, n, longest).get(module, 0.0) / kept(learner, shape, n, longest) for n in layers)
         if all(share < _LEAST for share in shares):
-            yield f"learner.recompute.{module}=true would free nothing: {reasons[module]}; leave it out"
+            yield f"learner.recompute.parts={module} would free nothing: {reasons[module]}; leave it out"
 
 
 def _uneven(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:

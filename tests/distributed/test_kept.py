@@ -77,13 +77,13 @@ HALF = {"dtype": "bfloat16"}  # float32 experts compute rows in blocks of 64 on 
 RECOMPUTED: Sequence[tuple[str, Mapping[str, Any]]] = [
     ("experts", {"uniform": 1}),
     ("experts", {"uniform": 2}),
-    ("experts", {"moe": True}),
-    ("experts", {"moe_act": True}),
-    ("experts", {"core_attn": True, "moe_act": True}),
-    ("fused experts, sinks", {"core_attn": True, "moe_act": True}),
-    ("a dense layer, shared experts", {"mlp": True, "shared_experts": True}),
-    ("latent attention", {"mla_up_proj": True}),
-    ("latent attention", {"mla_up_proj": True, "moe": True}),
+    ("experts", {"parts": ["moe"]}),
+    ("experts", {"parts": ["moe_act"]}),
+    ("experts", {"parts": ["core_attn", "moe_act"]}),
+    ("fused experts, sinks", {"parts": ["core_attn", "moe_act"]}),
+    ("a dense layer, shared experts", {"parts": ["mlp", "shared_experts"]}),
+    ("latent attention", {"parts": ["mla_up_proj"]}),
+    ("latent attention", {"parts": ["mla_up_proj", "moe"]}),
 ]
 ALONE = [
     *((name, HALF) for name in SHAPES),
@@ -260,7 +260,7 @@ def test_attention_without_a_fused_kernel_keeps_the_probabilities_that_the_plan_
         held, fused = (halves(each, shape, 1, longest)["attention"] for each in (on_gpu, learner))
         assert seen["bytes"]["1 attention"] == pytest.approx(TOKENS * held, rel=0.03), shape.family
         assert held > 1.2 * fused
-        gone = on_gpu.model_copy(update={"recompute": RecomputeSection(core_attn=True)})
+        gone = on_gpu.model_copy(update={"recompute": RecomputeSection(parts=("core_attn",))})
         assert freed(gone, shape, 1, longest)["core_attn"] > held - fused
 
 

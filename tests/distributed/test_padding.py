@@ -203,7 +203,7 @@ def test_each_layer_is_captured_once_for_each_size_and_replayed_from_the_first_s
         ({"pp": 2}, "a graph for each micro-batch of the first step"),
         ({"cp": 2}, "capturing attention's exchange was not tried"),
         ({"recompute": {"uniform": 1}}, "refuses to recompute whole layers"),
-        ({"recompute": {"mlp": True}}, "its checkpointing raises an error"),
+        ({"recompute": {"parts": ["mlp"]}}, "its checkpointing raises an error"),
         ({"fp8": "tensorwise"}, "weights' copies in float8 move"),
         ({"offload": {"while_sampling": "gradients"}}, "they come back elsewhere"),
         ({"dp": 2, "overlap": {"gradients": True}}, "hooks that reduce and gather were not tried"),

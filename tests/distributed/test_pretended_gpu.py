@@ -70,7 +70,7 @@ class Watched(Pinned):
 
 
 def moving(layout: str, parts: Sequence[str] = ()) -> LearnerSection:
-    moved = {"activations": dict.fromkeys(parts, True)}
+    moved = {"activations": parts}
     keys = {"device": "cuda", "dtype": "bfloat16", "layers": "torch", "offload": moved, **MOVED[layout]}
     return LearnerSection.model_validate(keys)
 

@@ -47,7 +47,7 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
 BALANCE = {"aux_loss": 0.5, "seq_aux_loss": 2.0, "global_aux_loss": 1.5, "z_loss": 0.25}
 FEATURES: Mapping[str, Mapping[str, Any]] = {
     "recompute": {"recompute": {"uniform": 1}},
-    "recompute experts": {"recompute": {"moe": True}},
+    "recompute experts": {"recompute": {"parts": ["moe"]}},
     "overlap": {"overlap": {"gradients": True, "parameters": True}},
     "overlap gradients": {"overlap": {"gradients": True}},
     "overlap experts": {"overlap": {"shared_experts": True}},

@@ -12,7 +12,16 @@ from launcher.__main__ import _COMMANDS, app
 from rl_megatron.config import yaml_text
 from rl_megatron.config.errors import has_gone
 from rl_megatron.config.io import load_config, save_resolved
-from rl_megatron.config.removed import COMMANDS, REMOVED, VALUES, is_removed, removed_key, without_removed
+from rl_megatron.config.removed import (
+    COMMANDS,
+    REMOVED,
+    VALUES,
+    is_removed,
+    new_name,
+    removed_key,
+    with_new_names,
+    without_removed,
+)
 from rl_megatron.config.resume import flat
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
@@ -464,10 +473,55 @@ def test_a_removed_key_is_answered_with_what_to_do(key: str) -> None:
     row = removed_key(named)
     assert row is not None
     assert row.name is None or not has_gone(row.name)
+    if row.name is not None and row.entry is None:  # it is read, as the next test says
+        return
     mixture = ["data.type=mixture", "data.sources.one.type=arithmetic"] if key.startswith("data.sources.") else []
     with pytest.raises(ConfigError) as caught:
         load_config("tiny_cpu", [*mixture, f"{named}=0.123456"])
     assert row.advice in str(caught.value) or "one value, without keys" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", [key for key, row in REMOVED.items() if row.name is not None])
+def test_a_renamed_key_is_read_by_its_new_name(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    named, row = key.replace("*", "one"), REMOVED[key]
+    assert row.name is not None
+    new, value = row.name.replace("*", "one"), True if row.entry else 0.5
+    expected = [row.entry] if row.entry else value
+    assert dict(flat(with_new_names(nested(named, value)))) == {new: expected}
+    assert caplog.messages == [f"{named} is read as {new}"]
+    assert new_name(named, value, {}) == (new, expected)
+    if row.entry is None and not named.startswith(new):  # both are given: the schema refuses the old one
+        both = {**nested(named, value), **nested(new, 1)} if named.split(".")[0] != new.split(".")[0] else None
+        assert both is None or with_new_names(both) == both
+
+
+def nested(key: str, value: object) -> dict[str, object]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def test_switches_are_entries_of_lists(tmp_path: Path) -> None:
+    """In a file, in one of a resolved configuration, on a command line, and over a list."""
+    text = "defaults: [tiny_cpu]\nlearner: {recompute: {moe: false, moe_act: true, core_attn: true, uniform: null}}\n"
+    (tmp_path / "old.yaml").write_text(text)
+    moe = "learner.recompute.moe_act"
+    for keys, parts in (
+        ((str(tmp_path / "old.yaml"), []), ("core_attn", "moe_act")),
+        ((str(tmp_path / "old.yaml"), [f"{moe}=false"]), ("core_attn",)),
+        (("tiny_cpu", [f"{moe}=true", "learner.recompute.core_attn=true"]), ("core_attn", "moe_act")),
+        (("tiny_cpu", ["learner.recompute.parts=moe_act,core_attn,moe_act"]), ("core_attn", "moe_act")),
+    ):
+        assert load_config(*keys).learner.recompute.parts == parts
+    both = "learner: {recompute: {moe_act: true, parts: [moe]}}"
+    (tmp_path / "both.yaml").write_text(both)
+    with pytest.raises(ConfigError, match=r"moe_act=True: no such key; set learner\.recompute\.parts=moe_act"):
+        load_config(str(tmp_path / "both.yaml"), [])
+    (tmp_path / "unknown.yaml").write_text("learner: {offload: {activations: {moe: true, mole: true}}}")
+    with pytest.raises(ConfigError, match=r"activations=.*mole.*: a list now; set learner\.offload\.activations=moe"):
+        load_config(str(tmp_path / "unknown.yaml"), [])
 
 
 @pytest.mark.parametrize("key", REMOVED)

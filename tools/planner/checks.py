@@ -18,6 +18,7 @@ from rl_megatron.errors import GB, gigabytes
 from rl_megatron.placement.files import weights_folder
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import made_up_nodes, placement_of, ranks_by_role
+from rl_megatron.rules import as_given
 from tools.planner.estimates import estimate
 from tools.planner.memory import (
     check_memory,
@@ -137,9 +138,9 @@ def _node(subject: Subject) -> tuple[float | None, str]:
 
 def _given(config: RunConfig) -> str:
     section = config.learner.offload
-    given = section.model_dump(exclude_defaults=True, exclude={"activations"})
-    given |= {f"activations.{part}": "true" for part in section.activations.parts}
-    texts = [f"learner.offload.{key}={value}" for key, value in given.items()]
+    texts = [
+        f"learner.offload.{key}={as_given(value)}" for key, value in section.model_dump(exclude_defaults=True).items()
+    ]
     if (rank := config.learner.lora.rank) is not None:
         texts.append(f"learner.lora.rank={rank}")
     return " ".join(texts)

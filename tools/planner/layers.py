@@ -313,7 +313,7 @@ def _one(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> 
     else:
         frees = freed(learner, shape, layer, rank.longest)
         alone = set() if multiplies_at_once(learner, shape) else _ALONE
-        again = attention = sum(frees.get(module, 0.0) for module in {*learner.recompute.modules} - alone)
+        again = attention = sum(frees.get(module, 0.0) for module in {*learner.recompute.parts} - alone)
     mlp = (_experts if layer in shape.moe_layers else _dense)(learner, shape, rank, layer)
     gradients = sum(_attention(shape, layer)) * BYTES[learner.dtype] / learner.tp
     gradients += delta_bytes(learner, shape, layer)

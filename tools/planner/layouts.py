@@ -227,8 +227,8 @@ def described(keys: Mapping[str, object]) -> str:
     apart = keys.get("slurm.engines.nodes")
     where = f"{_servers(keys)} on {apart} nodes" if apart else f"{_servers(keys)} on the same GPUs"
     saved = [
-        name.rpartition(".")[2]
-        for name in keys
+        ", ".join(value) if isinstance(value, tuple) else name.rpartition(".")[2]
+        for name, value in keys.items()
         if name.startswith(("learner.recompute", "learner.offload.optimizer", "learner.head_dtype"))
     ]
     waits = ["without async_save"] if "checkpoint.async_save" in keys else []

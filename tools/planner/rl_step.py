@@ -300,7 +300,7 @@ def learner_work(
     tokens, micro_batches = filled(config, learner.max_tokens_per_micro_batch, d.dp, mean, sequences)
     if sizes := learner.padding.sizes:
         tokens = padded_tokens(ceil(tokens), 1, sizes)
-    again = set(learner.recompute.modules)
+    again = set[str](learner.recompute.parts)
     if learner.recompute.uniform is not None:
         again = {"full"}
     if learner.head_dtype is not None:

@@ -18,6 +18,7 @@ from rich.table import Table
 from rl_megatron.config import yaml_text
 from rl_megatron.config.beside import separate
 from rl_megatron.config.io import load_config
+from rl_megatron.config.removed import new_name
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import GB, ConfigError
 from rl_megatron.feature import features
@@ -245,7 +246,8 @@ def asked_of(arguments: Sequence[str]) -> Asked:
     mean = _whole("mean_tokens", own["mean_tokens"]) if "mean_tokens" in own else max(1, most // 2)
     if mean > most:
         raise ConfigError(f"mean_tokens={mean} is more than rollout.max_new_tokens={most}; lower the first")
-    keys = (item.partition("=")[0] for item in overrides)
+    names = (item.partition("=")[0] for item in overrides)
+    keys = ((new_name(name, None, {}) or (name,))[0] for name in names)
     given = {key: value_of(base, key) for key in keys if key not in _GROUPS}
     wanted = Wanted(
         base=base,

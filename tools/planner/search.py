@@ -44,10 +44,9 @@ from tools.planner.rl_step import RlStep, rl_step
 def savings(wanted: Wanted) -> Iterator[dict[str, object]]:
     """All that free memory, from none to the most, which the user's keys leave open and no option refuses."""
     shape, given = wanted.shape, wanted.given
-    parts: dict[str, object] = {"learner.recompute.moe_act": True} if shape.num_experts else {}
-    if shape.latent is not None:
-        parts["learner.recompute.mla_up_proj"] = True
-    again: list[dict[str, object]] = [{}, *([parts] if parts else []), {"learner.recompute.uniform": 1}]
+    parts = (*(["mla_up_proj"] if shape.latent is not None else []), *(["moe_act"] if shape.num_experts else []))
+    of_parts: list[dict[str, object]] = [{"learner.recompute.parts": parts}] if parts else []
+    again: list[dict[str, object]] = [{}, *of_parts, {"learner.recompute.uniform": 1}]
     moments: list[dict[str, object]] = [{}, {"learner.offload.optimizer": 1.0, "learner.layers": "torch"}]
     head: list[dict[str, object]] = [{}, {"learner.head_dtype": "float32"}]
     if any(key.startswith("learner.recompute") for key in given):

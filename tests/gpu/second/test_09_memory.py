@@ -25,7 +25,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "TransformerEngine's layers": TE,
     "TransformerEngine's layers, activations on the host": {
         **TE,
-        "offload": {"activations": {"attention": True, "moe": True}},
+        "offload": {"activations": ["attention", "moe"]},
     },
     "TransformerEngine's layers, float8 by block": {**TE, "fp8": "blockwise"},
 }

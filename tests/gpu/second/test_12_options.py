@@ -52,7 +52,7 @@ CASES: Mapping[str, Case] = {
     "parked optimizer": Case(keys={"offload": {"while_sampling": "optimizer"}}, beside="deterministic", **EXACT),
     "float32 head": Case(keys={"head_dtype": "float32"}),
     "recomputed attention and activation": Case(
-        keys={"recompute": {"core_attn": True, "moe_act": True}}, beside="deterministic", **EXACT
+        keys={"recompute": {"parts": ["core_attn", "moe_act"]}}, beside="deterministic", **EXACT
     ),
     "muon": Case(keys={"optimizer": {"name": "muon"}}, later=False),
     "adapters": Case(keys={"lora": {"rank": 8}}, norm=1e9, later=False),
@@ -60,7 +60,7 @@ CASES: Mapping[str, Case] = {
     "TE, deterministic": Case(keys={"deterministic": True}, beside="TE"),
     "TE, deterministic again": Case(keys={}, beside="TE, deterministic", **EXACT),
     "TE, router fused": Case(keys={"fusion": {"router": True}}, beside="TE"),
-    "TE, norms and activation recomputed": Case(keys={"recompute": {"layernorm": True, "moe_act": True}}, beside="TE"),
+    "TE, norms and activation recomputed": Case(keys={"recompute": {"parts": ["layernorm", "moe_act"]}}, beside="TE"),
     "TE, parked optimizer": Case(keys={"offload": {"while_sampling": "optimizer"}}, beside="TE"),
     "TE, moments in bfloat16": Case(keys={"optimizer": {"moments_dtype": "bfloat16"}}, beside="TE", losses=0.01),
     "TE, float8 by tensor": Case(keys={"fp8": "tensorwise"}, beside="TE", **FLOAT8),

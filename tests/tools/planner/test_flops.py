@@ -277,7 +277,7 @@ def learner_of(point: Mapping[str, Any]) -> dict[str, Any]:
     """Without recomputing attention's core, which keeps no more than its inputs (FlashAttention), or norms, which are
     parts of TransformerEngine's linears."""
     d, layers, recompute = dims_of_point(point), point["shape"]["layers"], point["recompute"] or []
-    again: dict[str, Any] = {"uniform": 1} if recompute == "full" else dict.fromkeys(recompute, True)
+    parts = [name for name in recompute if name not in ("core_attn", "layernorm")]
     each, rest = divmod(layers, d.pp * d.vpp)  # the last chunks have fewer, beside the output layer
     return {
         **{key: getattr(d, key) for key in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")},
@@ -287,7 +287,7 @@ def learner_of(point: Mapping[str, Any]) -> dict[str, Any]:
         "gradient_dtype": "bfloat16" if point["gradient_dtype"] == "bf16" else "float32",
         "layers": "auto",
         "max_tokens_per_micro_batch": max(2, (point["micro_batch"] or 0) * (point["sequence_tokens"] or 0)),
-        "recompute": {name: on for name, on in again.items() if name not in ("core_attn", "layernorm")},
+        "recompute": {"uniform": 1} if recompute == "full" else {"parts": parts},
         "offload": {"optimizer": (point["offload"] or {}).get("optimizer_fraction", 0)},
     }
 

@@ -122,7 +122,7 @@ def test_a_plan_fits_by_the_projects_own_plan_and_fills_the_gpus() -> None:
 
 def test_the_users_keys_stay_and_goals_differ() -> None:
     kept = search(asked(*SMALL, "learner.tp=4", "learner.recompute.uniform=1").wanted).plans[0].config.learner
-    assert (kept.tp, kept.recompute.uniform, kept.recompute.moe_act) == (4, 1, False)
+    assert (kept.tp, kept.recompute.uniform, kept.recompute.parts) == (4, 1, ())
     plans = {goal: search(asked(*SMALL, f"goal={goal}").wanted).plans[0] for goal in ("tokens", "memory", "step")}
     assert plans["memory"].footprint.total <= plans["tokens"].footprint.total
     assert plans["memory"].step.seconds <= NEAR * plans["tokens"].step.seconds

@@ -262,9 +262,8 @@ def test_former_keys_that_were_off_stand_in_an_older_runs_config_and_change_noth
     older = tmp_path / "config.yaml"
     older.write_text("defaults: [tiny_cpu]\nalgorithm: {preference_beta: null, preference_per_token: false}\n")
     assert load_config(str(older), []) == load_config("tiny_cpu", [])
-    older.write_text("defaults: [tiny_cpu]\nalgorithm: {preference_beta: 0.1}\n")
-    with pytest.raises(ConfigError, match=r"it is called algorithm\.preference\.beta"):
-        load_config(str(older), [])
+    older.write_text("defaults: [tiny_cpu, {algorithm: dpo}]\nalgorithm: {preference_beta: 0.2}\n")
+    assert load_config(str(older), []) == load_config("tiny_cpu", ["algorithm=dpo", "algorithm.preference.beta=0.2"])
 
 
 @pytest.mark.parametrize(
@@ -276,7 +275,6 @@ def test_former_keys_that_were_off_stand_in_an_older_runs_config_and_change_noth
         ("tiny_cpu", ["algorithm=simpo", "algorithm.kl.reference=/given"], "reference_free=true no reference is"),
         ("tiny_cpu", ["algorithm=simpo", "algorithm.kl.coefficient=0.1"], "set algorithm.kl.coefficient=0"),
         ("tiny_cpu", ["algorithm.preference.nll=0.1"], "with algorithm.preference.beta=null no pairs are trained on"),
-        ("tiny_cpu", ["algorithm.preference_beta=0.1"], "no such key; it is called algorithm.preference.beta"),
     ],
 )
 def test_what_has_nothing_to_act_on_is_refused(recipe: str, keys: list[str], said: str) -> None:

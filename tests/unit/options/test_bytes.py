@@ -44,7 +44,7 @@ from tests.unit.launcher.test_memory import QWEN_30B, QWEN_80GB
 from tools.planner.layers import _experts
 from tools.planner.memory import footprints, host_bytes
 
-_MOE = "learner.offload.activations.moe=true"
+_MOE = "learner.offload.activations=moe"
 
 
 def recipe(name: str, *keys: str) -> tuple[RunConfig, ModelShape]:
@@ -71,13 +71,13 @@ def test_halves_of_layers_wait_in_the_hosts_memory() -> None:
     ("keys", "message"),
     [
         ("learner.recompute.uniform=1", "learner.recompute.uniform=1: .* set one of the two"),
-        ("learner.recompute.moe_act=true", "learner.recompute.moe_act=true: .* is a part of what would be moved"),
+        ("learner.recompute.parts=moe_act", "learner.recompute.parts=moe_act: .* is a part of what would be moved"),
         ("learner.cuda_graphs=true", "graphs keep activations in memory of their own, .* set one of the two"),
         ("learner.fp8=tensorwise", "keep copies of weights in float8 among activations"),
         ("learner.dispatcher=deepep", "dispatcher=deepep: tensors of other streams"),
         ("learner.layers=a.package:layers", "what layers of your own keep is not known; leave it out"),
         ("learner.device=cpu", "there is no GPU to leave; leave it out"),
-        ("learner.offload.activations.mlp=true", "activations.mlp=true: the model has no dense layers; leave it out"),
+        ("learner.offload.activations=mlp", "activations=mlp: the model has no dense layers; leave it out"),
     ],
 )
 def test_activations_stay_on_gpus_where_moving_them_would_be_wrong(keys: str, message: str) -> None:
