@@ -72,8 +72,8 @@ def _variables(slurm: SlurmSection) -> Iterator[Found]:
     for name, value in slurm.environment.items():
         if _READ_BY_BASH.search(value):
             yield note(
-                f"slurm.environment.{name} is set as it is written, with its $ or ~, in place of what slurm.modules or "
-                f"the job had; if bash is to read it, give it as 'slurm.setup=export {name}=...'"
+                f"slurm.environment.{name} is set as it is written, with its $ or ~, in place of what the "
+                f"job had; if bash is to read it, give it as 'slurm.setup=export {name}=...'"
             )
 
 

@@ -45,11 +45,6 @@ def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
         keys = f"rollout.max_prompt_tokens={before} + eval.sets.{name}.max_new_tokens={new}"
         if new > config.rollout.max_new_tokens and (too_long := length_problem(sampled, keys, before + new)):
             yield problem(too_long)
-    if config.rollout.router_noise and shape.num_experts < 2:
-        yield problem(
-            f"rollout.router_noise={config.rollout.router_noise:g} changes nothing in a model of {shape.num_experts} "
-            "experts; leave it out"
-        )
 
 
 def _servers(subject: Subject) -> Iterator[Found]:

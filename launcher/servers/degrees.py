@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from math import prod
 
+from rl_megatron.config.rules import problems_of
 from rl_megatron.config.run import RunConfig
-from rl_megatron.feature import feature_rules
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.option import BYTES
-from rl_megatron.rules import broken
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.formats.scaled import BLOCKS, NUMBER, SCALE, Blocks, ScaledLayout, with_scales
 from rl_megatron.weights.layouts.families import hf_layout
@@ -18,20 +17,9 @@ from rl_megatron.weights.layouts.learner import engine_layout
 
 
 def degree_problems(config: RunConfig, shape: ModelShape) -> list[str]:
-    """A line for each degree of the servers that does not fit the model, and each rule of a feature that it breaks."""
-    server = config.rollout.server
-    out = block_problems(config, shape) if config.rollout.served else []
-    out += broken(feature_rules(), config, "shape", shape)
-    if not config.rollout.served or shape.num_experts:
-        return out
-    if server.dp > 1:
-        out.append(
-            f"rollout.server.dp={server.dp}: model_type={shape.family!r} has no experts, so nothing is shared between "
-            f"replicas of its attention; raise rollout.server.replicas instead"
-        )
-    if server.ep > 1:
-        out.append(f"rollout.server.ep={server.ep}: model_type={shape.family!r} has no experts; set it to 1")
-    return out
+    """A line for each degree of the servers that does not fit the model, and each rule of a shape that is broken."""
+    blocks = block_problems(config, shape) if config.rollout.served else []
+    return [*blocks, *problems_of(config, "shape", shape)]
 
 
 def block_problems(config: RunConfig, shape: ModelShape) -> list[str]:

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from rl_megatron.config import yaml_text
 from rl_megatron.config.errors import did_you_mean, explain_errors, near_miss, not_a_section
-from rl_megatron.config.removed import new_name, value_at, with_new_names, without_removed
+from rl_megatron.config.removed import given_value, new_name, with_new_names, without_removed
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.jobs import JOBS, WarmStartSection
 from rl_megatron.errors import ConfigError, shorten
@@ -61,12 +61,12 @@ def load_config(
         else:
             values.append((key, yaml_text.scalar(text)))
     tree = _merged(tree, beside)
-    for given, text in values:
-        key, value = new_name(given, text, tree) or (given, text)
+    for given, wanted in values:
+        key, value = new_name(given, wanted, tree) or (given, wanted)
         tree = _cleared(tree, {key: value})
         composer.put(tree, key, value)
     for key, value in (otherwise or {}).items():
-        if value_at(tree, key) is None:
+        if given_value(tree, key) is None:
             tree = _cleared(tree, {key: value})
             composer.put(tree, key, value)
     try:

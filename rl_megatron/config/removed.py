@@ -123,6 +123,7 @@ REMOVED: Mapping[str, Removed] = {
     **_entries("learner.recompute", "learner.recompute.parts", "moe_act", "shared_experts"),
     "learner.recompute_layers": Removed("it is called learner.recompute.uniform, 1 for true and null for false"),
     "learner.vocab_multiple": Removed("rows of the vocabulary are padded to a multiple of 8 times tp", fixed=(8,)),
+    "log.samples_per_group": Removed("the first four completions of a group are written", fixed=(4,)),
     "model.tiny.head_dim": _TINY,
     "model.tiny.num_heads": replace(_TINY, fixed=(4,)),
     "model.tiny.num_kv_heads": replace(_TINY, fixed=(2,)),
@@ -152,8 +153,10 @@ REMOVED: Mapping[str, Removed] = {
     "sandbox.processes": Removed("a program may have 16 processes", fixed=(16,)),
     "sandbox.retries": Removed("a program is posted again six times", fixed=(6,)),
     "services": Removed(_STARTED),
+    "slurm.dependency": Removed("set slurm.options=[--dependency=afterok:123]"),
     "slurm.engines.no_kill": Removed("a job that loses a node is requeued, and resumes from its last checkpoint"),
     "slurm.exclude_slow": Removed("name nodes in slurm.exclude"),
+    "slurm.modules": Removed("set slurm.setup='module load cuda nccl && ...'"),
     "slurm.services": Removed(_STARTED),
     "train.stream_micro_batches": Removed(
         "gradients are computed once the batch is whole; train.max_staleness overlaps them"
@@ -229,7 +232,7 @@ def is_removed(key: str, value: object) -> bool:
 
 
 def new_name(key: str, value: object, tree: Mapping[str, Any]) -> tuple[str, object] | None:
-    """The new name of a renamed key, and its value by that, in the place of what ``tree`` has there; None of any other
+    """The new name of a renamed key, and its value there, beside what ``tree`` has; None of any other
     key, and of a switch that is neither on nor off."""
     pattern, row = _row(key)
     if row is None or row.name is None or (row.entry is not None and value is not True and not is_off(value)):
@@ -239,7 +242,7 @@ def new_name(key: str, value: object, tree: Mapping[str, Any]) -> tuple[str, obj
     logger.info("%s is read as %s", key, name)
     if row.entry is None:
         return name, value
-    present = value_at(tree, name)
+    present = given_value(tree, name)
     others = [one for one in present if one != row.entry] if isinstance(present, list) else []
     return name, [*others, row.entry] if value is True else others
 
@@ -254,7 +257,7 @@ def with_new_names(tree: Mapping[str, Any], section: str = "") -> dict[str, Any]
         if found is None or not found[0].startswith(prefix):
             continue
         *above, leaf = found[0].removeprefix(prefix).split(".")
-        there = value_at(tree, found[0].removeprefix(prefix))
+        there = given_value(tree, found[0].removeprefix(prefix))
         switches = isinstance(there, dict) and all(_row(f"{found[0]}.{one}")[1] for one in there)
         if there is not None and not switches:
             continue
@@ -274,7 +277,7 @@ def _leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tu
             yield (*above, name), value
 
 
-def value_at(tree: object, key: str) -> object:
+def given_value(tree: object, key: str) -> object:
     """The value at a dotted key; None where it or a section of it is not given."""
     for part in key.split("."):
         tree = tree.get(part) if isinstance(tree, dict) else None

@@ -22,6 +22,7 @@ from rl_megatron.rules import (
     OneOf,
     ReadIf,
     Rule,
+    When,
     broken,
 )
 
@@ -299,6 +300,18 @@ def _of_jobs() -> Iterator[Rule]:
     yield Excludes(one=On("profile.memory", True), other=ON_CPU, why="it is for GPUs", fix="leave it out")
 
 
+def _of_shape() -> Iterator[Rule]:
+    """Keys of experts beside a model that has none."""
+    whole = "the model has no experts, so nothing is shared between replicas of its attention"
+    none = On("shape.num_experts", 0, "shape.family")
+    for one, other, why, fix in (
+        (On("rollout.router_noise", Above(0)), On("shape.num_experts", Below(2)), "it changes nothing", "leave it out"),
+        (On("rollout.server.dp", Above(1)), (none, SERVED), whole, "raise rollout.server.replicas instead"),
+        (On("rollout.server.ep", Above(1)), (none, SERVED), "the model has no experts", "set it to 1"),
+    ):
+        yield Excludes(one=one, other=other, why=why, fix=fix, where="shape")
+
+
 def _reads() -> Iterator[Rule]:
     """What reads keys that are not of the algorithm alone; reads.py has those that a choice of it reads."""
     of_learner = f"{_IN_LEARNER}, and only servers read it"
@@ -322,7 +335,6 @@ def _reads() -> Iterator[Rule]:
     yield _read("epochs say how many steps there are", "train.steps", any_of=epochs)
     yield _read("weights go by a file, and direct reads it", "weights.meeting_host", any_of=DIRECT)
     yield _read("there is no environment", "environment", any_of=On("environment.function"))
-    yield _read("nothing is written of any group", "log.samples_per_group", any_of=On("log.samples_per_step", Above(0)))
     yield _read("no metrics are sent", "log.wandb_project", any_of=On("log.wandb", Not("off")))
     container, of_engines = On("slurm.container"), On("slurm.engines.container")
     yield _read("nothing runs in a container", "slurm.container_runtime", "slurm.container_mounts", any_of=(container,
@@ -368,10 +380,11 @@ RULES: tuple[Rule, ...] = (
     CheckFunction(reads.problems_of_job),
     CheckFunction(reads.problems_of_unread_keys),
     *_reads(),
+    *_of_shape(),
 )
 """The rules of this package; features have theirs in their declarations."""
 
 
-def problems_of(config: RunConfig) -> list[str]:
-    """A line for each rule between keys that the configuration breaks."""
-    return broken((*RULES, *feature_rules()), config)
+def problems_of(config: RunConfig, where: When = "config", shape: object = None) -> list[str]:
+    """A line for each broken rule of ``where``; ``shape`` is the model's, for ``where="shape"``."""
+    return broken((*RULES, *feature_rules()), config, where, shape)

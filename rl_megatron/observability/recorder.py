@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE_STEPS = 5
+_PER_GROUP = 4  # completions of samples.jsonl
 Row = dict[str, JsonValue]
 """One row of metrics.jsonl; docs/metrics.md lists the names."""
 
@@ -53,7 +54,7 @@ class Recorder:
             folder, tensorboard=log.tensorboard, wandb=log.wandb, wandb_project=log.wandb_project, fresh=fresh
         )
         self._samples, self._timeline = SamplesWriter(folder), Timeline(folder)
-        self._per_step, self._per_group, self._decode = log.samples_per_step, log.samples_per_group, decode
+        self._per_step, self._decode = log.samples_per_step, decode
         self._idle_steps, self._warned = 0, is_taught  # latest steps in a row without a gradient
         self._still_steps, self._warned_still = 0, False  # latest steps whose gradient was exactly 0
         self._file = folder / "samples.jsonl"
@@ -102,7 +103,7 @@ class Recorder:
         return self._metrics.write(row, again=again)
 
     def write_samples(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Record the first ``log.samples_per_group`` completions of the first ``log.samples_per_step`` groups."""
+        """Record the first four completions of the first ``log.samples_per_step`` groups."""
         self._samples.write(
             SampleRow(
                 step=step,
@@ -113,7 +114,7 @@ class Recorder:
                 turns=tuple(self._turns(trajectory)),
             )
             for group in groups[: self._per_step]
-            for trajectory in group.trajectories[: self._per_group]
+            for trajectory in group.trajectories[:_PER_GROUP]
         )
 
     def _turns(self, trajectory: Trajectory) -> Iterator[SampleTurn]:

@@ -163,7 +163,7 @@ def test_an_array_is_a_run_for_each_index_in_a_container_and_others_can_wait_for
         *("slurm.container_runtime=apptainer", "slurm.container_mounts=/data:/data"),
         *(f"slurm.container_python={sys.executable}", f"slurm.environment.PATH={stand_in.parent}:{os.environ['PATH']}"),
     )
-    four = cluster.submit("four", "slurm.nodes=4", "learner.ep=4", f"slurm.dependency=afterok:{array.id}")
+    four = cluster.submit("four", "slurm.nodes=4", "learner.ep=4", f"slurm.options=[--dependency=afterok:{array.id}]")
     assert four.shown()["Dependency"].startswith("afterok:")
     assert four.end() == "COMPLETED", four.said()
     runs = [array.run / f"array-{index}" for index in range(2)]

@@ -25,7 +25,7 @@ SIZE, STALENESS, NAME = 4, 2, "killed"
 KEYS = (
     *("learner.ep=1", "reward.function=my_rewards:slow_for_some", "rollout.server.replicas=2", f"data.digits={DIGITS}"),
     *("warm_start.steps=0", "eval.every=0", "train.lr_decay=none", f"train.max_staleness={STALENESS}"),
-    *("checkpoint.every=1", f"log.samples_per_step={SIZE}", "log.samples_per_group=1", f"data.num_eval={NUM_EVAL}"),
+    *("checkpoint.every=1", f"log.samples_per_step={SIZE}", f"data.num_eval={NUM_EVAL}"),
     # So that pushes and checkpoints find completions under way:
     *("rollout.max_new_tokens=64", "rollout.ignore_eos=true", "rollout.server.concurrency=1"),
 )

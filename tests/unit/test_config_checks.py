@@ -347,7 +347,6 @@ UNREAD = [  # the key, what makes it one that nothing reads, and what reads it
     ("data.on_leak=drop", (), ROWS),
     ("data.on_leak=drop", (), ("eval.sets.own.data.type=files", "eval.sets.own.data.eval=b.jsonl")),
     ("eval.temperature=0.5", (f"{SET}=1",), ("eval.sets.hard.limit=3",)),
-    ("log.samples_per_group=2", ("log.samples_per_step=0",), ()),
     ("log.wandb_project=mine", (), ("log.wandb=offline",)),
     ("slurm.container_runtime=apptainer", (), ("slurm.container=/a.sif",)),
     ("slurm.container_mounts=/data", (), ("slurm.container=/a.sif",)),

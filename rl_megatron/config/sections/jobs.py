@@ -209,9 +209,7 @@ class LogSection(Section):
     progress: Literal["auto", "live", "plain"] = "auto"
     """Show progress as a live panel, as plain lines, or as whichever suits the terminal (auto)."""
     samples_per_step: NonNegative = 4
-    """Number of groups per step of which completions are written to samples.jsonl."""
-    samples_per_group: Positive = 4
-    """How many completions of each of them, to read beside one another; a group has ``rollout.group_size``."""
+    """Number of groups per step of which completions, the first four of each, are written to samples.jsonl."""
     tensorboard: bool = True
     """Whether to write TensorBoard files. Where the disk refuses them, a warning says so and the run goes on without,
     until a resume."""

@@ -19,7 +19,6 @@ from rl_megatron.section import NUMBER, NonNegative, Positive, PositiveFloat, Se
 Line = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\n\r]*$")]
 Word = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\s'\"$`\\;&|<>()]+$")]
 Features = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\s'\"$`\\;<>]+$")]
-Modules = Annotated[str, Field(pattern=r"^[\w./+:=@~-]+( +[\w./+:=@~-]+)*$")]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Duration = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]
 
@@ -27,7 +26,7 @@ _OPTION = re.compile(r"--([a-z][a-z0-9-]*)(=[^\x00-\x1f\x7f]+)?")
 _REQUESTS_GPUS = re.compile(r"--(gpus\b|(gres|tres-per-\w+)=(none$|.*\bgpu\b))")
 _KEYS = ("nodes", "ntasks_per_node", "cpus_per_task", "time", "account", "partition", "qos", "constraint", "exclude")
 _SET_BY: Mapping[str, str] = {  # options of sbatch, by the key that sets them, or submit itself
-    **{key.replace("_", "-"): f"slurm.{key}" for key in (*_KEYS, "reservation", "array", "dependency")},
+    **{key.replace("_", "-"): f"slurm.{key}" for key in (*_KEYS, "reservation", "array")},
     **dict.fromkeys(("ntasks", "tasks-per-node"), "slurm.ntasks_per_node"),
     **dict.fromkeys(("requeue", "no-requeue"), "slurm.requeues"),
     **dict.fromkeys(("open-mode", "parsable", "test-only", "wait", "wrap", "help", "usage", "version"), "submit"),
@@ -187,11 +186,9 @@ class SlurmSection(Section):
     array: Word | None = None
     """Indices of a job array, as in 0-3: each is a run in ``<dir>/<name>/<name>-<index>`` that adds its index to the
     seed."""
-    dependency: Word | None = None
-    """Jobs that this one waits for, as in afterok:123."""
     options: Options = ()
-    """More options of sbatch, as [--gres=gpu:h100:8,--mail-user=me@x.org], for the learner's nodes. One that requests
-    GPUs replaces the request for ``slurm.gpus_per_node``; --gres=none removes it."""
+    """More options of sbatch, as [--gres=gpu:h100:8,--dependency=afterok:123], for the learner's nodes. One that
+    requests GPUs replaces the request for ``slurm.gpus_per_node``; --gres=none removes it."""
     signal_seconds: SignalSeconds = 300
     """How long before the time limit the run saves a checkpoint and requests the next job; set it longer than a step
     and a checkpoint take. An evaluation does not count, but for the last step's."""
@@ -201,13 +198,11 @@ class SlurmSection(Section):
     restarts: NonNegative = 3
     """Most restarts of a job, without the failed node, after a rank died, from one checkpoint: with each newer one they
     count from 0 again. Other errors end the run."""
-    modules: Modules | None = None
-    """Environment modules to load, separated by spaces. The job ends where that fails."""
     setup: Line | None = None
-    """A shell command that the job runs before the run starts, as in: source /opt/site/env.sh; with a status other than
-    0 the job ends. The job's shell runs the text of no other key."""
+    """A shell command that the job runs before the run starts, as in: module load cuda && source /opt/site/env.sh; with
+    a status other than 0 the job ends. The job's shell runs the text of no other key."""
     environment: Mapping[Variable, Line] = Field(default_factory=dict)
-    """Environment variables of the job, by name, set as they are written, after the modules; slurm.setup may use $X."""
+    """Environment variables of the job, by name, set as they are written; slurm.setup may use $X."""
     python: Word | None = None
     """Python interpreter of the job, on every node; null: the one that runs ``submit``. The controller runs in it,
     outside of containers, and needs torch there."""

@@ -57,13 +57,13 @@ def test_steps_get_the_jobs_variables_however_it_was_submitted(tmp_path: Path) -
     ("module", "setup", "said"),
     [
         ("true", "source site.sh", "begins\n"),
-        ("return 3", "source site.sh", "failed: slurm.modules ended with status 3"),
+        ("return 3", "source site.sh", "failed: slurm.setup ended with status 3"),
         ("true", "source gone.sh # of the site", "failed: slurm.setup ended with status 1"),
         ("true", "set -e; (exit 3); true", "failed: slurm.setup ended with status 3"),
     ],
 )
 def test_a_job_ends_where_a_module_or_its_setup_fails(tmp_path: Path, module: str, setup: str, said: str) -> None:
-    config = config_of("slurm.modules=aws-ofi-nccl", f"slurm.setup={setup}")
+    config = config_of(f"slurm.setup=module load aws-ofi-nccl && {setup}")
     made = submit.job_script(config, folder=tmp_path, python="python", package=Path("/c"))
     (tmp_path / "site.sh").write_text("OF_THE_SITE=here\n")
     script = f"module() {{ {module}; }}\n{made.partition('# One attempt of a run')[0]}\necho begins"
@@ -360,8 +360,8 @@ def test_a_cluster_without_gpus_in_slurm_is_told_the_key(tmp_path: Path, monkeyp
 
 
 HOSTILE = ("a\n>PWNED\n#", "a;>PWNED;", "$(>PWNED)", "`>PWNED`", "a' >PWNED '", 'a" >PWNED "', "a|>PWNED", "a >PWNED")
-PLACES = ("folder", "package", "run.dir", "slurm.python", "slurm.modules", "slurm.environment.X", "slurm.account")
-PLACES += ("slurm.exclude", "slurm.memory_per_node", "slurm.partition", "slurm.array", "slurm.dependency")
+PLACES = ("folder", "package", "run.dir", "slurm.python", "slurm.environment.X", "slurm.account")
+PLACES += ("slurm.exclude", "slurm.memory_per_node", "slurm.partition", "slurm.array")
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -412,7 +412,7 @@ def test_flips_and_noise_of_routes_that_a_model_has_not_are_refused() -> None:
     flips = RunConfig.model_validate({"train": {"route_flips": True}})
     assert "train.route_flips=true with shape.family=qwen3: it has no experts" in told(flips, dense)
     noise = RunConfig.model_validate({"rollout": {"router_noise": 0.25}})
-    assert "rollout.router_noise=0.25 changes nothing in a model of 1 experts; leave it out" in told(noise, one)
+    assert "rollout.router_noise=0.25 with shape.num_experts=1: it changes nothing; leave it out" in told(noise, one)
     assert told(noise, SHAPE) == told(flips, SHAPE) == told(flips, one) == ""
 
 

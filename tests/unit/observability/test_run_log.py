@@ -152,12 +152,15 @@ def _group(name: str, rewards: tuple[float, ...]) -> RolloutGroup:
 
 
 def test_completions_of_a_group_are_beside_one_another(tmp_path: Path) -> None:
-    groups = [_group("a", (0, 1, 0.5)), _group("b", (1, 0, 0)), _group("c", (0, 0, 0))]
-    log = LogSection(tensorboard=False, samples_per_step=2, samples_per_group=2)
+    groups = [_group("a", (0, 1, 0.5, 0, 1)), _group("b", (1, 0)), _group("c", (0, 0))]
+    log = LogSection(tensorboard=False, samples_per_step=2)
     with closing(Recorder(tmp_path, log, Progress(1, "plain"))) as recorder:
         recorder.write_samples(3, groups)
     path = tmp_path / "samples.jsonl"
-    assert [(row.prompt, row.reward) for row in read_samples(path)] == [("a", 0), ("a", 1), ("b", 1), ("b", 0)]
+    assert [(row.prompt, row.reward) for row in read_samples(path)] == [
+        *(("a", reward) for reward in (0, 1, 0.5, 0)),
+        *(("b", reward) for reward in (1, 0)),
+    ]
 
 
 def test_a_prompt_of_messages_is_shown_whole(tmp_path: Path) -> None:

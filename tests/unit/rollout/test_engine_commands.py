@@ -320,7 +320,7 @@ def test_a_model_without_experts_has_replicas_instead() -> None:
     dense = replace(MOE, num_experts=0, family="qwen3")
     dp, ep = degree_problems(config, dense)
     assert "nothing is shared between replicas of its attention; raise rollout.server.replicas instead" in dp
-    assert "rollout.server.ep=2: model_type='qwen3' has no experts" in ep
+    assert "rollout.server.ep=2 with shape.family=qwen3" in ep
 
 
 def test_options_are_words_and_addresses_are_addresses() -> None:
