@@ -266,10 +266,10 @@ def config_of(root: Path) -> RunConfig:
 
 def folders_main(rank: int, root: Path) -> None:
     from launcher.wire.channel import Setup
+    from launcher.worker import models
     from launcher.worker.learner_rank import Worker
-    from rl_megatron.weights.checkpoints import made_up
 
-    made_up.Untrained = Drawn  # type: ignore[misc]
+    models.Untrained = Drawn  # type: ignore[misc]
     setup = Setup(
         config=config_of(root), model_folder=root / "model", run_folder=root, rendezvous=f"file://{root}/rendezvous"
     )

@@ -118,7 +118,7 @@ def test_the_quickstart_is_followed_to_its_resume(place: Place, told: Told) -> N
                 run = place.call_in_fork(*words[1:], *(() if "--resume" in words else small), next(steps))
                 assert run.end() == 0, run.text()
                 said.append(run.text())
-            case ["rl-megatron", "train" | "status" | "inspect"]:
+            case ["rl-megatron", "train" | "status" | "convert"]:
                 said.append(told(*words[1:]))
     assert len(said) == 5
     shown = next(block.text for block in blocks(page, "") if block.text.startswith("reward "))
