@@ -32,7 +32,7 @@ from tests.distributed.pretended.ranks import World, run_worlds
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engine_ends import tensors_of
 from tests.distributed.test_kept import LENGTHS, MOE, SHAPES, TOKENS, samples
-from tests.distributed.test_low_moments import fill
+from tests.distributed.test_parked import fill
 from tests.family_models import save_model
 from tests.samples import sequences_of
 from tools.planner.memory import footprints
