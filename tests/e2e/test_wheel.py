@@ -85,7 +85,7 @@ def test_the_tutorial_is_followed_without_the_checkout(wheel: Path, tmp_path: Pa
     assert "step 1/1" in answers["rl-megatron train run.name=first"]
     assert "gives 1 for the answer itself" in answers["rl-megatron train reward.function=my_rewards:digits_right"]
     assert "torch_dist" in answers["rl-megatron convert runs/first/hf_step_000001"]
-    assert "no problems" in answers["rl-megatron verify converted"]
+    assert "no problems" in answers["rl-megatron convert converted"]
     (placed,) = blocks(page, "")
     assert answers["rl-megatron submit tiny_cpu"].startswith(placed.text)
     script = (empty / "runs/wide/job.sbatch").read_text()
