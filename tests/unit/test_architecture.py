@@ -336,3 +336,45 @@ def test_the_picture_shows_the_floors() -> None:
         path.name.removesuffix(".py") for top in drawn for path in (REPO / top).iterdir() if path.name != "__init__.py"
     }
     assert {name for floors in drawn.values() for floor in floors for name in floor} == tree - {"__pycache__"}
+
+
+MET = ("rl_megatron/interfaces.py", "rl_megatron/engines/adapter.py")  # protocols, through which two files meet
+
+
+def named_in(file: str) -> set[str]:
+    """Dotted names that a file imports, or has as texts."""
+    tree = ast.parse((REPO / file).read_text(encoding="utf-8"))
+    texts = {
+        n.value.partition(":")[0] for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    }
+    modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
+    return {*imported(tree), *texts, *modules}
+
+
+def apart(way: list[str]) -> list[str]:
+    """Files of a way that neither import, nor are imported by, one before them or the next, nor meet one."""
+    found = {file: named_in(file) for file in (*way, *MET)}
+    module = {file: file.removesuffix(".py").replace("/", ".") for file in found}
+
+    def linked(one: str, other: str) -> bool:
+        return module[one] in found[other] or module[other] in found[one]
+
+    def met(one: str, others: list[str]) -> bool:
+        return any(module[by] in found[one] and any(module[by] in found[of] for of in others) for by in MET)
+
+    return [
+        file
+        for at, file in enumerate(way)
+        if at and not any(linked(file, one) for one in (*way[:at], *way[at + 1 : at + 2])) and not met(file, way[:at])
+    ]
+
+
+def test_three_ways_are_short_and_follow_the_imports() -> None:
+    (section,) = re.findall(r"## Three ways\n(.*?)\n## ", (REPO / "ARCHITECTURE.md").read_text("utf-8"), re.S)
+    ways = [
+        [f"{name}.py" for name in text.split() if name != "→"] for text in re.findall(r"```\n(.*?)```", section, re.S)
+    ]
+    assert [len(way) <= most for way, most in zip(ways, (40, 31, 38), strict=True)] == [True] * 3
+    assert all(len({*way}) == len(way) for way in ways)
+    assert [apart(way) for way in ways] == [[], [], []]
+    assert apart([*ways[0], "rl_megatron/models/rotary.py"]) == ["rl_megatron/models/rotary.py"]
