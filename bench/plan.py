@@ -20,9 +20,9 @@ from math import prod
 from typing import Any
 
 from bench.results import parse, write
+from rl_megatron.config.sections.learner import layer_counts
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.pipeline import layer_counts
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables import deepseek_v3, qwen3_moe

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from rl_megatron.learner.packed import PackedMicroBatch
     from rl_megatron.models.shape import ModelShape
     from rl_megatron.observability.recorder import Row, Stopwatch
-    from rl_megatron.options.option import Option
     from rl_megatron.rules import Rule
     from rl_megatron.training.measures import Measured
     from rl_megatron.types import Batch, Metric, Samples, Want
+    from rl_megatron.weights.layouts.parameters import Rank, Terms
 
 S = TypeVar("S", bound=Section)
 GROUP = "rl_megatron.features"
@@ -76,6 +76,30 @@ MetricTuples = tuple[tuple[str, str, str] | tuple[str, str, str, Curve], ...]
 
 def _same(_learner: LearnerSection, shape: ModelShape) -> ModelShape:
     return shape
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """A dtype of torch, by its name in torch."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Kernels of attention, by their name in megatron-core's AttnBackend."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keywords:
+    """Arguments of megatron-core's constructors: ``model`` of TransformerConfig, ``ddp`` of
+    DistributedDataParallelConfig, ``optimizer`` of OptimizerConfig; a dtype is a `Dtype`, attention an `Attention`."""
+
+    model: Mapping[str, object] = field(default_factory=dict)
+    ddp: Mapping[str, object] = field(default_factory=dict)
+    optimizer: Mapping[str, object] = field(default_factory=dict)
 
 
 class EngineHooks:
@@ -157,8 +181,16 @@ class Feature:
     """Full names of those of its keys that a resumed run may change."""
     rules: Sequence[Rule] = ()
     """What its keys need and exclude, checked as a configuration is loaded, also where the feature is not active."""
-    option: Option | None = None
-    """What it refuses, its keywords for megatron-core, and its bytes on a rank."""
+    problems: Callable[[LearnerSection, ModelShape | None], Iterator[str]] = lambda *_: iter(())
+    """Why its keys are refused, where no row says it: what was given, and what to do. The shape is None before a model
+    is read."""
+    megatron: Callable[[LearnerSection, ModelShape], Keywords] = lambda *_: Keywords()
+    """Its keywords for megatron-core, which nobody else gives. Raises ConfigError if this machine lacks what it
+    needs."""
+    memory: Callable[[LearnerSection, ModelShape, Rank, Terms], Terms] = lambda _learner, _shape, _rank, terms: terms
+    """The terms of a trained model on a rank with its bytes added, also where it is not active."""
+    changes: Mapping[str, str] = field(default_factory=dict)
+    """For each of its own terms of ``memory``: what makes it smaller, for messages."""
     check_files: str | None = None
     """``package.module:function`` that gets the folder from which a run starts, whose tensors can be read, and its
     `ModelShape`, and yields a kind (problem or note) and a text for each finding."""

@@ -19,7 +19,8 @@ from rl_megatron.files import ForeignText
 if TYPE_CHECKING:
     from torch import Tensor
 
-
+BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
+"""Bytes of an element, by dtype."""
 FinishReason = Literal["stop", "length", "abort"]
 StopReason = Literal["done", "length", "turns", "tokens", "seconds", "bad_call", "environment_error", "abandoned"]
 """Why a trajectory ended: by itself, by a cut turn, a limit, an unreadable call, a fault, or by the engine."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from rl_megatron.config.sections.learner import LoraSection
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.lora import LoraSection
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints.megatron import index_files, write_chunks, write_lora
 from rl_megatron.weights.checkpoints.streaming import Copy, Fragment, Sink

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -15,10 +15,11 @@ import psutil
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from launcher.processes import limits
 from rl_megatron.config.run import RunConfig
-from rl_megatron.options.fp8 import CAPABILITIES
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.weights.checks.libraries import torch_folder
 
+_CAPABILITIES: Mapping[str, float] = {"tensorwise": 8.9, "blockwise": 9.0, "mxfp8": 10.0}
+"""By recipe of ``learner.fp8``, the least one that has kernels: TransformerEngine 2.11, pytorch/quantization.py."""
 _SECONDS = 4.0  # the limit for the driver's answer
 _RANK_BYTES = 2**26  # the least that any rank needs: with tiny_cpu's model 117 MiB were measured
 
@@ -110,11 +111,11 @@ def _counted(config: RunConfig) -> str:
 
 def _float8_on(config: RunConfig) -> str:
     """Why the learner cannot multiply in float8 on this machine's GPUs; empty if it can, or need not."""
-    if (fp8 := config.learner.fp8) is None or not 0 < (here := _capability()) < CAPABILITIES[fp8]:
+    if (fp8 := config.learner.fp8) is None or not 0 < (here := _capability()) < _CAPABILITIES[fp8]:
         return ""
-    able = " or ".join(name for name, least in CAPABILITIES.items() if here >= least)
+    able = " or ".join(name for name, least in _CAPABILITIES.items() if here >= least)
     return (
-        f"learner.fp8={fp8} needs GPUs of compute capability {CAPABILITIES[fp8]:g} or more, and those here have "
+        f"learner.fp8={fp8} needs GPUs of compute capability {_CAPABILITIES[fp8]:g} or more, and those here have "
         f"{here:g}; {f'set {able}, or ' if able else ''}leave it out"
     )
 

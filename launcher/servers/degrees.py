@@ -8,7 +8,7 @@ from math import prod
 from rl_megatron.config.rules import problems_of
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.option import BYTES
+from rl_megatron.types import BYTES
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.formats.scaled import BLOCKS, NUMBER, SCALE, Blocks, ScaledLayout, with_scales
 from rl_megatron.weights.layouts.families import hf_layout

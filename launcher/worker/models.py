@@ -32,9 +32,9 @@ from rl_megatron.entries import PLANNER, load_own
 from rl_megatron.errors import GB, RLMegatronError, WeightError
 from rl_megatron.files import make_inside, naming
 from rl_megatron.interfaces import Pass
+from rl_megatron.learner.keywords import SLAB
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.ranks import FOLDER, Recorded
-from rl_megatron.options.offload import SLAB, leaving
 from rl_megatron.placement.names import LEARNER, file_stem
 from rl_megatron.types import Loss, Metric, Samples, SkippedStep, StepResult, Want
 from rl_megatron.weights.adapters.base import base_digest
@@ -131,7 +131,7 @@ class RankModels:
         self._scorers: dict[str, MegatronScorer] = {**self._learners, **self._make_frozen(config, setup.role)}
         self._reference: dict[str, Tensor] = {}  # weights that replace the policy's when it scores as the reference
         self._average: MovingAverage | None = None  # of the policy, whose tensors are the reference's, if that follows
-        self._leaving, self._parked = leaving(config.learner), Parked(SLAB)
+        self._leaving, self._parked = config.learner.offload.leaving, Parked(SLAB)
         self._saves_apart = config.checkpoint.async_save
         self._saving: dict[str, ShardSave] = {}  # those in hand, by role
         self._shares_gpus = setup.role == LEARNER  # with servers; separate roles have nodes of their own

@@ -14,14 +14,14 @@ from rl_megatron.config.beside import (
     taught_on_ranks,
     with_own_prompt,
 )
+from rl_megatron.config.learner_checks import problems as option_problems
 from rl_megatron.config.removed import instead_of
 from rl_megatron.config.sections.data import FileKeys, data_sources, rewards_of
 from rl_megatron.config.sections.eval import RunData
+from rl_megatron.config.sections.learner import most_padded, padded_tokens, sequence_multiple
 from rl_megatron.config.sections.reward import RANKS, reward_key
 from rl_megatron.config.sections.teachers import ANOTHER_FIELD, TeacherSection, teacher_role
 from rl_megatron.config.sections.weights import NODE_MEMORY
-from rl_megatron.options.padding import most_padded, padded_tokens, sequence_multiple
-from rl_megatron.options.table import problems as option_problems
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig

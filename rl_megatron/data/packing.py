@@ -22,7 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.config.sections.learner import (
+    LearnerSection,
+    PaddingSection,
+    most_padded,
+    padded_tokens,
+    sequence_multiple,
+)
 from rl_megatron.data.samples import (
     MicroBatches,
     computed_lengths,
@@ -32,7 +38,6 @@ from rl_megatron.data.samples import (
     whole_parts,
 )
 from rl_megatron.errors import DataError
-from rl_megatron.options.padding import PaddingSection, most_padded, padded_tokens, sequence_multiple, token_multiple
 from rl_megatron.types import Batch, ParallelDims, Samples
 
 # Up to an eighth more micro-batches than memory requires are tried until the heaviest is this near the mean.
@@ -307,7 +312,7 @@ def packer_of(learner: LearnerSection, *, attention_cost: float, unit: int = 1, 
         attention_cost=attention_cost,
         unit=unit,
         padding=learner.padding,
-        multiple=token_multiple(learner),
+        multiple=learner.token_multiple,
         whole_groups=whole_groups,
     )
 

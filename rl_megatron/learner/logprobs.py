@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_megatron.options.head import WEIGHT_ROWS
+from rl_megatron.learner.keywords import WEIGHT_ROWS
 
 CPU_CHUNK_BYTES = 4 << 20  # of float32 values: fits the processor's cache
 

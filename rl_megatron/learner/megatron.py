@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner.cpu import patches
+from rl_megatron.learner.keywords import LOGITS_TOKENS
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.head import LOGITS_TOKENS
 
 patches.install()  # before the modules below bind megatron's functions
 

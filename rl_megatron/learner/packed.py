@@ -18,9 +18,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rl_megatron.columns import Ragged
+from rl_megatron.config.sections.learner import padded_tokens
 from rl_megatron.data.samples import picked
 from rl_megatron.feature import declared_columns
-from rl_megatron.options.padding import padded_tokens
 from rl_megatron.types import Samples
 
 _PIECE = 1024  # positions of padding that are one sequence even where all others are shorter

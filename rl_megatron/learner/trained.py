@@ -39,6 +39,7 @@ from rl_megatron.learner.checkpoint.saving import Kept, ShardSave
 from rl_megatron.learner.cpu.heap import Heap
 from rl_megatron.learner.forward import reduce_outputs, run_loss, run_scores
 from rl_megatron.learner.heads import Head, ValuedHead, ValueHead
+from rl_megatron.learner.keywords import SLAB, keywords
 from rl_megatron.learner.lora.adapters import adapters_of
 from rl_megatron.learner.model.build import keep_buffers_float32, with_dtypes
 from rl_megatron.learner.model.decoder_config import DecoderConfig
@@ -63,9 +64,6 @@ from rl_megatron.learner.routers.balance import Balance, freeze_routers
 from rl_megatron.learner.routers.replay import Routing, gather_recorded
 from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.observability import activity
-from rl_megatron.options.fp8 import rows
-from rl_megatron.options.offload import SLAB, leaving
-from rl_megatron.options.table import keywords
 from rl_megatron.types import Culprit, Loss, LossOutput, Metric, Samples, SkippedStep, StepResult, Want
 from rl_megatron.weights.adapters.base import raise_other_base
 from rl_megatron.weights.bytes.parked import Parked
@@ -91,7 +89,7 @@ class MegatronScorer:
         chunks: Sequence[MegatronModule],
     ) -> None:
         self._device, self._dims, self._models, self._head = device, learner.dims, models, head
-        self._chunks, self._rows, self._padding = chunks, rows(learner), learner.padding
+        self._chunks, self._rows, self._padding = chunks, learner.float8_rows, learner.padding
         self._adapters = [found for model in models if (found := adapters_of(model)) is not None]
         keep_buffers_float32(models)
         self._shape = shape
@@ -266,7 +264,7 @@ class MegatronLearner(MegatronScorer):
         self._buckets = Buckets(config, self._trained)
         self._heap = Heap()
         self._added: list[Added] = []  # since the last step
-        self._leaving, self._parked, self._staged = leaving(learner), Parked(SLAB), Staged()
+        self._leaving, self._parked, self._staged = learner.offload.leaving, Parked(SLAB), Staged()
         self._planned = Kept()
         self._activations = Activations(models, learner.offload.activations)
         config.grad_scale_func = self._optimizer.scale_loss

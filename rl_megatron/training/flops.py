@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.config.sections.learner import LearnerSection, LoraSection
 from rl_megatron.models.shape import LatentAttention, ModelShape
-from rl_megatron.options.lora import LoraSection
 from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.lora import learner_adapters
 from rl_megatron.weights.layouts.parameters import elements

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -12,9 +11,7 @@ from unittest.mock import patch
 import torch
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.optimizer import Optimizer
-from rl_megatron.options.option import Keywords
+from rl_megatron.learner import keywords
 from rl_megatron.types import Samples
 from tests.forks import FORKS
 from tests.samples import sequences_of
@@ -56,13 +53,12 @@ def worlds(
 @contextmanager
 def whole_gradients() -> Iterator[None]:
     """Every data-parallel rank that is made inside has whole gradients, and none a shard of the optimizer's state."""
-    sharded = Optimizer.megatron
-
-    def whole(option: Optimizer, learner: LearnerSection, shape: ModelShape) -> Keywords:
-        given, off = sharded(option, learner, shape), {"use_distributed_optimizer": False}
-        return replace(given, ddp={**given.ddp, **off}, optimizer={**given.optimizer, **off})
-
-    with patch.object(Optimizer, "megatron", whole):
+    off = {"use_distributed_optimizer": False}
+    of_gradients, of_optimizer = keywords._of_gradients, keywords._of_optimizer
+    with (
+        patch.object(keywords, "_of_gradients", lambda learner: of_gradients(learner) | off),
+        patch.object(keywords, "_of_optimizer", lambda learner: of_optimizer(learner) | off),
+    ):
         yield
 
 

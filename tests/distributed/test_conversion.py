@@ -208,11 +208,11 @@ def bridged_main(rank: int, options: dict[str, int], root: Path) -> None:
     from rl_megatron.learner import world
     from rl_megatron.learner.model.build import build_chunks, make_config
     from rl_megatron.learner.naming import global_parameters
-    from rl_megatron.options import option
     from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
+    from rl_megatron.weights.layouts import layout
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 
-    option.VOCAB_MULTIPLE = 1  # mbridge pads no vocabulary; in this process alone
+    layout.VOCAB_MULTIPLE = 1  # mbridge pads no vocabulary; in this process alone
     sparse = LearnerSection.model_validate(options)
     dense = LearnerSection.model_validate({**options, "ep": 1})
     world.join(sparse, rank=rank, rendezvous=f"file://{root}/rendezvous{len(options)}", seed=1)

@@ -19,19 +19,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from launcher.build.model import starting_shape
 from rl_megatron.algorithms.losses import CrossEntropy
+from rl_megatron.config.activations import freed, halves
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.config.sections.learner import FusionSection, LearnerSection, RecomputeSection
 from rl_megatron.learner import logprobs
 from rl_megatron.learner.checkpoint.loading import READS_WITHOUT_COMMON
 from rl_megatron.models.shape import DeltaNet, LatentAttention, ModelShape, Rope, Router
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.options.fusion import FusionSection
-from rl_megatron.options.gradients import Gradients
-from rl_megatron.options.kept import freed, halves
-from rl_megatron.options.option import Elements, Rank
-from rl_megatron.options.recompute import Recompute, RecomputeSection
 from rl_megatron.types import LossInputs, LossOutput, Samples
+from rl_megatron.weights.layouts.parameters import Elements, Rank
 from tests.distributed.ranks import run_ranks
 from tests.recipes.collectives import collectives, layers_of
 from tests.recipes.dry_run import counted_micro_batches, dry_runs
@@ -39,6 +36,7 @@ from tests.recipes.meter import Meter
 from tests.samples import sequences_of
 from tests.small_models import TINY_MOE
 from tools.planner.memory import footprints
+from tools.planner.terms import kept_bytes, optimizer_bytes
 
 LENGTHS = torch.tensor([60, 61] * 4)  # in one class, so that little is padding, which is not counted
 TOKENS = int(LENGTHS.sum())
@@ -269,7 +267,7 @@ def test_recomputation_frees_what_the_plan_says_and_changes_no_bit(alone: Sequen
     for shape, learner, (seen,) in alone[len(SHAPES) : -1]:
         assert (seen["loss"], seen["norm"]) == (without[shape]["loss"], without[shape]["norm"]), learner.recompute
         rank = rank_of(Elements(dense=0, experts=0), tokens=TOKENS, layers=tuple(range(shape.num_layers)))
-        planned = Recompute().memory(learner, shape, rank, {})["activations"]
+        planned = kept_bytes(learner, shape, rank)
         assert sum(seen["bytes"].values()) == pytest.approx(planned, rel=0.03), (shape.family, learner.recompute)
 
 
@@ -281,7 +279,7 @@ def test_gradients_of_bfloat16_have_half_the_bytes_and_almost_the_norm(alone: Se
     planned = {m.terms["gradients"] for m in footprints(RunConfig(learner=learner), shape)}
     assert [half["gradients"]] == pytest.approx(list(planned), rel=0.01)  # buffers are padded
     assert 2 * half["gradients"] == whole["gradients"]
-    per_parameter = Gradients().memory(learner, shape, rank_of(PLENTY), {"step": 0})["step"] / PLENTY.both
+    per_parameter = optimizer_bytes(learner, shape, rank_of(PLENTY))[1] / PLENTY.both
     added, left = half["step"]
     assert added == pytest.approx(half["gradients"] / 2 * per_parameter, rel=0.02)
     assert whole["step"][0] < 0.7 * added  # what is there before: the norms of some gradients

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.config.io import load_config
+from rl_megatron.config.learner_checks import problems
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.learner.keywords import keywords
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.options.dispatcher import Dispatcher
-from rl_megatron.options.table import problems
 from rl_megatron.types import Batch, SkippedStep
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import fill, ragged_samples, run_ranks, worlds
@@ -340,11 +340,12 @@ def dispatch_main(rank: int, root: Path) -> None:
     original, shape = megatron.make_config, read_shape(root / "experts")
     for name, more in (("deepep", {}), ("hybridep", ONE_SIZE)):
         on_gpus = LearnerSection.model_validate({**GPUS, **more, "dispatcher": name})
-        keywords = Dispatcher().megatron(on_gpus, shape).model
+        kernels = keywords(on_gpus, shape).model
+        chosen = {key: kernels[key] for key in ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")}
 
-        def with_kernels(*given: Any, keywords: Any = keywords) -> Any:
+        def with_kernels(*given: Any, chosen: Any = chosen) -> Any:
             config = original(*given)
-            for key, value in keywords.items():
+            for key, value in chosen.items():
                 setattr(config, key, value)
             return config
 
@@ -417,14 +418,14 @@ def test_hybridep_takes_groups_that_deepep_has_no_settings_for() -> None:
 
 def test_the_package_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = read_shape(make_tiny_model(TinySizes(), tmp_path, seed=3))
-    learner = LearnerSection.model_validate({**GPUS, "dispatcher": "deepep"})
+    learner = LearnerSection.model_validate({**GPUS, "dispatcher": "deepep", "layers": "torch"})
     with pytest.raises(ConfigError, match="deep_ep is not installed here"):
-        Dispatcher().megatron(learner, shape)
+        keywords(learner, shape)
     hybrid = learner.model_copy(update={"dispatcher": "hybridep"})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "deep_ep" or None)
-    assert Dispatcher().megatron(learner, shape).model["moe_flex_dispatcher_backend"] == "deepep"
+    assert keywords(learner, shape).model["moe_flex_dispatcher_backend"] == "deepep"
     with pytest.raises(ConfigError, match="deep_ep here has no hybrid_ep_cpp; install that of the branch hybrid-ep"):
-        Dispatcher().megatron(hybrid, shape)
+        keywords(hybrid, shape)
 
 
 def test_the_one_of_equal_lengths_is_no_choice() -> None:

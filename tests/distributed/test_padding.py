@@ -15,20 +15,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rl_megatron.config.io import load_config
-from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.config.learner_checks import problems
+from rl_megatron.config.sections.learner import LearnerSection, PaddingSection
 from rl_megatron.data.packing import pack
 from rl_megatron.errors import ConfigError
+from rl_megatron.learner.keywords import keywords
 from rl_megatron.models.named import NAMED
-from rl_megatron.options.cuda_graphs import CudaGraphs
-from rl_megatron.options.option import Elements
-from rl_megatron.options.padding import PaddingSection
-from rl_megatron.options.table import problems
 from rl_megatron.types import Batch
+from rl_megatron.weights.layouts.parameters import Elements
 from tests.distributed.ranks import ragged_samples, run_ranks, worlds
 from tests.distributed.test_kept import rank_of
 from tests.distributed.test_overlap import make
 from tests.family_models import save_model
 from tests.rows import policy_loss
+from tools.planner.terms import memory
 
 SEQUENCES, VOCABULARY, MOST = 14, 61, 5
 PADDING: dict[str, Any] = {"tokens": "64,96,120", "sequences": MOST}
@@ -229,9 +229,9 @@ def test_experts_latents_windows_and_a_missing_transformer_engine_are_refused(mo
         assert why in said
     assert not [*problems(learner, dense)]
     with pytest.raises(ConfigError, match="TransformerEngine is not installed here; install it, or leave it out"):
-        CudaGraphs().megatron(learner, dense)
+        keywords(learner, dense)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    assert CudaGraphs().megatron(learner, dense).model == {"cuda_graph_impl": "local"}
+    assert keywords(learner, dense).model["cuda_graph_impl"] == "local"
 
 
 def test_a_critic_beside_the_policy_is_refused() -> None:
@@ -245,10 +245,13 @@ def test_the_plan_keeps_activations_as_the_graphs_own() -> None:
     keys = {"dtype": "bfloat16", "padding": {"tokens": "4096,8192", "sequences": 64}, "cuda_graphs": True}
     none = Elements(dense=0, experts=0)
     rank = rank_of(none, tokens=8192.0, layers=(0,), inputs=(2048.0,), longest=8192.0)
-    terms = {"parameters": 7.0, "activations": 1e9}
-    found = CudaGraphs().memory(LearnerSection.model_validate(keys), NAMED["qwen3-30b-a3b"], rank, terms)
-    graphs = 1e9 + (4096 + 8192) * (2 * 2048 * 2 + 128 * 4)
-    assert found == {"parameters": 7.0, "activations": 0.0, "cuda graphs": graphs}
+    plain, graphs = (
+        memory(LearnerSection.model_validate({**keys, "cuda_graphs": on}), NAMED["qwen3-30b-a3b"], rank)
+        for on in (False, True)
+    )
+    own = plain["activations"] + (4096 + 8192) * (2 * 2048 * 2 + 128 * 4)
+    assert plain["activations"] > 0
+    assert graphs == {**plain, "activations": 0.0, "cuda graphs": own}
 
 
 # ``torch.cuda``'s graphs on a CPU, for megatron's calls of them: what is captured is noted operation by operation, and

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import save_file
 
 from rl_megatron.algorithms.losses import CrossEntropy
+from rl_megatron.config.activations import offloaded as offloaded_halves
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.learner.keywords import HELD
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.options.kept import offloaded as offloaded_halves
-from rl_megatron.options.offload import HELD
 from rl_megatron.types import LossInputs, LossOutput, Samples
 from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.bytes.parked import Extent, Pinned

@@ -15,9 +15,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from rl_megatron.config.activations import torch_only
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.options.fp8 import rows
-from rl_megatron.options.implementation import torch_only
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.pretended import te
 from tests.distributed.pretended.ranks import World, run_worlds
@@ -162,7 +161,8 @@ def fp8_main(rank: int, root: Path) -> None:
             module._fp8_workspaces["weight"] = torch.zeros(2, dtype=torch.uint8, device=device)
         policy.park(pushed=True)
         left = [len(modules) > 8, sum(len(module._fp8_workspaces) for module in modules)]
-        seen[recipe] = [type(made).__name__, made.fp8_format.name, len(packed.input_ids) % rows(learner), kept, left]
+        over = len(packed.input_ids) % learner.float8_rows
+        seen[recipe] = [type(made).__name__, made.fp8_format.name, over, kept, left]
     (root / "fp8.json").write_text(json.dumps(seen))
     world.leave()
 

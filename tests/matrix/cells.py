@@ -16,10 +16,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rl_megatron.config.learner_checks import problems
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.table import problems
 from rl_megatron.weights.layouts.families import megatron_layout, read_shape
 from tests.family_models import DENSE, MODELS, config_of
 

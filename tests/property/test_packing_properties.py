@@ -12,13 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.config.sections.learner import LearnerSection, PaddingSection
 from rl_megatron.data import packing
 from rl_megatron.data.packing import Packer, causal_attention_cost, pack, packer_of, plan_packing, unpack
 from rl_megatron.errors import DataError
 from rl_megatron.learner.packed import Slots, pack_micro_batch
-from rl_megatron.options.fp8 import rows
-from rl_megatron.options.padding import PaddingSection
 from rl_megatron.types import ParallelDims, Samples
 from tests.samples import sequences_of
 
@@ -329,7 +327,9 @@ def test_the_padding_is_what_ranks_compute(fp8: str | None, lengths: list[int], 
     batch = packer.pack(ragged(lengths))
     computed = 0
     for micro_batch in (one for row in batch.micro_batches for one in row):
-        share = pack_micro_batch(micro_batch, tp=tp, cp=cp, cp_rank=0, device=torch.device("cpu"), rows=rows(learner))
+        share = pack_micro_batch(
+            micro_batch, tp=tp, cp=cp, cp_rank=0, device=torch.device("cpu"), rows=learner.float8_rows
+        )
         computed += cp * len(share.input_ids)
     assert packer.metrics([batch])["packing/padding_fraction"] == pytest.approx(1 - sum(lengths) / computed)
 

@@ -12,7 +12,8 @@ from itertools import accumulate
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.option import BYTES, Terms
+from rl_megatron.types import BYTES
+from rl_megatron.weights.layouts.parameters import Terms
 from tools.planner.layers import (
     COUNT,
     LOGPROBS,

@@ -22,11 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.config.activations import multiplies_at_once
+from rl_megatron.config.sections.learner import FusionSection, LearnerSection
 from rl_megatron.learner.cpu import patches
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.fusion import FusionSection
-from rl_megatron.options.implementation import multiplies_at_once
 from rl_megatron.types import LossInputs, LossOutput, Samples
 from tests.recipes.dry_run import DryRun
 from tests.recipes.meter import Meter

@@ -101,7 +101,7 @@ def violations(path: Path, source: str) -> list[str]:
         collective = r"torch\.distributed\b(?!\.checkpoint)|dist\.(all_|broadcast|init_)"  # no process group
         found += [n for n in names if re.match(collective, n)]
     found += [n for n in names if re.search(r"(gather|broadcast|scatter|send|recv)_object", n)]  # which are pickles
-    configuration = inside(path, "rl_megatron/config", "rl_megatron/options")
+    configuration = inside(path, "rl_megatron/config")
     if not configuration and not inside(path, *COLLECTIVE):
         texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         found += [repr(text) for text in texts if re.fullmatch(r"cuda(:\d+)?", text)]
@@ -184,7 +184,7 @@ def test_rooms_keep_to_their_own() -> None:
         ("rl_megatron/weights/routes/x.py", "import torch.distributed as dist\ndist.broadcast(x)", 0),
         ("rl_megatron/weights/routes/x.py", "import torch.distributed as dist\ndist.all_gather_object(x, y)", 1),
         ("rl_megatron/rollout/x.py", "x.to('cuda'); x.to('cuda:1'); torch.cuda.is_available()", 2),
-        ("rl_megatron/options/device.py", "device = 'cuda'", 0),
+        ("rl_megatron/config/sections/learner.py", "device = 'cuda'", 0),
         ("rl_megatron/learner/x.py", "import os\nos.environ['A'] = os.getenv('B')", 2),
         ("launcher/x.py", "import os, sys\nos.environ['A'] = sys.argv[1]", 0),
         ("tools/x.py", "import sys\nsys.argv", 1),

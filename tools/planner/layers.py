@@ -23,13 +23,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import pow
 
+from rl_megatron.config.activations import (
+    delta_bytes,
+    freed,
+    halves,
+    kept,
+    multiplies_at_once,
+    probabilities,
+    wants_transformer_engine,
+)
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import GB
+from rl_megatron.learner.keywords import NEWTON_SCHULZ_STEPS
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.implementation import multiplies_at_once, wants_transformer_engine
-from rl_megatron.options.kept import delta_bytes, freed, halves, kept, probabilities
-from rl_megatron.options.optimizer import NEWTON_SCHULZ_STEPS
-from rl_megatron.options.option import BYTES, Rank
+from rl_megatron.types import BYTES
+from rl_megatron.weights.layouts.parameters import Rank
 from tools.planner.hardware import MEMORY, Constants, Gpu
 
 BYTES_READ = {"float32": 4.0, "bfloat16": 2.0, "float8": 1.0}

@@ -12,10 +12,10 @@ from functools import cache
 from itertools import groupby, product
 from typing import Any, Literal
 
+from rl_megatron.config.learner_checks import DEEPEP_RANKS
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import GB
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.dispatcher import DEEPEP_RANKS
 from rl_megatron.types import ParallelDims
 from tools.planner.hardware import Gpu
 from tools.planner.memory import CHANGES, weights_on_gpu, weights_served

@@ -22,6 +22,7 @@ from math import ceil, prod
 from typing import Literal
 
 from launcher.servers.degrees import served_bytes
+from rl_megatron.config.activations import offloaded
 from rl_megatron.config.beside import (
     frozen_folders,
     in_words_of,
@@ -34,22 +35,22 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.errors import GB, ConfigError, gigabytes
+from rl_megatron.learner.keywords import SLAB
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options import table as options
-from rl_megatron.options.kept import offloaded
-from rl_megatron.options.offload import SLAB, leaving
-from rl_megatron.options.option import BYTES, Elements, Rank, Terms
-from rl_megatron.options.pipeline import in_flight
 from rl_megatron.placement.files import weights_folder, writers_of_files
 from rl_megatron.placement.names import LEARNER, called
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.placement.seats import beside_ranks
+from rl_megatron.types import BYTES
 from rl_megatron.weights.formats.scaled import BLOCKS, NUMBER, SCALE, ScaledLayout, with_scales
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.learner import learner_layout, role_layout
 from rl_megatron.weights.layouts.lora import adapted_rows
 from rl_megatron.weights.layouts.parameters import (
+    Elements,
+    Rank,
+    Terms,
     elements,
     elements_by_stage,
     layers_held,
@@ -58,6 +59,7 @@ from rl_megatron.weights.layouts.parameters import (
     trained_matrices,
 )
 from tools.planner.layers import beside_kept, in_forward
+from tools.planner.terms import changes, in_flight, memory
 
 Phase = Literal["", "training", "sampling"]
 RESERVED = 0.06  # of a GPU: CUDA and NCCL contexts, what the allocator cannot join
@@ -225,12 +227,11 @@ def rank_lines(config: RunConfig, shape: ModelShape, role: str, rank: int) -> li
     ]
 
 
-def advice(config: RunConfig, term: str, changes: Mapping[str, str] = CHANGES) -> str:
-    """What makes a term of the run's footprints smaller, of ``changes``; an installed option says it for its own
-    terms."""
+def advice(config: RunConfig, term: str, known: Mapping[str, str] = CHANGES) -> str:
+    """What makes a term of the run's footprints smaller, of ``known``, or of those that only some keys have."""
     if term == "engine" and not config.rollout.served:
         return "lower rollout.slots or rollout.max_new_tokens, or take servers (rollout=vllm, sglang)"
-    return {**changes, **options.changes()}[term]
+    return {**known, **changes()}[term]
 
 
 def server_weights(config: RunConfig, shape: ModelShape) -> float:
@@ -297,7 +298,7 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
     of_critic = learner.model_copy(update={"optimizer": algorithm.critic.optimizer})
     if role == "critic":
         learner, rank = of_critic, _of_critic(layout, rank)
-    own = dict(options.memory(learner, shape, rank))
+    own = dict(memory(learner, shape, rank))
     if role == "critic":
         own["logits"] = 0.0
     # Of the layer that computes, and the gradients beside it; while one does, there are no logits.
@@ -313,7 +314,7 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
         return terms, {}
     critic: Terms = {}
     if "critic" in here:
-        found = options.memory(of_critic, shape, _of_critic(layout, rank))
+        found = memory(of_critic, shape, _of_critic(layout, rank))
         held = ("parameters", "gradients", "optimizer", "fp8 weights")
         critic = {term: found[term] for term in held if term in found}
         terms["critic"] = sum(critic.values())
@@ -340,13 +341,13 @@ def _phases(config: RunConfig, role: str, terms: Terms, critic: Terms, servers: 
         return
     yield "training", {**terms, "engine": min(terms["engine"], servers * ASLEEP)}
     idle = dict.fromkeys(("activations", "logits", "step"), 0.0)
-    kinds = leaving(config.learner) if role == LEARNER else ()
+    kinds = config.learner.offload.leaving if role == LEARNER else ()
     yield "sampling", {**parked(terms, critic, kinds), **idle}
 
 
 def parked(terms: Terms, critic: Terms, kinds: Collection[str]) -> Terms:
-    """What stays of the terms of a rank of the learner once ``kinds`` of `leaving` have left its GPU; the ``critic``'s
-    are counted in them."""
+    """What stays of the terms of a rank of the learner once ``kinds``, as of ``learner.offload.leaving``, have left its
+    GPU; the ``critic``'s are counted in them."""
     out, copies = dict(terms), {"fp8 weights"} & set(terms) if kinds else set()
     for kind in {"gradients", "optimizer"} & set(kinds) | copies:
         out[kind] = 0.0
@@ -593,7 +594,7 @@ def pinned(num_bytes: float) -> int:
 
 def _parked(config: RunConfig, layout: Layout, rank: Rank) -> float:
     """Of a rank, while servers sample: each model's state and weights are in slabs of their own."""
-    kinds = leaving(config.learner)
+    kinds = config.learner.offload.leaving
     terms, critic = gpu_terms(config, layout, rank, LEARNER, servers=0)
     left = [terms["optimizer"], critic.get("optimizer", 0.0)] if "optimizer" in kinds else []
     left += [critic.get("parameters", 0.0), terms["reference"]] if "models" in kinds else []

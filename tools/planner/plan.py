@@ -17,12 +17,12 @@ from rich.table import Table
 from launcher.preflight.checks import Preflight
 from launcher.preflight.nodes import beside_nodes
 from launcher.preflight.sizes import size_problems
+from rl_megatron.config.activations import wants_transformer_engine
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import SpeedsSection
 from rl_megatron.errors import GB, ConfigError, gigabytes
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.implementation import wants_transformer_engine
 from rl_megatron.placement.files import weights_folder
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import ranks_by_role

@@ -22,19 +22,18 @@ from functools import lru_cache, partial
 from math import ceil, inf
 from statistics import NormalDist
 
+from rl_megatron.config.activations import offloaded, wants_transformer_engine
 from rl_megatron.config.beside import frozen_folders, longest_read, reward_model_roles, separate, taught_by_policy
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.config.sections.learner import LearnerSection, padded_tokens
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import GB, ConfigError
 from rl_megatron.feature import features, wanted
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.implementation import wants_transformer_engine
-from rl_megatron.options.kept import offloaded
-from rl_megatron.options.option import BYTES, Elements
-from rl_megatron.options.padding import padded_tokens
 from rl_megatron.placement.seats import beside_ranks
+from rl_megatron.types import BYTES
 from rl_megatron.weights.layouts.learner import role_shape
+from rl_megatron.weights.layouts.parameters import Elements
 from tools.planner.hardware import FITTED, GPUS, Gpu
 from tools.planner.memory import server_weights, weights_on_gpu, weights_served
 from tools.planner.time import PCIE, LearnerWork, step_terms

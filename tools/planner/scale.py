@@ -20,11 +20,11 @@ from rl_megatron.config.beside import separate
 from rl_megatron.config.io import load_config
 from rl_megatron.config.removed import new_name
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.learner import GPU
 from rl_megatron.errors import GB, ConfigError
 from rl_megatron.feature import features
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import length_problem
-from rl_megatron.options.device import GPU
 from rl_megatron.weights.layouts.learner import shape_with_features
 from rl_megatron.weights.layouts.parsing import model_shape
 from tools.planner.hardware import GPUS, RANGE, gpu_named

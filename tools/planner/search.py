@@ -17,11 +17,11 @@ from itertools import product
 from math import inf
 from typing import Literal
 
+from rl_megatron.config.learner_checks import problems
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.teachers import TEACHER
 from rl_megatron.errors import GB, ConfigError
-from rl_megatron.options import table as options
-from rl_megatron.options.option import BYTES
+from rl_megatron.types import BYTES
 from rl_megatron.weights.layouts.parameters import rank_parameters
 from tools.planner.layouts import (
     CHANGES_TOGETHER,
@@ -39,6 +39,7 @@ from tools.planner.layouts import (
 )
 from tools.planner.memory import RESERVED, Footprint, advice, copies_bytes, file_bytes, fullest, host_bytes
 from tools.planner.rl_step import RlStep, rl_step
+from tools.planner.terms import changes as term_changes
 
 
 def savings(wanted: Wanted) -> Iterator[dict[str, object]]:
@@ -55,10 +56,10 @@ def savings(wanted: Wanted) -> Iterator[dict[str, object]]:
         moments = [{}]
     if "learner.head_dtype" in given:
         head = [{}]
-    known = set(options.problems(wanted.base.learner, shape))
+    known = set(problems(wanted.base.learner, shape))
     for one in product(head, moments, again):
         saved = {key: value for keys in one for key, value in keys.items()}
-        if not set(options.problems(with_keys(wanted.base, saved).learner, shape)) - known:
+        if not set(problems(with_keys(wanted.base, saved).learner, shape)) - known:
             yield saved
 
 
@@ -236,7 +237,7 @@ class PlacedLayouts:
         wanted, config = self.wanted, trial.config
         self.planned += 1
         refused = partial(Rejected, keys=trial.keys, seconds=trial.seconds)
-        for reason in options.problems(config.learner, wanted.shape):
+        for reason in problems(config.learner, wanted.shape):
             return refused(reason=reason)
         try:
             footprint = fullest(config, wanted.shape)
@@ -343,7 +344,7 @@ TEACHER_SECONDS = "one forward pass of the teacher over the batch, as if it judg
 
 def explain_term(term: str, plan: PlannedRun) -> Iterator[str]:
     """Lines about a term: its number in a plan, what it is, what makes it smaller. Raises ConfigError for others."""
-    changes = {**CHANGES_TOGETHER, **options.changes()}
+    changes = {**CHANGES_TOGETHER, **term_changes()}
     in_memory = plan.footprint.terms
     known = {**SECONDS, **{role: TEACHER_SECONDS for role in plan.step.parts if role.startswith(TEACHER)}}
     if term not in known and term not in in_memory:

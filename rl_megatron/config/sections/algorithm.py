@@ -24,9 +24,9 @@ from typing import Annotated, ClassVar, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from rl_megatron.config.sections.balance import BalanceSection
+from rl_megatron.config.sections.learner import OptimizerSection
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.feature import with_features
-from rl_megatron.options.optimizer import OptimizerSection
 from rl_megatron.section import (
     NUMBER,
     EntryName,

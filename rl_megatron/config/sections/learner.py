@@ -1,94 +1,356 @@
-"""The ``learner`` section: the keys of the learner's options and of features, and its own; ``roles``: models with their
-own ranks."""
+"""The ``learner`` section: its own keys, and those of features; ``roles``: models with their own ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, Literal
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from rl_megatron.feature import with_features
-from rl_megatron.options.batch_invariant import BatchInvariantKeys
-from rl_megatron.options.cuda_graphs import CudaGraphKeys
-from rl_megatron.options.deterministic import DeterministicKeys
-from rl_megatron.options.device import DeviceKeys
-from rl_megatron.options.dispatcher import DispatcherKeys
-from rl_megatron.options.dtype import DtypeKeys
-from rl_megatron.options.experts import ExpertKeys
-from rl_megatron.options.fp8 import Fp8Keys
-from rl_megatron.options.fusion import FusionKeys
-from rl_megatron.options.gradients import GradientKeys
-from rl_megatron.options.head import HeadKeys
-from rl_megatron.options.layers import LayersKeys
-from rl_megatron.options.lora import LoraKeys
-from rl_megatron.options.offload import OffloadKeys
-from rl_megatron.options.optimizer import OptimizerKeys
-from rl_megatron.options.overlap import OverlapKeys
-from rl_megatron.options.padding import PaddingKeys
-from rl_megatron.options.pipeline import PipelineKeys
-from rl_megatron.options.recompute import RecomputeKeys
-from rl_megatron.options.replicas import ReplicaKeys
-from rl_megatron.options.routers import RouterKeys
-from rl_megatron.options.tensor import TensorKeys
-from rl_megatron.section import OwnCode, Positive, PositiveFloat, Section
+from rl_megatron.section import (
+    LISTED,
+    SORTED,
+    Fraction,
+    NonNegativeFloat,
+    OwnCode,
+    Positive,
+    PositiveFloat,
+    Section,
+)
 from rl_megatron.types import ParallelDims
 
+if TYPE_CHECKING:
+    from rl_megatron.models.shape import ModelShape
 
-class ModelKeys(Section):
-    """The key that says how to read the model's config.json."""
+GPU = "cuda"
+"""``learner.device`` of ranks on GPUs."""
+Part = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
+"""Of megatron-core's ``recompute_modules``."""
+HALVES: Mapping[str, tuple[str, ...]] = {
+    "attention": ("core_attn", "mla_up_proj", "layernorm"),
+    "mlp": ("mlp", "layernorm"),
+    "moe": ("moe", "moe_act", "shared_experts", "layernorm"),
+}
+"""Parts that ``learner.recompute`` may compute again, by the half of a decoder layer that they are in."""
+_TERM = r"[1-9]\d{0,3}(\*[1-9]\d{0,3})?"
+COUNTS = re.compile(rf"{_TERM}(\+{_TERM})*")
+"""Text that `layer_counts` takes."""
+_SIZES = re.compile(r"[1-9]\d{0,11}(,[1-9]\d{0,11})*")
+Adaptable = Literal["attention", "mlp", "experts"]
 
+
+def layer_counts(text: str) -> tuple[int, ...]:
+    """Numbers of layers: ``7+8*2+6`` is (7, 8, 8, 6)."""
+    terms = (term.partition("*") for term in text.split("+"))
+    return tuple(int(count) for count, _, times in terms for _ in range(int(times or 1)))
+
+
+def _checked_layers(text: str) -> str:
+    if not COUNTS.fullmatch(text):
+        raise PydanticCustomError("stage_layers", "Input should be numbers of layers, as 7+8*2+6")
+    return text
+
+
+def _checked_sizes(text: str) -> str:
+    if not _SIZES.fullmatch(text):
+        raise PydanticCustomError("sizes", "Input should be numbers of positions, as 4096,8192")
+    return text
+
+
+StageLayers = Annotated[str, AfterValidator(_checked_layers)]
+Sizes = Annotated[
+    str, AfterValidator(_checked_sizes), BeforeValidator(lambda given: str(given) if type(given) is int else given)
+]
+
+
+class RecomputeSection(Section):
+    """What the backward pass computes a second time, so that it need not be kept: whole layers, or parts of each."""
+
+    uniform: Positive | None = None
+    """Whole layers, so many together, of which only the first one's input is kept; 1 costs a third more computation."""
+    parts: Annotated[tuple[Part, ...], LISTED, SORTED] = ()
+    """Parts of each layer in megatron-core's words; one that would free nothing is refused. moe: routers, dispatch and
+    experts, with shared experts; moe_act: the activation of experts, with torch's layers gate and up, too, so that
+    experts keep only their rows; shared_experts; mlp: of dense layers; mla_up_proj: queries, keys and values of latent
+    attention, from their latents; core_attn: attention without its projections, where torch's layers keep more than its
+    inputs; layernorm: norms before experts and latent attention, in TransformerEngine's layers."""
+
+
+class RouterSection(Section):
+    """Routers of a mixture of experts. By default they learn from the loss alone, and selection biases do not move."""
+
+    frozen: bool = False
+    """Whether routers keep their weights; experts and all else still learn."""
+    aux_loss: NonNegativeFloat = 0.0
+    """Coefficient of the load-balancing loss (arXiv:2101.03961) of each micro-batch."""
+    seq_aux_loss: NonNegativeFloat = 0.0
+    """Coefficient of the load-balancing loss of each sequence (arXiv:2412.19437)."""
+    global_aux_loss: NonNegativeFloat = 0.0
+    """Coefficient of the load-balancing loss whose load is that of all ranks and of the optimizer step's micro-batches
+    so far (arXiv:2501.11873)."""
+    z_loss: NonNegativeFloat = 0.0
+    """Coefficient of the mean squared logsumexp of a router's logits (arXiv:2202.08906)."""
+    bias_update_rate: NonNegativeFloat = 0.0
+    """Amount by which each optimizer step moves an expert's selection bias against its load (arXiv:2408.15664)."""
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Coefficients above 0, by key."""
+        kinds = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
+        return {kind: coefficient for kind in kinds if (coefficient := getattr(self, kind))}
+
+
+class MuonSection(Section):
+    """The setting of ``name=muon`` alone."""
+
+    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """The update of a matrix [rows, columns] is multiplied by 0.2 sqrt(max(rows, columns)), so that learning rates of
+    AdamW fit (Moonlight, arXiv:2502.16982), or by sqrt(max(1, rows / columns)) (kellerjordan.github.io/posts/muon), as
+    torch.optim.Muon does. What AdamW steps has the same learning rate."""
+
+
+class OptimizerSection(Section):
+    """AdamW or Muon, by megatron-core's OptimizerConfig. Data-parallel ranks shard the state: AdamW's in equal parts,
+    Muon's in whole parameters."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: the matrices of the decoder's layers, routers among them, are stepped by their orthogonalised momentum,
+    query, key, value, gate and up projections and those of each expert by themselves. AdamW steps the rest: embedding,
+    output layer, norms, biases."""
+    muon: MuonSection = MuonSection()
+    beta1: Fraction = 0.9
+    """Decay of the moving mean of gradients."""
+    beta2: Fraction = 0.95
+    """Decay of the moving mean of squared gradients."""
+    eps: PositiveFloat = 1e-8
+    """Constant added to the denominator."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of matrices and embeddings. Norms and biases do not decay, as in megatron-core."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Maximum global norm of the gradient; 0 does not clip."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which both moments are kept between steps, by TransformerEngine's Adam, on GPUs alone. bfloat16 halves
+    their 8 bytes a parameter. Steps are still computed in float32. How training fares is not measured."""
+
+
+class FusionSection(Section):
+    """Kernels of TransformerEngine for what happens between layers of experts, on GPUs. Not measured."""
+
+    router: bool = False
+    """Whether one kernel computes scores, the best experts and their weights (TransformerEngine 2.7 or later). Routes
+    can be neither replayed nor read then."""
+
+
+class PaddingSection(Section):
+    """Sizes to which micro-batches are padded. Padding counts nowhere: not in losses, metrics, or experts' balance."""
+
+    tokens: Sizes | None = None
+    """Sizes in positions of all cp ranks, as `4096,8192`, rising, the last of them `max_tokens_per_micro_batch`: a
+    micro-batch is padded to the least that holds it, and its padding repeats its own tokens, so that experts get their
+    usual shares. null: to the multiple that tp, cp and fp8 need."""
+    sequences: Positive | None = None
+    """The most sequences of a micro-batch; each then tells attention of as many, and one of padding. null: as many as
+    fit. Needs `tokens`."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of ``tokens``; none if that is null."""
+        return tuple(int(size) for size in self.tokens.split(",")) if self.tokens else ()
+
+
+class OverlapSection(Section):
+    """Communication that runs while ranks compute. Results are the same but for the order of sums: that of a norm which
+    clips gradients, and of gradients of more than two ranks. How much time it saves is not measured."""
+
+    gradients: bool = False
+    """Whether ranks reduce the gradients of a bucket as soon as the last micro-batch's backward pass has computed
+    them; false: all together after it. The first step after a start still reduces them then. A bucket ends after 40
+    million parameters, or a million for each data-parallel rank if that is more. Only the first chunk of the first
+    pipeline stage has several."""
+    parameters: bool = False
+    """Whether ranks gather the parameters that an optimizer step changed during the next forward pass, a bucket ahead
+    of it; false: at the end of the step. A push or a checkpoint right after the step gathers them first."""
+    shared_experts: bool = False
+    """Whether shared experts compute while tokens are sent to the other experts and back."""
+
+
+class OffloadSection(Section):
+    """What a rank keeps in the host's memory, not in its GPU's."""
+
+    activations: Annotated[tuple[Literal["attention", "mlp", "moe"], ...], LISTED, SORTED] = ()
+    """Halves of decoder layers, with their norms, whose activations wait in the host's pinned memory for the backward
+    pass: attention; the mlp of dense layers; moe, so routers, dispatch and all experts. Copies leave while the next
+    half computes, and come back while the backward pass computes the one after it. Results keep their bits. A GPU then
+    holds two halves of one micro-batch, but the host all of those in flight. Copies hide behind computing where
+    sequences are long, or matrices wide: how far is not measured. Tensors of less than 1 MiB stay."""
+    optimizer: Fraction = 0.0
+    """Share of the optimizer's moments, rounded up to whole parameters. Those parameters are stepped on the CPU, which
+    takes longer, and take 16 bytes each of the host's memory, or more: weight, moments and gradient in float32, of
+    which weight and gradient are pinned in powers of two."""
+    while_sampling: Literal["gradients", "optimizer"] | None = None
+    """What leaves the GPU before servers that take turns with the learner (``rollout.server.colocated``) wake, until it
+    is needed again: the memory of gradients and of weights' copies in float8, which costs nothing; or that, the
+    optimizer's state, and the weights of a critic and a reference, which wait in as much pinned memory of the host."""
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        """What leaves a GPU while servers sample: "gradients", without a copy, as do weights' copies in float8; and
+        with a copy in the host's memory "optimizer", and "models", those whose weights are not pushed."""
+        kinds = {"gradients": ("gradients",), "optimizer": ("gradients", "optimizer", "models")}
+        return frozenset(kinds[self.while_sampling] if self.while_sampling else ())
+
+
+class LoraSection(Section):
+    """Adapters A [rank, in] and B [out, rank] beside each targeted matrix W [out, in] of a Hugging Face checkpoint. The
+    model computes with W + alpha / rank * B A in learner.dtype, which is also what engines get. All else is frozen."""
+
+    rank: Positive | None = None
+    """Rows of A and columns of B. null: no adapters, the whole model is trained."""
+    expert_rank: Positive | None = None
+    """The rank beside routed experts' matrices. null: rank divided by the experts of a token, at least 1."""
+    alpha: PositiveFloat = 32.0
+    """The scale of B A is alpha / rank, each with its own rank."""
+    targets: Annotated[tuple[Adaptable, ...], LISTED] = ("attention", "mlp", "experts")
+    """Whose linears have adapters: attention (latents and delta nets, too), dense layers and shared experts, routed
+    experts. Routers, norms, embedding and output layer have none."""
+
+    def ranks(self, shape: ModelShape) -> Mapping[Adaptable, int]:
+        """The rank for each target; empty without adapters."""
+        if self.rank is None:
+            return {}
+        ranks: dict[Adaptable, int] = dict.fromkeys(self.targets, self.rank)
+        if "experts" in ranks:
+            ranks["experts"] = self.expert_rank or max(1, self.rank // max(1, shape.experts_per_token))
+        return ranks
+
+
+def sequence_multiple(dims: ParallelDims) -> int:
+    """What divides the positions of a padded sequence: 2 * cp equal chunks, unless cp is 1."""
+    return 2 * dims.cp if dims.cp > 1 else 1
+
+
+def most_padded(tokens: int, dims: ParallelDims) -> int:
+    """The positions that a micro-batch of at most ``tokens`` has at most with its padding for TP and CP."""
+    return padded_tokens(tokens, sequence_multiple(dims) * dims.tp, ())
+
+
+def padded_tokens(tokens: int, multiple: int, sizes: Sequence[int]) -> int:
+    """Positions of a micro-batch of ``tokens`` with its padding: the least of ``sizes`` that holds it, if one does, or
+    the next multiple."""
+    least = -(-tokens // multiple) * multiple
+    return next((size for size in sizes if size >= least), least)
+
+
+class ComputeKeys(Section):
+    """The keys that say on what device, in which precision and by whose layers a model computes."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Device of the ranks: CPUs, which communicate over gloo, or GPUs, over NCCL."""
     model: OwnCode | None = None
     """A Family of your own, as ``package.module:name`` in an installed package, which reads the config.json of
     ``model.path`` (docs/weights.md). Its code is run. null: the family that config.json names."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of parameters and activations; the optimizer keeps float32."""
+    fp8: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
+    """Recipe of TransformerEngine by which decoder layers multiply in float8, on GPUs: a scale for each tensor (Hopper
+    or later), for each 128 values and each 128 x 128 weights (Hopper, CUDA 12.9), or for each 32 values (Blackwell).
+    Parameters, attention, routers, norms, embedding and output layer stay in ``dtype``. Not run."""
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which gradients are added up over micro-batches and ranks. bfloat16 halves their bytes, in memory and
+    over the network; its rounding grows with the number of micro-batches."""
+    layers: Literal["auto", "torch", "transformer_engine"] | OwnCode = "auto"
+    """Implementation of the decoder layers. auto: TransformerEngine's if it is installed, device=cuda, and it supports
+    the model (it has no float32 attention with cp > 1), else torch's. It groups experts' products in one call, as
+    torch's do in bfloat16 on Hopper and Blackwell; else torch's are one expert after the other. ``package.module:name``
+    is a function of your own, ``(shape, layer) -> ModuleSpec`` of megatron's, called for each decoder layer from 0 on
+    (docs/weights.md). Its code is run."""
+
+    @field_validator("fp8", mode="before")
+    @classmethod
+    def _of_earlier_steps(cls, value: object) -> object:
+        if value == "delayed":
+            raise PydanticCustomError(
+                "not_offered",
+                "Input should be 'tensorwise', 'blockwise' or 'mxfp8': delayed scaling has scales of earlier steps, "
+                "which checkpoints do not hold",
+            )
+        return value
+
+    @property
+    def own_layers(self) -> str | None:
+        """``layers`` if it names code of the user's own, else None."""
+        return self.layers if ":" in self.layers else None
 
 
-class WorkKeys(Section):
-    """The keys of one process's work: its threads and its micro-batches."""
+class LayoutKeys(Section):
+    """The degrees of parallelism."""
 
+    tp: Positive = 1
+    """Tensor-parallel degree; above 1 it also turns on sequence parallelism."""
+    pp: Positive = 1
+    """Pipeline-parallel degree."""
+    vpp: Positive = 1
+    """Number of model chunks of each pipeline stage; above 1 is the interleaved schedule."""
+    stage_layers: StageLayers | None = None
+    """The number of layers of each pipeline stage, as ``7+8*6+6`` for 7, six times 8, and 6; with vpp of each chunk, in
+    the order of the model: the first chunks of all stages, then their second chunks, and so on. null: all the same."""
+    ep: Positive = 1
+    """Expert-parallel degree."""
+    etp: Positive | None = None
+    """Tensor-parallel degree of an expert; null: tp if ep=1, else 1."""
+    cp: Positive = 1
+    """Context-parallel degree."""
+    dp: Positive | None = None
+    """Data-parallel degree; null: the smallest for which ep*etp divides tp*cp*dp."""
+
+    @property
+    def stages(self) -> tuple[int, ...] | None:
+        """``stage_layers`` as numbers."""
+        return None if self.stage_layers is None else layer_counts(self.stage_layers)
+
+
+@with_features("learner")
+class LearnerSection(LayoutKeys, ComputeKeys):  # pydantic takes the keys of the last base first
+    """The megatron-core learner. ``etp``, ``dp`` and ``threads`` default to values that follow from the other keys."""
+
+    dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
+    """What sends tokens to the ranks of their experts. alltoall: NCCL's or gloo's all-to-all, a copy of a token for
+    each of its experts. deepep: DeepEP's kernels, a copy for each node that has some. hybridep: those of its branch
+    hybrid-ep, which also sort tokens by expert, and want one size of micro-batches (learner.padding). Both need GPUs
+    and bfloat16, take buffers of their own that no plan counts, and have not been run."""
     threads: Positive | None = None
     """CPU threads of each process; null: an equal share of the machine's cores."""
     max_tokens_per_micro_batch: Positive = 8192
     """Positions of a packed micro-batch on one data-parallel rank."""
-
-
-class WorldKeys(Section):
-    """The key of the process group."""
-
+    head_dtype: Literal["float32"] | None = None
+    """float32: the policy's logits are float32 products of hidden states and the output layer's weight, which exist a
+    chunk at a time, and are computed again in the backward pass. null: logits in ``learner.dtype``, all at once."""
+    recompute: RecomputeSection = RecomputeSection()
     timeout_seconds: PositiveFloat = 600.0
     """Time limit for all ranks to join a collective."""
-
-
-@with_features("learner")
-class LearnerSection(  # pydantic takes the keys of the last base first
-    LoraKeys,
-    CudaGraphKeys,
-    BatchInvariantKeys,
-    DeterministicKeys,
-    OffloadKeys,
-    OverlapKeys,
-    PaddingKeys,
-    FusionKeys,
-    OptimizerKeys,
-    RouterKeys,
-    WorldKeys,
-    RecomputeKeys,
-    HeadKeys,
-    WorkKeys,
-    ReplicaKeys,
-    DispatcherKeys,
-    ExpertKeys,
-    PipelineKeys,
-    TensorKeys,
-    LayersKeys,
-    GradientKeys,
-    Fp8Keys,
-    DtypeKeys,
-    ModelKeys,
-    DeviceKeys,
-):
-    """The megatron-core learner. ``etp``, ``dp`` and ``threads`` default to values that follow from the other keys."""
+    router: RouterSection = RouterSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    fusion: FusionSection = FusionSection()
+    padding: PaddingSection = PaddingSection()
+    overlap: OverlapSection = OverlapSection()
+    offload: OffloadSection = OffloadSection()
+    deterministic: bool = False
+    """Whether ranks use kernels alone that add in the same order each time: of two equal runs on the same machines
+    every number is then equal to the bit, on GPUs too. They are slower there, by how much is not measured; CPUs' are
+    such kernels anyway (docs/mismatch.md)."""
+    batch_invariant: bool = False
+    """Whether products, norms and attention of TransformerEngine's layers use megatron-core's kernels in which a row's
+    sums do not depend on the other rows, on GPUs, for models without experts; slower. Not run; whether log-probs are
+    then equal to the bit is not measured (docs/mismatch.md)."""
+    cuda_graphs: bool = False
+    """Whether GPUs replay each decoder layer as a CUDA graph, forward and backward, which saves the host's time between
+    kernels, for models without experts. Ranks capture them before their first pass, for each size of
+    `learner.padding`. Not run on a GPU, not measured."""
+    lora: LoraSection = LoraSection()
 
     @property
     def dims(self) -> ParallelDims:
@@ -98,8 +360,18 @@ class LearnerSection(  # pydantic takes the keys of the last base first
         dp = self.dp or experts // math.gcd(experts, self.tp * self.cp)
         return ParallelDims(tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep, etp=etp, cp=self.cp, dp=dp)
 
+    @property
+    def float8_rows(self) -> int:
+        """The number of which a rank's tokens must be a multiple: as many as share a scale, or cuBLAS's."""
+        return {None: 1, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}[self.fp8]
 
-class RoleLayoutSection(ReplicaKeys, ExpertKeys, PipelineKeys, TensorKeys):
+    @property
+    def token_multiple(self) -> int:
+        """What divides the positions of a micro-batch of all cp ranks: zig-zag chunks over tp, and rows of float8."""
+        return math.lcm(sequence_multiple(self.dims) * self.tp, self.float8_rows * self.tp * self.cp)
+
+
+class RoleLayoutSection(LayoutKeys):
     """The layout of the ranks of a separate ``critic`` or ``reference``, or of a teacher or a reward model that ranks
     hold (``teacher_<name>``, ``reward_<name>``), in place of the learner's. A key that is not given has the default of
     ``learner``, not its value."""

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
+from rl_megatron.config.activations import kept
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import Curve, Feature, Serving
-from rl_megatron.options.kept import kept
-from rl_megatron.options.option import BYTES, Option, Rank, Terms
 from rl_megatron.rules import SET, TEXT, Above, Excludes, Needs, Not, On, OneOf, ReadIf, Rule
 from rl_megatron.section import Fraction, NonNegative, PositiveFloat, Section
+from rl_megatron.types import BYTES
 
 if TYPE_CHECKING:
     from rl_megatron.config.sections.learner import LearnerSection
     from rl_megatron.config.sections.rollout import ServerSection
     from rl_megatron.config.sections.slurm import SpeedsSection
     from rl_megatron.models.shape import ModelShape
+    from rl_megatron.weights.layouts.parameters import Rank, Terms
 
 _STATES = 7
 _TRAIN = "learner.draft.train=true"
@@ -87,47 +88,41 @@ def _with_drafts(_learner: LearnerSection, shape: ModelShape) -> ModelShape:
     return replace(shape, drafts=True)
 
 
-class Draft(Option):
-    """Trains one draft layer on the last pipeline stage, which is made of torch's layers."""
-
-    changes: ClassVar[Mapping[str, str]] = {
-        "draft layer": "lower learner.max_tokens_per_micro_batch, raise learner.tp, or set learner.draft.train=false"
-    }
-
-    def problems(self, learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-        """Keys without effect, models without one draft layer, and options that need the layer to be the model's."""
-        draft = of_learner(learner)
-        if not draft.train:
-            if draft.model_dump(exclude_defaults=True):
-                yield (
-                    "learner.draft.learning_rate_factor without learner.draft.train=true would have no effect; set it, "
-                    "or leave the factor out"
-                )
-            return
-        for key, remedy in _excluded(learner).items():
-            yield f"{_TRAIN} with {key}; {remedy}"
-        if shape is None:
-            return
-        if shape.scores:
-            yield f"{_TRAIN}: a model that scores has no output matrix, so its draft layer is of no use; leave it out"
-        elif shape.draft_layers != 1:
+def _problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """Keys without effect, models without one draft layer, and options that need the layer to be the model's."""
+    draft = of_learner(learner)
+    if not draft.train:
+        if draft.model_dump(exclude_defaults=True):
             yield (
-                f"{_TRAIN}: the model has {shape.draft_layers} draft layers by its config.json; exactly one is "
-                "trained, so leave it out"
+                "learner.draft.learning_rate_factor without learner.draft.train=true would have no effect; set it, "
+                "or leave the factor out"
             )
-        elif shape.indexer is not None:
-            yield (
-                f"{_TRAIN}: the draft layer of model_type={shape.family!r} has an indexer of its own, which is not "
-                "held while it trains; leave it out, and exports have the layer as it was"
-            )
+        return
+    for key, remedy in _excluded(learner).items():
+        yield f"{_TRAIN} with {key}; {remedy}"
+    if shape is None:
+        return
+    if shape.scores:
+        yield f"{_TRAIN}: a model that scores has no output matrix, so its draft layer is of no use; leave it out"
+    elif shape.draft_layers != 1:
+        yield (
+            f"{_TRAIN}: the model has {shape.draft_layers} draft layers by its config.json; exactly one is "
+            "trained, so leave it out"
+        )
+    elif shape.indexer is not None:
+        yield (
+            f"{_TRAIN}: the draft layer of model_type={shape.family!r} has an indexer of its own, which is not "
+            "held while it trains; leave it out, and exports have the layer as it was"
+        )
 
-    def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-        """Bytes of what one pass of the draft layer keeps, and of the embedding's copy on a last stage that is not the
-        first."""
-        if not of_learner(learner).train:
-            return terms
-        last = rank.stage == learner.dims.pp - 1
-        return {**terms, "draft layer": _passes(learner, shape, rank) + _copied(learner, shape) if last else 0.0}
+
+def _memory(learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
+    """Bytes of what one pass of the draft layer keeps, and of the embedding's copy on a last stage that is not the
+    first."""
+    if not of_learner(learner).train:
+        return terms
+    last = rank.stage == learner.dims.pp - 1
+    return {**terms, "draft layer": _passes(learner, shape, rank) + _copied(learner, shape) if last else 0.0}
 
 
 def _passes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
@@ -213,7 +208,11 @@ FEATURE = Feature(
     keys={"learner": DraftKeys, "rollout.server": DraftTokenKeys, "slurm.speeds": DraftSpeedKeys},
     may_change=frozenset({"rollout.server.draft_tokens", "slurm.speeds.draft_acceptance"}),
     rules=_RULES,
-    option=Draft(),
+    problems=_problems,
+    memory=_memory,
+    changes={
+        "draft layer": "lower learner.max_tokens_per_micro_batch, raise learner.tp, or set learner.draft.train=false"
+    },
     check_files="rl_megatron.features.draft.files:check_files",
     shape=_with_drafts,
     serving=Serving(

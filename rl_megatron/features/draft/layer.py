@@ -24,16 +24,13 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.config.sections.learner import FusionSection, LearnerSection, RecomputeSection, RouterSection
 from rl_megatron.learner.model.build import make_config, prepare_chunk
 from rl_megatron.learner.model.decoder_config import DecoderConfig
 from rl_megatron.learner.model.latent import latent_attention_spec
 from rl_megatron.learner.model.layers import RMSNorm, torch_layer_spec
 from rl_megatron.learner.packed import PackedAttentionParams, own_tokens
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.fusion import FusionSection
-from rl_megatron.options.recompute import RecomputeSection
-from rl_megatron.options.routers import RouterSection
 
 _PREFIX = "mtp.layers.0."
 

@@ -18,9 +18,9 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from rl_megatron.config.sections.learner import LoraSection
 from rl_megatron.learner.lora.merging import Linear, MergedPasses, tensor_group
 from rl_megatron.learner.naming import global_name
-from rl_megatron.options.lora import LoraSection
 from rl_megatron.weights.layouts.layout import Layout, coordinates
 from rl_megatron.weights.layouts.lora import Adapted, adapted_rows
 

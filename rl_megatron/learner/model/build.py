@@ -22,8 +22,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from rl_megatron.config.activations import uses_transformer_engine
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
+from rl_megatron.feature import Attention, Dtype
+from rl_megatron.learner.keywords import flash_attention, keywords
 from rl_megatron.learner.model.decoder_config import DecoderConfig, LatentDecoderConfig
 from rl_megatron.learner.model.delta import delta_net_spec
 from rl_megatron.learner.model.dispatchers import forget_routes
@@ -37,10 +40,7 @@ from rl_megatron.learner.model.layers import RMSNorm, own_layer_spec, specialise
 from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.rotary import inverse_frequencies
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.batch_invariant import flash_attention
-from rl_megatron.options.implementation import uses_transformer_engine
-from rl_megatron.options.option import Attention, Dtype, padded_vocab
-from rl_megatron.options.table import keywords
+from rl_megatron.weights.layouts.layout import padded_vocab
 
 
 def with_dtypes(given: Mapping[str, object]) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import cuda_graphs
 
+from rl_megatron.config.sections.learner import PaddingSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.decoder_config import DecoderConfig
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch
-from rl_megatron.options.padding import PaddingSection
 from rl_megatron.types import LossInputs, LossOutput, Samples
 
 

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_megatron.config.activations import GROUPED_COLUMNS
 from rl_megatron.learner.packed import Slots
 from rl_megatron.models.operations import MIN_ONEDNN_FLOPS, through_onednn, through_wide_mkl
-from rl_megatron.options.implementation import GROUPED_COLUMNS
 
 Weights = Sequence[Tensor] | Tensor
 """Of experts: a matrix each, or one tensor whose first dimension they are."""

@@ -21,7 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from rl_megatron.options.offload import HELD, SLAB
+from rl_megatron.learner.keywords import HELD, SLAB
 from rl_megatron.weights.bytes.parked import Extent, Pinned
 
 LEAST = 2**20

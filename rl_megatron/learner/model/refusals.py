@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rl_megatron.config.learner_checks import problems
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.table import problems
 
 
 def refuse(shape: ModelShape, learner: LearnerSection) -> None:

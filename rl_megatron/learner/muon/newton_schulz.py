@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_megatron.learner.keywords import NEWTON_SCHULZ_STEPS
 from rl_megatron.learner.muon.matrices import WHOLE, Matrices
-from rl_megatron.options.optimizer import NEWTON_SCHULZ_STEPS
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's: steep at 0: all but the smallest singular values end at 0.68 to 1.14
 _MOMENTUM = 0.95  # decay of the moving mean of gradients, Nesterov's

@@ -36,10 +36,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from rl_megatron.config.sections.learner import RouterSection
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.learner.packed import PackedMicroBatch, own_tokens
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.routers import RouterSection
 from rl_megatron.types import Metric
 
 

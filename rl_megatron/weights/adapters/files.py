@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from rl_megatron.config.sections.learner import LoraSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.files import write_atomically
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.lora import LoraSection
 from rl_megatron.weights.checkpoints.convert import options_of
 from rl_megatron.weights.checkpoints.hugging_face import write_safetensors
 from rl_megatron.weights.checkpoints.kind import is_megatron

@@ -11,10 +11,10 @@ from typing import IO
 
 from pydantic import ValidationError
 
+from rl_megatron.config.sections.learner import LoraSection
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.files import write_atomically
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.lora import LoraSection
 from rl_megatron.weights.boxes import Box, Shape, intersect, shift, volume, whole_box
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.checkpoints.megatron_names import VALUE_BIAS, Home, find_homes, place_of

@@ -16,11 +16,18 @@ from typing import Literal
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.option import VOCAB_MULTIPLE
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, Shape, whole_box
 
 Axis = Literal["tp", "etp", "ep"]
+VOCAB_MULTIPLE = 8
+"""The learner pads the vocabulary's rows to a multiple of this times tp."""
+
+
+def padded_vocab(shape: ModelShape, tp: int) -> int:
+    """Vocabulary rows of embedding and output layer: a multiple of ``VOCAB_MULTIPLE * tp``."""
+    step = VOCAB_MULTIPLE * tp
+    return -(-shape.vocab_size // step) * step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rl_megatron.config.sections.learner import Adaptable, LoraSection
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.lora import Adaptable, LoraSection
 from rl_megatron.weights.layouts.layout import Band, Layout, ParamSpec, Piece
 
 _LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj)\.weight(\{expert\})?$")  # of megatron-core and delta nets

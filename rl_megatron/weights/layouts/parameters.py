@@ -4,14 +4,56 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.option import Elements, Rank
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec
 from rl_megatron.weights.layouts.lora import learner_adapters
+
+Terms = Mapping[str, float]
+"""Bytes that a rank must hold, by purpose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elements:
+    """Parameters of one rank: the optimizer shards ``dense`` ones over dp * cp ranks, ``experts`` over fewer."""
+
+    dense: int
+    experts: int
+
+    @property
+    def both(self) -> int:
+        """Dense and experts' parameters together."""
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """The work of a rank of pipeline stage ``stage``, before any feature acts.
+
+    It holds ``parameters``, of which it trains ``trained``, and of these ``matrices`` in matrices of layers. It
+    computes ``tokens`` of a micro-batch, in sequences of at most ``longest``, in ``layers``; ``inputs`` has the
+    elements of each layer's input, and ``largest`` those of the largest parameter.
+    """
+
+    stage: int
+    parameters: Elements
+    trained: Elements
+    matrices: Elements
+    tokens: float
+    layers: tuple[int, ...]
+    inputs: tuple[float, ...]
+    longest: float
+    largest: int
+
+    def stepped(self, learner: LearnerSection) -> float:
+        """How many of ``trained`` this rank steps: the others are its data-parallel peers'."""
+        d, held = learner.dims, self.trained
+        return held.dense / (d.dp * d.cp) + held.experts * d.etp * d.ep / (d.tp * d.cp * d.dp)
 
 
 def elements(layout: Layout, stage: int, bytes_of: Callable[[str], int] = lambda hf: 1) -> Elements:

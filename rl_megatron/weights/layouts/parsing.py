@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from pathlib import Path
 
+from rl_megatron.config.sections.learner import COUNTS, layer_counts
 from rl_megatron.errors import ConfigError, of_the_hub
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.option import VOCAB_MULTIPLE
-from rl_megatron.options.pipeline import COUNTS, layer_counts
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.families import family_of, read_shape
-from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.layout import VOCAB_MULTIPLE, Layout
 
 _DEGREES = tuple(f.name for f in fields(ParallelDims))
 _KEYS = (*_DEGREES, "vocab_multiple")

@@ -19,12 +19,12 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from rl_megatron.config.sections.learner import PaddingSection
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import SyncError
 from rl_megatron.interfaces import Scorer
-from rl_megatron.options.padding import PaddingSection
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, SamplingParams, Span
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.checks.compare import Comparison, ServerComparisons

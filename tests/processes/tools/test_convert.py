@@ -26,9 +26,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rl_megatron.config.sections.learner import LoraSection
 from rl_megatron.errors import CheckpointError, RLMegatronError, WeightError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.options.lora import LoraSection
 from rl_megatron.weights.bytes.bits import to_tensor
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import MappedFile

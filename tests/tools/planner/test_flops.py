@@ -26,14 +26,12 @@ from bench.scale_points import (
 )
 from bench.step_time import POINTS, Fit, described, fit, left_out, logs, model_rows, usable, without_own_model
 from rl_megatron.config.io import load_config
+from rl_megatron.config.learner_checks import problems
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.config.sections.learner import LearnerSection, LoraSection, RouterSection
 from rl_megatron.errors import GB, ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import DeltaNet, ModelShape
-from rl_megatron.options.lora import LoraSection
-from rl_megatron.options.routers import RouterSection
-from rl_megatron.options.table import problems
 from rl_megatron.training.flops import PASSES, PEAKS, peak_of, seconds_at_peak, training_flops
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts

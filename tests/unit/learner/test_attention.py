@@ -21,6 +21,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
+from rl_megatron.config.activations import torch_only, uses_transformer_engine
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model import kernels
@@ -36,7 +37,6 @@ from rl_megatron.models.families.common import read_rope
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.rotary import inverse_frequencies, softmax_scale
 from rl_megatron.models.shape import Rope, Router
-from rl_megatron.options.implementation import torch_only, uses_transformer_engine
 
 SCALE = 0.3
 

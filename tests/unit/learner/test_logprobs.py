@@ -21,10 +21,9 @@ from rl_megatron.learner.logprobs import head_logprobs, logit_norms, token_logpr
 from rl_megatron.learner.model import kernels
 from rl_megatron.learner.packed import Slots
 from rl_megatron.models import operations
-from rl_megatron.options import head
-from rl_megatron.options.head import OutputHead
-from rl_megatron.options.option import Elements, Rank
+from rl_megatron.weights.layouts.parameters import Elements, Rank
 from tests.small_models import TINY_MOE
+from tools.planner import terms
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -161,9 +160,9 @@ class Held(TorchDispatchMode):
 @pytest.mark.parametrize(("dtype", "gradient"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16",) * 2])
 def test_a_float32_head_holds_the_bytes_of_its_term(dtype: str, gradient: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, hidden, rows, chunk, block = 512, 256, 4096, 32, 128
-    for at in (module, head):
+    for at in (module, terms):
         monkeypatch.setattr(at, "WEIGHT_ROWS", block)
-    monkeypatch.setattr(head, "LOGITS_TOKENS", chunk)
+    monkeypatch.setattr(terms, "LOGITS_TOKENS", chunk)
     states, weight, targets = head_case(tokens, hidden, rows, getattr(torch, dtype))
     states.requires_grad_()
     weight = torch.nn.Parameter(weight)
@@ -178,7 +177,7 @@ def test_a_float32_head_holds_the_bytes_of_its_term(dtype: str, gradient: str, m
     keys = {"head_dtype": "float32", "dtype": dtype, "gradient_dtype": gradient}
     learner = LearnerSection.model_validate(keys)
     shape = replace(TINY_MOE, hidden_size=hidden, vocab_size=rows)
-    term = OutputHead().memory(learner, shape, rank, {})["logits"]
+    term = terms.logits_bytes(learner, shape, rank)
     assert held.most + states.nbytes == pytest.approx(term, rel=0.03)
 
 

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from rl_megatron import feature
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.losses import CrossEntropy
-from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.config.sections.learner import LearnerSection, LoraSection
 from rl_megatron.digests import digests
 from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError, WeightError
 from rl_megatron.learner import world
@@ -30,7 +30,6 @@ from rl_megatron.learner.optimizer import state_of
 from rl_megatron.learner.trained import MegatronLearner
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.metrics.table import documented
-from rl_megatron.options.lora import LoraSection
 from rl_megatron.types import Loss, Metric, Samples, SkippedStep, StepResult
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.layouts.families import read_shape

@@ -18,7 +18,9 @@ from torch import Tensor
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from launcher.preflight import model_files
 from launcher.preflight.subject import Found, Subject
+from rl_megatron.config.activations import delta_bytes, freed, halves, kept, multiplies_at_once
 from rl_megatron.config.io import load_config
+from rl_megatron.config.learner_checks import problems
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
@@ -27,15 +29,8 @@ from rl_megatron.learner.model.delta import convolve, cut_into_chunks, gated_del
 from rl_megatron.learner.model.experts import FusedExperts
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import DeltaNet, ModelShape
-from rl_megatron.options import table
-from rl_megatron.options.fp8 import Fp8, rows
-from rl_megatron.options.implementation import multiplies_at_once
-from rl_megatron.options.kept import delta_bytes, freed, halves, kept
-from rl_megatron.options.option import Elements, Rank
-from rl_megatron.options.pipeline import in_flight
-from rl_megatron.options.table import problems
 from rl_megatron.weights.layouts.families import megatron_layout
-from rl_megatron.weights.layouts.parameters import elements
+from rl_megatron.weights.layouts.parameters import Elements, Rank, elements
 from tests.draft_models import save_with_drafts, save_with_qwens_draft
 from tests.family_models import save_model
 from tests.recipes.meter import Meter
@@ -43,6 +38,7 @@ from tests.small_models import TINY_MOE
 from tests.unit.launcher.test_memory import QWEN_30B, QWEN_80GB
 from tools.planner.layers import _experts
 from tools.planner.memory import footprints, host_bytes
+from tools.planner.terms import in_flight, memory
 
 _MOE = "learner.offload.activations=moe"
 
@@ -193,7 +189,7 @@ def test_they_hold_what_the_plan_says(name: str, width: int) -> None:
 
 
 # What float8 keeps of a token, by TransformerEngine's source, and the copies of weights.
-OPTION, QWEN, DEEPSEEK = Fp8(), NAMED["qwen3-30b-a3b"], NAMED["deepseek-v3"]
+QWEN, DEEPSEEK = NAMED["qwen3-30b-a3b"], NAMED["deepseek-v3"]
 
 
 def learner(fp8: str | None, **keys: Any) -> LearnerSection:
@@ -228,22 +224,22 @@ def test_weights_have_two_copies_of_a_byte_but_for_tables_of_the_vocabulary(stag
         longest=1,
         largest=1,
     )
-    terms = table.memory(learner("mxfp8", pp=3, tp=2), QWEN, rank)
+    terms = memory(learner("mxfp8", pp=3, tp=2), QWEN, rank)
     assert terms["fp8 weights"] == 2 * (2 * 10**9 - tables * 151936 * 2048 / 2)
-    assert "fp8 weights" not in table.memory(learner(None, pp=3, tp=2), QWEN, rank)
+    assert "fp8 weights" not in memory(learner(None, pp=3, tp=2), QWEN, rank)
 
 
 def test_blocks_of_128_are_gathered_whole() -> None:
     """Float8BlockQuantizer.is_quantizable of TransformerEngine 2.11, which asserts it of what it gathers."""
     shape = replace(QWEN, hidden_size=2048 + 16, latent=None)
-    said = [list(OPTION.problems(learner(fp8, tp=tp), shape)) for fp8, tp in (("blockwise", 2), ("blockwise", 1))]
+    said = [list(problems(learner(fp8, tp=tp), shape)) for fp8, tp in (("blockwise", 2), ("blockwise", 1))]
     assert said[1] == []
     assert "learner.tp=2: ranks gather the 2064 hidden columns in float8, and they are no multiple of 128" in said[0][0]
-    assert list(OPTION.problems(learner("blockwise", tp=2), DEEPSEEK)) == []
+    assert list(problems(learner("blockwise", tp=2), DEEPSEEK)) == []
     narrow = replace(DEEPSEEK, latent=replace(DEEPSEEK.latent, kv_rank=520, rope_dim=56))
-    (problem,) = OPTION.problems(learner("tensorwise"), narrow)
+    (problem,) = problems(learner("tensorwise"), narrow)
     assert "the 520 columns of a latent are no multiple of 16" in problem
-    assert [rows(learner(fp8)) for fp8 in (None, "tensorwise", "blockwise", "mxfp8")] == [1, 16, 128, 32]
+    assert [learner(fp8).float8_rows for fp8 in (None, "tensorwise", "blockwise", "mxfp8")] == [1, 16, 128, 32]
 
 
 # Moments in bfloat16: their bytes by hand, and where they are refused.

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ import pytest
 from rl_megatron import feature
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.options import table
-from rl_megatron.options.option import Keywords, Option
+from rl_megatron.feature import Feature, Keywords
+from rl_megatron.learner import keywords as module
+from rl_megatron.weights.layouts.parameters import Elements, Rank
 from tests.small_models import TINY_MOE
 from tests.unit.options.given import CONF, RECIPES, STORED, cases, keywords
+from tools.planner.terms import memory
 
 REPO = Path(__file__).parents[3]
 FILE = '''
 from rl_megatron.feature import Feature
-from rl_megatron.options.option import Keywords, Option
+from rl_megatron.feature import Keywords
 from rl_megatron.section import NonNegative, Section
 
 
@@ -31,25 +34,27 @@ class ResidualKeys(Section):
     """Copies in float32 of what runs past the layers."""
 
 
-class Residual(Option):
-    changes = {"residual": "lower learner.residual_copies"}
+def problems(learner, shape):
+    if learner.residual_copies and learner.pp > 1:
+        yield f"learner.residual_copies={learner.residual_copies} with learner.pp={learner.pp}; set learner.pp=1"
 
-    def problems(self, learner, shape):
-        if learner.residual_copies and learner.pp > 1:
-            yield f"learner.residual_copies={learner.residual_copies} with learner.pp={learner.pp}; set learner.pp=1"
 
-    def megatron(self, learner, shape):
-        return Keywords(model={"fp32_residual_connection": learner.residual_copies > 0})
+def megatron(learner, shape):
+    return Keywords(model={"fp32_residual_connection": learner.residual_copies > 0})
 
-    def memory(self, learner, shape, rank, terms):
-        return {**terms, "residual": 4.0 * sum(rank.inputs) * learner.residual_copies}
+
+def memory(learner, shape, rank, terms):
+    return {**terms, "residual": 4.0 * sum(rank.inputs) * learner.residual_copies}
 
 
 FEATURE = Feature(
     name="residual",
     active=lambda learner: learner.residual_copies > 0,
     keys={"learner": ResidualKeys},
-    option=Residual(),
+    problems=problems,
+    megatron=megatron,
+    memory=memory,
+    changes={"residual": "lower learner.residual_copies"},
     metrics=(("residual/copies", "", "copies in float32 of what runs past the layers"),),
 )
 '''
@@ -60,9 +65,9 @@ from rl_megatron.config.docs import render
 from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import fixed
 from rl_megatron.errors import ConfigError
+from rl_megatron.feature import features
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability.metrics.table import documented
-from rl_megatron.options.table import options
 from tools.planner.memory import check_memory, footprints
 
 GIVEN = ["model.path=/models/given", "learner.residual_copies=3", "learner.pp=1"]
@@ -77,14 +82,14 @@ shape = NAMED["qwen3-30b-a3b"]
 config = load_config("qwen3_30b_a3b", GIVEN)
 assert pickle.loads(pickle.dumps(config)) == config  # as ranks are sent it
 print(json.dumps({
-    "listed": list(options())[-1],
+    "listed": list(features())[-1],
     "documented": [line for line in render().splitlines() if "residual_copies" in line],
     "row": documented("residual/copies").meaning,
     "last key": list(config.model_dump()["learner"])[-1],
     "fixed": fixed(config).get("learner.residual_copies"),
     "refused": refused(["learner.pp=2"]),
     "misspelled": refused(["learner.residual_copied=1"]),
-    "keyword": options()["residual"].megatron(config.learner, shape).model,
+    "keyword": features()["residual"].megatron(config.learner, shape).model,
     "bytes": footprints(config, shape)[0].terms["residual"],
     "advice": refused(["learner.residual_copies=1000"], lambda c: check_memory(c, shape)),
 }))
@@ -107,19 +112,19 @@ def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def residual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Option:
+def residual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Feature:
     path = package(tmp_path, FILE) / "residual_feature.py"
     spec = importlib.util.spec_from_file_location("residual_feature", path)
     assert spec is not None
     assert spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(feature, "features", lambda: {"residual": module.FEATURE})
-    found: Option = module.FEATURE.option
+    loaded: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    monkeypatch.setattr(feature, "features", lambda: {"residual": loaded.FEATURE})
+    found: Feature = loaded.FEATURE
     return found
 
 
-def test_megatron_is_given_its_keyword_beside_the_others(residual: Option, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_is_given_its_keyword_beside_the_others(residual: Feature, monkeypatch: pytest.MonkeyPatch) -> None:
     learner = feature.with_features("learner")(LearnerSection).model_validate({"residual_copies": 1})
     given = keywords(TINY_MOE, learner, installed=False)["DecoderConfig"]
     assert given.pop("fp32_residual_connection") is True
@@ -127,26 +132,25 @@ def test_megatron_is_given_its_keyword_beside_the_others(residual: Option, monke
     assert given == keywords(TINY_MOE, LearnerSection(), installed=False)["DecoderConfig"]
 
 
-def test_keywords_and_keys_of_others_are_refused(residual: Option, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residual, "megatron", lambda *_: Keywords(model={"bf16": True}), raising=False)
-    with pytest.raises(ConfigError, match="the options 'dtype' and 'residual' both give megatron-core bf16; drop one"):
-        table.keywords(LearnerSection(), TINY_MOE)
+def test_keywords_and_keys_of_others_are_refused(residual: Feature, monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = replace(residual, megatron=lambda *_: Keywords(model={"bf16": True}))
+    monkeypatch.setattr(feature, "features", lambda: {"residual": twice})
+    with pytest.raises(ConfigError, match="'residual' gives megatron-core bf16, which is given already; drop one"):
+        module.keywords(LearnerSection(), TINY_MOE)
     section = feature.with_features("learner")(LearnerSection)
     with pytest.raises(ConfigError, match=r"the feature 'residual' brings learner\.residual_copies, which is there"):
         feature.with_features("learner")(section)
 
 
-def test_bytes_without_advice_are_refused(residual: Option, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residual, "memory", lambda learner, shape, rank, terms: {**terms, "more": 1.0}, raising=False)
-    rank: Any = None
-    monkeypatch.setattr(table, "OPTIONS", {})
-    with pytest.raises(ConfigError, match="the option 'residual' holds bytes for 'more', which its `changes` does not"):
-        table.memory(LearnerSection(), TINY_MOE, rank)
-
-
-def test_the_keys_of_every_option_here_are_the_learners_by_inheritance() -> None:
-    kinds = [option.keys for option in table.OPTIONS.values() if option.keys is not None]
-    assert [keys.__name__ for keys in kinds if not issubclass(LearnerSection, keys)] == []
+def test_bytes_without_advice_are_refused(residual: Feature, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = replace(residual, memory=lambda learner, shape, rank, terms: {**terms, "more": 1.0})
+    monkeypatch.setattr(feature, "features", lambda: {"residual": more})
+    none = Elements(dense=0, experts=0)
+    rank = Rank(
+        stage=0, parameters=none, trained=none, matrices=none, tokens=1, layers=(), inputs=(), longest=1, largest=1
+    )
+    with pytest.raises(ConfigError, match="'residual' holds bytes for 'more', which its `changes` do not have"):
+        memory(LearnerSection(), TINY_MOE, rank)
 
 
 # Megatron is given, and a GPU must hold, what it was and did before: every recipe in conf/ and many layouts beside.

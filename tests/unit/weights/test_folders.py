@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rl_megatron.config.sections.learner import Adaptable, LoraSection
 from rl_megatron.errors import CheckpointError, RLMegatronError, WeightError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model, tiny_shape
-from rl_megatron.options.lora import Adaptable, LoraSection
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.adapters.base import base_digest
 from rl_megatron.weights.adapters.files import OF_EXPERTS_ALONE, PREFIX, WITH_EXPERTS, peft_config

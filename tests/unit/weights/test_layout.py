@@ -7,11 +7,12 @@ from math import prod
 
 import pytest
 
-from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.config.learner_checks import problems
+from rl_megatron.config.sections.learner import LearnerSection, layer_counts
 from rl_megatron.errors import ConfigError, WeightError
+from rl_megatron.learner.keywords import keywords
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.pipeline import Pipeline, layer_counts
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Piece, coordinates
 from rl_megatron.weights.layouts.tables import deepseek_v3, qwen3_moe
@@ -69,8 +70,9 @@ def test_layers_are_those_of_megatrons_own_stages(
 
     stages = layer_counts(counts) if counts else None
     learner = LearnerSection(pp=dims.pp, vpp=dims.vpp, stage_layers=counts)
-    assert not list(Pipeline().problems(learner, None))
-    given = dict(Pipeline().megatron(learner, SHAPE).model)
+    assert not list(problems(learner))
+    names = ("pipeline_model", "virtual_pipeline", "overlap_p2p", "batch_p2p", "deallocate_pipeline")
+    given = {key: value for key, value in keywords(learner, SHAPE).model.items() if key.startswith(names)}
     config = TransformerConfig(
         num_layers=num_layers, hidden_size=8, num_attention_heads=4, pipeline_dtype="unused", **given
     )

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.segments import sequence_ids
+from rl_megatron.config.sections.learner import PaddingSection
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.data.samples import dense_column, select, to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import RolloutEngine, Scorer
-from rl_megatron.options.padding import PaddingSection
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, Samples, SamplingParams, Span
 
 MOST = 1.0  # nats that a token counts for at most: a few tokens must not hide what the others say

@@ -1,0 +1,640 @@
+"""Why the learner refuses its keys, by themselves and for a model's sizes; and what features refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from rl_megatron import feature
+from rl_megatron.config.activations import freed, half_attention_alone, kept, torch_only, wants_transformer_engine
+from rl_megatron.config.sections.learner import HALVES, Adaptable, LearnerSection
+from rl_megatron.rules import as_given
+
+if TYPE_CHECKING:
+    from rl_megatron.models.shape import ModelShape
+
+DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
+"""Groups of ranks that DeepEP has settings for (deep_ep/buffer.py, get_dispatch_config)."""
+_INVARIANT, _GRAPH = "learner.batch_invariant=true", "learner.cuda_graphs=true"
+_CHUNK = 64  # HYBRIDEP_TOKEN_ALIGNMENT of megatron-core 0.19.2
+_LEAST = 0.01  # of what a layer keeps; a module that frees less costs time for nothing
+_SLOWEST_DECAY = 1 - 1 / (2**8 + 2)
+"""bfloat16 has 8 bits of a significand. A factor of at least this rounds 1 + 2 ** -7 to itself, so it never decays."""
+
+
+def problems(learner: LearnerSection, shape: ModelShape | None = None) -> Iterator[str]:
+    """All reasons to refuse the keys: what was given, and what to do. ``shape`` is None before a model is read.
+
+    Raises ConfigError as `feature.features`.
+    """
+    of_features = (one.problems for one in feature.features().values())
+    for check in (*_CHECKS, *of_features):
+        yield from check(learner, shape)
+
+
+def _gradients_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """bfloat16 for parameters in float32, whose gradients megatron-core then keeps in float32."""
+    if learner.gradient_dtype == "bfloat16" and learner.dtype == "float32":
+        yield (
+            "learner.gradient_dtype=bfloat16 with learner.dtype=float32 would have no effect: gradients are as "
+            "precise as parameters, or more; set learner.dtype=bfloat16, or leave it out"
+        )
+
+
+def _layers_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """Reasons why TransformerEngine cannot run the layers, if it is requested."""
+    if learner.layers != "transformer_engine":
+        return
+    if half_attention_alone(learner):
+        yield (
+            f"learner.layers=transformer_engine with learner.cp={learner.cp} and learner.dtype=float32: under "
+            "context parallelism TransformerEngine has attention kernels for half precision only; set "
+            "learner.dtype=bfloat16, or learner.layers=auto, which then uses torch's layers"
+        )
+    if shape is not None and (lacking := torch_only(shape)):
+        yield (
+            f"learner.layers=transformer_engine: model_type={shape.family!r} has {lacking}, which only our own "
+            "layers support; set learner.layers=auto or torch"
+        )
+
+
+def _recompute_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """Keys that exclude each other, parts that would free nothing, and groups that do not divide the layers."""
+    section = learner.recompute
+    given = f"learner.recompute.parts={as_given(section.parts)}"
+    if section.uniform is not None and section.parts:
+        both = f"learner.recompute.uniform={section.uniform} {given}"
+        yield f"{both}: whole layers leave nothing else to recompute; set one of the two"
+    if "moe" in section.parts and {"moe_act", "shared_experts"} & {*section.parts}:
+        yield f"{given}: moe recomputes its activation and shared experts too; name moe alone of the three"
+    if "mla_up_proj" in section.parts and learner.own_layers is not None:
+        yield (
+            f"learner.recompute.parts=mla_up_proj with learner.layers={learner.own_layers}: layers of your own "
+            "recompute what they choose; leave it out"
+        )
+    if shape is not None:
+        yield from _useless(learner, shape)
+        yield from _uneven(learner, shape)
+
+
+def _useless(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
+    """Parts that free less than `_LEAST` of every layer, with the reason."""
+    fused = wants_transformer_engine(learner, shape)
+    of_norms = "its norms are parts of linears" if fused else "megatron-core needs TransformerEngine's layers for it"
+    reasons = {
+        "core_attn": "attention keeps no more than its inputs",
+        "layernorm": of_norms,
+        "mla_up_proj": "the model has no latent attention",
+        "mlp": "the model has no dense layers",
+        "moe": "the model has no experts",
+        "moe_act": "the model has no experts",
+        "shared_experts": "the model has no shared experts",
+    }
+    layers, longest = range(shape.num_layers), learner.max_tokens_per_micro_batch
+    for module in learner.recompute.parts:
+        shares = (freed(learner, shape, n, longest).get(module, 0.0) / kept(learner, shape, n, longest) for n in layers)
+        if all(share < _LEAST for share in shares):
+            yield f"learner.recompute.parts={module} would free nothing: {reasons[module]}; leave it out"
+
+
+def _uneven(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
+    """Groups of layers that do not divide those of a pipeline chunk; megatron-core then asks for layers beyond."""
+    section = learner.recompute
+    sizes = sorted(set(learner.stages or [shape.num_layers // (learner.pp * learner.vpp)]))
+    if section.uniform is not None and (odd := [size for size in sizes if size % section.uniform]):
+        yield (
+            f"learner.recompute.uniform={section.uniform} does not divide the {odd[0]} layers of a pipeline chunk; "
+            "set it to 1, or to a number that divides them"
+        )
+
+
+def _pipeline_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """Several chunks without a pipeline, and more or fewer numbers of layers than chunks."""
+    given, chunks = learner.stages, learner.pp * learner.vpp
+    if given is not None and len(given) != chunks:
+        yield (
+            f"learner.stage_layers={learner.stage_layers} has {len(given)} numbers, but learner.pp*learner.vpp = "
+            f"{learner.pp}*{learner.vpp} = {chunks}; give one for each model chunk"
+        )
+    elif given is not None and shape is not None and sum(given) != shape.num_layers:
+        yield (
+            f"learner.stage_layers={learner.stage_layers} has {sum(given)} layers, but the model has "
+            f"{shape.num_layers}; give each layer to one chunk"
+        )
+    if learner.vpp > 1 and learner.pp == 1:
+        yield (f"learner.vpp={learner.vpp} needs a pipeline, but learner.pp=1; set learner.vpp=1 or learner.pp >= 2")
+
+
+def _experts_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """Degrees that megatron-core 0.16.1 refuses late."""
+    d = learner.dims
+    inner = d.tp * d.cp * d.dp
+    if inner % (d.ep * d.etp):
+        yield (
+            f"learner: ep*etp = {d.ep}*{d.etp} = {d.ep * d.etp} does not divide "
+            f"tp*cp*dp = {d.tp}*{d.cp}*{d.dp} = {inner}; "
+            f"leave learner.dp out, or set it so that {d.ep * d.etp} divides the product"
+        )
+    if shape is not None and (shape.expert_bias or shape.stacked_experts) and d.etp > 1:
+        kind = "experts with biases" if shape.expert_bias else "experts of one tensor a layer"
+        yield (f"learner.etp={d.etp}: {kind} cannot be sharded, only spread by learner.ep; set learner.etp=1")
+
+
+def _replicas_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """Heads of delta nets that the ranks cannot share out."""
+    if shape is None or shape.delta is None or learner.cp == 1:
+        return
+    ranks, heads = learner.tp * learner.cp, shape.delta.key_heads
+    if heads % ranks:
+        yield (
+            f"learner.cp={learner.cp} with learner.tp={learner.tp}: ranks exchange positions for heads, and "
+            f"{ranks} do not divide the {heads} key heads of the model's delta nets; lower one of them"
+        )
+
+
+def _padding_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """Sizes that do not rise, do not end at the most tokens, or that tp, cp and fp8 would pad further."""
+    section, most = learner.padding, learner.max_tokens_per_micro_batch
+    given, sizes = f"learner.padding.tokens={section.tokens}", section.sizes
+    if not sizes:
+        if section.sequences is not None:
+            yield (
+                f"learner.padding.sequences={section.sequences} without learner.padding.tokens: micro-batches "
+                "would still have any number of positions; set both, or leave it out"
+            )
+        return
+    if any(one >= next_one for one, next_one in pairwise(sizes)):
+        yield f"{given} do not rise; sort them, each once"
+    if sizes[-1] != most:
+        yield (
+            f"{given} with learner.max_tokens_per_micro_batch={most}: the last size must be that, so that every "
+            "micro-batch fits one; change one of the two"
+        )
+    if odd := [size for size in sizes if size % learner.token_multiple]:
+        yield (
+            f"{given} with learner.tp={learner.tp}, learner.cp={learner.cp} and learner.fp8={learner.fp8}: "
+            f"{odd[0]} is no multiple of {learner.token_multiple}; round the sizes up to one"
+        )
+
+
+def _dispatcher_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """Kernels on CPUs, in float32, without ranks to send to, for a model without experts; HybridEP of unequal
+    lengths."""
+    if learner.dispatcher == "alltoall":
+        return
+    given, d = f"learner.dispatcher={learner.dispatcher}", learner.dims
+    if learner.device == "cpu":
+        yield f"{given} with learner.device=cpu: its kernels need GPUs; set learner.dispatcher=alltoall"
+    if learner.dtype == "float32":
+        yield f"{given} with learner.dtype=float32: its kernels send bfloat16; set learner.dtype=bfloat16"
+    if d.ep * d.etp == 1:
+        yield f"{given} with learner.ep=1 and learner.etp=1: no token leaves its rank; leave it out"
+    elif learner.dispatcher == "deepep" and d.ep * d.etp not in DEEPEP_RANKS:
+        known = ", ".join(map(str, DEEPEP_RANKS))
+        yield (
+            f"{given} with learner.ep={d.ep} and learner.etp={d.etp}: DeepEP has no settings for {d.ep * d.etp} "
+            f"ranks, only for {known}; change their product to one of them"
+        )
+    if learner.dispatcher == "hybridep" and len(learner.padding.sizes) != 1:
+        yield (
+            f"{given} with learner.padding.tokens={learner.padding.tokens or 'null'}: its ranks exchange routing "
+            "maps of equal length; set it to one size for all micro-batches, "
+            f"learner.padding.tokens={learner.max_tokens_per_micro_batch}"
+        )
+    if learner.dispatcher == "hybridep" and (odd := [n for n in learner.padding.sizes if n % (_CHUNK * d.tp * d.cp)]):
+        yield (
+            f"{given} with learner.padding.tokens={odd[0]}, learner.tp={d.tp} and learner.cp={d.cp}: its kernels "
+            f"take chunks of {_CHUNK} tokens of a rank; round it up to a multiple of {_CHUNK * d.tp * d.cp}"
+        )
+    if shape is not None and not shape.num_experts:
+        yield f"{given}: model_type={shape.family!r} has no experts; leave it out"
+
+
+def _router_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """Keys that would have no effect."""
+    router = learner.router
+    said = [
+        f"learner.router.{key}={str(value).lower()}" for key, value in router.model_dump(exclude_defaults=True).items()
+    ]
+    if router.frozen and len(said) > 1:
+        yield f"{' '.join(said)}: a frozen router is not balanced; set learner.router.frozen=false, or no other"
+    if shape is None:
+        return
+    if said and not shape.num_experts:
+        yield f"{' '.join(said)}: model_type={shape.family!r} has no experts; leave learner.router out"
+    elif router.bias_update_rate and not shape.router.selection_bias:
+        yield (
+            f"learner.router.bias_update_rate={router.bias_update_rate}: routers of "
+            f"model_type={shape.family!r} have no selection bias, nor do engines; set it to 0, and balance by "
+            "learner.router.global_aux_loss"
+        )
+
+
+def _fusion_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """CPUs, and models without experts."""
+    if not learner.fusion.router:
+        return
+    if learner.device == "cpu":
+        yield "learner.fusion.router=true with learner.device=cpu: its kernels need GPUs; leave it out"
+    if shape is not None and not shape.num_experts:
+        yield f"learner.fusion.router=true: model_type={shape.family!r} has no experts; leave it out"
+
+
+def _optimizer_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """Muon with what it cannot do, and its setting without it."""
+    section = learner.optimizer
+    if section.name == "muon" and learner.batch_invariant:
+        yield (
+            "learner.optimizer.name=muon with learner.batch_invariant=true: that mode's torch.addmm takes no "
+            "factors, and Muon's iteration has some; leave one of them out"
+        )
+    if section.name != "muon" and section.muon.model_dump(exclude_defaults=True):
+        yield (
+            f"learner.optimizer.muon.scale with learner.optimizer.name={section.name} would have no effect; "
+            "set learner.optimizer.name=muon, or leave it out"
+        )
+    yield from _moments_problems(learner)
+
+
+def _moments_problems(learner: LearnerSection) -> Iterator[str]:
+    """Moments in bfloat16 where TransformerEngine's Adam does not keep them, or where they would not decay."""
+    dtype = learner.optimizer.moments_dtype
+    if dtype == "float32":
+        return
+    given = f"learner.optimizer.moments_dtype={dtype}"
+    if learner.device == "cpu":
+        yield f"{given} with learner.device=cpu: TransformerEngine's Adam keeps them, on GPUs alone; leave it out"
+    lacking = {
+        "learner.optimizer.name=adamw": learner.optimizer.name == "adamw",
+        "learner.dtype=bfloat16": learner.dtype == "bfloat16",
+    }
+    for key in (key for key, there in lacking.items() if not there):
+        yield f"{given}: megatron-core can do this only with {key}; set it"
+    if learner.offload.optimizer:
+        yield (
+            f"{given} with learner.offload.optimizer={learner.offload.optimizer:g}: that needs a learner without "
+            f"TransformerEngine, whose Adam keeps moments in {dtype}; set one of the two"
+        )
+    for key in ("beta1", "beta2"):
+        if (decay := getattr(learner.optimizer, key)) >= _SLOWEST_DECAY:
+            yield (
+                f"{given} with learner.optimizer.{key}={decay:g}: bfloat16 has 8 bits, to which numbers are rounded "
+                f"that were multiplied by it, so some would never decay; set it below {_SLOWEST_DECAY:.4g}, or leave "
+                "moments_dtype out"
+            )
+
+
+def _overlap_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """Keys without effect, and what megatron-core's gathering of parameters lacks."""
+    section, d = learner.overlap, learner.dims
+    if section.gradients and d.dp * d.cp == 1 and d.tp == d.ep * d.etp:
+        yield (
+            "learner.overlap.gradients=true: each rank has parameters of its own, so there is nothing to reduce; "
+            "leave it out, or raise learner.dp"
+        )
+    yield from _shared_problems(learner, shape)
+    if not section.parameters:
+        return
+    lacking = {
+        "learner.overlap.gradients=true": section.gradients,
+        "learner.optimizer.name=adamw": learner.optimizer.name == "adamw",
+    }
+    for key in (key for key, there in lacking.items() if not there):
+        yield f"learner.overlap.parameters=true: megatron-core can do this only with {key}; set it"
+    if learner.own_layers is not None:
+        yield (
+            f"learner.overlap.parameters=true with learner.layers={learner.own_layers}: parameters are waited for "
+            "when the module that has them is called, and layers of your own may read them otherwise; leave it out"
+        )
+
+
+def _shared_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """Nothing to overlap, and what megatron-core's overlap of shared experts lacks."""
+    if not learner.overlap.shared_experts:
+        return
+    d = learner.dims
+    if d.ep * d.etp == 1:
+        yield (
+            "learner.overlap.shared_experts=true with learner.ep=1 and learner.etp=1: no token leaves its rank, so "
+            "there is nothing to overlap with; leave it out"
+        )
+    if shape is not None and not shape.shared_width:
+        yield f"learner.overlap.shared_experts=true: model_type={shape.family!r} has no shared experts; leave it out"
+    if learner.dispatcher != "alltoall":
+        yield (
+            f"learner.overlap.shared_experts=true with learner.dispatcher={learner.dispatcher}: megatron-core can do "
+            "this only with alltoall; set one of the two"
+        )
+    if "shared_experts" in learner.recompute.parts:
+        yield (
+            "learner.overlap.shared_experts=true with learner.recompute.parts=shared_experts: megatron-core cannot "
+            "recompute what overlaps; set one of the two"
+        )
+
+
+def _offload_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """CPU ranks, whose state is in the host's memory already, and state that is not shared out."""
+    share = learner.offload.optimizer
+    if share and learner.device == "cpu":
+        yield f"learner.offload.optimizer={share:g} with learner.device=cpu would have no effect; leave it out"
+    if (level := learner.offload.while_sampling) and learner.device == "cpu":
+        yield (
+            f"learner.offload.while_sampling={level} with learner.device=cpu would have no effect: there is no GPU "
+            "to leave; leave it out"
+        )
+    lacking = {
+        "learner.optimizer.name=adamw": learner.optimizer.name == "adamw",
+        "learner.dtype=bfloat16": learner.dtype == "bfloat16",
+    }
+    for key in (key for key, there in lacking.items() if share and not there):
+        yield f"learner.offload.optimizer={share:g}: megatron-core can do this only with {key}; set it"
+    yield from _activation_problems(learner, shape)
+
+
+def _activation_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """CPU ranks, halves that no layer has or that are recomputed, and tensors that other streams compute."""
+    parts = learner.offload.activations
+    given = [f"learner.offload.activations={part}" for part in parts]
+    if not parts:
+        return
+    if learner.device == "cpu":
+        yield f"{given[0]} with learner.device=cpu would have no effect: there is no GPU to leave; leave it out"
+    if (count := learner.recompute.uniform) is not None:
+        yield (
+            f"{given[0]} with learner.recompute.uniform={count}: layers that are computed again keep their inputs "
+            "alone; set one of the two"
+        )
+    for part, said in zip(parts, given, strict=True):
+        for module in learner.recompute.parts:
+            if module in HALVES[part]:
+                yield (
+                    f"{said} with learner.recompute.parts={module}: what is computed again is a part of what would be "
+                    "moved; set one of the two"
+                )
+    if learner.fp8 is not None:
+        yield (
+            f"{given[0]} with learner.fp8={learner.fp8}: layers keep copies of weights in float8 among activations, "
+            "which would be moved too; set one of the two"
+        )
+    if learner.cuda_graphs:
+        yield (
+            f"{given[0]} with learner.cuda_graphs=true: graphs keep activations in memory of their own, from which "
+            "nothing can leave; set one of the two"
+        )
+    if learner.own_layers is not None:
+        yield (
+            f"{given[0]} with learner.layers={learner.own_layers}: what layers of your own keep is not known; leave it "
+            "out"
+        )
+    streams = {
+        "learner.overlap.shared_experts=true": learner.overlap.shared_experts,
+        f"learner.dispatcher={learner.dispatcher}": learner.dispatcher != "alltoall",
+    }
+    for key in (key for key, there in streams.items() if there and "moe" in parts):
+        yield (
+            f"learner.offload.activations=moe with {key}: tensors of other streams than the layers' would be "
+            "moved, for which nothing waits; set one of the two"
+        )
+    if shape is not None:
+        layers = {"attention": shape.num_layers, "moe": len(shape.moe_layers)}
+        layers["mlp"] = shape.num_layers - layers["moe"]
+        for part in (part for part in parts if not layers[part]):
+            has = {"mlp": "dense layers", "moe": "experts"}[part]
+            yield f"learner.offload.activations={part}: the model has no {has}; leave it out"
+
+
+def _deterministic_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """DeepEP, whose order of sums nothing fixes."""
+    if learner.deterministic and learner.dispatcher != "alltoall":
+        yield (
+            f"learner.deterministic=true with learner.dispatcher={learner.dispatcher}: its kernels have no "
+            "deterministic mode; set learner.dispatcher=alltoall"
+        )
+
+
+def _batch_invariant_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """CPUs, float32, torch's layers, experts, and sums of more than two ranks."""
+    if not learner.batch_invariant:
+        return
+    if learner.device == "cpu":
+        yield f"{_INVARIANT} with learner.device=cpu: its kernels need GPUs; leave it out"
+    if learner.dtype == "float32":
+        yield f"{_INVARIANT} with learner.dtype=float32: FlashAttention takes half precision; set bfloat16"
+    if learner.cp > 1:
+        yield (
+            f"{_INVARIANT} with learner.cp={learner.cp}: TransformerEngine's attention over cp calls FlashAttention 2, "
+            "whose splits are not fixed (megatron-core 0.19 refuses it); set learner.cp=1"
+        )
+    if learner.head_dtype is not None:
+        yield (
+            f"{_INVARIANT} with learner.head_dtype={learner.head_dtype}: its kernel multiplies float32 in TF32, with "
+            "10 bits; leave one of them out"
+        )
+    if learner.layers == "torch" or learner.own_layers is not None:
+        yield (
+            f"{_INVARIANT} with learner.layers={learner.layers}: megatron-core has such kernels for "
+            "TransformerEngine's layers alone; set learner.layers=auto"
+        )
+    if learner.tp > 2:
+        yield (
+            f"{_INVARIANT} with learner.tp={learner.tp}: NCCL adds the ranks' parts of a token in an order that "
+            "depends on its place in the micro-batch, which two parts alone do not show; set learner.tp to 1 or 2"
+        )
+    if shape is not None and shape.num_experts:
+        yield (
+            f"{_INVARIANT}: megatron-core 0.16.1 has no such kernels for experts' grouped products, and "
+            f"model_type={shape.family!r} has experts; leave it out"
+        )
+    elif shape is not None and (part := torch_only(shape)) is not None:
+        yield f"{_INVARIANT}: the model has {part}, which torch's layers alone compute; leave it out"
+
+
+def _fp8_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """CPUs, float32, torch's layers, sizes that no block fits, and kernels that take no float8."""
+    if learner.fp8 is None:
+        return
+    given = f"learner.fp8={learner.fp8}"
+    if learner.device == "cpu":
+        yield f"{given} with learner.device=cpu: its kernels need GPUs; leave it out"
+    if learner.dtype != "bfloat16":
+        yield f"{given} with learner.dtype={learner.dtype}: parameters must be bfloat16; set learner.dtype=bfloat16"
+    if learner.layers == "torch" or learner.own_layers is not None:
+        yield f"{given} with learner.layers={learner.layers}: TransformerEngine's layers alone have it; set auto"
+    if learner.batch_invariant:
+        yield f"{given} with learner.batch_invariant=true: its kernels take no float8; leave one of them out"
+    if shape is None:
+        return
+    if (part := torch_only(shape)) is not None:
+        yield f"{given}: the model has {part}, which torch's layers alone compute; leave it out"
+    unit = 32 if learner.fp8 == "mxfp8" else 16
+    if learner.fp8 == "blockwise" and learner.tp > 1:
+        for size, what in _gathered(shape).items():
+            if size % learner.float8_rows:
+                yield (
+                    f"{given} with learner.tp={learner.tp}: ranks gather the {size} {what} in float8, and they are "
+                    f"no multiple of {learner.float8_rows}; set learner.tp=1, or learner.fp8=tensorwise"
+                )
+    for size, what in _sizes(learner, shape).items():
+        if size % unit:
+            yield f"{given}: the {size} {what} are no multiple of {unit}; lower learner.tp or etp, or leave it out"
+
+
+def _gathered(shape: ModelShape) -> dict[int, str]:
+    """Sizes of what the ranks of a tensor-parallel group gather for a linear, in words."""
+    ranks = () if shape.latent is None else (shape.latent.query_rank or 0, shape.latent.kv_rank)
+    return {shape.hidden_size: "hidden columns", **{rank: "columns of a latent" for rank in ranks if rank}}
+
+
+def _sizes(learner: LearnerSection, shape: ModelShape) -> dict[int, str]:
+    """A rank's sizes of what linears take and give, in words."""
+    d, out = learner.dims, {shape.hidden_size: "hidden columns"}
+    if shape.latent is None:
+        out[shape.num_heads * shape.head_dim // d.tp] = "columns of a rank's heads"
+        out[max(shape.num_kv_heads // d.tp, 1) * shape.head_dim] = "columns of a rank's keys"
+    else:
+        out[shape.num_heads * shape.latent.value_dim // d.tp] = "columns of a rank's heads"
+        out[shape.latent.kv_rank + shape.latent.rope_dim] = "columns of latents"
+        out |= _gathered(shape)
+    if shape.dense_width:
+        out[shape.dense_width // d.tp] = "columns of a rank's dense layers"
+    if shape.num_experts:
+        out[shape.expert_width // d.etp] = "columns of a rank's experts"
+    if shape.shared_width:
+        out[shape.shared_width // d.tp] = "columns of a rank's shared experts"
+    return out
+
+
+def _cuda_graphs_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """What has no static shapes or addresses, what cannot be captured, and what was not tried."""
+    if not learner.cuda_graphs:
+        return
+    if learner.device == "cpu":
+        yield f"{_GRAPH} with learner.device=cpu: a CPU has no such graphs; leave it out"
+    if learner.layers == "torch":
+        yield (
+            f"{_GRAPH} with learner.layers=torch: their attention makes calls of other shapes for other lengths; "
+            "set learner.layers=auto"
+        )
+    if not learner.padding.sizes or learner.padding.sequences is None:
+        yield (
+            f"{_GRAPH} without learner.padding: a graph replays the shapes that it was captured with; set "
+            f"learner.padding.tokens={learner.max_tokens_per_micro_batch} and learner.padding.sequences"
+        )
+    yield from _refused(learner)
+    if shape is not None and shape.num_experts:
+        yield (
+            f"{_GRAPH}: model_type={shape.family!r} has experts, whose dispatcher waits for counts on the host, "
+            "which cannot be captured; leave it out"
+        )
+    elif shape is not None and (part := torch_only(shape)) is not None:
+        yield f"{_GRAPH}: the model has {part}, which torch's layers alone compute; leave it out"
+    elif shape is not None and shape.latent is not None:
+        yield f"{_GRAPH}: rotary embeddings of latent attention wait for lengths on the host; leave it out"
+
+
+def _refused(learner: LearnerSection) -> Iterator[str]:
+    """Other keys that graphs do not go with."""
+    if learner.pp > 1:
+        yield (
+            f"{_GRAPH} with learner.pp={learner.pp}: megatron-core then captures a graph for each micro-batch of the "
+            "first step, and steps have other numbers of them; set learner.pp=1"
+        )
+    if learner.cp > 1:
+        yield f"{_GRAPH} with learner.cp={learner.cp}: capturing attention's exchange was not tried; set learner.cp=1"
+    recompute = learner.recompute
+    if recompute.parts or recompute.uniform is not None:
+        yield (
+            f"{_GRAPH} with learner.recompute: megatron-core captures by torch.autograd.grad, in which its "
+            "checkpointing raises an error, and refuses to recompute whole layers; leave one of them out"
+        )
+    if learner.fp8 is not None:
+        yield f"{_GRAPH} with learner.fp8={learner.fp8}: weights' copies in float8 move; leave one of them out"
+    if (level := learner.offload.while_sampling) is not None:
+        yield (
+            f"{_GRAPH} with learner.offload.while_sampling={level}: graphs read weights where they were when captured, "
+            "and they come back elsewhere; leave one of them out"
+        )
+    if learner.overlap.parameters or learner.overlap.gradients:
+        yield f"{_GRAPH} with learner.overlap: hooks that reduce and gather were not tried; leave one of them out"
+
+
+def _lora_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """Keys without effect, options that need gradients of the whole model or the same weights in each pass, and
+    experts of one tensor a layer."""
+    lora = learner.lora
+    if lora.rank is None:
+        if changed := lora.model_dump(exclude_defaults=True):
+            key = min(changed)
+            yield f"learner.lora.{key} without learner.lora.rank would have no effect; set rank, or leave it out"
+        return
+    given = f"learner.lora.rank={lora.rank}"
+    if not lora.targets or len(set(lora.targets)) < len(lora.targets):
+        yield f"learner.lora.targets={','.join(lora.targets)}: name some of attention, mlp, experts, each once"
+    for key, remedy in _excluded(learner).items():
+        yield f"{given} with {key}; {remedy}"
+    if lora.expert_rank and "experts" not in lora.targets:
+        yield "learner.lora.expert_rank without experts in learner.lora.targets would have no effect; leave it out"
+    if shape is None:
+        return
+    lacking = _lacking(shape)
+    if lora.targets and set(lora.targets) <= lacking.keys():
+        parts = " and no ".join(lacking[target] for target in lora.targets)
+        yield (
+            f"learner.lora.targets={','.join(lora.targets)}: model_type={shape.family!r} has no {parts}, so that "
+            "nothing would be trained; name others"
+        )
+    if "experts" not in lora.targets:
+        return
+    if lora.expert_rank and not shape.num_experts:
+        yield f"learner.lora.expert_rank: model_type={shape.family!r} has no experts; leave it out"
+    if shape.expert_bias or shape.stacked_experts:
+        yield (
+            f"{given}: experts of model_type={shape.family!r} are in one tensor a layer, which has no adapters "
+            f"here; set learner.lora.targets={'attention' if 'mlp' in lacking else 'attention,mlp'}"
+        )
+
+
+def _lacking(shape: ModelShape) -> Mapping[Adaptable, str]:
+    """What the model lacks, for each target that matches none of its matrices."""
+    if not shape.num_experts:
+        return {"experts": "routed experts"}
+    return {} if shape.dense_layers or shape.shared_width else {"mlp": "dense layers and no shared experts"}
+
+
+def _excluded(learner: LearnerSection) -> Mapping[str, str]:
+    """What cannot be set beside adapters, and what to do."""
+    router = learner.router.model_dump(exclude_defaults=True)
+    found = {
+        "learner.optimizer.name=muon: it steps whole matrices": learner.optimizer.name == "muon",
+        f"learner.fp8={learner.fp8}: merged weights have no copies in float8": learner.fp8 is not None,
+        "learner.batch_invariant=true: that mode's torch.addmm, which merges, takes no factor": learner.batch_invariant,
+        "learner.cuda_graphs=true: a graph has fixed weights": learner.cuda_graphs,
+        "learner.overlap.parameters=true: adapters are merged before they are there": learner.overlap.parameters,
+        "learner.offload.activations: merged weights are kept by other means": bool(learner.offload.activations),
+        f"learner.layers={learner.layers}: adapters know this package's layers alone": learner.own_layers is not None,
+        f"learner.router.{min(router, default='')}: routers are frozen": bool(router),
+    }
+    return {key: "leave one of them out" for key, there in found.items() if there}
+
+
+_CHECKS: tuple[Callable[[LearnerSection, ModelShape | None], Iterator[str]], ...] = (
+    _gradients_problems,
+    _layers_problems,
+    _recompute_problems,
+    _pipeline_problems,
+    _experts_problems,
+    _replicas_problems,
+    _padding_problems,
+    _dispatcher_problems,
+    _router_problems,
+    _fusion_problems,
+    _optimizer_problems,
+    _overlap_problems,
+    _offload_problems,
+    _deterministic_problems,
+    _batch_invariant_problems,
+    _fp8_problems,
+    _cuda_graphs_problems,
+    _lora_problems,
+)

@@ -1,0 +1,278 @@
+"""What megatron-core's constructors are given for the learner's keys. No torch, so that features declare theirs."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from rl_megatron import feature
+from rl_megatron.config.activations import uses_transformer_engine
+from rl_megatron.errors import ConfigError
+from rl_megatron.feature import Attention, Dtype, Keywords
+
+if TYPE_CHECKING:
+    from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.models.shape import ModelShape
+
+HELD = 2
+"""Halves of layers whose copies may run on behind the half that computes: their memory of the GPU is not free yet."""
+LOGITS_TOKENS = 1024
+"""Most positions whose logits the learner holds in float32 at once."""
+NEWTON_SCHULZ_STEPS = 5
+"""Steps of Muon's iteration, after which all but the smallest singular values are about 0.7 to 1.2."""
+SLAB = 2**30
+"""Bytes of the host that are pinned at once for what leaves a GPU while servers sample."""
+STEPPED_AT_ONCE = 2**26
+"""Parameters that are stepped together where moments are not float32, or one tensor of more, of which a rank may step
+all: of those there are float32 copies then."""
+WEIGHT_ROWS = 8192
+"""Rows of an output layer in half precision of which the learner holds float32 copies at once."""
+_FLASH_3 = ("flash_attn_interface", "flash_attn_3")
+_HYBRIDEP = "hybrid_ep_cpp"  # what DeepEP's branch hybrid-ep compiles, and the others do not
+
+
+def keywords(learner: LearnerSection, shape: ModelShape) -> Keywords:
+    """All keywords for megatron-core, with those of features.
+
+    Raises ConfigError if this machine lacks what a key needs, or if a feature gives a keyword that is given already.
+    """
+    found: dict[str, dict[str, object]] = {
+        "model": {
+            **_of_ranks(learner),
+            **_of_layers(learner, shape),
+            **_of_recompute(learner, shape),
+            **_of_experts(learner, shape),
+            **_of_kernels(learner, shape),
+        },
+        "ddp": _of_gradients(learner),
+        "optimizer": _of_optimizer(learner),
+    }
+    for name, one in feature.features().items():
+        more = one.megatron(learner, shape)
+        for kind, mine in (("model", more.model), ("ddp", more.ddp), ("optimizer", more.optimizer)):
+            if twice := found[kind].keys() & mine.keys():
+                raise ConfigError(
+                    f"the feature {name!r} gives megatron-core {min(twice)}, which is given already; drop one"
+                )
+            found[kind].update(mine)
+    return Keywords(model=found["model"], ddp=found["ddp"], optimizer=found["optimizer"])
+
+
+def _of_ranks(learner: LearnerSection) -> dict[str, object]:
+    """Degrees and the pipeline's schedule: 1F1B, or with chunks of stages its interleaved form (arXiv:2104.04473).
+
+    megatron-core needs sequence parallelism to train experts. It derives the data-parallel degree from the world size.
+    """
+    d = learner.dims
+    model: dict[str, object] = {
+        "use_cpu_initialization": learner.device == "cpu",  # its default uses the current GPU
+        "tensor_model_parallel_size": d.tp,
+        "sequence_parallel": d.tp > 1,
+        "pipeline_model_parallel_size": d.pp,
+        "expert_model_parallel_size": d.ep,
+        "expert_tensor_parallel_size": d.etp,
+        "context_parallel_size": d.cp,
+        "variable_seq_lengths": True,  # micro-batches are packed
+    }
+    if learner.stages is not None:
+        layers = "|".join("t" * count for count in learner.stages)
+        model["pipeline_model_parallel_layout"] = f"E{layers}L"  # embedding, transformer layers, loss
+    if d.vpp > 1:  # batched p2p is silently wrong with vpp at pp=2
+        model["virtual_pipeline_model_parallel_size"] = d.vpp
+        model |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    elif d.pp > 1:  # chunks' outputs are still being sent when megatron frees them
+        model["deallocate_pipeline_outputs"] = True
+    return model
+
+
+def _of_layers(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
+    """Dtypes, and whether kernels are fused, which is so with TransformerEngine's layers alone.
+
+    Never fuses gradient accumulation into a linear's backward, which needs apex, nor cross entropy, which
+    `learner.logprobs` computes.
+    """
+    dtype, fused = Dtype(learner.dtype), uses_transformer_engine(learner, shape)
+    names = ["bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "persist_layer_norm"]
+    names += [] if fused and shape.latent is not None else ["apply_rope_fusion"]
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": learner.dtype == "bfloat16",
+        "gradient_accumulation_fusion": False,
+        "cross_entropy_loss_fusion": False,
+        **dict.fromkeys(names, fused),
+    }
+
+
+def _of_recompute(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
+    """Granularity, method and number of layers, or modules. Our latent attention recomputes by itself.
+
+    Raises ConfigError for ``layernorm`` without TransformerEngine, of which megatron-core then lacks a name.
+    """
+    section = learner.recompute
+    if section.uniform is not None:
+        given = {"recompute_method": "uniform", "recompute_num_layers": section.uniform}
+        return {"recompute_granularity": "full", **given}
+    modules, model = list[str](section.parts), dict[str, object]()
+    fused = uses_transformer_engine(learner, shape)
+    if "layernorm" in modules and not fused:
+        raise ConfigError("learner.recompute.parts=layernorm: TransformerEngine is not installed here; leave it out")
+    if "mla_up_proj" in modules and not fused:
+        modules.remove("mla_up_proj")
+        model["recompute_up_projections"] = True
+    if modules:
+        model |= {"recompute_granularity": "selective", "recompute_modules": modules}
+    return model
+
+
+def _of_experts(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
+    """The dispatcher, for dense models too, since megatron-core checks it against ``variable_seq_lengths``; and of
+    routers, which choose experts in float32, what is fused.
+
+    Nothing of megatron-core's own balances load: it multiplies losses by a number of tokens that nothing divides out
+    again, counts padding, takes a packed micro-batch as one sequence, and moves biases in steps that are skipped.
+    Raises ConfigError if the package of the dispatcher is missing, or TransformerEngine for a fused router.
+    """
+    model = _of_dispatcher(learner.dispatcher)
+    if not shape.num_experts:
+        return model
+    if learner.fusion.router and importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            "learner.fusion.router=true: TransformerEngine is not installed here; install it, or leave it out"
+        )
+    model |= {"moe_router_dtype": "fp32", "moe_router_load_balancing_type": "none"}
+    model |= {"moe_router_bias_update_rate": 0.0} if shape.router.selection_bias else {}
+    model |= {"moe_router_fusion": True} if learner.fusion.router else {}
+    return {**model, "moe_permute_fusion": uses_transformer_engine(learner, shape)}
+
+
+def _of_dispatcher(name: str) -> dict[str, object]:
+    """Ours are packed micro-batches, whose lengths differ: megatron-core's all-gather takes equal ones. So does
+    HybridEP, whose ranks gather each other's routing maps (deep_ep's executor.cu, allgather_routing_map) into a buffer
+    as long as the first micro-batch (moe/fused_a2a.py): with one size to pad to all are."""
+    if name == "alltoall":
+        return {"moe_token_dispatcher_type": "alltoall"}
+    if importlib.util.find_spec("deep_ep") is None:
+        raise ConfigError(
+            f"learner.dispatcher={name}: the package deep_ep is not installed here "
+            "(https://github.com/deepseek-ai/DeepEP); install it, or set learner.dispatcher=alltoall"
+        )
+    if name == "hybridep" and importlib.util.find_spec(_HYBRIDEP) is None:
+        raise ConfigError(
+            f"learner.dispatcher=hybridep: the package deep_ep here has no {_HYBRIDEP}; install that of the branch "
+            "hybrid-ep (https://github.com/deepseek-ai/DeepEP/tree/hybrid-ep), or set learner.dispatcher=deepep"
+        )
+    return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": name}
+
+
+def _of_kernels(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
+    """Kernels that add in one order, or row by row, or in float8, or that are captured as a graph; shared experts that
+    compute while tokens are sent. Raises ConfigError if TransformerEngine or FlashAttention is not installed."""
+    model: dict[str, object] = {"deterministic_mode": True} if learner.deterministic else {}
+    model |= {"moe_shared_expert_overlap": True} if learner.overlap.shared_experts else {}
+    asked = {
+        "learner.batch_invariant=true": learner.batch_invariant,
+        f"learner.fp8={learner.fp8}": learner.fp8 is not None,
+        "learner.cuda_graphs=true": learner.cuda_graphs and learner.own_layers is None,
+    }
+    for key in (key for key, asks in asked.items() if asks):
+        if not uses_transformer_engine(learner, shape):
+            raise ConfigError(f"{key}: TransformerEngine is not installed here; install it, or leave it out")
+    if learner.batch_invariant:
+        if not any(importlib.util.find_spec(name) for name in (*_FLASH_3, "flash_attn")):
+            raise ConfigError(
+                "learner.batch_invariant=true: FlashAttention is not installed here; install it, or leave it out"
+            )
+        model |= {"batch_invariant_mode": True, "attention_backend": Attention("flash")}
+    if learner.fp8 is not None:  # tensorwise takes e5m2 for gradients, the others e4m3 for all, as Megatron-LM does
+        model |= {"fp8": "hybrid" if learner.fp8 == "tensorwise" else "e4m3", "fp8_recipe": learner.fp8}
+    if learner.cuda_graphs:  # without a scope it captures whole layers
+        model["cuda_graph_impl"] = "local"
+    return model
+
+
+def flash_attention() -> int:
+    """The generation of FlashAttention that is installed and that a newer megatron-core (0.19) takes for
+    ``learner.batch_invariant``.
+
+    Raises ConfigError if there is none.
+    """
+    if any(importlib.util.find_spec(name) for name in _FLASH_3):
+        return 3
+    raise ConfigError(
+        "learner.batch_invariant=true: the megatron-core here takes FlashAttention 3 for it, which is not installed; "
+        "install it (flash_attn_3), take megatron-core 0.16.1, or leave it out"
+    )
+
+
+def _of_gradients(learner: LearnerSection) -> dict[str, object]:
+    """Gradients in float32, or in the dtype of parameters; Muon takes whole parameters, which megatron's own sharding
+    cuts; and when they are reduced: without ``learner.overlap.gradients`` in one bucket after the pass."""
+    return {
+        "grad_reduce_in_fp32": learner.gradient_dtype == "float32",
+        "use_distributed_optimizer": learner.optimizer.name == "adamw",
+        **({"overlap_grad_reduce": True} if learner.overlap.gradients else {}),
+        **({"overlap_param_gather": True} if learner.overlap.parameters else {}),
+    }
+
+
+def _of_optimizer(learner: LearnerSection) -> dict[str, object]:
+    """AdamW, or Muon beside it, over float32 copies of the parameters, whose state data-parallel ranks shard
+    (arXiv:1910.02054). The learner sets the learning rate before each step.
+
+    Raises ConfigError for moments that are not float32 without TransformerEngine, and as `_offloaded`.
+    """
+    section = learner.optimizer
+    return {
+        "params_dtype": Dtype(learner.dtype),
+        "bf16": learner.dtype == "bfloat16",
+        "optimizer": {"adamw": "adam", "muon": "muon"}[section.name],
+        "lr": 0.0,
+        "adam_beta1": section.beta1,
+        "adam_beta2": section.beta2,
+        "adam_eps": section.eps,
+        "weight_decay": section.weight_decay,
+        "clip_grad": section.clip_grad,
+        "use_distributed_optimizer": section.name == "adamw",
+        **({"muon_scale_mode": section.muon.scale} if section.name == "muon" else {}),
+        **(_low_moments(learner) if section.moments_dtype != "float32" else {}),
+        **({"overlap_param_gather": True} if learner.overlap.parameters else {}),
+        **(_offloaded(learner.offload.optimizer) if learner.offload.optimizer else {}),
+    }
+
+
+def _low_moments(learner: LearnerSection) -> dict[str, object]:
+    """Keywords for moments in ``moments_dtype``. Raises ConfigError without TransformerEngine."""
+    dtype = learner.optimizer.moments_dtype
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            f"learner.optimizer.moments_dtype={dtype}: TransformerEngine, whose Adam keeps them, is not installed "
+            "here; install it, or leave the key out"
+        )
+    return {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": Dtype(dtype),
+        "exp_avg_sq_dtype": Dtype(dtype),
+        "main_params_dtype": Dtype("float32"),
+        "main_grads_dtype": Dtype(learner.gradient_dtype),
+        "store_param_remainders": False,  # megatron-core could not save them for another layout
+    }
+
+
+def _offloaded(share: float) -> dict[str, object]:
+    """Steps a share of the parameters on the CPU (megatron-core's HybridDeviceOptimizer), with copies that overlap.
+
+    Raises ConfigError where TransformerEngine or apex is installed: their Adam counts steps for all parameters, which
+    an offloaded optimizer does not get back on a resume.
+    """
+    for package in ("transformer_engine", "apex"):
+        if importlib.util.find_spec(package) is not None:
+            raise ConfigError(
+                f"learner.offload.optimizer={share:g}: {package} is installed, with whose Adam megatron-core 0.16.1 "
+                "cannot resume an offloaded optimizer; set it to 0, or uninstall the package"
+            )
+    return {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": share,
+        "overlap_cpu_optimizer_d2h_h2d": True,
+    }
