@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import re
 import shlex
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from numpy.typing import NDArray
+from typing_extensions import override
+
 from rl_megatron.config.sections.rollout import RunningRequests, stands_for
-from rl_megatron.engines.answers import Judged
+from rl_megatron.engines.answers import Judged, SampledColumns, sampled_with, spans_of
 from rl_megatron.engines.http import Server
 from rl_megatron.errors import EngineError
-from rl_megatron.feature import EngineHooks
+from rl_megatron.feature import EngineHooks, engine_hooks
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.section import MAX_TEMPERATURE, MIN_TEMPERATURE
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
+from rl_megatron.weights.checks.compare import ReportReader
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes
 
@@ -263,6 +270,62 @@ class Adapter(Sampling, Loading, Running, Protocol):
     def gpu_problem(self, quantization: str, extra: Sequence[str], capability: float) -> str:
         """Why it cannot serve weights of a format on GPUs of a compute capability, with ``extra`` options; or empty."""
         return ""
+
+
+class ForeignEngine(Adapter):
+    """What adapters of other projects' engines have in common. ``module`` is also the engine's name in features."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self._shape, self._reader, self.labels = shape, ReportReader(), Labels()
+        self.hooks = engine_hooks(self.module)
+
+    @override
+    async def score(self, server: Server, text: Sequence[int]) -> list[float]:
+        return await self._scored(server, text, None)
+
+    @override
+    async def score_with(self, server: Server, text: Sequence[int], adapters: LoadedAdapters) -> list[float]:
+        return await self._scored(server, text, adapters)
+
+    @abstractmethod
+    async def _scored(self, server: Server, text: Sequence[int], adapters: LoadedAdapters | None) -> list[float]:
+        """`score` or, with ``adapters``, `score_with`."""
+
+    @contextlib.asynccontextmanager
+    async def _paused(self, server: Server) -> AsyncIterator[None]:
+        """The server samples nothing inside. One that a push has paused stays so."""
+        if server.paused:
+            yield
+            return
+        server.paused = True
+        try:
+            await self.pause(server, "keep_cache")
+            try:
+                yield
+            finally:
+                await self.resume(server)
+        finally:
+            server.paused = False
+
+    def _completion(
+        self,
+        answer: SampledColumns,
+        request: GenerationRequest,
+        spans: Iterable[tuple[int, int]],
+        count: int,
+        read_routes: Callable[[str | None, int, ModelShape], NDArray[Any]],
+    ) -> Completion:
+        """The first ``count`` tokens of an answer. ``spans``: the first token and the version of each of its parts."""
+        columns = {}
+        if "routes" in request.columns and count:
+            columns["routes"] = read_routes(answer.routes, len(request.token_ids) + count - 1, self._shape)
+        return Completion(
+            token_ids=answer.token_ids[:count],
+            logprobs=answer.logprobs[:count],
+            finish_reason=answer.finish_reason,
+            spans=sampled_with(request, spans_of(spans)),
+            columns=columns,
+        )
 
 
 def words_of(options: str) -> tuple[str, ...]:

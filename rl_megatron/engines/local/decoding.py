@@ -23,8 +23,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_megatron.engines.local.noise import RouterNoise, completion_streams, prompt_streams
-from rl_megatron.engines.local.sampling import RowSampling, choose_tokens, stream_keys, uniforms
+from rl_megatron.engines.local.sampling import (
+    RouterNoise,
+    RowSampling,
+    choose_tokens,
+    completion_streams,
+    prompt_streams,
+    stream_keys,
+    uniforms,
+)
 from rl_megatron.errors import EngineError
 from rl_megatron.models.kv_cache import KVCache, Prefix
 from rl_megatron.models.reference import ReferenceModel, WholeSequences

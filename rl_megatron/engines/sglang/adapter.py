@@ -13,40 +13,40 @@ from typing_extensions import override
 
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.engines.adapter import (
-    Adapter,
     AdapterPlaces,
     Command,
     Description,
     EngineGauges,
-    Labels,
+    ForeignEngine,
     StartOptions,
     described_by,
     refused_option,
     value_given,
 )
-from rl_megatron.engines.answers import Judged, SampledColumns, as_form, completion_seed, sampled_with, spans_of
+from rl_megatron.engines.answers import Judged, as_form, completion_seed
 from rl_megatron.engines.http import AttemptFailed, Server, read_beside
-from rl_megatron.engines.sglang import forms, loras
-from rl_megatron.engines.sglang import forms as ask
-from rl_megatron.engines.sglang import forms as form
-from rl_megatron.engines.sglang import options as sglang_options
+from rl_megatron.engines.sglang import forms
 from rl_megatron.engines.sglang.options import (
     KEYS,
     ON_CPU,
     REASONS,
     VARIABLES,
+    adapter_options,
+    adapter_problem,
     cores,
     degrees,
+    load_format,
     most_cached,
+    named_adapters,
     outliving_pushes,
+    priority_options,
+    priority_problems,
     refuse_start,
 )
 from rl_megatron.errors import EngineError
-from rl_megatron.feature import engine_hooks
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, limits_of
 from rl_megatron.weights.boxes import Box
-from rl_megatron.weights.checks.compare import ReportReader
 from rl_megatron.weights.checks.reports import Report, of_one_rank
 from rl_megatron.weights.layouts.recorded import Boxes
 
@@ -68,7 +68,7 @@ _MARGIN = 8  # tokens of its context that a request may not use
 _IDLE_SECONDS = 60.0  # until a scheduler is idle without requests; SGLang looks for cancelled ones every 4 s
 
 
-class SGLangAdapter(Adapter):
+class SGLangAdapter(ForeignEngine):
     """SGLang's log-probs come from before top-p, top-k and min-p (sampler.py), so these are for evaluations alone."""
 
     name = "SGLang"
@@ -78,8 +78,7 @@ class SGLangAdapter(Adapter):
     variables = VARIABLES
 
     def __init__(self, shape: ModelShape) -> None:
-        self._shape, self._reader, self.labels = shape, ReportReader(), Labels()
-        self.hooks = engine_hooks("sglang")
+        super().__init__(shape)
         self._counters = tuple(name for one in self.hooks for name in one.counters)
 
     @override
@@ -92,7 +91,7 @@ class SGLangAdapter(Adapter):
                 *("-P", "-m", "rl_megatron.engines.sglang.server"),
                 # The model's end-of-sequence tokens would end completions, although a request does not name them.
                 *("--model-path", str(options.bare_folder), "--json-model-override-args", '{"eos_token_id": null}'),
-                *("--load-format", loras.load_format(options), "--custom-weight-loader", _LOADER),
+                *("--load-format", load_format(options), "--custom-weight-loader", _LOADER),
                 # Other nodes answer /health, always with 200, and may be on this machine.
                 *("--host", options.host, "--port", str(options.port + (_OTHERS if options.node else 0))),
                 *("--dtype", options.dtype, *degrees(options), *outliving_pushes(options, self._shape)),
@@ -102,9 +101,9 @@ class SGLangAdapter(Adapter):
                 *((*ON_CPU, "--max-total-tokens", str(cached)) if options.device == "cpu" else ()),
                 *(("--mem-fraction-static", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *(("--enable-deterministic-inference",) if options.batch_invariant else ()),
-                *loras.started_with(options),
+                *adapter_options(options),
                 *(word for one in self.hooks for word in one.arguments(options.features.get(one.name), options.device)),
-                *sglang_options.started_with(options.extra),
+                *priority_options(options.extra),
                 *options.extra,
             ),
             environment={
@@ -150,7 +149,7 @@ class SGLangAdapter(Adapter):
 
     @override
     def adapter_problem(self, places: AdapterPlaces, device: str, dp: int) -> str:
-        return loras.obstacle(places, self._shape, device, dp)
+        return adapter_problem(places, self._shape, device, dp)
 
     @override
     async def describe(self, server: Server) -> Description:
@@ -166,7 +165,7 @@ class SGLangAdapter(Adapter):
             architecture=",".join(info["architectures"] or ()),
             # Behind what its cache does not hold of a sequence, it ends a completion as if it had all tokens asked for.
             max_length=min(int(settings["context_length"] or _MARGIN) - _MARGIN, most_cached(settings)),
-            problems=(*problems, *more, *sglang_options.obstacles(settings)),
+            problems=(*problems, *more, *priority_problems(settings)),
             features=features,
             priorities=bool(settings.get("enable_priority_scheduling")),
         )
@@ -188,53 +187,53 @@ class SGLangAdapter(Adapter):
         }
         places = range(request.num_completions)
         body = {
-            "rid": ask.names(request, request_id),
+            "rid": forms.names(request, request_id),
             "input_ids": [request.token_ids for _ in places],  # the radix cache shares the prompt
             # Read in its deterministic mode alone, where a seed that is not given is 42, and a group's answers are one.
             "sampling_params": [sampling | {"sampling_seed": completion_seed(p.seed, place)} for place in places],
             "return_logprob": True,
             "return_routed_experts": "routes" in request.columns,
-            **ask.labels(server, request.birth or 0),
-            **loras.named(request.adapters),
+            **forms.labels(server, request.birth or 0),
+            **named_adapters(request.adapters),
         }
-        answers = await server.sampled("/generate", body, partial(form.read_sampled, counters=self._counters))
+        answers = await server.sampled("/generate", body, partial(forms.read_sampled, counters=self._counters))
         first = 0
         for hooks in self.hooks:
             last = first + len(hooks.counters)
             hooks.answered(server, [one.counts[first:last] for one in answers])
             first = last
-        return [_completion(answer, request, self._shape, self.labels) for answer in answers]
+        completions = []
+        for answer in answers:
+            count = len(answer.token_ids)
+            if "routes" in request.columns and answer.routes is None and answer.finish_reason == "abort":
+                count = 0  # it had lost its place in the cache, and its routes with it: its tokens are sampled again
+            spans = ((span.start, self.labels.version(span.version)) for span in answer.spans[: count or 1])
+            completions.append(self._completion(answer, request, spans, count, forms.read_routes))
+        return completions
 
     @override
-    async def score(self, server: Server, text: Sequence[int]) -> list[float]:
-        return await self._scored(server, text, None)
-
-    @override
-    async def score_with(self, server: Server, text: Sequence[int], adapters: LoadedAdapters) -> list[float]:
-        return await self._scored(server, text, adapters)
-
     async def _scored(self, server: Server, text: Sequence[int], adapters: LoadedAdapters | None) -> list[float]:
-        body = ask.scoring(server, text) | loras.named(adapters)
-        logprobs = await server.sampled("/generate", body, form.read_scored)
+        body = forms.scoring(server, text) | named_adapters(adapters)
+        logprobs = await server.sampled("/generate", body, forms.read_scored)
         if len(logprobs) != len(text) - 1:
             raise AttemptFailed(f"{server.url}: it returned {len(logprobs)} log-probs for {len(text) - 1} tokens")
         return logprobs
 
     @override
     async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
-        body = {**ask.scoring(server, text), "top_logprobs_num": top}
-        read = partial(form.read_judged, length=len(text), top=top)
+        body = {**forms.scoring(server, text), "top_logprobs_num": top}
+        read = partial(forms.read_judged, length=len(text), top=top)
         return await server.sampled("/generate", body, read, beside=True)
 
     @override
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
-        await server.post("/rl_megatron_abort", {"names": ask.names(request, request_id)})
+        await server.post("/rl_megatron_abort", {"names": forms.names(request, request_id)})
 
     @override
     async def abort_all(
         self, server: Server, requests: Mapping[str, GenerationRequest], turn: Callable[[], Awaitable[None]]
     ) -> None:
-        names = [each for name, request in requests.items() for each in ask.names(request, name)]
+        names = [each for name, request in requests.items() for each in forms.names(request, name)]
         await server.post("/rl_megatron_abort", {"names": names})
 
     @override
@@ -301,24 +300,17 @@ class SGLangAdapter(Adapter):
         Of the model, or with another ``runner`` of a feature's: an order to both would write each file twice.
         Not at a pause, SGLang would carry it out when all running requests have ended, and take none until then.
         """
-        if not server.paused:
-            server.paused = True
-            try:
-                await self.pause(server, "keep_cache")
-                return await self._order(server, path, order, read, runner=runner, label=label)
-            finally:
-                server.paused = False
-                await self.resume(server)
-        ranks = int((await server.get("/server_info"))["tp_size"])
-        answer = (server.answers or path.parent) / f"held-{uuid.uuid4().hex}"
-        payload = forms.packed({**order, "path": str(path), "answer": str(answer), "runner": runner})
-        flushes = order["do"] in ("load", "receive") and server.salt is None
-        body = {"serialized_named_tensors": [payload] * ranks, "load_format": _LOADER, "flush_cache": flushes}
-        async with forms.update(server, to := {"selector": runner}):
-            await server.post("/update_weights_from_tensor", {**body, **to, "weight_version": label})
+        async with self._paused(server):
+            ranks = int((await server.get("/server_info"))["tp_size"])
+            answer = (server.answers or path.parent) / f"held-{uuid.uuid4().hex}"
+            payload = forms.packed({**order, "path": str(path), "answer": str(answer), "runner": runner})
+            flushes = order["do"] in ("load", "receive") and server.salt is None
+            body = {"serialized_named_tensors": [payload] * ranks, "load_format": _LOADER, "flush_cache": flushes}
+            async with forms.update(server, to := {"selector": runner}):
+                await server.post("/update_weights_from_tensor", {**body, **to, "weight_version": label})
         said = await asyncio.to_thread(forms.loaders_answers, answer, ranks)
         return [
-            await read_beside(partial(form.read_loaders, read=read, rank=rank), one) for rank, one in enumerate(said)
+            await read_beside(partial(forms.read_loaders, read=read, rank=rank), one) for rank, one in enumerate(said)
         ]
 
     @override
@@ -360,18 +352,3 @@ class SGLangAdapter(Adapter):
     @override
     async def unload_adapters(self, server: Server, adapters: LoadedAdapters) -> None:
         await server.post("/unload_lora_adapter", {"lora_name": adapters.name})
-
-
-def _completion(answer: SampledColumns, request: GenerationRequest, shape: ModelShape, labels: Labels) -> Completion:
-    count = len(answer.token_ids)
-    if "routes" in request.columns and answer.routes is None and answer.finish_reason == "abort":
-        count = 0  # it had lost its place in the cache, and its routes with it: its tokens are sampled again
-    return Completion(
-        token_ids=answer.token_ids[:count],
-        logprobs=answer.logprobs[:count],
-        finish_reason=answer.finish_reason,
-        spans=sampled_with(request, spans_of((s.start, labels.version(s.version)) for s in answer.spans[: count or 1])),
-        columns={"routes": form.read_routes(answer.routes, len(request.token_ids) + count - 1, shape)}
-        if "routes" in request.columns and count
-        else {},
-    )

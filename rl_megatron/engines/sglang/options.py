@@ -1,4 +1,4 @@
-"""SGLang's options for the ranks of a server and for CPUs, the cores of each rank, and the order of requests."""
+"""SGLang 0.5.21's options: of a server's ranks, on CPUs, for the order of requests, and for adapters (srt/lora)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_megatron.engines.adapter import MOVES_EXPERTS, StartOptions, value_given
+from rl_megatron.engines.adapter import MOVES_EXPERTS, AdapterPlaces, StartOptions, value_given
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import LoadedAdapters
 
 _LOW_FIRST = "schedule_low_priority_values_first"
 _OVERFLOWS = (
@@ -17,7 +18,7 @@ _OVERFLOWS = (
 )
 
 
-def started_with(extra: Sequence[str]) -> tuple[str, ...]:
+def priority_options(extra: Sequence[str]) -> tuple[str, ...]:
     """The options for it, unless ``extra`` has a policy of its own. Raises ConfigError if by ``extra`` lower priorities
     go first, with which a server ends."""
     if value_given(extra, f"--{_LOW_FIRST.replace('_', '-')}") is not None:
@@ -26,7 +27,7 @@ def started_with(extra: Sequence[str]) -> tuple[str, ...]:
     return () if own else ("--enable-priority-scheduling", "--disable-priority-preemption")
 
 
-def obstacles(settings: Mapping[str, Any]) -> tuple[str, ...]:
+def priority_problems(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """What keeps a run from using a server with these settings, of its /server_info."""
     return (f"it has {_OVERFLOWS}",) if settings.get(_LOW_FIRST) else ()
 
@@ -133,3 +134,62 @@ def most_cached(settings: Mapping[str, Any]) -> int:
     """The longest sequence that the cache of a server with these settings, of its /server_info, holds: SGLang 0.5.21
     rounds a prompt up to whole pages, and leaves one page and a token free (`max_new_tokens_for_memory`)."""
     return int(settings["max_total_num_tokens"]) - 2 * int(settings["page_size"])
+
+
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_LINEARS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    *_OF_EXPERTS,
+)
+"""Of SUPPORTED_LORA_TARGET_MODULES (srt/utils/common.py)."""
+
+
+def adapter_options(options: StartOptions) -> tuple[str, ...]:
+    """The options for the places of adapters. Its scheduler samples with all of them in one batch, and without any."""
+    places = options.adapters
+    if places is None:
+        return ()
+    return (
+        *("--enable-lora", "--max-lora-rank", str(max(places.ranks)), "--max-loras-per-batch", str(places.count + 1)),
+        *("--lora-target-modules", *places.modules),
+        *(("--lora-backend", "torch_native") if options.device == "cpu" else ()),  # the others are Triton's
+    )
+
+
+def load_format(options: StartOptions) -> str:
+    """Of the model's first weights, which a push replaces: random, or what memory held, for an empty file.
+
+    SGLang reads adapters by the loader of this format, and the one of random weights reads nothing.
+    """
+    return "dummy" if options.adapters is None else "safetensors"
+
+
+def adapter_problem(places: AdapterPlaces, shape: ModelShape, device: str, dp: int) -> str:
+    """Why it cannot hold them; or empty."""
+    if strange := sorted(set(places.modules) - set(_LINEARS)):
+        return (
+            f"learner.lora.targets: SGLang 0.5.21 has no adapters of {', '.join(strange)}; leave attention out of "
+            "learner.lora.targets, or set rollout=vllm"
+        )
+    if len(places.ranks) > 1:
+        return (
+            "learner.lora: SGLang 0.5.21 computes with one rank and one scale for all of an adapter's matrices, and "
+            f"given are {', '.join(map(str, sorted(places.ranks)))}; make learner.lora.expert_rank equal to rank, or "
+            "leave experts out of learner.lora.targets"
+        )
+    if shape.num_experts and device == "cpu" and set(places.modules) & set(_OF_EXPERTS):
+        return (
+            "learner.lora.targets has experts, or linears that are called as theirs: SGLang 0.5.21 has only Triton's "
+            "kernels for adapters of experts, which need a GPU; set learner.lora.targets=attention"
+        )
+    if dp > 1:
+        return (
+            f"rollout.server.dp={dp}: with attention's replicas SGLang 0.5.21 holds adapters only where they "
+            "are pinned, and never gives their places to others; set rollout.server.dp=1"
+        )
+    return ""
+
+
+def named_adapters(adapters: LoadedAdapters | None) -> dict[str, str]:
+    """The part of a request that says with which adapters it is computed. An unknown name is refused."""
+    return {} if adapters is None else {"lora_path": adapters.name}

@@ -14,35 +14,32 @@ from typing_extensions import override
 
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.engines.adapter import (
-    Adapter,
     AdapterPlaces,
     Command,
     Description,
     EngineGauges,
-    Labels,
+    ForeignEngine,
     StartOptions,
     described_by,
     refused_option,
 )
-from rl_megatron.engines.answers import Judged, SampledColumns, as_form, sampled_with, spans_of
+from rl_megatron.engines.answers import Judged, as_form
 from rl_megatron.engines.http import AttemptFailed, Server
-from rl_megatron.engines.vllm import forms as ask
-from rl_megatron.engines.vllm import forms as form
-from rl_megatron.engines.vllm import loras
+from rl_megatron.engines.vllm import forms
 from rl_megatron.engines.vllm.options import (
     KEYS,
     REASONS,
     VARIABLES,
+    adapter_options,
+    adapter_problem,
     attention_given,
+    named_adapters,
     options_of_ranks,
     quantises,
 )
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.feature import engine_hooks
-from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, limits_of
 from rl_megatron.weights.boxes import Box
-from rl_megatron.weights.checks.compare import ReportReader
 from rl_megatron.weights.checks.reports import REPORT_FORM, Report
 from rl_megatron.weights.layouts.recorded import Boxes
 
@@ -61,7 +58,7 @@ _GAUGE = re.compile(
 )
 
 
-class VLLMAdapter(Adapter):
+class VLLMAdapter(ForeignEngine):
     """Sends no seed: vLLM 0.32.0 crashes when a request with a seed resumes after a pause."""
 
     name = "vLLM"
@@ -70,10 +67,6 @@ class VLLMAdapter(Adapter):
     renormalises_top_p = True
     temperatures = (0.01, 2.0)  # it raises lower ones to the first without an error
     variables = VARIABLES
-
-    def __init__(self, shape: ModelShape) -> None:
-        self._shape, self._reader, self.labels = shape, ReportReader(), Labels()
-        self.hooks = engine_hooks("vllm")
 
     @override
     def command(self, options: StartOptions) -> Command:
@@ -98,7 +91,7 @@ class VLLMAdapter(Adapter):
                 *("--shutdown-timeout", "5"),  # else its processes are killed, and leave shared memory behind
                 *(("--enable-sleep-mode",) if options.colocated and options.device != "cpu" else ()),
                 *(("--gpu-memory-utilization", str(options.memory_fraction)) if options.memory_fraction else ()),
-                *loras.started_with(options.adapters),
+                *adapter_options(options.adapters),
                 *(word for one in self.hooks for word in one.arguments(options.features.get(one.name), options.device)),
                 *options.extra,
             ),
@@ -132,7 +125,7 @@ class VLLMAdapter(Adapter):
 
     @override
     def adapter_problem(self, places: AdapterPlaces, device: str, dp: int) -> str:
-        return loras.obstacle(places, self._shape, device)
+        return adapter_problem(places, self._shape, device)
 
     @override
     async def describe(self, server: Server) -> Description:
@@ -180,44 +173,43 @@ class VLLMAdapter(Adapter):
             "request_id": request_id,
             "token_ids": request.token_ids,
             "sampling_params": sampling,
-            **ask.salted(server),
-            **loras.named(request.adapters),
+            **forms.salted(server),
+            **named_adapters(request.adapters),
         }
         if server.priorities:
             body["priority"] = request.birth or 0
-        answers = await server.sampled("/inference/v1/generate", body, form.read_sampled)
-        completions = [_completion(answer, request, self._shape, self.labels) for answer in answers]
+        answers = await server.sampled("/inference/v1/generate", body, forms.read_sampled)
+        completions = []
+        for answer in answers:
+            labelled = ((span.start, self.labels.version(span.version)) for span in answer.spans)
+            count = len(answer.token_ids)  # without tokens it has no version
+            completions.append(
+                self._completion(answer, request, labelled if count else [(0, 0)], count, forms.read_routes)
+            )
         return completions if p.temperature else completions * request.num_completions
 
     @override
-    async def score(self, server: Server, text: Sequence[int]) -> list[float]:
-        return await self._scored(server, text, None)
-
-    @override
-    async def score_with(self, server: Server, text: Sequence[int], adapters: LoadedAdapters) -> list[float]:
-        return await self._scored(server, text, adapters)
-
     async def _scored(self, server: Server, text: Sequence[int], adapters: LoadedAdapters | None) -> list[float]:
-        body = ask.scoring(server, text, 0) | loras.named(adapters)
-        said = await server.sampled("/inference/v1/generate", body, form.read_scored)
+        body = forms.scoring(server, text, 0) | named_adapters(adapters)
+        said = await server.sampled("/inference/v1/generate", body, forms.read_scored)
         if len(said) != len(text) - 1 or any(str(t) not in found for t, found in zip(text[1:], said, strict=True)):
             raise AttemptFailed(f"{server.url}: its prompt_logprobs do not belong to the given tokens")
         return [found[str(token)] for token, found in zip(text[1:], said, strict=True)]
 
     @override
     async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
-        read = partial(form.read_judged, text=text, top=top)
-        return await server.sampled("/inference/v1/generate", ask.scoring(server, text, top), read, beside=True)
+        read = partial(forms.read_judged, text=text, top=top)
+        return await server.sampled("/inference/v1/generate", forms.scoring(server, text, top), read, beside=True)
 
     @override
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
-        await server.post("/abort_requests", ask.aborting([request_id]))
+        await server.post("/abort_requests", forms.aborting([request_id]))
 
     @override
     async def abort_all(
         self, server: Server, requests: Mapping[str, GenerationRequest], turn: Callable[[], Awaitable[None]]
     ) -> None:
-        await server.post("/abort_requests", ask.aborting(requests))
+        await server.post("/abort_requests", forms.aborting(requests))
 
     @override
     async def tokens(self, server: Server) -> float:
@@ -312,7 +304,7 @@ class VLLMAdapter(Adapter):
 
         vLLM returns what one dp replica's ranks answer. So ranks gather the answers of all, and its first has them.
         """
-        body, each = {"method": method, "args": list(given)}, partial(form.read_gathered, read=read)
+        body, each = {"method": method, "args": list(given)}, partial(forms.read_gathered, read=read)
         return await self._together(server, lambda: server.reported("/collective_rpc", body, each))
 
     async def _together(self, server: Server, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -321,17 +313,8 @@ class VLLMAdapter(Adapter):
         Each dp replica calls it between two steps of its own, and a step of experts waits for the other replicas: one
         that still samples would wait for one that calls the method, which waits for it.
         """
-        if server.paused:  # by a push
+        async with self._paused(server):
             return await call()
-        server.paused = True
-        try:
-            await self.pause(server, "keep_cache")
-            try:
-                return await call()
-            finally:
-                await self.resume(server)
-        finally:
-            server.paused = False
 
     async def _rpc(self, server: Server, method: str, *arguments: object) -> Any:
         """The answer of each rank of the first dp replica."""
@@ -349,17 +332,3 @@ def _slots_of_replica(options: StartOptions) -> int:
             f"divide; set rollout.slots={options.completions * options.dp} or more"
         )
     return each
-
-
-def _completion(answer: SampledColumns, request: GenerationRequest, shape: ModelShape, labels: Labels) -> Completion:
-    count = len(answer.token_ids)
-    labelled = ((span.start, labels.version(span.version)) for span in answer.spans)
-    return Completion(
-        token_ids=answer.token_ids,
-        logprobs=answer.logprobs,
-        finish_reason=answer.finish_reason,
-        spans=sampled_with(request, spans_of(labelled if count else [(0, 0)])),  # without tokens it has no version
-        columns={"routes": form.read_routes(answer.routes, len(request.token_ids) + count - 1, shape)}
-        if "routes" in request.columns and count
-        else {},
-    )

@@ -1,11 +1,15 @@
-"""Options of vLLM 0.32.0's command line that are made of a server's degrees, or that keys set."""
+"""Options of vLLM 0.32.0's command line that are made of a server's degrees, that keys set, or that adapters need
+(vllm/lora, config/lora.py).
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 
-from rl_megatron.engines.adapter import MOVES_EXPERTS, StartOptions, value_given, values_given
+from rl_megatron.engines.adapter import MOVES_EXPERTS, AdapterPlaces, StartOptions, value_given, values_given
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import LoadedAdapters
 
 KEYS = {
     **dict.fromkeys(("--tensor-parallel-size", "-tp"), "tp"),
@@ -89,3 +93,33 @@ def options_of_ranks(options: StartOptions) -> tuple[str, ...]:
         out += ["--master-addr", options.head, "--master-port", str(options.port + 1)]
         out += ["--data-parallel-address", options.head, "--data-parallel-rpc-port", str(options.port + 2)]
     return (*out, *(("--headless",) if options.node else ("--api-server-count", "1")))
+
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of --max-lora-rank
+
+
+def adapter_options(places: AdapterPlaces | None) -> tuple[str, ...]:
+    """The options for the places of adapters. Its scheduler samples with all of them in one batch."""
+    if places is None:
+        return ()
+    rank, count = next(rank for rank in _RANKS if rank >= max(places.ranks)), str(places.count)
+    out = ("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", count, "--max-cpu-loras", count)
+    return out if places.experts else (*out, "--lora-target-modules", *places.modules)  # experts are one module there
+
+
+def adapter_problem(places: AdapterPlaces, shape: ModelShape, device: str) -> str:
+    """Why it cannot hold them; or empty."""
+    if (most := max(places.ranks)) > _RANKS[-1]:
+        return f"learner.lora.rank={most}: vLLM 0.32.0 holds adapters of rank {_RANKS[-1]} at most; lower it"
+    if shape.num_experts and device == "cpu":
+        return (
+            f"model_type={shape.family!r} has experts: wherever adapters are on, vLLM 0.32.0 computes experts by "
+            "Triton's kernels, which need a GPU; use a dense model, or rollout=sglang with "
+            "learner.lora.targets=attention"
+        )
+    return ""
+
+
+def named_adapters(adapters: LoadedAdapters | None) -> dict[str, str]:
+    """The part of a request that says with which adapters it is computed. An unknown name is refused (404)."""
+    return {} if adapters is None else {"model": adapters.name}

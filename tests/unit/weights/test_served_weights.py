@@ -27,6 +27,7 @@ from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Scores, Want, WeightUpdate
 from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.bytes.dtypes import DType
+from rl_megatron.weights.checks import compare as comparisons
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.compare import Comparison, compare
 from rl_megatron.weights.checks.places import Held
@@ -38,7 +39,6 @@ from rl_megatron.weights.formats.scaled import BLOCKS, with_scales
 from rl_megatron.weights.formats.schemes import is_quantised
 from rl_megatron.weights.formats.served import FORMATS, stored
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
-from rl_megatron.weights.push import trust
 from rl_megatron.weights.push.sync import ServedWeights
 from rl_megatron.weights.push.trust import Probe, ScoredText, Trust
 from rl_megatron.weights.routes.delivery import Delivered
@@ -405,7 +405,7 @@ def test_servers_of_the_same_reports_are_compared_once(tmp_path: Path, monkeypat
         compared.append(given[2])
         return compare(*given)
 
-    monkeypatch.setattr(trust, "compare", counted)
+    monkeypatch.setattr(comparisons, "compare", counted)
     both = Both(tmp_path)
     asyncio.run(both.push(1))
     one, other = (asyncio.run(both.load(both.mirror.path, 1))["it"] for _ in range(2))
