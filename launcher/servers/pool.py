@@ -1,6 +1,8 @@
 """The engine servers of a run: starts each under a guard, or attaches to running ones; checks and supervises them.
 
-Wraps a launcher of learners, so that engine servers sample instead of the learner's ranks.
+Wraps a launcher of learners, so that engine servers sample instead of the learner's ranks. On the same accelerators
+they take turns: before a model is loaded, trains or scores, the servers release their memory. The next push of weights
+allocates it again (`ReplicaWeights.load`), for which the models release theirs.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ import os
 import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from typing_extensions import override
 
@@ -24,8 +26,6 @@ from launcher.processes.own_thread import in_own_thread
 from launcher.processes.scratch import scratch
 from launcher.runs.folder import mirror_path
 from launcher.servers import supervisor as supervision
-from launcher.servers.checks import ServerChecks
-from launcher.servers.colocated import colocated
 from launcher.servers.degrees import degree_problems
 from launcher.servers.engines import adapter_of, adapter_places, engine_problems, longest_sequence
 from launcher.servers.interpreter import check_interpreter, python_path, show_package
@@ -34,16 +34,18 @@ from launcher.servers.supervisor import Attached, Failed, Standing, Started, Sup
 from launcher.servers.versions import compare_environments, container_of, shared_settings
 from rl_megatron.config.run import RunConfig
 from rl_megatron.engines import engine_token
-from rl_megatron.engines.adapter import Adapter, StartOptions, words_of
+from rl_megatron.engines.adapter import Adapter, Description, StartOptions, words_of
 from rl_megatron.engines.engine import GaugesInTurn, ServedEngine
 from rl_megatron.engines.http import AttemptFailed, OutOfFiles, Server
 from rl_megatron.engines.replicas import Replica
 from rl_megatron.engines.weights import ReplicaWeights
 from rl_megatron.errors import ConfigError, EngineError, together
-from rl_megatron.feature import given_to_servers
+from rl_megatron.feature import features, given_to_servers
 from rl_megatron.http.token_file import TokenFile
-from rl_megatron.interfaces import Launcher, Roles, WeightSync, unheard
+from rl_megatron.interfaces import FrozenModel, Launcher, Roles, WeightSync, unheard
+from rl_megatron.models.families.fields import read_config
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import header_bytes
 from rl_megatron.weights.formats.hf_folder import config_text, copy_companions
@@ -59,6 +61,71 @@ from rl_megatron.weights.routes.mirror import await_free
 from rl_megatron.weights.routes.rendezvous import Keeper
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerChecks:
+    """The requirements on servers for a run whose longest sequence has ``max_length`` tokens."""
+
+    config: RunConfig
+    adapter: Adapter
+    model_folder: Path
+    max_length: int
+
+    async def check(self, servers: Sequence[Server]) -> None:
+        """Raises ConfigError with all problems of the servers at once, and EngineError."""
+        found = [(server, await self._described(server)) for server in servers]
+        self._raise_misfits([(server.url, described) for server, described in found])
+        for server, described in found:
+            server.priorities, server.features = described.priorities, described.features
+
+    async def _described(self, server: Server) -> Description:
+        try:
+            open_to_strangers = await server.open_to_strangers()
+            described = await self.adapter.describe(server)
+        except AttemptFailed as error:
+            raise EngineError(f"rollout.engine={self.config.rollout.engine}: {error}") from error
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"{server.url} answers as no server of {self.adapter.name} does ({error!r:.200}); "
+                "check what runs there, rollout.engine and rollout.server.addresses"
+            ) from error
+        if open_to_strangers and self.config.rollout.server.addresses:
+            logger.warning("%s answers without a token: who reaches it can change weights or run code", server.url)
+        elif open_to_strangers:
+            raise ConfigError(f"{server.url} answers without the run's token; check rollout.server.options")
+        return described
+
+    def _raise_misfits(self, found: Sequence[tuple[str, Description]]) -> None:
+        wanted = self.config.learner.dtype
+        known = read_config(self.model_folder).get("architectures") or ()
+        architecture, problems = ",".join(known), []
+        for url, described in found:
+            logger.info("%s %s at %s: %s", self.adapter.name, described.version, url, described)
+            problems += [f"{url}: {problem}" for problem in described.problems]
+            if described.version.split("+")[0] != self.adapter.tested:
+                logger.warning("%s: only %s %s is tested", url, self.adapter.name, self.adapter.tested)
+            if architecture and not described.problems and described.architecture != architecture:
+                problems.append(
+                    f"{url}: it serves {described.architecture}, but the model to train is {architecture}; start it "
+                    f"with {self.model_folder}"
+                )
+            if not described.problems and described.dtype != wanted:
+                problems.append(f"{url}: it computes in {described.dtype}, but learner.dtype={wanted}; make them equal")
+            for hooks in self.adapter.hooks:
+                serving, runs = features()[hooks.name].serving, described.features.get(hooks.name, 0)
+                if serving is None or described.problems or hooks.fits(runs, given := serving.given(self.config)):
+                    continue
+                problems.append(f"{url}: " + serving.misfit.format(found=runs, given=serving.named(given)))
+            if described.max_length < self.max_length:
+                problems.append(
+                    f"{url}: its longest sequence is {described.max_length}, by its context and its cache; "
+                    f"{self.max_length} is needed: raise rollout.server.memory_fraction, tp or dp, start servers at "
+                    "rollout.server.addresses with a longer context, or lower rollout.max_new_tokens"
+                )
+        if problems:
+            raise ConfigError("\n".join(problems))
+
 
 _LOOK_SECONDS = 0.25
 
@@ -277,7 +344,7 @@ class ServedEngines:
             for node, site in enumerate(sites):
                 command = self._adapter.command(self._options(sites, node, port, packages))
                 own = {"PYTHONPATH": python_path(packages), engine_token.VARIABLE: token}
-                name = f"{self._log_name}_{number}" + (f"_node_{node}" if node else "")
+                name = f"{self._adapter.name.lower()}_{number}" + (f"_node_{node}" if node else "")
                 order = Order(
                     before=site.before,
                     python=site.python,
@@ -328,16 +395,8 @@ class ServedEngines:
             adapters=self._places,
             features=given_to_servers(config),
             stops=bool(config.rollout.stop),
-            extra=self._extra,
+            extra=words_of(section.options or ""),
         )
-
-    @property
-    def _extra(self) -> tuple[str, ...]:
-        return words_of(self._section.options or "")
-
-    @property
-    def _log_name(self) -> str:
-        return self._adapter.name.lower()
 
     @property
     def _known_slots(self) -> int | None:
@@ -394,8 +453,6 @@ async def _unless_ended(started: Started, all_came: asyncio.Event) -> Started:
 
 
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}  # nats
-
-
 _QUANTISED_TOLERANCE = 1.0  # nats
 
 
@@ -451,7 +508,12 @@ class ServedLauncher(Launcher):
                 learner=roles.policy,
                 dims=config.learner.dims,
                 padding=config.learner.padding,
-                probe=self._probe(config),
+                probe=Probe.make(
+                    vocab_size=self._shape.vocab_size,
+                    max_length=longest_sequence(config, self._shape),
+                    temperature=config.rollout.temperature,
+                    tolerance=_tolerance(config),
+                ),
                 probes=config.rollout.server.probes,
             )
             nodes = len(self._sites[0]) if self._sites else 1
@@ -486,14 +548,6 @@ class ServedLauncher(Launcher):
         folders = self._model_folder, self._run_folder
         return ServedEngines(config, adapter, *folders, self._shape, self._sites, resumes=self._resumes)
 
-    def _probe(self, config: RunConfig) -> Probe:
-        return Probe.make(
-            vocab_size=self._shape.vocab_size,
-            max_length=longest_sequence(config, self._shape),
-            temperature=config.rollout.temperature,
-            tolerance=_tolerance(config),
-        )
-
 
 def _tolerance(config: RunConfig) -> float:
     """The probe's tolerance in nats, for rounding or for quantised weights."""
@@ -516,3 +570,56 @@ def _delivery(
         learner_ranks=config.learner.dims.world_size,
         backend="gloo" if config.learner.device == "cpu" else "nccl",
     )
+
+
+T = TypeVar("T")
+
+COMPUTING = ("score", "start_from", "backward", "step", "drop", "reset_moments", "lead", "load")
+"""The calls of models before which servers release their memory."""
+
+
+def colocated(roles: Roles, servers: ReplicaWeights) -> Roles:
+    """The roles, with models that make ``servers`` release their memory before they compute, and a push of weights
+    that makes the models release theirs. Reward models score while servers sample, and take no turns with them."""
+
+    def in_turn(model: T) -> T:
+        return cast(T, _InTurn(model, servers))
+
+    return replace(
+        roles,
+        weights=_Weights(inner=roles.weights, models=(*roles.learners.values(), *roles.frozen.values())),
+        learners={role: in_turn(one) for role, one in roles.learners.items()},
+        frozen={role: in_turn(one) for role, one in roles.frozen.items()},
+        together=[in_turn(one) for one in roles.together],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """Has the ``models`` release their memory before a push, in which servers take theirs."""
+
+    inner: WeightSync
+    models: Sequence[FrozenModel]
+
+    async def push(self, version: int) -> WeightUpdate:
+        for model in self.models:
+            await model.release()
+        return await self.inner.push(version)
+
+    async def export(self, folder: Path) -> None:
+        await self.inner.export(folder)
+
+
+class _InTurn:
+    """A model, or models on the same ranks, whose `COMPUTING` calls first make the servers release their memory."""
+
+    def __init__(self, inner: object, servers: ReplicaWeights) -> None:
+        self._inner, self._servers = inner, servers
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        return partial(self._released, found) if name in COMPUTING else found
+
+    async def _released(self, call: Any, *given: Any, **named: Any) -> Any:
+        await self._servers.release()
+        return await call(*given, **named)

@@ -16,8 +16,7 @@ import torch
 from launcher.controller.group import WorkerGroup
 from launcher.controller.roles import LearnerGroup, Plane
 from launcher.hosts.sites import sites_of
-from launcher.servers.colocated import COMPUTING, colocated
-from launcher.servers.pool import ServedEngines, ServedLauncher
+from launcher.servers.pool import COMPUTING, ServedEngines, ServedLauncher, colocated
 from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from launcher.servers.checks import ServerChecks
 from launcher.servers.degrees import degree_problems
 from launcher.servers.engines import SERVERS, engine_problems
+from launcher.servers.pool import ServerChecks
 from rl_megatron.config.io import load_config
 from rl_megatron.engines.adapter import Description
 from rl_megatron.engines.http import AttemptFailed, Refused, Server

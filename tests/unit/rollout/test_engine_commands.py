@@ -17,9 +17,9 @@ from typing_extensions import override
 
 from launcher.preflight.sizes import check
 from launcher.preflight.subject import Subject
-from launcher.servers.checks import ServerChecks
 from launcher.servers.degrees import degree_problems
 from launcher.servers.engines import SERVERS, engine_problems, longest_sequence
+from launcher.servers.pool import ServerChecks
 from rl_megatron.agents.source import Waves
 from rl_megatron.config.io import load_config
 from rl_megatron.engines import engine as gauges
