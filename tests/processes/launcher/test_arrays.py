@@ -13,7 +13,7 @@ import yaml
 from launcher.commands.status import states_of
 from rl_megatron.config.sections.slurm import minutes_of
 from rl_megatron.errors import ConfigError
-from rl_megatron.observability.metrics.writer import MetricsWriter
+from rl_megatron.observability.recorder import MetricsWriter
 from tests.unit.launcher.commands import status_of
 from tools.lab.run import CellArray, alone, arrays_of, checked_for_slurm, send
 from tools.lab.states import (

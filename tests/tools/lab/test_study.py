@@ -18,7 +18,7 @@ from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.history import load_runs
-from rl_megatron.observability.metrics.writer import MetricsWriter
+from rl_megatron.observability.recorder import MetricsWriter
 from tests.unit.launcher.commands import status_of
 from tests.unit.observability.report_pages import Page
 from tools.convert.upcycle import read_upcycling, upcycle

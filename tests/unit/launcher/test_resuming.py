@@ -37,9 +37,8 @@ from rl_megatron.errors import CheckpointError, ConfigError, WorkerDied
 from rl_megatron.files import append_private
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.log import run_log
-from rl_megatron.observability.metrics.writer import MetricsWriter
 from rl_megatron.observability.progress import Progress
-from rl_megatron.observability.recorder import Recorder
+from rl_megatron.observability.recorder import MetricsWriter, Recorder
 from rl_megatron.observability.samples import SampleRow, SamplesWriter
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.trace import TraceFile

@@ -22,7 +22,7 @@ from rl_megatron.observability.files import JsonRow, read_jsonl
 from rl_megatron.observability.history import load_runs, number_text
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.metrics.table import METRICS, PHASE_SECONDS
-from rl_megatron.observability.metrics.writer import MetricsWriter
+from rl_megatron.observability.recorder import MetricsWriter
 from rl_megatron.observability.report import (
     MAX_BARS,
     MAX_MEANS,

@@ -32,8 +32,7 @@ from rl_megatron.observability.metrics.table import (
     deterministic,
     render_docs,
 )
-from rl_megatron.observability.metrics.writer import MetricsWriter
-from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.observability.recorder import MetricsWriter, Stopwatch
 from rl_megatron.observability.timeline import spans
 
 ROW = {"step": 3, "phase": "rl", "loss": 0.25, "reward/mean": 0.5, "seconds/step": 1.5, "tokens_per_second/train": 9.0}
@@ -332,7 +331,7 @@ def test_wandb_has_so_much_time_for_each_call_and_is_then_left(
 
     def next_is(call: str) -> None:
         for name in ("_WANDB_SECONDS", "_WANDB_BEGINS_SECONDS") if call == hangs else ():
-            monkeypatch.setattr(f"rl_megatron.observability.metrics.writer.{name}", 0.01)
+            monkeypatch.setattr(f"rl_megatron.observability.recorder.{name}", 0.01)
 
     setattr(package if hangs == "init" else package.init.return_value, hangs, hang)
     package.teardown.side_effect = torn_down.set  # W&B's, by which Python's end does not wait for it
@@ -360,8 +359,8 @@ def test_wandb_that_has_not_begun_at_a_runs_end_has_no_more_time_than_for_its_la
     package.init.side_effect = lambda **_: torn_down.wait()
     package.teardown.side_effect = torn_down.set
     monkeypatch.setitem(sys.modules, "wandb", package)
-    monkeypatch.setattr("rl_megatron.observability.metrics.writer._WANDB_SECONDS", 0.01)
-    monkeypatch.setattr("rl_megatron.observability.metrics.writer._WANDB_BEGINS_SECONDS", 5.0)
+    monkeypatch.setattr("rl_megatron.observability.recorder._WANDB_SECONDS", 0.01)
+    monkeypatch.setattr("rl_megatron.observability.recorder._WANDB_BEGINS_SECONDS", 5.0)
     MetricsWriter(tmp_path, wandb="online").close()
     (warning,) = caplog.messages
     assert warning.endswith("it did not begin in 0.01 s")

@@ -24,9 +24,8 @@ from rl_megatron.errors import CheckpointError, ConfigError, DataError, EngineEr
 from rl_megatron.evaluation.sets import ProblemSet
 from rl_megatron.interfaces import Learner
 from rl_megatron.observability.history import load_runs
-from rl_megatron.observability.metrics.writer import MetricsWriter
 from rl_megatron.observability.progress import Progress
-from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
+from rl_megatron.observability.recorder import MetricsWriter, Recorder, Row, Stopwatch
 from rl_megatron.rollout.policy_sampler import LAST, BesideTraining, PolicySampler
 from rl_megatron.rollout.sampler import SamplerBySource
 from rl_megatron.training import checkpoints
