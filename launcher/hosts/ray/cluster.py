@@ -1,7 +1,8 @@
 """Starts the Ray cluster of one run, here or on the nodes of a Slurm allocation, and engine servers in it.
 
 Ray places ranks (launcher.py) and engine servers, whose guards actors hold, with a placement group for each role and
-node, and knows why one died. The cluster belongs to the run: no other has its token, ports and temporary folder.
+node, and knows why one died. The cluster belongs to the run: no other has its token, ports and temporary folder. This
+process is the driver. Import this file before ray, which reads its settings at import.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
+import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -20,8 +24,20 @@ from typing import Any, ParamSpec, TypeVar
 from typing_extensions import override
 
 from launcher.controller.handle import seen
-from launcher.hosts.ray.head import Wait, await_health, join_cluster, said, start_here, take_sigterm_back
-from launcher.hosts.ray.node import COMPLETE, Bundle, NodeCall, engine_node_command, node_command, shares, totals
+from launcher.hosts.ray.node import (
+    COMPLETE,
+    OBJECT_STORE_BYTES,
+    ONE_MACHINE,
+    SETTINGS,
+    Bundle,
+    NodeCall,
+    engine_node_command,
+    environment,
+    health_command,
+    node_command,
+    shares,
+    totals,
+)
 from launcher.hosts.sites import cpus_of_engine_node, visible_gpus
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.launcher import ended, running_step
@@ -32,28 +48,153 @@ from launcher.processes.scratch import scratch
 from launcher.servers.site import HERE
 from launcher.wire.channel import this_node
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import EngineError, WorkerDied
+from rl_megatron.errors import ConfigError, EngineError, WorkerDied
 from rl_megatron.interfaces import Launcher, Roles, unheard
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import Placement, place, placement_of, ranks_by_role
 from rl_megatron.placement.seats import Seat, describe_seats, seats_here, seats_of
 
-# isort: split
-import ray  # after head, which sets what it reads
+os.environ.update(SETTINGS)  # Ray reads them at import
+if "SLURM_JOB_ID" not in os.environ:
+    os.environ.update(ONE_MACHINE)
+
+import ray
 from ray.exceptions import RayError
+from ray.job_config import JobConfig
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from launcher.hosts.ray.actors import ServerActor
 
+for _name in ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK"):  # of the cluster of a `ray job submit`
+    os.environ.pop(_name, None)
+logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it does not handle SIGTERM, which is intended
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_LOOK_SECONDS = 0.2
+_MISMATCH = "Version mismatch"  # how the RuntimeError of ray/_private/utils.py begins, in Ray 2.60
 _SHUTDOWN_SECONDS = 60.0
 _ANSWER_SECONDS = 60.0  # of a call to the running cluster
 _DEATHS = (ConnectionError, RuntimeError, RayError)  # by which Ray says that a process of its own is not there
+
+
+class _Job(JobConfig):
+    """A job whose actors do not have the driver's folder before our packages: `run_worker` puts the user's behind."""
+
+    @override
+    def _runtime_env_has_working_dir(self) -> bool:
+        return True  # for else Ray 2.60.0 puts the driver's script and current folder first (connect, worker.py)
+
+
+@dataclass(slots=True, kw_only=True)
+class Wait:
+    """A wait for a cluster that goes on in several threads."""
+
+    what: str  # is waited for now, for messages
+    given_up: threading.Event = field(default_factory=threading.Event)
+
+
+async def await_health(call: NodeCall) -> None:
+    """Wait until the head answers, which may be some time after it listens.
+
+    Ray itself would wait a quarter of an hour for a silent head, and block this process all the while.
+    """
+    while True:
+        asking = await asyncio.create_subprocess_exec(
+            *health_command(call),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={**os.environ, **environment(call.token)},
+        )
+        try:
+            if await asking.wait() == 0:
+                return
+        finally:
+            if asking.returncode is None:
+                asking.kill()
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+def join_cluster(call: NodeCall, wanted: set[str], wait: Wait) -> None:
+    """Join a running cluster once it has the ``wanted`` resources, or end once nobody waits any more.
+
+    Ray refuses by a RuntimeError, too, where the raylet of this node has not registered in a minute. Raises ConfigError
+    where it has other versions.
+    """
+    os.environ.update({"RAY_gcs_server_port_wait_time_s": "1"})  # Ray makes one attempt with a limit, not twenty
+    while not ray.is_initialized():
+        try:
+            with _holding(call.token):
+                ray.init(
+                    address=f"{call.host}:{call.port}",
+                    job_config=_Job(),
+                    log_to_driver=False,
+                    configure_logging=False,
+                )
+        except (ConnectionError, RuntimeError) as error:
+            if str(error).startswith(_MISMATCH):
+                raise ConfigError(
+                    f"Ray refuses the controller, as another try would not help: {' '.join(str(error).split())}; have "
+                    f"all nodes run one environment ({sys.executable} here), which nobody changes while a job starts"
+                ) from error
+            wait.what = f"this node's raylet, of which Ray says: {error}"
+            if wait.given_up.wait(_LOOK_SECONDS):
+                raise
+    while not wait.given_up.is_set():
+        missing = sorted(wanted - ray.cluster_resources().keys())  # type: ignore[no-untyped-call]
+        if not missing:
+            return
+        wait.what = f"nodes that have {', '.join(missing)}"
+        wait.given_up.wait(_LOOK_SECONDS)
+
+
+def start_here(has: Bundle, token: str, folder: str) -> None:
+    """Start a cluster of this machine that ``has`` these resources, and be its driver."""
+    own = {name: amount for name, amount in has.items() if name != "CPU"}
+    with _holding(token):
+        ray.init(
+            address="local",
+            job_config=_Job(),
+            include_dashboard=False,
+            num_cpus=int(has["CPU"]),
+            num_gpus=0,
+            resources=own,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            configure_logging=False,
+            _node_ip_address=HERE,
+            _temp_dir=folder,
+        )
+
+
+def take_sigterm_back() -> None:
+    """Have this process's own handler of SIGTERM run again, which a driver's start replaces. The main thread calls it.
+
+    Ray's (absl's failure_signal_handler.cc, installed for SIGTERM as for SIGSEGV) prints a stack, calls the one before,
+    and has SIGALRM abort the process three seconds later.
+    """
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    signal.siginterrupt(signal.SIGTERM, False)  # as asyncio sets it
+
+
+def said(error: BaseException) -> str:
+    """Ray's account of an end, as the end of a sentence."""
+    lines = " ".join(line for line in str(error).splitlines() if not line.startswith("\t"))
+    return f"\nRay: {lines}"
+
+
+@contextlib.contextmanager
+def _holding(token: str) -> Iterator[None]:
+    """Give Ray, and the processes that it starts within, the cluster's token; later processes do not get it."""
+    os.environ.update(environment(token))
+    try:
+        yield
+    finally:
+        del os.environ["RAY_AUTH_TOKEN"]
 
 
 class RayCluster:

@@ -18,8 +18,7 @@ from typing_extensions import override
 
 from launcher.controller.arrivals import ConnectingLauncher, StartedRanks
 from launcher.controller.handle import seen
-from launcher.hosts.ray.cluster import RayCluster, group_of
-from launcher.hosts.ray.head import said
+from launcher.hosts.ray.cluster import RayCluster, group_of, said
 from launcher.hosts.ray.node import Bundle
 from launcher.hosts.threads import threads_per_rank, threads_per_worker
 from launcher.wire.channel import Call
@@ -27,7 +26,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.placement.names import called, file_stem
 
 # isort: split
-import ray  # after head, which sets what it reads
+import ray  # after cluster, which sets what it reads
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from launcher.hosts.ray.actors import RankActor

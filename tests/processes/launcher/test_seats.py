@@ -24,8 +24,7 @@ from ray._private.utils import check_version_info
 
 from launcher.build.roles import allocation_of
 from launcher.hosts.ray.actors import ServerActor
-from launcher.hosts.ray.cluster import RayCluster
-from launcher.hosts.ray.head import Wait, join_cluster
+from launcher.hosts.ray.cluster import RayCluster, Wait, join_cluster
 from launcher.hosts.ray.node import (
     COMPLETE,
     Bundle,
@@ -521,7 +520,7 @@ class SlowRay:
 def test_a_driver_waits_for_a_slow_raylet_and_a_late_node_and_knows_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
     call = NodeCall(head="a1", host="h", port=1, token="t", folder="/f", resources={}, seconds=1.0)
     slow = SlowRay(Wait(what="its head"))
-    monkeypatch.setattr("launcher.hosts.ray.head.ray", slow)
+    monkeypatch.setattr("launcher.hosts.ray.cluster.ray", slow)
     join_cluster(call, {"learner on a1", "learner on a2"}, slow.wait)
     raylet = "this node's raylet, of which Ray says: No node info found"
     assert slow.said == ["its head", "refused", raylet, raylet, "nodes that have learner on a2"]
@@ -543,7 +542,7 @@ def test_a_driver_of_another_version_ends_at_once_with_both(monkeypatch: pytest.
 
     call = NodeCall(head="a1", host="h", port=1, token="t", folder="/f", resources={}, seconds=1.0)
     wait = Wait(what="its head")
-    monkeypatch.setattr("launcher.hosts.ray.head.ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    monkeypatch.setattr("launcher.hosts.ray.cluster.ray", SimpleNamespace(is_initialized=lambda: False, init=init))
     mine = f"This process on node 10.0.0.1 was started with: Ray: {ray.__version__} Python: {platform.python_version()}"
     said = f"The cluster was started with: Ray: 2.1.0 Python: 3.9.7 {mine}; have all nodes run one environment"
     with pytest.raises(ConfigError, match=re.escape(said)):
