@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from launcher.hosts.sites import visible_gpus
-from launcher.hosts.threads import threads_per_worker
+from launcher.processes.environment import threads_per_worker
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, RLMegatronError

@@ -15,8 +15,7 @@ from dataclasses import replace
 from typing_extensions import override
 
 from launcher.controller.arrivals import ConnectingLauncher, StartedRanks
-from launcher.hosts.threads import threads_per_worker
-from launcher.processes.environment import variables
+from launcher.processes.environment import threads_per_worker, variables
 from launcher.processes.guards import LastWords
 from launcher.processes.own_thread import in_own_thread
 from launcher.processes.scratch import scratch

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
-from launcher.servers.interpreter import has_module
+from launcher.servers.versions import has_module
 from rl_megatron.errors import ConfigError
 from rl_megatron.user_code import load_named
 

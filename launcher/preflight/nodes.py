@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, note, problem, unchecked
-from launcher.servers.interpreter import has_module
+from launcher.servers.versions import has_module
 from rl_megatron.config.beside import separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import SlurmSection, minutes_of

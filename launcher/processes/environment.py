@@ -1,4 +1,5 @@
-"""Environment variables of a rank's process, which must be set before it loads torch; ties a process to its parent.
+"""Environment variables of a rank's process, which must be set before it loads torch; ties a process to its parent;
+counts the CPU threads of a rank.
 
 Imports without collections of garbage: torch's and megatron's make a million objects, and hardly any garbage.
 """
@@ -15,7 +16,9 @@ import tempfile
 from collections.abc import Iterator, Mapping
 
 from launcher.processes.engine_guard import compiled_folder
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
+from rl_megatron.placement.ranks import Placement, ranks_by_role
 
 # oneDNN, and torch's layer over it, cache so many compiled kernels, one per shape: 1,024 by default, of some 0.4 MB
 # each, which ragged micro-batches fill within a thousand steps. A step needs fewer than these.
@@ -107,3 +110,15 @@ def die_with(parent: int) -> None:
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parents end."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def threads_per_worker(config: RunConfig) -> int:
+    """CPU threads of each worker: as configured, else an equal share of this machine's cores."""
+    cores, count = len(os.sched_getaffinity(0)), sum(ranks_by_role(config).values())
+    return config.learner.threads or max(1, cores // count)
+
+
+def threads_per_rank(placement: Placement) -> int:
+    """CPU threads of a rank: as many as the job gave each task, else an equal share of this node's cores."""
+    given = os.environ.get("SLURM_CPUS_PER_TASK")
+    return int(given) if given else max(1, len(os.sched_getaffinity(0)) // placement.ranks_per_node)

@@ -28,10 +28,16 @@ from launcher.runs.folder import mirror_path
 from launcher.servers import supervisor as supervision
 from launcher.servers.degrees import degree_problems
 from launcher.servers.engines import adapter_of, adapter_places, engine_problems, longest_sequence
-from launcher.servers.interpreter import check_interpreter, python_path, show_package
 from launcher.servers.site import HERE, GpuTurns, Site, Sites, elsewhere
 from launcher.servers.supervisor import Attached, Failed, Standing, Started, Supervisor
-from launcher.servers.versions import compare_environments, container_of, shared_settings
+from launcher.servers.versions import (
+    check_interpreter,
+    compare_environments,
+    container_of,
+    python_path,
+    shared_settings,
+    show_package,
+)
 from rl_megatron.config.run import RunConfig
 from rl_megatron.engines import engine_token
 from rl_megatron.engines.adapter import Adapter, Description, StartOptions, words_of

@@ -19,7 +19,7 @@ import yaml
 
 from launcher.processes.guards import free_port
 from launcher.servers.engines import SERVERS
-from launcher.servers.interpreter import show_package
+from launcher.servers.versions import show_package
 from rl_megatron.engines.sglang import options
 from rl_megatron.engines.sglang.options import ON_CPU
 from rl_megatron.models.tiny import TinySizes, make_tiny_model

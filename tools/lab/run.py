@@ -25,9 +25,8 @@ from launcher.commands import submit
 from launcher.commands.status import states_of
 from launcher.hosts.slurm.calls import call_slurm
 from launcher.hosts.slurm.script import code_folder, job_script, show_code
-from launcher.hosts.threads import threads_per_worker
 from launcher.preflight.checks import preflight
-from launcher.processes.environment import die_with_parent
+from launcher.processes.environment import die_with_parent, threads_per_worker
 from launcher.runs.folder import lock
 from rl_megatron.config.io import save_resolved
 from rl_megatron.config.run import RunConfig

@@ -24,7 +24,7 @@ from typing_extensions import override
 from launcher.controller.arrivals import ConnectingLauncher, StartedRanks
 from launcher.controller.handle import STOP_SECONDS
 from launcher.hosts.slurm.allocation import Allocation, cores_option
-from launcher.hosts.threads import threads_per_rank
+from launcher.processes.environment import threads_per_rank
 from launcher.wire.channel import Call, Muster
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import SlurmSection

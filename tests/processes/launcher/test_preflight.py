@@ -16,8 +16,8 @@ from launcher.commands.submit import prepare
 from launcher.preflight import devices, engine, reward
 from launcher.preflight.checks import CHECKS, Preflight, checks, preflight
 from launcher.preflight.subject import Found, Subject, problem
-from launcher.servers import interpreter
-from launcher.servers.interpreter import has_module
+from launcher.servers import versions
+from launcher.servers.versions import has_module
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
@@ -654,7 +654,7 @@ def test_an_interpreter_whose_packages_are_elsewhere_is_asked(tmp_path: Path, mo
     python.unlink()
     python.write_text("#!/bin/sh\nexec sleep 600\n")
     python.chmod(0o755)
-    monkeypatch.setattr(interpreter, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(versions, "ANSWER_SECONDS", 0.2)
     assert has_module("json", python) is None
 
 

@@ -20,7 +20,7 @@ import rl_megatron
 from launcher.commands import doctor
 from launcher.preflight.checks import preflight
 from launcher.runs.resume import record_start
-from launcher.servers import interpreter
+from launcher.servers import versions
 from launcher.servers.pool import ServedEngines
 from launcher.servers.versions import compare_environments, libraries_of, why_no_group
 from rl_megatron.config.io import load_config, save_resolved
@@ -223,23 +223,23 @@ def test_what_only_ranks_can_compare_is_said_to_be_unchecked(more: tuple[str, ..
 def test_an_interpreter_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One without the engine is named."""
     adapter = VLLMAdapter(model_shape("qwen3-30b-a3b"))
-    monkeypatch.setattr(interpreter, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(versions, "ANSWER_SECONDS", 0.2)
     silent = tmp_path / "python"
     silent.write_text("#!/bin/sh\nexec sleep 600\n")
     silent.chmod(0o755)
     with pytest.raises(ConfigError, match=r"has not said in 0\.2 s whether vLLM is installed"):
-        asyncio.run(interpreter.check_interpreter(silent, adapter))
+        asyncio.run(versions.check_interpreter(silent, adapter))
     with pytest.raises(ConfigError, match=r"nowhere: it does not start, or has not said"):
-        asyncio.run(interpreter.check_interpreter(tmp_path / "nowhere", adapter))
-    monkeypatch.setattr(interpreter, "ANSWER_SECONDS", 60.0)
+        asyncio.run(versions.check_interpreter(tmp_path / "nowhere", adapter))
+    monkeypatch.setattr(versions, "ANSWER_SECONDS", 60.0)
     silent.write_text("#!/bin/sh\necho False\n")
     with pytest.raises(ConfigError, match="vLLM is not installed there"):
-        asyncio.run(interpreter.check_interpreter(silent, adapter))
+        asyncio.run(versions.check_interpreter(silent, adapter))
 
 
 def test_a_stop_does_not_wait_for_an_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter still runs once the event loop is closed, and is ended here."""
-    monkeypatch.setattr(interpreter, "ANSWER_SECONDS", 10.0)
+    monkeypatch.setattr(versions, "ANSWER_SECONDS", 10.0)
     os.mkfifo(begun := tmp_path / "begun")
     silent = tmp_path / "python"
     silent.write_text(f"#!/bin/sh\necho $$ >{begun}\nexec sleep 600\n")
@@ -247,9 +247,7 @@ def test_a_stop_does_not_wait_for_an_interpreter(tmp_path: Path, monkeypatch: py
     pid = list[int]()
 
     async def stopped() -> None:
-        checking = asyncio.ensure_future(
-            interpreter.check_interpreter(silent, VLLMAdapter(model_shape("qwen3-30b-a3b")))
-        )
+        checking = asyncio.ensure_future(versions.check_interpreter(silent, VLLMAdapter(model_shape("qwen3-30b-a3b"))))
         pid.append(int(await asyncio.to_thread(begun.read_text)))
         checking.cancel()
         await asyncio.wait([checking])
