@@ -35,7 +35,7 @@ KEYS = (
     *("rollout.prompts_per_step=4", "rollout.group_size=4", "log.tensorboard=false", "reward.parts.exact_match=0"),
 )
 # As on GPUs, and as a run's: a scheduler that overlaps and has priorities must outlive /health, which has none.
-SGLANG = (*(one for one in ON_CPU if one != "--disable-overlap-schedule"), *options.started_with(()))
+SGLANG = (*(one for one in ON_CPU if one != "--disable-overlap-schedule"), *options.priority_options(()))
 ON_CPUS = {
     "vllm": f"--enforce-eager --dtype float32 --max-model-len {LENGTH}",
     "sglang": f"{' '.join(SGLANG)} --dtype float32 --context-length {LENGTH} --max-total-tokens 4096",
