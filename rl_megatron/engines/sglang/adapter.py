@@ -31,17 +31,17 @@ from rl_megatron.engines.sglang.options import (
     ON_CPU,
     REASONS,
     VARIABLES,
-    adapter_options,
-    adapter_problem,
     cores,
     degrees,
     load_format,
     most_cached,
-    named_adapters,
     outliving_pushes,
     priority_options,
     priority_problems,
     refuse_start,
+    sglang_lora_options,
+    sglang_lora_problem,
+    sglang_lora_request,
 )
 from rl_megatron.errors import EngineError
 from rl_megatron.models.shape import ModelShape
@@ -101,7 +101,7 @@ class SGLangAdapter(ForeignEngine):
                 *((*ON_CPU, "--max-total-tokens", str(cached)) if options.device == "cpu" else ()),
                 *(("--mem-fraction-static", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *(("--enable-deterministic-inference",) if options.batch_invariant else ()),
-                *adapter_options(options),
+                *sglang_lora_options(options),
                 *(word for one in self.hooks for word in one.arguments(options.features.get(one.name), options.device)),
                 *priority_options(options.extra),
                 *options.extra,
@@ -149,7 +149,7 @@ class SGLangAdapter(ForeignEngine):
 
     @override
     def adapter_problem(self, places: AdapterPlaces, device: str, dp: int) -> str:
-        return adapter_problem(places, self._shape, device, dp)
+        return sglang_lora_problem(places, self._shape, device, dp)
 
     @override
     async def describe(self, server: Server) -> Description:
@@ -194,7 +194,7 @@ class SGLangAdapter(ForeignEngine):
             "return_logprob": True,
             "return_routed_experts": "routes" in request.columns,
             **forms.labels(server, request.birth or 0),
-            **named_adapters(request.adapters),
+            **sglang_lora_request(request.adapters),
         }
         answers = await server.sampled("/generate", body, partial(forms.read_sampled, counters=self._counters))
         first = 0
@@ -213,7 +213,7 @@ class SGLangAdapter(ForeignEngine):
 
     @override
     async def _scored(self, server: Server, text: Sequence[int], adapters: LoadedAdapters | None) -> list[float]:
-        body = forms.scoring(server, text) | named_adapters(adapters)
+        body = forms.scoring(server, text) | sglang_lora_request(adapters)
         logprobs = await server.sampled("/generate", body, forms.read_scored)
         if len(logprobs) != len(text) - 1:
             raise AttemptFailed(f"{server.url}: it returned {len(logprobs)} log-probs for {len(text) - 1} tokens")

@@ -144,7 +144,7 @@ _LINEARS = (
 """Of SUPPORTED_LORA_TARGET_MODULES (srt/utils/common.py)."""
 
 
-def adapter_options(options: StartOptions) -> tuple[str, ...]:
+def sglang_lora_options(options: StartOptions) -> tuple[str, ...]:
     """The options for the places of adapters. Its scheduler samples with all of them in one batch, and without any."""
     places = options.adapters
     if places is None:
@@ -164,7 +164,7 @@ def load_format(options: StartOptions) -> str:
     return "dummy" if options.adapters is None else "safetensors"
 
 
-def adapter_problem(places: AdapterPlaces, shape: ModelShape, device: str, dp: int) -> str:
+def sglang_lora_problem(places: AdapterPlaces, shape: ModelShape, device: str, dp: int) -> str:
     """Why it cannot hold them; or empty."""
     if strange := sorted(set(places.modules) - set(_LINEARS)):
         return (
@@ -190,6 +190,6 @@ def adapter_problem(places: AdapterPlaces, shape: ModelShape, device: str, dp: i
     return ""
 
 
-def named_adapters(adapters: LoadedAdapters | None) -> dict[str, str]:
+def sglang_lora_request(adapters: LoadedAdapters | None) -> dict[str, str]:
     """The part of a request that says with which adapters it is computed. An unknown name is refused."""
     return {} if adapters is None else {"lora_path": adapters.name}

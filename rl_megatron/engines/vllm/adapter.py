@@ -30,12 +30,12 @@ from rl_megatron.engines.vllm.options import (
     KEYS,
     REASONS,
     VARIABLES,
-    adapter_options,
-    adapter_problem,
     attention_given,
-    named_adapters,
     options_of_ranks,
     quantises,
+    vllm_lora_options,
+    vllm_lora_problem,
+    vllm_lora_request,
 )
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, limits_of
@@ -91,7 +91,7 @@ class VLLMAdapter(ForeignEngine):
                 *("--shutdown-timeout", "5"),  # else its processes are killed, and leave shared memory behind
                 *(("--enable-sleep-mode",) if options.colocated and options.device != "cpu" else ()),
                 *(("--gpu-memory-utilization", str(options.memory_fraction)) if options.memory_fraction else ()),
-                *adapter_options(options.adapters),
+                *vllm_lora_options(options.adapters),
                 *(word for one in self.hooks for word in one.arguments(options.features.get(one.name), options.device)),
                 *options.extra,
             ),
@@ -125,7 +125,7 @@ class VLLMAdapter(ForeignEngine):
 
     @override
     def adapter_problem(self, places: AdapterPlaces, device: str, dp: int) -> str:
-        return adapter_problem(places, self._shape, device)
+        return vllm_lora_problem(places, self._shape, device)
 
     @override
     async def describe(self, server: Server) -> Description:
@@ -174,7 +174,7 @@ class VLLMAdapter(ForeignEngine):
             "token_ids": request.token_ids,
             "sampling_params": sampling,
             **forms.salted(server),
-            **named_adapters(request.adapters),
+            **vllm_lora_request(request.adapters),
         }
         if server.priorities:
             body["priority"] = request.birth or 0
@@ -190,7 +190,7 @@ class VLLMAdapter(ForeignEngine):
 
     @override
     async def _scored(self, server: Server, text: Sequence[int], adapters: LoadedAdapters | None) -> list[float]:
-        body = forms.scoring(server, text, 0) | named_adapters(adapters)
+        body = forms.scoring(server, text, 0) | vllm_lora_request(adapters)
         said = await server.sampled("/inference/v1/generate", body, forms.read_scored)
         if len(said) != len(text) - 1 or any(str(t) not in found for t, found in zip(text[1:], said, strict=True)):
             raise AttemptFailed(f"{server.url}: its prompt_logprobs do not belong to the given tokens")

@@ -98,7 +98,7 @@ def options_of_ranks(options: StartOptions) -> tuple[str, ...]:
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of --max-lora-rank
 
 
-def adapter_options(places: AdapterPlaces | None) -> tuple[str, ...]:
+def vllm_lora_options(places: AdapterPlaces | None) -> tuple[str, ...]:
     """The options for the places of adapters. Its scheduler samples with all of them in one batch."""
     if places is None:
         return ()
@@ -107,7 +107,7 @@ def adapter_options(places: AdapterPlaces | None) -> tuple[str, ...]:
     return out if places.experts else (*out, "--lora-target-modules", *places.modules)  # experts are one module there
 
 
-def adapter_problem(places: AdapterPlaces, shape: ModelShape, device: str) -> str:
+def vllm_lora_problem(places: AdapterPlaces, shape: ModelShape, device: str) -> str:
     """Why it cannot hold them; or empty."""
     if (most := max(places.ranks)) > _RANKS[-1]:
         return f"learner.lora.rank={most}: vLLM 0.32.0 holds adapters of rank {_RANKS[-1]} at most; lower it"
@@ -120,6 +120,6 @@ def adapter_problem(places: AdapterPlaces, shape: ModelShape, device: str) -> st
     return ""
 
 
-def named_adapters(adapters: LoadedAdapters | None) -> dict[str, str]:
+def vllm_lora_request(adapters: LoadedAdapters | None) -> dict[str, str]:
     """The part of a request that says with which adapters it is computed. An unknown name is refused (404)."""
     return {} if adapters is None else {"model": adapters.name}
