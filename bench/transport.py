@@ -24,13 +24,13 @@ from torch import Tensor
 from bench.plan import LARGE, MID
 from bench.results import parse, write
 from launcher.processes.guards import held_ports
+from rl_megatron.features.sparse.changes import Changes
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.hashing import PIECE_BYTES, digest
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables import qwen3_moe
 from rl_megatron.weights.plans.plan import plan
-from rl_megatron.weights.routes.delta import DeltaTransport
 from rl_megatron.weights.routes.group import ProcessGroupTransport, Transport
 
 REPEATS, BASELINE_REPEATS = 9, 3
@@ -160,7 +160,9 @@ def measure(rank: int, name: str, model: ModelShape) -> list[dict[str, object]]:
     transports: dict[str, Transport] = {
         "gloo": ProcessGroupTransport(moves, src=src, dst=dst, bucket_bytes=BUCKET_BYTES, verify=False),
         "gloo, digests": ProcessGroupTransport(moves, src=src, dst=dst, bucket_bytes=BUCKET_BYTES),
-        "gloo, digests, 3 % changed": DeltaTransport(moves, src=src, dst=dst, bucket_bytes=BUCKET_BYTES),
+        "gloo, digests, 3 % changed": ProcessGroupTransport(
+            moves, src=src, dst=dst, bucket_bytes=BUCKET_BYTES, compression=Changes()
+        ),
     }
     calls: dict[str, Callable[[], object]] = {
         "gather and broadcast, buckets": GatherAndBroadcast(learner, rank, src, BASELINE_BYTES).move,

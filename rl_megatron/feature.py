@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from types import MappingProxyType, new_class
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from rl_megatron.entries import declared, describe_entry, load_entry
 from rl_megatron.errors import ConfigError
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import MegatronOptimizer
+    from torch import Tensor
 
     from rl_megatron.algorithms.objectives import ClipLimits
     from rl_megatron.columns import Column
@@ -40,7 +41,11 @@ if TYPE_CHECKING:
     from rl_megatron.rules import Rule
     from rl_megatron.training.measures import Measured
     from rl_megatron.types import Batch, Metric, Samples, Want
+    from rl_megatron.weights.boxes import Box, Shape
+    from rl_megatron.weights.formats.hf_folder import Stored
+    from rl_megatron.weights.layouts.layout import Layout
     from rl_megatron.weights.layouts.parameters import Rank, Terms
+    from rl_megatron.weights.routes.ends import Parcel
 
 S = TypeVar("S", bound=Section)
 GROUP = "rl_megatron.features"
@@ -213,6 +218,100 @@ class Feature:
     step: str | None = None
     """``package.module:function`` that makes the `StepHooks` of a run from its configuration and `Roles`; None for a
     run that the feature leaves alone."""
+    encoding: str | None = None
+    """``package.module:function`` that makes the `Encoding` of a configuration; None for one that the feature leaves
+    alone. Importing the module needs no torch."""
+    compression: str | None = None
+    """``package.module:function`` that makes the `Compression` of a configuration, for one plan on one rank; None for
+    one that the feature leaves alone."""
+
+
+class Encoding(Protocol):
+    """What engines hold in place of the policy's weights: other numbers, and tensors beside them. Both routes of a push
+    bring it, and engines are compared with it."""
+
+    @property
+    def tolerance(self) -> float:
+        """How far, in nats, an engine's log-probs may be from the learner's, if the run's dtype alone allows less."""
+        ...
+
+    def stored(self, entries: Stored) -> Stored:
+        """The tensors of the encoded checkpoint, of which ``entries`` are the plain one's. Raises ConfigError for a
+        model that cannot be encoded."""
+        ...
+
+    def config(self, shapes: Mapping[str, Shape]) -> dict[str, Any]:
+        """The ``quantization_config`` of the encoded checkpoint's config.json; ``shapes`` are the plain one's."""
+        ...
+
+    def layout(self, layout: Layout, hf: Layout) -> Layout:
+        """``layout`` with the tensors that are added. ``hf`` is the plain checkpoint's."""
+        ...
+
+    def write(self, name: str, values: Tensor, held: Mapping[str, Tensor]) -> tuple[float, float] | None:
+        """Writes a plain tensor into those of the encoded checkpoint, ``held``. Returns the squared Frobenius norms of
+        the tensor and of what was changed; None if nothing was. Raises SyncError that names a tensor that cannot be
+        encoded."""
+        ...
+
+    def encoder(self, layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> Encoder:
+        """The sender's side on a learner's ``rank``, whose ``tensors``, by local name, training changes in place.
+        ``layout`` is the learner's, by `layout`."""
+        ...
+
+
+class Encoder(Protocol):
+    """Encodes what one learner rank sends straight into engine ranks, a version at a time."""
+
+    added: Mapping[str, Tensor]
+    """Its tensors that ``layout`` adds to the rank's own."""
+    changes: Mapping[str, tuple[float, float]]
+    """What `Encoding.write` returns by tensor, summed up over the boxes asked for by `encoded` since `begin`."""
+
+    def begin(self, reduce: Callable[[Tensor], object]) -> None:
+        """Starts the version that the tensors hold now, and fills ``added``. Every learner rank calls it. ``reduce``
+        makes a float32 tensor [n] the elementwise maximum over them, in place. Raises SyncError, on a rank that holds
+        it, for a tensor that cannot be encoded."""
+        ...
+
+    def pack(self, name: str, param: str, place: Box, out: Tensor) -> bool:
+        """Writes the numbers of a box of the parameter ``param``, a part of tensor ``name``, into ``out``. False if
+        they are sent as they are."""
+        ...
+
+    def encoded(self, name: str, box: Box, values: Tensor) -> Tensor | None:
+        """The numbers of a box of a tensor, as engines hold them; None if they are sent as they are."""
+        ...
+
+    def check(self, dtype_of: Callable[[str], torch.dtype]) -> None:
+        """Raises WeightError for a tensor that engine ranks hold as another dtype than it is sent in."""
+        ...
+
+
+class Compression(Protocol):
+    """How parcels travel between the processes of one plan. What arrives is unpacked to the bytes that were packed, and
+    digests are of these."""
+
+    def begin(self, gather: Callable[[int], Sequence[int]]) -> None:
+        """Starts a version. Every process calls it. ``gather`` returns a number of each, by rank."""
+        ...
+
+    def compresses(self, peer: int) -> bool:
+        """False if parcels between this process and ``peer`` travel as they are in this version. Both ends say the
+        same."""
+        ...
+
+    def pack(self, parcel: Parcel) -> Tensor | None:
+        """The bytes [n] uint8 to send in place of the packed parcel's buffer with its trailer; None: the buffer."""
+        ...
+
+    def unpack(self, frame: Tensor, parcel: Parcel) -> None:
+        """Writes the buffer of the parcel from what `pack` returned."""
+        ...
+
+    def finished(self, version: int) -> None:
+        """Runs once all of a version has arrived and was verified."""
+        ...
 
 
 class StepHooks:
@@ -364,6 +463,29 @@ def engine_hooks(engine: str) -> tuple[EngineHooks, ...]:
     """The engine sides of all features for an engine, active or not. Raises as `features`."""
     sides = ((one.name, one.serving.engines.get(engine)) for one in features().values() if one.serving is not None)
     return tuple(load_side(side)(name) for name, side in sides if side is not None)
+
+
+def encoding_of(config: RunConfig) -> Encoding | None:
+    """What engines hold in place of the policy's weights; None: these. Raises as `features`, and ConfigError if several
+    features encode them."""
+    found: Encoding | None = _only("encoding", config)
+    return found
+
+
+def compression_of(config: RunConfig) -> Compression | None:
+    """How parcels of weights travel over a process group. Raises as `features`, and ConfigError if several features
+    compress them."""
+    found: Compression | None = _only("compression", config)
+    return found
+
+
+def _only(side: str, config: RunConfig) -> Any:
+    """The one that some feature makes, if any does."""
+    names = {name: where for name, one in features().items() if (where := getattr(one, side)) is not None}
+    made = {name: found for name, where in names.items() if (found := load_side(where)(config)) is not None}
+    if len(made) > 1:
+        raise ConfigError(f"the features {' and '.join(made)} each bring the {side} of weights; turn on one of them")
+    return next(iter(made.values()), None)
 
 
 def given_to_servers(config: RunConfig) -> dict[str, object]:

@@ -126,9 +126,10 @@ class ReadIf:
 
 @dataclass(frozen=True, slots=True)
 class CheckFunction:
-    """A rule that needs code: a function from the configuration to a line for each problem."""
+    """A rule that needs code: a function from the configuration, with ``where="shape"`` also from the model's shape, to
+    a line for each problem."""
 
-    does: Callable[[Any], Iterable[str]]
+    does: Callable[..., Iterable[str]]
     where: When = "config"
 
 
@@ -154,7 +155,7 @@ def broken(rules: Iterable[Rule], config: object, where: When = "config", shape:
     for rule in (rule for rule in rules if rule.where == where):
         match rule:
             case CheckFunction():
-                lines |= dict.fromkeys(rule.does(config))
+                lines |= dict.fromkeys(rule.does(config, shape) if where == "shape" else rule.does(config))
             case Excludes():
                 for given, _ in _together(root, (*_all(rule.one), *_all(rule.other)), {}):
                     lines[_line(given, rule)] = None

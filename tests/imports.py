@@ -21,7 +21,7 @@ import launcher.worker.process  # noqa: E402
 import rl_megatron.engines.local.engine  # noqa: E402
 import rl_megatron.engines.local.server  # noqa: E402
 import rl_megatron.learner.megatron  # noqa: E402
-import rl_megatron.weights.routes.delta  # noqa: E402, F401
+import rl_megatron.weights.routes.group  # noqa: E402, F401
 from rl_megatron.observability import report  # noqa: E402
 
 list(typer.main.get_command(launcher.__main__.app).commands.values())  # imports the module of each

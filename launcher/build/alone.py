@@ -19,6 +19,7 @@ from launcher.worker.learner_rank import make_mirror
 from rl_megatron.config.run import RunConfig
 from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.engines.local.engine import InThisProcess, LocalEngine, decoder_of
+from rl_megatron.feature import encoding_of
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import WeightUpdate
@@ -26,7 +27,6 @@ from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums, read_boxes
 from rl_megatron.weights.checks.compare import ServerComparisons
 from rl_megatron.weights.checks.reports import NO_KINDS, Report
-from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.routes import mirror
@@ -74,7 +74,7 @@ class _FolderWeights(LearnerWeights):
         """``ends`` is closed when the file is no longer used."""
         self._folder, self._path, self._ends = model_folder, path, ends
         self._hf, self._dtype = hf_layout(shape), getattr(torch, config.learner.dtype)
-        self._kind = FORMATS[config.rollout.server.quantization]
+        self._encoding = encoding_of(config)
         self._mirror: mirror.Mirror | None = None
 
     @override
@@ -90,15 +90,15 @@ class _FolderWeights(LearnerWeights):
 
     def _write(self, version: int) -> None:
         shapes, float32 = self._hf.local_shapes(0), float32_in_files(self._hf)
-        make_mirror(self._path, shapes, self._dtype, self._folder, self._kind, self._ends, float32=float32)
-        self._mirror = mirror.Mirror(self._path, shapes, self._dtype, self._kind, float32=float32)
+        make_mirror(self._path, shapes, self._dtype, self._folder, self._encoding, self._ends, float32=float32)
+        self._mirror = mirror.Mirror(self._path, shapes, self._dtype, self._encoding, float32=float32)
         self._mirror.withdraw()
         read_boxes(HFFolder(self._folder), self._hf, self._hf, 0, self._mirror.tensors)
         self._mirror.serve(version)
 
     def _sums(self) -> Report:
         assert self._mirror is not None
-        if self._kind is not None:
+        if self._encoding is not None:
             return self._mirror.sums()
         shapes = self._hf.local_shapes(0)
         found = checksums(HFFolder(self._folder), shapes, mirror.dtypes(self._path))

@@ -46,7 +46,7 @@ from rl_megatron.engines.http import AttemptFailed, OutOfFiles, Server
 from rl_megatron.engines.replicas import Replica
 from rl_megatron.engines.weights import ReplicaWeights
 from rl_megatron.errors import ConfigError, EngineError, together
-from rl_megatron.feature import features, given_to_servers
+from rl_megatron.feature import encoding_of, features, given_to_servers
 from rl_megatron.http.token_file import TokenFile
 from rl_megatron.interfaces import FrozenModel, Launcher, Roles, WeightSync, unheard
 from rl_megatron.models.families.fields import read_config
@@ -54,8 +54,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import header_bytes
-from rl_megatron.weights.formats.hf_folder import config_text, copy_companions
-from rl_megatron.weights.formats.served import FORMATS, stored
+from rl_megatron.weights.formats.hf_folder import config_text, copy_companions, stored
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.push.beside import AdapterRanks, AdapterWeights
 from rl_megatron.weights.push.sync import ServedWeights
@@ -162,8 +161,8 @@ class ServedEngines:
         self._checks = ServerChecks(
             config=config, adapter=adapter, model_folder=self._model_folder, max_length=self._max_length
         )
-        self._kind, self._shapes = FORMATS[self._section.quantization], hf_layout(shape).local_shapes(0)
-        stored(self._shapes, DType(config.learner.dtype), self._kind)  # first refuses models without such a format
+        self._encoding, self._shapes = encoding_of(config), hf_layout(shape).local_shapes(0)
+        stored(self._shapes, DType(config.learner.dtype), self._encoding)  # first refuses models without such a format
         self._sites = dict(enumerate(sites or [[Site()] for _ in range(self._section.count)]))
         self._turns = GpuTurns()
         self._resumes = resumes
@@ -274,7 +273,7 @@ class ServedEngines:
 
         config.json describes the pushed weights, whatever format ``model.path`` has.
         """
-        quantization = None if self._kind is None else self._kind.config(self._shapes)
+        quantization = None if self._encoding is None else self._encoding.config(self._shapes)
         config = config_text(self._model_folder, set(), quantization, drafts=self._shape.drafts)
         for name in ("bare", "model"):
             (packages / name).mkdir()
@@ -459,7 +458,6 @@ async def _unless_ended(started: Started, all_came: asyncio.Event) -> Started:
 
 
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}  # nats
-_QUANTISED_TOLERANCE = 1.0  # nats
 
 
 class ServedLauncher(Launcher):
@@ -556,9 +554,9 @@ class ServedLauncher(Launcher):
 
 
 def _tolerance(config: RunConfig) -> float:
-    """The probe's tolerance in nats, for rounding or for quantised weights."""
-    section, rounding = config.rollout.server, _TOLERANCE[config.learner.dtype]
-    return section.probe_tolerance or (rounding if FORMATS[section.quantization] is None else _QUANTISED_TOLERANCE)
+    """The probe's tolerance in nats, for rounding or for encoded weights."""
+    encoding, rounding = encoding_of(config), _TOLERANCE[config.learner.dtype]
+    return config.rollout.server.probe_tolerance or max(rounding, encoding.tolerance if encoding else 0.0)
 
 
 def _delivery(

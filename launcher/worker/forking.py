@@ -27,7 +27,7 @@ _LEARNER = ("rl_megatron.learner.megatron", "rl_megatron.learner.world")
 _OTHERS = (  # they import nearly all that a rank imports until its second step
     *("torch", "torch._dynamo", "launcher.worker.process", "rl_megatron.observability.log"),
     *("rl_megatron.weights.layouts.families", "rl_megatron.weights.layouts.learner", "launcher.runs.folder"),
-    *("rl_megatron.weights.routes.delta", "rl_megatron.weights.routes.mirror"),
+    *("rl_megatron.weights.routes.group", "rl_megatron.weights.routes.mirror"),
     *("rl_megatron.weights.checks.reports", "rl_megatron.engines.local.engine", "rl_megatron.algorithms.losses"),
     "rl_megatron.weights.checkpoints.safetensors_io",
 )

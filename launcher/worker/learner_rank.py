@@ -19,6 +19,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.engines.local.engine import LocalEngine, decoder_of
 from rl_megatron.errors import CorruptionError, SyncError
+from rl_megatron.feature import Encoding, compression_of, encoding_of
 from rl_megatron.placement.files import writers_of_files
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims, WeightUpdate
 from rl_megatron.weights.adapters.pushed import AdapterEnds, adapter_ends
@@ -27,14 +28,12 @@ from rl_megatron.weights.bytes.bits import dtype_of
 from rl_megatron.weights.checkpoints.safetensors_io import WithDrafts, write_folder
 from rl_megatron.weights.checks.checksums import box_checksums
 from rl_megatron.weights.checks.reports import Report, add_up, sent_checksums, sources_of
-from rl_megatron.weights.formats.at_sender import at_sender
-from rl_megatron.weights.formats.served import FORMATS, Format, stored
+from rl_megatron.weights.formats.hf_folder import stored
 from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.layouts.recorded import Boxes, recorded_layout
 from rl_megatron.weights.plans.plan import plan, plan_into_copies
-from rl_megatron.weights.routes.delta import make_transport
 from rl_megatron.weights.routes.engine_ends import Sender
-from rl_megatron.weights.routes.group import Staging
+from rl_megatron.weights.routes.group import ProcessGroupTransport, Staging
 from rl_megatron.weights.routes.mirror import Mirror, await_free, in_use, remove_abandoned
 from rl_megatron.weights.routes.rendezvous import Rendezvous, gather
 
@@ -59,7 +58,7 @@ class Worker(RankModels):
         config = setup.config
         self._float32 = float32_in_files(self._hf)
         self._dtype = torch_dtype(config.learner.dtype)
-        self._quantization = config.rollout.server.quantization
+        self._encoding = encoding_of(config)
         self._sender: Sender | None = None  # into engine ranks in other processes
         self._ends = ExitStack()
         self._writers = writers_of_files(config)
@@ -87,18 +86,18 @@ class Worker(RankModels):
         what a run that was killed left there.
         """
         path, shapes, float32 = mirror_path(config, run_folder), self._hf.local_shapes(0), self._float32
-        kind, group = FORMATS[config.rollout.server.quantization], self._fellow_writers
+        group = self._fellow_writers
         if group and self._rank == group[0]:
             await_free(path.parent)
             if self._rank or not config.rollout.served:
                 self._ends.enter_context(removed(path.parent))
-            given = (path, shapes, self._dtype, self._model_folder, kind)
+            given = (path, shapes, self._dtype, self._model_folder, self._encoding)
             make_mirror(*given, self._ends, float32=float32, writers=len(group))
         gather("made", None)
         if not group:
             return None
         place = group.index(self._rank)
-        return Mirror(path, shapes, self._dtype, kind, float32=float32, writer=place, writers=len(group))
+        return Mirror(path, shapes, self._dtype, self._encoding, float32=float32, writer=place, writers=len(group))
 
     @property
     def _fellow_writers(self) -> Sequence[int]:
@@ -109,7 +108,7 @@ class Worker(RankModels):
         """Plan the moves from every learner rank to every in-process engine replica, or to the mirror files.
 
         Readers of a mirror compare it with checksums of the learner's own tensors, so digests on the way are not
-        needed. A quantised one, or one cut inside a word, is compared with the checksums of the mirror itself.
+        needed. An encoded one, or one cut inside a word, is compared with the checksums of the mirror itself.
         """
         held = self._held
         if config.fills_files:
@@ -120,13 +119,19 @@ class Worker(RankModels):
             replicas = replace(self._hf, dims=ParallelDims(dp=self._layout.dims.world_size))
             transfers = plan(self._layout, replicas)
         sources = sources_of(self._layout, self._hf)
-        quantised = FORMATS[config.rollout.server.quantization] is not None
         self._sources = sources[self._rank]
         self._sealed = (
-            config.rollout.served and not quantised and all(add_up(one, self._dtype.itemsize) for one in sources)
+            config.rollout.served
+            and self._encoding is None
+            and all(add_up(one, self._dtype.itemsize) for one in sources)
         )
-        transport = make_transport(
-            transfers, src=self._tensors, dst=held, section=config.weights, verify=not self._sealed
+        transport = ProcessGroupTransport(
+            transfers,
+            src=self._tensors,
+            dst=held,
+            bucket_bytes=config.weights.bucket_mb * 2**20,
+            verify=not self._sealed,
+            compression=compression_of(config),
         )
         self._staging = Staging(transport, self._holder)
 
@@ -211,8 +216,7 @@ class Worker(RankModels):
     @cached_property
     def _dtypes_in_files(self) -> Mapping[str, torch.dtype]:
         """The dtype of each tensor of a mirror file."""
-        form = FORMATS[self._quantization]
-        entries = stored(self._hf.local_shapes(0), dtype_of(self._dtype), form, self._float32)
+        entries = stored(self._hf.local_shapes(0), dtype_of(self._dtype), self._encoding, self._float32)
         return {name: getattr(torch, dtype) for name, (dtype, _) in entries.items()}
 
     def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> SyncError | None:
@@ -220,16 +224,17 @@ class Worker(RankModels):
 
         Returns a SyncError if these do not join. Raises as `Sender`.
         """
-        form = FORMATS[self._quantization]
-        quantiser, learner, hf = at_sender(form, self._layout, self._hf, self._rank, self._tensors)
+        learner, hf, sources, encoder = self._layout, self._hf, self._sources, None
+        if (encoding := self._encoding) is not None:
+            learner, hf = encoding.layout(learner, hf), encoding.layout(hf, hf)
+            sources, encoder = sources_of(learner, hf)[self._rank], encoding.encoder(learner, self._rank, self._tensors)
         if self._sender is not None:
             self._sender.close()
-        sources = self._sources if quantiser is None else sources_of(learner, hf)[self._rank]
         layouts = learner, recorded_layout(hf, ranks)
         try:
             dtypes = self._dtypes_in_files
             self._sender = Sender(
-                rendezvous, self._rank, layouts, self._tensors, sources, dtypes=dtypes, quantiser=quantiser
+                rendezvous, self._rank, layouts, self._tensors, sources, dtypes=dtypes, encoder=encoder
             )
         except SyncError as error:
             self._sender = None
@@ -274,7 +279,7 @@ def make_mirror(
     shapes: Mapping[str, Shape],
     dtype: torch.dtype,
     model_folder: Path,
-    kind: Format | None,
+    encoding: Encoding | None,
     ends: ExitStack,
     *,
     float32: Collection[str],
@@ -282,7 +287,7 @@ def make_mirror(
 ) -> None:
     """Make a mirror file as `Mirror.make` does. In a node's memory its folder is held until ``ends`` closes, and what
     runs that were killed left beside it is removed."""
-    Mirror.make(path, shapes, dtype, model_folder / "config.json", kind, float32=float32, writers=writers)
+    Mirror.make(path, shapes, dtype, model_folder / "config.json", encoding, float32=float32, writers=writers)
     if path.is_relative_to(NODE_MEMORY):
         ends.enter_context(in_use(path.parent))
         remove_abandoned(path.parent)

@@ -95,10 +95,6 @@ def _of_servers() -> Iterator[Rule]:
           "is for servers that the run starts", "leave one of them out")
     yield Needs(when=On("rollout.server.token_file"), all=RUNNING, why="it is for rollout.server.addresses, and the "
           "run makes a token for servers that it starts", fix="leave it out")
-    yield from _excluded(On("rollout.server.quantization", Not("none")),
-        (ON_CPU, "the engines' kernels for quantised weights need GPUs", "set rollout.server.quantization=none"),
-        (On("learner.dtype", Not("bfloat16")), "the engines' kernels give bfloat16", "set learner.dtype=bfloat16"),
-        (RUNNING, "the run cannot see the format of running servers", "set rollout.server.quantization=none"))
     yield Excludes(one=On("rollout.router_noise", Above(0)), other=On("rollout.engine", Not("local")),
           why="servers compute routers in kernels of their own, to which nothing can be added",
           fix="set rollout.engine=local, or rollout.router_noise=0")
@@ -169,7 +165,6 @@ def _of_learner() -> Iterator[Rule]:
     yield from _excluded(adapters,
         (RUNNING, "a run starts its servers with places for its adapters", merged),
         (COLOCATED, "servers that release their memory lose the model, which is pushed once", merged),
-        (On("rollout.server.quantization", Not("none")), "the model is pushed as it is, and once", merged),
         (On("rollout.server.running_requests", Not("recompute")), "no push pauses a request", merged))
     deterministic = On("learner.deterministic", True)
     yield from _excluded(deterministic,

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError, SyncError
+from rl_megatron.features.quantise.encoding import ENCODINGS
 from rl_megatron.learner.keywords import SLAB
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, volume, whole_box
@@ -28,7 +29,6 @@ from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.compare import compare
 from rl_megatron.weights.checks.places import Held, record
 from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, sealed_by, sources_of
-from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes, EngineLayout, recorded_layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
@@ -370,7 +370,7 @@ def mirror_process(dims: ParallelDims, groups: Groups, quantization: str, rank: 
     group: tuple[int, ...] = next((group for group in groups if rank in group), ())
     path, kind = (
         folder / f"node-{groups.index(group) if group else 'none'}" / "model.safetensors",
-        FORMATS[quantization],
+        ENCODINGS[quantization],
     )
     if group and rank == group[0]:
         Mirror.make(path, SHAPES, torch.bfloat16, folder / "config.json", kind, writers=len(group))
@@ -448,7 +448,7 @@ def test_each_node_has_the_whole_model_from_its_own_ranks(tmp_path: Path, dims: 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8"])
 def test_writers_quantise_together_as_one_does(tmp_path: Path, quantization: str) -> None:
-    said, kind = mirrored(tmp_path, PIPELINE, TWO, quantization), FORMATS[quantization]
+    said, kind = mirrored(tmp_path, PIPELINE, TWO, quantization), ENCODINGS[quantization]
     alone = tmp_path / "alone" / "model.safetensors"
     Mirror.make(alone, SHAPES, torch.bfloat16, tmp_path / "config.json", kind)
     one = Mirror(alone, SHAPES, torch.bfloat16, kind)

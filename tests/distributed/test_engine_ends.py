@@ -25,15 +25,15 @@ from torch.distributed import distributed_c10d
 
 from launcher.processes.guards import held_ports
 from rl_megatron.errors import SyncError, WeightError
+from rl_megatron.features.quantise.encoding import Quantisation
+from rl_megatron.features.quantise.scales import ScaledLayout
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, Shape, volume, whole_box
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checks.compare import compare
 from rl_megatron.weights.checks.places import Held, record
 from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, largest_change, sealed_by, sources_of
-from rl_megatron.weights.formats.at_sender import at_sender
-from rl_megatron.weights.formats.scaled import ScaledLayout, with_scales
-from rl_megatron.weights.formats.served import FORMATS, Format, stored
+from rl_megatron.weights.formats.hf_folder import stored
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes, EngineLayout, recorded_layout, shared
 from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
@@ -408,21 +408,19 @@ class Case:
     rendezvous: Rendezvous
 
     @property
-    def form(self) -> Format:
-        found = FORMATS[self.kind]
-        assert found is not None
-        return found
+    def form(self) -> Quantisation:
+        return Quantisation(self.kind)
 
     @property
     def learner(self) -> ScaledLayout:
         layout = Layout(table=MEGATRON_QWEN3_MOE, shape=WIDE, dims=LAYOUTS[self.layout])
-        found = with_scales(layout, WIDE_HF, self.form.blocks)
+        found = self.form.layout(layout, WIDE_HF)
         assert isinstance(found, ScaledLayout)
         return found
 
     @property
     def hf(self) -> Layout:
-        return with_scales(WIDE_HF, WIDE_HF, self.form.blocks)
+        return self.form.layout(WIDE_HF, WIDE_HF)
 
     def whole(self, version: int) -> tuple[dict[str, Tensor], tuple[float, str]]:
         """What the mirror file would have of a version, and its largest error."""
@@ -432,10 +430,8 @@ class Case:
             for name, (dtype, shape) in stored(WIDE_HF.local_shapes(0), DType.BF16, self.form).items()
         }
         for name, tensor in values.items():
-            if (scales := out.get(name + self.form.blocks.suffix)) is not None:
-                changes[name] = self.form.write(name, tensor, out[name], scales)
-            else:
-                out[name].copy_(tensor)
+            if (change := self.form.write(name, tensor, out)) is not None:
+                changes[name] = change
         found = largest_change([changes])
         assert found is not None
         return out, found
@@ -498,12 +494,10 @@ def quantised_process(rank: int, cases: list[Case], port: int, folder: Path) -> 
 def quantising_learner(rank: int, case: Case) -> dict[str, Any]:
     layout, ranks = case.learner, [case.share(rank) for rank in range(ENGINES)]
     tensors = {name: torch.zeros_like(tensor) for name, tensor in cut_wide(layout.base, wide_tensors(0), rank).items()}
-    quantiser, mine, hf = at_sender(case.form, layout.base, WIDE_HF, rank, tensors)
-    sources = sources_of(mine, hf)[rank]
+    encoder, sources = case.form.encoder(layout, rank, tensors), sources_of(layout, case.hf)[rank]
     dtypes = {name: tensor.dtype for name, tensor in case.whole(0)[0].items()}
-    sender = Sender(
-        case.rendezvous, rank, (mine, recorded_layout(hf, ranks)), tensors, sources, dtypes=dtypes, quantiser=quantiser
-    )
+    layouts = layout, recorded_layout(case.hf, ranks)
+    sender = Sender(case.rendezvous, rank, layouts, tensors, sources, dtypes=dtypes, encoder=encoder)
     reports = []
     for version in VERSIONS:
         for name, tensor in cut_wide(layout.base, wide_tensors(version), rank).items():
@@ -515,7 +509,7 @@ def quantising_learner(rank: int, case: Case) -> dict[str, Any]:
     for name, tensor in cut_wide(layout.base, broken, rank).items():
         tensors[name].copy_(tensor)
     try:
-        quantiser.begin(engine_ends.largest_of_all)
+        encoder.begin(engine_ends.largest_of_all)
     except SyncError as error:
         refused = str(error)
     return {"reports": reports, "refused": refused}

@@ -23,12 +23,12 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from launcher.processes.guards import held_ports
 from rl_megatron.errors import CorruptionError, SyncError, WeightError
+from rl_megatron.features.sparse.changes import Changes
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.plan import Plan, plan, plan_into
 from rl_megatron.weights.routes import rendezvous
-from rl_megatron.weights.routes.delta import DeltaTransport
 from rl_megatron.weights.routes.ends import Parcel
 from rl_megatron.weights.routes.group import ProcessGroupTransport, Staging, Transport
 from rl_megatron.weights.routes.last_hop import LearnerEnd, end_beside
@@ -103,7 +103,7 @@ def over_gloo(moves: Plan, src: dict[str, Tensor], dst: dict[str, Tensor], *, ve
 
 
 def changes_only(moves: Plan, src: dict[str, Tensor], dst: dict[str, Tensor]) -> Transport:
-    return DeltaTransport(moves, src=src, dst=dst, bucket_bytes=4 * BUCKET_BYTES)
+    return ProcessGroupTransport(moves, src=src, dst=dst, bucket_bytes=4 * BUCKET_BYTES, compression=Changes())
 
 
 def check_push(
@@ -374,8 +374,10 @@ class Process:
                 LearnerEnd(moves, src=self.src, **more) if learns else end_beside(moves, dst=self.dst, **more)
             )
         else:
-            make = {"gloo": CountingTransport, "delta": DeltaTransport}[kind]
-            self.transport = make(moves, src=self.src, dst=self.dst, bucket_bytes=SYNC_BUCKET_BYTES)
+            compression = Changes() if kind == "delta" else None
+            self.transport = CountingTransport(
+                moves, src=self.src, dst=self.dst, bucket_bytes=SYNC_BUCKET_BYTES, compression=compression
+            )
         self.planned = 4 * sum(plan(src, dst, placement=placement).traffic().values())
         self.staging = Staging(self.transport, self.engine if self.rank >= LEARNERS else None)
         self._unpack, self._pack = self.transport.ends.unpack, self.transport.ends.pack

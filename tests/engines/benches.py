@@ -25,6 +25,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.engines.local.engine import LocalEngine
+from rl_megatron.features.quantise.encoding import ENCODINGS
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import (
@@ -38,7 +39,6 @@ from rl_megatron.types import (
     WeightUpdate,
 )
 from rl_megatron.weights.checks.reports import Report
-from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import job_shape
 from rl_megatron.weights.push.sync import ServedWeights
@@ -323,7 +323,7 @@ def served(
         server = config.rollout.server.model_copy(update=keys)
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
     shape = job_shape(config, read_shape(model))
-    kind, held = FORMATS[quantization], getattr(torch, dtype or "float32")
+    kind, held = ENCODINGS[quantization], getattr(torch, dtype or "float32")
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
         servers = ServedEngines(config, SERVERS[engine](shape), model, folder, shape, sites)

@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 
 from rl_megatron.errors import SyncError
+from rl_megatron.features.quantise.encoding import ENCODINGS
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.checks.reports import Report, sources_of
-from rl_megatron.weights.formats.at_sender import at_sender
-from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.recorded import Boxes, recorded_layout
 from rl_megatron.weights.plans.plan import plan
@@ -33,7 +32,9 @@ class FolderSender:
         hf = hf_layout(read_shape(model))
         self.tensors = {name: torch.zeros_like(t) for name, t in weights_of(model).items()}
         self.dtypes: Mapping[str, torch.dtype] = {}  # in the file that the servers load in place of what is sent
-        self._quantiser, self.hf, _ = at_sender(FORMATS[quantization], hf, hf, 0, self.tensors)
+        encoding = ENCODINGS[quantization]
+        self.hf = hf if encoding is None else encoding.layout(hf, hf)
+        self._encoder = None if encoding is None else encoding.encoder(self.hf, 0, self.tensors)
         self.least_bytes = 0
         self.dies = False
         self.before: Callable[[], None] = lambda: None
@@ -47,7 +48,7 @@ class FolderSender:
         sources, layouts = sources_of(self.hf, self.hf)[0], (self.hf, layout)
         self.before_joining()
         self._sender = await asyncio.to_thread(
-            Sender, rendezvous, 0, layouts, self.tensors, sources, dtypes=self.dtypes, quantiser=self._quantiser
+            Sender, rendezvous, 0, layouts, self.tensors, sources, dtypes=self.dtypes, encoder=self._encoder
         )
 
     async def send(self, version: int) -> tuple[WeightUpdate, Sequence[Report]]:

@@ -15,6 +15,7 @@ from launcher.servers.degrees import served_bytes
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import GB, ConfigError
+from rl_megatron.features.quantise.scales import BLOCKS, with_scales
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.files import writers_of_files
 from rl_megatron.placement.names import LEARNER
@@ -22,7 +23,6 @@ from rl_megatron.placement.ranks import gpus_by_role
 from rl_megatron.placement.routes import Route, engine_nodes, route_of
 from rl_megatron.training.flops import training_flops
 from rl_megatron.types import BYTES
-from rl_megatron.weights.formats.scaled import BLOCKS, with_scales
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.learner import engine_layout, learner_layout
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts

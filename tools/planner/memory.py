@@ -35,6 +35,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.errors import GB, ConfigError, gigabytes
+from rl_megatron.features.quantise.scales import BLOCKS, NUMBER, SCALE, ScaledLayout, with_scales
 from rl_megatron.learner.keywords import SLAB
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.files import weights_folder, writers_of_files
@@ -42,7 +43,6 @@ from rl_megatron.placement.names import LEARNER, called
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.placement.seats import beside_ranks
 from rl_megatron.types import BYTES
-from rl_megatron.weights.formats.scaled import BLOCKS, NUMBER, SCALE, ScaledLayout, with_scales
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.learner import learner_layout, role_layout

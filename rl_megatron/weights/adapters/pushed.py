@@ -19,8 +19,7 @@ from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from rl_megatron.weights.plans.plan import plan_into_copies
 from rl_megatron.weights.push.beside import ADAPTERS, adapters_folder
-from rl_megatron.weights.routes.delta import make_transport
-from rl_megatron.weights.routes.group import Staging
+from rl_megatron.weights.routes.group import ProcessGroupTransport, Staging
 
 
 class AdapterFolders:
@@ -90,10 +89,10 @@ def adapter_ends(
     if any(rank in group for group in writers):
         dtype = getattr(torch, config.learner.dtype)
         folders = AdapterFolders(mirror, dst.local_shapes(0), dtype, peft_config(lora, shape, model))
-    transport = make_transport(
+    transport = ProcessGroupTransport(
         plan_into_copies(src, dst, writers),
         src=dict(tensors),
         dst={} if folders is None else folders.tensors,
-        section=config.weights.model_copy(update={"delta": False}),
+        bucket_bytes=config.weights.bucket_mb * 2**20,
     )
     return AdapterEnds(staging=Staging(transport, folders), folders=folders)

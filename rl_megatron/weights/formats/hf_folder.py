@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from pydantic import Field
 
@@ -19,11 +19,17 @@ from rl_megatron.models.families.fields import CLASSIFIER, read_config
 from rl_megatron.models.json_files import MAX_BYTES, JsonFields, read_json
 from rl_megatron.models.shape import STACKED, ModelShape
 from rl_megatron.weights.boxes import Shape
+from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import Entry, MappedFile, read_header
 from rl_megatron.weights.formats.schemes import Quantised, find_quantised, scheme_of
 from rl_megatron.weights.layouts.families import adapters_alone, family_of
 from rl_megatron.weights.layouts.layout import Layout
 
+if TYPE_CHECKING:
+    from rl_megatron.feature import Encoding
+
+Stored = Mapping[str, tuple[DType, Shape]]
+"""The tensors of a file by name."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".h5", ".msgpack", ".ot", ".onnx"),
@@ -44,6 +50,19 @@ _CACHE_SCALE = re.compile(r"\.self_attn\.(\w+_proj\.|attn\.)?((k|v|kv|q|prob|pro
 _LAYER = re.compile(r"^.*?\blayers\.\d+\.")
 _NAME_BYTES = 255  # the longest file name
 _MAX_LINES = 20  # of one error message; a wrong folder lacks thousands of tensors
+
+
+def stored(
+    shapes: Mapping[str, Shape], dtype: DType, encoding: Encoding | None, float32: Collection[str] = frozenset()
+) -> Stored:
+    """The tensors of a file that holds a model of ``shapes``, the widest first, so that each is aligned.
+
+    They are in ``dtype`` but for those named in ``float32`` and those that ``encoding`` changes. Raises ConfigError for
+    a model that it cannot encode.
+    """
+    plain = {name: (DType.F32 if name in float32 else dtype, shape) for name, shape in shapes.items()}
+    found = plain if encoding is None else encoding.stored(plain)
+    return dict(sorted(found.items(), key=lambda item: -item[1][0].itemsize))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

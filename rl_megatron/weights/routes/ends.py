@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,10 +27,12 @@ from rl_megatron.weights.bytes.bits import dtype_of
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.hashing import PIECE_BYTES, bytes_of, digest, tensor_digests
 from rl_megatron.weights.checks.reports import kind_of
-from rl_megatron.weights.formats.at_sender import Quantiser
 from rl_megatron.weights.plans.plan import Plan, Turns
 from rl_megatron.weights.plans.transfers import Transfer
 from rl_megatron.weights.routes.rendezvous import Peers
+
+if TYPE_CHECKING:
+    from rl_megatron.feature import Encoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +229,7 @@ class PlanEnds:
         self._verify_seconds = 0.0
         self.arriving: Callable[[Bucket], None] = lambda bucket: None  # called with each bucket before it is unpacked
         self.arrived: Callable[[Bucket], None] = lambda bucket: None  # and after that
-        self.quantiser: Quantiser | None = None  # of what is sent, without digests
+        self.encoder: Encoder | None = None  # of what is sent, without digests
         self.bytes_sent: Counter[int] = Counter()  # in a move, by receiver
 
     def buckets(self, bytes_into: Callable[[int], int]) -> dict[tuple[int, int], list[Bucket]]:
@@ -314,9 +316,9 @@ class PlanEnds:
 
     def pack(self, parcel: Parcel, version: int) -> None:
         """Fill the parcel's buffer."""
-        if self.quantiser is not None:
+        if self.encoder is not None:
             for part, to, frm in zip(parcel.bucket.parts, parcel.views, parcel.tensors, strict=True):
-                if not self.quantiser.pack(part.dst_param, part.src_param, part.src_box, to):
+                if not self.encoder.pack(part.dst_param, part.src_param, part.src_box, to):
                     to.copy_(frm)
         elif not self.verify:
             torch._foreach_copy_(parcel.views, parcel.tensors)

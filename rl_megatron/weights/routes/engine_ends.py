@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,15 @@ from rl_megatron.weights.boxes import volume
 from rl_megatron.weights.checks.checksums import narrowed
 from rl_megatron.weights.checks.places import Held
 from rl_megatron.weights.checks.reports import Report, Source, sent_checksums
-from rl_megatron.weights.formats.at_sender import Quantiser
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.plans.plan import Plan, from_json, plan_into, to_json
 from rl_megatron.weights.routes.ends import Bucket, PlanEnds
 from rl_megatron.weights.routes.group import Transport
 from rl_megatron.weights.routes.last_hop import LearnerEnd, MemberEnd, end_beside
 from rl_megatron.weights.routes.rendezvous import Member, Rendezvous
+
+if TYPE_CHECKING:
+    from rl_megatron.feature import Encoder
 
 _BUCKET_BYTES = 64 * 2**20
 _SLOT_BYTES = 2**20  # of host memory: two stay in the cores' shared cache
@@ -98,7 +100,7 @@ class Sender(_End):
 
     ``dtypes`` are those of the tensors in files that engines load in place of what is sent.
 
-    With a ``quantiser`` engines get its numbers, and its scales, which are rows of the learner's layout. Raises
+    With an ``encoder`` engines get what it encodes, and what it adds, which are rows of the learner's layout. Raises
     WeightError if there is no plan for ``layouts``, ConfigError if an engine rank cannot be reached.
     """
 
@@ -111,27 +113,27 @@ class Sender(_End):
         sources: Sequence[Source],
         *,
         dtypes: Mapping[str, torch.dtype],
-        quantiser: Quantiser | None = None,
+        encoder: Encoder | None = None,
     ) -> None:
-        self._sources, self._dtypes, self._quantiser = sources, dtypes, quantiser
-        self._tensors = {**tensors, **(quantiser.scales if quantiser else {})}
+        self._sources, self._dtypes, self._encoder = sources, dtypes, encoder
+        self._tensors = {**tensors, **(encoder.added if encoder else {})}
         super().__init__(rendezvous, rank, layouts, self._tensors)
-        if quantiser is not None:
-            quantiser.check(self._transport.ends.dtype_received)
-            self._transport.ends.quantiser = quantiser
+        if encoder is not None:
+            encoder.check(self._transport.ends.dtype_received)
+            self._transport.ends.encoder = encoder
 
     def send(self, version: int) -> tuple[WeightUpdate, Report]:
         """Send the shards once every rank is ready. Returns their checksums too.
 
-        Raises SyncError if a rank was lost, or this one has values that cannot be quantised.
+        Raises SyncError if a rank was lost, or this one has values that cannot be encoded.
 
         On an error this rank leaves the group, so that ranks that wait for it fail at once. A thread computes
         checksums meanwhile; ``verify_seconds`` is the wait for it.
         """
         with ThreadPoolExecutor(1, thread_name_prefix="checksums") as thread:
             try:
-                if self._quantiser is not None:
-                    self._quantiser.begin(largest_of_all)
+                if self._encoder is not None:
+                    self._encoder.begin(largest_of_all)
                 summing = thread.submit(sent_checksums, self._sources, self._tensors, self._sent)
                 self._member.meet(f"version {version}")
                 with one_thread():
@@ -142,15 +144,15 @@ class Sender(_End):
             moved = time.perf_counter()
             report = summing.result()
             waited = time.perf_counter() - moved
-        if self._quantiser is not None:
-            report = replace(report, changes=self._quantiser.changes)
+        if self._encoder is not None:
+            report = replace(report, changes=self._encoder.changes)
         return replace(update, num_bytes=self._transport.ends.bytes_sent.total(), verify_seconds=waited), report
 
     def _sent(self, one: Source, box: Tensor) -> Tensor:
         """What engines checksum of a box that they receive."""
-        numbers = self._quantiser.numbers(one.hf, one.box, box) if self._quantiser else None
-        if numbers is not None:
-            return numbers
+        encoded = self._encoder.encoded(one.hf, one.box, box) if self._encoder else None
+        if encoded is not None:
+            return encoded
         return narrowed(box.to(self._transport.ends.dtype_received(one.hf)), self._dtypes[one.hf])
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,11 @@ from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.routes.ends import Bucket, Parcel, PlanEnds, handshakes_of
 from rl_megatron.weights.routes.rendezvous import GroupPeers
+
+if TYPE_CHECKING:
+    from rl_megatron.feature import Compression
+
+_WHOLE = -1  # in place of a size: the parcel is sent as it is
 
 
 class Transport(Protocol):
@@ -202,7 +207,8 @@ class ProcessGroupTransport(Exchange):
 
     Processes of ``moves`` are ranks of ``group`` (None: the default group). ``src`` and ``dst`` are this process's
     tensors by local name: all that the plan reads or writes here, and in ``dst`` nothing else (see `PlanEnds`, also for
-    what is raised). No buffer is larger than ``bucket_bytes`` and its digests. Making one is collective.
+    what is raised). No buffer is larger than ``bucket_bytes`` and its digests. With a ``compression``, which every
+    process has of its own, parcels travel as it writes them: their sizes first. Making one is collective.
     """
 
     def __init__(
@@ -214,6 +220,7 @@ class ProcessGroupTransport(Exchange):
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = 64 * 2**20,
         verify: bool = True,
+        compression: Compression | None = None,
     ) -> None:
         peers = GroupPeers(group)
         exchange = handshakes_of(peers)
@@ -225,6 +232,69 @@ class ProcessGroupTransport(Exchange):
             mine, peer = (sends, to) if frm == rank else (receives, frm)
             mine |= {(bucket.turn, rounds.of_pair(frm, to), bucket.number): (peer, bucket) for bucket in parts}
         self.steps = self.in_order(sends, self.arriving(receives))
+        self._compression = compression
+        self._frames: dict[int, Tensor] = {}  # of parcels that are arriving compressed
+        self._received = 0
+
+    @override
+    def move(self, version: int) -> WeightUpdate:
+        """With a compression ``num_bytes`` are those that arrive, without digests."""
+        if self._compression is None:
+            return super().move(version)
+        self._compression.begin(self._numbers_of_all)
+        self._frames, self._received = {}, 0
+        update = super().move(version)
+        self._compression.finished(version)
+        return replace(update, num_bytes=self._received)
+
+    @override
+    def post(self, step: Step, version: int) -> Step:
+        if (compression := self._compression) is None:
+            return super().post(step, version)
+        frame = None
+        if step.send is not None:
+            self.ends.pack(step.send, version)
+            frame = compression.pack(step.send)
+        leaving, coming = (torch.tensor([n], device=self.ends.device) for n in (_size(frame), _WHOLE))
+        sizes: list[Operation] = []
+        if step.receive is not None and compression.compresses(step.receive.peer):
+            sizes.append((dist.irecv, coming, step.receive.peer))
+        if step.send is not None and compression.compresses(step.send.peer):
+            sizes.append((dist.isend, leaving, step.send.peer))
+        self.wait(Step(send=step.send, receive=step.receive, works=self.start(sizes, version)), version)
+        ops: list[Operation] = []
+        if step.receive is not None:
+            ops.append((dist.irecv, self._room(step.receive, int(coming)), step.receive.peer))
+        if step.send is not None:
+            ops.append((dist.isend, step.send.buffer if frame is None else frame, step.send.peer))
+        return Step(send=step.send, receive=step.receive, works=self.start(ops, version))
+
+    @override
+    def arrived(self, parcel: Parcel, version: int) -> None:
+        frame = self._frames.pop(id(parcel), None)
+        if frame is not None and self._compression is not None:
+            self._compression.unpack(frame, parcel)
+        super().arrived(parcel, version)
+
+    def _room(self, parcel: Parcel, size: int) -> Tensor:
+        """Where ``size`` compressed bytes arrive, or those of the whole parcel."""
+        if size == _WHOLE:
+            self._received += parcel.bucket.num_bytes
+            return parcel.buffer
+        self._frames[id(parcel)] = frame = torch.empty(size, dtype=torch.uint8, device=self.ends.device)
+        self._received += size - parcel.trailer.nbytes
+        return frame
+
+    def _numbers_of_all(self, number: int) -> list[int]:
+        """A number of each process, by rank. Collective."""
+        mine = torch.tensor([number], device=self.ends.device)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(everyone, mine, group=self.group)
+        return [int(theirs) for theirs in everyone]
+
+
+def _size(frame: Tensor | None) -> int:
+    return _WHOLE if frame is None else len(frame)
 
 
 def _awaited(step: Step, version: int, rank: int, error: Exception) -> str:

@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,10 +35,12 @@ from rl_megatron.weights.bytes.bits import dtype_of, to_tensor
 from rl_megatron.weights.bytes.mapped import MappedFile, header_bytes, read_header
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.reports import Report, largest_change
-from rl_megatron.weights.formats.hf_folder import config_text
-from rl_megatron.weights.formats.served import Format, Stored, stored
+from rl_megatron.weights.formats.hf_folder import Stored, config_text, stored
 from rl_megatron.weights.layouts.tables.drafts import holds_draft
 from rl_megatron.weights.layouts.tables.rows import SCORE
+
+if TYPE_CHECKING:
+    from rl_megatron.feature import Encoding
 
 _LOCK, _NEW = "in_use", ".in_use.new"
 _ENDING_SECONDS = 20.0  # of an earlier start of the run
@@ -90,9 +92,9 @@ class Mirror:
     """The writer's side. ``tensors`` map the file; ``serve`` marks it as complete.
 
     Several processes of a node may be ``writers`` of it, this one the ``writer``-th; `make` has made it before. The
-    tensors are in host memory, whatever the learner runs on: no GPU has room for a whole model. With a ``kind`` they
-    are in memory of the writers, and ``serve`` writes them quantised to the file, each writer its share. Those named in
-    ``float32`` are not in ``dtype``.
+    tensors are in host memory, whatever the learner runs on: no GPU has room for a whole model. With an ``encoding``
+    they are in memory of the writers, and ``serve`` writes them encoded to the file, each writer its share. Those named
+    in ``float32`` are not in ``dtype``.
     """
 
     def __init__(
@@ -100,18 +102,18 @@ class Mirror:
         path: Path,
         shapes: Mapping[str, Shape],
         dtype: torch.dtype,
-        kind: Format | None = None,
+        encoding: Encoding | None = None,
         *,
         float32: Collection[str] = frozenset(),
         writer: int = 0,
         writers: int = 1,
     ) -> None:
-        self.path, self._kind, self._writer, self._writers = path, kind, writer, writers
-        entries = stored(shapes, dtype_of(dtype), kind, float32)
+        self.path, self._encoding, self._writer, self._writers = path, encoding, writer, writers
+        entries = stored(shapes, dtype_of(dtype), encoding, float32)
         self.num_bytes = sum(prod(shape) * given.itemsize for given, shape in entries.values())
         self._stored, self._sparse = _mapped(path, entries), [path]
         self.tensors = self._stored
-        if kind is not None:
+        if encoding is not None:
             plain = stored(shapes, dtype_of(dtype), None, float32)
             self.tensors = _mapped(_plain(path), plain) if writers > 1 else _in_memory(plain)
             self._sparse += [_plain(path)] if writers > 1 else []
@@ -122,7 +124,7 @@ class Mirror:
         shapes: Mapping[str, Shape],
         dtype: torch.dtype,
         config: Path,
-        kind: Format | None = None,
+        encoding: Encoding | None = None,
         *,
         float32: Collection[str] = frozenset(),
         writers: int = 1,
@@ -135,12 +137,12 @@ class Mirror:
         claim_folder(path.parent)
         for left in path.parent.glob(f"{path.name}*.json"):  # of a run that was killed
             left.unlink()
-        quantization = None if kind is None else kind.config(shapes)
+        quantization = None if encoding is None else encoding.config(shapes)
         drafts = holds_draft(shapes)
         text = config_text(config.parent, set(), quantization, drafts=drafts, scores=SCORE in shapes)
         path.with_name("config.json").write_text(text)
-        _empty_file(path, stored(shapes, dtype_of(dtype), kind, float32))
-        if kind is not None and writers > 1:
+        _empty_file(path, stored(shapes, dtype_of(dtype), encoding, float32))
+        if encoding is not None and writers > 1:
             _empty_file(_plain(path), stored(shapes, dtype_of(dtype), None, float32))
 
     def withdraw(self) -> None:
@@ -157,11 +159,11 @@ class Mirror:
 
     def serve(self, version: int) -> None:
         """Mark what this writer wrote as ``version``'s, once all have written. Raises SyncError that names a tensor
-        that cannot be quantised, or where the file is gone."""
+        that cannot be encoded, or where the file is gone."""
         self._look()
         note: dict[str, object] = {"version": version, "writers": self._writers}
-        if self._kind is not None:
-            note["error"] = self._quantise(self._kind)
+        if self._encoding is not None:
+            note["error"] = self._encode(self._encoding)
         write_atomically(_note(self.path, self._writer), json.dumps(note).encode())
 
     def sums(self) -> Report:
@@ -184,15 +186,10 @@ class Mirror:
         """The names that fall to this writer."""
         return list(tensors)[self._writer :: self._writers]
 
-    def _quantise(self, kind: Format) -> tuple[float, str]:
+    def _encode(self, encoding: Encoding) -> tuple[float, str]:
         """Fill the file. Returns the largest error of a tensor, and its name."""
-        changes = {}
-        for name in self._share(self.tensors):
-            tensor, scales = self.tensors[name], self._stored.get(name + kind.blocks.suffix)
-            if scales is None:
-                self._stored[name].copy_(tensor)
-            else:
-                changes[name] = kind.write(name, tensor, self._stored[name], scales)
+        written = {name: encoding.write(name, self.tensors[name], self._stored) for name in self._share(self.tensors)}
+        changes = {name: change for name, change in written.items() if change is not None}
         return largest_change([changes]) or (0.0, "")
 
 
@@ -256,7 +253,7 @@ def _in_memory(entries: Stored) -> dict[str, Tensor]:
 
 
 def _plain(path: Path) -> Path:
-    """The tensors before they are quantised."""
+    """The tensors before they are encoded."""
     return path.with_name("unquantised.safetensors")
 
 

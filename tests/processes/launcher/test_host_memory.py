@@ -25,11 +25,11 @@ from launcher.preflight.subject import Found, Subject
 from launcher.runs.stop import Stop
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
+from rl_megatron.features.quantise.encoding import ENCODINGS
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.tiny import TinySizes, tiny_shape
 from rl_megatron.observability.progress import Progress
 from rl_megatron.rewards.classifiers.on_ranks import RewardModels
-from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.layouts.learner import learner_layout
@@ -187,7 +187,7 @@ def test_the_files_of_a_node_are_as_large_as_counted(tmp_path: Path, ranks: int,
     )
     path, known = tmp_path / "w" / "model.safetensors", tmp_path / "config.json"
     known.write_text("{}")
-    kind, float32 = FORMATS[config.rollout.server.quantization], float32_in_files(hf_layout(shape))
+    kind, float32 = ENCODINGS[config.rollout.server.quantization], float32_in_files(hf_layout(shape))
     shapes = hf_layout(shape).local_shapes(0)
     Mirror.make(path, shapes, torch.bfloat16, known, kind, float32=float32, writers=ranks)
     files = [*path.parent.glob("*.safetensors")]

@@ -7,25 +7,26 @@ from collections import Counter
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
+from typing import get_args
 
 import pytest
-import torch
 
 from launcher.servers.degrees import served_bytes
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.config.sections.slurm import SpeedsSection
 from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.errors import ConfigError
+from rl_megatron.features.quantise.encoding import ENCODINGS
+from rl_megatron.features.quantise.formats import FORMATS
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import TinySizes, tiny_shape
 from rl_megatron.placement.files import weights_folder, writers_of_files
 from rl_megatron.placement.routes import engine_nodes, route_of
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.bytes.bits import dtype_of
-from rl_megatron.weights.formats.scaled import BLOCKS
-from rl_megatron.weights.formats.served import FORMATS, stored
+from rl_megatron.weights.formats.schemes import is_quantised
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.layouts.learner import engine_layout, learner_layout
@@ -226,18 +227,23 @@ def test_servers_by_address_have_unknown_ranks_and_the_senders_bound_the_push() 
     assert hop.speed.endswith("for the senders; the receivers' shares are not known")
 
 
-@pytest.mark.parametrize("kind", ["none", *BLOCKS])
+@pytest.mark.parametrize("kind", ENCODINGS)
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])
 def test_a_file_has_the_bytes_that_the_writer_of_it_makes_room_for(name: str, kind: str) -> None:
     keys = [f"rollout.server.quantization={kind}", "weights.transport=file"]
     config, shape = job(QWEN_30B, *keys), NAMED[name]
-    hf = hf_layout(shape)
-    entries = stored(hf.local_shapes(0), dtype_of(torch.bfloat16), FORMATS[kind], float32_in_files(hf))
-    assert served_bytes(config, shape) == sum(prod(size) * dtype.itemsize for dtype, size in entries.values())
+    hf, expected = hf_layout(shape), 0
+    for tensor, size in hf.local_shapes(0).items():
+        if kind == "none" or not is_quantised(tensor, size):
+            expected += prod(size) * (4 if tensor in float32_in_files(hf) else 2)
+        else:
+            rows, columns = size
+            expected += rows * columns + 4 * (rows if kind == "int8" else -(-rows // 128) * -(-columns // 128))
+    assert served_bytes(config, shape) == expected
 
 
 def test_every_format_and_every_engine_is_known() -> None:
-    assert {"none", *BLOCKS} == set(FORMATS)
+    assert get_args(ServerSection.model_fields["quantization"].annotation) == tuple(ENCODINGS) == ("none", *FORMATS)
     assert set(WINDOW_LAYERS) == set(ENGINES) - {"local"}
     assert engine_ends._BUCKET_BYTES == 64 * 2**20
 

@@ -24,9 +24,9 @@ from rl_megatron.engines.http import AttemptFailed, OutOfFiles, Server
 from rl_megatron.engines.replicas import Health
 from rl_megatron.engines.vllm.adapter import VLLMAdapter
 from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.features.quantise.encoding import ENCODINGS
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.routes.mirror import Mirror
 from tests.processes.launcher.test_supervisor import LIMIT, REQUEST, bed, running
@@ -217,8 +217,8 @@ def test_servers_start_with_the_config_that_the_mirrors_folder_has(tmp_path: Pat
     ServedEngines(config, VLLMAdapter(shape), folder, tmp_path, shape)._write_models(packages)
     shapes = hf_layout(shape).local_shapes(0)
     path = tmp_path / "w" / "model.safetensors"
-    Mirror.make(path, shapes, torch.bfloat16, folder / "config.json", FORMATS[kind])
-    mirror = Mirror(path, shapes, torch.bfloat16, FORMATS[kind])
+    Mirror.make(path, shapes, torch.bfloat16, folder / "config.json", ENCODINGS[kind])
+    mirror = Mirror(path, shapes, torch.bfloat16, ENCODINGS[kind])
     text = mirror.path.with_name("config.json").read_text()
     for name in ("bare", "model"):
         assert (packages / name / "config.json").read_text() == text

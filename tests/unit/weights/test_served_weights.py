@@ -22,6 +22,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rl_megatron.errors import ConfigError, CorruptionError, ReplicasLost, SyncError
+from rl_megatron.features.quantise import formats as served_formats
+from rl_megatron.features.quantise.encoding import ENCODINGS, Quantisation
+from rl_megatron.features.quantise.formats import FORMATS
+from rl_megatron.features.quantise.scales import BLOCKS
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Scores, Want, WeightUpdate
@@ -32,12 +36,9 @@ from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.compare import Comparison, compare
 from rl_megatron.weights.checks.places import Held
 from rl_megatron.weights.checks.reports import NO_KINDS, Beside, BoxSum, Kinds, Report, not_private, sealed_by
-from rl_megatron.weights.formats import served as served_formats
-from rl_megatron.weights.formats.at_sender import at_sender
+from rl_megatron.weights.formats.hf_folder import stored
 from rl_megatron.weights.formats.quantise import dequantise, divide
-from rl_megatron.weights.formats.scaled import BLOCKS, with_scales
 from rl_megatron.weights.formats.schemes import is_quantised
-from rl_megatron.weights.formats.served import FORMATS, stored
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 from rl_megatron.weights.push.sync import ServedWeights
 from rl_megatron.weights.push.trust import Probe, ScoredText, Trust
@@ -449,8 +450,8 @@ def mirror_of(folder: Path, kind: str, dtype: torch.dtype = torch.bfloat16) -> M
     config = folder / "config.json"
     config.write_text(json.dumps({"torch_dtype": "bfloat16", "architectures": ["A"]}))
     path = folder / "w" / "model.safetensors"
-    Mirror.make(path, FORMATTED, dtype, config, FORMATS[kind])
-    made = Mirror(path, FORMATTED, dtype, FORMATS[kind])
+    Mirror.make(path, FORMATTED, dtype, config, ENCODINGS[kind])
+    made = Mirror(path, FORMATTED, dtype, ENCODINGS[kind])
     for seed, tensor in enumerate(made.tensors.values()):
         generator = torch.Generator().manual_seed(seed)
         tensor.normal_(std=0.02, generator=generator)
@@ -463,14 +464,14 @@ def mirror_of(folder: Path, kind: str, dtype: torch.dtype = torch.bfloat16) -> M
     return made
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", ENCODINGS)
 def test_a_vector_that_engines_hold_in_float32_is_as_the_learner_has_it(tmp_path: Path, kind: str) -> None:
     """Beside weights of every format."""
     bias, path = LAYER + "mlp.gate.e_score_correction_bias", tmp_path / "w" / "model.safetensors"
     (tmp_path / "config.json").write_text("{}")
     held, own = FORMATTED | {bias: (6,)}, 8.0 + 0.001 * torch.arange(6)  # of which bfloat16 has one value
-    Mirror.make(path, held, torch.bfloat16, tmp_path / "config.json", FORMATS[kind], float32={bias})
-    made = Mirror(path, held, torch.bfloat16, FORMATS[kind], float32={bias})
+    Mirror.make(path, held, torch.bfloat16, tmp_path / "config.json", ENCODINGS[kind], float32={bias})
+    made = Mirror(path, held, torch.bfloat16, ENCODINGS[kind], float32={bias})
     for name, tensor in made.tensors.items():
         tensor.copy_(own if name == bias else torch.ones(held[name]))
     made.serve(1)
@@ -533,25 +534,26 @@ def test_a_weight_that_is_not_finite_is_refused_where_it_is_sent_from(kind: str,
     """A block with it would be zeros."""
     hf, name = hf_layout(SMALL_MOE), LAYER + "self_attn.k_proj.weight"
     tensors = {name: torch.ones(shape) for name, shape in hf.local_shapes(0).items()}
-    quantiser, _, _ = at_sender(FORMATS[kind], hf, hf, 0, tensors)
-    quantiser.begin(lambda maxima: None)
+    encoding = Quantisation(kind)
+    encoder = encoding.encoder(encoding.layout(hf, hf), 0, tensors)
+    encoder.begin(lambda maxima: None)
     tensors[name][1, 2] = value
     with pytest.raises(SyncError, match=f"{name} has values that are NaN or infinite"):
-        quantiser.begin(lambda maxima: None)
+        encoder.begin(lambda maxima: None)
 
 
 @LOSES
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"])
 def test_of_delta_nets_what_engines_hold_whole_is_not_quantised(kind: str, family: str) -> None:
     """Convolutions and gates, whose heads have a row each; experts that are one tensor are refused."""
-    form = FORMATS[kind]
+    form = Quantisation(kind)
     shape = replace(
         NAMED["qwen3-next-80b-a3b"], family=family, num_layers=4, delta_layers=(0, 1, 2), num_experts=2, drafts=True
     )
-    layout = with_scales(megatron_layout(shape, ParallelDims(tp=2)), hf_layout(shape), form.blocks)
+    layout = form.layout(megatron_layout(shape, ParallelDims(tp=2)), hf_layout(shape))
     held = {name for rank in range(2) for name in layout.local_shapes(rank) if name.endswith(form.blocks.suffix)}
     shapes = hf_layout(shape).local_shapes(0)
-    found = {name for name, (dtype, _) in stored(shapes, DType.BF16, form).items() if dtype == form.dtype}
+    found = {name for name, (dtype, _) in stored(shapes, DType.BF16, form).items() if dtype == form.blocks.dtype}
     assert held == {name + form.blocks.suffix for name in found}
     delta = {"in_proj_qkvz"} if family == "qwen3_next" else {"in_proj_qkv", "in_proj_z"}
     wanted = delta | {"out_proj"} | {f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")}
@@ -589,9 +591,10 @@ def test_a_matrix_in_bands_is_the_matrix_at_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(served_formats, "_BAND", 2 * 128 * 150)
     shape = (4 * 128 + 5, 150)
     values = torch.empty(shape, dtype=torch.bfloat16).normal_(generator=torch.Generator().manual_seed(0))
-    for kind in filter(None, FORMATS.values()):
-        (_, (_, weight_shape)), (_, (_, scale_shape)) = sorted(stored({"a.weight": shape}, DType.BF16, kind).items())
-        weight = torch.empty(weight_shape, dtype=getattr(torch, kind.dtype))
+    for name, kind in FORMATS.items():
+        entries = stored({"a.weight": shape}, DType.BF16, ENCODINGS[name])
+        (_, (_, weight_shape)), (_, (_, scale_shape)) = sorted(entries.items())
+        weight = torch.empty(weight_shape, dtype=getattr(torch, kind.blocks.dtype))
         scales = torch.full(scale_shape, torch.nan)
         kind.write("a.weight", values, weight, scales)
         factors = kind.scales(kind.maxima(values, (0, 0), shape))
@@ -652,7 +655,7 @@ def test_config_json_tells_servers_the_format(tmp_path: Path) -> None:
 
 def test_stacked_experts_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"experts\.gate_up_proj \[2, 4, 6\] is not a matrix"):
-        stored({LAYER + "mlp.experts.gate_up_proj": (2, 4, 6)}, DType.BF16, FORMATS["fp8"])
+        stored({LAYER + "mlp.experts.gate_up_proj": (2, 4, 6)}, DType.BF16, ENCODINGS["fp8"])
     assert stored({"experts": (2, 4, 6)}, DType.BF16, None) == {"experts": (DType.BF16, (2, 4, 6))}
 
 
@@ -673,10 +676,13 @@ def test_the_probe_tolerates_quantised_weights_and_refuses_exchanged_ones(tmp_pa
         if tensor.ndim == 3:
             return torch.stack([quantised("expert.weight", one) for one in tensor])
         form = FORMATS[kind]
-        if form is None or not is_quantised("x." + name, tuple(tensor.shape)):
+        if not is_quantised("x." + name, tuple(tensor.shape)):
             return tensor
         shape = tuple(tensor.shape)
-        numbers, scales = torch.empty(shape, dtype=getattr(torch, form.dtype)), torch.empty(form.blocks.grid(shape))
+        numbers, scales = (
+            torch.empty(shape, dtype=getattr(torch, form.blocks.dtype)),
+            torch.empty(form.blocks.grid(shape)),
+        )
         form.write(name, tensor, numbers, scales)
         return dequantise(numbers, scales, (0, 0), form.blocks.edges(shape))
 

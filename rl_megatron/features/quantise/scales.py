@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.boxes import Box, Shape
+from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.formats.schemes import BLOCK, SCALES, is_quantised
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Slice, coordinates
 
@@ -19,9 +20,10 @@ NUMBER, SCALE = 1, 4  # bytes of what is quantised
 class Blocks:
     """The blocks of a quantised matrix ``x``, ``rows`` by ``columns`` (None: all), each with a scale in ``x<suffix>``.
 
-    The scales' shape is the `grid` of blocks.
+    Its numbers are in ``dtype``. The scales' shape is the `grid` of blocks.
     """
 
+    dtype: DType
     suffix: str
     rows: int
     columns: int | None
@@ -55,8 +57,8 @@ class Blocks:
 
 
 BLOCKS: Mapping[str, Blocks] = {
-    "fp8": Blocks(suffix=SCALES, rows=BLOCK, columns=BLOCK),
-    "int8": Blocks(suffix="_scale", rows=1, columns=None),
+    "fp8": Blocks(dtype=DType.F8_E4M3, suffix=SCALES, rows=BLOCK, columns=BLOCK),
+    "int8": Blocks(dtype=DType.I8, suffix="_scale", rows=1, columns=None),
 }
 """The blocks of each rollout.server.quantization that has any."""
 

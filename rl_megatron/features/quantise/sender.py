@@ -8,22 +8,22 @@ from math import prod
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from rl_megatron.errors import WeightError
+from rl_megatron.feature import Encoder
+from rl_megatron.features.quantise.formats import Format, not_finite
+from rl_megatron.features.quantise.scales import ScaledLayout
 from rl_megatron.weights.boxes import Box, intersect, shift
-from rl_megatron.weights.formats.scaled import ScaledLayout, with_scales
-from rl_megatron.weights.formats.served import Format, not_finite
-from rl_megatron.weights.layouts.layout import Layout
 
 _REDUCED = 2**24  # scales that ranks compare at once
 
 
-class Quantiser:
+class Quantiser(Encoder):
     """The scales of the weights of which ``rank`` of ``layout`` has boxes, in ``tensors``, for a version at a time.
 
-    ``scales`` are the tensors that the layout adds to the rank's own, which have no copy: whoever packs a part of a box
-    asks for its numbers. Blocks that several ranks share have the scale of the whole block. Refers to the tensors'
-    storage: change them in place.
+    Scales are ``added``; numbers have no copy. Blocks that several ranks share have the scale of the whole block.
+    Refers to the tensors' storage: change them in place.
     """
 
     def __init__(self, form: Format, layout: ScaledLayout, rank: int, tensors: Mapping[str, Tensor]) -> None:
@@ -41,15 +41,11 @@ class Quantiser:
         self._flat = torch.ones(sum(map(prod, grids.values())), device=device)
         pieces = self._flat.split([prod(grid) for grid in grids.values()])
         self._grids = {name: piece.view(grid) for (name, grid), piece in zip(grids.items(), pieces, strict=True)}
-        self.scales = {name + layout.blocks.suffix: grid for name, grid in self._grids.items()}
+        self.added = {name + layout.blocks.suffix: grid for name, grid in self._grids.items()}
         self.changes: dict[str, tuple[float, float]] = {}
 
+    @override
     def begin(self, reduce: Callable[[Tensor], object]) -> None:
-        """Compute the scales of the tensors' present values. Collective over the layout's ranks.
-
-        ``reduce`` makes a float32 tensor [n] the elementwise maximum over them, in place. Raises SyncError, on a rank
-        that holds it, for a weight with NaN or infinite values.
-        """
         self.changes = {}
         self._flat.zero_()
         for name, boxes in self._boxes.items():
@@ -66,8 +62,8 @@ class Quantiser:
             raise not_finite(next(name for name, grid in self._grids.items() if not bool(grid.isfinite().all())))
         self._flat.copy_(self._form.scales(self._flat))
 
+    @override
     def pack(self, name: str, param: str, place: Box, out: Tensor) -> bool:
-        """Write the numbers of ``place`` of a parameter, a part of weight ``name``. False if it is not quantised."""
         if name not in self._grids:
             return False
         own, box = next(held for held in self._boxes[name][param] if intersect(held[0], place) == place)
@@ -75,13 +71,10 @@ class Quantiser:
         self._form.fill(out, values, self._grids[name].to(values.device), start, self._wholes[name])
         return True
 
-    def numbers(self, name: str, box: Box, values: Tensor) -> Tensor | None:
-        """The numbers of a box of a weight; None if it is not quantised. ``changes`` sums up what quantising changed.
-
-        That is by weight the squared norms of `Format.change`, over the boxes asked for since ``begin``.
-        """
+    @override
+    def encoded(self, name: str, box: Box, values: Tensor) -> Tensor | None:
         if name not in self._grids:
-            return values if name in self.scales else None
+            return values if name in self.added else None
         out = torch.empty(values.shape, dtype=self.dtype, device=values.device)
         where = self._grids[name].to(values.device), _start(box), self._wholes[name]
         self._form.fill(out, values, *where)
@@ -93,12 +86,12 @@ class Quantiser:
     @property
     def dtype(self) -> torch.dtype:
         """Of the numbers."""
-        found: torch.dtype = getattr(torch, self._form.dtype)
+        found: torch.dtype = getattr(torch, self._form.blocks.dtype)
         return found
 
+    @override
     def check(self, dtype_of: Callable[[str], torch.dtype]) -> None:
-        """Raises WeightError for a weight, or its scales, that engine ranks hold as another dtype."""
-        wanted = dict.fromkeys(self._grids, self.dtype) | dict.fromkeys(self.scales, torch.float32)
+        wanted = dict.fromkeys(self._grids, self.dtype) | dict.fromkeys(self.added, torch.float32)
         for name, dtype in wanted.items():
             if dtype_of(name) != dtype:
                 raise WeightError(f"{name}: it is sent as {dtype}, but the engine's ranks hold it as {dtype_of(name)}")
@@ -114,20 +107,6 @@ class Quantiser:
             reduce(flat)
             for name in mine:
                 self._grids[name].copy_(pieces[name].view_as(self._grids[name]))
-
-
-def at_sender(
-    form: Format | None, layout: Layout, hf: Layout, rank: int, tensors: Mapping[str, Tensor]
-) -> tuple[Quantiser | None, Layout, Layout]:
-    """What quantises the boxes of a learner's ``rank``, and the layouts of learner and checkpoint with the scales.
-
-    ``tensors`` are the rank's by local name. Without a format nothing does, and the layouts are those given.
-    """
-    if form is None:
-        return None, layout, hf
-    learner = with_scales(layout, hf, form.blocks)
-    assert isinstance(learner, ScaledLayout)
-    return Quantiser(form, learner, rank, tensors), learner, with_scales(hf, hf, form.blocks)
 
 
 def _batches(layout: ScaledLayout) -> Iterator[dict[str, tuple[int, ...]]]:
