@@ -15,7 +15,6 @@ from launcher.servers.degrees import served_bytes
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import GB, ConfigError
-from rl_megatron.features.quantise.scales import BLOCKS, with_scales
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.files import writers_of_files
 from rl_megatron.placement.names import LEARNER
@@ -30,7 +29,7 @@ from rl_megatron.weights.layouts.parameters import elements_by_stage
 from rl_megatron.weights.plans.cost import Links, plan_cost
 from rl_megatron.weights.plans.plan import Place, Plan, plan, plan_into_copies, plan_of_group, receivers_of
 from tools.planner.hardware import RANGE, gpu_named
-from tools.planner.memory import Save, bytes_served, footprints, save_cost
+from tools.planner.memory import Save, bytes_served, encoded_layout, footprints, save_cost
 from tools.planner.rl_step import RlStep, lengths_of, rl_step, unlike_run
 
 
@@ -99,9 +98,9 @@ def _straight(config: RunConfig, shape: ModelShape, route: Route) -> Hop:
     links = _links(config, {first + rank: node for rank, node in enumerate(nodes)})
     if target is None:
         return _evenly(config, shape, route, links)
-    hf, blocks = hf_layout(shape), BLOCKS.get(config.rollout.server.quantization)
-    source, target = with_scales(source, hf, blocks), with_scales(target, hf, blocks)
-    each = bytes_served(config, source)
+    hf = hf_layout(shape)
+    source, target = encoded_layout(config, source, hf), encoded_layout(config, target, hf)
+    each = bytes_served(config, hf)
     processes = _by_stage(config.rollout.server)
     if config.transport.last_hop:
         places = [Place(node=str(links.node(process)), name="", gpu="") for process in range(first + len(nodes))]

@@ -35,7 +35,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.errors import GB, ConfigError, gigabytes
-from rl_megatron.features.quantise.scales import BLOCKS, NUMBER, SCALE, ScaledLayout, with_scales
+from rl_megatron.feature import encoding_of
 from rl_megatron.learner.keywords import SLAB
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.files import weights_folder, writers_of_files
@@ -43,6 +43,7 @@ from rl_megatron.placement.names import LEARNER, called
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.placement.seats import beside_ranks
 from rl_megatron.types import BYTES
+from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.learner import learner_layout, role_layout
@@ -242,8 +243,8 @@ def server_weights(config: RunConfig, shape: ModelShape) -> float:
 def weights_served(config: RunConfig, shape: ModelShape) -> Elements:
     """Bytes of the whole model in engines, with the scales of what a push quantises."""
     hf = hf_layout(shape)
-    layout = with_scales(hf, hf, BLOCKS.get(config.rollout.server.quantization))
-    return elements(layout, 0, bytes_served(config, layout))
+    layout = encoded_layout(config, hf, hf)
+    return elements(layout, 0, bytes_served(config, hf))
 
 
 def weights_on_gpu(server: ServerSection, whole: Elements) -> float:
@@ -251,13 +252,20 @@ def weights_on_gpu(server: ServerSection, whole: Elements) -> float:
     return (whole.dense * server.dp + whole.experts) / server.ranks
 
 
-def bytes_served(config: RunConfig, layout: Layout) -> Callable[[str], int]:
-    """Bytes of an element of a tensor, by its Hugging Face pattern, in engines; ``layout`` is `with_scales`."""
-    each = BYTES[config.learner.dtype]
-    if not isinstance(layout, ScaledLayout):
-        return lambda hf: each
-    kinds = dict.fromkeys(layout.shapes, NUMBER) | {hf + layout.blocks.suffix: SCALE for hf in layout.shapes}
-    return lambda hf: kinds.get(hf, each)
+def bytes_served(config: RunConfig, hf: Layout) -> Callable[[str], int]:
+    """Bytes of an element of a tensor, by its Hugging Face pattern, in engines; ``hf`` is the plain checkpoint's."""
+    each, encoding, plain = BYTES[config.learner.dtype], encoding_of(config), DType(config.learner.dtype)
+    if encoding is None:
+        return lambda name: each
+    whole = [one for spec in hf.rows() for one in hf.chunks(spec)[0]]
+    entries = encoding.stored({one.hf: (plain, tuple(high for _, high in one.hf_box)) for one in whole})
+    return lambda name: entries[name][0].itemsize
+
+
+def encoded_layout(config: RunConfig, layout: Layout, hf: Layout) -> Layout:
+    """A layout with what engines hold beside the tensors of ``hf``, the plain checkpoint's."""
+    encoding = encoding_of(config)
+    return layout if encoding is None else encoding.layout(layout, hf)
 
 
 def server_window(config: RunConfig, shape: ModelShape) -> float:
@@ -266,8 +274,8 @@ def server_window(config: RunConfig, shape: ModelShape) -> float:
     if not config.transport.direct or not count:
         return 0.0
     hf, sizes = hf_layout(shape), Counter[int | None]()
-    layout = with_scales(hf, hf, BLOCKS.get(server.quantization))
-    bytes_of = bytes_served(config, layout)
+    layout = encoded_layout(config, hf, hf)
+    bytes_of = bytes_served(config, hf)
     for spec in layout.rows():
         held, each = layout.first_chunk(spec)[0], shape.num_experts if "{expert}" in spec.name else server.dp
         layers = layout.layer_stages(spec) if "{layer}" in spec.name else (None,)

@@ -13,8 +13,6 @@ from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.formats.schemes import BLOCK, SCALES, is_quantised
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Slice, coordinates
 
-NUMBER, SCALE = 1, 4  # bytes of what is quantised
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
