@@ -10,7 +10,7 @@ inputs, also inside tuples, lists and mappings. Bare tensors (activations, log-p
 an object of data has of itself is no stop. Of a box: tensors, and objects of classes of rl_megatron/weights, from the
 planning of the first push to its end, in the controller and in rank 0.
 
-Printed are the stops in order (repeats as one), by file and by room (folder), and their numbers beside the bars: 12
+Printed are the stops in order (repeats as one), by file and by room (folder), and their numbers beside the bars: 24
 files, each room entered once. A step goes through the learner twice: the old policy is asked, then trained. Boxes are
 planned and packed in loops over all of them, so of these each file is printed where it is first entered.
 """
@@ -39,7 +39,7 @@ KEYS = (
     *("data.num_eval=1", "learner.threads=1"),
 )
 RANKS = {"sample": "learner.ep=1", "box": "learner.ep=2"}
-FILES_BAR, ENTRIES_BAR = 12, 1
+FILES_BAR, ENTRIES_BAR = 24, 1
 SECONDS = 900.0  # the limit for a run
 VOCABULARY = ("rl_megatron/types.py",)  # what crosses rooms: no stop
 
@@ -88,7 +88,7 @@ def of_the_step(stops: Sequence[Stop]) -> list[Stop]:
 def of_the_push(stops: Sequence[Stop]) -> list[Stop]:
     """The stops after rank 0 has read the model (which plans as well) up to the end of the first push."""
     mine = [stop for stop in stops if stop.rank in (None, 0)]
-    connected = next(i for i, stop in enumerate(mine) if stop.file.endswith("/connect.py"))
+    connected = next(i for i, stop in enumerate(mine) if stop.file.endswith(("/connect.py", "/rendezvous.py")))
     read = max(i for i in range(connected) if mine[i].file.endswith("/safetensors_io.py"))
     ends = (i for i, stop in enumerate(mine) if (stop.rank, stop.function, stop.event) == (None, "push", "return"))
     return mine[read + 1 : 1 + next(i for i in ends if i > connected)]
