@@ -133,7 +133,7 @@ def results(path: Path, sets: dict[str, Sequence[int]], samples: int, problems: 
     """A file as rl-megatron eval writes it."""
     written = {
         name: {
-            "digest": problems,
+            **dict.fromkeys(("digest", "questions", "rows"), problems),
             "section": {"pass_at": [1, 2] if samples > 1 else []},
             "measured": {
                 "problems": [f"{problems}{i}" for i in range(len(right))],

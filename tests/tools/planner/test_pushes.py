@@ -233,9 +233,10 @@ def test_a_file_has_the_bytes_that_the_writer_of_it_makes_room_for(name: str, ki
     keys = [f"rollout.server.quantization={kind}", "weights.transport=file"]
     config, shape = job(QWEN_30B, *keys), NAMED[name]
     hf, expected = hf_layout(shape), 0
+    float32 = float32_in_files(hf)
     for tensor, size in hf.local_shapes(0).items():
         if kind == "none" or not is_quantised(tensor, size):
-            expected += prod(size) * (4 if tensor in float32_in_files(hf) else 2)
+            expected += prod(size) * (4 if tensor in float32 else 2)
         else:
             rows, columns = size
             expected += rows * columns + 4 * (rows if kind == "int8" else -(-rows // 128) * -(-columns // 128))
