@@ -33,7 +33,7 @@ def uncounted(learner: LearnerSection, shape: ModelShape) -> str:
         f"learner.cp={d.cp}": d.cp > 1,
         f"learner.etp={d.etp}": d.etp > 1 and bool(shape.num_experts),
         f"learner.optimizer.name={learner.optimizer.name}": learner.optimizer.name != "adamw",
-        "learner.recompute": bool(set(section.modules) - {"moe_act", "core_attn", "layernorm"}),
+        "learner.recompute": bool(set(section.parts) - {"moe_act", "core_attn", "layernorm"}),
         "tied embeddings of several stages": shape.tie_embeddings and d.pp > 1,
     }
     return next((key for key, found in unknown.items() if found), "")
