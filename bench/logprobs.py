@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bench.results import parse, write
-from rl_megatron.learner.logprobs import token_logprobs
+from rl_megatron.learner.heads import token_logprobs
 
 REPEATS = 3
 

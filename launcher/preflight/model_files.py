@@ -17,6 +17,7 @@ from rl_megatron.config.beside import (
     separate,
     taught_by_policy,
 )
+from rl_megatron.config.learner_checks import refuse
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.config.sections.jobs import CHECKPOINT
@@ -24,7 +25,6 @@ from rl_megatron.config.sections.teachers import teacher_role
 from rl_megatron.errors import ConfigError, RLMegatronError, of_the_hub
 from rl_megatron.feature import active, load_side
 from rl_megatron.files import parse
-from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.families.fields import CLASSIFIER
 from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header

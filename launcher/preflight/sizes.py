@@ -8,10 +8,10 @@ from dataclasses import replace
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from launcher.servers.degrees import degree_problems
 from rl_megatron.config.beside import frozen_folders, in_words_of
+from rl_megatron.config.learner_checks import refuse
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import given_to_servers
-from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.weights.layouts.families import FAMILIES, family_of

@@ -89,7 +89,7 @@ def _of_layers(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
     """Dtypes, and whether kernels are fused, which is so with TransformerEngine's layers alone.
 
     Never fuses gradient accumulation into a linear's backward, which needs apex, nor cross entropy, which
-    `learner.logprobs` computes.
+    `learner.heads` computes.
     """
     dtype, fused = Dtype(learner.dtype), uses_transformer_engine(learner, shape)
     names = ["bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "persist_layer_norm"]

@@ -9,18 +9,25 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.learner.cpu import patches
+from rl_megatron.learner import cpu
 from rl_megatron.learner.keywords import LOGITS_TOKENS
 from rl_megatron.models.shape import ModelShape
 
-patches.install()  # before the modules below bind megatron's functions
+cpu.install()  # before the modules below bind megatron's functions
 
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 
-from rl_megatron.learner.heads import EXACT, Float32Head, Head, ValuedHead, ValueHead, VocabHead  # noqa: E402
-from rl_megatron.learner.lora.adapters import add_adapters  # noqa: E402
+from rl_megatron.learner.heads import (  # noqa: E402
+    EXACT,
+    Float32Head,
+    Head,
+    ValuedHead,
+    ValueHead,
+    VocabHead,
+    stop_before_output_layer,
+)
+from rl_megatron.learner.lora import add_adapters  # noqa: E402
 from rl_megatron.learner.model.build import build_chunks, make_config  # noqa: E402
-from rl_megatron.learner.model.hidden import stop_before_output_layer  # noqa: E402
 from rl_megatron.learner.model.value import BesideOutput, ScoreLayer, ValueLayer, put_layer  # noqa: E402
 from rl_megatron.learner.trained import (  # noqa: E402
     MegatronLearner,

@@ -23,7 +23,7 @@ from rl_megatron.config.activations import freed, halves
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import FusionSection, LearnerSection, RecomputeSection
-from rl_megatron.learner import logprobs
+from rl_megatron.learner import heads
 from rl_megatron.learner.checkpoint.loading import READS_WITHOUT_COMMON
 from rl_megatron.models.shape import DeltaNet, LatentAttention, ModelShape, Rope, Router
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
@@ -317,7 +317,7 @@ def real(rank: int, layout: str, folder: Path) -> None:
     for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):  # those of GPUs
         setattr(buffers, name, getattr(buffers, name).upstream)
     world.join(learner, rank=rank, rendezvous=f"file://{folder}/{layout}", seed=1)
-    logprobs.CPU_CHUNK_BYTES = 1 << 62
+    heads.CPU_CHUNK_BYTES = 1 << 62
     packed = micro_batch(learner, SEQUENCE)
     even = torch.arange(len(packed.source) * SHAPE.experts_per_token) % SHAPE.num_experts
     layers = SHAPE.num_layers // learner.pp

@@ -60,9 +60,9 @@ _MERGED: list[weakref.ref[Tensor]] = []
 @contextmanager
 def watched_merging() -> Iterator[None]:
     """Remember what is merged meanwhile."""
-    from rl_megatron.learner.lora import merging
+    from rl_megatron.learner.lora import Linear
 
-    merge = merging.Linear.merge
+    merge = Linear.merge
 
     def remembered(self: Any) -> list[Tensor]:
         made = merge(self)
@@ -70,7 +70,7 @@ def watched_merging() -> Iterator[None]:
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merging.Linear, "merge", remembered)
+        patch.setattr(Linear, "merge", remembered)
         yield
 
 

@@ -400,7 +400,7 @@ WAITS = {  # of a step of two layers and three micro-batches, by file
     "megatron/core/transformer/moe/moe_utils.py": 24,  # masks and counts of the dispatcher, twice a layer and pass
     "megatron/core/optimizer/clip_grads.py": 1,
     "rl_megatron/learner/forward.py": 2,  # sums; extremes
-    "rl_megatron/learner/observers/experts.py": 1,
+    "rl_megatron/learner/observers.py": 1,
 }
 
 

@@ -215,23 +215,23 @@ SHARD, ROUNDS = 40, 10  # a shard is exchanged in pieces of 64 bytes at most
 
 
 def exchange_main(rank: int, size: int, memory: str, folder: Path) -> None:
-    from rl_megatron.learner.cpu import exchange
+    from rl_megatron.learner import cpu
 
-    exchange.NODE_MEMORY = folder / str(rank) if memory == "apart" else folder / "memory"
-    exchange.NODE_MEMORY.mkdir(exist_ok=True)
-    exchange.SHARED_BYTES = 1 << 60 if memory == "no room" else 64 * 2 * size**2
+    cpu.NODE_MEMORY = folder / str(rank) if memory == "apart" else folder / "memory"
+    cpu.NODE_MEMORY.mkdir(exist_ok=True)
+    cpu.SHARED_BYTES = 1 << 60 if memory == "no room" else 64 * 2 * size**2
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size + 1)
     group = dist.new_group([*range(1, size + 1)])  # whose ranks have other numbers in the world
     if rank:
         for number in range(ROUNDS):
-            check(group, together(exchange.reduce_scatter), together(exchange.all_gather), number)
-        assert (exchange._shared_by(group) is not None) is (memory == "shared" and size > 1)
-        assert not [*exchange.NODE_MEMORY.iterdir()]
+            check(group, together(cpu.reduce_scatter), together(cpu.all_gather), number)
+        assert (cpu._shared_by(group) is not None) is (memory == "shared" and size > 1)
+        assert not [*cpu.NODE_MEMORY.iterdir()]
     dist.barrier()
     dist.destroy_process_group()
     del group
     gc.collect()
-    assert not exchange._SHARED  # another world's ranks share other memory
+    assert not cpu._SHARED  # another world's ranks share other memory
 
 
 def together(call: Any) -> Any:

@@ -109,7 +109,7 @@ def _attention(step: Callable[[], None]) -> dict[str, float]:
 def push_main(rank: int, folder: Path, keys: Mapping[str, Any], small: bool) -> None:
     """Pushes into tensors of the same process, with and without verification; checksums, digests, log-probs' chunks."""
     learner, device = branch.begin(rank, folder, keys)
-    from rl_megatron.learner.logprobs import token_logprobs
+    from rl_megatron.learner.heads import token_logprobs
     from rl_megatron.learner.megatron import make_frozen
     from rl_megatron.weights.checks.checksums import box_checksums
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout

@@ -74,7 +74,7 @@ ROOMS = (
     ),
     Room(
         name="learner",
-        paths=_under("rl_megatron/learner", "packed.py", "logprobs.py"),
+        paths=_under("rl_megatron/learner", "packed.py", "heads.py"),
         mutants=60,
         first=("tests/unit/learner/test_logprobs.py", "tests/property/test_packing_properties.py"),
         after=("tests/unit/learner",),

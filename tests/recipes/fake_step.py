@@ -24,13 +24,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rl_megatron.config.activations import multiplies_at_once
 from rl_megatron.config.sections.learner import FusionSection, LearnerSection
-from rl_megatron.learner.cpu import patches
+from rl_megatron.learner import cpu
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import LossInputs, LossOutput, Samples
 from tests.recipes.dry_run import DryRun
 from tests.recipes.meter import Meter
 
-patches.install()  # before the modules below bind megatron's functions
+cpu.install()  # before the modules below bind megatron's functions
 
 import megatron.core.distributed.param_and_grad_buffer as buffers  # noqa: E402
 import megatron.core.optimizer.clip_grads as clip_grads  # noqa: E402
@@ -41,7 +41,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.optimizer import get_megatron_optimizer  # noqa: E402
 
 from rl_megatron.features.draft.learner import FEATURE, next_positions, of_learner  # noqa: E402
-from rl_megatron.learner import logprobs, megatron, optimizer, world  # noqa: E402
+from rl_megatron.learner import heads, megatron, optimizer, world  # noqa: E402
 from rl_megatron.learner.model import attention, kernels  # noqa: E402
 from rl_megatron.learner.model.delta import cut_into_chunks  # noqa: E402
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch  # noqa: E402
@@ -99,7 +99,7 @@ def dry_run(shape: ModelShape, learner: LearnerSection, rank: int, *, sequence: 
     if shape.delta is not None:  # which reads lengths
         packed.attention.chunks = cut_into_chunks(packed.attention.cu_seqlens_q, gap=shape.delta.kernel - 1)
     _install((len(packed.input_ids) // learner.tp, 1, shape.hidden_size), at_once=at_once)
-    logprobs.CPU_CHUNK_BYTES = 1 << 62  # as many positions at once as a GPU takes
+    heads.CPU_CHUNK_BYTES = 1 << 62  # as many positions at once as a GPU takes
     meter = WithoutData()
     with FakeTensorMode(allow_non_fake_inputs=True), meter:
         return policy(shape, learner, packed).counted(meter, micro_batches, rank)

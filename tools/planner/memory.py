@@ -2,7 +2,7 @@
 
 Memory of each GPU: parameters, gradients and optimizer state are exact except for padding. Activations follow from the
 layers' shapes, for attention that keeps no scores (FlashAttention) where it has such a kernel, and evenly loaded
-experts (arXiv:2205.05198); logits are counted as `learner.logprobs` makes them. Each server on a GPU takes its memory
+experts (arXiv:2205.05198); logits are counted as `learner.heads` makes them. Each server on a GPU takes its memory
 fraction; where it takes turns with the learner (``rollout.server.colocated``), it holds that while it samples, and
 `ASLEEP` while the learner trains, which then has activations and logits.
 

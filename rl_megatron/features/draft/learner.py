@@ -24,9 +24,8 @@ from typing_extensions import override
 from rl_megatron.feature import Built, LearnerHooks
 from rl_megatron.features.draft.feature import FEATURE, of_learner
 from rl_megatron.features.draft.layer import DraftModel, embedded
-from rl_megatron.learner.heads import VocabHead
+from rl_megatron.learner.heads import VocabHead, head_logprobs
 from rl_megatron.learner.keywords import keywords
-from rl_megatron.learner.logprobs import head_logprobs
 from rl_megatron.learner.model.build import keep_buffers_float32, with_dtypes
 from rl_megatron.learner.optimizer import make_optimizer, norm_of, step
 from rl_megatron.learner.packed import PackedMicroBatch

@@ -27,7 +27,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from rl_megatron.learner.lora.adapters import adapters_of
+from rl_megatron.learner.lora import adapters_of
 from rl_megatron.learner.optimizer import create_state, inner_optimizers, keeps_weights
 from rl_megatron.weights.bytes.staged import Staged
 

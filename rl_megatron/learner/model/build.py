@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +22,16 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
 
 from rl_megatron.config.activations import uses_transformer_engine
+from rl_megatron.config.learner_checks import refuse
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import Attention, Dtype
 from rl_megatron.learner.keywords import flash_attention, keywords
 from rl_megatron.learner.model.decoder_config import DecoderConfig, LatentDecoderConfig
 from rl_megatron.learner.model.delta import delta_net_spec
-from rl_megatron.learner.model.dispatchers import forget_routes
 from rl_megatron.learner.model.latent import (
     HeldIndexer,
     QueriesAsProjected,
@@ -37,7 +39,6 @@ from rl_megatron.learner.model.latent import (
     megatron_latent_keywords,
 )
 from rl_megatron.learner.model.layers import RMSNorm, own_layer_spec, specialise, torch_layer_spec
-from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.rotary import inverse_frequencies
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.layouts.layout import padded_vocab
@@ -245,3 +246,30 @@ def keep_buffers_float32(chunks: Sequence[torch.nn.Module]) -> None:
                 module._maintain_float32_expert_bias()
             if isinstance(module, HeldIndexer):
                 module.keep_float32()
+
+
+_ROUTES = {"routing_map", "probs", "token_probs"}
+"""Attributes of megatron-core's dispatchers, and of what these send by: tensors of tokens x experts."""
+
+
+def forget_routes(model: torch.nn.Module) -> None:
+    """Let the dispatchers of ``model`` forget the routes of a pass once their layer's output is combined.
+
+    Megatron-core's dispatchers keep probabilities and maps, of tokens x experts, as attributes until the next pass.
+    Where a layer is computed again in the backward pass, the probabilities hold its graph, and by it the layer's input
+    and the gradient of that: once the backward pass is through, twice the hidden states of every layer with experts.
+    In its first pass, without a graph, they are still a float32 number for each token and expert of every layer.
+    """
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            dispatcher = module.token_dispatcher
+            dispatcher.combine_postprocess = partial(_combine, dispatcher, dispatcher.combine_postprocess)
+
+
+def _combine(dispatcher: Any, upstream: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    out = upstream(hidden)
+    for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
+        for name, value in vars(holder).items() if holder is not None else ():
+            if name in _ROUTES or (isinstance(value, Tensor) and value.requires_grad):
+                setattr(holder, name, None)
+    return out

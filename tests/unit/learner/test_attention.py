@@ -22,6 +22,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from rl_megatron.config.activations import torch_only, uses_transformer_engine
+from rl_megatron.config.learner_checks import refuse
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model import kernels
@@ -31,7 +32,6 @@ from rl_megatron.learner.model.decoder_config import LatentDecoderConfig
 from rl_megatron.learner.model.delta import convolve, cut_into_chunks, gated_delta_rule
 from rl_megatron.learner.model.kernels import AttentionKernel, batched_attention, faster_attention, long_attention
 from rl_megatron.learner.model.latent import megatron_latent_keywords
-from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models import operations
 from rl_megatron.models.families.common import read_rope
 from rl_megatron.models.named import NAMED

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.learner import logprobs as module
-from rl_megatron.learner.logprobs import head_logprobs, logit_norms, token_logprobs
+from rl_megatron.learner import heads as module
+from rl_megatron.learner.heads import head_logprobs, logit_norms, token_logprobs
 from rl_megatron.learner.model import kernels
 from rl_megatron.learner.packed import Slots
 from rl_megatron.models import operations

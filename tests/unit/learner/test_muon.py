@@ -16,9 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from rl_megatron.learner.model.experts import FusedExperts
-from rl_megatron.learner.muon.matrices import WHOLE, Matrices, find_matrices
-from rl_megatron.learner.muon.newton_schulz import Muon, orthogonalised
-from rl_megatron.learner.muon.shared import _BUCKET, _buckets, share_out
+from rl_megatron.learner.muon import _BUCKET, WHOLE, Matrices, Muon, _buckets, find_matrices, orthogonalised, share_out
 from rl_megatron.learner.optimizer import create_state, reset_moments, step
 from rl_megatron.models.named import NAMED
 from rl_megatron.weights.layouts.families import hf_layout

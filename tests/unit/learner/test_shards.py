@@ -25,7 +25,7 @@ from rl_megatron.learner import world
 from rl_megatron.learner.checkpoint import loading
 from rl_megatron.learner.megatron import make_critic, make_policy
 from rl_megatron.learner.model.layers import GroupedColumnLinear, RMSNorm
-from rl_megatron.learner.observers.table import installed_observers
+from rl_megatron.learner.observers import installed_observers
 from rl_megatron.learner.optimizer import state_of
 from rl_megatron.learner.trained import MegatronLearner
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
