@@ -186,6 +186,8 @@ class Feature:
     """Full names of those of its keys that a resumed run may change."""
     rules: Sequence[Rule] = ()
     """What its keys need and exclude, checked as a configuration is loaded, also where the feature is not active."""
+    learner_rules: Sequence[Rule] = ()
+    """As ``rules``, of keys of the learner alone, which critics and other models have in sections of their own."""
     problems: Callable[[LearnerSection, ModelShape | None], Iterator[str]] = lambda *_: iter(())
     """Why its keys are refused, where no row says it: what was given, and what to do. The shape is None before a model
     is read."""

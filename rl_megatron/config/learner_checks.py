@@ -3,15 +3,16 @@ routers as megatron-core has none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from rl_megatron import feature
 from rl_megatron.config.activations import freed, half_attention_alone, kept, torch_only, wants_transformer_engine
 from rl_megatron.config.sections.learner import HALVES, Adaptable, LearnerSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.rules import as_given
+from rl_megatron.rules import SET, Above, Excludes, Not, On, Rule, as_given, broken
 
 if TYPE_CHECKING:
     from rl_megatron.models.shape import ModelShape
@@ -23,6 +24,74 @@ _CHUNK = 64  # HYBRIDEP_TOKEN_ALIGNMENT of megatron-core 0.19.2
 _LEAST = 0.01  # of what a layer keeps; a module that frees less costs time for nothing
 _SLOWEST_DECAY = 1 - 1 / (2**8 + 2)
 """bfloat16 has 8 bits of a significand. A factor of at least this rounds 1 + 2 ** -7 to itself, so it never decays."""
+_ONE, _OUT = "leave one of them out", "leave it out"
+_ON_CPU, _OWN_LAYERS = On("learner.device", "cpu"), On("learner.own_layers", SET, "learner.layers")
+_KERNELS = On("learner.dispatcher", Not("alltoall"))
+_INVARIANCE, _FLOAT8, _GRAPHS = On("learner.batch_invariant", True), On("learner.fp8"), On("learner.cuda_graphs", True)
+_LORA, _MUON = On("learner.lora.rank"), On("learner.optimizer.name", "muon")
+_LOW_MOMENTS = On("learner.optimizer.moments_dtype", "bfloat16")
+_GATHERS = On("learner.overlap.parameters", True)
+
+
+def _excludes(one: On, *others: tuple[On, str, str]) -> Iterator[Rule]:
+    """A row for each other choice: why the two do not go together, and what to do."""
+    return (Excludes(one=one, other=other, why=why, fix=fix) for other, why, fix in others)
+
+
+# fmt: off
+_ROWS: Sequence[Rule] = (
+    *_excludes(_KERNELS,
+        (_ON_CPU, "its kernels need GPUs", "set learner.dispatcher=alltoall"),
+        (On("learner.dtype", "float32"), "its kernels send bfloat16", "set learner.dtype=bfloat16")),
+    *_excludes(On("learner.deterministic", True),
+        (_KERNELS, "its kernels have no deterministic mode", "set learner.dispatcher=alltoall")),
+    *_excludes(On("learner.fusion.router", True), (_ON_CPU, "its kernels need GPUs", _OUT)),
+    *_excludes(_MUON,
+        (_INVARIANCE, "that mode's torch.addmm takes no factors, and Muon's iteration has some", _ONE)),
+    *_excludes(_LOW_MOMENTS,
+        (_ON_CPU, "TransformerEngine's Adam keeps them, on GPUs alone", _OUT),
+        (On("learner.offload.optimizer", Above(0)), "that needs a learner without TransformerEngine, whose Adam keeps "
+         "moments in bfloat16", "set one of the two")),
+    *_excludes(_GATHERS,
+        (_OWN_LAYERS, "parameters are waited for when the module that has them is called, and layers of your own may "
+         "read them otherwise", _OUT)),
+    *_excludes(On("learner.overlap.shared_experts", True),
+        (_KERNELS, "megatron-core can do this only with alltoall", "set one of the two")),
+    *_excludes(_INVARIANCE,
+        (_ON_CPU, "its kernels need GPUs", _OUT),
+        (On("learner.dtype", "float32"), "FlashAttention takes half precision", "set bfloat16"),
+        (On("learner.cp", Above(1)), "TransformerEngine's attention over cp calls FlashAttention 2, whose splits are "
+         "not fixed (megatron-core 0.19 refuses it)", "set learner.cp=1"),
+        (On("learner.head_dtype"), "its kernel multiplies float32 in TF32, with 10 bits", _ONE),
+        *((on, "megatron-core has such kernels for TransformerEngine's layers alone", "set learner.layers=auto")
+          for on in (On("learner.layers", "torch"), _OWN_LAYERS)),
+        (On("learner.tp", Above(2)), "NCCL adds the ranks' parts of a token in an order that depends on its place in "
+         "the micro-batch, which two parts alone do not show", "set learner.tp to 1 or 2")),
+    *_excludes(_FLOAT8,
+        (_ON_CPU, "its kernels need GPUs", _OUT),
+        (On("learner.dtype", Not("bfloat16")), "parameters must be bfloat16", "set learner.dtype=bfloat16"),
+        *((on, "TransformerEngine's layers alone have it", "set auto")
+          for on in (On("learner.layers", "torch"), _OWN_LAYERS)),
+        (_INVARIANCE, "its kernels take no float8", _ONE)),
+    *_excludes(_GRAPHS,
+        (_ON_CPU, "a CPU has no such graphs", _OUT),
+        (On("learner.layers", "torch"), "their attention makes calls of other shapes for other lengths",
+         "set learner.layers=auto"),
+        (On("learner.pp", Above(1)), "megatron-core then captures a graph for each micro-batch of the first step, and "
+         "steps have other numbers of them", "set learner.pp=1"),
+        (On("learner.cp", Above(1)), "capturing attention's exchange was not tried", "set learner.cp=1"),
+        (_FLOAT8, "weights' copies in float8 move", _ONE),
+        (On("learner.offload.while_sampling"), "graphs read weights where they were when captured, and they come back "
+         "elsewhere", _ONE)),
+    *_excludes(_LORA,
+        (_MUON, "it steps whole matrices", _ONE),
+        (_FLOAT8, "merged weights have no copies in float8", _ONE),
+        (_INVARIANCE, "that mode's torch.addmm, which merges, takes no factor", _ONE),
+        (_GRAPHS, "a graph has fixed weights", _ONE),
+        (_GATHERS, "adapters are merged before they are there", _ONE),
+        (_OWN_LAYERS, "adapters know this package's layers alone", _ONE)),
+)
+# fmt: on
 
 
 def problems(learner: LearnerSection, shape: ModelShape | None = None) -> Iterator[str]:
@@ -30,8 +99,10 @@ def problems(learner: LearnerSection, shape: ModelShape | None = None) -> Iterat
 
     Raises ConfigError as `feature.features`.
     """
-    of_features = (one.problems for one in feature.features().values())
-    for check in (*_CHECKS, *of_features):
+    features = feature.features().values()
+    rows = [*_ROWS, *(row for one in features for row in one.learner_rules)]
+    yield from broken(rows, SimpleNamespace(learner=learner))
+    for check in (*_CHECKS, *(one.problems for one in features)):
         yield from check(learner, shape)
 
 
@@ -188,15 +259,10 @@ def _padding_problems(learner: LearnerSection, shape: ModelShape | None) -> Iter
 
 
 def _dispatcher_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Kernels on CPUs, in float32, without ranks to send to, for a model without experts; HybridEP of unequal
-    lengths."""
+    """Kernels without ranks to send to, for a model without experts; HybridEP of unequal lengths."""
     if learner.dispatcher == "alltoall":
         return
     given, d = f"learner.dispatcher={learner.dispatcher}", learner.dims
-    if learner.device == "cpu":
-        yield f"{given} with learner.device=cpu: its kernels need GPUs; set learner.dispatcher=alltoall"
-    if learner.dtype == "float32":
-        yield f"{given} with learner.dtype=float32: its kernels send bfloat16; set learner.dtype=bfloat16"
     if d.ep * d.etp == 1:
         yield f"{given} with learner.ep=1 and learner.etp=1: no token leaves its rank; leave it out"
     elif learner.dispatcher == "deepep" and d.ep * d.etp not in DEEPEP_RANKS:
@@ -241,23 +307,14 @@ def _router_problems(learner: LearnerSection, shape: ModelShape | None) -> Itera
 
 
 def _fusion_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """CPUs, and models without experts."""
-    if not learner.fusion.router:
-        return
-    if learner.device == "cpu":
-        yield "learner.fusion.router=true with learner.device=cpu: its kernels need GPUs; leave it out"
-    if shape is not None and not shape.num_experts:
+    """Models without experts."""
+    if learner.fusion.router and shape is not None and not shape.num_experts:
         yield f"learner.fusion.router=true: model_type={shape.family!r} has no experts; leave it out"
 
 
 def _optimizer_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Muon with what it cannot do, and its setting without it."""
+    """Muon's setting without it."""
     section = learner.optimizer
-    if section.name == "muon" and learner.batch_invariant:
-        yield (
-            "learner.optimizer.name=muon with learner.batch_invariant=true: that mode's torch.addmm takes no "
-            "factors, and Muon's iteration has some; leave one of them out"
-        )
     if section.name != "muon" and section.muon.model_dump(exclude_defaults=True):
         yield (
             f"learner.optimizer.muon.scale with learner.optimizer.name={section.name} would have no effect; "
@@ -267,24 +324,17 @@ def _optimizer_problems(learner: LearnerSection, shape: ModelShape | None) -> It
 
 
 def _moments_problems(learner: LearnerSection) -> Iterator[str]:
-    """Moments in bfloat16 where TransformerEngine's Adam does not keep them, or where they would not decay."""
+    """Moments in bfloat16 where megatron-core does not keep them, or where they would not decay."""
     dtype = learner.optimizer.moments_dtype
     if dtype == "float32":
         return
     given = f"learner.optimizer.moments_dtype={dtype}"
-    if learner.device == "cpu":
-        yield f"{given} with learner.device=cpu: TransformerEngine's Adam keeps them, on GPUs alone; leave it out"
     lacking = {
         "learner.optimizer.name=adamw": learner.optimizer.name == "adamw",
         "learner.dtype=bfloat16": learner.dtype == "bfloat16",
     }
     for key in (key for key, there in lacking.items() if not there):
         yield f"{given}: megatron-core can do this only with {key}; set it"
-    if learner.offload.optimizer:
-        yield (
-            f"{given} with learner.offload.optimizer={learner.offload.optimizer:g}: that needs a learner without "
-            f"TransformerEngine, whose Adam keeps moments in {dtype}; set one of the two"
-        )
     for key in ("beta1", "beta2"):
         if (decay := getattr(learner.optimizer, key)) >= _SLOWEST_DECAY:
             yield (
@@ -311,11 +361,6 @@ def _overlap_problems(learner: LearnerSection, shape: ModelShape | None) -> Iter
     }
     for key in (key for key, there in lacking.items() if not there):
         yield f"learner.overlap.parameters=true: megatron-core can do this only with {key}; set it"
-    if learner.own_layers is not None:
-        yield (
-            f"learner.overlap.parameters=true with learner.layers={learner.own_layers}: parameters are waited for "
-            "when the module that has them is called, and layers of your own may read them otherwise; leave it out"
-        )
 
 
 def _shared_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
@@ -330,11 +375,6 @@ def _shared_problems(learner: LearnerSection, shape: ModelShape | None) -> Itera
         )
     if shape is not None and not shape.shared_width:
         yield f"learner.overlap.shared_experts=true: model_type={shape.family!r} has no shared experts; leave it out"
-    if learner.dispatcher != "alltoall":
-        yield (
-            f"learner.overlap.shared_experts=true with learner.dispatcher={learner.dispatcher}: megatron-core can do "
-            "this only with alltoall; set one of the two"
-        )
     if "shared_experts" in learner.recompute.parts:
         yield (
             "learner.overlap.shared_experts=true with learner.recompute.parts=shared_experts: megatron-core cannot "
@@ -413,67 +453,24 @@ def _activation_problems(learner: LearnerSection, shape: ModelShape | None) -> I
             yield f"learner.offload.activations={part}: the model has no {has}; leave it out"
 
 
-def _deterministic_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """DeepEP, whose order of sums nothing fixes."""
-    if learner.deterministic and learner.dispatcher != "alltoall":
-        yield (
-            f"learner.deterministic=true with learner.dispatcher={learner.dispatcher}: its kernels have no "
-            "deterministic mode; set learner.dispatcher=alltoall"
-        )
-
-
 def _batch_invariant_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """CPUs, float32, torch's layers, experts, and sums of more than two ranks."""
-    if not learner.batch_invariant:
+    """Experts, and torch's layers."""
+    if not learner.batch_invariant or shape is None:
         return
-    if learner.device == "cpu":
-        yield f"{_INVARIANT} with learner.device=cpu: its kernels need GPUs; leave it out"
-    if learner.dtype == "float32":
-        yield f"{_INVARIANT} with learner.dtype=float32: FlashAttention takes half precision; set bfloat16"
-    if learner.cp > 1:
-        yield (
-            f"{_INVARIANT} with learner.cp={learner.cp}: TransformerEngine's attention over cp calls FlashAttention 2, "
-            "whose splits are not fixed (megatron-core 0.19 refuses it); set learner.cp=1"
-        )
-    if learner.head_dtype is not None:
-        yield (
-            f"{_INVARIANT} with learner.head_dtype={learner.head_dtype}: its kernel multiplies float32 in TF32, with "
-            "10 bits; leave one of them out"
-        )
-    if learner.layers == "torch" or learner.own_layers is not None:
-        yield (
-            f"{_INVARIANT} with learner.layers={learner.layers}: megatron-core has such kernels for "
-            "TransformerEngine's layers alone; set learner.layers=auto"
-        )
-    if learner.tp > 2:
-        yield (
-            f"{_INVARIANT} with learner.tp={learner.tp}: NCCL adds the ranks' parts of a token in an order that "
-            "depends on its place in the micro-batch, which two parts alone do not show; set learner.tp to 1 or 2"
-        )
-    if shape is not None and shape.num_experts:
+    if shape.num_experts:
         yield (
             f"{_INVARIANT}: megatron-core 0.16.1 has no such kernels for experts' grouped products, and "
             f"model_type={shape.family!r} has experts; leave it out"
         )
-    elif shape is not None and (part := torch_only(shape)) is not None:
+    elif (part := torch_only(shape)) is not None:
         yield f"{_INVARIANT}: the model has {part}, which torch's layers alone compute; leave it out"
 
 
 def _fp8_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """CPUs, float32, torch's layers, sizes that no block fits, and kernels that take no float8."""
-    if learner.fp8 is None:
+    """Torch's layers, and sizes that no block fits."""
+    if learner.fp8 is None or shape is None:
         return
     given = f"learner.fp8={learner.fp8}"
-    if learner.device == "cpu":
-        yield f"{given} with learner.device=cpu: its kernels need GPUs; leave it out"
-    if learner.dtype != "bfloat16":
-        yield f"{given} with learner.dtype={learner.dtype}: parameters must be bfloat16; set learner.dtype=bfloat16"
-    if learner.layers == "torch" or learner.own_layers is not None:
-        yield f"{given} with learner.layers={learner.layers}: TransformerEngine's layers alone have it; set auto"
-    if learner.batch_invariant:
-        yield f"{given} with learner.batch_invariant=true: its kernels take no float8; leave one of them out"
-    if shape is None:
-        return
     if (part := torch_only(shape)) is not None:
         yield f"{given}: the model has {part}, which torch's layers alone compute; leave it out"
     unit = 32 if learner.fp8 == "mxfp8" else 16
@@ -515,22 +512,22 @@ def _sizes(learner: LearnerSection, shape: ModelShape) -> dict[int, str]:
 
 
 def _cuda_graphs_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """What has no static shapes or addresses, what cannot be captured, and what was not tried."""
+    """What has no static shapes, what cannot be captured, and what was not tried."""
     if not learner.cuda_graphs:
         return
-    if learner.device == "cpu":
-        yield f"{_GRAPH} with learner.device=cpu: a CPU has no such graphs; leave it out"
-    if learner.layers == "torch":
-        yield (
-            f"{_GRAPH} with learner.layers=torch: their attention makes calls of other shapes for other lengths; "
-            "set learner.layers=auto"
-        )
     if not learner.padding.sizes or learner.padding.sequences is None:
         yield (
             f"{_GRAPH} without learner.padding: a graph replays the shapes that it was captured with; set "
             f"learner.padding.tokens={learner.max_tokens_per_micro_batch} and learner.padding.sequences"
         )
-    yield from _refused(learner)
+    recompute = learner.recompute
+    if recompute.parts or recompute.uniform is not None:
+        yield (
+            f"{_GRAPH} with learner.recompute: megatron-core captures by torch.autograd.grad, in which its "
+            "checkpointing raises an error, and refuses to recompute whole layers; leave one of them out"
+        )
+    if learner.overlap.parameters or learner.overlap.gradients:
+        yield f"{_GRAPH} with learner.overlap: hooks that reduce and gather were not tried; leave one of them out"
     if shape is not None and shape.num_experts:
         yield (
             f"{_GRAPH}: model_type={shape.family!r} has experts, whose dispatcher waits for counts on the host, "
@@ -540,32 +537,6 @@ def _cuda_graphs_problems(learner: LearnerSection, shape: ModelShape | None) -> 
         yield f"{_GRAPH}: the model has {part}, which torch's layers alone compute; leave it out"
     elif shape is not None and shape.latent is not None:
         yield f"{_GRAPH}: rotary embeddings of latent attention wait for lengths on the host; leave it out"
-
-
-def _refused(learner: LearnerSection) -> Iterator[str]:
-    """Other keys that graphs do not go with."""
-    if learner.pp > 1:
-        yield (
-            f"{_GRAPH} with learner.pp={learner.pp}: megatron-core then captures a graph for each micro-batch of the "
-            "first step, and steps have other numbers of them; set learner.pp=1"
-        )
-    if learner.cp > 1:
-        yield f"{_GRAPH} with learner.cp={learner.cp}: capturing attention's exchange was not tried; set learner.cp=1"
-    recompute = learner.recompute
-    if recompute.parts or recompute.uniform is not None:
-        yield (
-            f"{_GRAPH} with learner.recompute: megatron-core captures by torch.autograd.grad, in which its "
-            "checkpointing raises an error, and refuses to recompute whole layers; leave one of them out"
-        )
-    if learner.fp8 is not None:
-        yield f"{_GRAPH} with learner.fp8={learner.fp8}: weights' copies in float8 move; leave one of them out"
-    if (level := learner.offload.while_sampling) is not None:
-        yield (
-            f"{_GRAPH} with learner.offload.while_sampling={level}: graphs read weights where they were when captured, "
-            "and they come back elsewhere; leave one of them out"
-        )
-    if learner.overlap.parameters or learner.overlap.gradients:
-        yield f"{_GRAPH} with learner.overlap: hooks that reduce and gather were not tried; leave one of them out"
 
 
 def _lora_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
@@ -580,8 +551,10 @@ def _lora_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterato
     given = f"learner.lora.rank={lora.rank}"
     if not lora.targets or len(set(lora.targets)) < len(lora.targets):
         yield f"learner.lora.targets={','.join(lora.targets)}: name some of attention, mlp, experts, each once"
-    for key, remedy in _excluded(learner).items():
-        yield f"{given} with {key}; {remedy}"
+    if learner.offload.activations:
+        yield f"{given} with learner.offload.activations: merged weights are kept by other means; {_ONE}"
+    if changed := learner.router.model_dump(exclude_defaults=True):
+        yield f"{given} with learner.router.{min(changed)}: routers are frozen; {_ONE}"
     if lora.expert_rank and "experts" not in lora.targets:
         yield "learner.lora.expert_rank without experts in learner.lora.targets would have no effect; leave it out"
     if shape is None:
@@ -611,22 +584,6 @@ def _lacking(shape: ModelShape) -> Mapping[Adaptable, str]:
     return {} if shape.dense_layers or shape.shared_width else {"mlp": "dense layers and no shared experts"}
 
 
-def _excluded(learner: LearnerSection) -> Mapping[str, str]:
-    """What cannot be set beside adapters, and what to do."""
-    router = learner.router.model_dump(exclude_defaults=True)
-    found = {
-        "learner.optimizer.name=muon: it steps whole matrices": learner.optimizer.name == "muon",
-        f"learner.fp8={learner.fp8}: merged weights have no copies in float8": learner.fp8 is not None,
-        "learner.batch_invariant=true: that mode's torch.addmm, which merges, takes no factor": learner.batch_invariant,
-        "learner.cuda_graphs=true: a graph has fixed weights": learner.cuda_graphs,
-        "learner.overlap.parameters=true: adapters are merged before they are there": learner.overlap.parameters,
-        "learner.offload.activations: merged weights are kept by other means": bool(learner.offload.activations),
-        f"learner.layers={learner.layers}: adapters know this package's layers alone": learner.own_layers is not None,
-        f"learner.router.{min(router, default='')}: routers are frozen": bool(router),
-    }
-    return {key: "leave one of them out" for key, there in found.items() if there}
-
-
 _CHECKS: tuple[Callable[[LearnerSection, ModelShape | None], Iterator[str]], ...] = (
     _gradients_problems,
     _layers_problems,
@@ -641,7 +598,6 @@ _CHECKS: tuple[Callable[[LearnerSection, ModelShape | None], Iterator[str]], ...
     _optimizer_problems,
     _overlap_problems,
     _offload_problems,
-    _deterministic_problems,
     _batch_invariant_problems,
     _fp8_problems,
     _cuda_graphs_problems,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -89,7 +89,7 @@ def _with_drafts(_learner: LearnerSection, shape: ModelShape) -> ModelShape:
 
 
 def _problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Keys without effect, models without one draft layer, and options that need the layer to be the model's."""
+    """Keys without effect, and models without one draft layer."""
     draft = of_learner(learner)
     if not draft.train:
         if draft.model_dump(exclude_defaults=True):
@@ -98,8 +98,6 @@ def _problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str
                 "or leave the factor out"
             )
         return
-    for key, remedy in _excluded(learner).items():
-        yield f"{_TRAIN} with {key}; {remedy}"
     if shape is None:
         return
     if shape.scores:
@@ -141,23 +139,17 @@ def _copied(learner: LearnerSection, shape: ModelShape) -> float:
     return shape.vocab_size * shape.hidden_size / learner.tp * BYTES[learner.dtype]
 
 
-def _excluded(learner: LearnerSection) -> Mapping[str, str]:
-    """What cannot be set beside it, and what to do."""
-    found = {
-        "learner.optimizer.name=muon: its optimizer is Adam alone": learner.optimizer.name == "muon",
-        f"learner.lora.rank={learner.lora.rank}: checkpoints of adapters hold no draft layer": (
-            learner.lora.rank is not None
-        ),
-        f"learner.fp8={learner.fp8}: the draft layer has no float8 here": learner.fp8 is not None,
-        "learner.cuda_graphs=true: graphs of the policy's layers leave no hidden states behind": learner.cuda_graphs,
-        f"learner.layers={learner.layers}: the draft layer is made of this package's layers": (
-            learner.own_layers is not None
-        ),
-    }
-    return {key: "leave one of them out" for key, there in found.items() if there}
-
-
 _TRAINS = On("learner.draft.train", True)
+_LEARNER_RULES: Sequence[Rule] = tuple(
+    Excludes(one=_TRAINS, other=other, why=why, fix="leave one of them out")
+    for other, why in (
+        (On("learner.optimizer.name", "muon"), "its optimizer is Adam alone"),
+        (On("learner.lora.rank"), "checkpoints of adapters hold no draft layer"),
+        (On("learner.fp8"), "the draft layer has no float8 here"),
+        (On("learner.cuda_graphs", True), "graphs of the policy's layers leave no hidden states behind"),
+        (On("learner.own_layers", SET, "learner.layers"), "the draft layer is made of this package's layers"),
+    )
+)
 _PROPOSES = On("rollout.server.draft_tokens", Above(0))
 _SGLANG = On("rollout.engine", "sglang")
 # fmt: off
@@ -208,6 +200,7 @@ FEATURE = Feature(
     keys={"learner": DraftKeys, "rollout.server": DraftTokenKeys, "slurm.speeds": DraftSpeedKeys},
     may_change=frozenset({"rollout.server.draft_tokens", "slurm.speeds.draft_acceptance"}),
     rules=_RULES,
+    learner_rules=_LEARNER_RULES,
     problems=_problems,
     memory=_memory,
     changes={
