@@ -45,6 +45,12 @@ def uses_transformer_engine(learner: LearnerSection, shape: ModelShape) -> bool:
     return there and wants_transformer_engine(learner, shape)
 
 
+def require_transformer_engine(key: str, learner: LearnerSection, shape: ModelShape) -> None:
+    """Raises ConfigError for ``key`` with its value, which takes TransformerEngine's layers, if it is not installed."""
+    if not uses_transformer_engine(learner, shape):
+        raise ConfigError(f"{key}: TransformerEngine is not installed here; install it, or leave it out")
+
+
 def wants_transformer_engine(learner: LearnerSection, shape: ModelShape) -> bool:
     """Whether to use TransformerEngine's layers where it is installed: for plans, which a login node makes."""
     wanted = learner.device == "cuda" and learner.layers in ("auto", "transformer_engine")

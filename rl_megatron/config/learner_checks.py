@@ -12,14 +12,14 @@ from rl_megatron import feature
 from rl_megatron.config.activations import freed, half_attention_alone, kept, torch_only, wants_transformer_engine
 from rl_megatron.config.sections.learner import HALVES, Adaptable, LearnerSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.rules import SET, Above, Excludes, Not, On, Rule, as_given, broken
+from rl_megatron.rules import SET, Above, Not, On, Rule, as_given, broken, excluded
 
 if TYPE_CHECKING:
     from rl_megatron.models.shape import ModelShape
 
 DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 """Groups of ranks that DeepEP has settings for (deep_ep/buffer.py, get_dispatch_config)."""
-_INVARIANT, _GRAPH = "learner.batch_invariant=true", "learner.cuda_graphs=true"
+_GRAPH = "learner.cuda_graphs=true"
 _CHUNK = 64  # HYBRIDEP_TOKEN_ALIGNMENT of megatron-core 0.19.2
 _LEAST = 0.01  # of what a layer keeps; a module that frees less costs time for nothing
 _SLOWEST_DECAY = 1 - 1 / (2**8 + 2)
@@ -27,53 +27,35 @@ _SLOWEST_DECAY = 1 - 1 / (2**8 + 2)
 _ONE, _OUT = "leave one of them out", "leave it out"
 _ON_CPU, _OWN_LAYERS = On("learner.device", "cpu"), On("learner.own_layers", SET, "learner.layers")
 _KERNELS = On("learner.dispatcher", Not("alltoall"))
-_INVARIANCE, _FLOAT8, _GRAPHS = On("learner.batch_invariant", True), On("learner.fp8"), On("learner.cuda_graphs", True)
+_FLOAT8, _GRAPHS = On("learner.fp8"), On("learner.cuda_graphs", True)
 _LORA, _MUON = On("learner.lora.rank"), On("learner.optimizer.name", "muon")
 _LOW_MOMENTS = On("learner.optimizer.moments_dtype", "bfloat16")
 _GATHERS = On("learner.overlap.parameters", True)
 
 
-def _excludes(one: On, *others: tuple[On, str, str]) -> Iterator[Rule]:
-    """A row for each other choice: why the two do not go together, and what to do."""
-    return (Excludes(one=one, other=other, why=why, fix=fix) for other, why, fix in others)
-
-
 # fmt: off
 _ROWS: Sequence[Rule] = (
-    *_excludes(_KERNELS,
+    *excluded(_KERNELS,
         (_ON_CPU, "its kernels need GPUs", "set learner.dispatcher=alltoall"),
         (On("learner.dtype", "float32"), "its kernels send bfloat16", "set learner.dtype=bfloat16")),
-    *_excludes(On("learner.deterministic", True),
+    *excluded(On("learner.deterministic", True),
         (_KERNELS, "its kernels have no deterministic mode", "set learner.dispatcher=alltoall")),
-    *_excludes(On("learner.fusion.router", True), (_ON_CPU, "its kernels need GPUs", _OUT)),
-    *_excludes(_MUON,
-        (_INVARIANCE, "that mode's torch.addmm takes no factors, and Muon's iteration has some", _ONE)),
-    *_excludes(_LOW_MOMENTS,
+    *excluded(On("learner.fusion.router", True), (_ON_CPU, "its kernels need GPUs", _OUT)),
+    *excluded(_LOW_MOMENTS,
         (_ON_CPU, "TransformerEngine's Adam keeps them, on GPUs alone", _OUT),
         (On("learner.offload.optimizer", Above(0)), "that needs a learner without TransformerEngine, whose Adam keeps "
          "moments in bfloat16", "set one of the two")),
-    *_excludes(_GATHERS,
+    *excluded(_GATHERS,
         (_OWN_LAYERS, "parameters are waited for when the module that has them is called, and layers of your own may "
          "read them otherwise", _OUT)),
-    *_excludes(On("learner.overlap.shared_experts", True),
+    *excluded(On("learner.overlap.shared_experts", True),
         (_KERNELS, "megatron-core can do this only with alltoall", "set one of the two")),
-    *_excludes(_INVARIANCE,
-        (_ON_CPU, "its kernels need GPUs", _OUT),
-        (On("learner.dtype", "float32"), "FlashAttention takes half precision", "set bfloat16"),
-        (On("learner.cp", Above(1)), "TransformerEngine's attention over cp calls FlashAttention 2, whose splits are "
-         "not fixed (megatron-core 0.19 refuses it)", "set learner.cp=1"),
-        (On("learner.head_dtype"), "its kernel multiplies float32 in TF32, with 10 bits", _ONE),
-        *((on, "megatron-core has such kernels for TransformerEngine's layers alone", "set learner.layers=auto")
-          for on in (On("learner.layers", "torch"), _OWN_LAYERS)),
-        (On("learner.tp", Above(2)), "NCCL adds the ranks' parts of a token in an order that depends on its place in "
-         "the micro-batch, which two parts alone do not show", "set learner.tp to 1 or 2")),
-    *_excludes(_FLOAT8,
+    *excluded(_FLOAT8,
         (_ON_CPU, "its kernels need GPUs", _OUT),
         (On("learner.dtype", Not("bfloat16")), "parameters must be bfloat16", "set learner.dtype=bfloat16"),
         *((on, "TransformerEngine's layers alone have it", "set auto")
-          for on in (On("learner.layers", "torch"), _OWN_LAYERS)),
-        (_INVARIANCE, "its kernels take no float8", _ONE)),
-    *_excludes(_GRAPHS,
+          for on in (On("learner.layers", "torch"), _OWN_LAYERS))),
+    *excluded(_GRAPHS,
         (_ON_CPU, "a CPU has no such graphs", _OUT),
         (On("learner.layers", "torch"), "their attention makes calls of other shapes for other lengths",
          "set learner.layers=auto"),
@@ -83,10 +65,9 @@ _ROWS: Sequence[Rule] = (
         (_FLOAT8, "weights' copies in float8 move", _ONE),
         (On("learner.offload.while_sampling"), "graphs read weights where they were when captured, and they come back "
          "elsewhere", _ONE)),
-    *_excludes(_LORA,
+    *excluded(_LORA,
         (_MUON, "it steps whole matrices", _ONE),
         (_FLOAT8, "merged weights have no copies in float8", _ONE),
-        (_INVARIANCE, "that mode's torch.addmm, which merges, takes no factor", _ONE),
         (_GRAPHS, "a graph has fixed weights", _ONE),
         (_GATHERS, "adapters are merged before they are there", _ONE),
         (_OWN_LAYERS, "adapters know this package's layers alone", _ONE)),
@@ -453,19 +434,6 @@ def _activation_problems(learner: LearnerSection, shape: ModelShape | None) -> I
             yield f"learner.offload.activations={part}: the model has no {has}; leave it out"
 
 
-def _batch_invariant_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Experts, and torch's layers."""
-    if not learner.batch_invariant or shape is None:
-        return
-    if shape.num_experts:
-        yield (
-            f"{_INVARIANT}: megatron-core 0.16.1 has no such kernels for experts' grouped products, and "
-            f"model_type={shape.family!r} has experts; leave it out"
-        )
-    elif (part := torch_only(shape)) is not None:
-        yield f"{_INVARIANT}: the model has {part}, which torch's layers alone compute; leave it out"
-
-
 def _fp8_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
     """Torch's layers, and sizes that no block fits."""
     if learner.fp8 is None or shape is None:
@@ -598,7 +566,6 @@ _CHECKS: tuple[Callable[[LearnerSection, ModelShape | None], Iterator[str]], ...
     _optimizer_problems,
     _overlap_problems,
     _offload_problems,
-    _batch_invariant_problems,
     _fp8_problems,
     _cuda_graphs_problems,
     _lora_problems,

@@ -25,6 +25,7 @@ from rl_megatron.rules import (
     When,
     broken,
 )
+from rl_megatron.rules import excluded as _excluded
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
@@ -58,11 +59,6 @@ _NCCL = (
     "ranks of one NCCL group that choose its algorithm differently wait for each other without end",
     "set weights.transport=file",
 )
-
-
-def _excluded(one: Condition, *others: tuple[Condition, str, str]) -> Iterator[Rule]:
-    """A row for each of ``others`` with its reason and its fix."""
-    return (Excludes(one=one, other=other, why=why, fix=fix) for other, why, fix in others)
 
 
 def _all_excluded(one: Condition, others: tuple[On, ...], why: str, fix: str) -> Iterator[Rule]:

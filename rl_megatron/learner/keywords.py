@@ -6,9 +6,9 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from rl_megatron import feature
-from rl_megatron.config.activations import uses_transformer_engine
+from rl_megatron.config.activations import require_transformer_engine, uses_transformer_engine
 from rl_megatron.errors import ConfigError
-from rl_megatron.feature import Attention, Dtype, Keywords
+from rl_megatron.feature import Dtype, Keywords
 
 if TYPE_CHECKING:
     from rl_megatron.config.sections.learner import LearnerSection
@@ -27,7 +27,6 @@ STEPPED_AT_ONCE = 2**26
 all: of those there are float32 copies then."""
 WEIGHT_ROWS = 8192
 """Rows of an output layer in half precision of which the learner holds float32 copies at once."""
-_FLASH_3 = ("flash_attn_interface", "flash_attn_3")
 _HYBRIDEP = "hybrid_ep_cpp"  # what DeepEP's branch hybrid-ep compiles, and the others do not
 
 
@@ -166,43 +165,19 @@ def _of_dispatcher(name: str) -> dict[str, object]:
 
 
 def _of_kernels(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
-    """Kernels that add in one order, or row by row, or in float8, or that are captured as a graph; shared experts that
-    compute while tokens are sent. Raises ConfigError if TransformerEngine or FlashAttention is not installed."""
+    """Kernels that add in one order, or in float8, or that are captured as a graph; shared experts that compute while
+    tokens are sent. Raises ConfigError if TransformerEngine is not installed."""
     model: dict[str, object] = {"deterministic_mode": True} if learner.deterministic else {}
     model |= {"moe_shared_expert_overlap": True} if learner.overlap.shared_experts else {}
-    asked = {
-        "learner.batch_invariant=true": learner.batch_invariant,
-        f"learner.fp8={learner.fp8}": learner.fp8 is not None,
-        "learner.cuda_graphs=true": learner.cuda_graphs and learner.own_layers is None,
-    }
-    for key in (key for key, asks in asked.items() if asks):
-        if not uses_transformer_engine(learner, shape):
-            raise ConfigError(f"{key}: TransformerEngine is not installed here; install it, or leave it out")
-    if learner.batch_invariant:
-        if not any(importlib.util.find_spec(name) for name in (*_FLASH_3, "flash_attn")):
-            raise ConfigError(
-                "learner.batch_invariant=true: FlashAttention is not installed here; install it, or leave it out"
-            )
-        model |= {"batch_invariant_mode": True, "attention_backend": Attention("flash")}
+    if learner.fp8 is not None:
+        require_transformer_engine(f"learner.fp8={learner.fp8}", learner, shape)
+    if learner.cuda_graphs and learner.own_layers is None:
+        require_transformer_engine("learner.cuda_graphs=true", learner, shape)
     if learner.fp8 is not None:  # tensorwise takes e5m2 for gradients, the others e4m3 for all, as Megatron-LM does
         model |= {"fp8": "hybrid" if learner.fp8 == "tensorwise" else "e4m3", "fp8_recipe": learner.fp8}
     if learner.cuda_graphs:  # without a scope it captures whole layers
         model["cuda_graph_impl"] = "local"
     return model
-
-
-def flash_attention() -> int:
-    """The generation of FlashAttention that is installed and that a newer megatron-core (0.19) takes for
-    ``learner.batch_invariant``.
-
-    Raises ConfigError if there is none.
-    """
-    if any(importlib.util.find_spec(name) for name in _FLASH_3):
-        return 3
-    raise ConfigError(
-        "learner.batch_invariant=true: the megatron-core here takes FlashAttention 3 for it, which is not installed; "
-        "install it (flash_attn_3), take megatron-core 0.16.1, or leave it out"
-    )
 
 
 def _of_gradients(learner: LearnerSection) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -197,11 +197,13 @@ def test_the_laws_see_what_breaks_them(path: str, source: str, found: int) -> No
     assert len(violations(Path(path), source)) == found
 
 
-def keys_of_features(source: str, keys: frozenset[str]) -> list[str]:
-    """Keys that a module reads by an attribute of a section, or names in full."""
+def keys_of_features(source: str, keys: frozenset[str], shared: frozenset[str]) -> list[str]:
+    """Keys that a module reads by an attribute of a section, or names in full. Names that are ``shared`` with keys of
+    other sections count where the attribute is of what is called as the feature's section."""
     tree = ast.parse(source)
-    names = {key.rpartition(".")[2] for key in keys}
-    read = [n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in names]
+    of = {key.rpartition(".")[2]: key.split(".")[-2] for key in keys}
+    reads = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in of]
+    read = [n.attr for n in reads if n.attr not in shared or ast.unparse(n.value).split(".")[-1] == of[n.attr]]
     texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
     return read + [key for key in sorted(keys) for text in texts if re.search(rf"{re.escape(key)}\b", text)]
 
@@ -211,12 +213,16 @@ def test_the_keys_of_features_are_read_by_features() -> None:
         f"{path}.{name}" for one in features().values() for path, kind in one.keys.items() for name in kind.model_fields
     )
     assert "rollout.server.draft_tokens" in keys
+    page = (REPO / "docs/configuration.md").read_text(encoding="utf-8")
+    every = Counter(name.rpartition(".")[2] for name in re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE))
+    shared = frozenset(name for key in keys if every[name := key.rpartition(".")[2]] > 1)
     rooms = [path for path in FILES if inside(path, "rl_megatron", "launcher")]
     others = [path for path in rooms if not inside(path, "rl_megatron/features", "rl_megatron/config/removed.py")]
-    found = {str(path): keys_of_features((REPO / path).read_text(encoding="utf-8"), keys) for path in others}
+    found = {str(path): keys_of_features((REPO / path).read_text(encoding="utf-8"), keys, shared) for path in others}
     assert {path: names for path, names in found.items() if names} == {}
     planted = "c.learner.draft.train\nsaid = f'rollout.server.draft_tokens={n}'"
-    assert keys_of_features(planted, keys) == ["draft", "rollout.server.draft_tokens"]
+    assert keys_of_features(planted, keys, shared) == ["draft", "rollout.server.draft_tokens"]
+    assert keys_of_features("c.learner.batch_invariant\nserver.batch_invariant", keys, shared) == ["batch_invariant"]
 
 
 STARTS = {f"subprocess.{name}" for name in ("Popen", "run", "check_call", "check_output")}

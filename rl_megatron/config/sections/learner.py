@@ -342,10 +342,6 @@ class LearnerSection(LayoutKeys, ComputeKeys):  # pydantic takes the keys of the
     """Whether ranks use kernels alone that add in the same order each time: of two equal runs on the same machines
     every number is then equal to the bit, on GPUs too. They are slower there, by how much is not measured; CPUs' are
     such kernels anyway (docs/mismatch.md)."""
-    batch_invariant: bool = False
-    """Whether products, norms and attention of TransformerEngine's layers use megatron-core's kernels in which a row's
-    sums do not depend on the other rows, on GPUs, for models without experts; slower. Not run; whether log-probs are
-    then equal to the bit is not measured (docs/mismatch.md)."""
     cuda_graphs: bool = False
     """Whether GPUs replay each decoder layer as a CUDA graph, forward and backward, which saves the host's time between
     kernels, for models without experts. Ranks capture them before their first pass, for each size of

@@ -29,7 +29,7 @@ from rl_megatron.config.learner_checks import refuse
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import Attention, Dtype
-from rl_megatron.learner.keywords import flash_attention, keywords
+from rl_megatron.learner.keywords import keywords
 from rl_megatron.learner.model.decoder_config import DecoderConfig, LatentDecoderConfig
 from rl_megatron.learner.model.delta import delta_net_spec
 from rl_megatron.learner.model.latent import (
@@ -70,8 +70,6 @@ def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
     refuse(shape, learner)
     of_model = _attention_keywords(shape, fused) | (_expert_keywords(shape) if shape.num_experts else {})
     kind = LatentDecoderConfig if fused and shape.latent else DecoderConfig
-    if learner.batch_invariant and hasattr(kind, "flash_attention_version"):  # not 0.16.1
-        of_model["flash_attention_version"] = flash_attention()
     made = kind(
         shape=shape,
         num_layers=shape.num_layers,
