@@ -3,16 +3,17 @@ routers as megatron-core has none."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from rl_megatron import feature
-from rl_megatron.config.activations import freed, half_attention_alone, kept, torch_only, wants_transformer_engine
+from rl_megatron.config.activations import freed, kept, torch_only, wants_transformer_engine
 from rl_megatron.config.sections.learner import HALVES, Adaptable, LearnerSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.rules import SET, Above, Not, On, Rule, as_given, broken, excluded
+from rl_megatron.rules import SET, UNSET, Above, Excludes, Not, On, Rule, as_given, broken, excluded
 
 if TYPE_CHECKING:
     from rl_megatron.models.shape import ModelShape
@@ -22,8 +23,8 @@ DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 _GRAPH = "learner.cuda_graphs=true"
 _CHUNK = 64  # HYBRIDEP_TOKEN_ALIGNMENT of megatron-core 0.19.2
 _LEAST = 0.01  # of what a layer keeps; a module that frees less costs time for nothing
-_SLOWEST_DECAY = 1 - 1 / (2**8 + 2)
-"""bfloat16 has 8 bits of a significand. A factor of at least this rounds 1 + 2 ** -7 to itself, so it never decays."""
+_SLOWEST_DECAY = math.nextafter(1 - 1 / (2**8 + 2), 0)
+"""bfloat16 has 8 bits of a significand. A factor above this rounds 1 + 2 ** -7 to itself, so it never decays."""
 _ONE, _OUT = "leave one of them out", "leave it out"
 _ON_CPU, _OWN_LAYERS = On("learner.device", "cpu"), On("learner.own_layers", SET, "learner.layers")
 _KERNELS = On("learner.dispatcher", Not("alltoall"))
@@ -37,11 +38,32 @@ _GATHERS = On("learner.overlap.parameters", True)
 _ROWS: Sequence[Rule] = (
     *excluded(_KERNELS,
         (_ON_CPU, "its kernels need GPUs", "set learner.dispatcher=alltoall"),
-        (On("learner.dtype", "float32"), "its kernels send bfloat16", "set learner.dtype=bfloat16")),
+        (On("learner.dtype", "float32"), "its kernels send bfloat16", "set learner.dtype=bfloat16"),
+        ((On("learner.ep", 1), On("learner.dims.etp", 1, "learner.etp")), "no token leaves its rank", _OUT)),
     *excluded(On("learner.deterministic", True),
         (_KERNELS, "its kernels have no deterministic mode", "set learner.dispatcher=alltoall")),
     *excluded(On("learner.fusion.router", True), (_ON_CPU, "its kernels need GPUs", _OUT)),
+    *(Excludes(one=one, other=On("shape.num_experts", 0, "shape.family"), where="shape", why="the model has no experts",
+               fix=_OUT) for one in (_KERNELS, On("learner.fusion.router", True))),
+    Excludes(one=On("learner.gradient_dtype", "bfloat16"), other=On("learner.dtype", "float32"),
+             why="gradients are as precise as parameters, or more", fix="set learner.dtype=bfloat16, or leave it out"),
+    Excludes(one=On("learner.layers", "transformer_engine"), other=(On("learner.cp", Above(1)),
+             On("learner.dtype", "float32")), why="under context parallelism TransformerEngine has attention kernels "
+             "for half precision only", fix="set learner.dtype=bfloat16, or learner.layers=auto, which then uses "
+             "torch's layers"),
+    Excludes(one=On("learner.recompute.uniform"), other=On("learner.recompute.parts", Not(())),
+             why="whole layers leave nothing else to recompute", fix="set one of the two"),
+    Excludes(one=On("learner.vpp", Above(1)), other=On("learner.pp", 1), why="chunks need a pipeline",
+             fix="set learner.vpp=1 or learner.pp >= 2"),
+    Excludes(one=On("learner.padding.sequences"), other=On("learner.padding.tokens", UNSET), why="micro-batches would "
+             "still have any number of positions", fix="set both, or leave it out"),
     *excluded(_LOW_MOMENTS,
+        (On("learner.optimizer.name", Not("adamw")), "megatron-core has them for AdamW alone", "set it to adamw"),
+        (On("learner.dtype", Not("bfloat16")), "megatron-core has them beside bfloat16 parameters alone",
+         "set learner.dtype=bfloat16"),
+        *((On(f"learner.optimizer.{beta}", Above(_SLOWEST_DECAY)), "bfloat16 has 8 bits, to which numbers are rounded "
+           "that were multiplied by it, so some would never decay", f"set it below {_SLOWEST_DECAY:.4g}, or leave "
+           "moments_dtype out") for beta in ("beta1", "beta2")),
         (_ON_CPU, "TransformerEngine's Adam keeps them, on GPUs alone", _OUT),
         (On("learner.offload.optimizer", Above(0)), "that needs a learner without TransformerEngine, whose Adam keeps "
          "moments in bfloat16", "set one of the two")),
@@ -82,7 +104,10 @@ def problems(learner: LearnerSection, shape: ModelShape | None = None) -> Iterat
     """
     features = feature.features().values()
     rows = [*_ROWS, *(row for one in features for row in one.learner_rules)]
-    yield from broken(rows, SimpleNamespace(learner=learner))
+    given = SimpleNamespace(learner=learner)
+    yield from broken(rows, given)
+    if shape is not None:
+        yield from broken(rows, given, "shape", shape)
     for check in (*_CHECKS, *(one.problems for one in features)):
         yield from check(learner, shape)
 
@@ -94,26 +119,9 @@ def refuse(shape: ModelShape, learner: LearnerSection) -> None:
         raise ConfigError(f"model_type={shape.family!r} cannot be trained as configured:\n  " + "\n  ".join(found))
 
 
-def _gradients_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """bfloat16 for parameters in float32, whose gradients megatron-core then keeps in float32."""
-    if learner.gradient_dtype == "bfloat16" and learner.dtype == "float32":
-        yield (
-            "learner.gradient_dtype=bfloat16 with learner.dtype=float32 would have no effect: gradients are as "
-            "precise as parameters, or more; set learner.dtype=bfloat16, or leave it out"
-        )
-
-
 def _layers_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Reasons why TransformerEngine cannot run the layers, if it is requested."""
-    if learner.layers != "transformer_engine":
-        return
-    if half_attention_alone(learner):
-        yield (
-            f"learner.layers=transformer_engine with learner.cp={learner.cp} and learner.dtype=float32: under "
-            "context parallelism TransformerEngine has attention kernels for half precision only; set "
-            "learner.dtype=bfloat16, or learner.layers=auto, which then uses torch's layers"
-        )
-    if shape is not None and (lacking := torch_only(shape)):
+    """Parts of the model that TransformerEngine lacks, if its layers are requested."""
+    if learner.layers == "transformer_engine" and shape is not None and (lacking := torch_only(shape)):
         yield (
             f"learner.layers=transformer_engine: model_type={shape.family!r} has {lacking}, which only our own "
             "layers support; set learner.layers=auto or torch"
@@ -124,9 +132,6 @@ def _recompute_problems(learner: LearnerSection, shape: ModelShape | None) -> It
     """Keys that exclude each other, parts that would free nothing, and groups that do not divide the layers."""
     section = learner.recompute
     given = f"learner.recompute.parts={as_given(section.parts)}"
-    if section.uniform is not None and section.parts:
-        both = f"learner.recompute.uniform={section.uniform} {given}"
-        yield f"{both}: whole layers leave nothing else to recompute; set one of the two"
     if "moe" in section.parts and {"moe_act", "shared_experts"} & {*section.parts}:
         yield f"{given}: moe recomputes its activation and shared experts too; name moe alone of the three"
     if "mla_up_proj" in section.parts and learner.own_layers is not None:
@@ -171,7 +176,7 @@ def _uneven(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
 
 
 def _pipeline_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Several chunks without a pipeline, and more or fewer numbers of layers than chunks."""
+    """More or fewer numbers of layers than chunks, or of all layers than the model's."""
     given, chunks = learner.stages, learner.pp * learner.vpp
     if given is not None and len(given) != chunks:
         yield (
@@ -183,8 +188,6 @@ def _pipeline_problems(learner: LearnerSection, shape: ModelShape | None) -> Ite
             f"learner.stage_layers={learner.stage_layers} has {sum(given)} layers, but the model has "
             f"{shape.num_layers}; give each layer to one chunk"
         )
-    if learner.vpp > 1 and learner.pp == 1:
-        yield (f"learner.vpp={learner.vpp} needs a pipeline, but learner.pp=1; set learner.vpp=1 or learner.pp >= 2")
 
 
 def _experts_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
@@ -219,11 +222,6 @@ def _padding_problems(learner: LearnerSection, shape: ModelShape | None) -> Iter
     section, most = learner.padding, learner.max_tokens_per_micro_batch
     given, sizes = f"learner.padding.tokens={section.tokens}", section.sizes
     if not sizes:
-        if section.sequences is not None:
-            yield (
-                f"learner.padding.sequences={section.sequences} without learner.padding.tokens: micro-batches "
-                "would still have any number of positions; set both, or leave it out"
-            )
         return
     if any(one >= next_one for one, next_one in pairwise(sizes)):
         yield f"{given} do not rise; sort them, each once"
@@ -240,13 +238,11 @@ def _padding_problems(learner: LearnerSection, shape: ModelShape | None) -> Iter
 
 
 def _dispatcher_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Kernels without ranks to send to, for a model without experts; HybridEP of unequal lengths."""
+    """Ranks that DeepEP has no settings for, and HybridEP of unequal lengths."""
     if learner.dispatcher == "alltoall":
         return
     given, d = f"learner.dispatcher={learner.dispatcher}", learner.dims
-    if d.ep * d.etp == 1:
-        yield f"{given} with learner.ep=1 and learner.etp=1: no token leaves its rank; leave it out"
-    elif learner.dispatcher == "deepep" and d.ep * d.etp not in DEEPEP_RANKS:
+    if learner.dispatcher == "deepep" and 1 != d.ep * d.etp not in DEEPEP_RANKS:
         known = ", ".join(map(str, DEEPEP_RANKS))
         yield (
             f"{given} with learner.ep={d.ep} and learner.etp={d.etp}: DeepEP has no settings for {d.ep * d.etp} "
@@ -263,8 +259,6 @@ def _dispatcher_problems(learner: LearnerSection, shape: ModelShape | None) -> I
             f"{given} with learner.padding.tokens={odd[0]}, learner.tp={d.tp} and learner.cp={d.cp}: its kernels "
             f"take chunks of {_CHUNK} tokens of a rank; round it up to a multiple of {_CHUNK * d.tp * d.cp}"
         )
-    if shape is not None and not shape.num_experts:
-        yield f"{given}: model_type={shape.family!r} has no experts; leave it out"
 
 
 def _router_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
@@ -287,12 +281,6 @@ def _router_problems(learner: LearnerSection, shape: ModelShape | None) -> Itera
         )
 
 
-def _fusion_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Models without experts."""
-    if learner.fusion.router and shape is not None and not shape.num_experts:
-        yield f"learner.fusion.router=true: model_type={shape.family!r} has no experts; leave it out"
-
-
 def _optimizer_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
     """Muon's setting without it."""
     section = learner.optimizer
@@ -301,28 +289,6 @@ def _optimizer_problems(learner: LearnerSection, shape: ModelShape | None) -> It
             f"learner.optimizer.muon.scale with learner.optimizer.name={section.name} would have no effect; "
             "set learner.optimizer.name=muon, or leave it out"
         )
-    yield from _moments_problems(learner)
-
-
-def _moments_problems(learner: LearnerSection) -> Iterator[str]:
-    """Moments in bfloat16 where megatron-core does not keep them, or where they would not decay."""
-    dtype = learner.optimizer.moments_dtype
-    if dtype == "float32":
-        return
-    given = f"learner.optimizer.moments_dtype={dtype}"
-    lacking = {
-        "learner.optimizer.name=adamw": learner.optimizer.name == "adamw",
-        "learner.dtype=bfloat16": learner.dtype == "bfloat16",
-    }
-    for key in (key for key, there in lacking.items() if not there):
-        yield f"{given}: megatron-core can do this only with {key}; set it"
-    for key in ("beta1", "beta2"):
-        if (decay := getattr(learner.optimizer, key)) >= _SLOWEST_DECAY:
-            yield (
-                f"{given} with learner.optimizer.{key}={decay:g}: bfloat16 has 8 bits, to which numbers are rounded "
-                f"that were multiplied by it, so some would never decay; set it below {_SLOWEST_DECAY:.4g}, or leave "
-                "moments_dtype out"
-            )
 
 
 def _overlap_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
@@ -553,7 +519,6 @@ def _lacking(shape: ModelShape) -> Mapping[Adaptable, str]:
 
 
 _CHECKS: tuple[Callable[[LearnerSection, ModelShape | None], Iterator[str]], ...] = (
-    _gradients_problems,
     _layers_problems,
     _recompute_problems,
     _pipeline_problems,
@@ -562,7 +527,6 @@ _CHECKS: tuple[Callable[[LearnerSection, ModelShape | None], Iterator[str]], ...
     _padding_problems,
     _dispatcher_problems,
     _router_problems,
-    _fusion_problems,
     _optimizer_problems,
     _overlap_problems,
     _offload_problems,

@@ -97,7 +97,7 @@ def test_kernels_see_few_shapes(layout: str, seen: Any) -> None:
         ({"padding": {"tokens": "96,64,120"}}, "do not rise; sort them"),
         ({"padding": {"tokens": "64,96"}}, "the last size must be that"),
         ({"padding": {"tokens": "62,120"}, "cp": 2, "tp": 2}, "62 is no multiple of 8; round the sizes up"),
-        ({"padding": {"sequences": 3}}, "without learner.padding.tokens: micro-batches would still have any number"),
+        ({"padding": {"sequences": 3}}, "with learner.padding.tokens=null: micro-batches would still have any number"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(keys: dict[str, Any], why: str) -> None:

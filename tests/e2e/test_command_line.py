@@ -40,7 +40,7 @@ def test_every_bad_key_is_told_at_once_with_its_near_miss_before_torch_is_import
 
 def test_rules_between_keys_name_both_numbers(refused: Refused) -> None:
     said = refused("train", "learner.ep=2", "learner.tp=3", "learner.etp=2", "learner.vpp=2", "run.dir=r")
-    assert "learner.vpp=2 needs a pipeline, but learner.pp=1" in said
+    assert "learner.vpp=2 with learner.pp=1: chunks need a pipeline" in said
 
 
 def test_an_unknown_command_or_option_is_a_usage_error(refused: Refused) -> None:

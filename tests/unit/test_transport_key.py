@@ -278,7 +278,7 @@ def test_ranks_hold_no_reference_beside_them() -> None:
             "has this role; allowed: teacher_a",
         ),
         ([*teacher("a"), "roles.layouts.teacher_a.tp=2"], "that ranks hold has this role; allowed: none"),
-        ([*held("a"), "roles.layouts.teacher_a.vpp=2"], "roles.layouts.teacher_a.vpp=2 needs a pipeline"),
+        ([*held("a"), "roles.layouts.teacher_a.vpp=2"], "vpp=2 with roles.layouts.teacher_a.pp=1: chunks need"),
         ([*teacher("a"), "algorithm=grpo"], "does nothing: algorithm.kl.coefficient=0 does not read it"),
         ([*teacher("a"), "algorithm=dpo"], "with algorithm.preference.beta"),
         ([*teacher("a"), "roles.reference=separate"], "the algorithm has no reference"),

@@ -81,7 +81,7 @@ def resolved(path: Path, *keys: str) -> None:
         ((*JUDGE, "reward.model.label=good"), "reward.model.label=good does nothing"),
         ((*JUDGE, "reward.model.device=cuda"), "reward.model.device=cuda does nothing"),
         ((*JUDGE, "roles.layouts.reward_jugde.tp=2"), "has this role; allowed: reward_judge"),
-        ((*JUDGE, "roles.layouts.reward_judge.vpp=2"), "roles.layouts.reward_judge.vpp=2 needs a pipeline"),
+        ((*JUDGE, "roles.layouts.reward_judge.vpp=2"), "vpp=2 with roles.layouts.reward_judge.pp=1: chunks need"),
         (
             (*JUDGE, "eval.sets.long.max_new_tokens=9000"),
             "score of rollout.max_prompt_tokens=16 and eval.sets.long.max_new_tokens=9000; raise the first, or set "

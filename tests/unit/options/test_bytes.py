@@ -269,8 +269,8 @@ def test_moments_in_bfloat16_have_fewer_bytes_and_a_step_copies_some() -> None:
     ("keys", "message"),
     [
         ("learner.device=cpu", "TransformerEngine's Adam keeps them, on GPUs alone; leave it out"),
-        ("learner.dtype=float32", "megatron-core can do this only with learner.dtype=bfloat16; set it"),
-        ("learner.optimizer.name=muon", "only with learner.optimizer.name=adamw; set it"),
+        ("learner.dtype=float32", "has them beside bfloat16 parameters alone; set learner.dtype=bfloat16"),
+        ("learner.optimizer.name=muon", "megatron-core has them for AdamW alone; set it to adamw"),
         ("learner.offload.optimizer=0.5", "that needs a learner without TransformerEngine, .* set one of the two"),
     ],
 )
