@@ -19,16 +19,19 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 
 from rl_megatron.learner.heads import (  # noqa: E402
     EXACT,
+    BesideOutput,
     Float32Head,
     Head,
+    ScoreLayer,
     ValuedHead,
     ValueHead,
+    ValueLayer,
     VocabHead,
+    put_layer,
     stop_before_output_layer,
 )
 from rl_megatron.learner.lora import add_adapters  # noqa: E402
 from rl_megatron.learner.model.build import build_chunks, make_config  # noqa: E402
-from rl_megatron.learner.model.value import BesideOutput, ScoreLayer, ValueLayer, put_layer  # noqa: E402
 from rl_megatron.learner.trained import (  # noqa: E402
     MegatronLearner,
     MegatronScorer,

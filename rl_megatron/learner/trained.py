@@ -38,14 +38,13 @@ from rl_megatron.learner.checkpoint.companions import Companions
 from rl_megatron.learner.checkpoint.saving import Kept, ShardSave
 from rl_megatron.learner.cpu import Heap
 from rl_megatron.learner.forward import reduce_outputs, run_loss, run_scores
-from rl_megatron.learner.heads import Head, ValuedHead, ValueHead
+from rl_megatron.learner.heads import Head, ValuedHead, ValueHead, ValueParameter
 from rl_megatron.learner.keywords import SLAB, keywords
 from rl_megatron.learner.lora import adapters_of
 from rl_megatron.learner.model.build import keep_buffers_float32, with_dtypes
 from rl_megatron.learner.model.decoder_config import DecoderConfig
 from rl_megatron.learner.model.graphs import Graphs
 from rl_megatron.learner.model.offload import Activations
-from rl_megatron.learner.model.value import ValueParameter
 from rl_megatron.learner.naming import global_parameters
 from rl_megatron.learner.observers import Observers
 from rl_megatron.learner.optimizer import (

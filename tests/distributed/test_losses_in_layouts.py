@@ -63,7 +63,7 @@ def gap_to_two_models(own: Any, policy: Any, critic: Any, batch: Batch) -> float
 
     All have the same weights, and value layers that are filled here. One rank calls it.
     """
-    from rl_megatron.learner.model.value import ValueParameter
+    from rl_megatron.learner.heads import ValueParameter
     from rl_megatron.learner.naming import global_parameters
 
     loss, found = own_critics_loss(), list[dict[str, torch.Tensor]]()
