@@ -37,7 +37,7 @@ from rl_megatron.types import Batch, Samples
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.layouts.tables.grouped_query import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
 VOCABULARY = 512
 # model, tokens of a batch, length of a sequence (for long tail: the limit is four times as much), the bar

@@ -24,8 +24,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Samples
-from rl_megatron.weights.checkpoints.made_up import Untrained
-from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, Untrained, read_boxes
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 

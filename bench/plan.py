@@ -25,10 +25,10 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.tables import deepseek_v3, qwen3_moe
+from rl_megatron.weights.layouts.tables import deepseek_v3, grouped_query
 from rl_megatron.weights.plans.plan import plan
 
-QWEN3 = (qwen3_moe.HF_QWEN3_MOE, qwen3_moe.MEGATRON_QWEN3_MOE, qwen3_moe.ENGINE_QWEN3_MOE)
+QWEN3 = (grouped_query.HF_QWEN3_MOE, grouped_query.MEGATRON_QWEN3_MOE, grouped_query.ENGINE_QWEN3_MOE)
 DEEPSEEK = (deepseek_v3.HF_DEEPSEEK_V3, deepseek_v3.MEGATRON_DEEPSEEK_V3, deepseek_v3.ENGINE_DEEPSEEK_V3)
 Numbers = Mapping[str, Any]
 

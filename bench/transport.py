@@ -27,10 +27,10 @@ from launcher.processes.guards import held_ports
 from rl_megatron.features.sparse.changes import Changes
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.bytes.hashing import PIECE_BYTES, digest
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.tables import qwen3_moe
+from rl_megatron.weights.layouts.tables import grouped_query
 from rl_megatron.weights.plans.plan import plan
+from rl_megatron.weights.routes.ends import PIECE_BYTES, digest
 from rl_megatron.weights.routes.group import ProcessGroupTransport, Transport
 
 REPEATS, BASELINE_REPEATS = 9, 3
@@ -147,14 +147,14 @@ def change(src: Mapping[str, Tensor]) -> None:
 
 def measure(rank: int, name: str, model: ModelShape) -> list[dict[str, object]]:
     """A model's rows, printed and given by rank 0."""
-    learner = Layout(table=qwen3_moe.MEGATRON_QWEN3_MOE, shape=model, dims=LEARNER)
-    engine = Layout(table=qwen3_moe.ENGINE_QWEN3_MOE, shape=model, dims=ENGINE)
+    learner = Layout(table=grouped_query.MEGATRON_QWEN3_MOE, shape=model, dims=LEARNER)
+    engine = Layout(table=grouped_query.ENGINE_QWEN3_MOE, shape=model, dims=ENGINE)
     moves = plan(learner, engine, placement={r: LEARNERS + r for r in range(ENGINES)})
     held = learner.local_shapes(rank) if rank < LEARNERS else {}
     wanted = engine.local_shapes(rank - LEARNERS) if rank >= LEARNERS else {}
     src = {n: torch.full(size, rank + 1.0, dtype=DTYPE) for n, size in held.items()}
     dst = {n: torch.zeros(size, dtype=DTYPE) for n, size in wanted.items()}
-    whole = Layout(table=qwen3_moe.HF_QWEN3_MOE, shape=model).local_shapes(0)
+    whole = Layout(table=grouped_query.HF_QWEN3_MOE, shape=model).local_shapes(0)
     total = DTYPE.itemsize * sum(prod(size) for size in whole.values())
     moved = DTYPE.itemsize * sum(moves.traffic().values())
     transports: dict[str, Transport] = {

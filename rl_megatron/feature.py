@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from rl_megatron.weights.boxes import Box, Shape
     from rl_megatron.weights.formats.hf_folder import Stored
     from rl_megatron.weights.layouts.layout import Layout
-    from rl_megatron.weights.layouts.parameters import Rank, Terms
+    from rl_megatron.weights.layouts.learner import Rank, Terms
     from rl_megatron.weights.routes.ends import Parcel
 
 S = TypeVar("S", bound=Section)

@@ -30,7 +30,7 @@ from rl_megatron.weights.checks.reports import NO_KINDS, Report
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.routes import mirror
-from rl_megatron.weights.routes.file import FileDelivery, LearnerWeights
+from rl_megatron.weights.routes.delivery import FileDelivery, LearnerWeights
 
 _VERSION = 0
 

@@ -52,16 +52,14 @@ from rl_megatron.interfaces import FrozenModel, Launcher, Roles, WeightSync, unh
 from rl_megatron.models.families.fields import read_config
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import WeightUpdate
+from rl_megatron.weights.adapters.pushed import AdapterRanks, AdapterWeights
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import header_bytes
 from rl_megatron.weights.formats.hf_folder import config_text, copy_companions, stored
 from rl_megatron.weights.layouts.families import hf_layout
-from rl_megatron.weights.push.beside import AdapterRanks, AdapterWeights
 from rl_megatron.weights.push.sync import ServedWeights
 from rl_megatron.weights.push.trust import Probe, Trust
-from rl_megatron.weights.routes.delivery import Delivery
-from rl_megatron.weights.routes.direct import DirectDelivery, LearnerRanks
-from rl_megatron.weights.routes.file import FileDelivery, LearnerWeights
+from rl_megatron.weights.routes.delivery import Delivery, DirectDelivery, FileDelivery, LearnerRanks, LearnerWeights
 from rl_megatron.weights.routes.mirror import await_free
 from rl_megatron.weights.routes.rendezvous import Keeper
 

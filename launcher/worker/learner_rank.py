@@ -26,8 +26,7 @@ from rl_megatron.weights.adapters.pushed import AdapterEnds, adapter_ends
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.bits import dtype_of
 from rl_megatron.weights.checkpoints.safetensors_io import WithDrafts, write_folder
-from rl_megatron.weights.checks.checksums import box_checksums
-from rl_megatron.weights.checks.reports import Report, add_up, sent_checksums, sources_of
+from rl_megatron.weights.checks.reports import Report, add_up, box_checksums, sent_checksums, sources_of
 from rl_megatron.weights.formats.hf_folder import stored
 from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.layouts.recorded import Boxes, recorded_layout

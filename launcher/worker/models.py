@@ -37,12 +37,11 @@ from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.ranks import FOLDER, Recorded
 from rl_megatron.placement.names import LEARNER, file_stem
 from rl_megatron.types import Loss, Metric, Samples, SkippedStep, StepResult, Want
-from rl_megatron.weights.adapters.base import base_digest
+from rl_megatron.weights.adapters.merging import base_digest
 from rl_megatron.weights.bytes.moving_average import MovingAverage
 from rl_megatron.weights.bytes.parked import Parked
 from rl_megatron.weights.checkpoints.kind import is_megatron
-from rl_megatron.weights.checkpoints.made_up import MadeUp, Untrained
-from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, TensorSource, read_boxes
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, MadeUp, TensorSource, Untrained, read_boxes
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.learner import job_shape, learner_layout, role_shape
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts

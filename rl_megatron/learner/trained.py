@@ -64,11 +64,9 @@ from rl_megatron.learner.routers.replay import Routing, gather_recorded
 from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.observability import activity
 from rl_megatron.types import Culprit, Loss, LossOutput, Metric, Samples, SkippedStep, StepResult, Want
-from rl_megatron.weights.adapters.base import raise_other_base
-from rl_megatron.weights.bytes.parked import Parked
-from rl_megatron.weights.bytes.staged import Staged
-from rl_megatron.weights.checkpoints.megatron import held_lora, raise_other_model, write_lora
-from rl_megatron.weights.checkpoints.megatron_names import VALUES
+from rl_megatron.weights.adapters.merging import raise_other_base
+from rl_megatron.weights.bytes.parked import Parked, Staged
+from rl_megatron.weights.checkpoints.megatron import VALUES, held_lora, raise_other_model, write_lora
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 
 

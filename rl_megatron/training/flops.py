@@ -16,8 +16,8 @@ from functools import cache
 from rl_megatron.config.sections.learner import LearnerSection, LoraSection
 from rl_megatron.models.shape import LatentAttention, ModelShape
 from rl_megatron.weights.layouts.families import megatron_layout
+from rl_megatron.weights.layouts.learner import elements
 from rl_megatron.weights.layouts.lora import learner_adapters
-from rl_megatron.weights.layouts.parameters import elements
 
 PASSES = 3
 """Forward passes that a training step costs: the backward pass has two products for each of the forward's."""

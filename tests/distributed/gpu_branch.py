@@ -16,7 +16,7 @@ from rl_megatron.data.packing import pack
 from rl_megatron.models.tiny import TinySizes
 from rl_megatron.training.measures import Made
 from rl_megatron.types import Samples
-from rl_megatron.weights.checks.checksums import box_checksums, checksum
+from rl_megatron.weights.checks.reports import box_checksums, checksum
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import fill, ragged_samples
 from tests.rows import policy_loss

@@ -25,13 +25,12 @@ from rl_megatron.learner.keywords import SLAB
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, volume, whole_box
 from rl_megatron.weights.bytes.parked import Parked
-from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.compare import compare
 from rl_megatron.weights.checks.places import Held, record
-from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, sealed_by, sources_of
+from rl_megatron.weights.checks.reports import Beside, Report, checksum, checksums_of, sealed_by, sources_of
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes, EngineLayout, recorded_layout
-from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.layouts.tables.grouped_query import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans import plan as plans
 from rl_megatron.weights.plans.plan import Place, Plan, plan_into_copies, receivers_of
 from rl_megatron.weights.routes import engine_ends, mirror

@@ -19,9 +19,8 @@ from rl_megatron.feature import Encoding, compression_of, encoding_of
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.bytes.bits import dtype_of
-from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.places import record
-from rl_megatron.weights.checks.reports import sealed_by, sources_of
+from rl_megatron.weights.checks.reports import checksum, sealed_by, sources_of
 from rl_megatron.weights.formats.hf_folder import stored
 from rl_megatron.weights.layouts.recorded import recorded_layout
 from rl_megatron.weights.routes import mirror

@@ -36,7 +36,7 @@ from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, lar
 from rl_megatron.weights.formats.hf_folder import stored
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes, EngineLayout, recorded_layout, shared
-from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.layouts.tables.grouped_query import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.plan import Place, plan
 from rl_megatron.weights.routes import engine_ends
 from rl_megatron.weights.routes import rendezvous as meeting

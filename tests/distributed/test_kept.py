@@ -28,7 +28,7 @@ from rl_megatron.learner.checkpoint.loading import READS_WITHOUT_COMMON
 from rl_megatron.models.shape import DeltaNet, LatentAttention, ModelShape, Rope, Router
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import LossInputs, LossOutput, Samples
-from rl_megatron.weights.layouts.parameters import Elements, Rank
+from rl_megatron.weights.layouts.learner import Elements, Rank
 from tests.distributed.ranks import run_ranks
 from tests.recipes.collectives import collectives, layers_of
 from tests.recipes.dry_run import counted_micro_batches, dry_runs

@@ -27,14 +27,13 @@ from rl_megatron.training.measures import Made
 from rl_megatron.types import LossOutput, Samples
 from rl_megatron.weights.adapters.files import PREFIX, adapters_to_peft
 from rl_megatron.weights.adapters.merging import merge_adapters
+from rl_megatron.weights.adapters.pushed import ADAPTERS, adapters_folder
 from rl_megatron.weights.boxes import Box
-from rl_megatron.weights.checkpoints.made_up import MadeUp, Untrained
-from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, MadeUp, Untrained, read_boxes
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from rl_megatron.weights.plans.plan import plan
-from rl_megatron.weights.push.beside import ADAPTERS, adapters_folder
 from tests.distributed.ranks import run_ranks, whole_gradients, worlds
 from tests.draft_models import save_with_drafts, save_with_qwens_draft
 from tests.family_models import BASE, MODELS, save_model

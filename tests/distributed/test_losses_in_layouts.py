@@ -179,7 +179,7 @@ def rank_main(rank: int, layout_name: str, folder: Path, model: Path, max_tokens
     from rl_megatron.learner.trained import MegatronLearner
     from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
     from rl_megatron.weights.layouts.layout import Layout
-    from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+    from rl_megatron.weights.layouts.tables.grouped_query import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
     shape, learner = read_shape(model), LearnerSection.model_validate(LAYOUTS[layout_name])
     device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)

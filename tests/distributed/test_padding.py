@@ -22,7 +22,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.learner.keywords import keywords
 from rl_megatron.models.named import NAMED
 from rl_megatron.types import Batch
-from rl_megatron.weights.layouts.parameters import Elements
+from rl_megatron.weights.layouts.learner import Elements
 from tests.distributed.ranks import ragged_samples, run_ranks, worlds
 from tests.distributed.test_kept import rank_of
 from tests.distributed.test_overlap import make

@@ -25,8 +25,7 @@ from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import LossInputs, LossOutput, Samples
 from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.bytes.parked import Extent, Pinned
-from rl_megatron.weights.checks.checksums import checksum
-from rl_megatron.weights.checks.reports import Beside
+from rl_megatron.weights.checks.reports import Beside, checksum
 from tests.distributed import gpu_branch
 from tests.distributed.pretended.ranks import World, run_worlds
 from tests.distributed.ranks import run_ranks

@@ -26,7 +26,7 @@ from rl_megatron.errors import CorruptionError, SyncError, WeightError
 from rl_megatron.features.sparse.changes import Changes
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.layouts.tables.grouped_query import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.plan import Plan, plan, plan_into
 from rl_megatron.weights.routes import rendezvous
 from rl_megatron.weights.routes.ends import Parcel

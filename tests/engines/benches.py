@@ -43,7 +43,7 @@ from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import job_shape
 from rl_megatron.weights.push.sync import ServedWeights
 from rl_megatron.weights.push.trust import Probe, Probed, Trust
-from rl_megatron.weights.routes.file import FileDelivery
+from rl_megatron.weights.routes.delivery import FileDelivery
 from rl_megatron.weights.routes.mirror import Mirror
 
 REPO = Path(__file__).resolve().parents[2]

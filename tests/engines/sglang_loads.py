@@ -28,8 +28,8 @@ from sglang.srt.runtime_context import get_parallel, publish
 from sglang.srt.server_args import ServerArgs
 
 from rl_megatron.engines.sglang import worker
-from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.compare import compare
+from rl_megatron.weights.checks.reports import checksum
 from tests.engines.loaded import changed, digest_of
 
 JOINS = ("eh_proj.weight", "mtp.fc.weight")  # of a draft layer

@@ -18,7 +18,7 @@ from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.recorded import Boxes, recorded_layout
 from rl_megatron.weights.plans.plan import plan
 from rl_megatron.weights.routes import rendezvous
-from rl_megatron.weights.routes.direct import DirectDelivery
+from rl_megatron.weights.routes.delivery import DirectDelivery
 from rl_megatron.weights.routes.engine_ends import Sender
 from rl_megatron.weights.routes.mirror import dtypes
 from rl_megatron.weights.routes.rendezvous import Keeper, Rendezvous

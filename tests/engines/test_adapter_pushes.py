@@ -28,11 +28,10 @@ from rl_megatron.errors import SyncError
 from rl_megatron.types import Batch, Completion, LoadedAdapters, Scores, Want, WeightUpdate
 from rl_megatron.weights.adapters.files import peft_config
 from rl_megatron.weights.adapters.merging import merge_adapters
-from rl_megatron.weights.adapters.pushed import AdapterFolders
-from rl_megatron.weights.checkpoints.made_up import MadeUp
+from rl_megatron.weights.adapters.pushed import ADAPTERS, AdapterFolders, AdapterWeights, adapters_folder
+from rl_megatron.weights.checkpoints.safetensors_io import MadeUp
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.lora import hf_adapters, ranks_of_parts
-from rl_megatron.weights.push.beside import ADAPTERS, AdapterWeights, adapters_folder
 from tests.completions import completion
 from tests.e2e.processes import REWARDS
 from tests.engines.benches import (

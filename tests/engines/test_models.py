@@ -20,7 +20,7 @@ from launcher.servers.engines import SERVERS
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.recorded import Boxes
-from rl_megatron.weights.routes.direct import DirectDelivery
+from rl_megatron.weights.routes.delivery import DirectDelivery
 from rl_megatron.weights.routes.rendezvous import Keeper
 from tests.engines.benches import REPO, LocalBench, ServedBench, logprobs_of, request, served
 from tests.engines.conftest import needs

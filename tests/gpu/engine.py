@@ -26,7 +26,7 @@ def engine_main(rank: int, folder: Path, keys: Mapping[str, Any]) -> None:
     from rl_megatron.engines.local.engine import LocalEngine
     from rl_megatron.learner.megatron import make_policy
     from rl_megatron.types import GenerationRequest, SamplingParams
-    from rl_megatron.weights.checks.checksums import checksum
+    from rl_megatron.weights.checks.reports import checksum
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
     from rl_megatron.weights.plans.plan import plan
     from rl_megatron.weights.routes.group import ProcessGroupTransport, Staging

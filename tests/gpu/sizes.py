@@ -111,7 +111,7 @@ def push_main(rank: int, folder: Path, keys: Mapping[str, Any], small: bool) -> 
     learner, device = branch.begin(rank, folder, keys)
     from rl_megatron.learner.heads import token_logprobs
     from rl_megatron.learner.megatron import make_frozen
-    from rl_megatron.weights.checks.checksums import box_checksums
+    from rl_megatron.weights.checks.reports import box_checksums
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
     from rl_megatron.weights.plans.plan import plan
     from rl_megatron.weights.routes.group import ProcessGroupTransport

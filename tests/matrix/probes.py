@@ -18,8 +18,7 @@ from rl_megatron.data.packing import pack
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.types import Batch, Samples, SkippedStep, Want
 from rl_megatron.weights.boxes import Box
-from rl_megatron.weights.checkpoints.made_up import MadeUp
-from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, MadeUp, read_boxes
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts

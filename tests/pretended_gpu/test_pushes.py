@@ -43,7 +43,7 @@ def engine_main(rank: int, learner: LearnerSection, folder: Path, model: Path, a
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_frozen, make_policy
     from rl_megatron.types import GenerationRequest, SamplingParams
-    from rl_megatron.weights.checks.checksums import checksum
+    from rl_megatron.weights.checks.reports import checksum
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
     from rl_megatron.weights.plans.plan import plan
     from rl_megatron.weights.routes.group import ProcessGroupTransport, Staging

@@ -135,7 +135,7 @@ def test_a_plan_does_not_depend_on_hash_seeds() -> None:
     code = (
         "from rl_megatron.models.named import NAMED; from rl_megatron.types import ParallelDims as D\n"
         "from rl_megatron.weights.layouts.layout import Layout; from rl_megatron.weights.plans.plan import plan\n"
-        "from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, MEGATRON_QWEN3_MOE\n"
+        "from rl_megatron.weights.layouts.tables.grouped_query import ENGINE_QWEN3_MOE, MEGATRON_QWEN3_MOE\n"
         "import hashlib, sys\n"
         "m = NAMED['qwen3-30b-a3b']\n"
         "learner = Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=D(tp=2, pp=4, ep=4, dp=4))\n"

@@ -14,8 +14,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.plans.plan import Plan
-from rl_megatron.weights.plans.transfers import Transfer
+from rl_megatron.weights.plans.plan import Plan, Transfer
 from tests.small_models import SMALL_MOE
 
 Tensors = dict[str, npt.NDArray[np.int64]]

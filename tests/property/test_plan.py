@@ -22,9 +22,8 @@ from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, intersect, shift, volume, whole_box
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.deepseek_v3 import ENGINE_DEEPSEEK_V3, HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3
-from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
-from rl_megatron.weights.plans.plan import Plan, Turns, from_json, plan, to_json
-from rl_megatron.weights.plans.transfers import Transfer
+from rl_megatron.weights.layouts.tables.grouped_query import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.plans.plan import Plan, Transfer, Turns, from_json, plan, to_json
 from rl_megatron.weights.routes.ends import BucketPart, cut_into_buckets
 from tests.property.shards import (
     SMALL,

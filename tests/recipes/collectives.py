@@ -13,7 +13,7 @@ from itertools import accumulate
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import BYTES
-from rl_megatron.weights.layouts.parameters import Terms
+from rl_megatron.weights.layouts.learner import Terms
 from tools.planner.layers import (
     COUNT,
     LOGPROBS,

@@ -85,8 +85,8 @@ def main() -> None:
     """Read what is asked from standard input, make the dry run and print it."""
     die_with(int(sys.argv[1]))
     from rl_megatron.weights.layouts.learner import job_shape
-    from rl_megatron.weights.layouts.parsing import model_shape
     from tests.recipes.fake_step import dry_run
+    from tools.convert.layouts import model_shape
 
     asked = json.load(sys.stdin)
     config = RunConfig.model_validate(asked["config"])

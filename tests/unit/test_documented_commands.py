@@ -31,8 +31,8 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.placement.routes import route_of
 from rl_megatron.placement.seats import seats_of
 from rl_megatron.section import EntryName, Section
-from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
 from tests.documents import blocks
+from tools.convert.layouts import model_shape, parse_layout
 from tools.lab.study import cells_of, read_study
 from tools.planner.memory import check_memory
 from tools.planner.plan import _texts

@@ -22,8 +22,7 @@ from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.kind import is_megatron, total_bytes
 from rl_megatron.weights.checkpoints.megatron import held_lora
-from rl_megatron.weights.checkpoints.streaming import OnProgress
-from rl_megatron.weights.checkpoints.writing import Share, must_be_new
+from rl_megatron.weights.checkpoints.streaming import OnProgress, Share, must_be_new
 from rl_megatron.weights.formats.hf_folder import chat_template, has_tokenizer
 from tools.convert.inspection import describe, found
 

@@ -18,11 +18,11 @@ from rl_megatron.files import parse, write_atomically
 from rl_megatron.models.json_files import JsonFields, read_json
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.kind import is_megatron, newest_in, total_bytes
-from rl_megatron.weights.checkpoints.megatron_names import BESIDE, VALUES
+from rl_megatron.weights.checkpoints.megatron import BESIDE, VALUES
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, coordinates, degree
-from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
+from tools.convert.layouts import model_shape, parse_layout
 
 _BESIDE = ("_scale_inv", "_scales", "_scale", ".weight_shape")  # a weight that is quantised
 _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of peft

@@ -28,9 +28,8 @@ from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.checkpoints.convert import in_dtype, options_of, write_hf
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies
 from rl_megatron.weights.checkpoints.kind import is_megatron
-from rl_megatron.weights.checkpoints.made_up import STD, MadeUp
-from rl_megatron.weights.checkpoints.streaming import Copy, Fragment, OnProgress, Sliceable
-from rl_megatron.weights.checkpoints.writing import Share
+from rl_megatron.weights.checkpoints.safetensors_io import STD, MadeUp
+from rl_megatron.weights.checkpoints.streaming import Copy, Fragment, OnProgress, Share, Sliceable
 from rl_megatron.weights.formats.hf_folder import config_text
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 

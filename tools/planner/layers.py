@@ -37,7 +37,7 @@ from rl_megatron.errors import GB
 from rl_megatron.learner.keywords import NEWTON_SCHULZ_STEPS
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import BYTES
-from rl_megatron.weights.layouts.parameters import Rank
+from rl_megatron.weights.layouts.learner import Rank
 from tools.planner.hardware import MEMORY, Constants, Gpu
 
 BYTES_READ = {"float32": 4.0, "bfloat16": 2.0, "float8": 1.0}

@@ -46,19 +46,20 @@ from rl_megatron.types import BYTES
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.learner import learner_layout, role_layout
-from rl_megatron.weights.layouts.lora import adapted_rows
-from rl_megatron.weights.layouts.parameters import (
+from rl_megatron.weights.layouts.learner import (
     Elements,
     Rank,
     Terms,
     elements,
     elements_by_stage,
     layers_held,
+    learner_layout,
     ranks_of,
+    role_layout,
     trained_elements,
     trained_matrices,
 )
+from rl_megatron.weights.layouts.lora import adapted_rows
 from tools.planner.layers import beside_kept, in_forward
 from tools.planner.terms import changes, in_flight, memory
 

@@ -29,11 +29,10 @@ from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.learner import job_shape
-from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
-from rl_megatron.weights.plans.cost import Cost, Links, broadcast_cost, plan_cost
 from rl_megatron.weights.plans.plan import plan as plan_moves
 from tools.convert.commands import OwnFamily
-from tools.planner.estimates import estimate
+from tools.convert.layouts import model_shape, parse_layout
+from tools.planner.estimates import Cost, Links, broadcast_cost, estimate, plan_cost
 from tools.planner.memory import (
     Footprint,
     check_memory,

@@ -32,8 +32,7 @@ from rl_megatron.feature import features, wanted
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.seats import beside_ranks
 from rl_megatron.types import BYTES
-from rl_megatron.weights.layouts.learner import role_shape
-from rl_megatron.weights.layouts.parameters import Elements
+from rl_megatron.weights.layouts.learner import Elements, role_shape
 from tools.planner.hardware import FITTED, GPUS, Gpu
 from tools.planner.memory import server_weights, weights_on_gpu, weights_served
 from tools.planner.time import PCIE, LearnerWork, step_terms

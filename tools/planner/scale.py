@@ -26,7 +26,7 @@ from rl_megatron.feature import features
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import length_problem
 from rl_megatron.weights.layouts.learner import shape_with_features
-from rl_megatron.weights.layouts.parsing import model_shape
+from tools.convert.layouts import model_shape
 from tools.planner.hardware import GPUS, RANGE, gpu_named
 from tools.planner.layouts import Goal, Wanted, described
 from tools.planner.rl_step import lengths_of

@@ -22,7 +22,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.teachers import TEACHER
 from rl_megatron.errors import GB, ConfigError
 from rl_megatron.types import BYTES
-from rl_megatron.weights.layouts.parameters import rank_parameters
+from rl_megatron.weights.layouts.learner import rank_parameters
 from tools.planner.layouts import (
     CHANGES_TOGETHER,
     CUTS,

@@ -13,7 +13,7 @@ from rl_megatron.learner.keywords import HELD, LOGITS_TOKENS, STEPPED_AT_ONCE, W
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import BYTES
 from rl_megatron.weights.layouts.layout import padded_vocab
-from rl_megatron.weights.layouts.parameters import Rank, Terms
+from rl_megatron.weights.layouts.learner import Rank, Terms
 
 _COPIES = 2  # bytes of a weight's copies in float8: one for each direction in which it is multiplied
 _MERGED = 2  # a layer's merged weights, and their gradient

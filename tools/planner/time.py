@@ -14,7 +14,7 @@ from typing import Literal
 from rl_megatron.errors import GB
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layouts.parameters import rank_parameters
+from rl_megatron.weights.layouts.learner import rank_parameters
 from tools.planner.hardware import FITTED, MEMORY, Constants, Gpu
 from tools.planner.layers import (
     BYTES_READ,

@@ -41,8 +41,7 @@ from rl_megatron.models.families.fields import read_config
 from rl_megatron.models.kv_cache import KVCache
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams, Span
 from rl_megatron.weights.boxes import whole_box
-from rl_megatron.weights.checks.checksums import checksum
-from rl_megatron.weights.checks.reports import Report, packed_report
+from rl_megatron.weights.checks.reports import Report, checksum, packed_report
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.routes import mirror
 

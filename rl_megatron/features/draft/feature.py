@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rl_megatron.config.sections.rollout import ServerSection
     from rl_megatron.config.sections.slurm import SpeedsSection
     from rl_megatron.models.shape import ModelShape
-    from rl_megatron.weights.layouts.parameters import Rank, Terms
+    from rl_megatron.weights.layouts.learner import Rank, Terms
 
 _STATES = 7
 _TRAIN = "learner.draft.train=true"

@@ -18,7 +18,7 @@ from torch import Tensor
 from rl_megatron.errors import CheckpointError
 from rl_megatron.learner.checkpoint.state import Values, weights
 from rl_megatron.learner.naming import global_name, global_parameters
-from rl_megatron.weights.checkpoints.megatron_names import BESIDE
+from rl_megatron.weights.checkpoints.megatron import BESIDE
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 
 

@@ -61,7 +61,7 @@ from rl_megatron.learner.checkpoint.state import (
 )
 from rl_megatron.learner.optimizer import inner_optimizers
 from rl_megatron.observability import activity
-from rl_megatron.weights.bytes.staged import Staged
+from rl_megatron.weights.bytes.parked import Staged
 
 
 @dataclass(slots=True, kw_only=True)

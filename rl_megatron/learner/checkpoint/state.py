@@ -29,7 +29,7 @@ from torch import Tensor
 
 from rl_megatron.learner.lora import adapters_of
 from rl_megatron.learner.optimizer import create_state, inner_optimizers, keeps_weights
-from rl_megatron.weights.bytes.staged import Staged
+from rl_megatron.weights.bytes.parked import Staged
 
 _KEYS = ("param", "exp_avg", "exp_avg_sq")  # float32 weights and moments
 _FLOAT = 4  # bytes

@@ -15,8 +15,7 @@ from rl_megatron.weights.checkpoints.convert import options_of
 from rl_megatron.weights.checkpoints.hugging_face import write_safetensors
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.megatron import adapter_copies, held_lora
-from rl_megatron.weights.checkpoints.streaming import OnProgress, Sink
-from rl_megatron.weights.checkpoints.writing import Share, write_files
+from rl_megatron.weights.checkpoints.streaming import OnProgress, Share, Sink, write_files
 from rl_megatron.weights.formats.hf_folder import INDEX, SINGLE
 from rl_megatron.weights.layouts.families import megatron_layout, read_shape
 from rl_megatron.weights.layouts.lora import ranks_of_parts
@@ -50,7 +49,7 @@ def adapters_to_peft(
     if lora is None:
         raise ConfigError(f"{source} holds a whole model; there are no adapters to write")
     if of_unknown_base(source, config) is None:
-        from rl_megatron.weights.adapters.base import base_digest, raise_other_base  # imports torch
+        from rl_megatron.weights.adapters.merging import base_digest, raise_other_base  # imports torch
 
         raise_other_base(source, lora, base_digest(config, family), str(config))
     tensors, files = adapter_copies(source, shape, lora)

@@ -23,19 +23,28 @@ from rl_megatron.weights.bytes.dtypes import DType, widest
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies, own_in_drafts, write_safetensors
 from rl_megatron.weights.checkpoints.kind import is_megatron, must_have_config
-from rl_megatron.weights.checkpoints.megatron import held_files, held_shape, index_files, megatron_copies, write_chunks
-from rl_megatron.weights.checkpoints.megatron_names import VALUES, has_draft, place_of
+from rl_megatron.weights.checkpoints.megatron import (
+    VALUES,
+    has_draft,
+    held_files,
+    held_shape,
+    index_files,
+    megatron_copies,
+    place_of,
+    write_chunks,
+)
 from rl_megatron.weights.checkpoints.streaming import (
     Copy,
     Files,
     Fragment,
     OnProgress,
+    Share,
     Sink,
     Streamed,
     in_files,
+    write_files,
 )
 from rl_megatron.weights.checkpoints.torch_dist import read_index, read_tensor
-from rl_megatron.weights.checkpoints.writing import Share, write_files
 from rl_megatron.weights.formats.hf_folder import (
     INDEX,
     config_text,

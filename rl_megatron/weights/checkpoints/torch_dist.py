@@ -2,7 +2,7 @@
 
 Upstream: torch ``distributed/checkpoint`` (``filesystem.py``, ``metadata.py``): files ``*.distcp`` hold one zip, as
 torch.save writes it, per chunk; ``.metadata`` is a pickle that says where each chunk of each tensor is.
-``torch_pickle`` handles the pickles; ``megatron_names`` says which tensor holds which parameter.
+``torch_pickle`` handles the pickles; ``megatron`` says which tensor holds which parameter.
 """
 
 from __future__ import annotations

@@ -13,15 +13,21 @@ from rl_megatron.models.json_files import tensor_names
 from rl_megatron.models.shape import STACKED, ModelShape, shape_problems
 from rl_megatron.types import ParallelDims
 from rl_megatron.user_code import load_named
-from rl_megatron.weights.layouts.family import Family, as_held
-from rl_megatron.weights.layouts.layout import Layout, ParamSpec
+from rl_megatron.weights.layouts.layout import Family, Layout, ParamSpec, as_held
 from rl_megatron.weights.layouts.tables.deepseek_v3 import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, INDEXED, KIMI_K25
-from rl_megatron.weights.layouts.tables.glm4_moe import GLM4_MOE
-from rl_megatron.weights.layouts.tables.gpt_oss import GPT_OSS
-from rl_megatron.weights.layouts.tables.hy_v3 import HY_V3
-from rl_megatron.weights.layouts.tables.minimax_m2 import MINIMAX_M2
-from rl_megatron.weights.layouts.tables.qwen3 import LLAMA, MISTRAL, QWEN2, QWEN3
-from rl_megatron.weights.layouts.tables.qwen3_moe import MIXTRAL, OLMOE, QWEN3_MOE
+from rl_megatron.weights.layouts.tables.grouped_query import (
+    GLM4_MOE,
+    GPT_OSS,
+    HY_V3,
+    LLAMA,
+    MINIMAX_M2,
+    MISTRAL,
+    MIXTRAL,
+    OLMOE,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+)
 from rl_megatron.weights.layouts.tables.qwen3_next import QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_NEXT
 
 _ALL = (

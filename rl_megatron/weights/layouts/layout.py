@@ -3,19 +3,20 @@
 Hugging Face names and shapes are the hub. A `Layout` is one table (a row per parameter), one model and one set of
 parallel degrees; it maps boxes of HF tensors to ranks, and to boxes of the ranks' local tensors.
 A checkpoint on disk, the learner's ranks and the engines are all layouts; `plan.py` moves weights between any two.
-Local names carry **global** layer and expert numbers.
+Local names carry **global** layer and expert numbers. A `Family` of models has a table for each kind of layout.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.shape import DecoderNames, ExpertNames, ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, Shape, whole_box
 
@@ -312,3 +313,50 @@ def float32_in_files(hf: Layout) -> set[str]:
 
 def _rows_of(band: Band) -> int:
     return sum(piece.stop - piece.start for piece in band)
+
+
+Reader = Callable[[dict[str, Any], Path], ModelShape]
+"""Reads sizes from the keys of config.json, whose path is for errors. Raises ConfigError that names the file, the key,
+its value and what is allowed, for each setting that the family's rows do not cover."""
+
+
+_STACK = ".experts.gate_up_proj"  # is in the name of a tensor of all experts
+
+
+def as_held(shape: ModelShape, names: Collection[str]) -> ModelShape:
+    """``shape`` with experts of one tensor a layer or one by one, as tensors of these names are; of either layout."""
+    stacks = [name.startswith("mtp.") for name in names if _STACK in name]  # whether it is a draft layer's
+    return replace(
+        shape,
+        stacked_experts=shape.stacked_experts or not all(stacks),
+        stacked_drafts=shape.stacked_drafts or any(stacks),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Everything about a family. It is defined beside the rows, because models import no weights.
+
+    ``model_types`` are the ``model_type``s of config.json that ``read`` takes. ``tables`` has rows for ``hf``,
+    ``megatron`` and, if plans support engines with it, ``engine``; ``stacked`` has them for files with one tensor
+    for all experts of a layer, as `as_held` finds them, if there are any. ``serves``: the in-process engine
+    ``rollout.local`` can sample from it, because the parts of its layers are among those of `ReferenceModel`, under the
+    same names but for experts', which are ``names``, and what ``decoder`` says. Raises ConfigError if a table is
+    missing.
+    """
+
+    model_types: tuple[str, ...]
+    read: Reader
+    tables: Mapping[str, Sequence[ParamSpec]]
+    stacked: Mapping[str, Sequence[ParamSpec]] | None = None
+    serves: bool = False
+    names: ExpertNames = field(default_factory=ExpertNames)
+    decoder: DecoderNames = field(default_factory=DecoderNames)
+
+    def __post_init__(self) -> None:
+        missing = {"hf", "megatron"} - self.tables.keys()
+        if missing:
+            raise ConfigError(
+                f"the family of model_type {', '.join(map(repr, self.model_types))} has no table for "
+                f"{' and '.join(sorted(missing))}; give tables for hf and megatron, and for engine if plans support one"
+            )

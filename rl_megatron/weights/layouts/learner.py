@@ -1,18 +1,23 @@
-"""The sizes of the model of each role, and its layout over the role's ranks."""
+"""The model of each role and its layout over the role's ranks: what each rank holds and trains, and its work."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 from rl_megatron.config.beside import frozen_folders, in_words_of, reward_model_roles
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import active
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.families import family_of, megatron_layout, read_shape
-from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.layout import Layout, ParamSpec
+from rl_megatron.weights.layouts.lora import learner_adapters
 
 
 def learner_layout(config: RunConfig, shape: ModelShape) -> Layout:
@@ -93,3 +98,181 @@ def engine_layout(config: RunConfig, shape: ModelShape) -> Layout | None:
         return Layout(table=table, shape=shape, dims=dims, stages=stages)
     except ConfigError:  # sizes that the degrees do not divide, which engines pad
         return None
+
+
+Terms = Mapping[str, float]
+"""Bytes that a rank must hold, by purpose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elements:
+    """Parameters of one rank: the optimizer shards ``dense`` ones over dp * cp ranks, ``experts`` over fewer."""
+
+    dense: int
+    experts: int
+
+    @property
+    def both(self) -> int:
+        """Dense and experts' parameters together."""
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """The work of a rank of pipeline stage ``stage``, before any feature acts.
+
+    It holds ``parameters``, of which it trains ``trained``, and of these ``matrices`` in matrices of layers. It
+    computes ``tokens`` of a micro-batch, in sequences of at most ``longest``, in ``layers``; ``inputs`` has the
+    elements of each layer's input, and ``largest`` those of the largest parameter.
+    """
+
+    stage: int
+    parameters: Elements
+    trained: Elements
+    matrices: Elements
+    tokens: float
+    layers: tuple[int, ...]
+    inputs: tuple[float, ...]
+    longest: float
+    largest: int
+
+    def stepped(self, learner: LearnerSection) -> float:
+        """How many of ``trained`` this rank steps: the others are its data-parallel peers'."""
+        d, held = learner.dims, self.trained
+        return held.dense / (d.dp * d.cp) + held.experts * d.etp * d.ep / (d.tp * d.cp * d.dp)
+
+
+def elements(layout: Layout, stage: int, bytes_of: Callable[[str], int] = lambda hf: 1) -> Elements:
+    """Number of parameters of one rank of a pipeline stage, padding included.
+
+    With ``bytes_of`` an element of a Hugging Face pattern, their bytes.
+    """
+    return _by_stage(layout, bytes_of)[0][stage]
+
+
+def elements_by_stage(layout: Layout) -> Sequence[Elements]:
+    """`elements` of all stages, at the cost of one."""
+    return _by_stage(layout, lambda hf: 1)[0]
+
+
+def layers_held(layout: Layout, stage: int) -> Iterator[tuple[ParamSpec, tuple[int, ...], int]]:
+    """Each row of the table that can be trained, the shape that a rank holds of it, and in how many layers of the
+    stage."""
+    for spec in layout.rows():
+        if not (spec.frozen or spec.keeps_dtype):  # else a buffer
+            layers = sum(stage in stages for stages in layout.layer_stages(spec).values())
+            yield spec, layout.first_chunk(spec)[0].shape, layers
+
+
+def _largest(layout: Layout) -> Sequence[int]:
+    """Elements of the largest parameter that a rank of each stage holds."""
+    most, pp = [0] * layout.dims.pp, layout.dims.pp
+    for spec in layout.rows():
+        size = 0 if spec.frozen or spec.keeps_dtype else prod(layout.first_chunk(spec)[0].shape)
+        for stage in {"first": (0,), "last": (pp - 1,), None: range(pp)}[spec.stage]:
+            most[stage] = max(most[stage], size)
+    return most
+
+
+def trained_elements(config: RunConfig, layout: Layout) -> Sequence[Elements]:
+    """Those of one rank of each stage that are trained: with ``learner.lora`` adapters, else without
+    ``learner.router.frozen`` all."""
+    if config.learner.lora.rank is not None:
+        return _by_stage(learner_adapters(layout, config.learner.lora), lambda hf: 1)[0]
+    return _by_stage(layout, _trains(config, layout))[0]
+
+
+def _trains(config: RunConfig, layout: Layout) -> Callable[[str], int]:
+    """1 for a Hugging Face pattern that is trained, else 0."""
+    frozen = config.learner.router.frozen
+    still = {
+        layout.first_chunk(spec)[0].hf for spec in layout.rows() if spec.frozen or (frozen and ".router." in spec.name)
+    }
+    return lambda hf: hf not in still
+
+
+def _by_stage(layout: Layout, *bytes_of: Callable[[str], int]) -> Sequence[Sequence[Elements]]:
+    """`elements` of each stage by each of ``bytes_of``."""
+    counts = [[{False: 0, True: 0} for _ in range(layout.dims.pp)] for _ in bytes_of]
+    times: dict[tuple[object, ...], Counter[int]] = {}  # of a row with such layers, by stage
+    for spec in layout.rows():
+        if spec.keeps_dtype:  # a buffer
+            continue
+        expert, held = ".experts." in spec.name, layout.first_chunk(spec)[0]  # one of them, or a layer's in one tensor
+        each = layout.shape.num_experts // layout.dims.ep if "{expert}" in spec.name else 1
+        size = prod(held.shape) * each
+        alike = ("{layer}" in spec.name, spec.stage, spec.layers(layout.shape))
+        if alike not in times:
+            times[alike] = Counter(stage for stages in layout.layer_stages(spec).values() for stage in stages)
+        for count, of in zip(counts, bytes_of, strict=True):
+            if one := size * of(held.hf):
+                for stage, layers in times[alike].items():
+                    count[stage][expert] += one * layers
+    return [[Elements(dense=one[False], experts=one[True]) for one in count] for count in counts]
+
+
+def trained_matrices(config: RunConfig, layout: Layout) -> Sequence[Elements]:
+    """The part of `trained_elements` of each stage that `rl_megatron.learner.muon` takes for matrices."""
+    return _by_stage(layout, _stepped_as_matrix(config, layout))[0]
+
+
+def _stepped_as_matrix(config: RunConfig, layout: Layout) -> Callable[[str], int]:
+    """1 for a Hugging Face pattern of `trained_matrices`, else 0."""
+    rows = [
+        (spec.name, layout.first_chunk(spec)[0]) for spec in layout.rows() if "{layer}" in spec.name and not spec.frozen
+    ]
+    matrices = {held.hf for name, held in rows if _is_matrix(name, held.shape)}
+    if config.learner.router.frozen:
+        matrices -= {held.hf for name, held in rows if ".router." in name}
+    return lambda hf: hf in matrices
+
+
+def _is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Neither a vector nor the taps of a convolution."""
+    return len(shape) > 1 and shape[0] > 1 and "bias" not in name and ".conv1d." not in name
+
+
+def ranks_of(config: RunConfig, layout: Layout) -> Sequence[Rank]:
+    """The work of one rank of each pipeline stage, for the options."""
+    learner, hidden = config.learner, layout.shape.hidden_size
+    tokens = learner.max_tokens_per_micro_batch / learner.dims.cp
+    kinds = (lambda hf: 1), _trains(config, layout), _stepped_as_matrix(config, layout)
+    of_layer, (held, trained, matrices) = _stages(layout), _by_stage(layout, *kinds)
+    if learner.lora.rank is not None:
+        trained = _by_stage(learner_adapters(layout, learner.lora), lambda hf: 1)[0]
+        held = [_both(*pair) for pair in zip(held, trained, strict=True)]
+    longest = min(config.longest_sequence, learner.max_tokens_per_micro_batch)
+    largest = _largest(layout)
+    layers = [tuple(n for n, stages in of_layer.items() if stage in stages) for stage in range(layout.dims.pp)]
+    return [
+        Rank(
+            stage=stage,
+            parameters=held[stage],
+            trained=trained[stage],
+            matrices=matrices[stage],
+            tokens=tokens,
+            layers=layers[stage],
+            inputs=(tokens * hidden / learner.dims.tp,) * len(layers[stage]),
+            longest=longest,
+            largest=largest[stage],
+        )
+        for stage in range(layout.dims.pp)
+    ]
+
+
+def _both(one: Elements, other: Elements) -> Elements:
+    return Elements(dense=one.dense + other.dense, experts=one.experts + other.experts)
+
+
+def rank_parameters(s: ModelShape, d: ParallelDims) -> tuple[float, float]:
+    """A rank's parameters without and with experts, the mean over stages; norms and biases are left out."""
+    sparse, h, each = len(s.moe_layers), s.hidden_size, 3.0 * s.hidden_size
+    active = s.active_parameters - sparse * each * s.experts_per_token * s.expert_width
+    total = active + (0 if s.tie_embeddings else s.vocab_size * h)
+    return total / d.tp / d.pp, sparse * s.num_experts * each * s.expert_width / (d.ep * d.etp) / d.pp
+
+
+def _stages(layout: Layout) -> Mapping[int, tuple[int, ...]]:
+    """The stages of each layer, from a row that all layers have."""
+    every = [spec for spec in layout.rows() if "{layer}" in spec.name]
+    return max((layout.layer_stages(spec) for spec in every), key=len)

@@ -1,15 +1,9 @@
 """Plans which rank sends each box to which: integer arithmetic over two layouts, no torch, equal on every process.
 
 A plan is symbolic. One `Stretch` stands for all layers and experts of a table's row that have the same holders and the
-same destinations; a process expands only what it sends and receives itself.
-
-Plans moves into whole copies of a model, each of which the processes of a node write together. No torch.
-
-Converts a plan to and from JSON, for processes that receive it: lists of a Plan's fields, in their order.
-
-The order in which each process receives a plan's layers: one after the other, so that it need not hold them all.
-
-Plans moves into engine ranks: members of the learner's group, or through a learner rank beside them. No torch.
+same destinations; a process expands only what it sends and receives itself. Plans go into other layouts, into whole
+copies of a model, each of which the processes of a node write together, and into engine ranks, which are members of
+the learner's group or have a learner rank beside them.
 """
 
 from __future__ import annotations
@@ -22,9 +16,278 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from rl_megatron.errors import ConfigError, WeightError
-from rl_megatron.weights.layouts.layout import Layout, Slice
-from rl_megatron.weights.plans.groups import stretches_between
-from rl_megatron.weights.plans.transfers import Stretch, Transfer
+from rl_megatron.weights.boxes import Box, Shape, intersect, shift, volume
+from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Slice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """Copy ``src_box`` of ``src_param`` on process ``src_rank`` to ``dst_box`` of ``dst_param`` on ``dst_rank``.
+
+    The boxes have one size; the shapes are those of the whole local tensors. ``layer`` is None outside of layers.
+    """
+
+    layer: int | None
+    src_rank: int
+    src_param: str
+    src_shape: Shape
+    src_box: Box
+    dst_rank: int
+    dst_param: str
+    dst_shape: Shape
+    dst_box: Box
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """``box`` of each listed layer and expert, from one of ``holders`` into each of the destinations.
+
+    ``local`` destinations hold it themselves. The transfers into the others are in order of layer, expert and
+    destination; holder i sends those from ``bounds[i]`` up to ``bounds[i + 1]``, so that each destination gets about
+    the same number from it.
+    """
+
+    box: Box
+    wanted: Slice
+    layers: tuple[int, ...]
+    experts: tuple[int, ...]
+    holders: tuple[int, ...]  # processes, ascending
+    held: tuple[Slice, ...]  # of each holder
+    local: tuple[int, ...]
+    remote: tuple[int, ...]  # processes, ascending
+    bounds: tuple[int, ...] = ()
+
+    @property
+    def in_layers(self) -> bool:
+        """Whether it belongs to layers; if not, ``layers`` is (0,)."""
+        return "{layer}" in self.wanted.param
+
+    @property
+    def count(self) -> int:
+        """Number of transfers into one destination."""
+        return len(self.layers) * len(self.experts)
+
+    @property
+    def size(self) -> int:
+        """Number of elements of one transfer."""
+        return volume(self.box)
+
+    def into(self, process: int) -> Iterator[Transfer]:
+        """The transfers that ``process`` receives, including those from itself."""
+        if process in self.local:
+            yield from self._write(bisect_left(self.holders, process), process, range(self.count))
+        at = index_of(self.remote, process)
+        if at is not None:
+            for i in range(len(self.holders)):
+                yield from self._write(i, process, self._span(i, at))
+
+    def out_of(self, process: int) -> Iterator[Transfer]:
+        """The transfers that ``process`` sends to others."""
+        i = index_of(self.holders, process)
+        if i is not None:
+            for at, receiver in enumerate(self.remote):
+                yield from self._write(i, receiver, self._span(i, at))
+
+    def flows(self) -> Iterator[tuple[int, int, int]]:
+        """(sender, receiver, elements) of each pair of different processes with transfers."""
+        size, width = self.size, len(self.remote)
+        for i, sender in enumerate(self.holders if self.remote else ()):
+            each, more = divmod(self.bounds[i + 1] - self.bounds[i], width)
+            for k in range(width if each else more):
+                yield sender, self.remote[(self.bounds[i] + k) % width], (each + (k < more)) * size
+
+    def handed_on(self, to: Mapping[int, int]) -> Iterator[Stretch]:
+        """The stretch into process ``to[p]`` instead of each destination p, which sends what it holds itself."""
+        for process in self.local:
+            i = bisect_left(self.holders, process)
+            yield replace(
+                self,
+                holders=(process,),
+                held=(self.held[i],),
+                local=(),
+                remote=(to[process],),
+                bounds=(0, self.count),
+            )
+        if self.remote:
+            yield replace(self, local=(), remote=tuple(sorted(to[process] for process in self.remote)))
+
+    def _span(self, i: int, at: int) -> range:
+        """The transfers into the ``at``-th destination that holder i sends."""
+        width = len(self.remote)
+        return range(-((at - self.bounds[i]) // width), -((at - self.bounds[i + 1]) // width))
+
+    def _write(self, i: int, process: int, span: range) -> Iterator[Transfer]:
+        if not span:
+            return
+        held, wanted = self.held[i], self.wanted
+        src_box, dst_box = shift(self.box, held.hf_box, held.box), shift(self.box, wanted.hf_box, wanted.box)
+        for k in span:
+            layer, expert = self.layers[k // len(self.experts)], self.experts[k % len(self.experts)]
+            yield Transfer(
+                layer=layer if self.in_layers else None,
+                src_rank=self.holders[i],
+                src_param=held.param.format(layer=layer, expert=expert),
+                src_shape=held.shape,
+                src_box=src_box,
+                dst_rank=process,
+                dst_param=wanted.param.format(layer=layer, expert=expert),
+                dst_shape=wanted.shape,
+                dst_box=dst_box,
+            )
+
+
+def index_of(ascending: Sequence[int], process: int) -> int | None:
+    """The index of a process among others; None if it is not among them."""
+    i = bisect_left(ascending, process)
+    return i if i < len(ascending) and ascending[i] == process else None
+
+
+_Stages = tuple[tuple[int, ...], ...]  # of each source row of one HF tensor: the stages that hold a layer
+
+
+def stretches_between(src: Layout, dst: Layout, where: Mapping[int, int]) -> list[Stretch]:
+    """What every process in ``where`` needs, and which ranks hold it, in ``dst``'s table order, without senders.
+
+    Rank r of ``dst`` is process ``where[r]``. Raises WeightError naming the tensor if ``src`` lacks elements or holds
+    overlapping boxes.
+    """
+    source, target = _Source(src), _Target(dst, where)
+    return [stretch for spec in dst.rows() for stretch in _stretches(source, target, spec)]
+
+
+class _Source:
+    """The ranks that hold each box of each HF tensor."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._rows: dict[str, list[ParamSpec]] = {}
+        self._boxes: dict[str, dict[Box, list[tuple[int, int, Slice]]]] = {}
+        for spec in layout.rows():
+            for chunk, slices in enumerate(layout.chunks(spec)):
+                for held in slices:
+                    rows = self._rows.setdefault(held.hf, [])
+                    if spec not in rows:
+                        rows.append(spec)
+                    boxes = self._boxes.setdefault(held.hf, {})
+                    boxes.setdefault(held.hf_box, []).append((rows.index(spec), chunk, held))
+        for hf, held_boxes in self._boxes.items():
+            _refuse_overlap(hf, list(held_boxes))
+        self._stages = {hf: [layout.layer_stages(spec) for spec in rows] for hf, rows in self._rows.items()}
+        self._holders: dict[tuple[str, Box, _Stages, int], tuple[tuple[int, ...], tuple[Slice, ...]]] = {}
+
+    def stages(self, hf: str, layer: int) -> _Stages:
+        return tuple(stages.get(layer, ()) for stages in self._stages.get(hf, ()))
+
+    def expert_rank(self, hf: str, expert: int) -> int:
+        rows = self._rows.get(hf)
+        return self._layout.expert_rank(rows[0], expert) if rows else 0
+
+    def boxes(self, hf: str) -> list[Box]:
+        return list(self._boxes.get(hf, ()))
+
+    def holders(self, hf: str, box: Box, stages: _Stages, ep: int) -> tuple[tuple[int, ...], tuple[Slice, ...]]:
+        """Ranks, ascending, with the slice by which each holds the box."""
+        key = hf, box, stages, ep
+        if key not in self._holders:
+            found: dict[int, Slice] = {}
+            for row, chunk, held in self._boxes[hf][box]:
+                for stage in stages[row]:
+                    for rank in self._layout.ranks(self._rows[hf][row], chunk, stage, ep):
+                        found.setdefault(rank, held)
+            ranks = tuple(sorted(found))
+            self._holders[key] = ranks, tuple(found[rank] for rank in ranks)
+        return self._holders[key]
+
+
+class _Target:
+    """The processes that need each chunk of each row."""
+
+    def __init__(self, layout: Layout, where: Mapping[int, int]) -> None:
+        self.layout = layout
+        self._where = where
+        self._processes: dict[tuple[str, int, tuple[int, ...], int], tuple[int, ...]] = {}
+
+    def processes(self, spec: ParamSpec, chunk: int, stages: tuple[int, ...], ep: int) -> tuple[int, ...]:
+        key = spec.name, chunk, stages, ep
+        if key not in self._processes:
+            ranks = [rank for stage in stages for rank in self.layout.ranks(spec, chunk, stage, ep)]
+            self._processes[key] = tuple(sorted(self._where[rank] for rank in ranks if rank in self._where))
+        return self._processes[key]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """Layers and experts of one chunk that the same ranks hold and the same processes need."""
+
+    layers: tuple[int, ...]
+    experts: tuple[int, ...]
+    wanting: tuple[int, ...]
+    src_stages: _Stages
+    src_ep: int
+
+
+def _groups(source: _Source, target: _Target, spec: ParamSpec, chunk: int, hf: str) -> Iterator[_Group]:
+    layers: dict[tuple[tuple[int, ...], _Stages], list[int]] = {}
+    for layer, stages in sorted(target.layout.layer_stages(spec).items()):
+        layers.setdefault((stages, source.stages(hf, layer)), []).append(layer)
+    experts: dict[tuple[int, int], list[int]] = {}
+    for expert in range(target.layout.shape.num_experts if "{expert}" in spec.name else 1):
+        experts.setdefault((target.layout.expert_rank(spec, expert), source.expert_rank(hf, expert)), []).append(expert)
+    for (dst_stages, src_stages), some_layers in layers.items():
+        for (dst_ep, src_ep), some_experts in experts.items():
+            wanting = target.processes(spec, chunk, dst_stages, dst_ep)
+            if wanting:
+                yield _Group(
+                    layers=tuple(some_layers),
+                    experts=tuple(some_experts),
+                    wanting=wanting,
+                    src_stages=src_stages,
+                    src_ep=src_ep,
+                )
+
+
+def _stretches(source: _Source, target: _Target, spec: ParamSpec) -> Iterator[Stretch]:
+    for chunk, slices in enumerate(target.layout.chunks(spec)):
+        for wanted in slices:
+            cuts = [(box, cut) for box in source.boxes(wanted.hf) if (cut := intersect(box, wanted.hf_box))]
+            for group in _groups(source, target, spec, chunk, wanted.hf):
+                held = [(cut, *source.holders(wanted.hf, box, group.src_stages, group.src_ep)) for box, cut in cuts]
+                found = [_stretch(wanted, group, cut, ranks, slices) for cut, ranks, slices in held if ranks]
+                _refuse_gap(wanted, group, found)
+                yield from found
+
+
+def _stretch(wanted: Slice, group: _Group, cut: Box, ranks: tuple[int, ...], slices: tuple[Slice, ...]) -> Stretch:
+    mine = set(ranks).intersection(group.wanting)
+    return Stretch(
+        box=cut,
+        wanted=wanted,
+        layers=group.layers,
+        experts=group.experts,
+        holders=ranks,
+        held=slices,
+        local=tuple(sorted(mine)),
+        remote=tuple(process for process in group.wanting if process not in mine) if mine else group.wanting,
+    )
+
+
+def _refuse_overlap(hf: str, boxes: Sequence[Box]) -> None:
+    for i, box in enumerate(boxes):
+        other = next((b for b in boxes[:i] if intersect(box, b) is not None), None)
+        if other is not None:
+            raise WeightError(f"{hf}: the source holds {box} and {other}, which overlap; fix its table")
+
+
+def _refuse_gap(wanted: Slice, group: _Group, stretches: Sequence[Stretch]) -> None:
+    found, needed = sum(stretch.size for stretch in stretches), volume(wanted.hf_box)
+    if found != needed:
+        layer, expert = group.layers[0], group.experts[0]
+        raise WeightError(
+            f"{wanted.hf.format(layer=layer, expert=expert)}: the source has {found} of the {needed} elements of box "
+            f"{wanted.hf_box} that {wanted.param.format(layer=layer, expert=expert)} needs; add the tensor to the "
+            f"source's table or drop it from the destination's"
+        )
+
 
 _LARGEST_SHARE = 32  # a transfer that has a choice of senders is at most this part of a sender's mean load,
 SMALLEST_CUT = 256  # or this many elements: cutting smaller boxes costs more than it evens
@@ -195,7 +458,7 @@ def to_json(moves: Plan) -> list[Any]:
 def from_json(said: Any) -> Plan:
     """The plan in JSON. Raises WeightError if it is not a plan."""
     try:
-        return Plan(stretches=tuple(_stretch(*row) for row in said))
+        return Plan(stretches=tuple(_from_row(*row) for row in said))
     except (TypeError, ValueError) as error:
         raise WeightError(f"rank 0 sent something that is not a plan of weights: {error}") from error
 
@@ -204,7 +467,7 @@ def _row(one: Slice) -> list[Any]:
     return [one.hf, one.hf_box, one.param, one.shape, one.box]
 
 
-def _stretch(
+def _from_row(
     box: Any, wanted: Any, layers: Any, experts: Any, holders: Any, held: Any, local: Any, remote: Any, bounds: Any
 ) -> Stretch:
     return Stretch(

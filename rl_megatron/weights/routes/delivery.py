@@ -1,16 +1,31 @@
-"""The protocol of a delivery: it moves one weight version from learner ranks to engine servers, without verifying."""
+"""Deliveries: each moves weight versions from learner ranks to engine servers, and verifies nothing.
+
+`FileDelivery` goes through mirror files: learner ranks write one on each node, and engine servers there load it.
+`DirectDelivery` pushes from learner ranks into engine ranks; if one end fails, it cancels the other.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
-from typing import Protocol
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
+from typing_extensions import override
+
+from rl_megatron.errors import ReplicasLost, SyncError
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.checks.reports import Kinds, Report
+from rl_megatron.weights.boxes import Shape
+from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report, largest_change, sealed_by, seconds_waited
+from rl_megatron.weights.layouts.recorded import Boxes, shared
+from rl_megatron.weights.routes import mirror
 from rl_megatron.weights.routes.mirror import Seal
+from rl_megatron.weights.routes.rendezvous import JOINING, Keeper, Rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -64,3 +79,282 @@ class Delivery(Protocol):
         Raises SyncError; ReplicasLost if it died.
         """
         ...
+
+
+@runtime_checkable
+class LearnerWeights(Protocol):
+    """The weights of the learner's ranks, or of a folder."""
+
+    async def push(self, version: int) -> WeightUpdate:
+        """Write all weights into the mirror files, as ``version``."""
+        ...
+
+    async def sums(self) -> Sequence[Report]:
+        """Each rank's checksums of its boxes, of the version pushed last."""
+        ...
+
+
+class Loaders(Protocol):
+    """The engine servers, which load their node's mirror file."""
+
+    async def load(
+        self, path: Path, version: int, *, only: str | None = None, private: Kinds = NO_KINDS
+    ) -> Mapping[str, Sequence[Report]]:
+        """Have all servers, or ``only`` one, load the file's weights without serving them. Returns reports by server.
+
+        Ranks do not report parameters of ``private`` kinds. Raises SyncError; ReplicasLost if all servers
+        died.
+        """
+        ...
+
+
+class FileDelivery(Delivery):
+    """Delivers through the mirror files at ``path``, on each node that has one, which hold one version.
+
+    The seal is beside that of the controller's node. Each server reads the file on each of its ``nodes``.
+    """
+
+    def __init__(self, *, learner: LearnerWeights, path: Path, servers: Loaders, nodes: int = 1) -> None:
+        self.path, self._nodes = path, nodes
+        self._learner, self._servers = learner, servers
+
+    @override
+    @asynccontextmanager
+    async def sending(self, version: int) -> AsyncIterator[Deliver]:
+        """The learner pushes once; its ranks compute their checksums while servers load."""
+        update = await self._learner.push(version)
+        sealing = asyncio.ensure_future(self._seal(version))
+        try:
+            yield partial(self._deliver, version, update, sealing)
+        finally:  # `_deliver` raises its error
+            await asyncio.gather(sealing, return_exceptions=True)
+
+    async def _deliver(
+        self,
+        version: int,
+        update: WeightUpdate,
+        sealing: asyncio.Future[mirror.Seal],
+        *,
+        private: Kinds,
+        meanwhile: Callable[[], None],
+    ) -> Delivered:
+        meanwhile()
+        reports = await self._servers.load(self.path, version, private=private)
+        loaded = time.perf_counter()
+        seal = await asyncio.shield(sealing)
+        waited = time.perf_counter() - loaded + seconds_waited(reports)
+        update = replace(
+            update,
+            num_bytes=update.num_bytes + len(reports) * self._nodes * self.path.stat().st_size,
+            verify_seconds=update.verify_seconds + waited,
+        )
+        return Delivered(update=with_error(update, seal), reports=reports, seal=seal)
+
+    @override
+    async def filled(self, version: int) -> mirror.Seal:
+        """The file already holds it."""
+        return mirror.seal_of(self.path, version)
+
+    async def fill(self, version: int) -> mirror.Seal:
+        """Have the learner write the file and seal it. Raises SyncError."""
+        await self._learner.push(version)
+        return await self._seal(version)
+
+    @override
+    async def load(self, version: int, name: str) -> Sequence[Report]:
+        return (await self._servers.load(self.path, version, only=name))[name]
+
+    def checksums(self, reports: Sequence[Report]) -> dict[str, int]:
+        """Checksums of whole tensors, from the learner's ranks' reports. Raises CorruptionError if two ranks differ."""
+        return sealed_by(reports, self._shapes)
+
+    async def _seal(self, version: int) -> mirror.Seal:
+        """Seal with checksums of the learner's own tensors, not of what arrived in the file."""
+        checksums = await asyncio.to_thread(self.checksums, await self._learner.sums())
+        return mirror.seal(self.path, version, checksums)
+
+    @cached_property
+    def _shapes(self) -> dict[str, Shape]:
+        return mirror.shapes(self.path)
+
+
+_LOOK_SECONDS = 0.05
+_GRACE_SECONDS = 2.0
+
+
+@runtime_checkable
+class LearnerRanks(Protocol):
+    """The learner's ranks, which send their shards."""
+
+    async def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> None:
+        """Join the group at the rendezvous with engine ranks that hold ``ranks`` and follow the learner's in number.
+
+        Collective with these.
+        """
+        ...
+
+    async def send(self, version: int) -> tuple[WeightUpdate, Sequence[Report]]:
+        """Send all shards. Returns each rank's checksums of its boxes. Raises SyncError."""
+        ...
+
+
+class Receivers(Protocol):
+    """The engine servers, by name."""
+
+    def names(self) -> Sequence[str]:
+        """The servers that answer."""
+        ...
+
+    def stale(self, name: str) -> bool:
+        """Whether it was restarted and has not joined a group yet."""
+        ...
+
+    async def boxes(self, path: Path) -> Mapping[str, Sequence[Boxes]]:
+        """The boxes of the mirror file's tensors that each rank of each server holds."""
+        ...
+
+    async def join(self, path: Path, rendezvous: Mapping[str, object], first: Mapping[str, int]) -> None:
+        """Join each server's ranks to the group at ``rendezvous``, numbered from its ``first`` on."""
+        ...
+
+    async def load(
+        self, path: Path, version: int, *, straight: Collection[str] = (), private: Kinds = NO_KINDS
+    ) -> Mapping[str, Sequence[Report]]:
+        """Have the servers in ``straight`` receive what is sent. Returns ranks' reports without ``private`` kinds.
+
+        Raises SyncError.
+        """
+        ...
+
+
+class DirectDelivery(Delivery):
+    """Delivers from learner ranks into engine ranks. All ranks rendezvous again after a server is new or a push failed.
+
+    The mirror file names the tensors; ``file`` fills it for an export and for a restarted server.
+    ``backend`` is of the `Rendezvous` where ranks meet.
+    """
+
+    def __init__(
+        self,
+        *,
+        file: FileDelivery,
+        learner: LearnerRanks,
+        servers: Receivers,
+        keeper: Keeper,
+        learner_ranks: int,
+        backend: str,
+    ) -> None:
+        self._file, self._learner, self._servers, self._keeper = file, learner, servers, keeper
+        self._learner_ranks = learner_ranks
+        self._new_rendezvous = partial(keeper.rendezvous, learners=learner_ranks, backend=backend)
+        self._rendezvous: Rendezvous | None = None
+        self._met: frozenset[str] = frozenset()
+
+    @override
+    @asynccontextmanager
+    async def sending(self, version: int) -> AsyncIterator[Deliver]:
+        """Every attempt sends all shards again, as no file holds them."""
+        yield partial(self._deliver, version)
+
+    async def _deliver(self, version: int, *, private: Kinds, meanwhile: Callable[[], None]) -> Delivered:
+        names = self._servers.names()
+        same = self._met == frozenset(names) and not any(map(self._servers.stale, names))
+        rendezvous, self._rendezvous = self._rendezvous if same else None, None  # until this version has arrived
+        rendezvous = rendezvous or await self._meet()
+        sending = asyncio.ensure_future(self._learner.send(version))
+        loading = self._servers.load(self._file.path, version, straight=self._met, private=private)
+        receiving = asyncio.ensure_future(loading)
+        meanwhile()
+        ended: dict[object, float] = {}
+        for future in (sending, receiving):
+            future.add_done_callback(lambda future: ended.update({future: time.perf_counter()}))
+        await self._both(rendezvous, f"version {version}", sending, receiving)
+        self._rendezvous = rendezvous
+        (update, sent), reports = sending.result(), receiving.result()
+        if not same and (most := max(report.window for said in reports.values() for report in said)):
+            logger.info("a rank of the engines holds at most %.3g GB of a version beside its weights", most / 1e9)
+        ours, theirs = update.verify_seconds, seconds_waited(reports)
+        without = max(ended[sending] - ours, ended[receiving] - theirs)
+        update = replace(update, verify_seconds=max(ended.values()) - without)
+        checksums = await asyncio.to_thread(self._file.checksums, sent)
+        seal = mirror.Seal(checksums=checksums, error=largest_change(one.changes for one in sent))
+        return Delivered(update=with_error(update, seal), reports=reports, seal=seal)
+
+    @override
+    async def filled(self, version: int) -> mirror.Seal:
+        """Has the learner write the file from its present weights."""
+        return await self._file.fill(version)
+
+    @override
+    async def load(self, version: int, name: str) -> Sequence[Report]:
+        """All ranks rendezvous again before the next version: a restarted server has not joined the group."""
+        self._rendezvous = None
+        return await self._file.load(version, name)
+
+    async def _both(
+        self, rendezvous: Rendezvous, what: str, sending: asyncio.Future[Any], receiving: asyncio.Future[Any]
+    ) -> None:
+        """Wait for both ends. If one fails, or a server dies, cancel the other.
+
+        Raises the error of one end, or ReplicasLost if a server died: the others can rendezvous again.
+        """
+        both, dead = asyncio.gather(sending, receiving), asyncio.ensure_future(self._one_dies())
+        both.add_done_callback(lambda done: done.cancelled() or done.exception())  # it is raised below
+        try:
+            await asyncio.wait((both, dead), return_when=asyncio.FIRST_COMPLETED)
+            if not both.done() or both.exception() is not None:
+                self._keeper.cancel(rendezvous, what, str(both.exception()) if both.done() else "a server died")
+                await asyncio.wait((sending, receiving))
+                await asyncio.wait([dead], timeout=_GRACE_SECONDS)  # an error may arrive before the death behind it
+                failed = sending.exception(), receiving.exception()
+                if any(failed):
+                    raise self._cause(rendezvous, what, *failed, died=dead.done())
+            await both
+            self._keeper.forget(rendezvous, what)
+        finally:
+            dead.cancel()
+
+    def _cause(
+        self,
+        rendezvous: Rendezvous,
+        what: str,
+        sender: BaseException | None,
+        receiver: BaseException | None,
+        *,
+        died: bool,
+    ) -> BaseException:
+        """The error of the end whose ranks did not arrive at ``what``, or of the death of a server.
+
+        The other end arrived and was cancelled. If both or neither arrived, the cause is what their ranks do not have
+        alike, the learner's error if it is a refusal, or else the servers' error.
+        """
+        absent = self._keeper.absent(rendezvous, what)
+        if not absent and (why := self._keeper.unlike(rendezvous)):
+            return SyncError(why)
+        learner_alone = bool(absent) and absent[-1] < self._learner_ranks
+        refused = not absent and not isinstance(sender, SyncError)
+        cause = sender if receiver is None or (sender is not None and (learner_alone or refused)) else receiver
+        assert cause is not None
+        if died and isinstance(cause, SyncError):
+            return ReplicasLost(f"a server died while the learner joined its group or sent weights to it: {cause}")
+        return cause
+
+    async def _one_dies(self) -> None:
+        while self._met <= frozenset(self._servers.names()):
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _meet(self) -> Rendezvous:
+        """Have all ranks of the learner and of every server join a new group."""
+        boxes = await self._servers.boxes(self._file.path)
+        first: dict[str, int] = {}
+        ranks: list[Boxes] = []
+        for name, said in boxes.items():
+            first[name] = self._learner_ranks + len(ranks)
+            ranks += said
+        ranks = await asyncio.to_thread(shared, ranks)
+        rendezvous = self._new_rendezvous(self._learner_ranks + len(ranks))
+        self._met = frozenset(boxes)
+        joining = asyncio.ensure_future(self._learner.join_engines(rendezvous, ranks))
+        joined = asyncio.ensure_future(self._servers.join(self._file.path, asdict(rendezvous), first))
+        await self._both(rendezvous, JOINING, joining, joined)
+        return rendezvous

@@ -16,9 +16,8 @@ from torch import Tensor
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.boxes import volume
-from rl_megatron.weights.checks.checksums import narrowed
 from rl_megatron.weights.checks.places import Held
-from rl_megatron.weights.checks.reports import Report, Source, sent_checksums
+from rl_megatron.weights.checks.reports import Report, Source, narrowed, sent_checksums
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.plans.plan import Plan, from_json, plan_into, to_json
 from rl_megatron.weights.routes.ends import Bucket, PlanEnds

@@ -39,8 +39,7 @@ from typing_extensions import override
 
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.plans.plan import Plan
-from rl_megatron.weights.plans.transfers import Transfer
+from rl_megatron.weights.plans.plan import Plan, Transfer
 from rl_megatron.weights.routes.ends import Bucket, Parcel, PlanEnds, handshakes_of
 from rl_megatron.weights.routes.group import Exchange, Key, Operation, Step, Transport
 from rl_megatron.weights.routes.rendezvous import Member, Peers, uuid_of

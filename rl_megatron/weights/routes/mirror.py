@@ -33,8 +33,7 @@ from rl_megatron.files import private_folder, write_atomically
 from rl_megatron.weights.boxes import Shape, whole_box
 from rl_megatron.weights.bytes.bits import dtype_of, to_tensor
 from rl_megatron.weights.bytes.mapped import MappedFile, header_bytes, read_header
-from rl_megatron.weights.checks.checksums import checksum
-from rl_megatron.weights.checks.reports import Report, largest_change
+from rl_megatron.weights.checks.reports import Report, checksum, largest_change
 from rl_megatron.weights.formats.hf_folder import Stored, config_text, stored
 from rl_megatron.weights.layouts.tables.drafts import holds_draft
 from rl_megatron.weights.layouts.tables.rows import SCORE

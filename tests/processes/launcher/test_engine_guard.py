@@ -40,8 +40,7 @@ from rl_megatron.engines.http import Server
 from rl_megatron.engines.local.adapter import EmbeddedAdapter
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.weights.checks.checksums import checksum
-from rl_megatron.weights.checks.reports import sealed_by
+from rl_megatron.weights.checks.reports import checksum, sealed_by
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.routes.mirror import in_use
 from tests.e2e.processes import alive, eventually

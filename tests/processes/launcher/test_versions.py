@@ -31,9 +31,9 @@ from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.report import write_report
 from rl_megatron.weights.checks.libraries import Libraries, nccl_version
 from rl_megatron.weights.layouts.families import read_shape
-from rl_megatron.weights.layouts.parsing import model_shape
 from tests.unit.launcher.commands import status_of
 from tests.unit.observability.report_pages import Page, a_run
+from tools.convert.layouts import model_shape
 from tools.lab.mismatch.diagnose import target_of
 
 OLD, NEW = 22907, 23007  # as ncclGetVersion says 2.29.7 and 2.30.7

@@ -33,19 +33,18 @@ from rl_megatron.weights.bytes.bits import to_tensor
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import MappedFile
 from rl_megatron.weights.checkpoints import convert, streaming, torch_dist
-from rl_megatron.weights.checkpoints.megatron import write_lora
-from rl_megatron.weights.checkpoints.megatron_names import place_of
+from rl_megatron.weights.checkpoints.megatron import place_of, write_lora
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import Chunk, read_index, read_tensor, write_index
 from rl_megatron.weights.formats import torch_pickle
 from rl_megatron.weights.formats.hf_folder import _TOKENIZERS, companions, has_tokenizer
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
-from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.layouts.tables.grouped_query import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from tests.family_models import save_model
 from tests.unit.launcher.commands import status_of
 from tools.convert.inspection import _layers
+from tools.convert.layouts import model_shape, parse_layout
 from tools.convert.verify import print_problems, verify
 
 ROOT = Path(__file__).parents[3]

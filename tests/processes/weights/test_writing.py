@@ -24,9 +24,8 @@ import torch
 from rl_megatron.errors import CheckpointError, ConfigError, SyncError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.bytes.dtypes import DType
-from rl_megatron.weights.checkpoints import convert, writing
-from rl_megatron.weights.checkpoints.streaming import Files
-from rl_megatron.weights.checkpoints.writing import Share
+from rl_megatron.weights.checkpoints import convert, streaming
+from rl_megatron.weights.checkpoints.streaming import Files, Share
 from rl_megatron.weights.routes import mirror
 from rl_megatron.weights.routes.last_hop import _HELLO, Rings
 from rl_megatron.weights.routes.mirror import await_free, in_use, remove_abandoned
@@ -142,7 +141,7 @@ def test_a_part_ends_well_if_its_folder_is_renamed(hf: Path, tmp_path: Path, mon
 
 def test_a_part_without_its_book_still_ends_well(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both begin the hidden folder again behind its rename; the other removes it before this one reads its book."""
-    out, exists, write, done = tmp_path / "out", os.path.lexists, writing.write_atomically, list[str]()
+    out, exists, write, done = tmp_path / "out", os.path.lexists, streaming.write_atomically, list[str]()
 
     def then_others_complete_it(path: Path) -> bool:
         found = exists(path)
@@ -159,7 +158,7 @@ def test_a_part_without_its_book_still_ends_well(hf: Path, tmp_path: Path, monke
             shutil.rmtree(tmp_path / ".out.partial")
 
     monkeypatch.setattr(os.path, "lexists", then_others_complete_it)
-    monkeypatch.setattr(writing, "write_atomically", and_another_removes_it)
+    monkeypatch.setattr(streaming, "write_atomically", and_another_removes_it)
     assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=0, count=2)) == []
     assert done == ["parts", "late"]
 

@@ -18,8 +18,7 @@ from rl_megatron.models.tiny import TinySizes, make_tiny_model, tiny_shape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.bytes.dtypes import DType
-from rl_megatron.weights.checkpoints.made_up import STD, MadeUp
-from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
+from rl_megatron.weights.checkpoints.safetensors_io import STD, HFFolder, MadeUp, read_boxes
 from rl_megatron.weights.layouts.families import family_of, hf_layout
 from rl_megatron.weights.layouts.layout import Layout
 from tests.family_models import save_model
@@ -188,7 +187,7 @@ def test_values_are_uniform_and_of_the_deviation_that_models_start_with() -> Non
 def test_a_box_is_that_part_of_the_whole_however_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     made = MadeUp(Path("m"), {"e.weight": SHAPE}, 3)
     whole = made.read("e.weight", whole_box(SHAPE))
-    monkeypatch.setattr("rl_megatron.weights.checkpoints.made_up._BAND", 1000)
+    monkeypatch.setattr("rl_megatron.weights.checkpoints.safetensors_io._BAND", 1000)
     for box in (((3, 17), (0, 96), (5, 160)), ((47, 48), (95, 96), (159, 160)), whole_box(SHAPE)):
         assert torch.equal(made.read("e.weight", box), whole[tuple(slice(*edge) for edge in box)])
 

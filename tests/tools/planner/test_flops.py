@@ -35,10 +35,10 @@ from rl_megatron.models.shape import DeltaNet, ModelShape
 from rl_megatron.training.flops import PASSES, PEAKS, peak_of, seconds_at_peak, training_flops
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
-from rl_megatron.weights.layouts.parsing import model_shape
 from tests.draft_models import WrittenDraft, save_with_drafts
 from tests.family_models import save_model
 from tests.unit.launcher.test_memory import QWEN_80GB
+from tools.convert.layouts import model_shape
 from tools.planner.hardware import FITTED, PRIOR
 from tools.planner.memory import check_memory, copies_bytes, footprints, host_bytes, save_cost
 

@@ -18,7 +18,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.ranks import gpus_by_role
 from rl_megatron.training.flops import PASSES, training_flops
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layouts.parameters import rank_parameters
+from rl_megatron.weights.layouts.learner import rank_parameters
 from tests.recipes.collectives import collectives
 from tests.unit.launcher.test_memory import DEEPSEEK, QWEN_30B, QWEN_APART
 from tools.planner.estimates import StepTime, estimate

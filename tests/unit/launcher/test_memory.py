@@ -24,8 +24,7 @@ from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import made_up_nodes, placement_of
 from rl_megatron.placement.seats import beside_ranks, seats_here, seats_of
 from rl_megatron.weights.layouts.families import megatron_layout
-from rl_megatron.weights.layouts.learner import learner_layout
-from rl_megatron.weights.layouts.parameters import elements
+from rl_megatron.weights.layouts.learner import elements, learner_layout
 from tests.unit.launcher.commands import status_of
 from tools.planner.memory import (
     CHANGES,

@@ -21,7 +21,7 @@ from rl_megatron.learner.heads import head_logprobs, logit_norms, token_logprobs
 from rl_megatron.learner.model import kernels
 from rl_megatron.learner.packed import Slots
 from rl_megatron.models import operations
-from rl_megatron.weights.layouts.parameters import Elements, Rank
+from rl_megatron.weights.layouts.learner import Elements, Rank
 from tests.small_models import TINY_MOE
 from tools.planner import terms
 

@@ -47,8 +47,8 @@ ROWS = """
 from dataclasses import replace
 
 from own_models import reader
-from rl_megatron.weights.layouts.family import Family
-from rl_megatron.weights.layouts.tables.qwen3 import QWEN3
+from rl_megatron.weights.layouts.layout import Family
+from rl_megatron.weights.layouts.tables.grouped_query import QWEN3
 
 NAMES = {"model.embed_tokens": "tokens", "model.layers.": "blocks.", "self_attn.": "mixer.", "lm_head": "out"}
 
@@ -237,7 +237,7 @@ def test_the_preflight_reads_by_it(place: Path) -> None:
         ("own_models.rows:FAMILYX", r"'FAMILYX' of own_models\.rows is not there; did you mean 'FAMILY'\?"),
         ("own_models.rows:NAMES", r"'NAMES' of own_models\.rows is not a Family"),
         ("own_models_half:FAMILY", r"model_type 'own_model' has no table for megatron; give tables for hf and"),
-        ("rl_megatron.weights.layouts.tables.qwen3:QWEN3", r"'own_model' is not supported; allowed: 'qwen3'"),
+        ("rl_megatron.weights.layouts.tables.grouped_query:QWEN3", r"'own_model' is not supported; allowed: 'qwen3'"),
     ],
 )
 @pytest.mark.usefixtures("model")

@@ -30,7 +30,7 @@ from rl_megatron.learner.model.experts import FusedExperts
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import DeltaNet, ModelShape
 from rl_megatron.weights.layouts.families import megatron_layout
-from rl_megatron.weights.layouts.parameters import Elements, Rank, elements
+from rl_megatron.weights.layouts.learner import Elements, Rank, elements
 from tests.draft_models import save_with_drafts, save_with_qwens_draft
 from tests.family_models import save_model
 from tests.recipes.meter import Meter

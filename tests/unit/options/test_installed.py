@@ -17,7 +17,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import Feature, Keywords
 from rl_megatron.learner import keywords as module
-from rl_megatron.weights.layouts.parameters import Elements, Rank
+from rl_megatron.weights.layouts.learner import Elements, Rank
 from tests.small_models import TINY_MOE
 from tests.unit.options.given import CONF, RECIPES, STORED, cases, keywords
 from tools.planner.terms import memory

@@ -39,11 +39,11 @@ from rl_megatron.types import (
     Span,
     WeightUpdate,
 )
+from rl_megatron.weights.adapters.pushed import ADAPTERS, AdapterWeights, adapters_folder
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 from rl_megatron.weights.layouts.lora import hf_adapters, ranks_of_parts
-from rl_megatron.weights.push.beside import ADAPTERS, AdapterWeights, adapters_folder
 from rl_megatron.weights.push.trust import Probe, Trust
-from rl_megatron.weights.routes.file import FileDelivery
+from rl_megatron.weights.routes.delivery import FileDelivery
 from tests.completions import completion
 from tests.unit.launcher.test_memory import QWEN_80GB
 from tests.unit.rollout.test_engine_commands import TWO_NODES

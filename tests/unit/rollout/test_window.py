@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_megatron.engines.vllm.window import Window
-from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.places import Held, record
+from rl_megatron.weights.checks.reports import checksum
 
 LAYERS, WIDTH, HEAD = 6, 64, 40  # a layer has a projection of two tensors and a norm; the head has padding
 LAYER_BYTES = 4 * (2 * WIDTH * WIDTH + WIDTH)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.weights.checkpoints import convert, writing
-from rl_megatron.weights.checkpoints.writing import Share
+from rl_megatron.weights.checkpoints import convert, streaming
+from rl_megatron.weights.checkpoints.streaming import Share
 
 STEPS = ("rename", "replace", "unlink", "fsync", "mkdir", "rmdir")  # of os: all that changes a folder or makes it last
 Work = Callable[..., list[int]]
@@ -121,7 +121,7 @@ def main() -> None:
     """Both directions."""
     os.sched_getaffinity = lambda _: {0}  # type: ignore[assignment]
     os.fsync = lambda _: None  # type: ignore[assignment] # a killed process loses nothing that it had written
-    writing._FILES_A_CORE = 1
+    streaming._FILES_A_CORE = 1
     kind, (hf, megatron, root), stride = sys.argv[1], map(Path, sys.argv[2:5]), sys.argv[5:]
     to_megatron: Work = partial(convert.hf_to_megatron, hf, shard_bytes=6_000)
     to_hf: Work = partial(convert.megatron_to_hf, megatron, shard_bytes=6_000)

@@ -20,13 +20,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_megatron.errors import SyncError, WeightError
-from rl_megatron.weights.bytes import hashing
-from rl_megatron.weights.bytes.hashing import bytes_of, digest, tensor_digests
-from rl_megatron.weights.checks import checksums
-from rl_megatron.weights.checks.checksums import add, box_checksums, checksum, narrowed
+from rl_megatron.weights.checks import reports as sums
 from rl_megatron.weights.checks.compare import ReportReader, ServerComparisons, compare
 from rl_megatron.weights.checks.places import record
-from rl_megatron.weights.checks.reports import Report, checksums_of, kind_of, packed_report, sealed_by, sent_checksums
+from rl_megatron.weights.checks.reports import (
+    Report,
+    add,
+    box_checksums,
+    checksum,
+    checksums_of,
+    kind_of,
+    narrowed,
+    packed_report,
+    sealed_by,
+    sent_checksums,
+)
+from rl_megatron.weights.routes import ends
+from rl_megatron.weights.routes.ends import bytes_of, digest, tensor_digests
 from rl_megatron.weights.routes.mirror import Mirror, read, seal, seal_of
 
 SHAPE = (24, 40)
@@ -77,14 +87,14 @@ def test_of_vectors_and_of_three_dims() -> None:
 
 
 def test_rows_longer_than_any_before_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksums, "_MADE", {})
+    monkeypatch.setattr(sums, "_MADE", {})
     shape = (1, 5000)
     first, rest = made(shape=shape).split([2000, 3000], 1)
     assert add(checksum(first, shape, (0, 0)), checksum(rest, shape, (0, 2000))) == checksum(made(shape=shape), shape)
 
 
 def test_another_device_adds_up_what_it_holds_itself() -> None:
-    found = checksums._sum(made().to("meta"), SHAPE, (), checksums._FactorsOnDevice())
+    found = sums._sum(made().to("meta"), SHAPE, (), sums._FactorsOnDevice())
     assert isinstance(found, Tensor)
     assert found.is_meta
 
@@ -96,11 +106,11 @@ def test_what_is_held_wider_than_in_its_file_is_compared_as_in_the_file() -> Non
 
 @pytest.mark.parametrize("size", [8, 4, 2, 1])
 def test_an_accelerator_has_the_same(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksums, "_PIECE", 64)  # in pieces too
-    kind = checksums._INTS[size]
+    monkeypatch.setattr(sums, "_PIECE", 64)  # in pieces too
+    kind = sums._INTS[size]
     words = made().view(torch.uint8).view(kind)
-    expected = checksums._on_cpu(words.numpy().view(checksums._WORDS[size]), 3, (5, 5 + words.shape[1]))
-    found = checksums._on_device(words, 3, (5, 5 + words.shape[1]), checksums._FactorsOnDevice())
+    expected = sums._on_cpu(words.numpy().view(sums._WORDS[size]), 3, (5, 5 + words.shape[1]))
+    found = sums._on_device(words, 3, (5, 5 + words.shape[1]), sums._FactorsOnDevice())
     assert int(found) % 2**64 == expected
 
 
@@ -168,7 +178,7 @@ def _by_integers(data: bytes) -> int:
 
 @pytest.mark.parametrize("length", [1, 2, 4, 8, 13, 22, 36, 4096])
 def test_torch_digests_are_the_sum_they_say(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashing, "_WIDENED", 5)  # in pieces too
+    monkeypatch.setattr(ends, "_WIDENED", 5)  # in pieces too
     data = bytes(random.Random(length).randbytes(length))
     tensors = [torch.frombuffer(bytearray(b"x" * shift + data), dtype=torch.uint8)[shift:] for shift in (0, 1)]
     assert tensor_digests(tensors).tolist() == [_by_integers(data)] * 2

@@ -23,8 +23,8 @@ from rl_megatron.types import ParallelDims
 from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, WithDrafts, read_boxes
+from rl_megatron.weights.checkpoints.streaming import Share
 from rl_megatron.weights.checkpoints.torch_dist import read_index
-from rl_megatron.weights.checkpoints.writing import Share
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.routes.mirror import Mirror
 from tests.draft_models import COPIES, save_with_drafts, save_with_qwens_draft

@@ -46,10 +46,10 @@ from rl_megatron.weights.formats.schemes import scheme_of
 from rl_megatron.weights.layouts import families
 from rl_megatron.weights.layouts.families import FAMILIES, family_of, hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.learner import elements, trained_elements
 from rl_megatron.weights.layouts.lora import learner_adapters
-from rl_megatron.weights.layouts.parameters import elements, trained_elements
 from rl_megatron.weights.layouts.tables.deepseek_v3 import HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3
-from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE
+from rl_megatron.weights.layouts.tables.grouped_query import HF_QWEN3_MOE
 from rl_megatron.weights.plans.plan import plan
 from tests.family_models import MODELS, save_model
 from tests.small_models import SMALL_MOE

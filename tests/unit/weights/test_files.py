@@ -38,7 +38,7 @@ from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes,
 from rl_megatron.weights.formats.hf_folder import config_text
 from rl_megatron.weights.layouts.families import FAMILIES, hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.layouts.tables.grouped_query import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from tests.small_models import SMALL_MOE
 
 HF = Layout(table=HF_QWEN3_MOE, shape=SMALL_MOE)

@@ -26,14 +26,12 @@ from rl_megatron.config.sections.learner import Adaptable, LoraSection
 from rl_megatron.errors import CheckpointError, RLMegatronError, WeightError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model, tiny_shape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.adapters.base import base_digest
 from rl_megatron.weights.adapters.files import OF_EXPERTS_ALONE, PREFIX, WITH_EXPERTS, peft_config
-from rl_megatron.weights.adapters.merging import merge_adapters
+from rl_megatron.weights.adapters.merging import base_digest, merge_adapters
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.kind import is_megatron, newest_in
-from rl_megatron.weights.checkpoints.megatron import copies_between, held_lora
-from rl_megatron.weights.checkpoints.megatron_names import find_homes
+from rl_megatron.weights.checkpoints.megatron import copies_between, find_homes, held_lora
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import Chunk, read_index, write_index, write_tensor
 from rl_megatron.weights.formats.hf_folder import INDEX, file_names, index_text, raise_misfits, weight_files
@@ -41,12 +39,12 @@ from rl_megatron.weights.formats.schemes import Scheme, find_quantised
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Piece
 from rl_megatron.weights.layouts.lora import hf_adapter_name, hf_adapters, ranks_of_parts
-from rl_megatron.weights.layouts.parsing import model_shape
 from tests.draft_models import save_with_drafts
 from tests.family_models import MODELS, save_model
 from tests.saved_adapters import save_adapters
 from tools.convert.conversion import run
 from tools.convert.inspection import describe
+from tools.convert.layouts import model_shape
 from tools.convert.verify import verify
 
 SPEC = TinySizes(hidden_size=32, expert_width=16, num_layers=2, num_experts=2)

@@ -15,11 +15,11 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Piece, coordinates
-from rl_megatron.weights.layouts.tables import deepseek_v3, qwen3_moe
-from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
-from rl_megatron.weights.plans.cost import Cost, Links, broadcast_cost, plan_cost
+from rl_megatron.weights.layouts.tables import deepseek_v3, grouped_query
+from rl_megatron.weights.layouts.tables.grouped_query import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.plan import plan
 from tests.small_models import SMALL_MOE
+from tools.planner.estimates import Cost, Links, broadcast_cost, plan_cost
 
 SHAPE = replace(SMALL_MOE, num_layers=8)
 MESHES = (
@@ -223,7 +223,11 @@ def layouts(model: str, engine: str) -> tuple[Layout, Layout]:
         hf, engines = deepseek_v3.HF_DEEPSEEK_V3, deepseek_v3.ENGINE_DEEPSEEK_V3
         megatron = deepseek_v3.MEGATRON_DEEPSEEK_V3
     else:
-        hf, engines, megatron = qwen3_moe.HF_QWEN3_MOE, qwen3_moe.ENGINE_QWEN3_MOE, qwen3_moe.MEGATRON_QWEN3_MOE
+        hf, engines, megatron = (
+            grouped_query.HF_QWEN3_MOE,
+            grouped_query.ENGINE_QWEN3_MOE,
+            grouped_query.MEGATRON_QWEN3_MOE,
+        )
     table = hf if engine == "full copies" else engines
     return (
         Layout(table=megatron, shape=shape, dims=dims, stages=layer_counts(counts)),
@@ -261,7 +265,7 @@ def test_replicas_send_alike_and_receivers_get_what_they_hold(model: str, engine
 def test_one_engine_is_fed_evenly_too() -> None:
     """Few destinations: a rank's part of the embedding is a sixth of what a rank sends, unless it is cut."""
     learner, _ = layouts("qwen3-235b-a22b", "tp8")
-    engine = Layout(table=qwen3_moe.ENGINE_QWEN3_MOE, shape=learner.shape, dims=ParallelDims(tp=8, etp=8))
+    engine = Layout(table=grouped_query.ENGINE_QWEN3_MOE, shape=learner.shape, dims=ParallelDims(tp=8, etp=8))
     sent = [0] * 512
     for (a, _), elements in plan(learner, engine, placement={r: 512 + r for r in range(8)}).traffic().items():
         sent[a] += elements

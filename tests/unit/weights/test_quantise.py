@@ -30,7 +30,7 @@ from rl_megatron.weights.formats.quantise import block_maxima, dequantise, quant
 from rl_megatron.weights.formats.schemes import BLOCK, is_quantised
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.layouts.tables.grouped_query import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from tests.family_models import save_model
 from tools.convert.inspection import describe
 from tools.convert.verify import verify

@@ -32,19 +32,16 @@ from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims
 from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checks import compare as comparisons
-from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.compare import Comparison, compare
 from rl_megatron.weights.checks.places import Held
-from rl_megatron.weights.checks.reports import NO_KINDS, Beside, BoxSum, Kinds, Report, not_private, sealed_by
+from rl_megatron.weights.checks.reports import NO_KINDS, Beside, BoxSum, Kinds, Report, checksum, not_private, sealed_by
 from rl_megatron.weights.formats.hf_folder import stored
 from rl_megatron.weights.formats.quantise import dequantise, divide
 from rl_megatron.weights.formats.schemes import is_quantised
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 from rl_megatron.weights.push.sync import ServedWeights
 from rl_megatron.weights.push.trust import Probe, ScoredText, Trust
-from rl_megatron.weights.routes.delivery import Delivered
-from rl_megatron.weights.routes.direct import DirectDelivery
-from rl_megatron.weights.routes.file import FileDelivery
+from rl_megatron.weights.routes.delivery import Delivered, DirectDelivery, FileDelivery
 from rl_megatron.weights.routes.mirror import Mirror, Seal, dtypes, read, seal, shapes
 from rl_megatron.weights.routes.rendezvous import Keeper
 from tests.completions import completion

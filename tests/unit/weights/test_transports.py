@@ -29,21 +29,18 @@ from typing_extensions import override
 
 from rl_megatron.errors import ConfigError, CorruptionError, ReplicasLost, SyncError, WeightError
 from rl_megatron.types import ParallelDims, WeightUpdate
-from rl_megatron.weights.bytes.hashing import PIECE_BYTES
 from rl_megatron.weights.bytes.parked import Extent, Pinned
 from rl_megatron.weights.checks.libraries import FIELDS
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes
-from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
-from rl_megatron.weights.plans.plan import Place, from_json, plan
-from rl_megatron.weights.plans.transfers import Transfer
+from rl_megatron.weights.layouts.tables.grouped_query import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.plans.plan import Place, Transfer, from_json, plan
 from rl_megatron.weights.routes import ends
 from rl_megatron.weights.routes import rendezvous as joined
 from rl_megatron.weights.routes import rendezvous as words
-from rl_megatron.weights.routes.direct import DirectDelivery
-from rl_megatron.weights.routes.ends import Bucket, Dtypes, PlanEnds, _split
-from rl_megatron.weights.routes.file import FileDelivery
+from rl_megatron.weights.routes.delivery import DirectDelivery, FileDelivery
+from rl_megatron.weights.routes.ends import PIECE_BYTES, Bucket, Dtypes, PlanEnds, _split
 from rl_megatron.weights.routes.group import ProcessGroupTransport, Staging
 from rl_megatron.weights.routes.last_hop import _HELLO, CudaRings, Rings, in_turn
 from rl_megatron.weights.routes.mirror import Mirror

@@ -15,8 +15,7 @@ from dataclasses import replace
 
 from rl_megatron.models.families import deepseek_v3
 from rl_megatron.models.shape import DecoderNames, Indexer, LatentAttention, ModelShape
-from rl_megatron.weights.layouts.family import Family
-from rl_megatron.weights.layouts.layout import Band, ParamSpec, Piece
+from rl_megatron.weights.layouts.layout import Band, Family, ParamSpec, Piece
 from rl_megatron.weights.layouts.tables.blocks import Block, decoder, dense_mlp, experts
 from rl_megatron.weights.layouts.tables.drafts import with_drafts
 from rl_megatron.weights.layouts.tables.rows import DECODER, LAYER, Size, hidden, matrix, row_cut, under, vector, whole

@@ -16,8 +16,7 @@ from dataclasses import replace
 
 from rl_megatron.models.families import qwen3_next
 from rl_megatron.models.shape import DecoderNames, DeltaNet, ExpertNames, ModelShape
-from rl_megatron.weights.layouts.family import Family
-from rl_megatron.weights.layouts.layout import Axis, Band, ParamSpec, Piece
+from rl_megatron.weights.layouts.layout import Axis, Band, Family, ParamSpec, Piece
 from rl_megatron.weights.layouts.tables.blocks import Block, Tables, attention, decoder, experts, moe_layers
 from rl_megatron.weights.layouts.tables.drafts import ALONE, with_drafts
 from rl_megatron.weights.layouts.tables.rows import (
