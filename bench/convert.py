@@ -35,7 +35,7 @@ from rl_megatron.models.json_files import tensor_names
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import header_bytes
-from rl_megatron.weights.checkpoints.kind import total_bytes
+from rl_megatron.weights.checkpoints.megatron import total_bytes
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from tests.family_models import config_of
 

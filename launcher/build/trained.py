@@ -18,8 +18,7 @@ from rl_megatron.training import checkpoints
 from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints.convert import megatron_to_hf
-from rl_megatron.weights.checkpoints.kind import is_megatron
-from rl_megatron.weights.checkpoints.megatron import held_lora
+from rl_megatron.weights.checkpoints.megatron import held_lora, is_megatron
 
 _DEFAULT = "tiny_cpu"
 _NAMES_MODEL = ("model.path=", "model.tiny.", "learner.model=")

@@ -28,8 +28,7 @@ from rl_megatron.files import parse
 from rl_megatron.models.families.fields import CLASSIFIER
 from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
-from rl_megatron.weights.checkpoints.kind import is_megatron
-from rl_megatron.weights.checkpoints.megatron import raise_other_model
+from rl_megatron.weights.checkpoints.megatron import is_megatron, raise_other_model
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import role_layout, role_shape

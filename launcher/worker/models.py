@@ -40,7 +40,7 @@ from rl_megatron.types import Loss, Metric, Samples, SkippedStep, StepResult, Wa
 from rl_megatron.weights.adapters.merging import base_digest
 from rl_megatron.weights.bytes.moving_average import MovingAverage
 from rl_megatron.weights.bytes.parked import Parked
-from rl_megatron.weights.checkpoints.kind import is_megatron
+from rl_megatron.weights.checkpoints.megatron import is_megatron
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, MadeUp, TensorSource, Untrained, read_boxes
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.learner import job_shape, learner_layout, role_shape

@@ -17,10 +17,11 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.checkpoints import convert
-from rl_megatron.weights.checkpoints.kind import must_have_config, newest_in
+from rl_megatron.weights.checkpoints.megatron import must_have_config, newest_in
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import run_ranks
 from tests.family_models import MODELS, save_model
+from tools.convert.inspection import left_out
 from tools.convert.verify import verify
 
 LAYOUT = {"pp": 2, "vpp": 2, "ep": 2, "stage_layers": "1+2+1+1"}
@@ -57,7 +58,7 @@ def test_megatron_loads_and_saves_what_the_tools_wrote_and_read(tmp_path: Path) 
     convert.hf_to_megatron(hf, tmp_path / "megatron")
     (tmp_path / "saved").mkdir()
     run_ranks(rank_main, learner.dims.world_size, learner, hf, tmp_path)
-    assert (convert.left_out(tmp_path / "saved", config=hf) or "").startswith("value_layer")
+    assert (left_out(tmp_path / "saved", config=hf) or "").startswith("value_layer")
     convert.megatron_to_hf(tmp_path / "saved", tmp_path / "back", config=hf)
     found, original = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", hf))
     assert found.keys() == original.keys()

@@ -20,11 +20,10 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.weights.adapters.files import adapters_to_peft, left_by_peft, of_unknown_base
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
-from rl_megatron.weights.checkpoints.kind import is_megatron, total_bytes
-from rl_megatron.weights.checkpoints.megatron import held_lora
+from rl_megatron.weights.checkpoints.megatron import held_lora, is_megatron, total_bytes
 from rl_megatron.weights.checkpoints.streaming import OnProgress, Share, must_be_new
 from rl_megatron.weights.formats.hf_folder import chat_template, has_tokenizer
-from tools.convert.inspection import describe, found
+from tools.convert.inspection import describe, found, left_out
 
 _NAMED_PARTS = 20
 _PART = re.compile(r"(\d{1,6})/(\d{1,6})")
@@ -63,7 +62,7 @@ def run(
     if adapted or merge:
         given = [f"--shard-gb {shard_gb}"] * bool(options) + [f"--dtype {dtype}"] * (dtype is not None)
         making = _adapting(source, config or source, family, merge=merge, given=given)
-    note = convert.left_out(config if adapted and config else source, config, family)
+    note = left_out(config if adapted and config else source, config, family)
     if note is not None:
         print(f"note: {note}", file=sys.stderr)
     if making is None and backwards:

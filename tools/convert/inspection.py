@@ -15,12 +15,22 @@ from rich.table import Table
 
 from rl_megatron.errors import CheckpointError, ConfigError, of_the_hub
 from rl_megatron.files import parse, write_atomically
-from rl_megatron.models.json_files import JsonFields, read_json
+from rl_megatron.models.json_files import JsonFields, read_json, tensor_names
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
-from rl_megatron.weights.checkpoints.kind import is_megatron, newest_in, total_bytes
-from rl_megatron.weights.checkpoints.megatron import BESIDE, VALUES
-from rl_megatron.weights.checkpoints.torch_dist import read_index
-from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
+from rl_megatron.weights.checkpoints.convert import converted_shape, not_the_decoders
+from rl_megatron.weights.checkpoints.hugging_face import own_in_drafts
+from rl_megatron.weights.checkpoints.megatron import (
+    BESIDE,
+    VALUES,
+    has_draft,
+    held_files,
+    is_megatron,
+    newest_in,
+    total_bytes,
+)
+from rl_megatron.weights.checkpoints.torch_dist import read_index, read_tensor
+from rl_megatron.weights.formats.hf_folder import has_tokenizer, is_cache_scale, weight_files
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, coordinates, degree
 from tools.convert.layouts import model_shape, parse_layout
 
@@ -29,6 +39,8 @@ _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors" 
 _PEFT = re.compile(r"\.(\w+)\.(lora_\w+)(\.weight)?$")  # linear, matrix
 _LAYER = re.compile(r"^(mtp\.|model\.|model\.language_model\.)layers\.(\d+)\.")
 _DRAFTS = "model: draft layers"
+_NO_DRAFTS = "draft layers of this family are neither trained nor converted; the new config.json has none"
+_EMBEDDING = "embedding.word_embeddings.weight"
 _Held = tuple[str, str, str, tuple[int, ...]]  # name, part, dtype, shape
 _STATE = {  # megatron's optimizer state, by the prefix of its names
     "optimizer.state.param.": "optimizer: float32 weights",
@@ -333,3 +345,48 @@ def _layers(layout: Layout, stage: int) -> str:
 
 def _short(spec: ParamSpec) -> str:
     return spec.name.replace("decoder.layers.{layer}.", "").replace("{expert}", "")
+
+
+def left_out(source: Path, config: Path | None = None, family: str | None = None) -> str | None:
+    """A line to show about tensors in ``source`` that are never converted; None if there are none.
+
+    ``config`` is a folder with config.json if ``source`` has none.
+    """
+    shape = converted_shape(source, config, family)
+    lines = _left_of_shards(source, shape) if is_megatron(source) else _left_of_folder(source, shape)
+    return "; ".join(lines) or None
+
+
+def own_left_out(source: Path, shape: ModelShape) -> list[str]:
+    """A line for each matrix of a draft layer in a Hugging Face folder that is no copy of the model's."""
+    found = own_in_drafts(source, shape)
+    return [f"{name} is no copy of {of}, which the draft layer reads in its place" for name, of in found.items()]
+
+
+def _left_of_shards(source: Path, shape: ModelShape) -> Iterator[str]:
+    """Counts the embedding's rows beyond the vocabulary that are not 0, as this project's padding is."""
+    sizes, chunks = read_index(source)
+    if any(name.startswith(VALUES) for name in sizes):
+        yield f"{VALUES.removesuffix('.')}: a policy's own critic; the new folder has the policy alone"
+    vocab, count = shape.vocab_size, 0
+    for chunk in chunks:
+        if chunk.key == _EMBEDDING and (kept := max(vocab - chunk.offsets[0], 0)) < chunk.sizes[0]:
+            file = held_files(source, [chunk.file])[source / chunk.file]
+            count += int(read_tensor(file, chunk)[kept:].any(axis=1).sum())
+    if count:
+        yield (
+            f"{_EMBEDDING}: {count} of its {sizes[_EMBEDDING][0]} rows are not 0 and beyond vocab_size={vocab}; the "
+            "new folder lacks them. If they are tokens, not padding, set vocab_size in config.json to keep them"
+        )
+    if not shape.drafts and has_draft(sizes):
+        yield f"mtp: {_NO_DRAFTS}"
+
+
+def _left_of_folder(source: Path, shape: ModelShape) -> Iterator[str]:
+    beside, drafts = not_the_decoders(source, shape)
+    if found := [*beside, *(() if shape.drafts else drafts)]:
+        no_tower = "only the text model is trained and converted; the new folder has no tower"
+        yield f"{', '.join(found)}: {no_tower if beside else _NO_DRAFTS}"
+    yield from own_left_out(source, shape)
+    if scales := sorted({name.rpartition(".")[2] for name in tensor_names(source) if is_cache_scale(name)}):
+        yield f"{', '.join(scales)}: scales of a quantized KV cache; the new folder has none"

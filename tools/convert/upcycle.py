@@ -27,7 +27,7 @@ from rl_megatron.weights.bytes.bits import to_bits, to_tensor
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.checkpoints.convert import in_dtype, options_of, write_hf
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies
-from rl_megatron.weights.checkpoints.kind import is_megatron
+from rl_megatron.weights.checkpoints.megatron import is_megatron
 from rl_megatron.weights.checkpoints.safetensors_io import STD, MadeUp
 from rl_megatron.weights.checkpoints.streaming import Copy, Fragment, OnProgress, Share, Sliceable
 from rl_megatron.weights.formats.hf_folder import config_text

@@ -31,15 +31,14 @@ from rl_megatron.digests import Digest, misfits
 from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Span
-from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors, own_left_out
-from rl_megatron.weights.checkpoints.kind import is_megatron
-from rl_megatron.weights.checkpoints.megatron import adapter_copies, held_files, held_lora, held_shape
+from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors
+from rl_megatron.weights.checkpoints.megatron import adapter_copies, held_files, held_lora, held_shape, is_megatron
 from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Copy, Files, OnBytes, OnProgress
 from rl_megatron.weights.checkpoints.torch_dist import Chunk, open_chunk, read_index
 from rl_megatron.weights.formats.hf_folder import is_draft
 from rl_megatron.weights.layouts.families import megatron_layout, read_shape
 from tools.convert.conversion import display
-from tools.convert.inspection import found
+from tools.convert.inspection import found, own_left_out
 
 _MAX_LINES = 50
 
@@ -114,7 +113,8 @@ def verify(
         theirs, other_files = _tensors(against, config, family)
         others = {tensor.name: tensor for tensor in theirs}
         for each in (folder, against):
-            yield from (f"{each}: {line}; it is not compared" for line in own_left_out(each, config, family))
+            own = [] if is_megatron(each) else own_left_out(each, converted_shape(each, config, family))
+            yield from (f"{each}: {line}; it is not compared" for line in own)
         yield from _alone({folder: {tensor.name for tensor in tensors}, against: others.keys()}, config, family)
     seen = 0
     for tensor in tensors:

@@ -1,21 +1,26 @@
 """Quantises weights for engine servers: a scale of each block, numbers of each box.
 
 Scales of fp8 are powers of two: vLLM with DeepGEMM, and SGLang on Blackwell, round scales up to such after a load, and
-would quantise a second time.
+would quantise a second time. A learner rank's boxes are quantised where they are sent from: scales once a version,
+numbers as they are packed.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from rl_megatron.errors import SyncError
-from rl_megatron.features.quantise.scales import BLOCKS, Blocks
-from rl_megatron.weights.boxes import Shape
+from rl_megatron.errors import SyncError, WeightError
+from rl_megatron.feature import Encoder
+from rl_megatron.features.quantise.encoding import BLOCKS, Blocks, ScaledLayout
+from rl_megatron.weights.boxes import Box, Shape, intersect, shift
 from rl_megatron.weights.formats.quantise import (
     LARGEST_FP8,
     LARGEST_INT8,
@@ -27,6 +32,7 @@ from rl_megatron.weights.formats.quantise import (
     to_float8,
     to_int8,
 )
+from rl_megatron.weights.routes.ends import view
 
 _BAND = 2**24  # elements that are widened at once
 
@@ -100,3 +106,112 @@ FORMATS: Mapping[str, Format] = {
     "int8": Format(blocks=BLOCKS["int8"], scales=partial(scales_to, LARGEST_INT8), round=to_int8),
 }
 """By rollout.server.quantization, where that is not none."""
+
+
+_REDUCED = 2**24  # scales that ranks compare at once
+
+
+class Quantiser(Encoder):
+    """The scales of the weights of which ``rank`` of ``layout`` has boxes, in ``tensors``, for a version at a time.
+
+    Scales are ``added``; numbers have no copy. Blocks that several ranks share have the scale of the whole block.
+    Refers to the tensors' storage: change them in place.
+    """
+
+    def __init__(self, form: Format, layout: ScaledLayout, rank: int, tensors: Mapping[str, Tensor]) -> None:
+        self._form, self._layout = form, layout
+        self._boxes: defaultdict[str, dict[str, list[tuple[Box, Box]]]] = defaultdict(lambda: defaultdict(list))
+        self._values = {name: tensor.detach() for name, tensor in tensors.items()}
+        self._wholes: dict[str, tuple[int, int]] = {}
+        for one, name, param in layout.held(rank):
+            rows, columns = layout.shapes[one.hf]
+            self._wholes[name] = rows, columns
+            self._boxes[name][param].append((one.box, one.hf_box))
+        grids = {name: layout.blocks.grid(shape) for name, shape in self._wholes.items()}
+        devices = {tensor.device for tensor in self._values.values()}
+        device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+        self._flat = torch.ones(sum(map(prod, grids.values())), device=device)
+        pieces = self._flat.split([prod(grid) for grid in grids.values()])
+        self._grids = {name: piece.view(grid) for (name, grid), piece in zip(grids.items(), pieces, strict=True)}
+        self.added = {name + layout.blocks.suffix: grid for name, grid in self._grids.items()}
+        self.changes: dict[str, tuple[float, float]] = {}
+
+    @override
+    def begin(self, reduce: Callable[[Tensor], object]) -> None:
+        self.changes = {}
+        self._flat.zero_()
+        for name, boxes in self._boxes.items():
+            whole, grid = self._wholes[name], self._grids[name]
+            for param, held in boxes.items():
+                for place, box in held:
+                    maxima = self._form.maxima(view(self._values[param], place), _start(box), whole)
+                    there = view(grid, self._layout.blocks.touched(box, whole))
+                    there.copy_(torch.maximum(there, maxima.to(there.device)))
+        self._flat.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # of which the larger is not defined
+        if self._layout.dims.world_size > 1:
+            self._share(reduce)
+        if not bool(self._flat.isfinite().all()):
+            raise not_finite(next(name for name, grid in self._grids.items() if not bool(grid.isfinite().all())))
+        self._flat.copy_(self._form.scales(self._flat))
+
+    @override
+    def pack(self, name: str, param: str, place: Box, out: Tensor) -> bool:
+        if name not in self._grids:
+            return False
+        own, box = next(held for held in self._boxes[name][param] if intersect(held[0], place) == place)
+        values, start = view(self._values[param], place), _start(shift(place, own, box))
+        self._form.fill(out, values, self._grids[name].to(values.device), start, self._wholes[name])
+        return True
+
+    @override
+    def encoded(self, name: str, box: Box, values: Tensor) -> Tensor | None:
+        if name not in self._grids:
+            return values if name in self.added else None
+        out = torch.empty(values.shape, dtype=self.dtype, device=values.device)
+        where = self._grids[name].to(values.device), _start(box), self._wholes[name]
+        self._form.fill(out, values, *where)
+        squares, errors = self._form.change(out, values, *where)
+        before = self.changes.get(name, (0.0, 0.0))
+        self.changes[name] = before[0] + squares, before[1] + errors
+        return out
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the numbers."""
+        found: torch.dtype = getattr(torch, self._form.blocks.dtype)
+        return found
+
+    @override
+    def check(self, dtype_of: Callable[[str], torch.dtype]) -> None:
+        wanted = dict.fromkeys(self._grids, self.dtype) | dict.fromkeys(self.added, torch.float32)
+        for name, dtype in wanted.items():
+            if dtype_of(name) != dtype:
+                raise WeightError(f"{name}: it is sent as {dtype}, but the engine's ranks hold it as {dtype_of(name)}")
+
+    def _share(self, reduce: Callable[[Tensor], object]) -> None:
+        """Give the blocks that several boxes share the largest maximum of any."""
+        for names in _batches(self._layout):
+            flat = torch.zeros(sum(map(prod, names.values())), device=self._flat.device)
+            pieces = dict(zip(names, flat.split([prod(grid) for grid in names.values()]), strict=True))
+            mine = [name for name in names if name in self._grids]
+            for name in mine:
+                pieces[name].copy_(self._grids[name].flatten())
+            reduce(flat)
+            for name in mine:
+                self._grids[name].copy_(pieces[name].view_as(self._grids[name]))
+
+
+def _batches(layout: ScaledLayout) -> Iterator[dict[str, tuple[int, ...]]]:
+    """The shapes of scales of which ranks may have parts, the same on all ranks."""
+    out: dict[str, tuple[int, ...]] = {}
+    for name, grid in layout.cut_weights():
+        out[name] = grid
+        if sum(map(prod, out.values())) >= _REDUCED:
+            yield out
+            out = {}
+    if out:
+        yield out
+
+
+def _start(box: Box) -> tuple[int, ...]:
+    return tuple(low for low, _ in box)

@@ -13,8 +13,7 @@ from rl_megatron.files import write_atomically
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.checkpoints.convert import options_of
 from rl_megatron.weights.checkpoints.hugging_face import write_safetensors
-from rl_megatron.weights.checkpoints.kind import is_megatron
-from rl_megatron.weights.checkpoints.megatron import adapter_copies, held_lora
+from rl_megatron.weights.checkpoints.megatron import adapter_copies, held_lora, is_megatron
 from rl_megatron.weights.checkpoints.streaming import OnProgress, Share, Sink, write_files
 from rl_megatron.weights.formats.hf_folder import INDEX, SINGLE
 from rl_megatron.weights.layouts.families import megatron_layout, read_shape

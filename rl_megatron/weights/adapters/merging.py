@@ -6,8 +6,7 @@ That model is told from others of its sizes by a sample of its numbers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -104,7 +103,7 @@ def merge_adapters(
     for tensor in in_dtype(stored, dtype, hf_layout(shape)):
         if (a := adapters.get(hf_adapter_name(tensor.name, "A"))) is not None:
             b, scale = adapters[hf_adapter_name(tensor.name, "B")], lora.alpha / a.shape[0]
-            tensor = _with(tensor, partial(_whole, a), partial(_whole, b, scale))
+            tensor = tensor.read_by(partial(_merged, tensor, a, b, scale))
         tensors.append(tensor)
     return write_hf(
         base,
@@ -120,11 +119,8 @@ def merge_adapters(
     )
 
 
-def _with(tensor: Copy, a: Callable[[], Tensor], b: Callable[[], Tensor]) -> Copy:
-    def read(source: Callable[[], Sliceable]) -> _Merged:
-        return _Merged(name=tensor.name, source=source(), dtype=tensor.dtype, a=a(), b=b())
-
-    return replace(tensor, fragments=tuple(replace(p, source=partial(read, p.source)) for p in tensor.fragments))
+def _merged(tensor: Copy, a: Copy, b: Copy, scale: float, source: Sliceable) -> _Merged:
+    return _Merged(name=tensor.name, source=source, dtype=tensor.dtype, a=_whole(a), b=_whole(b, scale))
 
 
 def _whole(tensor: Copy, scale: float = 1.0) -> Tensor:

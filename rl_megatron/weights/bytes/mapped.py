@@ -156,19 +156,13 @@ def read_header(file: MappedFile) -> dict[str, Entry]:
     return out
 
 
-def dtype_named(name: str) -> DType:
-    """The type that safetensors calls ``name``. Raises ValueError for an unsupported one."""
-    try:
-        return DType[name]
-    except KeyError as error:
-        raise ValueError(f"dtype {name[:40]!r} is not supported; allowed: {', '.join(DType.__members__)}") from error
-
-
 def _entry(raw: _Told | dict[str, str], base: int) -> Entry:
     if isinstance(raw, dict):
         raise ValueError("a tensor without a shape or offsets")
+    if raw.dtype not in DType.__members__:
+        raise ValueError(f"dtype {raw.dtype[:40]!r} is not supported; allowed: {', '.join(DType.__members__)}")
     start, stop = raw.data_offsets
-    entry = Entry(dtype=dtype_named(raw.dtype), shape=tuple(raw.shape), start=base + start, stop=base + stop)
+    entry = Entry(dtype=DType[raw.dtype], shape=tuple(raw.shape), start=base + start, stop=base + stop)
     if entry.stop - entry.start != prod(entry.shape) * entry.dtype.itemsize:
         raise ValueError(f"offsets {raw.data_offsets} do not fit shape {raw.shape[:_MAX_DIMS]}")
     return entry

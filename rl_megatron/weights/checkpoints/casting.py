@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -82,13 +81,7 @@ class _Quantised:
 
 def cast(tensor: Copy, dtype: DType) -> Copy:
     """The tensor in another dtype."""
-
-    def read(source: Callable[[], Sliceable]) -> Cast:
-        return Cast(name=tensor.name, source=source(), given=tensor.dtype, wanted=dtype)
-
-    return replace(
-        tensor, dtype=dtype, fragments=tuple(replace(p, source=partial(read, p.source)) for p in tensor.fragments)
-    )
+    return tensor.read_by(lambda source: Cast(name=tensor.name, source=source, given=tensor.dtype, wanted=dtype), dtype)
 
 
 def quantised(tensor: Copy) -> list[Streamed]:

@@ -8,28 +8,27 @@ result gets its own name only when it is complete.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from rl_megatron.chat_templates import TemplateValue
 from rl_megatron.digests import digest_of
 from rl_megatron.errors import ConfigError
 from rl_megatron.files import write_atomically
-from rl_megatron.models.json_files import tensor_names
 from rl_megatron.models.shape import STACKED, ModelShape
 from rl_megatron.weights.bytes.dtypes import DType, widest
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
-from rl_megatron.weights.checkpoints.hugging_face import hf_copies, own_in_drafts, write_safetensors
-from rl_megatron.weights.checkpoints.kind import is_megatron, must_have_config
+from rl_megatron.weights.checkpoints.hugging_face import hf_copies, write_safetensors
 from rl_megatron.weights.checkpoints.megatron import (
-    VALUES,
     has_draft,
-    held_files,
     held_shape,
     index_files,
+    is_megatron,
     megatron_copies,
+    must_have_config,
     place_of,
     write_chunks,
 )
@@ -44,14 +43,13 @@ from rl_megatron.weights.checkpoints.streaming import (
     in_files,
     write_files,
 )
-from rl_megatron.weights.checkpoints.torch_dist import read_index, read_tensor
+from rl_megatron.weights.checkpoints.torch_dist import read_index
 from rl_megatron.weights.formats.hf_folder import (
     INDEX,
     config_text,
     copy_companions,
     file_names,
     index_text,
-    is_cache_scale,
     is_draft,
     weight_files,
 )
@@ -62,7 +60,7 @@ from rl_megatron.weights.layouts.tables.drafts import has_draft_rows
 from rl_megatron.weights.plans.plan import plan
 
 _ALL = Share()
-_EMBEDDING = "embedding.word_embeddings.weight"
+_bytes_of: Callable[[Streamed], int] = attrgetter("num_bytes")
 
 
 def hf_to_megatron(
@@ -92,7 +90,7 @@ def hf_to_megatron(
     tensors = _to_megatron(in_dtype(stored, dtype, hf), hf, megatron)
     sinks = [
         Sink(name=f"__{i}_0.distcp", tensors=tuple(group), write=partial(write_chunks, shape=shape))
-        for i, group in enumerate(in_files(tensors, shard_bytes))
+        for i, group in enumerate(in_files(tensors, shard_bytes, _bytes_of))
     ]
 
     def finish(folder: Path, notes: Mapping[str, list[dict[str, object]]]) -> None:
@@ -193,7 +191,7 @@ def write_hf(
 
     ``options`` are what the files depend on beside ``source``. Returns and raises as `write_files`.
     """
-    groups = in_files(tensors, shard_bytes)
+    groups = in_files(tensors, shard_bytes, _bytes_of)
     names = file_names(len(groups))
     sinks = [
         Sink(name=name, tensors=tuple(group), write=write_safetensors)
@@ -229,7 +227,7 @@ def converted_shape(source: Path, config: Path | None = None, family: str | None
     """
     if not is_megatron(source):
         shape = read_shape(source, family)
-        return replace(shape, drafts=True) if _has_rows(shape) and _not_the_decoders(source, shape)[1] else shape
+        return replace(shape, drafts=True) if _has_rows(shape) and not_the_decoders(source, shape)[1] else shape
     if config is None:
         must_have_config(source)
     shape, sizes = held_shape(source, read_shape(config or source, family)), read_index(source)[0]
@@ -243,72 +241,9 @@ def _has_rows(shape: ModelShape) -> bool:
     return bool(shape.draft_layers) and has_draft_rows(family_of(shape).tables["megatron"])
 
 
-def left_out(source: Path, config: Path | None = None, family: str | None = None) -> str | None:
-    """A line to show about tensors in ``source`` that are never converted; None if there are none.
-
-    ``config`` is a folder with config.json if ``source`` has none.
-    """
-    lines = (
-        _values_left_out(source),
-        _rows_left_out(source, converted_shape(source, config, family)),
-        _drafts_left_out(source, converted_shape(source, config, family)),
-        *own_left_out(source, config, family),
-        _scales_left_out(source),
-    )
-    return "; ".join(line for line in lines if line) or None
-
-
-def own_left_out(source: Path, config: Path | None, family: str | None) -> list[str]:
-    """A line for each matrix of a draft layer that its layer has in place of a copy of the model's."""
-    if is_megatron(source):
-        return []
-    found = own_in_drafts(source, converted_shape(source, config, family))
-    return [f"{name} is no copy of {of}, which the draft layer reads in its place" for name, of in found.items()]
-
-
-def _values_left_out(source: Path) -> str | None:
-    if not is_megatron(source) or not any(name.startswith(VALUES) for name in read_index(source)[0]):
-        return None
-    return f"{VALUES.removesuffix('.')}: a policy's own critic; the new folder has the policy alone"
-
-
-def _rows_left_out(source: Path, shape: ModelShape) -> str | None:
-    """Counts the embedding's rows beyond the vocabulary that are not 0, as this project's padding is."""
-    sizes, chunks = read_index(source) if is_megatron(source) else ({}, [])
-    vocab, count = shape.vocab_size, 0
-    for chunk in chunks:
-        if chunk.key == _EMBEDDING and (kept := max(vocab - chunk.offsets[0], 0)) < chunk.sizes[0]:
-            file = held_files(source, [chunk.file])[source / chunk.file]
-            count += int(read_tensor(file, chunk)[kept:].any(axis=1).sum())
-    return (
-        f"{_EMBEDDING}: {count} of its {sizes[_EMBEDDING][0]} rows are not 0 and beyond vocab_size={vocab}; the new "
-        "folder lacks them. If they are tokens, not padding, set vocab_size in config.json to keep them"
-        if count
-        else None
-    )
-
-
-def _scales_left_out(source: Path) -> str | None:
-    names = () if is_megatron(source) else tensor_names(source)
-    found = sorted({name.rpartition(".")[2] for name in names if is_cache_scale(name)})
-    return f"{', '.join(found)}: scales of a quantized KV cache; the new folder has none" if found else None
-
-
-def _drafts_left_out(source: Path, shape: ModelShape) -> str | None:
-    told = "draft layers of this family are neither trained nor converted; the new config.json has none"
-    if is_megatron(source):
-        return f"mtp: {told}" if not shape.drafts and has_draft(read_index(source)[0]) else None
-    beside, drafts = _not_the_decoders(source, shape)
-    found = [*beside, *(() if shape.drafts else drafts)]
-    if not found:
-        return None
-    if beside:
-        told = "only the text model is trained and converted; the new folder has no tower"
-    return f"{', '.join(found)}: {told}"
-
-
-def _not_the_decoders(source: Path, shape: ModelShape) -> tuple[list[str], list[str]]:
-    """The prefixes beside the model, and the draft layers, of which a Hugging Face folder holds a tensor."""
+def not_the_decoders(source: Path, shape: ModelShape) -> tuple[list[str], list[str]]:
+    """The prefixes beside the model, and the draft layers, of which a Hugging Face folder holds a tensor. Raises as
+    `weight_files`."""
     if not shape.draft_layers and not shape.beside:
         return [], []
     files, placed = weight_files(source)

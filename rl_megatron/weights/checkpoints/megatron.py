@@ -7,7 +7,8 @@ megatron-core 0.16 writes one model in three ways, by ``metadata`` of ``sharded_
 - experts as well, and gate and up of SwiGLU apart (``singleton_local_shards``):
   ``decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w`` and ``…_v``.
 
-Megatron-LM and Megatron-Bridge save their models by it, under these names.
+Megatron-LM and Megatron-Bridge save their models by it, under these names, several in one folder; which of the two
+kinds a folder is of, and which of these is meant, is found here too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import IO
@@ -23,7 +25,7 @@ from typing import IO
 from pydantic import ValidationError
 
 from rl_megatron.config.sections.learner import LoraSection
-from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.errors import CheckpointError, ConfigError, WeightError, shorten
 from rl_megatron.files import write_atomically
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.boxes import Box, Shape, intersect, shift, volume, whole_box
@@ -37,10 +39,100 @@ from rl_megatron.weights.checkpoints.torch_dist import (
     write_tensor,
 )
 from rl_megatron.weights.formats.hf_folder import raise_lines, raise_uncounted
-from rl_megatron.weights.layouts.families import family_of, hf_layout, megatron_layout
+from rl_megatron.weights.layouts.families import adapters_alone, family_of, hf_layout, megatron_layout
 from rl_megatron.weights.layouts.layout import Layout, as_held
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from rl_megatron.weights.plans.plan import plan
+
+_TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, Megatron-Bridge and slime, beside their checkpoints
+_STEP = re.compile(r"\d{1,12}")
+_BACKEND = re.compile(r'"sharded_backend": *"(\w+)"')
+_HUB_NAME = re.compile(r"^ *hf_model_id: *['\"]?([\w./-]+)", re.MULTILINE)
+_SMALL = 1 << 20  # bytes that are read of a small file
+
+
+def total_bytes(folder: Path) -> int:
+    """Bytes of weights in a checkpoint of either kind."""
+    return sum(path.stat().st_size for pattern in ("*.safetensors", "*.distcp") for path in folder.glob(pattern))
+
+
+def is_megatron(folder: Path) -> bool:
+    """Whether the folder is a ``torch_dist`` checkpoint. Raises ConfigError if it is of neither kind."""
+    if (folder / ".metadata").is_file():
+        return True
+    if any(folder.glob("*.distcp")):
+        raise CheckpointError(
+            f"{folder}: it has shards (*.distcp) and no .metadata; copy that file too, which a copy of DIR/* leaves out"
+        )
+    if (folder / "config.json").is_file():
+        return False
+    if adapters := adapters_alone(folder):
+        raise ConfigError(f"{folder}: {adapters}")
+    shards = folder / "learner"  # of a run's checkpoint
+    instead = f"; give {shards}" if (shards / ".metadata").is_file() else ""
+    raise ConfigError(
+        f"{folder}: it has neither .metadata (megatron torch_dist) nor config.json (Hugging Face){instead}"
+    )
+
+
+def newest_in(folder: Path) -> Path:
+    """The folder itself, or the newest checkpoint in a folder where Megatron-LM or Megatron-Bridge saved its own.
+
+    Raises CheckpointError or ConfigError if that is not there, not one, or in a format that is not read.
+    """
+    chosen = folder if (folder / ".metadata").is_file() else _tracked(folder)
+    saved = _head(chosen / "metadata.json")
+    backend = _BACKEND.search(saved)
+    if backend and backend[1] != "torch_dist":
+        raise ConfigError(f"{chosen} is of the format {backend[1]}; save it with --ckpt-format torch_dist")
+    if not (chosen / ".metadata").is_file() and any(chosen.glob("mp_rank_*")):
+        raise ConfigError(
+            f"{chosen} is of the format torch, a file a rank; Megatron-LM writes it again with "
+            "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+        )
+    return chosen
+
+
+def _tracked(folder: Path) -> Path:
+    """What the tracker names, or the only checkpoint; the folder itself if it has none."""
+    there = sorted(path.name for path in (*folder.glob("iter_*"), *folder.glob("release")) if path.is_dir())
+    if not (folder / _TRACKER).is_file():
+        if (folder / "config.json").is_file():
+            return folder
+        if len(there) > 1:
+            raise ConfigError(
+                f"{folder} has {len(there)} checkpoints and no {_TRACKER}; give one of {', '.join(there)}"
+            )
+        return folder / there[0] if there else folder
+    step = _head(folder / _TRACKER).strip()
+    if step != "release" and not _STEP.fullmatch(step):
+        raise CheckpointError(
+            f"{folder / _TRACKER} says {shorten(step)}, neither a step nor release; give a checkpoint"
+        )
+    name = step if step == "release" else f"iter_{int(step):07d}"
+    if name not in there:
+        raise CheckpointError(f"{folder / _TRACKER} names {name}, which is not there; there are: {', '.join(there)}")
+    return folder / name
+
+
+def _head(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(_SMALL)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def must_have_config(folder: Path) -> None:
+    """Raises ConfigError if a ``torch_dist`` checkpoint has no config.json, with what run_config.yaml says of it."""
+    if (folder / "config.json").is_file():
+        return
+    hub = _HUB_NAME.search(_head(folder / "run_config.yaml"))
+    of = f" of {hub[1]}, as its run_config.yaml says" if hub else ", with the model's config.json and tokenizer"
+    raise ConfigError(f"{folder} has no config.json; give --config with the Hugging Face folder{of}")
+
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
 _DRAFTED = re.compile(r"^mtp\.layers\.(\d+)\.(transformer_layer\.)?(.*)$")
@@ -303,11 +395,7 @@ def adapter_copies(source: Path, shape: ModelShape, lora: LoraSection) -> tuple[
 
 
 def _indices(chunk: Chunk, depth: int) -> Iterator[Shape]:
-    spans = [range(o, o + s) for o, s in zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True)]
-    out: list[Shape] = [()]
-    for span in spans:
-        out = [(*index, i) for index in out for i in span]
-    yield from out
+    return product(*(range(o, o + s) for o, s in zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True)))
 
 
 def _fragment(cut: Box, chunk: Chunk, home: Home, box: Box, hf_box: Box, view: Callable[[], Bits]) -> Fragment:

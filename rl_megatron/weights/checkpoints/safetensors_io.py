@@ -27,7 +27,7 @@ from rl_megatron.files import naming, publish_folder, remove_folder
 from rl_megatron.weights.boxes import Box, Shape, whole_box
 from rl_megatron.weights.bytes.bits import all_numbers, raise_overflow, to_tensor
 from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors
-from rl_megatron.weights.checkpoints.streaming import Copy, numbers
+from rl_megatron.weights.checkpoints.streaming import Copy, in_files, numbers
 from rl_megatron.weights.checks.reports import checksum
 from rl_megatron.weights.formats.hf_folder import (
     INDEX,
@@ -208,18 +208,13 @@ def write_folder(
 
 def _write_tensors(tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int) -> set[str]:
     """Returns torch's names of the dtypes of matrices; vectors may be wider, as routers' selection biases are."""
-    shards: list[list[str]] = []
-    free = total = 0
+    sizes: dict[str, int] = {}
     dtypes: set[str] = set()
     for name, tensor in tensors.items():
-        if not shards or tensor.nbytes > free:
-            shards.append([])
-            free = max_shard_bytes
-        shards[-1].append(name)
-        free -= tensor.nbytes
-        total += tensor.nbytes
+        sizes[name] = tensor.nbytes
         if tensor.dim() > 1:
             dtypes.add(str(tensor.dtype).removeprefix("torch."))
+    shards = in_files(sizes, max_shard_bytes, sizes.__getitem__)
     weight_map: dict[str, str] = {}
     for file, names in zip(file_names(len(shards)), shards, strict=True):
         shard = {name: tensors[name].detach().cpu().contiguous() for name in names}
@@ -227,7 +222,7 @@ def _write_tensors(tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes:
             save_file(shard, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(names, file))
     if len(shards) > 1:
-        (folder / INDEX).write_text(index_text(weight_map, total))
+        (folder / INDEX).write_text(index_text(weight_map, sum(sizes.values())))
     return dtypes
 
 

@@ -18,12 +18,13 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from rl_megatron.weights.formats.hf_folder import companions
 BLOCK_BYTES = 1 << 20  # written at once, while it is still in the cache
 FORGET_BYTES = 128 << 20  # a thread drops the pages of its input after so many bytes
 
+T = TypeVar("T")
 OnBytes = Callable[[int], None]
 """Called with the bytes of output since its last call."""
 
@@ -103,6 +105,15 @@ class Copy:
     def num_bytes(self) -> int:
         """Size of the tensor."""
         return prod(self.shape) * self.dtype.itemsize
+
+    def read_by(self, made: Callable[[Sliceable], Sliceable], dtype: DType | None = None) -> Copy:
+        """The tensor as what is ``made`` of its sources, in ``dtype`` if that is another."""
+
+        def read(source: Callable[[], Sliceable]) -> Sliceable:
+            return made(source())
+
+        fragments = (replace(one, source=partial(read, one.source)) for one in self.fragments)
+        return replace(self, dtype=dtype or self.dtype, fragments=tuple(fragments))
 
     def blocks(self, on_bytes: OnBytes, *, multiple: int | None = None) -> Iterator[Bits]:
         """The tensor's rows, about `BLOCK_BYTES` at a time, in order; contiguous.
@@ -203,16 +214,17 @@ class Sink:
     write: Callable[[IO[bytes], Sequence[Streamed], OnBytes], list[dict[str, object]]]
 
 
-def in_files(tensors: Sequence[Streamed], limit: int) -> list[list[Streamed]]:
-    """Divide tensors, in order, over files of at most ``limit`` bytes or one tensor."""
-    groups: list[list[Streamed]] = []
+def in_files(tensors: Iterable[T], limit: int, size: Callable[[T], int]) -> list[list[T]]:
+    """Divide tensors of ``size`` bytes, in order, over files of at most ``limit`` bytes or one tensor."""
+    groups: list[list[T]] = []
     free = 0
     for tensor in tensors:
-        if not groups or tensor.num_bytes > free:
+        num_bytes = size(tensor)
+        if not groups or num_bytes > free:
             groups.append([])
             free = limit
         groups[-1].append(tensor)
-        free -= tensor.num_bytes
+        free -= num_bytes
     return groups
 
 

@@ -54,13 +54,16 @@ class Chunk:
 
 
 def write_tensor(file: IO[bytes], dtype: DType, shape: Shape, blocks: Iterable[Bits]) -> int:
-    """Append a tensor as torch.save would, from contiguous ``blocks`` in order. Returns the bytes written."""
+    """Append a tensor as torch.save would, from contiguous ``blocks`` in order. Returns the bytes written.
+
+    Entries have a fixed time, so that equal input gives an equal file.
+    """
     start = file.tell()
     size = prod(shape) * dtype.itemsize
     with zipfile.ZipFile(cast("IO[bytes]", _From(file, start)), "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr(_fixed("archive/data.pkl"), torch_pickle.tensor(dtype, shape))
-        archive.writestr(_fixed("archive/byteorder"), b"little")
-        data = _fixed("archive/data/0")
+        archive.writestr(zipfile.ZipInfo("archive/data.pkl"), torch_pickle.tensor(dtype, shape))
+        archive.writestr(zipfile.ZipInfo("archive/byteorder"), b"little")
+        data = zipfile.ZipInfo("archive/data/0")
         large = size >= 1 << 31
         head = file.tell() + _ZIP_HEAD + len(data.filename) + _ZIP_FIELD + (_ZIP64_FIELD if large else 0)
         padding = -head % _ALIGNMENT
@@ -68,13 +71,8 @@ def write_tensor(file: IO[bytes], dtype: DType, shape: Shape, blocks: Iterable[B
         with archive.open(data, "w", force_zip64=large) as entry:
             for block in blocks:
                 entry.write(block.reshape(-1).view(np.uint8).data)
-        archive.writestr(_fixed("archive/version"), b"3\n")
+        archive.writestr(zipfile.ZipInfo("archive/version"), b"3\n")
     return file.tell() - start
-
-
-def _fixed(name: str) -> zipfile.ZipInfo:
-    """An entry with a fixed time, so that equal input gives an equal file."""
-    return zipfile.ZipInfo(name)
 
 
 class _From:
@@ -110,9 +108,9 @@ def write_index(folder: Path, chunks: Sequence[Chunk], sizes: Mapping[str, Shape
         ]
     common = io.BytesIO()
     with zipfile.ZipFile(common, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr(_fixed("archive/data.pkl"), pickle.dumps({}, protocol=2))
-        archive.writestr(_fixed("archive/byteorder"), b"little")
-        archive.writestr(_fixed("archive/version"), b"3\n")
+        archive.writestr(zipfile.ZipInfo("archive/data.pkl"), pickle.dumps({}, protocol=2))
+        archive.writestr(zipfile.ZipInfo("archive/byteorder"), b"little")
+        archive.writestr(zipfile.ZipInfo("archive/version"), b"3\n")
     write_atomically(folder / "common.pt", common.getvalue())
     write_atomically(folder / _INDEX, torch_pickle.metadata(tensors, places))
     write_atomically(folder / "metadata.json", json.dumps(_SETTINGS).encode())  # last, because readers look for it

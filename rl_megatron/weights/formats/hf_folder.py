@@ -118,7 +118,8 @@ def read_headers(folder: Path) -> Headers:
                 twice.append(f"{tensor} is in {entries[tensor][0]} and in {name}")
             entries[tensor] = name, entry
     raise_lines(f"{folder}: a tensor has one file, where the index places it; write no second copy", twice)
-    raise_misplaced(folder, placed, {tensor: name for tensor, (name, _) in entries.items()})
+    wrong = [f"{file} has no tensor {one}" for one, file in placed.items() if entries.get(one, ("",))[0] != file]
+    raise_lines(f"{folder}: {INDEX} does not match its files", wrong)
     held = {name: (entry.dtype, entry.shape) for name, (_, entry) in entries.items()}
     quantised, parts, wrong = find_quantised(held, scheme_of(folder))
     raise_lines(f"{folder} does not match the quantization_config of its config.json", wrong)
@@ -143,10 +144,10 @@ def weight_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
         )
     outside = [shorten(name) for name in files if not is_plain(name)]
     if outside:
-        raise CheckpointError(f"{folder}: {INDEX} names files outside of the folder: {_some(outside)}")
+        raise CheckpointError(f"{folder}: {INDEX} names files outside of the folder: {', '.join(_some(outside))}")
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
-        raise CheckpointError(f"{folder}: files that {INDEX} names are missing: {_some(missing)}")
+        raise CheckpointError(f"{folder}: files that {INDEX} names are missing: {', '.join(_some(missing))}")
     return files, placed
 
 
@@ -155,15 +156,10 @@ def is_plain(name: str) -> bool:
     return name == Path(name).name and 0 < len(name.encode(errors="replace")) <= _NAME_BYTES and name.isprintable()
 
 
-def _some(names: Sequence[str]) -> str:
+def _some(names: Sequence[str]) -> list[str]:
+    """The first names, and how many more there are."""
     more = [f"and {len(names) - _MAX_LINES} more"] if len(names) > _MAX_LINES else []
-    return ", ".join([*names[:_MAX_LINES], *more])
-
-
-def raise_misplaced(folder: Path, placed: Mapping[str, str], held: Mapping[str, str]) -> None:
-    """Raises WeightError that names each tensor that is not ``held`` in the file where the index places it."""
-    wrong = [f"{file} has no tensor {name}" for name, file in placed.items() if held.get(name) != file]
-    raise_lines(f"{folder}: {INDEX} does not match its files", wrong)
+    return [*names[:_MAX_LINES], *more]
 
 
 def file_names(count: int) -> list[str]:
@@ -284,14 +280,13 @@ def own_weights(
     tied = _tied_head(stored, shape)
     if tied is not None and stored[tied.head] != stored[tied.embedding]:
         tied.refuse(folder)
-    aside = None if tied is None else tied.head
-    return {name: size for name, size in stored.items() if name != aside and not _is_left_aside(name, shape)}, tied
 
+    def aside(name: str) -> bool:
+        if name.endswith(_ANGLES) or is_cache_scale(name) or (tied is not None and name == tied.head):
+            return True
+        return is_draft(name, shape) and (not shape.drafts or name.startswith(shape.beside) or name.endswith(_COPIES))
 
-def _is_left_aside(name: str, shape: ModelShape) -> bool:
-    if name.endswith(_ANGLES) or is_cache_scale(name):
-        return True
-    return is_draft(name, shape) and (not shape.drafts or name.startswith(shape.beside) or name.endswith(_COPIES))
+    return {name: size for name, size in stored.items() if not aside(name)}, tied
 
 
 def is_cache_scale(name: str) -> bool:
@@ -353,5 +348,4 @@ def _misfits(given: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Iterato
 def raise_lines(title: str, lines: list[str]) -> None:
     """Raises WeightError with ``title`` and ``lines``, if there are any."""
     if lines:
-        more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
-        raise WeightError("\n  ".join([f"{title}:", *lines[:_MAX_LINES], *more]))
+        raise WeightError("\n  ".join([f"{title}:", *_some(lines)]))

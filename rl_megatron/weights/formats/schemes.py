@@ -14,15 +14,11 @@ A weight is its numbers times their scales (`quantise.read_quantised`). Every ot
 activations beside a weight are for engines, and are left out. Sources: transformers
 ``integrations/{finegrained_fp8,mxfp4}.py``; compressed-tensors 0.13 ``compressors/quantized_compressors``.
 
-Writes the format of block-scaled float8 checkpoints: which weights have scales, and the size of blocks. No torch.
-
-Upstream: DeepSeek-V3's checkpoint (arXiv:2412.19437, section 3.3.2), which Kimi-K2, Qwen3-FP8 and MiniMax-M2 share and
-transformers (``integrations/finegrained_fp8.py``), vLLM and SGLang read: ``x.weight``, e4m3, beside
-``x.weight_scale_inv``, a float32 factor for each block of 128 rows and 128 columns, which restores the weight; and
-``quantization_config`` in config.json. Linear layers are quantised; norms, biases, convolutions, embedding, output
-layer, router, gates of one row a head and the indexer's weights of heads are not: engines hold them whole (vLLM 0.32.0
-``qwen_gdn_linear_attn.py``: a delta net's decays and steps have fewer rows than a block; SGLang 0.5.21
-``qwen3_next_mtp.py``: the draft layer's ``fc``).
+One is written: block-scaled float8, of DeepSeek-V3's checkpoint (arXiv:2412.19437, section 3.3.2), which transformers,
+vLLM and SGLang read, with a float32 factor for each block of 128 rows and 128 columns. Linear layers are quantised;
+norms, biases, convolutions, embedding, output layer, router, gates of one row a head and the indexer's weights of heads
+are not: engines hold them whole (vLLM 0.32.0 ``qwen_gdn_linear_attn.py``: a delta net's decays and steps have fewer
+rows than a block; SGLang 0.5.21 ``qwen3_next_mtp.py``: the draft layer's ``fc``).
 """
 
 from __future__ import annotations

@@ -32,18 +32,8 @@ from rl_megatron.weights.layouts.tables.qwen3_next import QWEN3_5_MOE, QWEN3_5_M
 
 _ALL = (
     *(QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2),
-    *(
-        DEEPSEEK_V2,
-        DEEPSEEK_V3,
-        GLM4_MOE_LITE,
-        INDEXED,
-        KIMI_K25,
-        HY_V3,
-        OLMOE,
-        QWEN3_NEXT,
-        QWEN3_5_MOE_TEXT,
-        QWEN3_5_MOE,
-    ),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, INDEXED, KIMI_K25, HY_V3, OLMOE),
+    *(QWEN3_NEXT, QWEN3_5_MOE_TEXT, QWEN3_5_MOE),
 )
 FAMILIES: Mapping[str, Family] = {model_type: family for family in _ALL for model_type in family.model_types}
 """Every family of this package by Hugging Face's ``model_type``."""

@@ -43,15 +43,13 @@ class Piece:
 Band = tuple[Piece, ...]
 
 
-def _always(_shape: ModelShape, _dims: ParallelDims) -> bool:
-    return True
+def every_layer(m: ModelShape) -> range:
+    """All decoder layers."""
+    return range(m.num_layers)
 
 
-def _every_layer(shape: ModelShape) -> range:
-    return range(shape.num_layers)
-
-
-def _one_row(_shape: ModelShape) -> int:
+def one(_m: ModelShape) -> int:
+    """A unit of one row: rows may be cut anywhere."""
     return 1
 
 
@@ -75,9 +73,9 @@ class ParamSpec:
     axis: Axis | None = None
     stage: Literal["first", "last"] | None = None
     padded: bool = False
-    unit: Callable[[ModelShape], int] = _one_row
-    layers: Callable[[ModelShape], Sequence[int]] = _every_layer
-    exists: Callable[[ModelShape, ParallelDims], bool] = _always
+    unit: Callable[[ModelShape], int] = one
+    layers: Callable[[ModelShape], Sequence[int]] = every_layer
+    exists: Callable[[ModelShape, ParallelDims], bool] = lambda shape, dims: True
     frozen: bool = False
     keeps_dtype: bool = False
     alone: bool = False

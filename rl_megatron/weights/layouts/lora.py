@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from rl_megatron.config.sections.learner import Adaptable, LoraSection
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.weights.layouts.layout import Band, Layout, ParamSpec, Piece
+from rl_megatron.weights.layouts.layout import Band, Layout, ParamSpec, Piece, one
 
 _LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj)\.weight(\{expert\})?$")  # of megatron-core and delta nets
 _WEIGHT = re.compile(r"weight(\{expert\}|\d+)?$")
@@ -96,13 +96,9 @@ def _adapted(spec: ParamSpec, shape: ModelShape, rank: int, named: Callable[[str
     assert by_rows or len(parts) == 1, f"{spec.name}: columns of several matrices"
     a, b = (replace(spec, name=named(spec.name, which), padded=False) for which in "AB")
     if by_rows:
-        a = replace(a, bands=whole("A", lambda _: rank), axis=None, unit=_one)
+        a = replace(a, bands=whole("A", lambda _: rank), axis=None, unit=one)
         b = replace(b, bands=cut("B"), others=of_rank)
     else:
         a = replace(a, bands=cut("A"), others=of_rank)
-        b = replace(b, bands=whole("B", lambda m: spec.others(m)[0]), others=of_rank, dim=0, axis=None, unit=_one)
+        b = replace(b, bands=whole("B", lambda m: spec.others(m)[0]), others=of_rank, dim=0, axis=None, unit=one)
     return Adapted(base=spec, a=a, b=b, parts=parts, rank=rank)
-
-
-def _one(_m: ModelShape) -> int:
-    return 1

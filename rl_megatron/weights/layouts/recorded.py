@@ -13,7 +13,6 @@ from typing import Any
 from typing_extensions import override
 
 from rl_megatron.errors import WeightError
-from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, Shape, whole_box
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Slice
@@ -64,7 +63,7 @@ class EngineLayout(Layout):
 
     @override
     def rows(self) -> list[ParamSpec]:
-        return [ParamSpec(name=name, bands=_unused, others=_unused_sizes) for name in self.by_name]
+        return [ParamSpec(name=name, bands=lambda m, degree: (), others=lambda m: ()) for name in self.by_name]
 
     @override
     def chunks(self, spec: ParamSpec) -> list[list[Slice]]:
@@ -153,11 +152,3 @@ def _classes(keys: Mapping[int, Hashable]) -> dict[int, int]:
     """A number for each index; equal keys get equal numbers."""
     numbers: dict[Hashable, int] = {}
     return {index: numbers.setdefault(key, len(numbers)) for index, key in keys.items()}
-
-
-def _unused(_shape: ModelShape, _degree: int) -> tuple[()]:
-    return ()
-
-
-def _unused_sizes(_shape: ModelShape) -> Shape:
-    return ()

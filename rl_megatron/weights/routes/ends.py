@@ -241,12 +241,9 @@ class PlanEnds:
         """
         return {pair: self.cut(pair[1], moved, bytes_into(pair[1])) for pair, moved in self._pairs.items()}
 
-    def cut(
-        self, receiver: int, moved: Iterable[Transfer], bucket_bytes: int, part_bytes: int | None = None
-    ) -> list[Bucket]:
+    def cut(self, receiver: int, moved: Iterable[Transfer], bucket_bytes: int) -> list[Bucket]:
         """The buckets of a pair's transfers into ``receiver``, as `buckets` has them."""
-        if part_bytes is None:
-            part_bytes = PIECE_BYTES if self.device.type == "cpu" else bucket_bytes
+        part_bytes = PIECE_BYTES if self.device.type == "cpu" else bucket_bytes
         return cut_into_buckets(moved, partial(self._dtype, receiver), bucket_bytes, part_bytes, self._turns.of)
 
     def dtype_received(self, name: str) -> torch.dtype:
@@ -362,13 +359,6 @@ class PlanEnds:
         """Wait until packing and unpacking are done, which on a GPU are asynchronous."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-    def write(self, part: BucketPart, source: Tensor, sender: int, sent: int) -> None:
-        """Write one part of a CPU tensor from ``source``, whose digest was ``sent`` when ``sender`` wrote it."""
-        target = view(self.dst[part.dst_param], part.dst_box)
-        target.copy_(source)
-        if self.verify and digest(bytes_of(target)) != sent:
-            self._failures.append(self._difference(part, sender))
 
     def finish(self, version: int) -> float:
         """Seconds spent on digests. Raises CorruptionError with the failures that `begin` and `unpack` recorded."""

@@ -162,11 +162,11 @@ class Receiver(_End):
     """
 
     def __init__(self, rendezvous: Rendezvous, rank: int, boxes: Mapping[Held, Tensor]) -> None:
-        held = _by_name(boxes)
-        written = {name: boxes[one] for name, one in held.items()}
-        super().__init__(rendezvous, rank, None, written)
-        self._arrivals = _Arrivals(held)
-        self._transport.ends.arriving, self._transport.ends.arrived = self._arrivals.coming, self._arrivals.came
+        self._held, self._left = _by_name(boxes), dict[str, int]()
+        self._coming: Callable[[int, Sequence[Held]], None]
+        self._whole: Callable[[Held], None]
+        super().__init__(rendezvous, rank, None, {name: boxes[one] for name, one in self._held.items()})
+        self._transport.ends.arriving, self._transport.ends.arrived = self._arriving, self._arrived
 
     def receive(
         self,
@@ -179,7 +179,8 @@ class Receiver(_End):
         Before, ``coming`` is called with a turn (`Turns`) and boxes of which parts are about to arrive; all of earlier
         turns have arrived. Raises SyncError if a rank is not ready or was lost, as `send`.
         """
-        self._arrivals.begin(coming, whole)
+        self._left = {name: volume(one.box) for name, one in self._held.items()}
+        self._coming, self._whole = coming, whole
         try:
             self._member.meet(f"version {version}")
             return self._transport.move(version)
@@ -187,25 +188,10 @@ class Receiver(_End):
             self.close()
             raise
 
-
-class _Arrivals:
-    """Reports a rank's boxes, by name, before their parts arrive and once the last has."""
-
-    def __init__(self, held: Mapping[str, Held]) -> None:
-        self._held, self._left = held, dict[str, int]()
-        self._coming: Callable[[int, Sequence[Held]], None]
-        self._whole: Callable[[Held], None]
-
-    def begin(self, coming: Callable[[int, Sequence[Held]], None], whole: Callable[[Held], None]) -> None:
-        """Starts a new version: nothing of it has arrived."""
-        self._left = {name: volume(one.box) for name, one in self._held.items()}
-        self._coming, self._whole = coming, whole
-
-    def coming(self, bucket: Bucket) -> None:
-        """Reports the boxes of a bucket that is about to be unpacked."""
+    def _arriving(self, bucket: Bucket) -> None:
         self._coming(bucket.turn, [self._held[name] for name in dict.fromkeys(p.dst_param for p in bucket.parts)])
 
-    def came(self, bucket: Bucket) -> None:
+    def _arrived(self, bucket: Bucket) -> None:
         """Counts the parts of a bucket that was unpacked."""
         for part in bucket.parts:
             self._left[part.dst_param] -= part.num_elements

@@ -255,7 +255,8 @@ class ProcessGroupTransport(Exchange):
         if step.send is not None:
             self.ends.pack(step.send, version)
             frame = compression.pack(step.send)
-        leaving, coming = (torch.tensor([n], device=self.ends.device) for n in (_size(frame), _WHOLE))
+        size = _WHOLE if frame is None else len(frame)
+        leaving, coming = (torch.tensor([n], device=self.ends.device) for n in (size, _WHOLE))
         sizes: list[Operation] = []
         if step.receive is not None and compression.compresses(step.receive.peer):
             sizes.append((dist.irecv, coming, step.receive.peer))
@@ -291,10 +292,6 @@ class ProcessGroupTransport(Exchange):
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(everyone, mine, group=self.group)
         return [int(theirs) for theirs in everyone]
-
-
-def _size(frame: Tensor | None) -> int:
-    return _WHOLE if frame is None else len(frame)
 
 
 def _awaited(step: Step, version: int, rank: int, error: Exception) -> str:

@@ -114,7 +114,11 @@ class Mirror:
         self.tensors = self._stored
         if encoding is not None:
             plain = stored(shapes, dtype_of(dtype), None, float32)
-            self.tensors = _mapped(_plain(path), plain) if writers > 1 else _in_memory(plain)
+            self.tensors = (
+                _mapped(_plain(path), plain)
+                if writers > 1
+                else {name: torch.empty(shape, dtype=getattr(torch, given)) for name, (given, shape) in plain.items()}
+            )
             self._sparse += [_plain(path)] if writers > 1 else []
 
     @staticmethod
@@ -245,10 +249,6 @@ def _mapped(path: Path, entries: Stored) -> dict[str, Tensor]:
         name: piece.view(getattr(torch, given)).view(shape)
         for (name, (given, shape)), piece in zip(entries.items(), flat[head:].split(sizes), strict=True)
     }
-
-
-def _in_memory(entries: Stored) -> dict[str, Tensor]:
-    return {name: torch.empty(shape, dtype=getattr(torch, given)) for name, (given, shape) in entries.items()}
 
 
 def _plain(path: Path) -> Path:

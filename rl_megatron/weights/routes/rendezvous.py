@@ -64,7 +64,7 @@ class GroupPeers(Peers):
 def gather(mine: object, group: dist.ProcessGroup | None) -> list[Any]:
     """Each process's value, by rank. Collective; raises SyncError if a process sends no JSON or is lost."""
     device, size = wire_device(group), dist.get_world_size(group)
-    data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
+    data = torch.frombuffer(bytearray(deflated(mine)), dtype=torch.uint8).to(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     with _lost():
         dist.all_gather(lengths, torch.tensor([len(data)], device=device), group=group)
@@ -74,7 +74,8 @@ def gather(mine: object, group: dist.ProcessGroup | None) -> list[Any]:
     said = [torch.zeros_like(padded) for _ in range(size)]
     with _lost():
         dist.all_gather(said, padded, group=group)
-    return [_read(one[: int(length)], rank) for rank, (one, length) in enumerate(zip(said, lengths, strict=True))]
+    whole = (one[: int(length)].cpu().numpy().tobytes() for one, length in zip(said, lengths, strict=True))
+    return [inflated(data, rank) for rank, data in enumerate(whole)]
 
 
 @contextmanager
@@ -114,13 +115,6 @@ def _checked(length: int) -> int:
     if not 0 <= length <= _MOST_BYTES:
         raise SyncError(f"a process of the group announced {length} bytes, of {_MOST_BYTES} at most")
     return length
-
-
-def _read(data: Tensor, rank: int) -> Any:
-    try:
-        return json.loads(data.cpu().numpy().tobytes())
-    except ValueError as error:
-        raise SyncError(f"rank {rank} of the group sent no JSON: {error}") from error
 
 
 JOINING = "joining the group"

@@ -53,7 +53,7 @@ from rl_megatron.weights.layouts.tables.grouped_query import HF_QWEN3_MOE
 from rl_megatron.weights.plans.plan import plan
 from tests.family_models import MODELS, save_model
 from tests.small_models import SMALL_MOE
-from tools.convert.inspection import describe
+from tools.convert.inspection import describe, left_out
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +168,8 @@ def test_a_tower_beside_a_text_model_is_said(saved: Path, tmp_path: Path) -> Non
     assert read_shape(folder).stacked_experts
     assert not read_shape(saved / "qwen3_5_moe").stacked_experts
     told = "model.visual: only the text model is trained and converted; the new folder has no tower"
-    assert convert.left_out(folder) == convert.left_out(saved / "qwen3_5_moe") == told
-    assert convert.left_out(saved / "qwen3_next") is None
+    assert left_out(folder) == left_out(saved / "qwen3_5_moe") == told
+    assert left_out(saved / "qwen3_next") is None
     assert any(name.startswith("model.visual.") for name in HFFolder(folder).shapes())
     convert.hf_to_megatron(folder, tmp_path / "megatron")
     assert read_shape(tmp_path / "megatron") == read_shape(folder)

@@ -30,8 +30,7 @@ from rl_megatron.weights.adapters.files import OF_EXPERTS_ALONE, PREFIX, WITH_EX
 from rl_megatron.weights.adapters.merging import base_digest, merge_adapters
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
-from rl_megatron.weights.checkpoints.kind import is_megatron, newest_in
-from rl_megatron.weights.checkpoints.megatron import copies_between, find_homes, held_lora
+from rl_megatron.weights.checkpoints.megatron import copies_between, find_homes, held_lora, is_megatron, newest_in
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import Chunk, read_index, write_index, write_tensor
 from rl_megatron.weights.formats.hf_folder import INDEX, file_names, index_text, raise_misfits, weight_files
@@ -43,7 +42,7 @@ from tests.draft_models import save_with_drafts
 from tests.family_models import MODELS, save_model
 from tests.saved_adapters import save_adapters
 from tools.convert.conversion import run
-from tools.convert.inspection import describe
+from tools.convert.inspection import describe, left_out
 from tools.convert.layouts import model_shape
 from tools.convert.verify import verify
 
@@ -467,13 +466,13 @@ def test_a_misfit_names_the_key_that_describes_it() -> None:
 def test_rows_beyond_the_vocabulary_are_counted_unless_they_are_padding(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "hf")
     convert.hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
-    assert convert.left_out(tmp_path / "megatron") is None
+    assert left_out(tmp_path / "megatron") is None
     key, path = "embedding.word_embeddings.weight", tmp_path / "megatron/config.json"
     config = json.loads(path.read_text())
     size, padded = config["vocab_size"], read_index(tmp_path / "megatron")[0][key][0]
     assert padded > size, "rows of 0"
     path.write_text(json.dumps({**config, "vocab_size": size - 3}))
-    said = convert.left_out(tmp_path / "megatron")
+    said = left_out(tmp_path / "megatron")
     assert said is not None
     assert said.startswith(f"{key}: 3 of its {padded} rows are not 0 and beyond vocab_size={size - 3}; the new folder ")
     convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
@@ -488,7 +487,7 @@ def test_scales_of_a_quantised_cache_are_left_aside_and_named(tmp_path: Path) ->
     scales = {f"model.layers.{i}.{end}": torch.ones(1) for i in range(4) for end in ends}
     save_file({**tensors, **scales}, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
     said = "k_scale, output_scale, v_scale: scales of a quantized KV cache; the new folder has none"
-    assert convert.left_out(tmp_path / "hf") == said
+    assert left_out(tmp_path / "hf") == said
     convert.hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
     assert not [*verify(tmp_path / "megatron", against=tmp_path / "hf")]
 

@@ -37,7 +37,7 @@ from rl_megatron.rewards.classifiers.on_ranks import RewardModels
 from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.training.checkpoints import files_of, latest
 from rl_megatron.types import Prompt
-from rl_megatron.weights.checkpoints.kind import is_megatron
+from rl_megatron.weights.checkpoints.megatron import is_megatron
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums
 from rl_megatron.weights.routes.mirror import dtypes, seal_of, shapes
 from tools.lab.mismatch.causes import CAUSES, Finding, Setting, TokenizerCheck, WeightCheck, judge

@@ -9,13 +9,14 @@ repeated on neighbouring ranks where there are more ranks than heads).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal
 
 from rl_megatron.models.shape import ExpertNames, ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layouts.layout import Band, ParamSpec, Piece
+from rl_megatron.weights.layouts.layout import Axis, Band, ParamSpec, Piece, one
 from rl_megatron.weights.layouts.tables.rows import (
     DECODER,
     EMBED,
@@ -23,6 +24,8 @@ from rl_megatron.weights.layouts.tables.rows import (
     LAYER,
     NORM,
     SCORE,
+    OfLayers,
+    Others,
     Size,
     cut_vector,
     each,
@@ -31,9 +34,9 @@ from rl_megatron.weights.layouts.tables.rows import (
     hidden,
     matrix,
     num_experts,
-    one,
     row_cut,
     tied_over_stages,
+    under,
     untied,
     vector,
     vocab,
@@ -46,6 +49,12 @@ _NORM_IN, _NORM_MLP = LAYER + "input_layernorm.weight", LAYER + "post_attention_
 _Q_NORM, _K_NORM = _ATTENTION + "q_norm.weight", _ATTENTION + "k_norm.weight"
 _OUT, _SINKS = _ATTENTION + "o_proj.", _ATTENTION + "sinks"
 _USUAL = ExpertNames()
+_head_dim: Size = attrgetter("head_dim")
+_heads: Size = attrgetter("num_heads")
+_dense_width: Size = attrgetter("dense_width")
+_shared_width: Size = attrgetter("shared_width")
+moe_layers: OfLayers = attrgetter("moe_layers")
+"""Layers with experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +100,14 @@ def decoder(*blocks: Block, planned: bool = True) -> Tables:
         vocabulary(HEAD, EMBED, stage="last", exists=tied_over_stages),
     )
     return {"hf": hf, "megatron": megatron, **({"engine": engine} if planned else {})}
+
+
+def tables_under(prefix: str, tables: Tables, *, instead: str = "model.") -> Tables:
+    """The tables for files whose names are those of `under`."""
+    return {
+        layout: tuple(under(prefix, row, named_so=layout == "hf", instead=instead) for row in rows)
+        for layout, rows in tables.items()
+    }
 
 
 def attention(
@@ -209,6 +226,17 @@ def experts(
     return Block(hf=tuple(hf), megatron=tuple(megatron), engine=tuple(engine))
 
 
+def stacks(
+    parts: Sequence[tuple[str, Others]], prefix: str, hf: str, axis: Axis | None = None
+) -> tuple[ParamSpec, ...]:
+    """Parts of all experts of a layer in one tensor each, cut between experts: their names after ``prefix``, and
+    after ``hf`` in files, and the sizes of an expert's."""
+    return tuple(
+        ParamSpec(name=prefix + name, bands=whole(hf + name, num_experts), others=of, axis=axis, layers=moe_layers)
+        for name, of in parts
+    )
+
+
 def _shared(prefix: str, gate: str | None) -> Block:
     gate_up, down = (prefix + "gate_proj.weight", prefix + "up_proj.weight"), prefix + "down_proj.weight"
     only = moe_layers
@@ -237,11 +265,6 @@ def _shared(prefix: str, gate: str | None) -> Block:
 def dense_layers(m: ModelShape) -> range:
     """Layers with one MLP."""
     return range(m.moe_layers.start)
-
-
-def moe_layers(m: ModelShape) -> range:
-    """Layers with experts."""
-    return m.moe_layers
 
 
 def _buffer(name: str, hf: str) -> ParamSpec:
@@ -284,14 +307,6 @@ def _has_qk_norm(m: ModelShape, _dims: ParallelDims) -> bool:
     return m.qk_norm is not None
 
 
-def _head_dim(m: ModelShape) -> int:
-    return m.head_dim
-
-
-def _heads(m: ModelShape) -> int:
-    return m.num_heads
-
-
 def _group_rows(m: ModelShape) -> int:
     return (m.num_heads // m.num_kv_heads + 2) * m.head_dim
 
@@ -302,11 +317,3 @@ def _q_rows(m: ModelShape) -> int:
 
 def _kv_rows(m: ModelShape) -> int:
     return m.num_kv_heads * m.head_dim
-
-
-def _dense_width(m: ModelShape) -> int:
-    return m.dense_width
-
-
-def _shared_width(m: ModelShape) -> int:
-    return m.shared_width

@@ -12,19 +12,33 @@ its heads' weights; whole on every rank).
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 
 from rl_megatron.models.families import deepseek_v3
-from rl_megatron.models.shape import DecoderNames, Indexer, LatentAttention, ModelShape
-from rl_megatron.weights.layouts.layout import Band, Family, ParamSpec, Piece
-from rl_megatron.weights.layouts.tables.blocks import Block, decoder, dense_mlp, experts
+from rl_megatron.models.shape import DecoderNames, LatentAttention, ModelShape
+from rl_megatron.weights.layouts.layout import Family, ParamSpec
+from rl_megatron.weights.layouts.tables.blocks import Block, decoder, dense_mlp, experts, tables_under
 from rl_megatron.weights.layouts.tables.drafts import with_drafts
-from rl_megatron.weights.layouts.tables.rows import DECODER, LAYER, Size, hidden, matrix, row_cut, under, vector, whole
+from rl_megatron.weights.layouts.tables.rows import (
+    DECODER,
+    LAYER,
+    Size,
+    hidden,
+    matrix,
+    row_cut,
+    stacked,
+    vector,
+    whole,
+)
 
 _ATTENTION, _SELF = LAYER + "self_attn.", DECODER + "self_attention."
 _NORM_IN, _OUT = LAYER + "input_layernorm.weight", _ATTENTION + "o_proj.weight"
 _Q, _Q_A, _Q_B = _ATTENTION + "q_proj.weight", _ATTENTION + "q_a_proj.weight", _ATTENTION + "q_b_proj.weight"
 _KV_A, _KV_B = _ATTENTION + "kv_a_proj_with_mqa.weight", _ATTENTION + "kv_b_proj.weight"
 _Q_NORM, _KV_NORM = _ATTENTION + "q_a_layernorm.weight", _ATTENTION + "kv_a_layernorm.weight"
+
+_kv_rank: Size = attrgetter("latent.kv_rank")
+_value_dim: Size = attrgetter("latent.value_dim")
 
 
 def _latent(m: ModelShape) -> LatentAttention:
@@ -34,10 +48,6 @@ def _latent(m: ModelShape) -> LatentAttention:
 
 def _q_rank(m: ModelShape) -> int:
     return _latent(m).query_rank or 0
-
-
-def _kv_rank(m: ModelShape) -> int:
-    return _latent(m).kv_rank
 
 
 def _kv_down(m: ModelShape) -> int:
@@ -52,10 +62,6 @@ def _kv_head(m: ModelShape) -> int:
     return _latent(m).nope_dim + _latent(m).value_dim
 
 
-def _value_dim(m: ModelShape) -> int:
-    return _latent(m).value_dim
-
-
 def _q_rows(m: ModelShape) -> int:
     return m.num_heads * _q_head(m)
 
@@ -66,10 +72,6 @@ def _kv_rows(m: ModelShape) -> int:
 
 def _value_rows(m: ModelShape) -> int:
     return m.num_heads * _value_dim(m)
-
-
-def _down_stacked(m: ModelShape, _degree: int) -> tuple[Band, ...]:
-    return ((Piece(hf=_Q_A, start=0, stop=_q_rank(m)), Piece(hf=_KV_A, start=0, stop=_kv_down(m))),)
 
 
 def _squeezed(spec: ParamSpec) -> ParamSpec:
@@ -123,7 +125,7 @@ def _latent_attention(*rows_of_straight: Block) -> Block:
         engine=(
             vector(_NORM_IN, _NORM_IN, hidden),
             *engine,
-            _squeezed(matrix(_ATTENTION + "fused_qkv_a_proj.weight", _down_stacked)),
+            _squeezed(matrix(_ATTENTION + "fused_qkv_a_proj.weight", stacked((_Q_A, _q_rank), (_KV_A, _kv_down)))),
             _squeezed(vector(_Q_NORM, _Q_NORM, _q_rank)),
             _squeezed(_heads(_Q_B, _Q_B, _q_rows, _q_head, _q_rank)),
             vector(_KV_NORM, _KV_NORM, _kv_rank),
@@ -143,32 +145,17 @@ _LATENT_ATTENTION = _latent_attention(
 _INDEXER, _CORE_INDEXER = _ATTENTION + "indexer.", _SELF + "core_attention.indexer."
 _INDEX_Q, _INDEX_K = _INDEXER + "wq_b.weight", _INDEXER + "wk.weight"
 _INDEX_WEIGHTS, _INDEX_NORM = _INDEXER + "weights_proj.weight", _INDEXER + "k_norm."
-
-
-def _indexer(m: ModelShape) -> Indexer:
-    assert m.indexer is not None, "this table needs a shape with an indexer"
-    return m.indexer
-
-
-def _index_heads(m: ModelShape) -> int:
-    return _indexer(m).heads
-
-
-def _index_key(m: ModelShape) -> int:
-    return _indexer(m).head_dim
+_index_heads: Size = attrgetter("indexer.heads")
+_index_key: Size = attrgetter("indexer.head_dim")
 
 
 def _index_queries(m: ModelShape) -> int:
-    return _indexer(m).heads * _indexer(m).head_dim
-
-
-def _index_stacked(m: ModelShape, _degree: int) -> tuple[Band, ...]:
-    return ((Piece(hf=_INDEX_K, start=0, stop=_index_key(m)), Piece(hf=_INDEX_WEIGHTS, start=0, stop=_index_heads(m))),)
+    return _index_heads(m) * _index_key(m)
 
 
 def _held(*rows: ParamSpec) -> tuple[ParamSpec, ...]:
     """The rows, of layers with an indexer, which is not trained."""
-    return tuple(replace(row, layers=lambda m: _indexer(m).layers, frozen=True) for row in rows)
+    return tuple(replace(row, layers=attrgetter("indexer.layers"), frozen=True) for row in rows)
 
 
 def _index_norm(name: str) -> tuple[ParamSpec, ...]:
@@ -195,19 +182,13 @@ _HELD_INDEXER = Block(
     ),
     engine=_held(
         matrix(_INDEX_Q, whole(_INDEX_Q, _index_queries), columns=_q_rank),
-        matrix(_INDEXER + "wk_weights_proj.weight", _index_stacked),
+        matrix(_INDEXER + "wk_weights_proj.weight", stacked((_INDEX_K, _index_key), (_INDEX_WEIGHTS, _index_heads))),
         *_index_norm(_INDEX_NORM),
     ),
 )
-_TABLES = with_drafts(
-    decoder(
-        _LATENT_ATTENTION,
-        dense_mlp(),
-        experts(bias=True, dense_first=True, shared=True),
-    )
-)
-HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3, ENGINE_DEEPSEEK_V3 = _TABLES["hf"], _TABLES["megatron"], _TABLES["engine"]
 _EXPERTS = experts(bias=True, dense_first=True, shared=True)
+_TABLES = with_drafts(decoder(_LATENT_ATTENTION, dense_mlp(), _EXPERTS))
+HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3, ENGINE_DEEPSEEK_V3 = _TABLES["hf"], _TABLES["megatron"], _TABLES["engine"]
 DEEPSEEK_V2 = Family(  # without a selection bias
     model_types=("deepseek_v2",),
     read=deepseek_v3.read_v2,
@@ -225,10 +206,7 @@ _INSIDE = "language_model."
 KIMI_K25 = Family(
     model_types=("kimi_k25",),
     read=deepseek_v3.read_kimi,
-    tables={
-        layout: tuple(under(_INSIDE, row, named_so=layout == "hf", instead="") for row in rows)
-        for layout, rows in decoder(_latent_attention(), dense_mlp(), _EXPERTS).items()
-    },
+    tables=tables_under(_INSIDE, decoder(_latent_attention(), dense_mlp(), _EXPERTS), instead=""),
     serves=True,
     decoder=DecoderNames(prefix=_INSIDE + "model.", head=_INSIDE + "lm_head"),
 )

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import ParamSpec
 from rl_megatron.weights.layouts.tables.blocks import dense_layers
-from rl_megatron.weights.layouts.tables.rows import DECODER, LAYER, hidden, matrix, under, vector, whole
+from rl_megatron.weights.layouts.tables.rows import DECODER, LAYER, OfLayers, hidden, matrix, under, vector, whole
 
 DRAFT = "mtp.layers.{layer}."
 """Megatron's name of a draft layer, but that its number follows those of the decoder's layers."""
 _JOIN = "eh_proj.weight"
+_layers: OfLayers = attrgetter("drafted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,19 +130,9 @@ def _own(names: DraftNames, *, megatron: bool) -> tuple[ParamSpec, ...]:
     rows = (
         vector(first, names.embedding_norm, hidden),
         vector(second, names.hidden_norm, hidden),
-        matrix(join, whole(names.join, hidden), columns=_both, axis="tp" if megatron else None),
+        matrix(join, whole(names.join, hidden), columns=lambda m: 2 * m.hidden_size, axis="tp" if megatron else None),
         vector(final, names.final_norm, hidden),
     )
-    return tuple(replace(row, layers=_layers, alone="{layer}" not in row.name, exists=_exist) for row in rows)
-
-
-def _both(m: ModelShape) -> int:
-    return 2 * m.hidden_size
-
-
-def _layers(m: ModelShape) -> range:
-    return m.drafted
-
-
-def _exist(m: ModelShape, _dims: ParallelDims) -> bool:
-    return m.drafts
+    return tuple(
+        replace(row, layers=_layers, alone="{layer}" not in row.name, exists=lambda m, _: m.drafts) for row in rows
+    )

@@ -25,10 +25,9 @@ from rl_megatron.models.families.grouped_query import (
     read_qwen3,
     read_qwen3_moe,
 )
-from rl_megatron.models.shape import ExpertNames, ModelShape
-from rl_megatron.weights.boxes import Shape
-from rl_megatron.weights.layouts.layout import Axis, Family, ParamSpec
-from rl_megatron.weights.layouts.tables.blocks import Block, attention, decoder, dense_mlp, experts
+from rl_megatron.models.shape import ExpertNames
+from rl_megatron.weights.layouts.layout import Family
+from rl_megatron.weights.layouts.tables.blocks import Block, attention, decoder, dense_mlp, experts, stacks
 from rl_megatron.weights.layouts.tables.drafts import NUMBERED_WITH_FINAL_NORM, with_drafts
 from rl_megatron.weights.layouts.tables.rows import DECODER, LAYER, Others, hidden, matrix, num_experts, vector, whole
 
@@ -102,50 +101,24 @@ _NORM = LAYER + "post_attention_layernorm.weight"
 _ROUTER, _BIAS = _MLP + "router.weight", _MLP + "router.bias"
 
 
-def _gate_up(m: ModelShape) -> Shape:
-    return m.hidden_size, 2 * m.expert_width
-
-
-def _gate_up_bias(m: ModelShape) -> Shape:
-    return (2 * m.expert_width,)
-
-
-def _down(m: ModelShape) -> Shape:
-    return m.expert_width, m.hidden_size
-
-
-def _down_bias(m: ModelShape) -> Shape:
-    return (m.hidden_size,)
-
-
 _EXPERTS: tuple[tuple[str, Others], ...] = (
-    ("experts.gate_up_proj", _gate_up),
-    ("experts.gate_up_proj_bias", _gate_up_bias),
-    ("experts.down_proj", _down),
-    ("experts.down_proj_bias", _down_bias),
+    ("experts.gate_up_proj", lambda m: (m.hidden_size, 2 * m.expert_width)),
+    ("experts.gate_up_proj_bias", lambda m: (2 * m.expert_width,)),
+    ("experts.down_proj", lambda m: (m.expert_width, m.hidden_size)),
+    ("experts.down_proj_bias", lambda m: (m.hidden_size,)),
 )
-
-
-def _fused(prefix: str, *, cut: bool) -> tuple[ParamSpec, ...]:
-    axis: Axis | None = "ep" if cut else None
-    return tuple(
-        ParamSpec(name=prefix + name, bands=whole(_MLP + name, num_experts), others=others, axis=axis)
-        for name, others in _EXPERTS
-    )
-
-
 _MOE = Block(
     hf=(
         vector(_NORM, _NORM, hidden),
         matrix(_ROUTER, whole(_ROUTER, num_experts)),
         vector(_BIAS, _BIAS, num_experts),
-        *_fused(_MLP, cut=False),
+        *stacks(_EXPERTS, _MLP, _MLP),
     ),
     megatron=(
         vector(DECODER + "pre_mlp_layernorm.weight", _NORM, hidden),
         matrix(_FFN + "router.weight", whole(_ROUTER, num_experts)),
         vector(_FFN + "router.bias", _BIAS, num_experts),
-        *_fused(_FFN, cut=True),
+        *stacks(_EXPERTS, _FFN, _MLP, "ep"),
     ),
     engine=(),
 )

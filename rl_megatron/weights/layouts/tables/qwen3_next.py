@@ -13,23 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 
 from rl_megatron.models.families import qwen3_next
 from rl_megatron.models.shape import DecoderNames, DeltaNet, ExpertNames, ModelShape
-from rl_megatron.weights.layouts.layout import Axis, Band, Family, ParamSpec, Piece
-from rl_megatron.weights.layouts.tables.blocks import Block, Tables, attention, decoder, experts, moe_layers
+from rl_megatron.weights.layouts.layout import Band, Family, ParamSpec, Piece
+from rl_megatron.weights.layouts.tables.blocks import Block, Tables, attention, decoder, experts, stacks, tables_under
 from rl_megatron.weights.layouts.tables.drafts import ALONE, with_drafts
 from rl_megatron.weights.layouts.tables.rows import (
     DECODER,
     LAYER,
+    OfLayers,
     Others,
     Size,
     cut_vector,
     hidden,
     matrix,
-    num_experts,
     row_cut,
-    under,
     vector,
     whole,
 )
@@ -41,19 +41,17 @@ _NORM, _OUT = _DELTA + "norm.weight", _DELTA + "out_proj.weight"
 _QKVZ, _BA = _DELTA + "in_proj_qkvz.weight", _DELTA + "in_proj_ba.weight"
 _APART = {part: f"{_DELTA}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")}
 PiecesOfHead = Callable[[DeltaNet, int], tuple[Piece, ...]]  # of a key head's rows
+_delta_layers: OfLayers = attrgetter("delta_layers")
+_attention_layers: OfLayers = attrgetter("attention_layers")
+_value_heads: Size = attrgetter("delta.value_heads")
+_value_dim: Size = attrgetter("delta.value_dim")
+_outputs: Size = attrgetter("delta.outputs")
+_ratio: Size = attrgetter("delta.ratio")
 
 
 def _delta(m: ModelShape) -> DeltaNet:
     assert m.delta is not None, "this table needs a shape with delta nets"
     return m.delta
-
-
-def _delta_layers(m: ModelShape) -> tuple[int, ...]:
-    return m.delta_layers
-
-
-def _attention_layers(m: ModelShape) -> tuple[int, ...]:
-    return m.attention_layers
 
 
 def _query_rows(m: ModelShape) -> int:
@@ -141,18 +139,6 @@ def _taps(name: str, *, cut: bool) -> ParamSpec:
     )
 
 
-def _value_heads(m: ModelShape) -> int:
-    return _delta(m).value_heads
-
-
-def _outputs(m: ModelShape) -> int:
-    return _delta(m).outputs
-
-
-def _ratio(m: ModelShape) -> int:
-    return _delta(m).ratio
-
-
 def _delta_net(inputs: dict[str, Size], places: PiecesOfHead) -> Block:
     """``inputs`` are Hugging Face's matrices of the inputs and their rows, ``places`` those of a key head in them."""
     only = _delta_layers
@@ -161,7 +147,7 @@ def _delta_net(inputs: dict[str, Size], places: PiecesOfHead) -> Block:
             *(matrix(name, whole(name, rows), layers=only) for name, rows in inputs.items()),
             _taps(_CONV, cut=False),
             *(vector(name, name, _value_heads, layers=only) for name in (_DECAY, _STEP)),
-            vector(_NORM, _NORM, lambda m: _delta(m).value_dim, layers=only),
+            vector(_NORM, _NORM, _value_dim, layers=only),
             row_cut(_OUT, _OUT, _outputs, layers=only),
         ),
         megatron=(
@@ -176,7 +162,7 @@ def _delta_net(inputs: dict[str, Size], places: PiecesOfHead) -> Block:
             _taps(_SELF + "conv1d.weight", cut=True),
             cut_vector(_SELF + "A_log", whole(_DECAY, _value_heads), unit=_ratio, layers=only),
             cut_vector(_SELF + "dt_bias", whole(_STEP, _value_heads), unit=_ratio, layers=only),
-            vector(_SELF + "out_norm.weight", _NORM, lambda m: _delta(m).value_dim, layers=only),
+            vector(_SELF + "out_norm.weight", _NORM, _value_dim, layers=only),
             row_cut(
                 _SELF + "out_proj.weight",
                 _OUT,
@@ -217,28 +203,16 @@ QWEN3_NEXT = Family(
 )
 _MLP, _FFN = LAYER + "mlp.", DECODER + "mlp."
 _STACKS: tuple[tuple[str, Others], ...] = (
-    (".experts.gate_up_proj", lambda m: (2 * m.expert_width, m.hidden_size)),
-    (".experts.down_proj", lambda m: (m.hidden_size, m.expert_width)),
+    ("experts.gate_up_proj", lambda m: (2 * m.expert_width, m.hidden_size)),
+    ("experts.down_proj", lambda m: (m.hidden_size, m.expert_width)),
 )
-
-
-def _stacks(prefix: str, axis: Axis | None) -> tuple[ParamSpec, ...]:
-    return tuple(
-        ParamSpec(
-            name=prefix.rstrip(".") + name,
-            bands=whole(_MLP.rstrip(".") + name, num_experts),
-            others=others,
-            axis=axis,
-            layers=moe_layers,
-        )
-        for name, others in _STACKS
-    )
 
 
 def _stacked(block: Block) -> Block:
     """The block with all experts of a layer in one tensor, as Qwen3.5's files have them; ep cuts it between experts."""
     hf, megatron = (tuple(row for row in rows if "{expert}" not in row.name) for rows in (block.hf, block.megatron))
-    return Block(hf=(*hf, *_stacks(_MLP, None)), megatron=(*megatron, *_stacks(_FFN, "ep")), engine=())
+    cut = stacks(_STACKS, _FFN, _MLP, "ep")
+    return Block(hf=(*hf, *stacks(_STACKS, _MLP, _MLP)), megatron=(*megatron, *cut), engine=())
 
 
 def _text(experts_block: Block) -> Tables:
@@ -251,14 +225,7 @@ def _text(experts_block: Block) -> Tables:
     return decoder(_gated_attention(), _delta_net(inputs, _apart), experts_block, planned=False)
 
 
-_INSIDE = "model.language_model."
-
-
-def _inside(tables: Tables) -> Tables:
-    """The tables of a text model beside a tower for images."""
-    return {
-        layout: tuple(under(_INSIDE, row, named_so=layout == "hf") for row in rows) for layout, rows in tables.items()
-    }
+_INSIDE = "model.language_model."  # of a text model beside a tower for images
 
 
 _PLAIN = _text(_EXPERTS)
@@ -275,8 +242,8 @@ QWEN3_5_MOE_TEXT = Family(
 QWEN3_5_MOE = Family(
     model_types=("qwen3_5_moe",),
     read=qwen3_next.read_text_model,
-    tables=_inside(_APART_EXPERTS),
-    stacked=_inside(_STACKED_EXPERTS),
+    tables=tables_under(_INSIDE, _APART_EXPERTS),
+    stacked=tables_under(_INSIDE, _STACKED_EXPERTS),
     serves=True,
     names=_NAMES,
     decoder=DecoderNames(prefix=_INSIDE),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Literal
 
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Shape
-from rl_megatron.weights.layouts.layout import Axis, Band, ParamSpec, Piece
+from rl_megatron.weights.layouts.layout import Axis, Band, ParamSpec, Piece, every_layer, one
 
 Bands = Callable[[ModelShape, int], tuple[Band, ...]]
 Size = Callable[[ModelShape], int]
@@ -20,34 +21,14 @@ EMBED, HEAD, NORM, SCORE = "model.embed_tokens.weight", "lm_head.weight", "model
 LAYER, DECODER = "model.layers.{layer}.", "decoder.layers.{layer}."
 
 
-def hidden(m: ModelShape) -> int:
-    """Width of the residual stream."""
-    return m.hidden_size
-
-
-def vocab(m: ModelShape) -> int:
-    """Rows of the embedding, unpadded."""
-    return m.vocab_size
-
-
-def num_experts(m: ModelShape) -> int:
-    """Routed experts."""
-    return m.num_experts
-
-
-def expert_width(m: ModelShape) -> int:
-    """Inner width of a routed expert."""
-    return m.expert_width
-
-
-def every_layer(m: ModelShape) -> range:
-    """All decoder layers."""
-    return range(m.num_layers)
-
-
-def one(_m: ModelShape) -> int:
-    """A unit of one row: rows may be cut anywhere."""
-    return 1
+hidden: Size = attrgetter("hidden_size")
+"""Width of the residual stream."""
+vocab: Size = attrgetter("vocab_size")
+"""Rows of the embedding, unpadded."""
+num_experts: Size = attrgetter("num_experts")
+"""Routed experts."""
+expert_width: Size = attrgetter("expert_width")
+"""Inner width of a routed expert."""
 
 
 def untied(m: ModelShape, _dims: ParallelDims) -> bool:
@@ -70,6 +51,11 @@ def whole(hf: str, rows: Size) -> Bands:
     return lambda m, _degree: ((Piece(hf=hf, start=0, stop=rows(m)),),)
 
 
+def stacked(*parts: tuple[str, Size]) -> Bands:
+    """One band: all rows of several tensors, one below the other."""
+    return lambda m, _degree: (tuple(Piece(hf=hf, start=0, stop=rows(m)) for hf, rows in parts),)
+
+
 def each(names: tuple[str, ...], rows: Size) -> Bands:
     """One band for each tensor, for example gate, then up; each is cut separately."""
     return lambda m, _degree: tuple((Piece(hf=name, start=0, stop=rows(m)),) for name in names)
@@ -79,12 +65,12 @@ def vector(
     name: str, hf: str, size: Size, *, stage: Literal["first", "last"] | None = None, layers: OfLayers = every_layer
 ) -> ParamSpec:
     """A norm's scale or a bias, replicated on every rank."""
-    return ParamSpec(name=name, bands=whole(hf, size), others=_nothing, stage=stage, layers=layers)
+    return ParamSpec(name=name, bands=whole(hf, size), others=lambda m: (), stage=stage, layers=layers)
 
 
 def cut_vector(name: str, bands: Bands, *, unit: Size = one, layers: OfLayers = every_layer) -> ParamSpec:
     """A bias or a norm's scale that tp cuts like the rows that it belongs to."""
-    return ParamSpec(name=name, bands=bands, others=_nothing, axis="tp", unit=unit, layers=layers)
+    return ParamSpec(name=name, bands=bands, others=lambda m: (), axis="tp", unit=unit, layers=layers)
 
 
 def matrix(
@@ -110,15 +96,7 @@ def row_cut(
     layers: OfLayers = every_layer,
 ) -> ParamSpec:
     """A matrix whose rows are the hidden size and whose columns ``axis`` cuts."""
-    return ParamSpec(
-        name=name,
-        bands=whole(hf, columns),
-        others=lambda m: (m.hidden_size,),
-        dim=1,
-        axis=axis,
-        unit=unit,
-        layers=layers,
-    )
+    return replace(matrix(name, whole(hf, columns), axis=axis, unit=unit, layers=layers), dim=1)
 
 
 def vocabulary(
@@ -126,13 +104,10 @@ def vocabulary(
     hf: str,
     *,
     stage: Literal["first", "last"],
-    exists: Callable[[ModelShape, ParallelDims], bool] | None = None,
+    exists: Callable[[ModelShape, ParallelDims], bool] = lambda m, dims: True,
 ) -> ParamSpec:
     """An embedding or output matrix, padded and cut by tp over the vocabulary."""
-    spec = ParamSpec(
-        name=name, bands=whole(hf, vocab), others=lambda m: (m.hidden_size,), axis="tp", stage=stage, padded=True
-    )
-    return spec if exists is None else replace(spec, exists=exists)
+    return replace(matrix(name, whole(hf, vocab), axis="tp"), stage=stage, padded=True, exists=exists)
 
 
 def under(prefix: str, spec: ParamSpec, *, named_so: bool, instead: str = "model.") -> ParamSpec:
@@ -149,7 +124,3 @@ def under(prefix: str, spec: ParamSpec, *, named_so: bool, instead: str = "model
         )
 
     return replace(spec, name=moved(spec.name) if named_so else spec.name, bands=bands)
-
-
-def _nothing(_m: ModelShape) -> Shape:
-    return ()
