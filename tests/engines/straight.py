@@ -26,7 +26,7 @@ from tests.engines.benches import Change, ServedBench, weights_of
 
 
 class FolderSender:
-    """A learner of one rank that is a folder: direct.LearnerRanks."""
+    """A learner of one rank that is a folder: delivery.LearnerRanks."""
 
     def __init__(self, model: Path, quantization: str = "none") -> None:
         hf = hf_layout(read_shape(model))

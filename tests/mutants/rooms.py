@@ -87,6 +87,7 @@ ROOMS = (
         after=(
             *_under("tests/unit/weights", "test_drafts.py", "test_checks.py", "test_transports.py"),
             "tests/processes/tools/test_convert.py",
+            "tests/tools/planner/test_pushes.py",
         ),
     ),
     Room(
