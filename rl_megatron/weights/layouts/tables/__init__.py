@@ -1,1 +1,1 @@
-"""The tables of model families, a file each: a row per parameter, for every system that holds it."""
+"""The tables of model families: a row per parameter, for every system that holds it."""
