@@ -28,7 +28,7 @@ from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler
 from rl_megatron.rollout.sampler import RolloutSampler, SamplerBySource, sampled_by
-from rl_megatron.training.rollout_rows import interrupted_row
+from rl_megatron.training.jobs.rl import interrupted_row
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, Scored
 from tests.completions import completion, drawn
 
