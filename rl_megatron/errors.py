@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from asyncio import TaskGroup
+    from asyncio import Event, TaskGroup
+
+T = TypeVar("T")
 
 GB = 1e9  # bytes
 _MOST_SHOWN = 60  # characters of a value
@@ -116,3 +118,21 @@ async def together() -> AsyncIterator[TaskGroup]:
             yield tasks
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from failed
+
+
+async def unless_stopped(stop: Event, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``. If ``stop`` is set first, cancels ``work``, waits for its end and raises Stopped."""
+    import asyncio
+
+    task, asked = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            raise Stopped("stopped before the first step")
+        return task.result()
+    finally:
+        asked.cancel()
+        task.cancel()
+        await asyncio.wait({task, asked})
+        if not task.cancelled():
+            task.exception()  # nothing reads an error of the cancelled work

@@ -21,10 +21,12 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.section import Section
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import MegatronOptimizer
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from rl_megatron.algorithms.objectives import ClipLimits
@@ -32,15 +34,16 @@ if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
     from rl_megatron.config.sections.learner import LearnerSection
     from rl_megatron.config.sections.rollout import ServerSection
+    from rl_megatron.engines.adapter import Sampling
     from rl_megatron.engines.http import Server
-    from rl_megatron.interfaces import Roles
+    from rl_megatron.interfaces import FrozenModel, Roles
     from rl_megatron.learner.heads import Head
     from rl_megatron.learner.packed import PackedMicroBatch
     from rl_megatron.models.shape import ModelShape
     from rl_megatron.observability.recorder import Row, Stopwatch
     from rl_megatron.rules import Rule
     from rl_megatron.training.measures import Measured
-    from rl_megatron.types import Batch, Metric, Samples, Want
+    from rl_megatron.types import Batch, Metric, RolloutGroup, Samples, Want
     from rl_megatron.weights.boxes import Box, Shape
     from rl_megatron.weights.formats.hf_folder import Stored
     from rl_megatron.weights.layouts.layout import Layout
@@ -220,6 +223,10 @@ class Feature:
     step: str | None = None
     """``package.module:function`` that makes the `StepHooks` of a run from its configuration and `Roles`; None for a
     run that the feature leaves alone."""
+    served: str | None = None
+    """``package.module:function`` that makes its models behind servers, by their roles: from a run's configuration, the
+    policy's `ModelShape`, what makes the adapter of an engine, and what hears how far it is. It raises EngineError for
+    a server that does not answer."""
     encoding: str | None = None
     """``package.module:function`` that makes the `Encoding` of a configuration; None for one that the feature leaves
     alone. Importing the module needs no torch."""
@@ -316,12 +323,41 @@ class Compression(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """A model that is asked for log-probs in place of the reference."""
+
+    role: str
+    """What its scores are known by."""
+    model: str
+    """The role of the model."""
+    part: NDArray[np.int64]
+    """The sequences of a batch that it judges."""
+    read: Samples | None = None
+    """What it reads in place of them, in their order."""
+    longest: int = 0
+    """The most positions of a sequence that it reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judges:
+    """All that stand in for the reference on one batch."""
+
+    asked: Sequence[Judge]
+    columns: Callable[[Mapping[tuple[str, Want], Tensor]], Mapping[str, Tensor]]
+    """The samples' ``ref_logprobs`` and ``ref_top`` from what each said, by its role. Runs in a thread."""
+
+
 class StepHooks:
     """A feature's side in the controller of a run that trains on groups. The methods here do nothing."""
 
     def sampled(self, samples: Samples) -> Samples:
         """The samples that models read, of those that have all columns of the engines. Runs in a thread."""
         return samples
+
+    def judges(self, samples: Samples, groups: Sequence[RolloutGroup]) -> Judges | None:
+        """What stands in for the reference on the samples, which are of ``groups``; None: nothing. Runs in a thread."""
+        return None
 
     def scored(self, found: Measured) -> Measured:
         """The batch to train on, once it is scored and before credit is assigned. Runs in a thread."""
@@ -459,6 +495,16 @@ def step_hooks(config: RunConfig, roles: Roles) -> tuple[StepHooks, ...]:
     """The controller's sides of all features for a run. Raises as `features`."""
     made = (load_side(one.step)(config, roles) for one in features().values() if one.step is not None)
     return tuple(hooks for hooks in made if hooks is not None)
+
+
+async def served_models(
+    config: RunConfig, shape: ModelShape, adapter_of: Callable[[str], Sampling], tell: Callable[[str], None]
+) -> dict[str, FrozenModel]:
+    """The models of features behind servers, by their roles. Raises as `features` and `Feature.served`."""
+    found: dict[str, FrozenModel] = {}
+    for side in [one.served for one in features().values() if one.served is not None]:
+        found |= await load_side(side)(config, shape, adapter_of, tell)
+    return found
 
 
 def engine_hooks(engine: str) -> tuple[EngineHooks, ...]:

@@ -211,7 +211,7 @@ class RolloutGroup:
         return tuple(trajectory.reward for trajectory in self.trajectories)
 
 
-_OF_SEQUENCES = ("extra", "group_of", "trajectory_of", "source_of", "cu_seqlens")
+_OF_SEQUENCES = ("extra", "group_of", "trajectory_of", "cu_seqlens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,9 +235,8 @@ class Samples:
     demonstrated: Tensor | None = None  # [N] bool, the positions of demonstrations, whose tokens nobody sampled
     turn_of: Tensor | None = None  # [N] int32, which turn of its sequence sampled the target; 0 where none did
     extra: Mapping[str, Tensor | Ragged] = field(default_factory=dict)  # [N, …], the engine's `Column`s by name
-    group_of: Tensor | None = None  # [S] int64, each prompt's number; this and the next two stay in the controller
+    group_of: Tensor | None = None  # [S] int64, each prompt's number; this and the next stay in the controller
     trajectory_of: Tensor | None = None  # [S] int64, from 0, ascending; None: each sequence is a trajectory
-    source_of: Tensor | None = None  # [S] int64, the source of each sequence's prompt, by its place in the mixture
     cu_seqlens: Tensor  # [S + 1] int64, starts at 0, ends at N
 
     @property

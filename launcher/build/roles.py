@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from launcher.build.data import Data, training_data
@@ -22,17 +23,15 @@ from launcher.servers.pool import ServedLauncher
 from launcher.servers.site import HERE
 from rl_megatron.config.beside import reward_model_roles
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.teachers import teacher_role
 from rl_megatron.data.packing import causal_attention_cost, packer_of
-from rl_megatron.engines.teachers import Teacher
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, unless_stopped
+from rl_megatron.feature import served_models
 from rl_megatron.interfaces import Launcher, RewardFunction, Roles, unheard
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.progress import Progress
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.rewards.classifiers.on_ranks import RewardModels
-from rl_megatron.training.scores.reward_models import RankedScores
-from rl_megatron.training.tasks import unless_stopped
+from rl_megatron.training.ranked_scores import RankedScores
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import job_shape, role_shape
 
@@ -83,8 +82,8 @@ async def _start(
         await asyncio.wait([starting])
         raise
     roles = await starting
-    if served := await _served_teachers(parts, shape, progress):
-        roles = replace(roles, frozen={**roles.frozen, **served})
+    served = await served_models(config, shape, partial(adapter_of, shape=shape), progress.note)
+    roles = replace(roles, frozen={**roles.frozen, **served})
     await load_reward_models(config, shape, roles, parts.reward_models, progress.note)
     return roles, data, shape
 
@@ -107,26 +106,6 @@ async def load_reward_models(
         await model.start_from(config.reward_models[name].path)
         packer = packer_of(config.learner_of(role), attention_cost=attention_cost(sizes))
         models.loaded[name] = RankedScores(model=model, packer=packer, vocab_size=sizes.vocab_size)
-
-
-async def _served_teachers(parts: Parts, shape: ModelShape, progress: Progress) -> dict[str, Teacher]:
-    """The configuration's teachers behind servers, by their roles, each tried once. Raises EngineError, and ConfigError
-    as they do."""
-    kl, teachers = parts.config.algorithm.kl, dict[str, Teacher]()
-    for name, one in kl.teachers.items():
-        if one.server is None or one.engine is None:
-            continue
-        teachers[teacher_role(name)] = Teacher(
-            name=name,
-            section=one,
-            adapter=adapter_of(one.engine, shape),
-            top=kl.top_k,
-            vocab_size=shape.vocab_size,
-        )
-    if teachers:
-        progress.note(f"asking teachers: {', '.join(one.name for one in teachers.values())}")
-        await asyncio.gather(*(one.try_out() for one in teachers.values()))
-    return teachers
 
 
 def allocation_of(config: RunConfig, folder: Path) -> Allocation | None:

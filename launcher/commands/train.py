@@ -29,7 +29,7 @@ from launcher.servers.versions import container_of
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig
 from rl_megatron.entries import PLANNER, load_own
-from rl_megatron.errors import RLMegatronError, Stopped
+from rl_megatron.errors import RLMegatronError, Stopped, unless_stopped
 from rl_megatron.files import write_atomically
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.observability.log import run_log
@@ -38,7 +38,6 @@ from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.report import write_report
 from rl_megatron.rewards.classifiers.on_ranks import RewardModels
 from rl_megatron.rewards.registry import resolve_rewards
-from rl_megatron.training.tasks import unless_stopped
 
 if TYPE_CHECKING:
     from launcher.build.data import Data

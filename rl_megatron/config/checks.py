@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 
 from rl_megatron.config.beside import (
     in_words_of,
-    longest_read,
     nodes_filled,
     reward_model_roles,
     separate,
     taught_on_ranks,
-    with_own_prompt,
 )
 from rl_megatron.config.learner_checks import problems as option_problems
 from rl_megatron.config.removed import instead_of
@@ -20,7 +18,6 @@ from rl_megatron.config.sections.data import FileKeys, data_sources, rewards_of
 from rl_megatron.config.sections.eval import RunData
 from rl_megatron.config.sections.learner import most_padded, padded_tokens, sequence_multiple
 from rl_megatron.config.sections.reward import RANKS, reward_key
-from rl_megatron.config.sections.teachers import ANOTHER_FIELD, TeacherSection, teacher_role
 from rl_megatron.config.sections.weights import NODE_MEMORY
 
 if TYPE_CHECKING:
@@ -290,54 +287,6 @@ def _rendered(c: RunConfig) -> Iterator[str]:
                     f"{led}.function={environment.function} with {key}.chat_template=true: {_RENDERED} "
                     f"{key}.chat_template=false"
                 )
-
-
-def problems_of_teachers(c: RunConfig) -> Iterator[str]:
-    """Teachers that judge no source, or several the same one, and prompts of their own that they cannot read."""
-    kl, key = c.algorithm.kl, "algorithm.kl.teachers"
-    if not kl.teachers:
-        return
-    known = c.source_names
-    for name, one in kl.teachers.items():
-        for source in one.sources:
-            if source not in known:
-                yield f"{key}.{name}.sources names {source!r:.80}; data.sources has {', '.join(known) or 'none'}"
-    for source in known or ("",):
-        of = [name for name, one in kl.teachers.items() if not one.sources or source in one.sources]
-        if not of:
-            yield f"{key}: none judges the prompts of data.sources.{source}; name it in one's sources"
-        if len(of) > 1 and kl.estimator != "k1":
-            yield (
-                f"{key}: {', '.join(of)} judge the same prompts, and estimator={kl.estimator} of several is no "
-                "divergence from any of them; set algorithm.kl.estimator=k1, whose weighted sum is, or one teacher"
-            )
-    for name, one in with_own_prompt(c).items():
-        yield from _of_own_prompt(c, name, one)
-
-
-def _of_own_prompt(c: RunConfig, name: str, one: TeacherSection) -> Iterator[str]:
-    """A line for each reason why a teacher cannot read what is sampled behind a prompt of its own."""
-    key = f"algorithm.kl.teachers.{name}"
-    for led, section in c.training_environments.items():
-        source = led.removeprefix("data.sources.").removesuffix(".environment")
-        if led == "environment" or not one.sources or source in one.sources:
-            yield (
-                f"{key}.prompt with {led}.function={section.function}: an environment writes its prompts itself, so "
-                f"nothing says what to put in their place; leave {key}.prompt out, or name sources of single "
-                f"completions in {key}.sources"
-            )
-    if one.reads_another and c.rollout.group_size == 1:
-        yield (
-            f"{key}.prompt has {{{ANOTHER_FIELD}}} with rollout.group_size=1: no group has another completion; raise "
-            "group_size, or leave it out"
-        )
-    role, most = teacher_role(name), c.learner.max_tokens_per_micro_batch
-    named, longest = longest_read(c, role)
-    if one.server is None and longest > most:
-        yield (
-            f"learner.max_tokens_per_micro_batch={most} is less than the longest sequence that {role} reads, ({named}) "
-            f"= {longest}; raise the first or lower the others"
-        )
 
 
 def problems_of_reward_models(c: RunConfig) -> Iterator[str]:

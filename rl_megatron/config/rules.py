@@ -49,7 +49,6 @@ DEMONSTRATIONS = On("algorithm.demonstration_gamma")
 WARM_START = On("warm_start.steps", Above(0))
 STEPS = On("reward.steps", True), On("data.sources.*.reward.steps", True)
 INTERRUPT = On("rollout.interrupt.earliest", Above(0))
-TEACHERS = On("algorithm.kl.teachers", Not({}))
 BESIDE = On("eval.mode", Not("blocking"))
 
 _WITH_SERVERS = "set rollout.server.replicas, or rollout=vllm or sglang, or leave it out"
@@ -196,15 +195,6 @@ def _of_algorithm() -> Iterator[Rule]:
         (ENVIRONMENT, "a demonstration is the text of one answer, which no environment leads", _LEAVE_OUT))
     yield Needs(when=On("sources@demonstration_field"), all=DEMONSTRATIONS, why="nothing reads it",
           fix="set that, or leave it out")
-    yield from _excluded(TEACHERS,
-        (On("algorithm.kl.reference"), "both judge", "keep one"),
-        (PAIRS, "pairs have a reference of the run, or none", "leave algorithm.kl.teachers out"))
-    yield Needs(when=(On("algorithm.kl.follow_rate"), TEACHERS), all=On("algorithm.kl.teachers.*.path", UNSET),
-          why="none of them is the policy's moving average, as each has a path",
-          fix="leave follow_rate out, or a teacher's path")
-    yield Excludes(one=On("algorithm.kl.teachers.*.server"), other=On("rollout.temperature", Not(1)),
-          why="servers tell log-probs of prompts at a temperature of 1", fix="set rollout.temperature=1, or leave "
-          "server out, so that ranks hold it")
 
 
 def _of_environments() -> Iterator[Rule]:
@@ -365,7 +355,6 @@ RULES: tuple[Rule, ...] = (
     CheckFunction(checks.problems_of_rewards),
     *_of_environments(),
     CheckFunction(checks.problems_of_environments),
-    CheckFunction(checks.problems_of_teachers),
     CheckFunction(checks.problems_of_reward_models),
     CheckFunction(checks.problems_of_keeping),
     CheckFunction(reads.problems_of_job),

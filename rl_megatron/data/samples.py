@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
@@ -35,8 +34,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from rl_megatron.columns import LogProbs, Ragged, TokenIds, one_after_the_other
-from rl_megatron.config.sections.teachers import ANOTHER
-from rl_megatron.types import Batch, Chain, RolloutGroup, Trajectory
+from rl_megatron.types import Batch, Chain, RolloutGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,21 +49,20 @@ def to_samples(
     columns: Collection[str] | None = None,
     groups_of: bool = False,
     turns_of: bool = False,
-    sources: Sequence[str] = (),
     demonstrated: bool = False,
 ) -> Samples:
     """Every row of every trajectory, in the order of ``groups``; only turns are masked in.
 
     Advantages are 0, and ``old_logprobs`` are the engine's, until the update replaces them. ``trajectory_of`` is there
-    where a trajectory has several rows, ``group_of`` with ``groups_of``, ``turn_of`` with ``turns_of``, ``source_of``
-    with ``sources``, ``demonstrated``, which says what rows have turns without spans, with its flag; of what engines
+    where a trajectory has several rows, ``group_of`` with ``groups_of``, ``turn_of`` with ``turns_of``,
+    ``demonstrated``, which says what rows have turns without spans, with its flag; of what engines
     returned of tokens only ``columns``; None: all that rows have. Raises DataError for a row without a sampled token,
     and for a column that some rows lack or that does not fit its row.
     """
     rows = [(group.prompt.id, row) for group in groups for one in group.trajectories for row in one.chains]
     ids, tokens = [prompt for prompt, _ in rows], [row.token_ids for _, row in rows]
     turns = [[(turn.start, turn.logprobs) for turn in row.turns] for _, row in rows]
-    samples = _join(ids, tokens, turns)
+    samples = join_rows(ids, tokens, turns)
     each = [len(one.chains) for group in groups for one in group.trajectories]
     in_groups = [sum(len(one.chains) for one in group.trajectories) for group in groups]
     return replace(
@@ -74,7 +71,6 @@ def to_samples(
         group_of=_numbered(in_groups) if groups_of else None,
         trajectory_of=_numbered(each) if any(count != 1 for count in each) else None,
         turn_of=_turns_of(turns, samples.cu_seqlens) if turns_of else None,
-        source_of=_sources_of(groups, in_groups, sources) if sources else None,
         demonstrated=_demonstrated([row for _, row in rows], samples.cu_seqlens) if demonstrated else None,
     )
 
@@ -107,51 +103,9 @@ def _joined_column(name: str, rows: Sequence[tuple[str, Chain]]) -> Tensor | Rag
     return torch.from_numpy(whole)
 
 
-def read_by_teacher(
-    groups: Sequence[RolloutGroup], name: str, part: NDArray[np.int64], *, success_reward: float
-) -> Samples:
-    """The rows ``part`` of `to_samples`, what was sampled behind the prompt that the teacher ``name`` reads in place of
-    the policy's. Their log-probs are 0. Each has one turn.
-
-    Where that prompt has ``ANOTHER``, it is the best completion of the group but the row's own, without its end token;
-    if that has a reward below ``success_reward``, the row is behind the policy's own prompt.
-    """
-    ranked = [(group, nlargest(2, group.trajectories, key=lambda one: one.reward)) for group in groups]
-    rows = [(of.prompt, best, one, row) for of, best in ranked for one in of.trajectories for row in one.chains]
-    chosen = [rows[number] for number in part.tolist()]
-    before = [_before(prompt, name, best, one, success_reward) for prompt, best, one, _ in chosen]
-    behind = [row.token_ids[row.turns[0].start :] for *_, row in chosen]
-    tokens = [np.concatenate([np.array(one, np.int32), ids]) for one, ids in zip(before, behind, strict=True)]
-    turns = [[(len(one), np.zeros(len(ids), np.float32))] for one, ids in zip(before, behind, strict=True)]
-    return _join([prompt.id for prompt, *_ in chosen], tokens, turns)
-
-
-def _before(
-    prompt: Prompt, name: str, two_best: Sequence[Trajectory], own: Trajectory, success_reward: float
-) -> Sequence[int]:
-    """The tokens before what was sampled, as the teacher ``name`` reads them. One of the ``two_best`` trajectories of
-    the group is another than ``own``, if it has several."""
-    read = prompt.read_by[name]
-    if ANOTHER not in read:
-        return read
-    best = next((one for one in two_best if one is not own), None)
-    if best is None or best.reward < success_reward:
-        return prompt.token_ids
-    (row,), at = best.chains, read.index(ANOTHER)
-    ended = row.turns[-1].finish_reason == "stop"
-    shown = row.token_ids[row.turns[0].start : len(row.token_ids) - ended].tolist()
-    return [*read[:at], *shown, *read[at + 1 :]]
-
-
 def _numbered(counts: Sequence[int]) -> Tensor:
     """0 ``counts[0]`` times, 1 ``counts[1]`` times, …"""
     return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
-
-
-def _sources_of(groups: Sequence[RolloutGroup], counts: Sequence[int], sources: Sequence[str]) -> Tensor:
-    return torch.tensor([sources.index(group.prompt.source) for group in groups]).repeat_interleave(
-        torch.tensor(counts)
-    )
 
 
 def _demonstrated(rows: Sequence[Chain], cu_seqlens: Tensor) -> Tensor:
@@ -236,7 +190,7 @@ def written_samples(rows: Sequence[WrittenRow]) -> Samples:
     """Rows that nobody sampled: advantages of their turns' tokens are 1, and log-probs 0. Raises DataError for a row
     without a turn or that begins with one."""
     turns = [[(start, np.zeros(stop - start, np.float32)) for start, stop in row.turns] for row in rows]
-    samples = _join([row.id for row in rows], [row.token_ids for row in rows], turns)
+    samples = join_rows([row.id for row in rows], [row.token_ids for row in rows], turns)
     return replace(samples, advantages=samples.mask.float())
 
 
@@ -393,7 +347,7 @@ def split_minibatches(count: int, num: int, seed: int, *, unit: int = 1) -> list
     return [members_of(part, unit) for part in np.array_split(order, num)]
 
 
-def _join(ids: Sequence[str], rows: Sequence[TokenIds], turns: Sequence[Sequence[tuple[int, LogProbs]]]) -> Samples:
+def join_rows(ids: Sequence[str], rows: Sequence[TokenIds], turns: Sequence[Sequence[tuple[int, LogProbs]]]) -> Samples:
     """Join rows. Each row's ``turns`` are (first token, log-probs); ``ids`` are the prompts', for errors."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths - 1)))

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from rl_megatron.config.sections.eval import EvalSection
-from rl_megatron.errors import Stopped
+from rl_megatron.errors import Stopped, unless_stopped
 from rl_megatron.evaluation.sets import ProblemSet, measure, row_of
 from rl_megatron.observability.recorder import Recorder, Row
 from rl_megatron.rollout.policy_sampler import BesideTraining, PolicySampler
-from rl_megatron.training.tasks import unless_stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from rl_megatron.errors import RLMegatronError, Stopped, WorkerDied
+from rl_megatron.errors import RLMegatronError, Stopped, WorkerDied, unless_stopped
 from rl_megatron.interfaces import Learner, WeightSync
 from rl_megatron.observability.files import JsonValue
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.training.checkpoints import Checkpoint, CheckpointStore, Saved, TrainerState, Unfinished
-from rl_megatron.training.tasks import unless_stopped
 
 logger = logging.getLogger(__name__)
 

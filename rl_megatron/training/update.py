@@ -33,7 +33,7 @@ from rl_megatron.data.demonstrations import with_demonstrations
 from rl_megatron.data.packing import tokens_of_part, unpack, with_own_columns
 from rl_megatron.data.samples import computed_lengths, seen_by, to_samples
 from rl_megatron.errors import DataError
-from rl_megatron.feature import StepHooks, step_hooks
+from rl_megatron.feature import Judges, StepHooks, step_hooks
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.seeds import seed_of
@@ -49,8 +49,7 @@ from rl_megatron.training.measures import (
     token_versions,
 )
 from rl_megatron.training.optimizer_steps import OptimizerSteps, TooFar, critic_learning_rate, learning_rate
-from rl_megatron.training.scores.requests import Packers, measured
-from rl_megatron.training.tasks import AtOnce
+from rl_megatron.training.scores import AtOnce, Packers, measured
 from rl_megatron.types import Batch, Loss, Prompt, RolloutGroup, Samples, Want
 
 _TRAINED = ("top_entropy", "second_moment")  # the tokens that are chosen are those that are trained on
@@ -237,7 +236,8 @@ class Update:
         """All scores of the groups, the samples to train on, and the algorithm's next state."""
         section = self.config.algorithm
         sampled = await to_thread(self._samples_of, groups)
-        said = await measured(self.config, self.roles, self.packers, sampled, step, watch, groups=groups)
+        judges = await to_thread(self._judges, sampled, groups)
+        said = await measured(self.config, self.roles, self.packers, sampled, step, watch, judges)
 
         def credited() -> tuple[Measured, Samples, AlgorithmState]:
             found = said
@@ -288,7 +288,6 @@ class Update:
             columns=asked,
             groups_of=section.aggregation == "prompt_mean" or self.config.train.whole_groups,
             turns_of=section.ratio_level == "turn",
-            sources=self.config.source_names if section.kl.teachers else (),
             demonstrated=section.demonstration_gamma is not None,
         )
         if section.pairs and samples.trajectory_of is not None:
@@ -296,6 +295,11 @@ class Update:
         for hooks in self.hooks:
             samples = hooks.sampled(samples)
         return samples
+
+    def _judges(self, samples: Samples, groups: Sequence[RolloutGroup]) -> Judges | None:
+        """What stands in for the reference, by the first feature that has some."""
+        found = (hooks.judges(samples, groups) for hooks in self.hooks)
+        return next((judges for judges in found if judges is not None), None)
 
     async def _asked(
         self, samples: Samples, step: int, watch: Stopwatch, want: frozenset[Want]

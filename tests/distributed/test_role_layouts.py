@@ -42,7 +42,7 @@ from rl_megatron.observability.timeline.ranks import folder_of, read_kernels
 from rl_megatron.rewards.classifiers.on_ranks import RewardModels
 from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.training.measures import Measured
-from rl_megatron.training.scores.requests import Packers, measured
+from rl_megatron.training.scores import Packers, measured
 from rl_megatron.training.update import Update
 from rl_megatron.types import GenerationRequest, ParallelDims, Prompt, Samples, SamplingParams, Scored
 from rl_megatron.weights.layouts.families import read_shape
@@ -192,12 +192,12 @@ def learnt(folder: Path, model: Path, samples: Samples, *keys: str) -> tuple[Mea
         for role in ("critic", "reference"):
             await roles.models[role].start_from(model)
         update = Update(config=config, roles=roles, attention_cost=0.0)
-        before = await measured(config, roles, update.packers, samples, 1, Stopwatch(), groups=())
+        before = await measured(config, roles, update.packers, samples, 1, Stopwatch())
         trained = replace(samples, old_values=before.samples.old_values, ref_logprobs=before.samples.ref_logprobs)
         batches, own_columns = update._minibatches(trained, None, 1)
         _, of_critic = await update._steps(batches, own_columns, 1, Stopwatch(), [], {})
         norms = [made.step.grad_norm for made in of_critic if made is not None]
-        return before, await measured(config, roles, update.packers, samples, 2, Stopwatch(), groups=()), norms
+        return before, await measured(config, roles, update.packers, samples, 2, Stopwatch()), norms
 
     folder.mkdir()
 
@@ -260,7 +260,7 @@ def followed(folder: Path, model: Path, samples: Samples, shards: Path, *keys: s
                 await roles.policy.reset_moments()
                 await (await roles.policy.save(shards)).durable()
         packers = Packers(config=config, attention_cost=0.0)
-        found = await measured(config, roles, packers, samples, 1, Stopwatch(), groups=())
+        found = await measured(config, roles, packers, samples, 1, Stopwatch())
         assert found.samples.ref_logprobs is not None
         return found.samples.ref_logprobs
 

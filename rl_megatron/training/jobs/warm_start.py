@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.problems.pool import PromptStream
@@ -30,7 +30,6 @@ from rl_megatron.rewards.threads import in_daemon_thread
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.written import TOKENS_KEPT, SupervisedSteps
-from rl_megatron.training.tasks import uncut
 from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:
@@ -38,8 +37,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 Targets = Callable[[Sequence[Prompt], int], Sequence[Sequence[str]]]
 """What to learn of each prompt in a step of this number: the model's text, what it reads then, and so on in turns."""
+
+
+async def uncut(work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``. A cancellation is raised once it has ended: in it, processes wait for each other."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    finally:
+        await asyncio.wait({task})
 
 
 def answers(prompts: Sequence[Prompt], step: int) -> list[tuple[str]]:

@@ -31,8 +31,8 @@ from rl_megatron.engines.http import AttemptFailed, Broken, Server, Unreachable
 from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.engines.replicas import Replica
 from rl_megatron.engines.requests import Places
-from rl_megatron.engines.teachers import Teacher
 from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.features.teachers.served import Teacher
 from rl_megatron.types import Batch, Completion, ParallelDims, Prompt, RolloutGroup, Samples, Want
 from tests.completions import completion, plain, trajectory
 from tests.unit.rollout.test_engine_servers import (
@@ -723,7 +723,7 @@ async def test_a_token_is_read_for_each_attempt(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_token_that_lacks_or_stays_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_megatron.engines.teachers._RETRIES", 0)
+    monkeypatch.setattr("rl_megatron.features.teachers.served._RETRIES", 0)
     file = tmp_path / "token"
     with running(1) as (fake,):
         with pytest.raises(ConfigError, match=r"algorithm\.kl\.teachers\.t\.token_file=.*No such file"):
@@ -741,7 +741,7 @@ def test_a_token_that_lacks_or_stays_wrong_is_refused(tmp_path: Path, monkeypatc
 
 
 def test_what_goes_on_failing_or_is_refused_ends_with_the_teachers_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_megatron.engines.teachers._RETRIES", 0)
+    monkeypatch.setattr("rl_megatron.features.teachers.served._RETRIES", 0)
     with running(1) as (fake,):
         fake.answer = lambda path, body, number: (500, {"why": "tired"})
         with pytest.raises(EngineError, match=r"algorithm\.kl\.teachers\.t: .*tired.*; attempts made: 1$"):

@@ -27,14 +27,16 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import Packer
 from rl_megatron.data.rows import HeldRows
-from rl_megatron.data.samples import as_seen, read_by_teacher, to_samples
+from rl_megatron.data.samples import as_seen, to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError, WorkerDied
+from rl_megatron.feature import step_hooks
+from rl_megatron.features.teachers.step import make_hooks as teachers_of
+from rl_megatron.features.teachers.step import read_by_teacher
 from rl_megatron.interfaces import Pass, Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.measures import Measured
-from rl_megatron.training.scores.requests import Packers, measured
-from rl_megatron.training.tasks import AtOnce
+from rl_megatron.training.scores import AtOnce, Packers, measured
 from rl_megatron.training.update import Update
 from rl_megatron.types import (
     Batch,
@@ -124,11 +126,22 @@ def roles_of(config: RunConfig, groups: Mapping[str, Ranks]) -> Roles:
     )
 
 
-def asked(*keys: str, source_of: Tensor | None = None, **groups: Ranks) -> tuple[Measured, dict[str, float]]:
+def judged(
+    config: RunConfig, ranks: Mapping[str, Ranks], samples: Samples, groups: Sequence[RolloutGroup], watch: Stopwatch
+) -> Measured:
+    """What all models say of the samples of the groups."""
+    roles = roles_of(config, ranks)
+    judges = [found for hooks in step_hooks(config, roles) if (found := hooks.judges(samples, groups)) is not None]
+    packers = Packers(config=config, attention_cost=0.0)
+    return asyncio.run(measured(config, roles, packers, samples, 1, watch, *judges))
+
+
+def asked(*keys: str, sources: Sequence[str] = (), **groups: Ranks) -> tuple[Measured, dict[str, float]]:
+    """``sources``: of each sequence."""
     config, watch = load_config("tiny_cpu", [*GIVEN, *keys]), Stopwatch()
-    packers, given = Packers(config=config, attention_cost=0.0), replace(samples(), source_of=source_of)
-    found = asyncio.run(measured(config, roles_of(config, groups), packers, given, 1, watch, groups=()))
-    return found, watch.row()
+    prompts = [Prompt(id="", text="", token_ids=(1,), answer="", source=one) for one in sources]
+    of = [RolloutGroup(prompt=prompt, trajectories=(trajectory([1]),)) for prompt in prompts]
+    return judged(config, groups, samples(), of, watch), watch.row()
 
 
 def assert_right(found: Measured, critic: str) -> None:
@@ -173,7 +186,7 @@ def test_a_policy_that_is_its_own_critic_says_both_in_one_pass() -> None:
 
 TEACHERS = [f"algorithm.kl.teachers.{key}" for key in ("one.path=tests", "two.path=conf", "three.path=docs")]
 MIXTURE = ("data.type=mixture", *(f"data.sources.{name}.type=arithmetic" for name in ("sums", "more", "all")))
-OF_SOURCE = torch.tensor([0, 0, 1, 1, 0, 2, 1, 2])  # of each sequence, in the order of the mixture
+OF_SOURCE = [("sums", "more", "all")[number] for number in (0, 0, 1, 1, 0, 2, 1, 2)]  # of each sequence
 
 
 def test_teachers_on_ranks_are_asked_for_their_sources_alone_and_weighed() -> None:
@@ -183,19 +196,18 @@ def test_teachers_on_ranks_are_asked_for_their_sources_alone_and_weighed() -> No
     keys += ["algorithm=distill", *TEACHERS, "algorithm.kl.teachers.two.weight=3", *MIXTURE]
     keys += ["roles.layouts.teacher_two.tp=1"]
     ranks = {"learner": Ranks(2), "teacher_one": Ranks(2), "teacher_two": Ranks(1), "teacher_three": Ranks(2)}
-    found, row = asked(*keys, source_of=OF_SOURCE, **ranks)
+    found, row = asked(*keys, sources=OF_SOURCE, **ranks)
     given, wanted = samples(), torch.zeros(len(samples().targets), dtype=torch.float64)
-    for number, source in enumerate(("sums", "more", "all")):
-        here = (number == OF_SOURCE).repeat_interleave(given.cu_seqlens.diff())
+    for source in ("sums", "more", "all"):
+        here = torch.tensor([one == source for one in OF_SOURCE]).repeat_interleave(given.cu_seqlens.diff())
         its = [name for name in weights if source in of[name]]
         for name in its:
             said = table(f"teacher_{name}", "logprobs")[given.input_ids].double()
             wanted += here * said * weights[name] / sum(weights[one] for one in its)
     torch.testing.assert_close(found.samples.ref_logprobs.double(), wanted, rtol=1e-6, atol=1e-6)
     for name, its in of.items():
-        numbers = [("sums", "more", "all").index(source) for source in its]
         held = sum(len(rows["input_ids"]) for one in ranks[f"teacher_{name}"].held for rows in [one._rows])
-        assert held == sum(int(number) in numbers for number in OF_SOURCE), name
+        assert held == sum(source in its for source in OF_SOURCE), name
         assert len(ranks[f"teacher_{name}"].asked) == 1
     assert row["seconds/reference"] > 0
 
@@ -203,9 +215,10 @@ def test_teachers_on_ranks_are_asked_for_their_sources_alone_and_weighed() -> No
 def test_the_tokens_of_a_distribution_are_those_of_each_sources_teacher() -> None:
     keys = ["algorithm=gkd", *TEACHERS[:2], *MIXTURE[:3]]
     keys += ["algorithm.kl.teachers.one.sources=[sums]", "algorithm.kl.teachers.two.sources=[more]"]
-    source_of, given = torch.tensor([0, 1, 0, 0, 0, 0, 0, 1]), samples()
-    found, _ = asked(*keys, source_of=source_of, learner=Ranks(2), teacher_one=Ranks(2), teacher_two=Ranks(2))
-    second = source_of.bool().repeat_interleave(given.cu_seqlens.diff())
+    of_more, given = torch.tensor([0, 1, 0, 0, 0, 0, 0, 1]), samples()
+    sources = ["more" if one else "sums" for one in of_more]
+    found, _ = asked(*keys, sources=sources, learner=Ranks(2), teacher_one=Ranks(2), teacher_two=Ranks(2))
+    second = of_more.bool().repeat_interleave(given.cu_seqlens.diff())
     one, two = (table(f"teacher_{name}", "top")[given.input_ids] for name in ("one", "two"))
     assert torch.equal(found.samples.ref_top[:, 0, 0], given.input_ids.float())
     assert torch.equal(found.samples.ref_top[:, 1, 0], torch.where(second, two, one))
@@ -215,7 +228,7 @@ def test_a_teacher_without_a_prompt_in_the_step_is_not_asked() -> None:
     keys = ["algorithm=distill", *TEACHERS[:2], *MIXTURE[:3]]
     keys += ["algorithm.kl.teachers.one.sources=[sums]", "algorithm.kl.teachers.two.sources=[more]"]
     idle = Ranks(2)
-    found, _ = asked(*keys, source_of=torch.zeros(8), learner=Ranks(2), teacher_one=Ranks(2), teacher_two=idle)
+    found, _ = asked(*keys, sources=["sums"] * 8, learner=Ranks(2), teacher_one=Ranks(2), teacher_two=idle)
     assert not idle.asked
     assert torch.equal(found.samples.ref_logprobs, table("teacher_one", "logprobs")[samples().input_ids])
 
@@ -284,9 +297,8 @@ def test_each_sampled_token_is_judged_behind_the_teachers_prompt(algorithm: str,
     ranks = {name: Readers(1 if name == "teacher_me" and "layouts" in str(keys) else 2) for name in names}
     if role != "teacher_me":
         del ranks["teacher_me"]
-    samples = to_samples(groups(), sources=config.source_names)
-    packers, watch = Packers(config=config, attention_cost=0.0), Stopwatch()
-    found = asyncio.run(measured(config, roles_of(config, ranks), packers, samples, 1, watch, groups=groups()))
+    samples, watch = to_samples(groups()), Stopwatch()
+    found = judged(config, ranks, samples, groups(), watch)
     wanted, old = [np.zeros(len(samples.targets), np.float32) for _ in range(2)]
     at = 0
     for group in groups():
@@ -314,9 +326,11 @@ def test_what_a_server_reads_may_be_longer_than_a_micro_batch_of_the_learner() -
     keys = [f"{KEY}.me.{key}" for key in of]
     config = load_config("tiny_cpu", ["algorithm=distill", "learner.max_tokens_per_micro_batch=64", *keys])
     long = [replace(one, prompt=replace(one.prompt, read_by={"me": (1,) * 800})) for one in groups()]
-    batch = Packers(config=config, attention_cost=0.0).apart(
-        read_by_teacher(long, "me", np.arange(6), success_reward=1), "teacher_me"
-    )
+    hooks = teachers_of(config, cast(Any, SimpleNamespace(models={})))
+    assert hooks is not None
+    (judge,) = hooks.judges(to_samples(groups()), long).asked
+    assert judge.read is not None
+    batch = Packers(config=config, attention_cost=0.0).apart(judge.read, "teacher_me", judge.longest)
     assert sorted(int(one) for row in batch.sequences for part in row for one in part) == [*range(6)]
 
 

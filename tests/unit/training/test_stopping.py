@@ -20,7 +20,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
 from rl_megatron.config.sections.jobs import LogSection
 from rl_megatron.digests import Digest, Written
-from rl_megatron.errors import CheckpointError, ConfigError, DataError, EngineError, Stopped, WorkerDied
+from rl_megatron.errors import CheckpointError, ConfigError, DataError, EngineError, Stopped, WorkerDied, unless_stopped
 from rl_megatron.evaluation.sets import ProblemSet
 from rl_megatron.interfaces import Learner
 from rl_megatron.observability.history import load_runs
@@ -31,8 +31,8 @@ from rl_megatron.rollout.sampler import SamplerBySource
 from rl_megatron.training import checkpoints
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
 from rl_megatron.training.evaluation import Evaluation, EvaluationBeside
+from rl_megatron.training.jobs.warm_start import uncut
 from rl_megatron.training.loop import Loop, Pace
-from rl_megatron.training.tasks import uncut, unless_stopped
 from rl_megatron.types import Completion, GenerationRequest, Prompt, Span
 from tests.completions import completion
 from tests.savings import Ended, Failing, Shards

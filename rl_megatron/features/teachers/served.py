@@ -6,7 +6,7 @@ Letters: S sequences, N positions of all of them, D data-parallel ranks, M micro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from rl_megatron.config.sections.teachers import TeacherSection
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.teachers import TeacherSection, teacher_role
 from rl_megatron.engines.adapter import Sampling
 from rl_megatron.engines.answers import Judged
 from rl_megatron.engines.http import Server, Unauthorized
@@ -22,6 +23,7 @@ from rl_megatron.errors import EngineError
 from rl_megatron.http.client import TryAgain, retried
 from rl_megatron.http.token_file import TokenFile
 from rl_megatron.interfaces import FrozenModel
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Batch, Samples, Scores, Want
 
 _CONCURRENCY, _RETRIES = 64, 5  # sequences in flight; after 1, 2, 4, ... seconds
@@ -127,3 +129,22 @@ def _in_micro_batches(batch: Batch, of_sequences: Mapping[int, Tensor]) -> Score
     return [
         [torch.cat([nothing, *(of_sequences[int(one)] for one in part)]) for part in row] for row in batch.sequences
     ]
+
+
+async def served_teachers(
+    config: RunConfig, shape: ModelShape, adapter_of: Callable[[str], Sampling], tell: Callable[[str], None]
+) -> dict[str, Teacher]:
+    """The configuration's teachers behind servers, by their roles, each tried once. Raises EngineError, and ConfigError
+    as they do."""
+    kl = config.algorithm.kl
+    teachers = {
+        teacher_role(name): Teacher(
+            name=name, section=one, adapter=adapter_of(one.engine), top=kl.top_k, vocab_size=shape.vocab_size
+        )
+        for name, one in kl.teachers.items()
+        if one.server is not None and one.engine is not None
+    }
+    if teachers:
+        tell(f"asking teachers: {', '.join(one.name for one in teachers.values())}")
+        await asyncio.gather(*(one.try_out() for one in teachers.values()))
+    return teachers

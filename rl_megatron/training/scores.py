@@ -1,39 +1,78 @@
 """Asks all models of a run for their scores of a step's samples, before any of them changes.
 
 Samples are packed once for each layout. Models on the same ranks get them by one request, which asks for all columns:
-those of one model by one pass. A teacher with a prompt of its own reads other sequences, by a request for them alone.
+those of one model by one pass. A judge that reads other sequences gets them by a request for them alone.
 Letters: N positions of the samples, S sequences.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from asyncio import to_thread
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_megatron.config.beside import longest_read
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import Packer, packer_of, unpack
 from rl_megatron.data.samples import seen_by, with_last_tokens
+from rl_megatron.feature import Judge, Judges
 from rl_megatron.interfaces import Pass, PassScores, Roles, Together
 from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.observability.timeline import spans
 from rl_megatron.seeds import seed_of
 from rl_megatron.training.measures import LOGPROBS, Measured, wanted_of_policy
-from rl_megatron.training.scores.teachers import as_sampled, judged_by, one_reference, read_by
-from rl_megatron.training.tasks import AtOnce
-from rl_megatron.types import Batch, RolloutGroup, Samples, Want
+from rl_megatron.types import Batch, Samples, Want
 
+T = TypeVar("T")
 RankOf: TypeAlias = NDArray[np.int64]
 """The data-parallel rank of each sequence [S]."""
 
 _VALUES: frozenset[Want] = frozenset({"values"})
+
+
+class AtOnce:
+    """Asks several models concurrently; models that share processes answer one after the other, in the order asked.
+
+    A phase counts only the seconds spent waiting for it, so that phases add up to the time that passed.
+    """
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    def begin(self, phase: str, question: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start ``question`` after the questions already begun."""
+        task = asyncio.create_task(question, name=phase)
+        self._tasks.append(task)
+        return task
+
+    async def end(self, task: asyncio.Task[T]) -> T:
+        """Wait for the answer, and count the wait for its phase."""
+        with self._watch(task.get_name()):
+            return await task
+
+    async def end_shared(self, task: asyncio.Task[T], seconds: Callable[[T], Mapping[str, float]]) -> T:
+        """Wait for the answer, and count the wait for the phases of which it tells the ``seconds``, in proportion."""
+        began = spans.now()
+        said = await task
+        self._watch.share(began, seconds(said))
+        return said
+
+    async def __aexit__(self, *_: object) -> None:
+        """Cancel what is not finished; errors of other models would have the same cause."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,9 +110,9 @@ class Packers:
         ranks: RankOf | None = packer.ranks(samples, most=most, seed=seed) if is_trained else None
         return packer.pack(samples, ranks=ranks, with_room=with_room)
 
-    def apart(self, samples: Samples, role: str) -> Batch:
+    def apart(self, samples: Samples, role: str, longest: int) -> Batch:
         """All sequences of samples that nobody trains on; what a server reads may be longer than a micro-batch here."""
-        packer, longest = self.others.get(role, self.own), longest_read(self.config, role)[1]
+        packer = self.others.get(role, self.own)
         return replace(packer, max_tokens=max(packer.max_tokens, longest)).pack(samples)
 
     def again(self, role: str, batch: Batch) -> Batch:
@@ -84,15 +123,20 @@ class Packers:
 
 @dataclass(slots=True, kw_only=True)
 class _Request:
-    """Passes over one batch, with the phase that each is counted for, and who says it; ``ranks`` make them all.
-    ``read``: the sequences, where they are not the step's samples."""
+    """Passes over one batch, with the phase that each is counted for, and who says it; ``ranks`` make them all. The
+    first is of ``judge``, if it is of one."""
 
     ranks: Together | None
-    read: Samples | None = None
+    judge: Judge | None = None
     phases: list[str] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
     told_by: list[str] = field(default_factory=list)
     batch: Batch | None = None
+
+    @property
+    def read(self) -> Samples | None:
+        """The sequences, where they are not the step's samples."""
+        return None if self.judge is None else self.judge.read
 
     def seconds(self, said: Sequence[PassScores]) -> dict[str, float]:
         """Seconds that the answered passes took, added up by phase."""
@@ -109,13 +153,10 @@ async def measured(
     samples: Samples,
     step: int,
     watch: Stopwatch,
-    *,
-    groups: Sequence[RolloutGroup],
+    judges: Judges | None = None,
 ) -> Measured:
-    """The samples, which are of ``groups``, with all scores that the algorithm needs, and no others."""
-    judged = judged_by(config, samples)
-    read = await to_thread(read_by, config, judged, groups)
-    requests = _requests(config, roles, samples, judged, read)
+    """The samples with all scores that the algorithm needs, and no others; the reference's are those of ``judges``."""
+    requests = _requests(config, roles, samples, judges)
     with_room = any(one.last_tokens for request in requests for one in request.passes)
     longer, is_last = await to_thread(with_last_tokens, samples) if with_room else (samples, None)
     packed: dict[str, Batch] = {}
@@ -124,14 +165,14 @@ async def measured(
     async with AtOnce(watch) as at_once:
         running = []
         for request in requests:
-            role = request.told_by[0]
-            part = judged.get(role)
+            role, judge = request.told_by[0], request.judge
+            part, read = (None, None) if judge is None else (judge.part, judge.read)
             apart = role in packers.others or (part is not None and len(part) < samples.num_sequences)
-            layout = role if apart or request.read is not None else ""
+            layout = role if apart or read is not None else ""
             if layout not in packed:
                 pack = partial(packers.packed, samples, step, role, with_room=with_room, part=part)
-                if request.read is not None:
-                    pack = partial(packers.apart, request.read, role)
+                if judge is not None and read is not None:
+                    pack = partial(packers.apart, read, role, judge.longest)
                 packed[layout] = await to_thread(pack)
             request.batch = packed[layout]
             running.append(at_once.begin(request.phases[0], _asked(roles, request)))
@@ -142,57 +183,49 @@ async def measured(
                 for what, scores in said.scores.items():
                     packed_from = request.read or (longer if one.last_tokens else samples)
                     column = await to_thread(unpack, request.batch, scores, packed_from)
-                    if request.read is not None:
-                        column = await to_thread(as_sampled, column, request.read, samples, judged[role])
                     if one.last_tokens and is_last is not None:
                         next_values = column[is_last] if what == "values" else next_values
                         column = column[~is_last]
                     found[role, what] = column
-    return _with_columns(config, samples, found, next_values, judged)
+    return await to_thread(_with_columns, config, samples, found, next_values, judges)
 
 
-def _requests(
-    config: RunConfig, roles: Roles, samples: Samples, judged: Collection[str], read: Mapping[str, Samples]
-) -> list[_Request]:
+def _requests(config: RunConfig, roles: Roles, samples: Samples, judges: Judges | None) -> list[_Request]:
     """One for each group of ranks, and one for each model that is in none, in the order of their first phases. Before
     them those for other sequences: what ranks hold of the step's they keep until they are trained."""
     found: list[_Request] = []
-    itself = "reference" if config.algorithm.taught_by_average else "policy"
-    for role, sequences in read.items():
-        one = Pass(role=role if role in roles.models else itself, want=_of_reference(config))
+    for phase, judge, one in _passes(config, roles, samples, judges):
         ranks = next((group for group in roles.together if one.role in group.roles), None)
-        found.append(_Request(ranks=ranks, read=sequences, phases=["reference"], passes=[one], told_by=[role]))
-    for phase, one in _passes(config, roles, samples, [role for role in judged if role not in read]):
-        ranks = next((group for group in roles.together if one.role in group.roles), None)
-        together = (request for request in found if ranks is not None and request.ranks is ranks)
-        request = next((request for request in together if request.read is None), None)
+        alone = judge is not None and judge.read is not None
+        together = (other for other in found if ranks is not None and other.ranks is ranks and other.read is None)
+        request = None if alone else next(together, None)
         if request is None:
-            found.append(request := _Request(ranks=ranks))
+            found.append(request := _Request(ranks=ranks, judge=judge))
         request.phases.append(phase)
         request.passes.append(one)
-        request.told_by.append(one.role)
+        request.told_by.append(one.role if judge is None else judge.role)
     return found
 
 
-def _of_reference(config: RunConfig) -> frozenset[Want]:
-    return LOGPROBS | {"top"} if config.algorithm.needs_top else LOGPROBS
-
-
-def _passes(config: RunConfig, roles: Roles, samples: Samples, judged: Collection[str]) -> Iterator[tuple[str, Pass]]:
-    """What each model is asked, and the phase that it is counted for. ``judged``: the roles of teachers that read the
-    policy's prompts."""
+def _passes(
+    config: RunConfig, roles: Roles, samples: Samples, judges: Judges | None
+) -> Iterator[tuple[str, Judge | None, Pass]]:
+    """What each model is asked, as which judge, and the phase that it is counted for."""
     section = config.algorithm
     wanted = wanted_of_policy(config)
     alone = section.is_own_critic and bool(samples.extra)  # which the last targets do not have
     both = section.is_own_critic and not alone
+    of_reference: frozenset[Want] = LOGPROBS | {"top"} if section.needs_top else LOGPROBS
+    asked = [(one, Pass(role=one.model, want=of_reference)) for one in (() if judges is None else judges.asked)]
+    yield from (("reference", judge, one) for judge, one in asked if judge.read is not None)
     if wanted or both:
         want = wanted | _VALUES if both else wanted
-        yield "logprobs" if wanted else "values", Pass(role="policy", want=want, replays=True, last_tokens=both)
-    for role in judged if section.kl.teachers else ("reference",):
-        if role in roles.models:
-            yield "reference", Pass(role=role, want=_of_reference(config))
+        yield "logprobs" if wanted else "values", None, Pass(role="policy", want=want, replays=True, last_tokens=both)
+    yield from (("reference", judge, one) for judge, one in asked if judge.read is None)
+    if judges is None and "reference" in roles.models:
+        yield "reference", None, Pass(role="reference", want=of_reference)
     if alone or "critic" in roles.models:
-        yield "values", Pass(role="policy" if alone else "critic", want=_VALUES, last_tokens=True)
+        yield "values", None, Pass(role="policy" if alone else "critic", want=_VALUES, last_tokens=True)
 
 
 async def _asked(roles: Roles, request: _Request) -> Sequence[PassScores]:
@@ -210,7 +243,7 @@ def _with_columns(
     samples: Samples,
     found: Mapping[tuple[str, Want], Tensor],
     next_values: Tensor | None,
-    judged: Mapping[str, NDArray[np.int64]],
+    judges: Judges | None,
 ) -> Measured:
     section, current = config.algorithm, found.get(("policy", "logprobs"))
     if section.old_logprobs == "learner" and current is not None:
@@ -220,7 +253,7 @@ def _with_columns(
         "ref_top": found.get(("reference", "top")),
         "old_values": found.get(("policy" if section.is_own_critic else "critic", "values")),
     }
-    if judged:
-        columns |= one_reference(section.kl.teachers, judged, found, samples)
+    if judges is not None:
+        columns |= judges.columns(found)
     samples = replace(samples, **{name: column for name, column in columns.items() if column is not None})
     return Measured(samples, {what: column for (role, what), column in found.items() if role == "policy"}, next_values)

@@ -1,0 +1,86 @@
+"""``algorithm.kl.teachers``: models that judge what the policy samples, on ranks or behind servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rl_megatron.config.sections.teachers import ANOTHER_FIELD, TeacherSection, teacher_role
+from rl_megatron.feature import Feature
+from rl_megatron.rules import UNSET, CheckFunction, Excludes, Needs, Not, On
+
+if TYPE_CHECKING:
+    from rl_megatron.config.run import RunConfig
+
+_TEACHERS = On("algorithm.kl.teachers", Not({}))
+
+
+def _problems(c: RunConfig) -> Iterator[str]:
+    """Teachers that judge no source, or several the same one, and prompts of their own that they cannot read."""
+    from rl_megatron.config.beside import with_own_prompt  # which sections import, and they this
+
+    kl, key = c.algorithm.kl, "algorithm.kl.teachers"
+    if not kl.teachers:
+        return
+    known = c.source_names
+    for name, one in kl.teachers.items():
+        for source in one.sources:
+            if source not in known:
+                yield f"{key}.{name}.sources names {source!r:.80}; data.sources has {', '.join(known) or 'none'}"
+    for source in known or ("",):
+        of = [name for name, one in kl.teachers.items() if not one.sources or source in one.sources]
+        if not of:
+            yield f"{key}: none judges the prompts of data.sources.{source}; name it in one's sources"
+        if len(of) > 1 and kl.estimator != "k1":
+            yield (
+                f"{key}: {', '.join(of)} judge the same prompts, and estimator={kl.estimator} of several is no "
+                "divergence from any of them; set algorithm.kl.estimator=k1, whose weighted sum is, or one teacher"
+            )
+    for name, one in with_own_prompt(c).items():
+        yield from _of_own_prompt(c, name, one)
+
+
+def _of_own_prompt(c: RunConfig, name: str, one: TeacherSection) -> Iterator[str]:
+    """A line for each reason why a teacher cannot read what is sampled behind a prompt of its own."""
+    from rl_megatron.config.beside import longest_read
+
+    key = f"algorithm.kl.teachers.{name}"
+    for led, section in c.training_environments.items():
+        source = led.removeprefix("data.sources.").removesuffix(".environment")
+        if led == "environment" or not one.sources or source in one.sources:
+            yield (
+                f"{key}.prompt with {led}.function={section.function}: an environment writes its prompts itself, so "
+                f"nothing says what to put in their place; leave {key}.prompt out, or name sources of single "
+                f"completions in {key}.sources"
+            )
+    if one.reads_another and c.rollout.group_size == 1:
+        yield (
+            f"{key}.prompt has {{{ANOTHER_FIELD}}} with rollout.group_size=1: no group has another completion; raise "
+            "group_size, or leave it out"
+        )
+    role, most = teacher_role(name), c.learner.max_tokens_per_micro_batch
+    named, longest = longest_read(c, role)
+    if one.server is None and longest > most:
+        yield (
+            f"learner.max_tokens_per_micro_batch={most} is less than the longest sequence that {role} reads, ({named}) "
+            f"= {longest}; raise the first or lower the others"
+        )
+
+
+FEATURE = Feature(
+    name="teachers",
+    rules=(
+        Excludes(one=_TEACHERS, other=On("algorithm.kl.reference"), why="both judge", fix="keep one"),
+        Excludes(one=_TEACHERS, other=On("algorithm.preference.beta"),
+                 why="pairs have a reference of the run, or none", fix="leave algorithm.kl.teachers out"),
+        Needs(when=(On("algorithm.kl.follow_rate"), _TEACHERS), all=On("algorithm.kl.teachers.*.path", UNSET),
+              why="none of them is the policy's moving average, as each has a path",
+              fix="leave follow_rate out, or a teacher's path"),
+        Excludes(one=On("algorithm.kl.teachers.*.server"), other=On("rollout.temperature", Not(1)),
+                 why="servers tell log-probs of prompts at a temperature of 1",
+                 fix="set rollout.temperature=1, or leave server out, so that ranks hold it"),
+        CheckFunction(_problems),
+    ),
+    step="rl_megatron.features.teachers.step:make_hooks",
+    served="rl_megatron.features.teachers.served:served_teachers",
+)  # fmt: skip

@@ -1,0 +1,129 @@
+"""Asks teachers in place of the reference: what each reads of a batch, and what several say of it together.
+
+Letters: S sequences, N positions (N' of what a teacher reads by a prompt of its own), k tokens of a teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from heapq import nlargest
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from typing_extensions import override
+
+from rl_megatron.config.beside import longest_read, with_own_prompt
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.teachers import ANOTHER, teacher_role
+from rl_megatron.data.samples import join_rows, rows_of
+from rl_megatron.feature import Judge, Judges, StepHooks
+from rl_megatron.interfaces import Roles
+from rl_megatron.types import Prompt, RolloutGroup, Samples, Trajectory, Want
+
+
+def make_hooks(config: RunConfig, roles: Roles) -> Teachers | None:
+    """What a run's teachers say of its batches; None without ``algorithm.kl.teachers``."""
+    return Teachers(config, frozenset(roles.models)) if config.algorithm.kl.teachers else None
+
+
+@dataclass(frozen=True, slots=True)
+class Teachers(StepHooks):
+    """Each judges the prompts of its sources. One without ``models`` of its own is the policy, or its average."""
+
+    config: RunConfig
+    models: frozenset[str]
+
+    @override
+    def judges(self, samples: Samples, groups: Sequence[RolloutGroup]) -> Judges:
+        known = [group.prompt.source for group in groups for one in group.trajectories for _ in one.chains]
+        own, itself = with_own_prompt(self.config), "reference" if self.config.algorithm.taught_by_average else "policy"
+        right, asked, weights = self.config.eval.success_reward, list[Judge](), dict[str, float]()
+        for name, one in self.config.algorithm.kl.teachers.items():
+            sources, role = np.array(known), teacher_role(name)
+            part = np.flatnonzero(np.isin(sources, one.sources)) if one.sources else np.arange(samples.num_sequences)
+            if len(part):
+                weights[role] = one.weight
+                read = read_by_teacher(groups, name, part, success_reward=right) if name in own else None
+                longest = longest_read(self.config, role)[1]
+                model = role if role in self.models else itself
+                asked.append(Judge(role=role, model=model, part=part, read=read, longest=longest))
+        return Judges(asked=asked, columns=partial(one_reference, asked, weights, samples=samples))
+
+
+def read_by_teacher(
+    groups: Sequence[RolloutGroup], name: str, part: NDArray[np.int64], *, success_reward: float
+) -> Samples:
+    """The rows ``part`` of `to_samples`, what was sampled behind the prompt that the teacher ``name`` reads in place of
+    the policy's. Their log-probs are 0. Each has one turn.
+
+    Where that prompt has ``ANOTHER``, it is the best completion of the group but the row's own, without its end token;
+    if that has a reward below ``success_reward``, the row is behind the policy's own prompt.
+    """
+    ranked = [(group, nlargest(2, group.trajectories, key=lambda one: one.reward)) for group in groups]
+    rows = [(of.prompt, best, one, row) for of, best in ranked for one in of.trajectories for row in one.chains]
+    chosen = [rows[number] for number in part.tolist()]
+    before = [_before(prompt, name, best, one, success_reward) for prompt, best, one, _ in chosen]
+    behind = [row.token_ids[row.turns[0].start :] for *_, row in chosen]
+    tokens = [np.concatenate([np.array(one, np.int32), ids]) for one, ids in zip(before, behind, strict=True)]
+    turns = [[(len(one), np.zeros(len(ids), np.float32))] for one, ids in zip(before, behind, strict=True)]
+    return join_rows([prompt.id for prompt, *_ in chosen], tokens, turns)
+
+
+def _before(
+    prompt: Prompt, name: str, two_best: Sequence[Trajectory], own: Trajectory, success_reward: float
+) -> Sequence[int]:
+    """The tokens before what was sampled, as the teacher ``name`` reads them. One of the ``two_best`` trajectories of
+    the group is another than ``own``, if it has several."""
+    read = prompt.read_by[name]
+    if ANOTHER not in read:
+        return read
+    best = next((one for one in two_best if one is not own), None)
+    if best is None or best.reward < success_reward:
+        return prompt.token_ids
+    (row,), at = best.chains, read.index(ANOTHER)
+    ended = row.turns[-1].finish_reason == "stop"
+    shown = row.token_ids[row.turns[0].start : len(row.token_ids) - ended].tolist()
+    return [*read[:at], *shown, *read[at + 1 :]]
+
+
+def as_sampled(column: Tensor, read: Samples, samples: Samples, part: NDArray[np.int64]) -> Tensor:
+    """What a teacher said [N', ...] of the tokens of ``read``, where the policy sampled them [N, ...]: of the sequences
+    ``part`` of the samples. It is 0 elsewhere."""
+    places, _ = rows_of(samples.cu_seqlens, torch.from_numpy(part))
+    out = column.new_zeros((len(samples.targets), *column.shape[1:]))
+    out[places[samples.mask[places]]] = column[read.mask]
+    return out
+
+
+def one_reference(
+    judges: Sequence[Judge],
+    weights: Mapping[str, float],
+    found: Mapping[tuple[str, Want], Tensor],
+    *,
+    samples: Samples,
+) -> dict[str, Tensor]:
+    """``ref_logprobs`` [N] float32, the means of the log-probs of each sequence's teachers by their ``weights``; and
+    ``ref_top`` [N, 2, k] of the only one, where it was asked for.
+
+    ``found`` has 0 where a teacher was not asked. The weighted mean's k1 is the weighted sum of the teachers'.
+    """
+
+    def said(one: Judge, what: Want) -> Tensor:
+        column = found[one.role, what]
+        return column if one.read is None else as_sampled(column, one.read, samples, one.part)
+
+    of_sequences = torch.zeros(len(judges), samples.num_sequences, dtype=torch.float64)
+    for row, one in zip(of_sequences, judges, strict=True):
+        row[one.part] = weights[one.role]
+    total, lengths = of_sequences.sum(0), samples.cu_seqlens.diff()
+    logprobs = torch.zeros(len(samples.targets), dtype=torch.float64)
+    for row, one in zip(of_sequences, judges, strict=True):
+        logprobs += (row / total).repeat_interleave(lengths) * said(one, "logprobs")
+    columns = {"ref_logprobs": logprobs.float()}
+    if top := [said(one, "top") for one in judges if (one.role, "top") in found]:
+        columns["ref_top"] = torch.stack(top).sum(0)
+    return columns
