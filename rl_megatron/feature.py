@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
     from numpy.typing import NDArray
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
     from rl_megatron.algorithms.objectives import ClipLimits
     from rl_megatron.columns import Column
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from rl_megatron.observability.recorder import Row, Stopwatch
     from rl_megatron.rules import Rule
     from rl_megatron.training.measures import Measured
-    from rl_megatron.types import Batch, Metric, RolloutGroup, Samples, Want
+    from rl_megatron.types import Batch, Completion, GenerationRequest, Metric, RolloutGroup, Samples, Want
     from rl_megatron.weights.boxes import Box, Shape
     from rl_megatron.weights.formats.hf_folder import Stored
     from rl_megatron.weights.layouts.layout import Layout
@@ -55,6 +56,8 @@ GROUP = "rl_megatron.features"
 _FOLDERS = "rl_megatron.features"
 Ask: TypeAlias = "Callable[[frozenset[Want]], Awaitable[Mapping[Want, torch.Tensor]]]"
 """Asks the policy for scores of a batch's samples, [N, ...] each."""
+Generate: TypeAlias = "Callable[[GenerationRequest], Awaitable[tuple[Completion, ...]]]"
+"""Asks the engine for the completions of a request, each cut at its first stop text. Raises the engine's errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +230,9 @@ class Feature:
     """``package.module:function`` that makes its models behind servers, by their roles: from a run's configuration, the
     policy's `ModelShape`, what makes the adapter of an engine, and what hears how far it is. It raises EngineError for
     a server that does not answer."""
+    sampler: str | None = None
+    """``package.module:function`` that makes the `SamplerHooks` of a run from its configuration and its tokenizer; None
+    for a run that the feature leaves alone."""
     encoding: str | None = None
     """``package.module:function`` that makes the `Encoding` of a configuration; None for one that the feature leaves
     alone. Importing the module needs no torch."""
@@ -348,8 +354,29 @@ class Judges:
     """The samples' ``ref_logprobs`` and ``ref_top`` from what each said, by its role. Runs in a thread."""
 
 
+class SamplerHooks:
+    """A feature's side in the sampler of completions that a reward judges. The methods here do nothing."""
+
+    async def generated(
+        self, request: GenerationRequest, generate: Generate, keep: Callable[[Completion], None]
+    ) -> tuple[Completion, ...] | None:
+        """The completions of a request, which it asks for by ``generate``; a checkpoint has what ``keep`` gets of one
+        until then. None: the request is left alone."""
+        return None
+
+    async def grouped(
+        self, request: GenerationRequest, group: RolloutGroup, completions: Sequence[Completion]
+    ) -> RolloutGroup:
+        """The scored group of the request's completions."""
+        return group
+
+
 class StepHooks:
     """A feature's side in the controller of a run that trains on groups. The methods here do nothing."""
+
+    def group_row(self, groups: Sequence[RolloutGroup]) -> Row:
+        """Metrics of a step's groups, of which there is at least one. Runs in a thread."""
+        return {}
 
     def sampled(self, samples: Samples) -> Samples:
         """The samples that models read, of those that have all columns of the engines. Runs in a thread."""
@@ -494,6 +521,12 @@ def learner_hooks(built: Built) -> tuple[LearnerHooks, ...]:
 def step_hooks(config: RunConfig, roles: Roles) -> tuple[StepHooks, ...]:
     """The controller's sides of all features for a run. Raises as `features`."""
     made = (load_side(one.step)(config, roles) for one in features().values() if one.step is not None)
+    return tuple(hooks for hooks in made if hooks is not None)
+
+
+def sampler_hooks(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[SamplerHooks, ...]:
+    """The sides of all features in a run's sampler. Raises as `features`."""
+    made = (load_side(one.sampler)(config, tokenizer) for one in features().values() if one.sampler is not None)
     return tuple(hooks for hooks in made if hooks is not None)
 
 

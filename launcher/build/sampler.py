@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,8 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import data_sources, name_of
 from rl_megatron.data.demonstrations import Demonstrations
 from rl_megatron.environments.registry import Agent, EnvironmentMaker, demonstrated, resolve_environment
+from rl_megatron.feature import sampler_hooks
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
-from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.policy_sampler import PolicySampler
 from rl_megatron.rollout.sampler import RolloutSampler, SamplerBySource
 from rl_megatron.seeds import text_seed
@@ -72,13 +72,12 @@ def sampler_of(
 def _single_turns(
     config: RunConfig, engine: RolloutEngine, reward: RewardFunction, data: Data, vocab_size: int
 ) -> RolloutSampler:
-    decode = partial(data.tokenizer.decode, skip_special_tokens=True)
     shows = config.algorithm.demonstration_gamma is not None
     return RolloutSampler(
         engine=engine,
         reward_function=reward,
-        decode=decode,
-        interruption=_interruption(config, data, decode),
+        decode=partial(data.tokenizer.decode, skip_special_tokens=True),
+        hooks=sampler_hooks(config, data.tokenizer),
         rollout=config.rollout,
         reward=config.reward,
         own_rewards=config.own_rewards,
@@ -102,21 +101,6 @@ def demonstrations_of(config: RunConfig, data: Data | LearnedRows, vocab_size: i
         vocab_size=vocab_size,
         most=config.rollout.max_new_tokens,
     )
-
-
-def _interruption(config: RunConfig, data: Data, decode: Callable[[Sequence[int]], str]) -> Interruption | None:
-    section = config.rollout.interrupt
-    if not section.earliest:
-        return None
-    text, ends = (tokens_of_text(data.tokenizer, one) for one in (section.text, section.thinking_ends))
-    latest = section.between(config.rollout.max_new_tokens)[1]
-    if latest + len(text) >= config.rollout.max_new_tokens:
-        logger.warning(
-            "rollout.interrupt.text has %d tokens, which do not fit behind token %d of rollout.max_new_tokens=%d: such "
-            "completions are not interrupted",
-            *(len(text), latest, config.rollout.max_new_tokens),
-        )
-    return Interruption(section=section, token_ids=text, ends=ends, decode=decode)
 
 
 def samplers_of_sets(

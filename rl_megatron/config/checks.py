@@ -164,7 +164,7 @@ def _of_layout(c: RunConfig, role: str) -> Iterator[str]:
 
 
 def problems_of_limits(c: RunConfig) -> Iterator[str]:
-    """Ratios to the engine that top_p makes useless, of a sequence or the loss itself, and places of interruptions."""
+    """Ratios to the engine that top_p makes useless, of a sequence or the loss itself."""
     a, one, top_p = c.algorithm, c.algorithm.correction, c.rollout.top_p
     near_one = one.level == "sequence" and one.mode in {"mask", "band"} and one.low > top_p
     in_rewards = a.kl.coefficient > 0 and a.kl.placement != "loss"
@@ -179,13 +179,6 @@ def problems_of_limits(c: RunConfig) -> Iterator[str]:
             f"rollout.top_p={top_p:g} with {key}: the engine's log-probs are of the tokens that top_p keeps and the "
             f"learner's of all, so each token's ratio is too small by up to {top_p:g}, and a sequence's by all of its "
             "tokens'; set rollout.top_p=1, or algorithm.old_logprobs=learner without correction"
-        )
-    first, last = c.rollout.interrupt.between(c.rollout.max_new_tokens)
-    if c.rollout.interrupt.earliest and not first <= last < max(c.rollout.max_new_tokens, 2):
-        yield (
-            f"rollout.interrupt.earliest={c.rollout.interrupt.earliest:g}: completions of at most "
-            f"rollout.max_new_tokens={c.rollout.max_new_tokens} would be interrupted "
-            f"after {first} to {last} sampled tokens; make the first at most the second, and both less than that"
         )
 
 

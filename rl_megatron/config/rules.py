@@ -48,7 +48,6 @@ ENVIRONMENT = On("training_environments@function")
 DEMONSTRATIONS = On("algorithm.demonstration_gamma")
 WARM_START = On("warm_start.steps", Above(0))
 STEPS = On("reward.steps", True), On("data.sources.*.reward.steps", True)
-INTERRUPT = On("rollout.interrupt.earliest", Above(0))
 BESIDE = On("eval.mode", Not("blocking"))
 
 _WITH_SERVERS = "set rollout.server.replicas, or rollout=vllm or sglang, or leave it out"
@@ -122,15 +121,11 @@ def _of_servers() -> Iterator[Rule]:
 
 
 def _of_sampling() -> Iterator[Rule]:
-    """Stop texts, limits of time and number, interruptions."""
+    """Stop texts, limits of time and number."""
     yield Excludes(one=On("rollout.max_seconds"), other=NOT_SERVED, why=f"{_IN_LEARNER} a whole batch in one call, "
           "which ends no completion before the others", fix=_WITH_SERVERS)
     yield Excludes(one=On("rollout.stop", Not(())), other=On("rollout.ignore_eos", True),
           why="ignore_eos ends no completion early", fix=_LEAVE_OUT)
-    yield from _all_excluded(INTERRUPT, (ENVIRONMENT, PAIRS, On("rollout.max_seconds")),
-          "only single completions without a time limit can be interrupted", _LEAVE_OUT)
-    yield from _excluded(INTERRUPT,
-        *((on, "a completion that was interrupted is two turns already", _LEAVE_OUT) for on in STEPS))
     limit = "rollout.max_in_flight"
     yield Excludes(one=On(limit, Below("rollout.group_size")), why="no group could be sampled",
           fix="raise the first, or lower the other")

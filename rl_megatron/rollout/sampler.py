@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self
 
 from typing_extensions import override
@@ -19,11 +20,11 @@ from typing_extensions import override
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.data.trajectories import in_steps, single_turns
 from rl_megatron.errors import PoisonPrompt, RewardError, together
+from rl_megatron.feature import SamplerHooks
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.observability.timeline.spans import FreeLanes
 from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.rollout.batch import Answered, Drawn, reason_of, sampled_tokens
-from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler, Tell
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams
@@ -98,7 +99,7 @@ class RolloutSampler(PolicySampler):
     )  # by source, of prompts not judged by ``reward``
     greedy_baseline: bool = False  # whether each group also gets a greedy completion
     columns: tuple[str, ...] = ()  # to request of the completions that are trained on
-    interruption: Interruption | None = None  # of thinking that is too long
+    hooks: tuple[SamplerHooks, ...] = ()  # the sides of features
     demonstrate: Callable[[Prompt], Completion] | None = None  # what each group has besides, which nobody samples
     apart: bool = False  # whether each completion of a group is requested by itself, even where none was begun
     sampled: dict[str, Completion] = field(default_factory=dict)  # of groups that are not scored yet, by their requests
@@ -240,29 +241,20 @@ class RolloutSampler(PolicySampler):
         return completion
 
     async def _generated(self, request: GenerationRequest) -> tuple[Completion, ...]:
-        place = None if self.interruption is None else self.interruption.place(request)
-        if self.interruption is None or place is None:
-            return await sampled_by(self.engine, request, self.decode)
-        first = await sampled_by(self.engine, self.interruption.until(request, place), self.decode)
-        async with together() as tasks:
-            running = [tasks.create_task(self._gone_on(request, place, *one)) for one in enumerate(first)]
-        return tuple(task.result() for task in running)
+        def keep(completion: Completion) -> None:
+            if request.group is not None:
+                self.sampled[request.id] = completion
 
-    async def _gone_on(self, request: GenerationRequest, place: int, number: int, sampled: Completion) -> Completion:
-        """The whole of a completion that was asked for up to ``place``."""
-        assert self.interruption is not None
-        rest = await asyncio.to_thread(self.interruption.behind, request, place, sampled, number)
-        if rest is None:
-            return sampled
-        if request.group is not None:
-            self.sampled[request.id] = sampled  # a checkpoint has this much of it
-        (more,) = await sampled_by(self.engine, rest, self.decode)
-        return await asyncio.to_thread(self.interruption.whole, sampled, more)
+        generate = partial(sampled_by, self.engine, decode=self.decode)
+        for hooks in self.hooks:
+            if (found := await hooks.generated(request, generate, keep)) is not None:
+                return found
+        return await generate(request)
 
     async def _scored(
         self, prompt: Prompt, completions: tuple[Completion, ...], request: GenerationRequest | None
     ) -> Answered:
-        """``request``: whose completions may have been interrupted; None of a demonstration."""
+        """``request``: of the completions; None of a demonstration."""
         section = self.own_rewards.get(prompt.source, self.reward)
         texts = await asyncio.to_thread(self._texts, completions)  # decoding long ones would block the event loop
         with _SCORING.during("reward", prompt=prompt.id):
@@ -283,9 +275,9 @@ class RolloutSampler(PolicySampler):
             for one in scored
         ]
         group = single_turns(prompt, completions, texts, rewards, parts)
-        place = None if self.interruption is None or request is None else self.interruption.place(request)
-        if self.interruption is not None and place is not None:
-            group = await asyncio.to_thread(self.interruption.in_turns, group, completions, place)
+        if request is not None:
+            for hooks in self.hooks:
+                group = await hooks.grouped(request, group, completions)
         return Answered(group=group, rewards=rewards, scored=scored)
 
 

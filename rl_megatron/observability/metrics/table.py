@@ -291,8 +291,6 @@ SAMPLING: MetricTuples = (
     ("response/length_max", "tokens", "longest completion"),
     ("response/truncated_fraction", "", "share of completions that reached rollout.max_new_tokens, or were ended late",
      Curve("Policy", "Truncated responses")),
-    ("response/interrupted_fraction", "", "share of completions whose thinking rollout.interrupt ended by a text",
-     Curve("Policy", "Responses whose thinking was interrupted")),
     ("groups/trained", "groups", "groups that the step trains on; 0 if it is skipped because there are none",
      Curve("Policy", "Groups trained on", hide_constant=True)),
     ("groups/dropped", "groups", "groups left out: failed rewards if the config says so, and `poison` prompts",

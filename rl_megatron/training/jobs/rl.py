@@ -15,7 +15,6 @@ import numpy as np
 from rl_megatron.agents.source import environment_row
 from rl_megatron.config.beside import frozen_folders, reference_follows
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.errors import DataError
 from rl_megatron.files import remove_folder
@@ -27,7 +26,7 @@ from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.credit import groups_that_differ, groups_to_train_on
 from rl_megatron.training.evaluation import Evaluation, EvaluationBeside
 from rl_megatron.training.update import Update
-from rl_megatron.types import RolloutGroup, Trajectory
+from rl_megatron.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +155,10 @@ class Reinforcement:
     def _described(self, batch: RolloutBatch, epochs: Mapping[str, float]) -> Row:
         """Records samples of the batch. Returns its metrics."""
         self.recorder.write_samples(self.number, batch.groups)
-        return rollout_row(self.config, self.number, batch, epochs)
+        row = rollout_row(self.config, self.number, batch, epochs)
+        for hooks in self.update.hooks if batch.groups else ():
+            row |= hooks.group_row(batch.groups)
+        return row
 
     async def take(self) -> RolloutBatch:
         """The next batch, after dynamic sampling; short or empty if too many groups would give no gradient."""
@@ -294,7 +296,6 @@ def _group_row(config: RunConfig, step: int, groups: Sequence[RolloutGroup]) -> 
         "response/truncated_fraction": float(np.mean(cut)),
         "staleness/mean": float(staleness.mean()),
         "staleness/max": int(staleness.max()),
-        **interrupted_row(trajectories, config.rollout),
         **environment_row(trajectories),
         **_demonstration_row(groups),
         **{f"staleness/share/v{age}": float(np.mean(staleness == age)) for age in range(staleness.max() + 1) if aged},
@@ -323,10 +324,3 @@ def source_row(config: RunConfig, rollouts: RolloutBatch, epochs: Mapping[str, f
 def _teaches(config: RunConfig, groups: Sequence[RolloutGroup]) -> list[bool]:
     """Whether each group has different rewards, and so a gradient."""
     return groups_that_differ(groups, config.algorithm, max_new_tokens=config.most_sampled)
-
-
-def interrupted_row(trajectories: Sequence[Trajectory], section: RolloutSection) -> Row:
-    """The share whose thinking was ended by a text: those of two turns."""
-    if not section.interrupt.earliest:
-        return {}
-    return {"response/interrupted_fraction": float(np.mean([len(one.turns) > 1 for one in trajectories]))}

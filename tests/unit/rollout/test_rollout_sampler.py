@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,12 +23,12 @@ from rl_megatron.engines.answers import joined
 from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.errors import ConfigError, EngineError, PoisonPrompt, RewardError
 from rl_megatron.evaluation.sets import ProblemSet, measure
+from rl_megatron.features.interrupt.interruption import Interruption, make_step_hooks
+from rl_megatron.interfaces import Roles
 from rl_megatron.rewards.threads import Plain
 from rl_megatron.rollout.batch import RolloutBatch
-from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler
 from rl_megatron.rollout.sampler import RolloutSampler, SamplerBySource, sampled_by
-from rl_megatron.training.jobs.rl import interrupted_row
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, Scored
 from tests.completions import completion, drawn
 
@@ -423,7 +423,7 @@ def interrupting(engine: LocalEngine, interrupt: dict[str, Any] | None, **option
         reward=RewardSection(),
         stop_token_ids=(7, 8, 9),
         seed=0,
-        interruption=None if interrupt is None else of,
+        hooks=() if interrupt is None else (of,),
         **options,
     )
 
@@ -465,10 +465,10 @@ def test_a_text_follows_where_thinking_goes_on_and_only_what_was_sampled_is_trai
             trained = [at + 1 for at, on in enumerate(samples.mask[row].tolist()) if on]
             assert trained == [*range(2, 7), *range(10, 2 + len(tokens))]
     assert 5 < interrupted < 20
-    every = [one for group in found for one in group.trajectories]
-    section = RolloutSection(max_new_tokens=14, interrupt=InterruptSection(earliest=5))
-    assert interrupted_row(every, section) == {"response/interrupted_fraction": pytest.approx(interrupted / 20)}
-    assert interrupted_row(every, RolloutSection()) == {}
+    config = load_config("tiny_cpu", ["rollout.interrupt.earliest=5"])
+    row = make_step_hooks(config, cast(Roles, None)).group_row(found)
+    assert row == {"response/interrupted_fraction": pytest.approx(interrupted / 20)}
+    assert make_step_hooks(load_config("tiny_cpu", []), cast(Roles, None)) is None
 
 
 def test_a_completion_whose_thinking_has_ended_goes_on_without_the_text(make_engine: MakeEngine) -> None:
@@ -479,8 +479,7 @@ def test_a_completion_whose_thinking_has_ended_goes_on_without_the_text(make_eng
     said = cut.chains[0].token_ids[2:7]
     for change in ({"section": InterruptSection(earliest=5, thinking_ends=text(said[1:4]))}, {"ends": said[3:5]}):
         ours = interrupting(engine, {"earliest": 5})
-        assert ours.interruption is not None
-        ours = replace(ours, interruption=replace(ours.interruption, **change))
+        ours = replace(ours, hooks=(replace(ours.hooks[0], **change),))
         found = [one for one in groups(ours)[0].trajectories if one.chains[0].token_ids[2:7].tolist() == said.tolist()]
         assert found
         for one in found:
@@ -496,8 +495,7 @@ def test_long_texts_are_decoded_beside_the_event_loop_which_other_requests_need(
         return text(tokens)
 
     ours = interrupting(make_engine(8), {"earliest": 5})
-    assert ours.interruption is not None
-    found = groups(replace(ours, interruption=replace(ours.interruption, decode=decode)))
+    found = groups(replace(ours, hooks=(replace(ours.hooks[0], decode=decode),)))
     assert any(len(one.turns) == 2 for one in found[0].trajectories)
     assert seen
     assert threading.current_thread() not in seen
@@ -505,9 +503,8 @@ def test_long_texts_are_decoded_beside_the_event_loop_which_other_requests_need(
 
 def test_an_end_of_thinking_without_tokens_of_its_own_is_looked_for_in_the_text_alone(make_engine: MakeEngine) -> None:
     ours = interrupting(make_engine(8), {"earliest": 5})
-    assert ours.interruption is not None
-    nothing = replace(ours.interruption, ends=np.zeros(0, np.int32))
-    assert any(len(one.turns) == 2 for one in groups(replace(ours, interruption=nothing))[0].trajectories)
+    nothing = replace(ours.hooks[0], ends=np.zeros(0, np.int32))
+    assert any(len(one.turns) == 2 for one in groups(replace(ours, hooks=(nothing,)))[0].trajectories)
 
 
 def test_places_are_drawn_for_each_group_and_do_not_depend_on_how_it_is_asked_for(make_engine: MakeEngine) -> None:

@@ -6,23 +6,70 @@ engine can do it. Which tokens are the text's follows from the tokens and the re
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from typing_extensions import override
 
+from rl_megatron.agents.conversation.templates import tokens_of_text
 from rl_megatron.columns import TokenIds
+from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import InterruptSection
+from rl_megatron.errors import together
+from rl_megatron.feature import Generate, SamplerHooks, StepHooks
+from rl_megatron.interfaces import Roles
+from rl_megatron.observability.recorder import Row
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Chain, Completion, GenerationRequest, RolloutGroup, Span, Trajectory, Turn
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+def make_step_hooks(config: RunConfig, roles: Roles) -> Interrupted | None:
+    """What counts interrupted completions; None without ``rollout.interrupt.earliest``."""
+    return Interrupted() if config.rollout.interrupt.earliest else None
+
+
+class Interrupted(StepHooks):
+    """Counts the completions of a step that have two turns."""
+
+    @override
+    def group_row(self, groups: Sequence[RolloutGroup]) -> Row:
+        turns = [len(one.turns) for group in groups for one in group.trajectories]
+        return {"response/interrupted_fraction": sum(count > 1 for count in turns) / len(turns)}
+
+
+def make_sampler_hooks(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Interruption | None:
+    """The text of ``rollout.interrupt``; None without ``earliest``. Warns of one that does not fit."""
+    section, most = config.rollout.interrupt, config.rollout.max_new_tokens
+    if not section.earliest:
+        return None
+    text, ends = (tokens_of_text(tokenizer, one) for one in (section.text, section.thinking_ends))
+    latest = section.between(most)[1]
+    if latest + len(text) >= most:
+        logger.warning(
+            "rollout.interrupt.text has %d tokens, which do not fit behind token %d of rollout.max_new_tokens=%d: such "
+            "completions are not interrupted",
+            *(len(text), latest, most),
+        )
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    return Interruption(section=section, token_ids=text, ends=ends, decode=decode)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interruption:
+class Interruption(SamplerHooks):
     """The text's tokens, and when they come; ``decode`` is without special tokens.
 
-    ``behind``, ``whole`` and ``in_turns`` decode what may be long: they belong in a thread.
+    ``_behind``, ``_whole`` and ``_in_turns`` decode what may be long, in a thread.
     """
 
     section: InterruptSection
@@ -30,7 +77,36 @@ class Interruption:
     ends: TokenIds  # of the end of thinking
     decode: Callable[[Sequence[int]], str]
 
-    def place(self, request: GenerationRequest) -> int | None:
+    @override
+    async def generated(
+        self, request: GenerationRequest, generate: Generate, keep: Callable[[Completion], None]
+    ) -> tuple[Completion, ...] | None:
+        if (place := self._place(request)) is None:
+            return None
+        before = replace(request, params=replace(request.params, max_new_tokens=place))
+        is_behind = request.begun is not None and len(request.begun.token_ids) > place
+        first = await generate(request if is_behind else before)
+
+        async def gone_on(number: int, sampled: Completion) -> Completion:
+            rest = await asyncio.to_thread(self._behind, request, place, sampled, number)
+            if rest is None:
+                return sampled
+            keep(sampled)  # a checkpoint has this much of it
+            (more,) = await generate(rest)
+            return await asyncio.to_thread(self._whole, sampled, more)
+
+        async with together() as tasks:
+            running = [tasks.create_task(gone_on(*one)) for one in enumerate(first)]
+        return tuple(task.result() for task in running)
+
+    @override
+    async def grouped(
+        self, request: GenerationRequest, group: RolloutGroup, completions: Sequence[Completion]
+    ) -> RolloutGroup:
+        place = self._place(request)
+        return group if place is None else await asyncio.to_thread(self._in_turns, group, completions, place)
+
+    def _place(self, request: GenerationRequest) -> int | None:
         """After how many sampled tokens: one place for a group; None if no token would follow the text, or for a
         request of what is not trained on."""
         most = request.params.max_new_tokens
@@ -40,14 +116,7 @@ class Interruption:
         fits = at + len(self.token_ids) < most
         return at if fits and request.exact_logprobs else None
 
-    def until(self, request: GenerationRequest, place: int) -> GenerationRequest:
-        """The request for what comes before the text, or for all of a completion that went on from after it."""
-        begun = request.begun
-        if begun is not None and len(begun.token_ids) > place:
-            return request
-        return replace(request, params=replace(request.params, max_new_tokens=place))
-
-    def behind(
+    def _behind(
         self, request: GenerationRequest, place: int, completion: Completion, number: int
     ) -> GenerationRequest | None:
         """The request that goes on from the completion ``number`` of its group, at most as long in all; None for one
@@ -71,7 +140,7 @@ class Interruption:
             ),
         )
 
-    def whole(self, completion: Completion, more: Completion) -> Completion:
+    def _whole(self, completion: Completion, more: Completion) -> Completion:
         """The completion up to its place, the text if it was given, and ``more``; log-probs of the text are 0."""
         if not len(more.token_ids):
             return replace(completion, finish_reason=more.finish_reason)
@@ -86,7 +155,7 @@ class Interruption:
             spans=(*completion.spans, *behind),
         )
 
-    def in_turns(self, group: RolloutGroup, completions: Sequence[Completion], place: int) -> RolloutGroup:
+    def _in_turns(self, group: RolloutGroup, completions: Sequence[Completion], place: int) -> RolloutGroup:
         """The group with two turns of each completion that was interrupted, the text between them."""
         parts = zip(group.trajectories, completions, strict=True)
         return replace(group, trajectories=tuple(self._apart(one, completion, place) for one, completion in parts))
