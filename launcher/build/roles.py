@@ -31,7 +31,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.progress import Progress
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.rewards.classifiers.on_ranks import RewardModels
-from rl_megatron.training.ranked_scores import RankedScores
+from rl_megatron.training.scores import RankedScores
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import job_shape, role_shape
 

@@ -2,6 +2,7 @@
 
 Samples are packed once for each layout. Models on the same ranks get them by one request, which asks for all columns:
 those of one model by one pass. A judge that reads other sequences gets them by a request for them alone.
+A reward model on ranks of its own is asked while engines sample.
 Letters: N positions of the samples, S sequences.
 """
 
@@ -21,11 +22,12 @@ from torch import Tensor
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import Packer, packer_of, unpack
-from rl_megatron.data.samples import seen_by, with_last_tokens
+from rl_megatron.data.samples import check_tokens, scored_row, seen_by, with_last_tokens, written_samples
 from rl_megatron.feature import Judge, Judges
-from rl_megatron.interfaces import Pass, PassScores, Roles, Together
+from rl_megatron.interfaces import Pass, PassScores, Roles, Scorer, Together
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.observability.timeline import spans
+from rl_megatron.rewards.scoring import turn_of
 from rl_megatron.seeds import seed_of
 from rl_megatron.training.measures import LOGPROBS, Measured, wanted_of_policy
 from rl_megatron.types import Batch, Samples, Want
@@ -257,3 +259,34 @@ def _with_columns(
         columns |= judges.columns(found)
     samples = replace(samples, **{name: column for name, column in columns.items() if column is not None})
     return Measured(samples, {what: column for (role, what), column in found.items() if role == "policy"}, next_values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedScores:
+    """Asks ``model``, whose ranks ``packer`` packs for, one call after the other: texts of one call alone share
+    micro-batches, so their scores do not depend on what else is scored."""
+
+    model: Scorer
+    packer: Packer
+    vocab_size: int
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a text, which a micro-batch holds whole."""
+        return self.packer.max_tokens
+
+    async def __call__(self, texts: Sequence[Sequence[int]]) -> list[float]:
+        """Raises DataError for a text that no micro-batch holds, and as `check_tokens` and `Scorer.score`."""
+        samples = await to_thread(self._samples, texts)
+        async with turn_of(self.turn):
+            batch = await to_thread(self.packer.pack, samples)
+            said = await self.model.score(batch, frozenset({"values"}))
+            await self.model.forget()
+        values = await to_thread(unpack, batch, said["values"], samples)
+        return [float(value) for value in values[samples.mask]]
+
+    def _samples(self, texts: Sequence[Sequence[int]]) -> Samples:
+        rows = [scored_row("to score", ids) for ids in texts]
+        check_tokens(rows, self.vocab_size)
+        return written_samples(rows)

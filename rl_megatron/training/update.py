@@ -54,8 +54,6 @@ from rl_megatron.types import Batch, Loss, Prompt, RolloutGroup, Samples, Want
 
 _TRAINED = ("top_entropy", "second_moment")  # the tokens that are chosen are those that are trained on
 
-"""Groups, the rewards of their completions, and metrics of the selection."""
-
 
 def preference_pairs(groups: Sequence[RolloutGroup], rewards: Rewards) -> tuple[Sequence[RolloutGroup], Rewards]:
     """Keeps the best and the worst completion, in this order, of every group whose ``rewards`` differ, for DPO."""

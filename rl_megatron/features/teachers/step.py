@@ -90,15 +90,6 @@ def _before(
     return [*read[:at], *shown, *read[at + 1 :]]
 
 
-def as_sampled(column: Tensor, read: Samples, samples: Samples, part: NDArray[np.int64]) -> Tensor:
-    """What a teacher said [N', ...] of the tokens of ``read``, where the policy sampled them [N, ...]: of the sequences
-    ``part`` of the samples. It is 0 elsewhere."""
-    places, _ = rows_of(samples.cu_seqlens, torch.from_numpy(part))
-    out = column.new_zeros((len(samples.targets), *column.shape[1:]))
-    out[places[samples.mask[places]]] = column[read.mask]
-    return out
-
-
 def one_reference(
     judges: Sequence[Judge],
     weights: Mapping[str, float],
@@ -109,12 +100,18 @@ def one_reference(
     """``ref_logprobs`` [N] float32, the means of the log-probs of each sequence's teachers by their ``weights``; and
     ``ref_top`` [N, 2, k] of the only one, where it was asked for.
 
-    ``found`` has 0 where a teacher was not asked. The weighted mean's k1 is the weighted sum of the teachers'.
+    ``found`` has 0 where a teacher was not asked, and what one with a prompt of its own said of tokens that it read
+    goes where the policy sampled them; elsewhere it is 0. The weighted mean's k1 is the weighted sum of the teachers'.
     """
 
     def said(one: Judge, what: Want) -> Tensor:
         column = found[one.role, what]
-        return column if one.read is None else as_sampled(column, one.read, samples, one.part)
+        if one.read is None:
+            return column
+        places, _ = rows_of(samples.cu_seqlens, torch.from_numpy(one.part))
+        out = column.new_zeros((len(samples.targets), *column.shape[1:]))
+        out[places[samples.mask[places]]] = column[one.read.mask]  # [N', ...] of the tokens that the policy sampled
+        return out
 
     of_sequences = torch.zeros(len(judges), samples.num_sequences, dtype=torch.float64)
     for row, one in zip(of_sequences, judges, strict=True):

@@ -27,7 +27,7 @@ from rl_megatron.rewards.scoring import CallLimit, errors_of, queued, score, tur
 from rl_megatron.rewards.tests import PassedTests
 from rl_megatron.rewards.threads import MOST_COMPUTING, Plain, in_daemon_thread, on_loop_apart
 from rl_megatron.sandbox.executors import Sandbox, _Slots
-from rl_megatron.training.ranked_scores import RankedScores
+from rl_megatron.training.scores import RankedScores
 from rl_megatron.types import Batch, Completion, ParallelDims, Prompt, Scored, Scores, Want
 from tests.completions import completion
 from tests.virtual_time import run_at_once
