@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from typing_extensions import override
+
 from rl_megatron.columns import Column
-from rl_megatron.feature import Curve, Feature, Serving
+from rl_megatron.feature import Curve, Feature, Serving, StepHooks
 from rl_megatron.rules import SET, TEXT, Above, Excludes, Not, On, Rule
 from rl_megatron.section import Section
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
     from rl_megatron.config.sections.algorithm import AlgorithmSection
+    from rl_megatron.interfaces import Roles
+    from rl_megatron.training.measures import Measured
     from rl_megatron.types import Want
 
 Replay: TypeAlias = Literal["off", "r2", "r3"]
@@ -39,6 +44,20 @@ def _asks(config: RunConfig) -> str | None:
 
 def _wants(config: RunConfig) -> frozenset[Want]:
     return frozenset({"logprobs", "routes"}) if of_algorithm(config.algorithm) == "r2" else frozenset()
+
+
+def make_hooks(config: RunConfig, roles: Roles) -> Replayed | None:
+    """None where nothing is replayed, or what the engine chose, which samples have already (r3)."""
+    return Replayed() if of_algorithm(config.algorithm) == "r2" else None
+
+
+class Replayed(StepHooks):
+    """Has the passes of an update replay what the learner's own pass over the old policy chose (r2)."""
+
+    @override
+    def scored(self, found: Measured) -> Measured:
+        samples = found.samples
+        return replace(found, samples=replace(samples, extra={**samples.extra, "routes": found.policy["routes"]}))
 
 
 _REPLAYS = On("algorithm.routing_replay", Not("off"))
@@ -95,7 +114,7 @@ FEATURE = Feature(
         misfit="{given} needs routes, but it returns none; start it with --enable-return-routed-experts, or leave it "
         "out",
     ),
-    step="rl_megatron.features.replay.step:make_hooks",
+    step="rl_megatron.features.replay.feature:make_hooks",
     metrics=(
         ("moe/rerouted_fraction", "", "share of (token, layer) whose router would choose other experts than the "
          "replayed ones", Curve("Health", "Tokens rerouted by replay")),
