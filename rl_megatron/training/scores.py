@@ -198,9 +198,8 @@ def _requests(config: RunConfig, roles: Roles, samples: Samples, judges: Judges 
     found: list[_Request] = []
     for phase, judge, one in _passes(config, roles, samples, judges):
         ranks = next((group for group in roles.together if one.role in group.roles), None)
-        alone = judge is not None and judge.read is not None
         together = (other for other in found if ranks is not None and other.ranks is ranks and other.read is None)
-        request = None if alone else next(together, None)
+        request = next(together, None)
         if request is None:
             found.append(request := _Request(ranks=ranks, judge=judge))
         request.phases.append(phase)
