@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from torch.profiler import profile
 
     from rl_megatron.data.rows import OwnLayers, Share
-    from rl_megatron.learner.checkpoint.companions import Companions
     from rl_megatron.learner.checkpoint.saving import ShardSave
+    from rl_megatron.learner.checkpoint.state import Companions
     from rl_megatron.learner.trained import MegatronLearner, MegatronScorer
     from rl_megatron.weights.layouts.layout import Layout
 
@@ -350,7 +350,7 @@ class RankModels:
     def _beside(self, role: str) -> Companions | None:
         """What a checkpoint of the role holds beside its model: of the policy the reference that follows it, if it has
         weights."""
-        from rl_megatron.learner.checkpoint.companions import Companions
+        from rl_megatron.learner.checkpoint.state import Companions
 
         if role != "policy" or self._average is None:
             return None
@@ -380,7 +380,7 @@ class RankModels:
 
     def load(self, role: str, folder: Path) -> None:
         """Load a saved state. Raises CheckpointError."""
-        from rl_megatron.learner.checkpoint.companions import holds_beside
+        from rl_megatron.learner.checkpoint.state import holds_beside
 
         if role == "policy" and reference_follows(self._config) and holds_beside(folder):  # a warm start's holds none
             self._hold_reference(self._layouts_of("reference", self._model_folder)[1])

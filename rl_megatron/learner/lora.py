@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from rl_megatron.config.sections.learner import LoraSection
-from rl_megatron.learner.naming import global_name
+from rl_megatron.learner.parameters import global_name
 from rl_megatron.weights.layouts.layout import Layout, coordinates
 from rl_megatron.weights.layouts.lora import Adapted, adapted_rows, adapter_name
 

@@ -32,9 +32,9 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import Tensor
 
-from rl_megatron.learner.groups import by_decay
 from rl_megatron.learner.keywords import NEWTON_SCHULZ_STEPS
 from rl_megatron.learner.model.experts import FusedExperts, TogetherExperts
+from rl_megatron.learner.parameters import by_decay
 
 _CUT_BY: Mapping[str, int | None] = {  # modules; TransformerEngine also marks weights as cut that are whole
     "linear_qkv": 0,

@@ -17,10 +17,10 @@ from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.utils import local_multi_tensor_l2_norm
 
 from rl_megatron.feature import Keywords
-from rl_megatron.learner.groups import overrides, set_decay
 from rl_megatron.learner.keywords import STEPPED_AT_ONCE
 from rl_megatron.learner.model.build import with_dtypes
 from rl_megatron.learner.muon import LayerWise, Muon
+from rl_megatron.learner.parameters import overrides, set_decay
 
 _HYBRID_KEYS = inspect.signature(HybridDeviceOptimizer).parameters.keys() - {"params"}
 _NO_PARAMETER = "no parameter"  # the key of a state that has a step alone

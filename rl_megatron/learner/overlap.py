@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.distributed import DistributedDataParallel
 
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.learner.model.decoder_config import DecoderConfig
+from rl_megatron.learner.model.attention import DecoderConfig
 
 _NAMED = 5  # an error names at most so many parameters
 

@@ -34,18 +34,17 @@ from rl_megatron.digests import Digest
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.feature import Built, declared_columns, learner_hooks
 from rl_megatron.learner.checkpoint import loading, saving
-from rl_megatron.learner.checkpoint.companions import Companions
 from rl_megatron.learner.checkpoint.saving import Kept, ShardSave
+from rl_megatron.learner.checkpoint.state import Companions
 from rl_megatron.learner.cpu import Heap
 from rl_megatron.learner.forward import reduce_outputs, run_loss, run_scores
 from rl_megatron.learner.heads import Head, ValuedHead, ValueHead, ValueParameter
 from rl_megatron.learner.keywords import SLAB, keywords
 from rl_megatron.learner.lora import adapters_of
+from rl_megatron.learner.model.attention import DecoderConfig
 from rl_megatron.learner.model.build import keep_buffers_float32, with_dtypes
-from rl_megatron.learner.model.decoder_config import DecoderConfig
 from rl_megatron.learner.model.graphs import Graphs
 from rl_megatron.learner.model.offload import Activations
-from rl_megatron.learner.naming import global_parameters
 from rl_megatron.learner.observers import Observers
 from rl_megatron.learner.optimizer import (
     adopt,
@@ -59,6 +58,7 @@ from rl_megatron.learner.optimizer import (
 )
 from rl_megatron.learner.overlap import Buckets
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch
+from rl_megatron.learner.parameters import global_parameters, swapped
 from rl_megatron.learner.routers.balance import Balance, freeze_routers
 from rl_megatron.learner.routers.replay import Routing, gather_recorded
 from rl_megatron.models.shape import ModelShape, length_problem
@@ -153,7 +153,7 @@ class MegatronScorer:
         if records:
             packed = [self._routing.to_record(p) for p in packed]
         around = self._routing.recording if records else self._routing.replaying
-        with self._swapped(weights or {}), self._observers.unseen(), self._routing.unseen(), torch.no_grad():
+        with swapped(self._models, weights or {}), self._observers.unseen(), self._routing.unseen(), torch.no_grad():
             results = run_scores(self._chunks, packed, self._head, want, around)
             self._routing.finish()
         found: dict[Want, list[Tensor]] = {}
@@ -166,18 +166,6 @@ class MegatronScorer:
             found[name] = [restore(r[name], p, m) for r, p, m in zip(results, packed, micro_batches, strict=False)]
         first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
         return found if first else None
-
-    @contextlib.contextmanager
-    def _swapped(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Points the parameters to ``weights``, without a copy."""
-        own = [(p, p.data, weights[name]) for name, p in global_parameters(self._models) if name in weights]
-        try:
-            for parameter, _, other in own:
-                parameter.data = other
-            yield
-        finally:
-            for parameter, mine, _ in own:
-                parameter.data = mine
 
     def _pack(self, micro_batches: Sequence[Samples]) -> list[PackedMicroBatch]:
         """This rank's share of each. Interleaved pipelines need a multiple of pp: masked copies of the last fill up."""

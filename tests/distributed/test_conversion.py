@@ -208,7 +208,7 @@ def bridged_main(rank: int, options: dict[str, int], root: Path) -> None:
     import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here
     from rl_megatron.learner import world
     from rl_megatron.learner.model.build import build_chunks, make_config
-    from rl_megatron.learner.naming import global_parameters
+    from rl_megatron.learner.parameters import global_parameters
     from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
     from rl_megatron.weights.layouts import layout
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout

@@ -354,7 +354,7 @@ def made(folder: Path, learner: LearnerSection, rank: int, device: torch.device)
 
 
 def gradients(policy: MegatronLearner) -> dict[str, Tensor]:
-    from rl_megatron.learner.naming import global_parameters
+    from rl_megatron.learner.parameters import global_parameters
 
     found = dict(global_parameters(policy._models))
     return {name: p.main_grad.clone() for name, p in found.items() if hasattr(p, "main_grad")}

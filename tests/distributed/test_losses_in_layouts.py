@@ -64,7 +64,7 @@ def gap_to_two_models(own: Any, policy: Any, critic: Any, batch: Batch) -> float
     All have the same weights, and value layers that are filled here. One rank calls it.
     """
     from rl_megatron.learner.heads import ValueParameter
-    from rl_megatron.learner.naming import global_parameters
+    from rl_megatron.learner.parameters import global_parameters
 
     loss, found = own_critics_loss(), list[dict[str, torch.Tensor]]()
     for learner, its in ((own, loss), (policy, loss.policy), (critic, loss.value)):

@@ -25,8 +25,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from rl_megatron.config.sections.learner import FusionSection, LearnerSection, RecomputeSection, RouterSection
+from rl_megatron.learner.model.attention import DecoderConfig
 from rl_megatron.learner.model.build import make_config, prepare_chunk
-from rl_megatron.learner.model.decoder_config import DecoderConfig
 from rl_megatron.learner.model.latent import latent_attention_spec
 from rl_megatron.learner.model.layers import RMSNorm, torch_layer_spec
 from rl_megatron.learner.packed import PackedAttentionParams, own_tokens

@@ -1,4 +1,5 @@
-"""What a checkpoint holds of a rank: megatron's sharded tensors of the model's chunks and of the optimizer.
+"""What a checkpoint holds of a rank: megatron's sharded tensors of the model's chunks and of the optimizer,
+and tensors beside a model's own, cut as these, under other names.
 
 Optimizer states of data-parallel ranks, in the host's memory of the first of them, which writes them.
 
@@ -14,6 +15,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,14 +24,20 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from rl_megatron.errors import CheckpointError
 from rl_megatron.learner.lora import adapters_of
 from rl_megatron.learner.optimizer import create_state, inner_optimizers, keeps_weights
+from rl_megatron.learner.parameters import global_name, swapped
 from rl_megatron.weights.bytes.parked import Staged
+from rl_megatron.weights.checkpoints.megatron import BESIDE
+from rl_megatron.weights.checkpoints.torch_dist import read_index
 
 _KEYS = ("param", "exp_avg", "exp_avg_sq")  # float32 weights and moments
 _FLOAT = 4  # bytes
@@ -250,3 +258,51 @@ def inner(chunk: Any) -> Any:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Companions:
+    """For each of some names: tensors under the global names, and in the shapes, of a model's parameters.
+
+    ``values`` gives the tensor with the values of one that holds none now.
+    """
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    values: Values
+
+    def state(self, models: Sequence[GPTModel]) -> dict[str, Any]:
+        """The sharded state of the tensors, to save or to load into."""
+        return {
+            f"{BESIDE}{name}{chunk}": self._shards(model, name)
+            for name in self.tensors
+            for chunk, model in enumerate(models)
+        }
+
+    def _shards(self, model: GPTModel, name: str) -> dict[str, Any]:
+        held = self.tensors[name]
+        with swapped([model], held):
+            found = {own: part for own, part in weights(model).items() if global_name(model, own) in held}
+            for part in nested_values(found):
+                if isinstance(part, ShardedBase):
+                    part.data = part.data.detach()  # else the parameter itself, which has its own values again
+        add_prefix_for_sharding(found, f"{BESIDE}{name}.")
+        return found
+
+    def take(self, models: Sequence[GPTModel], state: Mapping[str, Any], folder: Path) -> None:
+        """Write what was loaded into `state` into the tensors. Raises CheckpointError if one is missing."""
+        for name, held in self.tensors.items():
+            found = {
+                global_name(model, own): tensor
+                for chunk, model in enumerate(models)
+                for own, tensor in state.get(f"{BESIDE}{name}{chunk}", {}).items()
+            }
+            if missing := held.keys() - found.keys():
+                raise CheckpointError(f"{folder}: the checkpoint lacks {min(missing)} of {BESIDE}{name}")
+            for own, tensor in held.items():
+                read = found[own]
+                tensor.copy_(read if read.dtype == tensor.dtype else read.view(tensor.dtype))
+
+
+def holds_beside(folder: Path) -> bool:
+    """Whether a checkpoint holds tensors beside the model's. Raises CheckpointError if its index is torn."""
+    return any(key.startswith(BESIDE) for key in read_index(folder)[0])

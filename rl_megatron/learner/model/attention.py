@@ -1,9 +1,11 @@
-"""Attention over packed sequences in torch: rotary embeddings, grouped queries, windows, sinks, TP and CP."""
+"""Attention over packed sequences in torch: rotary embeddings, grouped queries, windows, sinks, TP and CP; and
+megatron's configuration of a decoder with what it and our other layers read, the model's shape and an option."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,15 +18,35 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
 from rl_megatron.learner.model.kernels import faster_attention, from_slots, into_slots, rotate
 from rl_megatron.learner.packed import LengthClass, PackedAttentionParams
 from rl_megatron.models.rotary import inverse_frequencies
+from rl_megatron.models.shape import ModelShape
 
 _LANE = 8  # fast attention kernels need head dimensions that are multiples of it
+
+
+@dataclass
+class DecoderConfig(TransformerConfig):
+    """Megatron's configuration, and the shape that it was made from."""
+
+    shape: ModelShape = None  # type: ignore[assignment]  # megatron's fields before it have defaults
+    recompute_up_projections: bool = False
+    """Whether our latent attention discards queries, keys and values, and projects them again in the backward pass."""
+
+
+@dataclass
+class LatentDecoderConfig(DecoderConfig, MLATransformerConfig):
+    """Adds the options of megatron's own latent attention, which only its TransformerEngine layers use."""
+
+
+def device_of(config: TransformerConfig) -> torch.device:
+    """The device that parameters are created on."""
+    return torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
 
 
 class CutAlongHeads(torch.nn.Module):

@@ -30,7 +30,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import Attention, Dtype
 from rl_megatron.learner.keywords import keywords
-from rl_megatron.learner.model.decoder_config import DecoderConfig, LatentDecoderConfig
+from rl_megatron.learner.model.attention import DecoderConfig, LatentDecoderConfig
 from rl_megatron.learner.model.delta import delta_net_spec
 from rl_megatron.learner.model.latent import (
     HeldIndexer,

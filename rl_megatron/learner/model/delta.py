@@ -27,8 +27,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from rl_megatron.learner.model.attention import CutAlongHeads
-from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
+from rl_megatron.learner.model.attention import CutAlongHeads, DecoderConfig, device_of
 from rl_megatron.learner.model.kernels import from_slots, into_slots, rms_norm
 from rl_megatron.learner.model.layers import NormColumnLinear
 from rl_megatron.learner.packed import PackedAttentionParams, Slots

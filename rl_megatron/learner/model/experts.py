@@ -14,7 +14,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rl_megatron.learner.model import kernels
-from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
+from rl_megatron.learner.model.attention import DecoderConfig, device_of
 from rl_megatron.learner.model.kernels import expert_mlp
 
 _ALPHA = 1.702  # gate * sigmoid(alpha * gate)

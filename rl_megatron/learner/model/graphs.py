@@ -19,7 +19,7 @@ from megatron.core.transformer import cuda_graphs
 
 from rl_megatron.config.sections.learner import PaddingSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.learner.model.decoder_config import DecoderConfig
+from rl_megatron.learner.model.attention import DecoderConfig
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch
 from rl_megatron.types import LossInputs, LossOutput, Samples
 

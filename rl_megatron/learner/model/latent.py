@@ -24,8 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rl_megatron.learner.model.attention import PackedAttention
-from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
+from rl_megatron.learner.model.attention import DecoderConfig, PackedAttention, device_of
 from rl_megatron.learner.model.kernels import linear, rms_norm, rotate
 from rl_megatron.learner.model.layers import NormColumnLinear
 from rl_megatron.learner.packed import PackedAttentionParams

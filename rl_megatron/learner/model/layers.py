@@ -34,8 +34,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.learner.model.attention import AllHeadsAttention, PackedAttention
-from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
+from rl_megatron.learner.model.attention import AllHeadsAttention, DecoderConfig, PackedAttention, device_of
 from rl_megatron.learner.model.experts import FusedExperts, StackedExperts
 from rl_megatron.learner.model.kernels import expert_mlp, linear, rms_norm
 from rl_megatron.models.shape import ModelShape

@@ -27,8 +27,8 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model import kernels
 from rl_megatron.learner.model import kernels as fused
+from rl_megatron.learner.model.attention import LatentDecoderConfig
 from rl_megatron.learner.model.build import make_config
-from rl_megatron.learner.model.decoder_config import LatentDecoderConfig
 from rl_megatron.learner.model.delta import convolve, cut_into_chunks, gated_delta_rule
 from rl_megatron.learner.model.kernels import AttentionKernel, batched_attention, faster_attention, long_attention
 from rl_megatron.learner.model.latent import megatron_latent_keywords

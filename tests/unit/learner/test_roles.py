@@ -25,7 +25,7 @@ from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError, WeightError
-from rl_megatron.learner.checkpoint.companions import holds_beside
+from rl_megatron.learner.checkpoint.state import holds_beside
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.bytes.moving_average import MovingAverage

@@ -1,17 +1,61 @@
-"""Settings of an optimizer's groups of parameters: which decay, and that a resumed run keeps its own."""
+"""A rank's parameters: global names as weights/ has them (``decoder.layers.{layer}…weight{expert}``), and settings of
+their groups in an optimizer: which decay, and that a resumed run keeps its own."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_standard_config_overrides
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_DRAFT = "mtp.layers.0."
+_HELD = (".router.expert_bias", ".indexer.")  # in names of buffers that layouts have
+_EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|lora_[AB]))(\d+)$")
 _OF_THE_RUN = {"params", "step"}  # all else in a group is a setting
+
+
+def global_name(chunk: Any, name: str) -> str:
+    """The global name of the parameter that a chunk of the policy, or its draft layer, calls ``name``."""
+    if name.startswith(_DRAFT):
+        name = f"mtp.layers.{chunk.config.num_layers}.{name.removeprefix(_DRAFT)}"
+    if found := _LAYER.match(name):
+        layer = chunk.decoder.layers[int(found[1])].layer_number - 1
+        name = f"decoder.layers.{layer}.{name[found.end() :]}"
+    if found := _EXPERT.search(name):
+        local_experts = (chunk.config.num_moe_experts or 0) // chunk.config.expert_model_parallel_size
+        first_expert = parallel_state.get_expert_model_parallel_rank() * local_experts
+        name = f"{name[: found.start()]}{found[1]}{int(found[2]) + first_expert}"
+    return name
+
+
+def global_parameters(chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, Tensor]]:
+    """(global name, tensor) of every parameter on this rank, and of the buffers of its routers and indexers."""
+    for chunk in chunks:
+        buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if any(part in name for part in _HELD))
+        for name, parameter in (*chunk.named_parameters(), *buffers):
+            yield global_name(chunk, name), parameter
+
+
+@contextlib.contextmanager
+def swapped(chunks: Sequence[MegatronModule], held: Mapping[str, Tensor]) -> Iterator[None]:
+    """Points the parameters to the tensors of their global names, if there are any, without a copy; to those of another
+    dtype in the form of the parameter's, which alone it may have."""
+    own = [(p, p.data, held[name]) for name, p in global_parameters(chunks) if name in held]
+    try:
+        for parameter, mine, other in own:
+            parameter.data = other if other.dtype == mine.dtype else other.view(mine.dtype)
+        yield
+    finally:
+        for parameter, mine, _ in own:
+            parameter.data = mine
 
 
 def overrides(config: OptimizerConfig) -> dict[ParamKey, Any]:
