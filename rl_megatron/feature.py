@@ -414,6 +414,9 @@ class Built:
     learner: LearnerSection
     device: torch.device
     models: Sequence[GPTModel]
+    """This rank's pipeline chunks."""
+    chunks: Sequence[DistributedDataParallel]
+    """What wraps each of ``models``; the pipeline schedule calls them."""
     head: Head
     gather: Callable[[], None]
     """Gathers the weights of the last step, if the next pass would do it otherwise. Every rank calls it."""
@@ -436,6 +439,13 @@ class LearnerHooks:
         """Makes a context for all micro-batches of one training pass."""
         return nullcontext()
 
+    def around_forward(
+        self, chunk: DistributedDataParallel, micro_batch: PackedMicroBatch, num_tokens: int
+    ) -> AbstractContextManager[None]:
+        """Makes a context for the forward pass of a micro-batch through one of `Built.chunks`. ``num_tokens``: the
+        trained tokens of the whole minibatch."""
+        return nullcontext()
+
     def after_loss(self, micro_batch: PackedMicroBatch, num_tokens: int) -> Mapping[str, Metric[torch.Tensor]]:
         """Runs after the loss of a micro-batch, on the last pipeline stage alone. May accumulate gradients of
         ``chunks``, and nothing of the model's. ``num_tokens``: the trained tokens of the whole minibatch. Returns this
@@ -449,6 +459,13 @@ class LearnerHooks:
     def step(self, learning_rate: float) -> Mapping[str, Metric[float]]:
         """Makes an optimizer step of ``chunks`` after `norm` and the model's step; returns metrics."""
         return {}
+
+    def read(self) -> Mapping[str, Metric[float]]:
+        """Metrics of the passes since the last step, over all ranks, after a step or where none is made."""
+        return {}
+
+    def clear(self) -> None:
+        """Forgets what passes have counted: before the first pass of a step, and where a pass is made for a test."""
 
     def changed(self) -> None:
         """Runs after the model's weights were stepped, loaded or replaced."""

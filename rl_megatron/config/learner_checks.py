@@ -44,7 +44,7 @@ _ROWS: Sequence[Rule] = (
         (_KERNELS, "its kernels have no deterministic mode", "set learner.dispatcher=alltoall")),
     *excluded(On("learner.fusion.router", True), (_ON_CPU, "its kernels need GPUs", _OUT)),
     *(Excludes(one=one, other=On("shape.num_experts", 0, "shape.family"), where="shape", why="the model has no experts",
-               fix=_OUT) for one in (_KERNELS, On("learner.fusion.router", True))),
+               fix=_OUT) for one in (_KERNELS, On("learner.fusion.router", True), On("learner.router.frozen", True))),
     Excludes(one=On("learner.gradient_dtype", "bfloat16"), other=On("learner.dtype", "float32"),
              why="gradients are as precise as parameters, or more", fix="set learner.dtype=bfloat16, or leave it out"),
     Excludes(one=On("learner.layers", "transformer_engine"), other=(On("learner.cp", Above(1)),
@@ -258,26 +258,6 @@ def _dispatcher_problems(learner: LearnerSection, shape: ModelShape | None) -> I
         yield (
             f"{given} with learner.padding.tokens={odd[0]}, learner.tp={d.tp} and learner.cp={d.cp}: its kernels "
             f"take chunks of {_CHUNK} tokens of a rank; round it up to a multiple of {_CHUNK * d.tp * d.cp}"
-        )
-
-
-def _router_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Keys that would have no effect."""
-    router = learner.router
-    said = [
-        f"learner.router.{key}={str(value).lower()}" for key, value in router.model_dump(exclude_defaults=True).items()
-    ]
-    if router.frozen and len(said) > 1:
-        yield f"{' '.join(said)}: a frozen router is not balanced; set learner.router.frozen=false, or no other"
-    if shape is None:
-        return
-    if said and not shape.num_experts:
-        yield f"{' '.join(said)}: model_type={shape.family!r} has no experts; leave learner.router out"
-    elif router.bias_update_rate and not shape.router.selection_bias:
-        yield (
-            f"learner.router.bias_update_rate={router.bias_update_rate}: routers of "
-            f"model_type={shape.family!r} have no selection bias, nor do engines; set it to 0, and balance by "
-            "learner.router.global_aux_loss"
         )
 
 
@@ -526,7 +506,6 @@ _CHECKS: tuple[Callable[[LearnerSection, ModelShape | None], Iterator[str]], ...
     _replicas_problems,
     _padding_problems,
     _dispatcher_problems,
-    _router_problems,
     _optimizer_problems,
     _overlap_problems,
     _offload_problems,

@@ -125,8 +125,9 @@ def _defaults(section: BaseModel) -> dict[str, Any]:
 
 
 def table() -> str:
-    """The table of docs/running.md, in Markdown."""
-    rows = "".join(f"| `{key}` | {'yes' if free else 'no'} |\n" for key, free in FREE.items())
+    """The table of docs/running.md, in Markdown, without keys of which their section's row says the same."""
+    above = {key: _longest(FREE, key.split(".")[:-1]) if "." in key else None for key in FREE}
+    rows = "".join(f"| `{key}` | {'yes' if free else 'no'} |\n" for key, free in FREE.items() if free != above[key])
     return f"| section or key | may change |\n|---|---|\n{rows}"
 
 

@@ -32,7 +32,7 @@ from rl_megatron.types import Loss, LossInputs, LossOutput, Metric, Over, Want
 
 LossClosure = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
 AroundForward = Callable[[Any, PackedMicroBatch], AbstractContextManager[None]]
-"""Makes a context manager around a chunk's forward pass of a micro-batch (`learner.routers`)."""
+"""Makes a context manager around a chunk's forward pass of a micro-batch (`learner.routing`)."""
 
 
 def run_scores(

@@ -1,18 +1,13 @@
-"""A trained model on one rank: ``backward`` accumulates gradients, ``step`` makes an optimizer step.
-
-Every method is collective: every rank calls it.
-
-A model on one rank that scores positions: a frozen reference, and the base class of a learner.
-
-Every method is collective: every rank calls it.
-"""
+"""A model on one rank that scores positions, as a frozen reference; and one that is trained: ``backward`` accumulates
+gradients, ``step`` makes an optimizer step. Every method is collective: every rank calls it."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +37,7 @@ from rl_megatron.learner.heads import Head, ValuedHead, ValueHead, ValueParamete
 from rl_megatron.learner.keywords import SLAB, keywords
 from rl_megatron.learner.lora import adapters_of
 from rl_megatron.learner.model.attention import DecoderConfig
-from rl_megatron.learner.model.build import keep_buffers_float32, with_dtypes
+from rl_megatron.learner.model.build import freeze_routers, keep_buffers_float32, with_dtypes
 from rl_megatron.learner.model.graphs import Graphs
 from rl_megatron.learner.model.offload import Activations
 from rl_megatron.learner.observers import Observers
@@ -59,8 +54,7 @@ from rl_megatron.learner.optimizer import (
 from rl_megatron.learner.overlap import Buckets
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch
 from rl_megatron.learner.parameters import global_parameters, swapped
-from rl_megatron.learner.routers.balance import Balance, freeze_routers
-from rl_megatron.learner.routers.replay import Routing, gather_recorded
+from rl_megatron.learner.routing import Routing, gather_recorded
 from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.observability import activity
 from rl_megatron.types import Culprit, Loss, LossOutput, Metric, Samples, SkippedStep, StepResult, Want
@@ -68,6 +62,15 @@ from rl_megatron.weights.adapters.merging import raise_other_base
 from rl_megatron.weights.bytes.parked import Parked, Staged
 from rl_megatron.weights.checkpoints.megatron import VALUES, held_lora, raise_other_model, write_lora
 from rl_megatron.weights.checkpoints.torch_dist import read_index
+
+
+@contextlib.contextmanager
+def _together(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    """All of them around what is within."""
+    with contextlib.ExitStack() as stack:
+        for one in contexts:
+            stack.enter_context(one)
+        yield
 
 
 class MegatronScorer:
@@ -111,21 +114,13 @@ class MegatronScorer:
         """This rank's adapters under global names; empty without ``learner.lora.rank``. As `tensors`."""
         return {name: tensor for one in self._adapters for name, tensor in one.tensors.items()}
 
-    @contextlib.contextmanager
-    def without_adapters(self) -> Iterator[None]:
+    def without_adapters(self) -> AbstractContextManager[None]:
         """Score with the weights that the adapters stand beside."""
-        with contextlib.ExitStack() as stack:
-            for one in self._adapters:
-                stack.enter_context(one.off())
-            yield
+        return _together(one.off() for one in self._adapters)
 
-    @contextlib.contextmanager
-    def merged(self) -> Iterator[None]:
+    def merged(self) -> AbstractContextManager[None]:
         """Have ``tensors`` hold the weights that passes compute with, adapters merged; then again the frozen ones."""
-        with contextlib.ExitStack() as stack:
-            for one in self._adapters:
-                stack.enter_context(one.merged())
-            yield
+        return _together(one.merged() for one in self._adapters)
 
     @property
     def column_layers(self) -> OwnLayers:
@@ -239,13 +234,11 @@ class MegatronLearner(MegatronScorer):
         if learner.router.frozen:
             freeze_routers(layer for model in models for layer in model.decoder.layers)
         ddp = DistributedDataParallelConfig(**with_dtypes(given.ddp))
-        self._trained = [
+        self._trained = trained = [
             DistributedDataParallel(config, ddp, m.to(device), disable_bucketing=i > 0)
             for i, m in enumerate(modules(config, models))
         ]
         self._optimizer = make_optimizer(self._trained, given)
-        built = Built(shape=shape, learner=learner, device=device, models=models, head=head, gather=self.gather)
-        self._hooks = learner_hooks(built)
         self._buckets = Buckets(config, self._trained)
         self._heap = Heap()
         self._added: list[Added] = []  # since the last step
@@ -255,7 +248,10 @@ class MegatronLearner(MegatronScorer):
         config.grad_scale_func = self._optimizer.scale_loss
         super().__init__(shape, learner, device, models, head, self._trained)
         self._graphs = _graphs(config, models, learner)
-        self._balance = Balance(self._trained, models, shape, learner.router, device)
+        built = Built(
+            shape=shape, learner=learner, device=device, models=models, chunks=trained, head=head, gather=self.gather
+        )
+        self._hooks = learner_hooks(built)
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -379,7 +375,6 @@ class MegatronLearner(MegatronScorer):
         observed = self._observed(added)
         if not finite:
             return SkippedStep(grad_norm=total, culprits=self._culprits(added))
-        self._balance.move_biases()
         return StepResult(grad_norm=grad_norm, metrics=observed | more)
 
     def drop(self) -> None:
@@ -414,7 +409,8 @@ class MegatronLearner(MegatronScorer):
         self._optimizer_of_all.zero_grad()  # frees copies in float32
         activity.part("after the optimizer")
         replayed = any(self._routing.replays(m) for micro_batches, _ in added for m in micro_batches)
-        return self._observers.read() | self._balance.read() | (self._routing.read() if replayed else {})
+        of_features = {name: metric for hooks in self._hooks for name, metric in hooks.read().items()}
+        return self._observers.read() | of_features | (self._routing.read() if replayed else {})
 
     def _step(self, learning_rate: float, grad_norm: float) -> dict[str, Metric[float]]:
         """All optimizers step, or none: they count as many steps. Returns metrics of features."""
@@ -445,14 +441,13 @@ class MegatronLearner(MegatronScorer):
         for chunk in self._chunks_of_all:
             chunk.zero_grad_buffer()
         self._optimizer_of_all.zero_grad()
-        self._balance.clear()
+        for hooks in self._hooks:
+            hooks.clear()
 
     def _add(
         self, packed: Sequence[PackedMicroBatch], *, loss: Loss, num_tokens: int, num_sequences: int
     ) -> list[LossOutput]:
-        with contextlib.ExitStack() as stack:
-            for context in (self._activations.passing(), *(hooks.around_pass() for hooks in self._hooks)):
-                stack.enter_context(context)
+        with _together([self._activations.passing(), *(hooks.around_pass() for hooks in self._hooks)]):
             outputs = run_loss(
                 self._trained,
                 packed,
@@ -464,13 +459,11 @@ class MegatronLearner(MegatronScorer):
                 hooks=self._hooks,
             )
         self._routing.finish()
-        self._balance.finish()
         return outputs
 
-    @contextlib.contextmanager
-    def _routed(self, chunk: Any, micro_batch: PackedMicroBatch, *, num_tokens: int) -> Iterator[None]:
-        with self._routing.replaying(chunk, micro_batch), self._balance.adding(chunk, micro_batch, num_tokens):
-            yield
+    def _routed(self, chunk: Any, micro_batch: PackedMicroBatch, *, num_tokens: int) -> AbstractContextManager[None]:
+        around = (hooks.around_forward(chunk, micro_batch, num_tokens) for hooks in self._hooks)
+        return _together([self._routing.replaying(chunk, micro_batch), *around])
 
     def _culprits(self, added: Sequence[Added]) -> tuple[Culprit, ...]:
         """This rank's micro-batches whose own gradient, before the all-reduce, is not finite.

@@ -29,6 +29,7 @@ from rl_megatron.config.sections.eval import EvalSetSection
 from rl_megatron.config.sections.jobs import JobKind
 from rl_megatron.errors import ConfigError, shorten
 from rl_megatron.features.replay.feature import of_algorithm
+from rl_megatron.features.router_balance.feature import of_router
 from rl_megatron.features.router_study.feature import of_train
 from rl_megatron.observability.metrics.table import ENVIRONMENTS, SAMPLING, documented
 from rl_megatron.placement.ranks import ranks_by_role
@@ -267,7 +268,7 @@ def _lacking(metric: str, config: RunConfig) -> str | None:
         return None
     if (dense := _dense(config.model.path, config.learner.model)) is not None:
         return f"model.path={config.model.path}: model_type={dense!r} has no experts"
-    if name.endswith("_loss") and name not in config.learner.router.losses:
+    if name.endswith("_loss") and name not in of_router(config.learner).losses:
         return f"learner.router.{name}=0; set a coefficient"
     if name.startswith(("flips_update", "first_flip")) and not of_train(config.train):
         return "train.route_flips=false; set it to true"

@@ -80,28 +80,12 @@ class RecomputeSection(Section):
     inputs; layernorm: norms before experts and latent attention, in TransformerEngine's layers."""
 
 
+@with_features("learner.router")
 class RouterSection(Section):
     """Routers of a mixture of experts. By default they learn from the loss alone, and selection biases do not move."""
 
     frozen: bool = False
     """Whether routers keep their weights; experts and all else still learn."""
-    aux_loss: NonNegativeFloat = 0.0
-    """Coefficient of the load-balancing loss (arXiv:2101.03961) of each micro-batch."""
-    seq_aux_loss: NonNegativeFloat = 0.0
-    """Coefficient of the load-balancing loss of each sequence (arXiv:2412.19437)."""
-    global_aux_loss: NonNegativeFloat = 0.0
-    """Coefficient of the load-balancing loss whose load is that of all ranks and of the optimizer step's micro-batches
-    so far (arXiv:2501.11873)."""
-    z_loss: NonNegativeFloat = 0.0
-    """Coefficient of the mean squared logsumexp of a router's logits (arXiv:2202.08906)."""
-    bias_update_rate: NonNegativeFloat = 0.0
-    """Amount by which each optimizer step moves an expert's selection bias against its load (arXiv:2408.15664)."""
-
-    @property
-    def losses(self) -> dict[str, float]:
-        """Coefficients above 0, by key."""
-        kinds = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
-        return {kind: coefficient for kind in kinds if (coefficient := getattr(self, kind))}
 
 
 class MuonSection(Section):

@@ -26,10 +26,9 @@ from rl_megatron.features.draft.feature import FEATURE, of_learner
 from rl_megatron.features.draft.layer import DraftModel, embedded
 from rl_megatron.learner.heads import VocabHead, head_logprobs
 from rl_megatron.learner.keywords import keywords
-from rl_megatron.learner.model.build import keep_buffers_float32, with_dtypes
+from rl_megatron.learner.model.build import freeze_routers, keep_buffers_float32, with_dtypes
 from rl_megatron.learner.optimizer import make_optimizer, norm_of, step
 from rl_megatron.learner.packed import PackedMicroBatch
-from rl_megatron.learner.routers.balance import freeze_routers
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Metric, Samples
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -133,7 +133,7 @@ def _expert_keywords(shape: ModelShape) -> dict[str, Any]:
         "moe_router_pre_softmax": router.score == "softmax" and (alone or not shape.normalize_top_k),
         "moe_router_score_function": router.score,
         "moe_grouped_gemm": True,
-        "moe_enable_routing_replay": True,  # costs nothing while no routes are replayed (`routers.replay`)
+        "moe_enable_routing_replay": True,  # costs nothing while no routes are replayed (`learner.routing`)
     }
     if shape.dense_layers:  # makes megatron name layers one by one in checkpoints
         out["moe_layer_freq"] = [int(layer in shape.moe_layers) for layer in range(shape.num_layers)]
@@ -193,6 +193,13 @@ def prepare_chunk(model: torch.nn.Module, *, fused: bool) -> None:
     if not fused:
         specialise(model)
     forget_routes(model)
+
+
+def freeze_routers(layers: Iterable[Any]) -> None:
+    """Keep all parameters of their routers out of gradients and optimizer. Call it before DistributedDataParallel."""
+    for layer in layers:
+        if layer.is_moe_layer:
+            layer.mlp.router.requires_grad_(False)
 
 
 def _mark_tensor_parallel(model: torch.nn.Module) -> None:

@@ -228,14 +228,6 @@ EXPERTS: MetricTuples = (
      Curve("Health", "Expert load, busiest over mean")),
     ("moe/dead_experts", "", "share of experts without a token in an optimizer step, mean over layers",
      Curve("Health", "Experts without tokens")),
-    ("moe/aux_loss", "", "load-balancing loss of a micro-batch, without its coefficient, mean over layers; 1 is "
-     "balanced", Curve("Health", "Expert load: loss of a micro-batch")),
-    ("moe/seq_aux_loss", "", "the same of a sequence; these four only with a coefficient in learner.router",
-     Curve("Health", "Expert load: loss of a sequence")),
-    ("moe/global_aux_loss", "", "the same with the load of all ranks and of the optimizer step's micro-batches so far",
-     Curve("Health", "Expert load: loss of all ranks")),
-    ("moe/z_loss", "", "mean squared logsumexp of routers' logits, mean over layers",
-     Curve("Health", "Routers' z-loss")),
     ("observer/<name>", "", "a metric of an installed package's observer, by the reduction that it names",
      Curve("Health", "Observer <name>")),
 )  # fmt: skip

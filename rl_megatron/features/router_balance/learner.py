@@ -1,4 +1,4 @@
-"""Balances the load of experts: auxiliary losses, the z-loss, and the update of selection biases (``learner.router``).
+"""Balances the load of experts: auxiliary losses, the z-loss, and the update of selection biases.
 
 Letters: t tokens that a rank routes, E experts, k of them a token, N the batch's trained tokens (``num_tokens``).
 
@@ -20,26 +20,25 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
     compute_routing_scores_for_aux_loss,
     get_updated_expert_bias,
 )
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from typing_extensions import override
 
-from rl_megatron.config.sections.learner import RouterSection
 from rl_megatron.errors import RLMegatronError
+from rl_megatron.feature import Built, LearnerHooks
+from rl_megatron.features.router_balance.feature import BalanceKeys, of_router
 from rl_megatron.learner.packed import PackedMicroBatch, own_tokens
-from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Metric
 
 
@@ -56,7 +55,7 @@ class _Tokens:
 class _Balanced:
     """One router: adds its losses where gradients are computed, and counts there the choices of trained tokens."""
 
-    def __init__(self, router: TopKRouter, section: RouterSection) -> None:
+    def __init__(self, router: TopKRouter, section: BalanceKeys) -> None:
         self.router, self.coefficients = router, section.losses
         self.now: _Tokens | None = None  # in a forward pass of a step
         self.later: deque[_Tokens] = deque()  # of forward passes without gradient, which the backward pass repeats
@@ -115,36 +114,27 @@ class _Balanced:
         return _normalised(self.everywhere)
 
 
-class Balance:
-    """The balance of this rank's routers; without a key of ``section`` it leaves them alone.
+class Balance(LearnerHooks):
+    """The balance of this rank's routers."""
 
-    ``chunks`` wrap ``models``; the pipeline schedule calls them. Every rank makes one and calls its methods at the same
-    points.
-    """
-
-    def __init__(
-        self,
-        chunks: Sequence[Any],
-        models: Sequence[GPTModel],
-        shape: ModelShape,
-        section: RouterSection,
-        device: torch.device,
-    ) -> None:
-        self._device = device
-        self._kinds, self._rate, self._layers = tuple(section.losses), section.bias_update_rate, len(shape.moe_layers)
-        self._routers: dict[Any, list[_Balanced]] = {chunk: [] for chunk in chunks}
-        if self._kinds or self._rate:
-            for chunk, model in zip(chunks, models, strict=True):
-                own = [layer.mlp.router for layer in model.decoder.layers if layer.is_moe_layer]
-                self._routers[chunk] = [_Balanced(router, section) for router in own]
+    def __init__(self, built: Built) -> None:
+        section = of_router(built.learner)
+        self._device = built.device
+        self._kinds, self._rate = tuple(section.losses), section.bias_update_rate
+        self._layers = len(built.shape.moe_layers)
+        self._routers: dict[Any, list[_Balanced]] = {}
+        for chunk, model in zip(built.chunks, built.models, strict=True):
+            own = [layer.mlp.router for layer in model.decoder.layers if layer.is_moe_layer]
+            self._routers[chunk] = [_Balanced(router, section) for router in own]
 
     @property
     def _all(self) -> list[_Balanced]:
         return [router for routers in self._routers.values() for router in routers]
 
+    @override
     @contextlib.contextmanager
-    def adding(self, chunk: Any, micro_batch: PackedMicroBatch, num_tokens: int) -> Iterator[None]:
-        """Adds the losses of ``chunk`` to those of the forward pass within; ``num_tokens`` are the batch's."""
+    def around_forward(self, chunk: Any, micro_batch: PackedMicroBatch, num_tokens: int) -> Iterator[None]:
+        """Adds the losses of ``chunk`` to those of the forward pass within."""
         own, device = own_tokens(len(micro_batch.segment_ids)), micro_batch.segment_ids.device
         tokens = _Tokens(
             trained=micro_batch.columns["mask"][own].to(device),
@@ -160,19 +150,23 @@ class Balance:
             for router in self._routers[chunk]:
                 router.now = None
 
-    def finish(self) -> None:
-        """After a backward pass. Raises RLMegatronError if routers that it should have recomputed were not."""
+    @override
+    @contextlib.contextmanager
+    def around_pass(self) -> Iterator[None]:
+        """Raises RLMegatronError if routers that the backward passes should have recomputed were not."""
+        yield
         if left := sum(len(router.later) for router in self._all):
             raise RLMegatronError(f"{left} routers should have been recomputed with their balance losses, but were not")
 
+    @override
     def clear(self) -> None:
-        """Forget what was counted since the last step."""
         for router in self._all:
             for counted in (router.chosen, router.everywhere, router.values):
                 counted.zero_()
 
-    def read(self) -> dict[str, Metric[float]]:
-        """``moe/<loss>`` for each loss with a coefficient: without it, the mean over layers. Every rank calls it."""
+    @override
+    def read(self) -> Mapping[str, Metric[float]]:
+        """``moe/<loss>`` for each loss with a coefficient: without it, the mean over layers."""
         if not self._kinds:
             return {}
         none = torch.zeros(len(self._kinds), device=self._device)  # a stage may have no experts
@@ -181,22 +175,17 @@ class Balance:
         values = (total / self._layers).tolist()
         return {f"moe/{kind}": Metric(value=value) for kind, value in zip(self._kinds, values, strict=True)}
 
-    def move_biases(self) -> None:
-        """Lower the biases of experts with more choices than the mean, and raise those of others, by the rate."""
+    @override
+    def step(self, learning_rate: float) -> Mapping[str, Metric[float]]:
+        """Lowers the biases of experts with more choices than the mean, and raises those of others, by the rate."""
         routers = self._all
         if not (self._rate and routers):
-            return
+            return {}
         biases = torch.stack([router.router.expert_bias for router in routers])
         moved = get_updated_expert_bias(torch.stack([router.chosen for router in routers]), biases, self._rate)
         for router, bias in zip(routers, moved, strict=True):
             router.router.expert_bias.copy_(bias)
-
-
-def freeze_routers(layers: Iterable[TransformerLayer]) -> None:
-    """Keep all parameters of their routers out of gradients and optimizer. Call it before DistributedDataParallel."""
-    for layer in layers:
-        if layer.is_moe_layer:
-            layer.mlp.router.requires_grad_(False)
+        return {}
 
 
 def _summed(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
