@@ -202,6 +202,9 @@ class Feature:
     needs."""
     memory: Callable[[LearnerSection, ModelShape, Rank, Terms], Terms] = lambda _learner, _shape, _rank, terms: terms
     """The terms of a trained model on a rank with its bytes added, also where it is not active."""
+    captures: bool = False
+    """True if its side captures CUDA graphs, for which states of random numbers must be tensors. Models without
+    gradients are made with its keys at their defaults."""
     changes: Mapping[str, str] = field(default_factory=dict)
     """For each of its own terms of ``memory``: what makes it smaller, for messages."""
     check_files: str | None = None
@@ -435,6 +438,17 @@ class LearnerHooks:
         """Adds what the feature reads of a micro-batch to ``packed.extras``."""
         return packed
 
+    def warm_up(self) -> Sequence[PackedMicroBatch]:
+        """Micro-batches of a pass with gradients of 0 that is made before the first, if there are any."""
+        return ()
+
+    def around_score(
+        self, micro_batches: Sequence[Samples], weights: Mapping[str, Tensor] | None
+    ) -> AbstractContextManager[None]:
+        """Makes a context for a pass that scores ``micro_batches``, with ``weights`` in place of the model's if they
+        are given."""
+        return nullcontext()
+
     def around_pass(self) -> AbstractContextManager[None]:
         """Makes a context for all micro-batches of one training pass."""
         return nullcontext()
@@ -495,6 +509,12 @@ def features() -> Mapping[str, Feature]:
 def active(learner: LearnerSection) -> tuple[Feature, ...]:
     """The features that the configuration turns on, in the order of `features`. Raises as `features`."""
     return tuple(feature for feature in features().values() if feature.active(learner))
+
+
+def without_captures(learner: LearnerSection) -> LearnerSection:
+    """The section with the keys of features that capture at their defaults."""
+    kinds = (one.keys["learner"] for one in features().values() if one.captures)
+    return learner.model_copy(update={name: value for kind in kinds for name, value in kind()})
 
 
 def feature_rules() -> list[Rule]:

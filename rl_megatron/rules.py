@@ -136,9 +136,9 @@ class CheckFunction:
 Rule = Excludes | Needs | ReadIf | CheckFunction
 
 
-def excluded(one: Condition, *others: tuple[Condition, str, str]) -> Iterator[Rule]:
+def excluded(one: Condition, *others: tuple[Condition, str, str], where: When = "config") -> Iterator[Rule]:
     """A row for each of ``others`` with its reason and its fix."""
-    return (Excludes(one=one, other=other, why=why, fix=fix) for other, why, fix in others)
+    return (Excludes(one=one, other=other, why=why, fix=fix, where=where) for other, why, fix in others)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rl_megatron.errors import ConfigError
+from rl_megatron.rules import SET, TEXT, On
 from rl_megatron.types import BYTES
 
 if TYPE_CHECKING:
     from rl_megatron.config.sections.learner import LearnerSection
     from rl_megatron.models.shape import ModelShape
 
+TORCH_ONLY = On("torch_only", SET, TEXT)
+"""A test of `torch_only`, for rows of the learner with ``where="shape"``."""
 GROUPED_COLUMNS = 8
 """Of what columns grouped products take multiples: rows must be aligned to 16 bytes, and elements are bfloat16."""
 _FLOAT = 4  # bytes: norms' scales, softmax's sums and router's probabilities are float32
@@ -54,7 +57,8 @@ def require_transformer_engine(key: str, learner: LearnerSection, shape: ModelSh
 def wants_transformer_engine(learner: LearnerSection, shape: ModelShape) -> bool:
     """Whether to use TransformerEngine's layers where it is installed: for plans, which a login node makes."""
     wanted = learner.device == "cuda" and learner.layers in ("auto", "transformer_engine")
-    return wanted and torch_only(shape) is None and not half_attention_alone(learner)
+    lacking = learner.cp > 1 and learner.dtype == "float32"  # attention: 2.11's unfused one has no cp, others are half
+    return wanted and torch_only(shape) is None and not lacking
 
 
 def multiplies_at_once(learner: LearnerSection, shape: ModelShape) -> bool:
@@ -92,12 +96,6 @@ def _has_latent(shape: ModelShape) -> bool:
     known = rope.kind == "default" or (rope.kind == "yarn" and rope.truncate)
     factor = rope.grown(rope.paired_mscale) / rope.grown(rope.mscale_all_dim)
     return known and math.isclose(rope.attention_factor, factor) and shape.norm_eps == latent.norm_eps
-
-
-def half_attention_alone(learner: LearnerSection) -> bool:
-    """Whether TransformerEngine 2.11 lacks an attention kernel: its unfused one does not support context parallelism,
-    and the fused ones need half precision."""
-    return learner.cp > 1 and learner.dtype == "float32"
 
 
 def kept(learner: LearnerSection, shape: ModelShape, layer: int, longest: float = 0) -> float:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from rl_megatron import feature
-from rl_megatron.config.activations import freed, kept, torch_only, wants_transformer_engine
+from rl_megatron.config.activations import TORCH_ONLY, freed, kept, torch_only, wants_transformer_engine
 from rl_megatron.config.sections.learner import HALVES, Adaptable, LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.rules import SET, UNSET, Above, Excludes, Not, On, Rule, as_given, broken, excluded
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 """Groups of ranks that DeepEP has settings for (deep_ep/buffer.py, get_dispatch_config)."""
-_GRAPH = "learner.cuda_graphs=true"
 _CHUNK = 64  # HYBRIDEP_TOKEN_ALIGNMENT of megatron-core 0.19.2
 _LEAST = 0.01  # of what a layer keeps; a module that frees less costs time for nothing
 _SLOWEST_DECAY = math.nextafter(1 - 1 / (2**8 + 2), 0)
@@ -28,7 +27,7 @@ _SLOWEST_DECAY = math.nextafter(1 - 1 / (2**8 + 2), 0)
 _ONE, _OUT = "leave one of them out", "leave it out"
 _ON_CPU, _OWN_LAYERS = On("learner.device", "cpu"), On("learner.own_layers", SET, "learner.layers")
 _KERNELS = On("learner.dispatcher", Not("alltoall"))
-_FLOAT8, _GRAPHS = On("learner.fp8"), On("learner.cuda_graphs", True)
+_FLOAT8 = On("learner.fp8")
 _LORA, _MUON = On("learner.lora.rank"), On("learner.optimizer.name", "muon")
 _LOW_MOMENTS = On("learner.optimizer.moments_dtype", "bfloat16")
 _GATHERS = On("learner.overlap.parameters", True)
@@ -77,20 +76,12 @@ _ROWS: Sequence[Rule] = (
         (On("learner.dtype", Not("bfloat16")), "parameters must be bfloat16", "set learner.dtype=bfloat16"),
         *((on, "TransformerEngine's layers alone have it", "set auto")
           for on in (On("learner.layers", "torch"), _OWN_LAYERS))),
-    *excluded(_GRAPHS,
-        (_ON_CPU, "a CPU has no such graphs", _OUT),
-        (On("learner.layers", "torch"), "their attention makes calls of other shapes for other lengths",
-         "set learner.layers=auto"),
-        (On("learner.pp", Above(1)), "megatron-core then captures a graph for each micro-batch of the first step, and "
-         "steps have other numbers of them", "set learner.pp=1"),
-        (On("learner.cp", Above(1)), "capturing attention's exchange was not tried", "set learner.cp=1"),
-        (_FLOAT8, "weights' copies in float8 move", _ONE),
-        (On("learner.offload.while_sampling"), "graphs read weights where they were when captured, and they come back "
-         "elsewhere", _ONE)),
+    *excluded(_FLOAT8, (TORCH_ONLY, "torch's layers alone compute that", _OUT), where="shape"),
+    *excluded(On("learner.layers", "transformer_engine"),
+        (TORCH_ONLY, "torch's layers alone compute that", "set learner.layers=auto or torch"), where="shape"),
     *excluded(_LORA,
         (_MUON, "it steps whole matrices", _ONE),
         (_FLOAT8, "merged weights have no copies in float8", _ONE),
-        (_GRAPHS, "a graph has fixed weights", _ONE),
         (_GATHERS, "adapters are merged before they are there", _ONE),
         (_OWN_LAYERS, "adapters know this package's layers alone", _ONE)),
 )
@@ -104,10 +95,9 @@ def problems(learner: LearnerSection, shape: ModelShape | None = None) -> Iterat
     """
     features = feature.features().values()
     rows = [*_ROWS, *(row for one in features for row in one.learner_rules)]
-    given = SimpleNamespace(learner=learner)
-    yield from broken(rows, given)
+    yield from broken(rows, SimpleNamespace(learner=learner))
     if shape is not None:
-        yield from broken(rows, given, "shape", shape)
+        yield from broken(rows, SimpleNamespace(learner=learner, torch_only=torch_only(shape)), "shape", shape)
     for check in (*_CHECKS, *(one.problems for one in features)):
         yield from check(learner, shape)
 
@@ -117,15 +107,6 @@ def refuse(shape: ModelShape, learner: LearnerSection) -> None:
     found = [*_unbuildable(shape), *problems(learner, shape)]
     if found:
         raise ConfigError(f"model_type={shape.family!r} cannot be trained as configured:\n  " + "\n  ".join(found))
-
-
-def _layers_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Parts of the model that TransformerEngine lacks, if its layers are requested."""
-    if learner.layers == "transformer_engine" and shape is not None and (lacking := torch_only(shape)):
-        yield (
-            f"learner.layers=transformer_engine: model_type={shape.family!r} has {lacking}, which only our own "
-            "layers support; set learner.layers=auto or torch"
-        )
 
 
 def _recompute_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
@@ -353,11 +334,6 @@ def _activation_problems(learner: LearnerSection, shape: ModelShape | None) -> I
             f"{given[0]} with learner.fp8={learner.fp8}: layers keep copies of weights in float8 among activations, "
             "which would be moved too; set one of the two"
         )
-    if learner.cuda_graphs:
-        yield (
-            f"{given[0]} with learner.cuda_graphs=true: graphs keep activations in memory of their own, from which "
-            "nothing can leave; set one of the two"
-        )
     if learner.own_layers is not None:
         yield (
             f"{given[0]} with learner.layers={learner.own_layers}: what layers of your own keep is not known; leave it "
@@ -381,12 +357,10 @@ def _activation_problems(learner: LearnerSection, shape: ModelShape | None) -> I
 
 
 def _fp8_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Torch's layers, and sizes that no block fits."""
+    """Sizes that no block fits."""
     if learner.fp8 is None or shape is None:
         return
     given = f"learner.fp8={learner.fp8}"
-    if (part := torch_only(shape)) is not None:
-        yield f"{given}: the model has {part}, which torch's layers alone compute; leave it out"
     unit = 32 if learner.fp8 == "mxfp8" else 16
     if learner.fp8 == "blockwise" and learner.tp > 1:
         for size, what in _gathered(shape).items():
@@ -423,34 +397,6 @@ def _sizes(learner: LearnerSection, shape: ModelShape) -> dict[int, str]:
     if shape.shared_width:
         out[shape.shared_width // d.tp] = "columns of a rank's shared experts"
     return out
-
-
-def _cuda_graphs_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """What has no static shapes, what cannot be captured, and what was not tried."""
-    if not learner.cuda_graphs:
-        return
-    if not learner.padding.sizes or learner.padding.sequences is None:
-        yield (
-            f"{_GRAPH} without learner.padding: a graph replays the shapes that it was captured with; set "
-            f"learner.padding.tokens={learner.max_tokens_per_micro_batch} and learner.padding.sequences"
-        )
-    recompute = learner.recompute
-    if recompute.parts or recompute.uniform is not None:
-        yield (
-            f"{_GRAPH} with learner.recompute: megatron-core captures by torch.autograd.grad, in which its "
-            "checkpointing raises an error, and refuses to recompute whole layers; leave one of them out"
-        )
-    if learner.overlap.parameters or learner.overlap.gradients:
-        yield f"{_GRAPH} with learner.overlap: hooks that reduce and gather were not tried; leave one of them out"
-    if shape is not None and shape.num_experts:
-        yield (
-            f"{_GRAPH}: model_type={shape.family!r} has experts, whose dispatcher waits for counts on the host, "
-            "which cannot be captured; leave it out"
-        )
-    elif shape is not None and (part := torch_only(shape)) is not None:
-        yield f"{_GRAPH}: the model has {part}, which torch's layers alone compute; leave it out"
-    elif shape is not None and shape.latent is not None:
-        yield f"{_GRAPH}: rotary embeddings of latent attention wait for lengths on the host; leave it out"
 
 
 def _lora_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
@@ -499,7 +445,6 @@ def _lacking(shape: ModelShape) -> Mapping[Adaptable, str]:
 
 
 _CHECKS: tuple[Callable[[LearnerSection, ModelShape | None], Iterator[str]], ...] = (
-    _layers_problems,
     _recompute_problems,
     _pipeline_problems,
     _experts_problems,
@@ -510,7 +455,6 @@ _CHECKS: tuple[Callable[[LearnerSection, ModelShape | None], Iterator[str]], ...
     _overlap_problems,
     _offload_problems,
     _fp8_problems,
-    _cuda_graphs_problems,
     _lora_problems,
 )
 

@@ -143,8 +143,7 @@ def _of_learner() -> Iterator[Rule]:
     own = "leave it out, or set critic.backbone=own"
     yield from _excluded(On("algorithm.is_own_critic", True, "algorithm.critic.backbone"),
         (LORA, "adapters freeze its value layer", own),
-        (On("learner.overlap.gradients", True), "in a warm start the value layer has no gradient to wait for", own),
-        (On("learner.cuda_graphs", True), "no pass with a value layer was captured yet", own))
+        (On("learner.overlap.gradients", True), "in a warm start the value layer has no gradient to wait for", own))
     adapters = On("weights.push", "adapters")
     merged = "leave the key out, or set weights.push=merged"
     yield Needs(when=adapters, all=LORA, why="the whole model is trained", fix="set learner.lora.rank, or leave "
@@ -164,9 +163,6 @@ def _of_learner() -> Iterator[Rule]:
     yield Excludes(one=On("learner.head_dtype"), other=On("algorithm.needs_top", True, "algorithm.kl.estimator"),
           why="it makes logits of a few positions at a time and keeps none", fix="leave it out, or set "
           "kl.estimator=k1, k2 or k3")
-    yield Excludes(one=On("learner.cuda_graphs", True), other=(On("algorithm.needs_critic", True, "algorithm.credit"),
-          On("roles.critic", "learner")), why="megatron-core captures the layers of one trained model of a process",
-          fix="set roles.critic=separate")
 
 
 def _of_algorithm() -> Iterator[Rule]:

@@ -165,18 +165,14 @@ def _of_dispatcher(name: str) -> dict[str, object]:
 
 
 def _of_kernels(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
-    """Kernels that add in one order, or in float8, or that are captured as a graph; shared experts that compute while
+    """Kernels that add in one order, or in float8; shared experts that compute while
     tokens are sent. Raises ConfigError if TransformerEngine is not installed."""
     model: dict[str, object] = {"deterministic_mode": True} if learner.deterministic else {}
     model |= {"moe_shared_expert_overlap": True} if learner.overlap.shared_experts else {}
     if learner.fp8 is not None:
         require_transformer_engine(f"learner.fp8={learner.fp8}", learner, shape)
-    if learner.cuda_graphs and learner.own_layers is None:
-        require_transformer_engine("learner.cuda_graphs=true", learner, shape)
     if learner.fp8 is not None:  # tensorwise takes e5m2 for gradients, the others e4m3 for all, as Megatron-LM does
         model |= {"fp8": "hybrid" if learner.fp8 == "tensorwise" else "e4m3", "fp8_recipe": learner.fp8}
-    if learner.cuda_graphs:  # without a scope it captures whole layers
-        model["cuda_graph_impl"] = "local"
     return model
 
 
@@ -198,6 +194,19 @@ def _of_optimizer(learner: LearnerSection) -> dict[str, object]:
     Raises ConfigError for moments that are not float32 without TransformerEngine, and as `_offloaded`.
     """
     section = learner.optimizer
+    if section.moments_dtype != "float32" and importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            f"learner.optimizer.moments_dtype={section.moments_dtype}: TransformerEngine, whose Adam keeps them, is "
+            "not installed here; install it, or leave the key out"
+        )
+    low_moments: dict[str, object] = {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": Dtype(section.moments_dtype),
+        "exp_avg_sq_dtype": Dtype(section.moments_dtype),
+        "main_params_dtype": Dtype("float32"),
+        "main_grads_dtype": Dtype(learner.gradient_dtype),
+        "store_param_remainders": False,  # megatron-core could not save them for another layout
+    }
     return {
         "params_dtype": Dtype(learner.dtype),
         "bf16": learner.dtype == "bfloat16",
@@ -210,27 +219,9 @@ def _of_optimizer(learner: LearnerSection) -> dict[str, object]:
         "clip_grad": section.clip_grad,
         "use_distributed_optimizer": section.name == "adamw",
         **({"muon_scale_mode": section.muon.scale} if section.name == "muon" else {}),
-        **(_low_moments(learner) if section.moments_dtype != "float32" else {}),
+        **(low_moments if section.moments_dtype != "float32" else {}),
         **({"overlap_param_gather": True} if learner.overlap.parameters else {}),
         **(_offloaded(learner.offload.optimizer) if learner.offload.optimizer else {}),
-    }
-
-
-def _low_moments(learner: LearnerSection) -> dict[str, object]:
-    """Keywords for moments in ``moments_dtype``. Raises ConfigError without TransformerEngine."""
-    dtype = learner.optimizer.moments_dtype
-    if importlib.util.find_spec("transformer_engine") is None:
-        raise ConfigError(
-            f"learner.optimizer.moments_dtype={dtype}: TransformerEngine, whose Adam keeps them, is not installed "
-            "here; install it, or leave the key out"
-        )
-    return {
-        "use_precision_aware_optimizer": True,
-        "exp_avg_dtype": Dtype(dtype),
-        "exp_avg_sq_dtype": Dtype(dtype),
-        "main_params_dtype": Dtype("float32"),
-        "main_grads_dtype": Dtype(learner.gradient_dtype),
-        "store_param_remainders": False,  # megatron-core could not save them for another layout
     }
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.feature import without_captures
 from rl_megatron.learner import cpu
 from rl_megatron.learner.keywords import LOGITS_TOKENS
 from rl_megatron.models.shape import ModelShape
@@ -32,11 +33,7 @@ from rl_megatron.learner.heads import (  # noqa: E402
 )
 from rl_megatron.learner.lora import add_adapters  # noqa: E402
 from rl_megatron.learner.model.build import build_chunks, make_config  # noqa: E402
-from rl_megatron.learner.trained import (  # noqa: E402
-    MegatronLearner,
-    MegatronScorer,
-    modules,
-)
+from rl_megatron.learner.trained import MegatronLearner, MegatronScorer, modules  # noqa: E402
 from rl_megatron.weights.layouts.families import megatron_layout  # noqa: E402
 
 
@@ -75,7 +72,7 @@ def make_frozen(
     top_below: int = EXACT,
 ) -> MegatronScorer:
     """As `make_policy`, without gradients, optimizer or CUDA graphs; of a ``shape`` that scores a reward model."""
-    shape, learner = replace(shape, drafts=False), learner.model_copy(update={"cuda_graphs": False})
+    shape, learner = replace(shape, drafts=False), without_captures(learner)
     config = make_config(shape, learner)
     models = build_chunks(shape, learner, config)
     if shape.scores:

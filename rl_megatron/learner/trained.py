@@ -38,7 +38,6 @@ from rl_megatron.learner.keywords import SLAB, keywords
 from rl_megatron.learner.lora import adapters_of
 from rl_megatron.learner.model.attention import DecoderConfig
 from rl_megatron.learner.model.build import freeze_routers, keep_buffers_float32, with_dtypes
-from rl_megatron.learner.model.graphs import Graphs
 from rl_megatron.learner.model.offload import Activations
 from rl_megatron.learner.observers import Observers
 from rl_megatron.learner.optimizer import (
@@ -57,7 +56,7 @@ from rl_megatron.learner.parameters import global_parameters, swapped
 from rl_megatron.learner.routing import Routing, gather_recorded
 from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.observability import activity
-from rl_megatron.types import Culprit, Loss, LossOutput, Metric, Samples, SkippedStep, StepResult, Want
+from rl_megatron.types import Culprit, Loss, LossInputs, LossOutput, Metric, Samples, SkippedStep, StepResult, Want
 from rl_megatron.weights.adapters.merging import raise_other_base
 from rl_megatron.weights.bytes.parked import Parked, Staged
 from rl_megatron.weights.checkpoints.megatron import VALUES, held_lora, raise_other_model, write_lora
@@ -213,6 +212,14 @@ def modules(config: DecoderConfig, models: Sequence[GPTModel]) -> list[MegatronM
 
 Added = tuple[Sequence[Samples], Callable[[Sequence[PackedMicroBatch]], object]]
 """Micro-batches, and the function that accumulates the gradients of micro-batches."""
+
+
+def nothing(inputs: LossInputs) -> LossOutput:
+    """A loss of 0 with gradients of 0."""
+    found = inputs.logprobs if inputs.values is None else inputs.values
+    return LossOutput(loss=(found * 0.0).sum(), metrics={})
+
+
 _COPIES = "_fp8_workspaces"  # of weights in float8, which a module of TransformerEngine 2.11 keeps between passes
 
 
@@ -240,14 +247,13 @@ class MegatronLearner(MegatronScorer):
         ]
         self._optimizer = make_optimizer(self._trained, given)
         self._buckets = Buckets(config, self._trained)
-        self._heap = Heap()
+        self._heap, self._warm = Heap(), False
         self._added: list[Added] = []  # since the last step
         self._leaving, self._parked, self._staged = learner.offload.leaving, Parked(SLAB), Staged()
         self._planned = Kept()
         self._activations = Activations(models, learner.offload.activations)
         config.grad_scale_func = self._optimizer.scale_loss
         super().__init__(shape, learner, device, models, head, self._trained)
-        self._graphs = _graphs(config, models, learner)
         built = Built(
             shape=shape, learner=learner, device=device, models=models, chunks=trained, head=head, gather=self.gather
         )
@@ -335,10 +341,8 @@ class MegatronLearner(MegatronScorer):
     ) -> dict[Want, list[Tensor]] | None:
         """As `MegatronScorer.score`, with the weights back in the GPU's memory."""
         self._parked.back("weights")
-        self._capture()
-        with contextlib.ExitStack() as stack:
-            if self._graphs is not None and (weights or not self._graphs.fit(micro_batches)):
-                stack.enter_context(self._graphs.aside())
+        self._warm_up()
+        with _together(hooks.around_score(micro_batches, weights) for hooks in self._hooks):
             return super().score(micro_batches, want, weights)
 
     def backward(
@@ -351,7 +355,7 @@ class MegatronLearner(MegatronScorer):
         second call before ``step`` with ``learner.overlap.gradients``.
         """
         self._parked.back("weights", "gradients")
-        self._capture()
+        self._warm_up()
         self._buckets.begin(again=bool(self._added))
         if not self._added:
             self._clear()
@@ -428,14 +432,15 @@ class MegatronLearner(MegatronScorer):
             packed = hooks.pack(packed, samples)
         return packed
 
-    def _capture(self) -> None:
-        """Before the first pass, with ``learner.cuda_graphs``."""
-        if self._graphs is None or self._graphs.captured:
+    def _warm_up(self) -> None:
+        """Before the first pass: those that features make, of which nothing counts."""
+        if self._warm:
             return
-        add = partial(self._add, loss=self._graphs.nothing, num_tokens=1, num_sequences=1)
-        with self._observers.unseen():
-            self._graphs.capture(add, self._device)
-        self._clear()
+        self._warm = True
+        for packed in filter(None, (hooks.warm_up() for hooks in self._hooks)):
+            with self._observers.unseen():
+                self._add(packed, loss=nothing, num_tokens=1, num_sequences=1)
+            self._clear()
 
     def _clear(self) -> None:
         for chunk in self._chunks_of_all:
@@ -517,8 +522,3 @@ class MegatronLearner(MegatronScorer):
         if beside is not None:
             beside.take(self._models, read, folder)
         self._changed()
-
-
-def _graphs(config: DecoderConfig, models: Sequence[GPTModel], learner: LearnerSection) -> Graphs | None:
-    """CUDA graphs, if ``learner`` asks for them. Raises ConfigError for another megatron-core."""
-    return Graphs(config, models, learner.padding) if learner.cuda_graphs else None

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.rows import OwnLayers, Share, has_layers, of_layers
 from rl_megatron.errors import ConfigError
+from rl_megatron.feature import active
 
 
 def join(
@@ -43,7 +44,12 @@ def join(
             "with CUDA_VISIBLE_DEVICES= (empty), or set learner.device=cuda"
         )
     if device.type != "cpu":
-        device = torch.device(device.type, (rank if gpu is None else gpu) % _gpus_seen(learner, rank))
+        if not (count := torch.cuda.device_count()):
+            raise ConfigError(
+                f"learner.device={learner.device}, but rank {rank} on {socket.gethostname()} sees no GPU; "
+                "look at `nvidia-smi` and CUDA_VISIBLE_DEVICES on that node; or set learner.device=cpu"
+            )
+        device = torch.device(device.type, (rank if gpu is None else gpu) % count)
         torch.cuda.set_device(device)
     limit = timedelta(seconds=learner.timeout_seconds)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -60,15 +66,6 @@ def join(
     return device
 
 
-def _gpus_seen(learner: LearnerSection, rank: int) -> int:
-    if not (count := torch.cuda.device_count()):
-        raise ConfigError(
-            f"learner.device={learner.device}, but rank {rank} on {socket.gethostname()} sees no GPU; "
-            "look at `nvidia-smi` and CUDA_VISIBLE_DEVICES on that node; or set learner.device=cpu"
-        )
-    return count
-
-
 def make_groups(learner: LearnerSection, *, seed: int) -> None:
     """Makes megatron's groups in the world that this process has joined. Every rank calls it."""
     d = learner.dims
@@ -81,7 +78,7 @@ def make_groups(learner: LearnerSection, *, seed: int) -> None:
         expert_tensor_parallel_size=d.etp,
         distributed_timeout_minutes=math.ceil(learner.timeout_seconds / 60),
     )
-    model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=learner.cuda_graphs)
+    model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=any(one.captures for one in active(learner)))
 
 
 class Relay:

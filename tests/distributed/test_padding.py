@@ -19,6 +19,7 @@ from rl_megatron.config.learner_checks import problems
 from rl_megatron.config.sections.learner import LearnerSection, PaddingSection
 from rl_megatron.data.packing import pack
 from rl_megatron.errors import ConfigError
+from rl_megatron.feature import without_captures
 from rl_megatron.learner.keywords import keywords
 from rl_megatron.models.named import NAMED
 from rl_megatron.types import Batch
@@ -143,13 +144,12 @@ def graphs_main(rank: int, root: Path) -> None:
     batch = make_batch(learner)
     row = batch.micro_batches[0]
     for name in ("without", "with"):
-        keys = learner.model_copy(update={"cuda_graphs": name == "with"})
-        policy = make(root / "dense", keys, rank, device)
+        policy = make(root / "dense", learner.model_copy(update={"cuda_graphs": name == "with"}), rank, device)
         found[name] = trained(policy, row, batch)
     found["counts"], found["micro-batches"] = dict(SEEN), len(row)
     found["sizes"] = {len(m.input_ids) for m in policy._pack(row)}
     many = make_batch(LearnerSection()).micro_batches[0]
-    found["fits"] = [policy._graphs.fit(row), policy._graphs.fit([*row, many[0].__class__(**wide(many[0]))])]
+    found["fits"] = [policy._hooks[0].fit(row), policy._hooks[0].fit([*row, many[0].__class__(**wide(many[0]))])]
     torch.save(found, root / "found.pt")
     world.leave()
 
@@ -198,7 +198,7 @@ def test_each_layer_is_captured_once_for_each_size_and_replayed_from_the_first_s
     [
         ({"device": "cpu", "dtype": "float32"}, "a CPU has no such graphs"),
         ({"layers": "torch"}, "calls of other shapes for other lengths"),
-        ({"padding": {}}, "set learner.padding.tokens=8192 and learner.padding.sequences"),
+        ({"padding": {}}, "set learner.padding.tokens and learner.padding.sequences"),
         ({"padding": {"tokens": "8192"}}, "replays the shapes that it was captured with"),
         ({"pp": 2}, "a graph for each micro-batch of the first step"),
         ({"cp": 2}, "capturing attention's exchange was not tried"),
@@ -221,8 +221,8 @@ def test_experts_latents_windows_and_a_missing_transformer_engine_are_refused(mo
     dense = replace(sparse, num_experts=0, experts_per_token=0, expert_width=0, dense_width=96)
     latent = replace(dense, latent=NAMED["deepseek-v3"].latent, norm_eps=1e-6)
     for shape, why in (
-        (sparse, "has experts, whose dispatcher waits for counts on the host"),
-        (replace(dense, windows=(128, 0) * 24), "the model has sliding windows"),
+        (sparse, "dispatcher of experts waits for counts on the host"),
+        (replace(dense, windows=(128, 0) * 24), "sliding windows: torch's layers alone compute that"),
         (latent, "rotary embeddings of latent attention wait for lengths on the host"),
     ):
         (said,) = problems(learner, shape)
@@ -232,6 +232,7 @@ def test_experts_latents_windows_and_a_missing_transformer_engine_are_refused(mo
         keywords(learner, dense)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     assert keywords(learner, dense).model["cuda_graph_impl"] == "local"
+    assert "cuda_graph_impl" not in keywords(without_captures(learner), dense).model  # of models without gradients
 
 
 def test_a_critic_beside_the_policy_is_refused() -> None:

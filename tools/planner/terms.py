@@ -20,7 +20,6 @@ _MERGED = 2  # a layer's merged weights, and their gradient
 _MOMENT = 4  # bytes
 _MOMENTS = 8 / 12  # of the bytes of the optimizer's state
 _CHANGES: Mapping[str, str] = {
-    "cuda graphs": "set learner.cuda_graphs=false, lower learner.max_tokens_per_micro_batch or raise learner.tp",
     "fp8 weights": "raise learner.tp, learner.pp or learner.ep",
     "merged weights": "raise learner.tp, learner.ep or learner.etp",
 }
@@ -54,8 +53,6 @@ def memory(learner: LearnerSection, shape: ModelShape, rank: Rank) -> Terms:
         tables = (rank.stage == 0) + last - (shape.tie_embeddings and rank.stage == 0 and last)
         products = rank.parameters.both - tables * shape.vocab_size * shape.hidden_size / learner.tp
         terms = {**terms, "fp8 weights": _COPIES * products}
-    if learner.cuda_graphs and learner.padding.sizes:
-        terms = {**terms, "activations": 0.0, "cuda graphs": terms["activations"] + _graph_buffers(learner, shape)}
     if learner.lora.rank is not None and rank.layers:
         each = (rank.matrices.both / len(rank.layers)) * BYTES[learner.dtype]
         terms = {**terms, "merged weights": _MERGED * each}
@@ -146,12 +143,3 @@ def optimizer_bytes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> t
             largest = padded_vocab(shape, d.tp) // d.tp * shape.hidden_size * each
     shared = max(dense / (d.dp * d.cp), largest) + experts * d.etp * d.ep / (d.tp * d.cp * d.dp)
     return shared, gradients
-
-
-def _graph_buffers(learner: LearnerSection, shape: ModelShape) -> float:
-    """What layers keep of the largest size is the graphs' own from the first pass on, also while servers sample. Beside
-    it each size has buffers for the first layer's input, the gradient of the last one's output, and the angles of
-    rotary embeddings."""
-    hidden = 2 * shape.hidden_size * BYTES[learner.dtype] / learner.tp
-    angles = shape.rotary_dim * BYTES["float32"]
-    return sum(learner.padding.sizes) * (hidden + angles)

@@ -326,10 +326,6 @@ class LearnerSection(LayoutKeys, ComputeKeys):  # pydantic takes the keys of the
     """Whether ranks use kernels alone that add in the same order each time: of two equal runs on the same machines
     every number is then equal to the bit, on GPUs too. They are slower there, by how much is not measured; CPUs' are
     such kernels anyway (docs/mismatch.md)."""
-    cuda_graphs: bool = False
-    """Whether GPUs replay each decoder layer as a CUDA graph, forward and backward, which saves the host's time between
-    kernels, for models without experts. Ranks capture them before their first pass, for each size of
-    `learner.padding`. Not run on a GPU, not measured."""
     lora: LoraSection = LoraSection()
 
     @property

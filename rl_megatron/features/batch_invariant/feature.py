@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from rl_megatron.config.activations import require_transformer_engine, torch_only
+from rl_megatron.config.activations import TORCH_ONLY, require_transformer_engine
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import Attention, Feature, Keywords
 from rl_megatron.rules import SET, Above, Excludes, On, excluded
@@ -33,19 +32,6 @@ class BatchInvariantKeys(Section):
 def _asked(learner: LearnerSection) -> bool:
     assert isinstance(learner, BatchInvariantKeys)
     return learner.batch_invariant
-
-
-def _problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Experts, and torch's layers."""
-    if not _asked(learner) or shape is None:
-        return
-    if shape.num_experts:
-        yield (
-            f"{_KEY}: megatron-core 0.16.1 has no such kernels for experts' grouped products, and "
-            f"model_type={shape.family!r} has experts; leave it out"
-        )
-    elif (part := torch_only(shape)) is not None:
-        yield f"{_KEY}: the model has {part}, which torch's layers alone compute; leave it out"
 
 
 def _megatron(learner: LearnerSection, shape: ModelShape) -> Keywords:
@@ -80,6 +66,10 @@ _RULES = (
           for on in (On("learner.layers", "torch"), On("learner.own_layers", SET, "learner.layers"))),
         (On("learner.tp", Above(2)), "NCCL adds the ranks' parts of a token in an order that depends on its place in "
          "the micro-batch, which two parts alone do not show", "set learner.tp to 1 or 2")),
+    *excluded(_ON,
+        (On("shape.num_experts", Above(0), "shape.family"), "megatron-core 0.16.1 has no such kernels for experts' "
+         "grouped products", "leave it out"),
+        (TORCH_ONLY, "torch's layers alone compute that", "leave it out"), where="shape"),
     Excludes(one=On("learner.optimizer.name", "muon"), other=_ON, fix=_ONE,
              why="that mode's torch.addmm takes no factors, and Muon's iteration has some"),
     Excludes(one=On("learner.fp8"), other=_ON, why="its kernels take no float8", fix=_ONE),
@@ -94,6 +84,5 @@ FEATURE = Feature(
     keys={"learner": BatchInvariantKeys},
     may_change=frozenset({"learner.batch_invariant"}),
     learner_rules=_RULES,
-    problems=_problems,
     megatron=_megatron,
 )

@@ -46,13 +46,10 @@ from rl_megatron.weights.layouts.layout import padded_vocab
 
 def with_dtypes(given: Mapping[str, object]) -> dict[str, Any]:
     """Options' keywords with torch's dtypes and megatron-core's attention in place of their names."""
-    return {name: _by_name(value) for name, value in given.items()}
-
-
-def _by_name(value: object) -> object:
-    if isinstance(value, Attention):
-        return AttnBackend[value.name]
-    return torch_dtype(value.name) if isinstance(value, Dtype) else value
+    named = {Attention: AttnBackend.__getitem__, Dtype: torch_dtype}
+    return {
+        name: named[type(one)](one.name) if isinstance(one, Attention | Dtype) else one for name, one in given.items()
+    }
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -26,7 +26,6 @@ from rl_megatron.config.learner_checks import refuse
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model import kernels
-from rl_megatron.learner.model import kernels as fused
 from rl_megatron.learner.model.attention import LatentDecoderConfig
 from rl_megatron.learner.model.build import make_config
 from rl_megatron.learner.model.delta import convolve, cut_into_chunks, gated_delta_rule
@@ -54,7 +53,7 @@ def of_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def test_it_is_torchs_in_blocks_of_queries(
     attention: AttentionKernel, heads: int, width: int, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "MIN_ONEDNN_FLOPS", 1)  # its products, though they are small
+    monkeypatch.setattr(kernels, "MIN_ONEDNN_FLOPS", 1)  # its products, though they are small
     monkeypatch.setattr(kernels, "BATCHED_ROWS", 8)
     monkeypatch.setattr(kernels, "ROWS", 24)  # of 8 or 24 positions: sequences of several blocks, whole and cut
     monkeypatch.setattr(kernels, "SCORES", 600)  # of 37 positions a block has one or two of the four groups

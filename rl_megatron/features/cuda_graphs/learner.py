@@ -1,92 +1,76 @@
 """CUDA graphs of decoder layers (``learner.cuda_graphs``), by megatron-core 0.16.1's ``cuda_graph_impl="local"``.
 
 megatron notes the layers of the first pass with their shapes, captures all at its end, and takes no other shapes from
-then on. So `Graphs.capture` makes a pass before any other, with a made-up micro-batch of each size of
+then on. So `Graphs.warm_up` gives a pass before any other, with a made-up micro-batch of each size of
 ``learner.padding``.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core import __version__, parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from typing_extensions import override
 
-from rl_megatron.config.sections.learner import PaddingSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.learner.model.attention import DecoderConfig
+from rl_megatron.feature import Built, LearnerHooks
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch
-from rl_megatron.types import LossInputs, LossOutput, Samples
+from rl_megatron.types import Samples
 
 
-class Graphs:
+class Graphs(LearnerHooks):
     """The graphs of a rank's layers. A process has those of one model: megatron's record of them is global.
 
     Raises ConfigError for a megatron-core whose graphs are made otherwise.
     """
 
-    def __init__(self, config: DecoderConfig, models: Sequence[GPTModel], padding: PaddingSection) -> None:
+    def __init__(self, built: Built) -> None:
         if not hasattr(cuda_graphs, "TensorReusePool"):
             raise ConfigError(
                 f"learner.cuda_graphs=true: megatron-core {__version__} captures graphs otherwise than 0.16.1, for "
                 "which this was written; install 0.16.1, or leave it out"
             )
-        self._layers = [layer for model in models for layer in model.decoder.layers]
-        self._padding, self.captured = padding, False
+        self._layers = [layer for model in built.models for layer in model.decoder.layers]
+        self._padding, self._device = built.learner.padding, built.device
         record = cuda_graphs._CudagraphGlobalRecord
         record.cudagraph_created, record.cudagraph_record = False, []
         record.tensor_reuse_pool = _pool()
         for layer in self._layers:
-            layer.cudagraph_manager = _manager(config)
+            layer.cudagraph_manager = _manager(layer.config)
 
-    def capture(self, train: Callable[[Sequence[PackedMicroBatch]], object], device: torch.device) -> None:
-        """Capture all layers for each size, if that is not done. Every rank calls it.
+    @override
+    def warm_up(self) -> Sequence[PackedMicroBatch]:
+        """At the end of this pass megatron captures all layers for each size."""
+        tp, most = parallel_state.get_tensor_model_parallel_world_size(), self._padding.sequences
+        return [
+            pack_micro_batch(_made_up(size), tp=tp, cp=1, cp_rank=0, device=self._device, sequences=most)
+            for size in self._padding.sizes
+        ]
 
-        ``train`` makes a pass with gradients of micro-batches, with `nothing` for a loss.
-        """
-        if self.captured:
-            return
-        tp = parallel_state.get_tensor_model_parallel_world_size()
-        train(
-            [
-                pack_micro_batch(
-                    _made_up(size), tp=tp, cp=1, cp_rank=0, device=device, sequences=self._padding.sequences
-                )
-                for size in self._padding.sizes
-            ]
-        )
-        self.captured = True
+    @override
+    @contextlib.contextmanager
+    def around_score(self, micro_batches: Sequence[Samples], weights: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """Layers compute without graphs for other weights, which graphs would not read, and where none `fit`."""
+        aside = self._layers if weights or not self.fit(micro_batches) else []
+        for layer in aside:
+            layer._should_call_local_cudagraph = lambda *_, **__: False
+        try:
+            yield
+        finally:
+            for layer in aside:
+                del layer._should_call_local_cudagraph
 
     def fit(self, micro_batches: Sequence[Samples]) -> bool:
         """Whether there are graphs for all of them, as for those that `data.packing` makes of a run's batches."""
         longest, most = self._padding.sizes[-1], self._padding.sequences or 0
         return all(m.num_sequences <= most and len(m.input_ids) <= longest for m in micro_batches)
-
-    @staticmethod
-    def nothing(inputs: LossInputs) -> LossOutput:
-        """A loss of 0 with gradients of 0."""
-        said = inputs.logprobs if inputs.values is None else inputs.values
-        return LossOutput(loss=(said * 0.0).sum(), metrics={})
-
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Layers compute without graphs in it: for other weights, which graphs would not read."""
-        for layer in self._layers:
-            layer._should_call_local_cudagraph = _never
-        try:
-            yield
-        finally:
-            for layer in self._layers:
-                del layer._should_call_local_cudagraph
-
-
-def _never(*_: Any, **__: Any) -> bool:
-    return False
 
 
 def _made_up(size: int) -> Samples:
@@ -118,7 +102,7 @@ def _pool() -> Any:
     return Pool()
 
 
-def _manager(config: DecoderConfig) -> Any:
+def _manager(config: TransformerConfig) -> Any:
     """megatron's manager of a layer's graphs, which gives them megatron's own packed parameters: they take tensors,
     numbers and text, and ours have tuples. The longest sequence is as long as the micro-batch, so that it is static."""
 
