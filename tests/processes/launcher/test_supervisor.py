@@ -445,13 +445,18 @@ async def test_a_server_that_dies_while_others_start_is_as_one_that_dies_while_i
 ) -> None:
     """It was ready, and no supervisor watches it before all are; it may still be ending when the others are ready."""
     lives, ready, start_ready, end = Started(OPEN), asyncio.Event(), ServedEngines._start_ready, StartedServer.end
-    up, both = list[StartedServer](), asyncio.Event()
+    up, both, ended, known = list[StartedServer](), asyncio.Event(), StartedServer.ended, asyncio.Event()
     why = r"(?s)^http.* ended with status -9; .*local_0\.log ends with:"
 
     async def told(*given: Any) -> Any:
         up.append(await start_ready(*given))
         (ready if len(up) == 1 else both).set()
         return up[-1]
+
+    async def told_end(server: StartedServer) -> str:
+        how = await ended(server)
+        known.set()
+        return how
 
     async def late_end(server: StartedServer) -> None:
         await both.wait()
@@ -463,11 +468,12 @@ async def test_a_server_that_dies_while_others_start_is_as_one_that_dies_while_i
         await ready.wait()
         (first,) = lives.guards
         first.process.kill()
-        await first.wait()
+        await known.wait()  # its guard is gone at once; its own processes are searched for and ended meanwhile
         return await lives.start(order)
 
     sites = [[Site(start=each, number=n, count=2)] for n, each in enumerate((lives.start, late))]
     monkeypatch.setattr(ServedEngines, "_start_ready", told)
+    monkeypatch.setattr(StartedServer, "ended", told_end)
     if ends_late:
         monkeypatch.setattr(StartedServer, "end", late_end)
     await check_that_the_first_fails(tmp_path, sites, why, resumes=resumes)
