@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from bench.results import parse, write
 from rl_megatron.engines.answers import SampledColumns
-from rl_megatron.engines.sglang import forms as sglang
-from rl_megatron.engines.vllm import forms as vllm
+from rl_megatron.engines.sglang import adapter as sglang
+from rl_megatron.engines.vllm import adapter as vllm
 
 BAR = 0.3  # microseconds a token
 SKIPPED = msgspec.json.Decoder(msgspec.Raw)

@@ -278,7 +278,7 @@ class ServedEngines:
             (packages / name / "config.json").write_text(config)
         copy_companions(self._model_folder, packages / "model")
         if self._places is not None:
-            (packages / "bare" / "model.safetensors").write_bytes(header_bytes([]))  # see sglang/options.py
+            (packages / "bare" / "model.safetensors").write_bytes(header_bytes([]))  # see sglang/adapter.py
 
     async def _start_all(self, stack: contextlib.AsyncExitStack, packages: Path) -> list[Standing]:
         """Start the servers of the run's beginning; in a resume one that fails is left to its supervisor."""

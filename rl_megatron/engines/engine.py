@@ -19,10 +19,9 @@ from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.engines.adapter import Adapter, Sampling
 from rl_megatron.engines.answers import as_it_should_end
 from rl_megatron.engines.http import AttemptFailed, Server
-from rl_megatron.engines.loras import Loras
 from rl_megatron.engines.replicas import Replica, ReplicaSet
 from rl_megatron.engines.requests import Attempts, FailedAttempt, TimeLimit
-from rl_megatron.engines.weights import ReplicaWeights
+from rl_megatron.engines.weights import Loras, ReplicaWeights
 from rl_megatron.errors import EngineError
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.spans import Lane

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from launcher.servers.engines import SERVERS
 from rl_megatron.config.sections.learner import LoraSection
-from rl_megatron.engines.loras import Loras
+from rl_megatron.engines.weights import Loras
 from rl_megatron.errors import SyncError
 from rl_megatron.types import Batch, Completion, LoadedAdapters, Scores, Want, WeightUpdate
 from rl_megatron.weights.adapters.files import peft_config

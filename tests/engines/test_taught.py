@@ -20,8 +20,8 @@ import yaml
 from launcher.processes.guards import free_port
 from launcher.servers.engines import SERVERS
 from launcher.servers.versions import show_package
-from rl_megatron.engines.sglang import options
-from rl_megatron.engines.sglang.options import ON_CPU
+from rl_megatron.engines.sglang import adapter
+from rl_megatron.engines.sglang.adapter import ON_CPU
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.files import read_jsonl
 from tests.engines.benches import interpreter
@@ -35,7 +35,7 @@ KEYS = (
     *("rollout.prompts_per_step=4", "rollout.group_size=4", "log.tensorboard=false", "reward.parts.exact_match=0"),
 )
 # As on GPUs, and as a run's: a scheduler that overlaps and has priorities must outlive /health, which has none.
-SGLANG = (*(one for one in ON_CPU if one != "--disable-overlap-schedule"), *options.priority_options(()))
+SGLANG = (*(one for one in ON_CPU if one != "--disable-overlap-schedule"), *adapter.priority_options(()))
 ON_CPUS = {
     "vllm": f"--enforce-eager --dtype float32 --max-model-len {LENGTH}",
     "sglang": f"{' '.join(SGLANG)} --dtype float32 --context-length {LENGTH} --max-total-tokens 4096",

@@ -1,18 +1,33 @@
-"""The adapter for SGLang 0.5.21: its native generate endpoint, and weight updates by a loader of ours."""
+"""The adapter for SGLang 0.5.21: its native generate endpoint, and weight updates by a loader of ours.
+
+Its requests (srt/managers/io_struct.py), its answers (srt/managers/tokenizer_manager.py), its options, and orders to
+the loader in its schedulers (`worker.load`) with the files that the loader answers in.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
+import json
+import os
+import pickle
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import cache, partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.engines.adapter import (
+    MOVES_EXPERTS,
     AdapterPlaces,
     Command,
     Description,
@@ -23,32 +38,170 @@ from rl_megatron.engines.adapter import (
     refused_option,
     value_given,
 )
-from rl_megatron.engines.answers import Judged, as_form, completion_seed
-from rl_megatron.engines.http import AttemptFailed, Server, read_beside
-from rl_megatron.engines.sglang import forms
-from rl_megatron.engines.sglang.options import (
-    KEYS,
-    ON_CPU,
-    REASONS,
-    VARIABLES,
-    cores,
-    degrees,
-    load_format,
-    most_cached,
-    outliving_pushes,
-    priority_options,
-    priority_problems,
-    refuse_start,
-    sglang_lora_options,
-    sglang_lora_problem,
-    sglang_lora_request,
+from rl_megatron.engines.answers import (
+    Judged,
+    LabelledSpan,
+    SampledColumns,
+    as_form,
+    checked_routes,
+    completion_seed,
+    logprob_column,
+    token_column,
 )
-from rl_megatron.errors import EngineError
+from rl_megatron.engines.http import AttemptFailed, Refused, Server, read_beside
+from rl_megatron.errors import ConfigError, CorruptionError, EngineError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, limits_of
+from rl_megatron.types import Completion, FinishReason, GenerationRequest, LoadedAdapters, limits_of
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.reports import Report, of_one_rank
 from rl_megatron.weights.layouts.recorded import Boxes
+
+_LOW_FIRST = "schedule_low_priority_values_first"
+_OVERFLOWS = (
+    "--schedule-low-priority-values-first: SGLang 0.5.21 then gives /health the highest priority of 64 bits, to which "
+    "its cache adds 1 where its scheduler overlaps, and ends; leave it out"
+)
+
+
+def priority_options(extra: Sequence[str]) -> tuple[str, ...]:
+    """The options for it, unless ``extra`` has a policy of its own. Raises ConfigError if by ``extra`` lower priorities
+    go first, with which a server ends."""
+    if value_given(extra, f"--{_LOW_FIRST.replace('_', '-')}") is not None:
+        raise ConfigError(f"rollout.server.options has {_OVERFLOWS}")
+    own = value_given(extra, "--schedule-policy") is not None
+    return () if own else ("--enable-priority-scheduling", "--disable-priority-preemption")
+
+
+KEYS = {
+    **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "tp"),
+    **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--pp"), "pp"),
+    **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp", "--enable-dp-attention"), "dp"),
+    **dict.fromkeys(("--expert-parallel-size", "--ep-size", "--ep"), "ep"),
+    **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"), "nodes"),
+    **dict.fromkeys(("--modelopt-quant", "--quantize-and-serve", "--rl-quant-profile"), "quantization"),
+    "--enable-deterministic-inference": "batch_invariant",
+}
+"""By option, the key of ``rollout.server`` that sets it."""
+REASONS = {
+    "--tokenizer-worker-num": "its processes ask for no token, and have no path for aborts",
+    "--json-model-override-args": "with those of the run no end-of-sequence token of the model's ends a completion",
+    "--preferred-sampling-params": "requests would be sampled by what they do not say, as log-probs would not be",
+    "--enable-eplb": MOVES_EXPERTS,
+    "--elastic-ep-backend": "ranks leave and join while it serves, but pushes go to those of its start",
+    "--ep-num-redundant-experts": "where a rank has an expert twice, pushes straight into ranks end the server",
+    "--kt-weight-path": "experts on CPUs come from that folder, and no push reaches them",
+}
+"""By option, why servers cannot have it."""
+VARIABLES = {
+    "SGLANG_GRPC_PORT": "the server of gRPC that it opens asks for no token",
+    "SGLANG_RUST_SERVER": "its server asks for no token",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "log-probs would be those of temperature 1, not of what is sampled from",
+    "SGLANG_MAX_NEW_TOKENS_LIMIT": "rollout.max_new_tokens is the limit; use that key",
+    "SGLANG_SIMULATE_ACC_LEN": "it accepts proposed tokens that the model did not sample",
+}
+"""By variable, why servers cannot have it."""
+
+_WATCHDOG_SECONDS = 300.0  # SGLang's own
+_PARTS = 8
+"""Of a pause, each with the limit ``timeout_seconds``: its begin and end, and the three requests of a load, of a
+layer that proposes tokens and of the model."""
+
+ON_CPU = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.5"),
+)
+
+
+def refuse_start(options: StartOptions, shape: ModelShape) -> None:
+    """Raises ConfigError for a model or an option with which SGLang fails at its start, a request or a push."""
+    if options.device == "cpu" and shape.latent is not None:
+        raise ConfigError(
+            f"model_type={shape.family!r}: without AMX, SGLang's attention on CPUs takes the cached latents "
+            "for keys, and crashes at the first request; use rollout=vllm, or a GPU"
+        )
+    if shape.family == "olmoe" and options.tp > 1:
+        raise ConfigError(
+            "model_type='olmoe': SGLang 0.5.21 has norms over all heads on each rank, which has its own alone; set "
+            "rollout.server.tp=1, or use rollout=vllm"
+        )
+    if options.pp > 1:
+        raise ConfigError(
+            f"rollout.server.pp={options.pp}: a stage of SGLang 0.5.21 hands a push on to the next after its own "
+            "part, so stages cannot receive together; raise rollout.server.tp, dp and ep, or use rollout=vllm"
+        )
+    if options.quantization == "int8":
+        raise ConfigError(
+            "rollout.server.quantization=int8: SGLang 0.5.21 has compressed-tensors' int8 experts for NPUs only, "
+            "and its int8 linear layers can load weights only once; use fp8, or rollout=vllm"
+        )
+
+
+def degrees(options: StartOptions) -> tuple[str, ...]:
+    """The options for the server's ranks, and for this node of several."""
+    out = ["--tp-size", str(options.tp * options.dp)]  # SGLang's counts all ranks of a stage
+    if options.dp > 1:
+        out += ["--dp-size", str(options.dp), "--enable-dp-attention"]
+    if options.ep > 1:
+        out += ["--ep-size", str(options.ep)]
+    if options.nodes > 1:
+        out += ["--nnodes", str(options.nodes), "--node-rank", str(options.node)]
+        out += ["--dist-init-addr", f"{options.head}:{options.port + 1}"]  # and the ports behind it
+    return tuple(out)
+
+
+def outliving_pushes(options: StartOptions, shape: ModelShape) -> tuple[str, ...]:
+    """The options without which a push could end the server; ``options.extra`` behind them may have others.
+
+    SGLang 0.5.21's watchdog takes a pause that keeps running requests for one step. The experts' kernels that it
+    chooses on Blackwell for weights that are not quantised keep these in blocks, which its loader cannot write to
+    again; Triton's are those of all other GPUs. gpt-oss has others on each.
+    """
+    watchdog = ("--watchdog-timeout", str(max(_WATCHDOG_SECONDS, _PARTS * options.timeout_seconds)))
+    written_over = options.device == "cpu" or options.quantization != "none" or shape.family == "gpt_oss"
+    if written_over or not shape.num_experts or value_given(options.extra, "--moe-a2a-backend") is not None:
+        return watchdog
+    return (*watchdog, "--moe-runner-backend", "triton")
+
+
+def cores(ranks: int) -> str:
+    """This machine's cores, divided among the ranks."""
+    found = sorted(os.sched_getaffinity(0))
+    each = max(1, len(found) // ranks)
+    return "|".join(",".join(str(found[(rank * each + i) % len(found)]) for i in range(each)) for rank in range(ranks))
+
+
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_LINEARS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    *_OF_EXPERTS,
+)
+"""Of SUPPORTED_LORA_TARGET_MODULES (srt/utils/common.py)."""
+
+
+def _lora_options(options: StartOptions) -> tuple[str, ...]:
+    """The options for the places of adapters. Its scheduler samples with all of them in one batch, and without any."""
+    places = options.adapters
+    if places is None:
+        return ()
+    return (
+        *("--enable-lora", "--max-lora-rank", str(max(places.ranks)), "--max-loras-per-batch", str(places.count + 1)),
+        *("--lora-target-modules", *places.modules),
+        *(("--lora-backend", "torch_native") if options.device == "cpu" else ()),  # the others are Triton's
+    )
+
+
+def load_format(options: StartOptions) -> str:
+    """Of the model's first weights, which a push replaces: random, or what memory held, for an empty file.
+
+    SGLang reads adapters by the loader of this format, and the one of random weights reads nothing.
+    """
+    return "dummy" if options.adapters is None else "safetensors"
+
+
+def _lora_request(adapters: LoadedAdapters | None) -> dict[str, str]:
+    """The part of a request that says with which adapters it is computed. An unknown name is refused."""
+    return {} if adapters is None else {"lora_path": adapters.name}
+
 
 T = TypeVar("T")
 
@@ -101,7 +254,7 @@ class SGLangAdapter(ForeignEngine):
                 *((*ON_CPU, "--max-total-tokens", str(cached)) if options.device == "cpu" else ()),
                 *(("--mem-fraction-static", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *(("--enable-deterministic-inference",) if options.batch_invariant else ()),
-                *sglang_lora_options(options),
+                *_lora_options(options),
                 *(word for one in self.hooks for word in one.arguments(options.features.get(one.name), options.device)),
                 *priority_options(options.extra),
                 *options.extra,
@@ -149,7 +302,28 @@ class SGLangAdapter(ForeignEngine):
 
     @override
     def adapter_problem(self, places: AdapterPlaces, device: str, dp: int) -> str:
-        return sglang_lora_problem(places, self._shape, device, dp)
+        if strange := sorted(set(places.modules) - set(_LINEARS)):
+            return (
+                f"learner.lora.targets: SGLang 0.5.21 has no adapters of {', '.join(strange)}; leave attention out of "
+                "learner.lora.targets, or set rollout=vllm"
+            )
+        if len(places.ranks) > 1:
+            return (
+                "learner.lora: SGLang 0.5.21 computes with one rank and one scale for all of an adapter's matrices, "
+                f"and given are {', '.join(map(str, sorted(places.ranks)))}; make learner.lora.expert_rank equal to "
+                "rank, or leave experts out of learner.lora.targets"
+            )
+        if self._shape.num_experts and device == "cpu" and set(places.modules) & set(_OF_EXPERTS):
+            return (
+                "learner.lora.targets has experts, or linears that are called as theirs: SGLang 0.5.21 has only "
+                "Triton's kernels for adapters of experts, which need a GPU; set learner.lora.targets=attention"
+            )
+        if dp > 1:
+            return (
+                f"rollout.server.dp={dp}: with attention's replicas SGLang 0.5.21 holds adapters only where they "
+                "are pinned, and never gives their places to others; set rollout.server.dp=1"
+            )
+        return ""
 
     @override
     async def describe(self, server: Server) -> Description:
@@ -159,13 +333,17 @@ class SGLangAdapter(ForeignEngine):
             problems.append("its /v1/loads is empty; look for 'load snapshot writer' in its log")
         info, settings = await server.get("/model_info"), await server.get("/server_info")
         features, more = described_by(self.hooks, settings)
+        # It rounds a prompt up to whole pages, and leaves one page and a token free (`max_new_tokens_for_memory`).
+        # Behind what its cache does not hold of a sequence, it ends a completion as if it had all tokens asked for.
+        most_cached = int(settings["max_total_num_tokens"]) - 2 * int(settings["page_size"])
+        if settings.get(_LOW_FIRST):
+            problems.append(f"it has {_OVERFLOWS}")
         return Description(
             version=str(settings["version"]),
             dtype=str(settings["dtype"]),
             architecture=",".join(info["architectures"] or ()),
-            # Behind what its cache does not hold of a sequence, it ends a completion as if it had all tokens asked for.
-            max_length=min(int(settings["context_length"] or _MARGIN) - _MARGIN, most_cached(settings)),
-            problems=(*problems, *more, *priority_problems(settings)),
+            max_length=min(int(settings["context_length"] or _MARGIN) - _MARGIN, most_cached),
+            problems=(*problems, *more),
             features=features,
             priorities=bool(settings.get("enable_priority_scheduling")),
         )
@@ -187,16 +365,16 @@ class SGLangAdapter(ForeignEngine):
         }
         places = range(request.num_completions)
         body = {
-            "rid": forms.names(request, request_id),
+            "rid": names(request, request_id),
             "input_ids": [request.token_ids for _ in places],  # the radix cache shares the prompt
             # Read in its deterministic mode alone, where a seed that is not given is 42, and a group's answers are one.
             "sampling_params": [sampling | {"sampling_seed": completion_seed(p.seed, place)} for place in places],
             "return_logprob": True,
             "return_routed_experts": "routes" in request.columns,
-            **forms.labels(server, request.birth or 0),
-            **sglang_lora_request(request.adapters),
+            **labels(server, request.birth or 0),
+            **_lora_request(request.adapters),
         }
-        answers = await server.sampled("/generate", body, partial(forms.read_sampled, counters=self._counters))
+        answers = await server.sampled("/generate", body, partial(read_sampled, counters=self._counters))
         first = 0
         for hooks in self.hooks:
             last = first + len(hooks.counters)
@@ -208,32 +386,32 @@ class SGLangAdapter(ForeignEngine):
             if "routes" in request.columns and answer.routes is None and answer.finish_reason == "abort":
                 count = 0  # it had lost its place in the cache, and its routes with it: its tokens are sampled again
             spans = ((span.start, self.labels.version(span.version)) for span in answer.spans[: count or 1])
-            completions.append(self._completion(answer, request, spans, count, forms.read_routes))
+            completions.append(self._completion(answer, request, spans, count, read_routes))
         return completions
 
     @override
     async def _scored(self, server: Server, text: Sequence[int], adapters: LoadedAdapters | None) -> list[float]:
-        body = forms.scoring(server, text) | sglang_lora_request(adapters)
-        logprobs = await server.sampled("/generate", body, forms.read_scored)
+        body = scoring(server, text) | _lora_request(adapters)
+        logprobs = await server.sampled("/generate", body, read_scored)
         if len(logprobs) != len(text) - 1:
             raise AttemptFailed(f"{server.url}: it returned {len(logprobs)} log-probs for {len(text) - 1} tokens")
         return logprobs
 
     @override
     async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
-        body = {**forms.scoring(server, text), "top_logprobs_num": top}
-        read = partial(forms.read_judged, length=len(text), top=top)
+        body = {**scoring(server, text), "top_logprobs_num": top}
+        read = partial(read_judged, length=len(text), top=top)
         return await server.sampled("/generate", body, read, beside=True)
 
     @override
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
-        await server.post("/rl_megatron_abort", {"names": forms.names(request, request_id)})
+        await server.post("/rl_megatron_abort", {"names": names(request, request_id)})
 
     @override
     async def abort_all(
         self, server: Server, requests: Mapping[str, GenerationRequest], turn: Callable[[], Awaitable[None]]
     ) -> None:
-        names = [each for name, request in requests.items() for each in forms.names(request, name)]
+        names = [each for name, request in requests.items() for each in names(request, name)]
         await server.post("/rl_megatron_abort", {"names": names})
 
     @override
@@ -303,15 +481,13 @@ class SGLangAdapter(ForeignEngine):
         async with self._paused(server):
             ranks = int((await server.get("/server_info"))["tp_size"])
             answer = (server.answers or path.parent) / f"held-{uuid.uuid4().hex}"
-            payload = forms.packed({**order, "path": str(path), "answer": str(answer), "runner": runner})
+            payload = packed({**order, "path": str(path), "answer": str(answer), "runner": runner})
             flushes = order["do"] in ("load", "receive") and server.salt is None
             body = {"serialized_named_tensors": [payload] * ranks, "load_format": _LOADER, "flush_cache": flushes}
-            async with forms.update(server, to := {"selector": runner}):
+            async with update(server, to := {"selector": runner}):
                 await server.post("/update_weights_from_tensor", {**body, **to, "weight_version": label})
-        said = await asyncio.to_thread(forms.loaders_answers, answer, ranks)
-        return [
-            await read_beside(partial(forms.read_loaders, read=read, rank=rank), one) for rank, one in enumerate(said)
-        ]
+        said = await asyncio.to_thread(loaders_answers, answer, ranks)
+        return [await read_beside(partial(read_loaders, read=read, rank=rank), one) for rank, one in enumerate(said)]
 
     @override
     async def relabel(self, server: Server, version: int) -> None:
@@ -352,3 +528,171 @@ class SGLangAdapter(ForeignEngine):
     @override
     async def unload_adapters(self, server: Server, adapters: LoadedAdapters) -> None:
         await server.post("/unload_lora_adapter", {"lora_name": adapters.name})
+
+
+def names(request: GenerationRequest, request_id: str) -> list[str]:
+    """The name of each of its completions."""
+    return [f"{request_id} {number}" for number in range(request.num_completions)]
+
+
+def scoring(server: Server, text: Sequence[int]) -> dict[str, object]:
+    """A request for the log-probs of a text, with one token behind it."""
+    sampling = {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}
+    given = {"input_ids": list(text), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+    return {**given, **labels(server, 0)}
+
+
+def labels(server: Server, birth: int) -> dict[str, object]:
+    """Older requests go first, since higher priorities do. The key is that by which prefixes that other weights cached
+    are not found."""
+    first = {"priority": -birth} if server.priorities else {}
+    return {**first, **({} if server.salt is None else {"extra_key": server.salt})}
+
+
+def packed(order: Mapping[str, object]) -> str:
+    """An order as the name of a tensor without numbers, as /update_weights_from_tensor takes those of one rank."""
+    return base64.b64encode(pickle.dumps([(json.dumps(order), torch.empty(0))])).decode()
+
+
+@asynccontextmanager
+async def update(server: Server, to: Mapping[str, str]) -> AsyncIterator[None]:
+    """A weight update of what ``to`` selects. First ends one that a killed run left open: SGLang refuses a second."""
+    try:
+        await server.post("/begin_weight_update", to)
+    except Refused:
+        with contextlib.suppress(Refused):
+            await server.post("/end_weight_update", {})
+        await server.post("/begin_weight_update", to)
+    try:
+        yield
+    finally:
+        await server.post("/end_weight_update", {})
+
+
+def loaders_answers(path: Path, ranks: int) -> list[bytes]:
+    """Read and remove the answer file of each rank's loader: ``path`` with the rank's number behind a dot.
+
+    Raises EngineError where one is missing.
+    """
+    files = [path.with_name(f"{path.name}.{rank}") for rank in range(ranks)]
+    try:
+        said = [file.read_bytes() for file in files]
+    except FileNotFoundError as error:
+        raise EngineError(
+            f"a loader's answer is not here: {error.filename}; each node of the server must see {path.parent}, and be "
+            "able to write there: set weights.folder to a folder that this machine and the server see"
+        ) from error
+    for file in files:
+        file.unlink()
+    return said
+
+
+class _Token(msgspec.Struct, array_like=True, gc=False):
+    """[log-prob, token id, text]."""
+
+    logprob: float
+    token: int
+
+
+class _ScoredToken(msgspec.Struct, array_like=True, gc=False):
+    logprob: float | None  # the first has none
+
+
+class _Finish(msgspec.Struct):
+    type: FinishReason
+
+
+class _Meta(msgspec.Struct):
+    output_token_logprobs: list[_Token]
+    finish_reason: _Finish
+    weight_version: Any = None
+    weight_versions: list[LabelledSpan] | None = None
+    routed_experts: str | None = None
+
+
+class _ScoredMeta(msgspec.Struct):
+    input_token_logprobs: list[_ScoredToken]
+
+
+class _Scored(msgspec.Struct):
+    meta_info: _ScoredMeta
+
+
+class _TopMeta(_ScoredMeta):
+    input_top_logprobs: list[list[_Token] | None] = []  # the first has none, and without ``top`` there is no list
+
+
+class _TopScored(msgspec.Struct):
+    meta_info: _TopMeta
+
+
+class _Refused(msgspec.Struct):
+    error: str | None = None
+
+
+def read_loaders(text: bytes, *, read: Callable[[bytes], T], rank: int) -> T:
+    """The answer of a rank's loader by ``read``. Raises CorruptionError with its error, and EngineError."""
+    try:
+        if (error := as_form(text, _Refused).error) is not None:
+            raise CorruptionError(f"rank {rank}: {error}")
+        return read(text)
+    except ValueError as error:
+        raise EngineError(f"rank {rank}: its loader's answer has another form: {error!s:.300}") from error
+
+
+@cache
+def _sampled_form(counters: tuple[str, ...]) -> Any:
+    meta = msgspec.defstruct("_CountedMeta", [(name, int, 0) for name in counters], bases=(_Meta,))
+    return list[msgspec.defstruct("_Sampled", [("meta_info", meta)])]  # type: ignore[misc]
+
+
+def read_sampled(text: bytes, counters: tuple[str, ...] = ()) -> list[SampledColumns]:
+    """The completions, in the order asked, with more integer fields of each, the ``counters``. Raises ValueError as
+    `as_form` does."""
+    said = [one.meta_info for one in as_form(text, _sampled_form(counters))]
+    return [_answer(one, tuple(getattr(one, name) for name in counters)) for one in said]
+
+
+def read_scored(text: bytes) -> list[float]:
+    """Log-probs of the tokens after the first that have one. Raises ValueError as `as_form` does."""
+    said = as_form(text, _Scored).meta_info.input_token_logprobs[1:]
+    return [one.logprob for one in said if one.logprob is not None]
+
+
+def read_judged(answer: bytes, *, length: int, top: int) -> Judged:
+    """What it says of a text of ``length`` tokens. Raises ValueError as `as_form` does, and where a place has fewer
+    probable tokens than ``top``, as of a vocabulary of fewer."""
+    said = as_form(answer, _TopScored).meta_info
+    logprobs = [one.logprob for one in said.input_token_logprobs[1:] if one.logprob is not None]
+    places = [place or [] for place in said.input_top_logprobs[1:]] if top else [[] for _ in logprobs]
+    if len(logprobs) != length - 1 or len(places) != length - 1:
+        raise ValueError(f"{len(logprobs)} log-probs and {len(places)} places of {length - 1}")
+    if any(len(place) != top for place in places):
+        raise ValueError(f"a place has {min(map(len, places))} probable tokens, {top} were asked for")
+    shape = len(places), top
+    return Judged(
+        logprobs=logprob_column(logprobs),
+        top_ids=np.array([one.token for place in places for one in place], np.int32).reshape(shape),
+        top_logprobs=np.array([one.logprob for place in places for one in place], np.float32).reshape(shape),
+    )
+
+
+def read_routes(given: str | None, positions: int, shape: ModelShape) -> NDArray[Any]:
+    """Decode routes: little-endian int32 in base64, without a shape."""
+    try:
+        experts = np.frombuffer(base64.b64decode(given or ""), "<i4")
+    except ValueError as error:
+        raise EngineError(f"its routes are not an array: {error!s:.200}") from error
+    return checked_routes(experts, positions=positions, shape=shape)
+
+
+def _answer(said: _Meta, counts: tuple[int, ...]) -> SampledColumns:
+    tokens = said.output_token_logprobs
+    return SampledColumns(
+        token_ids=token_column([one.token for one in tokens]),
+        logprobs=logprob_column([one.logprob for one in tokens]),
+        finish_reason=said.finish_reason.type,
+        spans=said.weight_versions or [LabelledSpan(start=0, version=said.weight_version)],
+        routes=said.routed_experts,
+        counts=counts,
+    )

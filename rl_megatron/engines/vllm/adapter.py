@@ -1,19 +1,30 @@
-"""The adapter for vLLM 0.32.0: its token-in token-out endpoint and its weight update API."""
+"""The adapter for vLLM 0.32.0: its token-in token-out endpoint (entrypoints/scale_out/token_in_token_out/protocol.py),
+its weight update API, and the options of its command line that degrees, keys and adapters (vllm/lora) set.
+"""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import heapq
+import io
 import json
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
+from rl_megatron.columns import TokenIds, freeze
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.engines.adapter import (
+    MOVES_EXPERTS,
     AdapterPlaces,
     Command,
     Description,
@@ -22,26 +33,128 @@ from rl_megatron.engines.adapter import (
     StartOptions,
     described_by,
     refused_option,
+    value_given,
+    values_given,
 )
-from rl_megatron.engines.answers import Judged, as_form
+from rl_megatron.engines.answers import (
+    Judged,
+    LabelledSpan,
+    SampledColumns,
+    as_form,
+    as_form_at_once,
+    checked_routes,
+    logprob_column,
+    token_column,
+    whole_numbers,
+)
 from rl_megatron.engines.http import AttemptFailed, Server
-from rl_megatron.engines.vllm import forms
-from rl_megatron.engines.vllm.options import (
-    KEYS,
-    REASONS,
-    VARIABLES,
-    attention_given,
-    options_of_ranks,
-    quantises,
-    vllm_lora_options,
-    vllm_lora_problem,
-    vllm_lora_request,
-)
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, limits_of
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import Completion, FinishReason, GenerationRequest, LoadedAdapters, limits_of
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.reports import REPORT_FORM, Report
 from rl_megatron.weights.layouts.recorded import Boxes
+
+KEYS = {
+    **dict.fromkeys(("--tensor-parallel-size", "-tp"), "tp"),
+    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "pp"),
+    **dict.fromkeys(("--data-parallel-size", "-dp"), "dp"),
+    **dict.fromkeys(("--data-parallel-size-local", "-dpl", "--data-parallel-start-rank", "-dpr"), "nodes"),
+    **dict.fromkeys(("--enable-expert-parallel", "-ep"), "ep"),
+    **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--headless"), "nodes"),
+    **dict.fromkeys(("-q", "--quantization-config"), "quantization"),
+}
+"""By option, the key of ``rollout.server`` that sets it."""
+REASONS = {
+    **dict.fromkeys(("--api-server-count", "-asc"), "an abort reaches one process, and its request may be in another"),
+    **dict.fromkeys(
+        (
+            *("--data-parallel-rank", "-dpn", "--data-parallel-hybrid-lb", "-dph"),
+            *("--data-parallel-external-lb", "-dpe", "--data-parallel-multi-port-external-lb", "-dpm"),
+        ),
+        "the server would answer for some of its replicas, and the run knows of no other that answers for the rest",
+    ),
+    **dict.fromkeys(("--enable-eplb", "--enable-elastic-ep"), MOVES_EXPERTS),
+}
+"""By option, why servers cannot have it."""
+VARIABLES = {
+    "VLLM_USE_RUST_FRONTEND": "its server asks for no token",
+    "VLLM_DP_SIZE": "rollout.server.dp sets it; use that key",
+    "VLLM_BATCH_INVARIANT": "rollout.server.batch_invariant sets it; use that key",
+}
+"""By variable, why servers cannot have it."""
+
+
+def quantises(extra: Sequence[str]) -> str:
+    """Why options cannot have --hf-overrides of the model's quantization_config; or empty."""
+    for name, value in values_given(extra, "--hf-overrides"):
+        if "quantization_config" in f"{name} {_unescaped(value)}":
+            return (
+                f"rollout.server.options has {name} of quantization_config, which rollout.server.quantization sets; "
+                "use that key"
+            )
+    return ""
+
+
+def _unescaped(value: str) -> str:
+    """JSON without escapes of characters, so that its keys are found as text."""
+    try:
+        return json.dumps(json.loads(value), ensure_ascii=False)
+    except ValueError:
+        return value  # which vLLM refuses
+
+
+def attention_given(extra: Sequence[str]) -> str | None:
+    """The attention that options name: by --attention-backend, or by the key ``backend`` of --attention-config, which
+    is -ac, in its JSON or behind its name. None: they leave it to vLLM."""
+    if (named := value_given(extra, "--attention-backend")) is not None:
+        return named
+    for name, value in values_given(extra, "--attention-config", "-ac"):  # of several the last, as vLLM reads them
+        one = value if name.endswith(".backend") else None if "." in name else _backend_of(value)
+        named = named if one is None else one
+    return named
+
+
+def _backend_of(attention: str) -> str | None:
+    try:
+        config = json.loads(attention)
+    except ValueError:
+        return None  # which vLLM refuses
+    return str(config["backend"]) if isinstance(config, dict) and config.get("backend") else None
+
+
+def options_of_ranks(options: StartOptions) -> tuple[str, ...]:
+    """The options for the server's ranks, and for this node of several."""
+    out = ["--tensor-parallel-size", str(options.tp), "--pipeline-parallel-size", str(options.pp)]
+    if options.dp > 1:  # one process answers requests for all
+        out += ["--data-parallel-size", str(options.dp)]
+    if options.ep > 1:
+        out += ["--enable-expert-parallel"]
+    one = options.tp * options.pp == 1  # then the engine's process is the rank's
+    out += ["--distributed-executor-backend", "uni" if one else "mp"]
+    if options.nodes > 1:
+        out += ["--nnodes", str(options.nodes), "--node-rank", str(options.node)]
+        out += ["--master-addr", options.head, "--master-port", str(options.port + 1)]
+        out += ["--data-parallel-address", options.head, "--data-parallel-rpc-port", str(options.port + 2)]
+    return (*out, *(("--headless",) if options.node else ("--api-server-count", "1")))
+
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of --max-lora-rank
+
+
+def _lora_options(places: AdapterPlaces | None) -> tuple[str, ...]:
+    """The options for the places of adapters. Its scheduler samples with all of them in one batch."""
+    if places is None:
+        return ()
+    rank, count = next(rank for rank in _RANKS if rank >= max(places.ranks)), str(places.count)
+    out = ("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", count, "--max-cpu-loras", count)
+    return out if places.experts else (*out, "--lora-target-modules", *places.modules)  # experts are one module there
+
+
+def _lora_request(adapters: LoadedAdapters | None) -> dict[str, str]:
+    """The part of a request that says with which adapters it is computed. An unknown name is refused (404)."""
+    return {} if adapters is None else {"model": adapters.name}
+
 
 T = TypeVar("T")
 
@@ -91,7 +204,7 @@ class VLLMAdapter(ForeignEngine):
                 *("--shutdown-timeout", "5"),  # else its processes are killed, and leave shared memory behind
                 *(("--enable-sleep-mode",) if options.colocated and options.device != "cpu" else ()),
                 *(("--gpu-memory-utilization", str(options.memory_fraction)) if options.memory_fraction else ()),
-                *vllm_lora_options(options.adapters),
+                *_lora_options(options.adapters),
                 *(word for one in self.hooks for word in one.arguments(options.features.get(one.name), options.device)),
                 *options.extra,
             ),
@@ -125,7 +238,15 @@ class VLLMAdapter(ForeignEngine):
 
     @override
     def adapter_problem(self, places: AdapterPlaces, device: str, dp: int) -> str:
-        return vllm_lora_problem(places, self._shape, device)
+        if (most := max(places.ranks)) > _RANKS[-1]:
+            return f"learner.lora.rank={most}: vLLM 0.32.0 holds adapters of rank {_RANKS[-1]} at most; lower it"
+        if self._shape.num_experts and device == "cpu":
+            return (
+                f"model_type={self._shape.family!r} has experts: wherever adapters are on, vLLM 0.32.0 computes "
+                "experts by Triton's kernels, which need a GPU; use a dense model, or rollout=sglang with "
+                "learner.lora.targets=attention"
+            )
+        return ""
 
     @override
     async def describe(self, server: Server) -> Description:
@@ -173,43 +294,41 @@ class VLLMAdapter(ForeignEngine):
             "request_id": request_id,
             "token_ids": request.token_ids,
             "sampling_params": sampling,
-            **forms.salted(server),
-            **vllm_lora_request(request.adapters),
+            **salted(server),
+            **_lora_request(request.adapters),
         }
         if server.priorities:
             body["priority"] = request.birth or 0
-        answers = await server.sampled("/inference/v1/generate", body, forms.read_sampled)
+        answers = await server.sampled("/inference/v1/generate", body, read_sampled)
         completions = []
         for answer in answers:
             labelled = ((span.start, self.labels.version(span.version)) for span in answer.spans)
             count = len(answer.token_ids)  # without tokens it has no version
-            completions.append(
-                self._completion(answer, request, labelled if count else [(0, 0)], count, forms.read_routes)
-            )
+            completions.append(self._completion(answer, request, labelled if count else [(0, 0)], count, read_routes))
         return completions if p.temperature else completions * request.num_completions
 
     @override
     async def _scored(self, server: Server, text: Sequence[int], adapters: LoadedAdapters | None) -> list[float]:
-        body = forms.scoring(server, text, 0) | vllm_lora_request(adapters)
-        said = await server.sampled("/inference/v1/generate", body, forms.read_scored)
+        body = scoring(server, text, 0) | _lora_request(adapters)
+        said = await server.sampled("/inference/v1/generate", body, read_scored)
         if len(said) != len(text) - 1 or any(str(t) not in found for t, found in zip(text[1:], said, strict=True)):
             raise AttemptFailed(f"{server.url}: its prompt_logprobs do not belong to the given tokens")
         return [found[str(token)] for token, found in zip(text[1:], said, strict=True)]
 
     @override
     async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
-        read = partial(forms.read_judged, text=text, top=top)
-        return await server.sampled("/inference/v1/generate", forms.scoring(server, text, top), read, beside=True)
+        read = partial(read_judged, text=text, top=top)
+        return await server.sampled("/inference/v1/generate", scoring(server, text, top), read, beside=True)
 
     @override
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
-        await server.post("/abort_requests", forms.aborting([request_id]))
+        await server.post("/abort_requests", aborting([request_id]))
 
     @override
     async def abort_all(
         self, server: Server, requests: Mapping[str, GenerationRequest], turn: Callable[[], Awaitable[None]]
     ) -> None:
-        await server.post("/abort_requests", forms.aborting(requests))
+        await server.post("/abort_requests", aborting(requests))
 
     @override
     async def tokens(self, server: Server) -> float:
@@ -304,7 +423,7 @@ class VLLMAdapter(ForeignEngine):
 
         vLLM returns what one dp replica's ranks answer. So ranks gather the answers of all, and its first has them.
         """
-        body, each = {"method": method, "args": list(given)}, partial(forms.read_gathered, read=read)
+        body, each = {"method": method, "args": list(given)}, partial(read_gathered, read=read)
         return await self._together(server, lambda: server.reported("/collective_rpc", body, each))
 
     async def _together(self, server: Server, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -332,3 +451,120 @@ def _slots_of_replica(options: StartOptions) -> int:
             f"divide; set rollout.slots={options.completions * options.dp} or more"
         )
     return each
+
+
+def scoring(server: Server, text: Sequence[int], top: int) -> dict[str, object]:
+    """A request for the log-probs of a text and of the ``top`` most probable tokens, with one token behind it."""
+    sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": top, "ignore_eos": True, "detokenize": False}
+    return {"token_ids": list(text), "sampling_params": sampling, **salted(server)}
+
+
+def aborting(names: Collection[str]) -> dict[str, list[str]]:
+    """An order to abort requests by the names that they were given."""
+    assert names, "vLLM takes an empty list for all requests, those of others too"
+    return {"request_ids": [f"generate-tokens-{name}" for name in names]}
+
+
+def salted(server: Server) -> dict[str, str]:
+    """The key by which prefixes that other weights cached are not found."""
+    return {} if server.salt is None else {"cache_salt": server.salt}
+
+
+class _LogProb(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _LogProbs(msgspec.Struct):
+    content: list[_LogProb] | None
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    token_ids: list[int] | None
+    logprobs: _LogProbs | None
+    finish_reason: FinishReason
+    weight_versions: list[LabelledSpan] | None
+    routed_experts: str | None = None
+
+
+class _Sampled(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class _RawChoice(_Choice):
+    token_ids: msgspec.Raw  # type: ignore[assignment]  # as they are written: a number object each takes a tenth of all
+
+
+class _RawSampled(msgspec.Struct):
+    choices: list[_RawChoice]
+
+
+class _Scored(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _LogProb] | None]
+
+
+class _Called(msgspec.Struct):
+    results: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)]
+
+
+def read_gathered(text: bytes, read: Callable[[bytes], T]) -> list[T]:
+    """Each rank's answer by ``read``, of which the first has gathered all; another thread may run between two. Raises
+    ValueError as `as_form` does."""
+    gathered = bytes(as_form(text, _Called).results[0])
+    return [read(bytes(one)) for one in as_form(gathered, list[msgspec.Raw])]
+
+
+def read_sampled(text: bytes) -> list[SampledColumns]:
+    """The choices, in order. Raises ValueError as `as_form` does."""
+    raw = as_form_at_once(text, _RawSampled)
+    of_raw = [] if raw is None else [(choice, whole_numbers(choice.token_ids)) for choice in raw.choices]
+    plain: list[tuple[_Choice, TokenIds]] = [(choice, ids) for choice, ids in of_raw if ids is not None]
+    if raw is None or len(plain) < len(of_raw):  # anything else than usual, such as NaN, null and what is wrong
+        plain = [(choice, token_column(choice.token_ids or [])) for choice in as_form(text, _Sampled).choices]
+    return [_answer(choice, ids) for choice, ids in sorted(plain, key=lambda one: one[0].index)]
+
+
+def read_scored(text: bytes) -> Sequence[Mapping[str, float]]:
+    """Log-probs by token id of each token after the first. Raises ValueError as `as_form` does."""
+    said = as_form(text, _Scored).prompt_logprobs[1:]
+    return [{token: one.logprob for token, one in (found or {}).items()} for found in said]
+
+
+def read_judged(answer: bytes, *, text: Sequence[int], top: int) -> Judged:
+    """What it says of the ``text``. Raises ValueError as `as_form` does, and where a token has no log-prob, or a place
+    fewer probable tokens than ``top``, as of a vocabulary of fewer."""
+    said = read_scored(answer)
+    if len(said) != len(text) - 1:
+        raise ValueError(f"log-probs of {len(said) + 1} tokens, and {len(text)} were sent")
+    logprobs = np.empty(len(said), np.float32)
+    ids, of_ids = np.empty((len(said), top), np.int32), np.empty((len(said), top), np.float32)
+    for place, (token, found) in enumerate(zip(text[1:], said, strict=True)):
+        if str(token) not in found or len(found) < top:
+            raise ValueError(f"token {place + 1} of the text has {len(found)} log-probs, {top} were asked for")
+        logprobs[place] = found[str(token)]
+        best = heapq.nlargest(top, found.items(), key=itemgetter(1))
+        ids[place], of_ids[place] = [int(name) for name, _ in best], [logprob for _, logprob in best]
+    freeze(logprobs)
+    return Judged(logprobs=logprobs, top_ids=ids, top_logprobs=of_ids)
+
+
+def read_routes(given: str | None, positions: int, shape: ModelShape) -> NDArray[Any]:
+    """Decode routes: a .npy file in base64."""
+    if not given:
+        raise EngineError("it returned no routes; start it with --enable-return-routed-experts")
+    try:
+        experts = np.load(io.BytesIO(base64.b64decode(given)), allow_pickle=False)
+    except (ValueError, EOFError, MemoryError) as error:  # MemoryError: its header asks for too much memory
+        raise EngineError(f"its routes are not an array: {error!s:.200}") from error
+    return checked_routes(experts, positions=positions, shape=shape)
+
+
+def _answer(choice: _Choice, token_ids: TokenIds) -> SampledColumns:
+    content = (choice.logprobs.content if choice.logprobs else None) or []
+    return SampledColumns(
+        token_ids=token_ids,
+        logprobs=logprob_column([one.logprob for one in content]),
+        finish_reason=choice.finish_reason,
+        spans=choice.weight_versions or [LabelledSpan(start=0, version=None)],
+        routes=choice.routed_experts,
+    )

@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import torch
+from torch import Tensor, nn
 from vllm.distributed import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -30,8 +32,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
+from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
 
-from rl_megatron.engines.vllm.rejection import repair
 from rl_megatron.engines.vllm.window import Window
 from rl_megatron.errors import WeightError
 from rl_megatron.weights.checks.places import Held, record
@@ -47,9 +50,6 @@ from rl_megatron.weights.checks.reports import (
 from rl_megatron.weights.routes import mirror
 from rl_megatron.weights.routes.engine_ends import Receiver
 from rl_megatron.weights.routes.rendezvous import Rendezvous, gather
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 T = TypeVar("T")
 
@@ -311,6 +311,26 @@ def as_loaded(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             info = get_layerwise_info(layer)
             _place_kernel_tensors(layer, info)
             info.reset()
+
+
+def repair() -> None:
+    """Have the sampler read each request's own temperature, top_p and top_k on CPUs. Once a process.
+
+    vLLM 0.32.0's stand-in for a Triton kernel fills a copy of the result that the caller made
+    (utils/cpu_triton_utils.py, ``_expand_kernel_impl``), so the temperature of each proposed token is whatever was in
+    memory: tokens were drawn from logits divided by that, and log-probs were -9999 or of another distribution.
+    """
+    if current_platform.is_cpu():
+        rejection_sampler.expand_batch_to_tokens = expanded
+
+
+def expanded(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
+    """``x`` [requests], each as often as its request has proposed tokens [num_tokens], ``replace_from`` replaced.
+
+    ``cu_num_tokens`` [requests] are running sums of these.
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
+    return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=num_tokens)
 
 
 repair()

@@ -25,9 +25,9 @@ from rl_megatron.engines.answers import Judged, SampledColumns, as_it_should_end
 from rl_megatron.engines.http import AttemptFailed, Server
 from rl_megatron.engines.replicas import ReplicaSet
 from rl_megatron.engines.requests import Attempts
-from rl_megatron.engines.sglang import forms as sglang
+from rl_megatron.engines.sglang import adapter as sglang
 from rl_megatron.engines.sglang.adapter import SGLangAdapter
-from rl_megatron.engines.vllm import forms as vllm
+from rl_megatron.engines.vllm import adapter as vllm
 from rl_megatron.engines.vllm.adapter import _NEEDED, VLLMAdapter
 from rl_megatron.errors import CorruptionError, EngineError
 from rl_megatron.models.named import NAMED
