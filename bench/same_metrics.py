@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bench.results import parse, write
 from rl_megatron.observability.files import JsonRow, read_jsonl
-from rl_megatron.observability.metrics.table import deterministic, documented
+from rl_megatron.observability.metrics import deterministic, documented
 
 REPO = Path(__file__).resolve().parents[1]
 KEYS = ("seed=0", "log.progress=plain", "log.tensorboard=false", "run.dir=runs", "run.name=same")

@@ -34,9 +34,8 @@ from rl_megatron.engines.http import Server
 from rl_megatron.engines.replicas import ReplicaSet
 from rl_megatron.engines.vllm.adapter import VLLMAdapter
 from rl_megatron.models.named import NAMED
-from rl_megatron.observability import activity
-from rl_megatron.observability.timeline import ranks, spans
-from rl_megatron.observability.timeline.trace import TraceFile, read_trace
+from rl_megatron.observability import activity, timeline
+from rl_megatron.observability.timeline import TraceFile, read_trace
 
 BAR, COUNT, TRIES = 0.005, 20_000, 7
 QUESTIONS = 100
@@ -49,7 +48,7 @@ def cost(work: Callable[[], None]) -> float:
     """Nanoseconds of CPU of one of ``COUNT`` spans, at best of ``TRIES``: other processes only make it longer."""
     taken = []
     for _ in range(TRIES):
-        spans.taken()
+        timeline.taken()
         began = time.process_time_ns()
         work()
         taken.append(time.process_time_ns() - began)
@@ -59,7 +58,7 @@ def cost(work: Callable[[], None]) -> float:
 def keep() -> None:
     """Spans of a phase."""
     for _ in range(COUNT):
-        with spans.during(spans.PHASES, "train"):
+        with timeline.during(timeline.PHASES, "train"):
             pass
 
 
@@ -72,18 +71,18 @@ def part() -> None:
             activity.part("forward", name)
             activity.part("after its forward", name)
         activity.rest()
-        pickle.dumps(ranks.timed(0))
+        pickle.dumps(timeline.timed(0))
 
 
 def answers() -> Callable[[], None]:
     """What the controller does for answers of 32 spans."""
-    spans.taken()
+    timeline.taken()
     for number in range(31):
-        spans.keep(ranks.CALLS, "forward", number, number + 1, {"of": "micro-batch 1 of 16"})
-    packed = pickle.dumps(ranks.timed(0))
+        timeline.keep(timeline.CALLS, "forward", number, number + 1, {"of": "micro-batch 1 of 16"})
+    packed = pickle.dumps(timeline.timed(0))
 
     def work() -> None:
-        rank = ranks.RankTimes("rank 0 (here)")
+        rank = timeline.RankTimes("rank 0 (here)")
         for _ in range(COUNT // 32):
             rank.asked("backward")
             rank.answered(pickle.loads(packed))
@@ -93,8 +92,8 @@ def answers() -> Callable[[], None]:
 
 def writing(folder: Path) -> Callable[[], None]:
     """Spans of a rank into a file in ``folder``."""
-    lane = spans.Lane("rank 0 (here)", "calls")
-    kept: list[spans.KeptSpan] = [
+    lane = timeline.Lane("rank 0 (here)", "calls")
+    kept: list[timeline.KeptSpan] = [
         (lane, "forward", number, number + 1, {"of": "micro-batch 1 of 16"}) for number in range(COUNT)
     ]
     file = TraceFile(folder)
@@ -176,10 +175,10 @@ def question(folder: Path) -> float:
     taken = []
     with server_that_tells() as url:
         for _ in range(TRIES):
-            spans.taken()
+            timeline.taken()
             adapter.asked, began = 0, time.process_time_ns()
             asyncio.run(asked(url))
-            file.append(spans.taken()[0])
+            file.append(timeline.taken()[0])
             taken.append((time.process_time_ns() - began) / adapter.asked)
     return min(taken)
 

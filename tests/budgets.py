@@ -19,7 +19,7 @@ import yaml
 from launcher.__main__ import _COMMANDS, GROUP
 from rl_megatron.config.errors import _inside as inside
 from rl_megatron.config.run import RunConfig
-from rl_megatron.observability.metrics.table import METRICS
+from rl_megatron.observability.metrics import METRICS
 from rl_megatron.section import Section
 
 REPO = Path(__file__).resolve().parents[1]

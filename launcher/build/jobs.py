@@ -32,7 +32,7 @@ from rl_megatron.evaluation.results import measured_by
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.recorder import Recorder
-from rl_megatron.observability.timeline.ranks import folder_of
+from rl_megatron.observability.timeline import folder_of
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.routes import route_of
 from rl_megatron.rollout.batch import Ledger

@@ -18,7 +18,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.observability.files import STEPS, JsonValue
 from rl_megatron.observability.report import write_report
-from rl_megatron.observability.timeline.trace import write_trace
+from rl_megatron.observability.timeline import write_trace
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import gpus_by_role, ranks_by_role
 from rl_megatron.placement.seats import seats_here

@@ -21,7 +21,7 @@ from rl_megatron.config.sections.jobs import LogSection, WarmStartSection
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.files import remove_folder
 from rl_megatron.observability.files import STEPS, read_jsonl, text_at_end
-from rl_megatron.observability.metrics.table import PHASE_SECONDS, deterministic
+from rl_megatron.observability.metrics import PHASE_SECONDS, deterministic
 from rl_megatron.placement.names import LEARNER
 
 SUFFIX = "-smoke"

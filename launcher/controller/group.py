@@ -22,7 +22,7 @@ from launcher.wire import messages
 from launcher.wire.channel import Setup
 from rl_megatron.errors import WorkerDied
 from rl_megatron.interfaces import unheard
-from rl_megatron.observability.timeline.ranks import Recorded, save
+from rl_megatron.observability.timeline import Recorded, save
 from rl_megatron.placement.names import called, file_stem
 
 logger = logging.getLogger(__name__)

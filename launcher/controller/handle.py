@@ -29,7 +29,7 @@ from launcher.wire import messages
 from launcher.wire.channel import Hello, Setup
 from launcher.wire.messages import STACKS, Message
 from rl_megatron.errors import RLMegatronError, SyncError, WorkerDied
-from rl_megatron.observability.timeline.ranks import RankKernels, RankTimed, RankTimes, Recorded
+from rl_megatron.observability.timeline import RankKernels, RankTimed, RankTimes, Recorded
 from rl_megatron.placement.names import LEARNER, called, file_stem
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from rl_megatron.engines.local.engine import Batched
 from rl_megatron.errors import CorruptionError, RLMegatronError, SyncError
 from rl_megatron.feature import declared_columns
 from rl_megatron.interfaces import Learner, Pass, PassScores, Roles, Saving, Together, WeightSync
-from rl_megatron.observability.timeline import spans
+from rl_megatron.observability import timeline
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.training import checkpoints
 from rl_megatron.types import (
@@ -76,7 +76,7 @@ class WeightGroup(WeightSync):
 
         Raises CorruptionError if boxes arrived corrupted twice.
         """
-        with spans.during(spans.PUSHES, "push", version=version):
+        with timeline.during(timeline.PUSHES, "push", version=version):
             return await self._twice(version, "stage", "commit")
 
     async def write_adapters(self, adapters: LoadedAdapters, keep: Collection[LoadedAdapters]) -> WeightUpdate:
@@ -97,7 +97,7 @@ class WeightGroup(WeightSync):
             updates += again
         if failures:
             raise failures[0]
-        with spans.during(spans.PUSHES, "commit"):
+        with timeline.during(timeline.PUSHES, "commit"):
             await self._group.each(commit, version)
         return _one_update(version, updates)
 
@@ -107,7 +107,7 @@ class WeightGroup(WeightSync):
         return held
 
     async def _stage(self, version: int, call: str) -> tuple[list[WeightUpdate], list[CorruptionError]]:
-        with spans.during(spans.PUSHES, "stage"):
+        with timeline.during(timeline.PUSHES, "stage"):
             answers: list[WeightUpdate | CorruptionError] = await self._group.each(call, version)
         return (
             [answer for answer in answers if isinstance(answer, WeightUpdate)],

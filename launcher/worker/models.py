@@ -33,8 +33,8 @@ from rl_megatron.errors import GB, RLMegatronError, WeightError
 from rl_megatron.files import make_inside, naming
 from rl_megatron.interfaces import Pass
 from rl_megatron.learner.keywords import SLAB
-from rl_megatron.observability.timeline import spans
-from rl_megatron.observability.timeline.ranks import FOLDER, Recorded
+from rl_megatron.observability import timeline
+from rl_megatron.observability.timeline import FOLDER, Recorded
 from rl_megatron.placement.names import LEARNER, file_stem
 from rl_megatron.types import Loss, Metric, Samples, SkippedStep, StepResult, Want
 from rl_megatron.weights.adapters.merging import base_digest
@@ -91,7 +91,7 @@ class Recording:
                 profiler.export_chrome_trace(str(file))
         except (OSError, RuntimeError) as error:  # torch's for a disk that is full
             return f"{file}: {error}"
-        return Recorded(file=file, monotonic=spans.now(), wall=time.time_ns())
+        return Recorded(file=file, monotonic=timeline.now(), wall=time.time_ns())
 
 
 M = TypeVar("M")

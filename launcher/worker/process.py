@@ -32,15 +32,14 @@ from launcher.worker.forking import HELD_BACK, quieten
 from launcher.worker.learner_rank import Worker
 from launcher.worker.models import RankModels, of_full_memory, telling_of_memory
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.observability import activity
-from rl_megatron.observability.timeline import ranks, spans
-from rl_megatron.observability.timeline.ranks import RankTimed
+from rl_megatron.observability import activity, timeline
+from rl_megatron.observability.timeline import RankTimed
 from rl_megatron.placement.names import LEARNER, called, file_stem
 from rl_megatron.user_code import import_from
 
 _SENDING = threading.Lock()  # one message at a time into the pipe
 Calls = SimpleQueue[tuple[int, messages.Message] | None]
-"""Each with its arrival, in the nanoseconds of ``spans.now``; None marks the end."""
+"""Each with its arrival, in the nanoseconds of ``timeline.now``; None marks the end."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -158,7 +157,7 @@ def _hear(connection: Connection, calls: Calls) -> None:
             if message == STACKS:
                 stacks.dump()
             else:
-                calls.put((spans.now(), message))
+                calls.put((timeline.now(), message))
     calls.put(None)
 
 
@@ -173,7 +172,7 @@ def _serve(connection: Connection, worker: RankModels, calls: Calls) -> None:
             raise RLMegatronError(f"worker has no call {name!r}; it has {', '.join(worker.CALLS)}")
         answer = getattr(worker, name)(*arguments)
         activity.rest()
-        say(connection, "ok", answer, ranks.timed(arrived, worker.peak))
+        say(connection, "ok", answer, timeline.timed(arrived, worker.peak))
         if name == "close":
             return
 

@@ -23,8 +23,8 @@ from rl_megatron.engines.replicas import Replica, ReplicaSet
 from rl_megatron.engines.requests import Attempts, FailedAttempt, TimeLimit
 from rl_megatron.engines.weights import Loras, ReplicaWeights
 from rl_megatron.errors import EngineError
-from rl_megatron.observability.timeline import spans
-from rl_megatron.observability.timeline.spans import Lane
+from rl_megatron.observability import timeline
+from rl_megatron.observability.timeline import Lane
 from rl_megatron.types import Completion, GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -80,10 +80,10 @@ class GaugesInTurn:
         if found is None:
             return
         lane = self._lanes.setdefault(replica.number, Lane(replica.title, ""))
-        spans.gauge(lane, "requests", running=found.running, waiting=found.waiting)
+        timeline.gauge(lane, "requests", running=found.running, waiting=found.waiting)
         if found.cache is not None:
-            spans.gauge(lane, "cache", share=round(found.cache, 4))
-        now, speed = spans.now(), found.tokens_per_second
+            timeline.gauge(lane, "cache", share=round(found.cache, 4))
+        now, speed = timeline.now(), found.tokens_per_second
         if speed is None and found.tokens is not None:
             before = self._made.get(server)
             present = {replica.server for replica in self._replicas.present()}
@@ -91,7 +91,7 @@ class GaugesInTurn:
             self._made[server] = found.tokens, now
             speed = None if before is None else (found.tokens - before[0]) / ((now - before[1]) / 1e9)
         if speed is not None:
-            spans.gauge(lane, "tokens", per_second=round(speed, 1))
+            timeline.gauge(lane, "tokens", per_second=round(speed, 1))
 
 
 class ServedEngine:

@@ -25,7 +25,7 @@ from rl_megatron.engines.answers import joined, problem_of, rest_of
 from rl_megatron.engines.http import AttemptFailed, Broken, Busy, Refused, Server, Unreachable
 from rl_megatron.engines.replicas import Replica, ReplicaDied, ReplicaSet
 from rl_megatron.errors import EngineError, PoisonPrompt
-from rl_megatron.observability.timeline.spans import FreeLanes
+from rl_megatron.observability.timeline import FreeLanes
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 
 _LOSSES = 3

@@ -3,11 +3,11 @@ span for each call, and for each of its parts, which lasts to the next."""
 
 from __future__ import annotations
 
-from rl_megatron.observability.timeline import spans
-from rl_megatron.observability.timeline.ranks import CALLS
+from rl_megatron.observability import timeline
+from rl_megatron.observability.timeline import CALLS
 
 _call, _part, _beats = "starting", "", 0
-_spans: list[tuple[str, int, spans.SpanDetails]] = []  # that have begun: the call, then its part
+_spans: list[tuple[str, int, timeline.SpanDetails]] = []  # that have begun: the call, then its part
 
 
 def begin(call: str, number: int) -> None:
@@ -15,7 +15,7 @@ def begin(call: str, number: int) -> None:
     global _call, _part, _beats
     rest()
     _call, _part, _beats = f"{call}, call {number}", "", _beats + 1
-    _spans.append((call, spans.now(), {"call": number}))
+    _spans.append((call, timeline.now(), {"call": number}))
 
 
 def part(name: str, of: str = "") -> None:
@@ -41,8 +41,8 @@ def now() -> tuple[str, int]:
 
 def _end(depth: int) -> int:
     """Keep the spans that have begun from ``depth`` on, as ended now."""
-    at = spans.now()
+    at = timeline.now()
     while len(_spans) > depth:
         name, began, said = _spans.pop()
-        spans.keep(CALLS, name, began, at, said or None)
+        timeline.keep(CALLS, name, began, at, said or None)
     return at

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.files import naming, write_atomically
+from rl_megatron.observability import timeline
 from rl_megatron.observability.files import JsonlFile, JsonRow, JsonValue, from_the_end
-from rl_megatron.observability.metrics.table import checked_row
+from rl_megatron.observability.history import SampleRow, SamplesWriter, SampleTurn, prompt_text
+from rl_megatron.observability.metrics import checked_row
 from rl_megatron.observability.progress import Progress
-from rl_megatron.observability.samples import SampleRow, SamplesWriter, SampleTurn, prompt_text
-from rl_megatron.observability.timeline import spans
-from rl_megatron.observability.timeline.trace import Timeline
+from rl_megatron.observability.timeline import Timeline
 from rl_megatron.types import RolloutGroup, Trajectory
 
 if TYPE_CHECKING:
@@ -386,7 +386,7 @@ class Stopwatch:
     latest: ClassVar[tuple[int, int] | None] = None  # when the latest row's step began and ended; the timeline takes it
 
     def __init__(self) -> None:
-        self._began = spans.now()
+        self._began = timeline.now()
         self._seconds: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
         self._beside = frozenset[str]()
@@ -396,23 +396,23 @@ class Stopwatch:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Add the time inside to ``seconds/<phase>``, and to the timeline."""
-        began = spans.now()
+        began = timeline.now()
         try:
             yield
         finally:
-            ended = spans.now()
-            spans.keep(spans.PHASES, phase, began, ended)
+            ended = timeline.now()
+            timeline.keep(timeline.PHASES, phase, began, ended)
             self._seconds[phase] = self._seconds.get(phase, 0.0) + (ended - began) / 1e9
 
     def share(self, began: int, seconds: Mapping[str, float]) -> None:
-        """Add the time since ``began``, of `spans.now`, to phases one after the other, in proportion to the ``seconds``
-        that each took."""
-        ended, whole = spans.now(), math.fsum(seconds.values())
+        """Add the time since ``began``, of `timeline.now`, to phases one after the other, in proportion to the
+        ``seconds`` that each took."""
+        ended, whole = timeline.now(), math.fsum(seconds.values())
         place, passed = began, 0.0
         for phase, part in seconds.items():
             passed += part
             until = began + round((ended - began) * passed / whole) if whole else ended
-            spans.keep(spans.PHASES, phase, place, until)
+            timeline.keep(timeline.PHASES, phase, place, until)
             self._seconds[phase] = self._seconds.get(phase, 0.0) + (until - place) / 1e9
             place = until
 
@@ -432,7 +432,7 @@ class Stopwatch:
 
     def row(self) -> dict[str, float]:
         """Metrics of all phases so far, and ``seconds/step`` since the stopwatch started."""
-        began, ended = Stopwatch.latest = self._began, spans.now()
+        began, ended = Stopwatch.latest = self._began, timeline.now()
         whole = (ended - began) / 1e9
         spent = self._seconds | dict.fromkeys(self._beside, whole)
         rates = {

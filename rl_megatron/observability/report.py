@@ -27,10 +27,17 @@ from rl_megatron.errors import DataError
 from rl_megatron.feature import Curve
 from rl_megatron.files import write_atomically
 from rl_megatron.observability.files import JsonRow, number
-from rl_megatron.observability.history import Floats, Run, headline_figures, load_runs, number_text
+from rl_megatron.observability.history import (
+    Floats,
+    Run,
+    SampleRow,
+    headline_figures,
+    latest_samples,
+    load_runs,
+    number_text,
+)
 from rl_megatron.observability.intervals import mean_interval, t_quantile
-from rl_megatron.observability.metrics.table import METRICS, PHASE_SECONDS, documented
-from rl_megatron.observability.samples import SampleRow, latest_samples
+from rl_megatron.observability.metrics import METRICS, PHASE_SECONDS, documented
 
 LEAST_FOR_INTERVAL = 4
 """Seeds from which on a band is the interval of the mean; with fewer it goes from the least to the greatest."""

@@ -22,7 +22,7 @@ from rl_megatron.data.trajectories import in_steps, single_turns
 from rl_megatron.errors import PoisonPrompt, RewardError, together
 from rl_megatron.feature import SamplerHooks
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
-from rl_megatron.observability.timeline.spans import FreeLanes
+from rl_megatron.observability.timeline import FreeLanes
 from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.rollout.batch import Answered, Drawn, reason_of, sampled_tokens
 from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler, Tell

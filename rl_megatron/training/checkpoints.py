@@ -28,8 +28,8 @@ from rl_megatron.digests import KIND, Digest, digest_of, digests, misfits
 from rl_megatron.errors import CheckpointError
 from rl_megatron.files import REMOVING, naming, publish_folder, remove_folder, write_atomically
 from rl_megatron.interfaces import Learner, Saving
+from rl_megatron.observability import timeline
 from rl_megatron.observability.recorder import Row
-from rl_megatron.observability.timeline import spans
 from rl_megatron.rollout.stream import StreamState
 from rl_megatron.training.credit import AlgorithmState
 
@@ -114,7 +114,7 @@ class CheckpointStore:
         warm = state.warm_start_step
         final = self._folder / (f"step_{state.step:06d}" if warm is None else f"warm_start_{warm:06d}")
         temporary = self._folder / f"{_TEMPORARY}{final.name}"
-        began, columns = spans.now(), ColumnWriter()
+        began, columns = timeline.now(), ColumnWriter()
         await asyncio.to_thread(self._make_room, temporary, learners)
         text, savings = await asyncio.gather(
             asyncio.to_thread(_STATE.dump_json, state, context=columns),  # now: training changes what it refers to
@@ -203,7 +203,7 @@ class Unfinished:
     def __init__(
         self, folder: Path, savings: Mapping[str, Saving], publish: Callable[[dict[str, Digest]], None], began: int
     ) -> None:
-        """``began``: when, by ``spans.now``."""
+        """``began``: when, by ``timeline.now``."""
         self.folder, self._savings, self._publish, self._began = folder, savings, publish, began
         self._hurry = asyncio.Event()
         self._thread: asyncio.Task[None] | None = None
@@ -258,17 +258,17 @@ class Unfinished:
 
     async def _until_written(self) -> None:
         """Ranks answer between their passes; each is asked again after a quarter of the time that it writes already."""
-        began = spans.now()
+        began = timeline.now()
         while not self._hurry.is_set() and not all([await saving.written() for saving in self._savings.values()]):
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(_FIRST_LOOK, (spans.now() - began) / 4e9)):
+                async with asyncio.timeout(max(_FIRST_LOOK, (timeline.now() - began) / 4e9)):
                     await self._hurry.wait()
         for saving in self._savings.values():
             await saving.written(wait=True)
 
     def _seen(self, task: asyncio.Task[Saved]) -> None:
         """The save has ended. If the run has failed before, nobody asks for its error, and asyncio would warn."""
-        spans.keep(spans.SAVES, self.folder.name, self._began, spans.now())
+        timeline.keep(timeline.SAVES, self.folder.name, self._began, timeline.now())
         if not task.cancelled():
             task.exception()
 

@@ -26,7 +26,7 @@ from rl_megatron.data.samples import check_tokens, scored_row, seen_by, with_las
 from rl_megatron.feature import Judge, Judges
 from rl_megatron.interfaces import Pass, PassScores, Roles, Scorer, Together
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.observability.timeline import spans
+from rl_megatron.observability import timeline
 from rl_megatron.rewards.scoring import turn_of
 from rl_megatron.seeds import seed_of
 from rl_megatron.training.measures import LOGPROBS, Measured, wanted_of_policy
@@ -65,7 +65,7 @@ class AtOnce:
 
     async def end_shared(self, task: asyncio.Task[T], seconds: Callable[[T], Mapping[str, float]]) -> T:
         """Wait for the answer, and count the wait for the phases of which it tells the ``seconds``, in proportion."""
-        began = spans.now()
+        began = timeline.now()
         said = await task
         self._watch.share(began, seconds(said))
         return said

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from rl_megatron.observability.files import read_jsonl
-from rl_megatron.observability.metrics.table import deterministic
+from rl_megatron.observability.metrics import deterministic
 from tests.e2e.processes import alive, eventually
 
 REPO = Path(__file__).resolve().parents[2]

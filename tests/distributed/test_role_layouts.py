@@ -38,7 +38,7 @@ from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.observability.timeline.ranks import folder_of, read_kernels
+from rl_megatron.observability.timeline import folder_of, read_kernels
 from rl_megatron.rewards.classifiers.on_ranks import RewardModels
 from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.training.measures import Measured

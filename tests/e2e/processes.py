@@ -17,7 +17,7 @@ from typing import Any, Self
 import psutil
 
 from rl_megatron.observability.files import read_jsonl
-from rl_megatron.observability.metrics.table import deterministic
+from rl_megatron.observability.metrics import deterministic
 from tests.e2e.forked import NODE, PROGRAM, Fork
 
 LIMIT = 600.0  # seconds any wait may take; an idle machine needs a few, one with a load of 30 a minute

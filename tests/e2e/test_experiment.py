@@ -14,7 +14,7 @@ from rich.console import Console
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.files import read_jsonl
-from rl_megatron.observability.metrics.table import deterministic
+from rl_megatron.observability.metrics import deterministic
 from tests.e2e.processes import LIMIT, TINY, Fork, Place
 from tests.unit.launcher.commands import status_of
 from tools.lab.run import run_cells, start_process

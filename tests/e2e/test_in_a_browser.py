@@ -19,8 +19,8 @@ from typing import Any, Self
 import pytest
 from websockets.sync.client import connect
 
+from rl_megatron.observability.history import SampleRow, SamplesWriter, SampleTurn
 from rl_megatron.observability.report import write_report
-from rl_megatron.observability.samples import SampleRow, SamplesWriter, SampleTurn
 from tests.unit.observability.report_pages import EVIL, a_run
 
 # Chromium without a window, driven over its DevTools protocol, as a user would.

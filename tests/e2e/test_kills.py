@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_megatron.observability.timeline.trace import read_trace
+from rl_megatron.observability.timeline import read_trace
 from tests.e2e.processes import Place, Run
 from tests.kills.points import KILLED, Point, function_of
 from tests.kills.reader import Found, found, lines_of, trained_by_the_learner

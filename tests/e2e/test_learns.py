@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_megatron.models.tiny import TOKENIZER_SIZE, TinySizes, make_tiny_model
-from rl_megatron.observability.samples import read_samples
+from rl_megatron.observability.history import read_samples
 from tests.e2e.processes import REWARDS, Place
 from tests.family_models import save_model
 from tests.learns.run import MOST_BEFORE, learned

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rl_megatron.config.sections.reward import RewardModelSection
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.observability.metrics.table import deterministic
+from rl_megatron.observability.metrics import deterministic
 from rl_megatron.rewards.classifiers.in_process import ClassifierReward
 from rl_megatron.types import Prompt
 from tests.e2e.processes import Place, Run

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from launcher.build.model import starting_shape
 from rl_megatron.config.io import load_config
 from rl_megatron.evaluation.results import read_results
-from rl_megatron.observability.metrics.table import PHASE_SECONDS
+from rl_megatron.observability.metrics import PHASE_SECONDS
 from rl_megatron.training import checkpoints
 from rl_megatron.weights.layouts.learner import learner_layout
 from tests.documents import blocks

@@ -19,7 +19,7 @@ from launcher.runs.folder import mirror_path
 from rl_megatron.config.io import load_config
 from rl_megatron.evaluation.results import read_results
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.observability.metrics.table import deterministic
+from rl_megatron.observability.metrics import deterministic
 from rl_megatron.weights.checks.reports import checksum, sealed_by
 from rl_megatron.weights.routes.mirror import read, shapes
 from tests.e2e.processes import PORTABLE, Place, Run

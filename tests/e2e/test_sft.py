@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from rl_megatron.models.tiny import TOKENIZER_SIZE, TinySizes, make_tiny_model
 from rl_megatron.observability.history import headline_figures, load_runs
-from rl_megatron.observability.metrics.table import deterministic
+from rl_megatron.observability.metrics import deterministic
 from tests.e2e.processes import Place, Run
 from tests.e2e.trl_values import assert_as_trl
 from tests.family_models import save_model

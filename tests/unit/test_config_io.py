@@ -27,9 +27,9 @@ from rl_megatron.errors import ConfigError, EngineError, RewardError, RLMegatron
 from rl_megatron.http.client import TryAgain
 from rl_megatron.http.token_file import TokenFile
 from rl_megatron.models.json_files import tensor_names
+from rl_megatron.observability import timeline
 from rl_megatron.observability.files import read_jsonl
-from rl_megatron.observability.timeline import ranks
-from rl_megatron.observability.timeline.trace import read_trace
+from rl_megatron.observability.timeline import read_trace
 from rl_megatron.rewards.tests import _tests
 from rl_megatron.section import Section
 from rl_megatron.types import Prompt
@@ -591,7 +591,7 @@ DEEP = "[" * 100_000
 READERS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": lambda run: read_jsonl(run / "metrics.jsonl"),
     "trace.json": lambda run: list(read_trace(run)),
-    "profile/step_000001/ranks.json": lambda run: list(ranks.read_kernels(run)),
+    "profile/step_000001/ranks.json": lambda run: list(timeline.read_kernels(run)),
     "model.safetensors": tensor_names,
 }
 

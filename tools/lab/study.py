@@ -31,7 +31,7 @@ from rl_megatron.errors import ConfigError, shorten
 from rl_megatron.features.replay.feature import of_algorithm
 from rl_megatron.features.router_balance.feature import of_router
 from rl_megatron.features.router_study.feature import of_train
-from rl_megatron.observability.metrics.table import ENVIRONMENTS, SAMPLING, documented
+from rl_megatron.observability.metrics import ENVIRONMENTS, SAMPLING, documented
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.section import Finite, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 from rl_megatron.weights.layouts.families import read_shape

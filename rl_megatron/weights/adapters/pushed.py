@@ -25,7 +25,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ReplicasLost, SyncError
 from rl_megatron.files import naming, publish_folder, remove_folder
 from rl_megatron.interfaces import WeightSync
-from rl_megatron.observability.timeline import spans
+from rl_megatron.observability import timeline
 from rl_megatron.types import LoadedAdapters, WeightUpdate
 from rl_megatron.weights.adapters.files import PREFIX, peft_config
 from rl_megatron.weights.boxes import Shape
@@ -149,9 +149,9 @@ class AdapterWeights(WeightSync):
         """Raises SyncError if a server does not compute what the learner does."""
         started, adapters = time.perf_counter(), self._servers.name(version)
         try:
-            with spans.during(spans.PUSHES, "push", version=version):
+            with timeline.during(timeline.PUSHES, "push", version=version):
                 async with self._lock:
-                    with spans.during(spans.PUSHES, "write"):
+                    with timeline.during(timeline.PUSHES, "write"):
                         written = await self._learner.write_adapters(adapters, self._servers.held)
                 update = await self._served(adapters, written)
         except BaseException:
@@ -175,7 +175,7 @@ class AdapterWeights(WeightSync):
     async def _attempt(self, adapters: LoadedAdapters, written: WeightUpdate) -> WeightUpdate:
         model, num_bytes, version = self._model, written.num_bytes, adapters.version
         reports: Mapping[str, Sequence[Report]] = {}
-        with spans.during(spans.PUSHES, "deliver"):
+        with timeline.during(timeline.PUSHES, "deliver"):
             await self._servers.make_room()
             if model is None:
                 async with self._delivery.sending(version) as deliver:
@@ -188,11 +188,11 @@ class AdapterWeights(WeightSync):
             await self._load(adapters, folder)
         serving, size = self._servers.serving(), (folder / ADAPTERS).stat().st_size
         started = time.perf_counter()
-        with spans.during(spans.PUSHES, "verify"):
+        with timeline.during(timeline.PUSHES, "verify"):
             checksums = model.checksums if self._model is None else {}
             verified = await self._trust.verify(version, reports or dict.fromkeys(serving, ()), checksums)
         seconds = written.verify_seconds + time.perf_counter() - started
-        with spans.during(spans.PUSHES, "commit"):
+        with timeline.during(timeline.PUSHES, "commit"):
             if self._model is None:
                 await self._servers.label(model.version)
             self._servers.serve(adapters, folder)

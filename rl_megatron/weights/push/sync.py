@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from rl_megatron.errors import ReplicasLost
 from rl_megatron.interfaces import WeightSync
-from rl_megatron.observability.timeline import spans
+from rl_megatron.observability import timeline
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.push.trust import Trust, Verified
 from rl_megatron.weights.routes.delivery import Deliver, Delivery
@@ -66,7 +66,7 @@ class ServedWeights(WeightSync):
         async with self._lock:
             self._served = None
             try:
-                with spans.during(spans.PUSHES, "push", version=version):
+                with timeline.during(timeline.PUSHES, "push", version=version):
                     update, self._served = await self._serve(version)
             except BaseException:
                 self._servers.refuse()
@@ -86,14 +86,14 @@ class ServedWeights(WeightSync):
             await self._trust.end()
 
     async def _attempt(self, version: int, deliver: Deliver) -> tuple[WeightUpdate, ServedVersion]:
-        with spans.during(spans.PUSHES, "deliver"):
+        with timeline.during(timeline.PUSHES, "deliver"):
             delivered = await deliver(private=self._trust.private, meanwhile=partial(self._trust.begin, version))
         update, checksums = delivered.update, delivered.seal.checksums
         started = time.perf_counter()
-        with spans.during(spans.PUSHES, "verify"):
+        with timeline.during(timeline.PUSHES, "verify"):
             verified = await self._trust.verify(version, delivered.reports, checksums)
         update = replace(update, verify_seconds=update.verify_seconds + time.perf_counter() - started)
-        with spans.during(spans.PUSHES, "commit"):
+        with timeline.during(timeline.PUSHES, "commit"):
             await self._servers.commit(version)
         return update, ServedVersion(version=version, checksums=checksums, verified=verified)
 

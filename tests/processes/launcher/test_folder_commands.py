@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from launcher.__main__ import app
-from rl_megatron.observability.metrics.table import STEPS
+from rl_megatron.observability.metrics import STEPS
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
 from rl_megatron.weights.layouts.families import read_shape
 from tests.draft_models import save_with_drafts

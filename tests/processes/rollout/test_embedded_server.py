@@ -38,7 +38,7 @@ from rl_megatron.engines.sglang.adapter import SGLangAdapter
 from rl_megatron.errors import CorruptionError, EngineError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.observability.timeline import spans as spans_of_timeline
+from rl_megatron.observability import timeline
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.checks.compare import ReportReader
@@ -134,13 +134,13 @@ async def says_how_busy_it_is(
 ) -> None:
     """Nine completions are in six slots, until each has some tokens, and the timeline says so."""
     (server,) = engine.servers
-    spans_of_timeline.taken()
+    timeline.taken()
     said: list[object] = []
     processes = set()
     async with GaugesInTurn(adapter, engine.replicas, 0.005).asked():
         while await adapter.tokens(server) < 60 or ("requests", {"running": 6, "waiting": 3}) not in said:
             assert not all(one.done() for one in running)
-            kept = [span for span in spans_of_timeline.taken()[0] if not span[0].thread]
+            kept = [span for span in timeline.taken()[0] if not span[0].thread]
             said += [(name, values) for _, name, _, _, values in kept]
             processes |= {lane.process for lane, *_ in kept}
     gauges = await adapter.gauges(server)

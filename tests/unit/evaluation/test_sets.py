@@ -28,7 +28,7 @@ from rl_megatron.evaluation.figures import chance_interval, rate_interval, share
 from rl_megatron.evaluation.sets import ProblemSet, measure, row_of
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.models.tiny import TinySizes, byte_tokenizer, make_tiny_model
-from rl_megatron.observability.metrics.table import documented
+from rl_megatron.observability.metrics import documented
 from rl_megatron.rewards.registry import resolve_reward, resolve_rewards
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.training.evaluation import Evaluation

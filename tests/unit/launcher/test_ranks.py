@@ -41,7 +41,7 @@ from rl_megatron.data.packing import pack
 from rl_megatron.data.rows import HeldRows, OwnLayers, Share
 from rl_megatron.errors import CheckpointError, CorruptionError, RLMegatronError, SyncError, WorkerDied
 from rl_megatron.interfaces import Pass
-from rl_megatron.observability.timeline.ranks import RankTimed
+from rl_megatron.observability.timeline import RankTimed
 from rl_megatron.placement.names import LEARNER, file_stem
 from rl_megatron.types import Batch, ParallelDims, Samples, WeightUpdate
 from rl_megatron.weights.checks.reports import Report

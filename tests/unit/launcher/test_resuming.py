@@ -35,13 +35,13 @@ from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.digests import digests
 from rl_megatron.errors import CheckpointError, ConfigError, WorkerDied
 from rl_megatron.files import append_private
+from rl_megatron.observability import timeline
 from rl_megatron.observability.files import read_jsonl
+from rl_megatron.observability.history import SampleRow, SamplesWriter
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import MetricsWriter, Recorder
-from rl_megatron.observability.samples import SampleRow, SamplesWriter
-from rl_megatron.observability.timeline import spans
-from rl_megatron.observability.timeline.trace import TraceFile
+from rl_megatron.observability.timeline import TraceFile
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
 from rl_megatron.training.loop import Loop, Pace
 from tests.savings import Ended, Shards
@@ -628,7 +628,7 @@ def test_no_writer_begins_the_folder_anew_that_was_moved(
         "metrics": lambda: MetricsWriter(run).write(row),
         "W&B's id": lambda: MetricsWriter(run, wandb="offline"),
         "samples": lambda: SamplesWriter(run).write([sample]),
-        "timeline": lambda: TraceFile(run).append([(spans.STEPS, "step 1", 0, 1, None)]),
+        "timeline": lambda: TraceFile(run).append([(timeline.STEPS, "step 1", 0, 1, None)]),
         "log": lambda: run_log(run, role="rank", rank=1).__enter__(),
         "stacks of a rank": lambda: stacks.register(run / "stacks" / "now" / "rank-1.txt", silence=1.0),
         "stacks of the loop": lambda: LoopWatch(load_config("tiny_cpu", []), run / "stacks"),

@@ -29,7 +29,7 @@ from rl_megatron.learner.observers import installed_observers
 from rl_megatron.learner.optimizer import state_of
 from rl_megatron.learner.trained import MegatronLearner
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.observability.metrics.table import documented
+from rl_megatron.observability.metrics import documented
 from rl_megatron.types import Loss, Metric, Samples, SkippedStep, StepResult
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.layouts.families import read_shape

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.observability.history import SampleRow, SamplesWriter
 from rl_megatron.observability.recorder import MetricsWriter
-from rl_megatron.observability.samples import SampleRow, SamplesWriter
 
 EVIL = "</script><script>alert(1)</script>'\"><img src=http:x.test/ onerror=alert(2)>&amp;\u2028\ud800"
 

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from rl_megatron.errors import DataError
 from rl_megatron.observability import report
 from rl_megatron.observability.files import JsonRow, read_jsonl
-from rl_megatron.observability.history import load_runs, number_text
+from rl_megatron.observability.history import SampleRow, SamplesWriter, SampleTurn, load_runs, number_text
 from rl_megatron.observability.log import run_log
-from rl_megatron.observability.metrics.table import METRICS, PHASE_SECONDS
+from rl_megatron.observability.metrics import METRICS, PHASE_SECONDS
 from rl_megatron.observability.recorder import MetricsWriter
 from rl_megatron.observability.report import (
     MAX_BARS,
@@ -35,7 +35,6 @@ from rl_megatron.observability.report import (
     stacked_bars,
     write_report,
 )
-from rl_megatron.observability.samples import SampleRow, SamplesWriter, SampleTurn
 from tests.unit.launcher.commands import status_of
 from tests.unit.observability.report_pages import EVIL, Page, a_run
 

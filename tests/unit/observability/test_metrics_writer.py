@@ -18,9 +18,10 @@ import pytest
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import features
+from rl_megatron.observability import timeline
 from rl_megatron.observability.files import JsonValue, finite
 from rl_megatron.observability.history import MetricColumns
-from rl_megatron.observability.metrics.table import (
+from rl_megatron.observability.metrics import (
     COSTS,
     ENVIRONMENTS,
     EXPERTS,
@@ -33,7 +34,6 @@ from rl_megatron.observability.metrics.table import (
     render_docs,
 )
 from rl_megatron.observability.recorder import MetricsWriter, Stopwatch
-from rl_megatron.observability.timeline import spans
 
 ROW = {"step": 3, "phase": "rl", "loss": 0.25, "reward/mean": 0.5, "seconds/step": 1.5, "tokens_per_second/train": 9.0}
 WARM = {"step": 0, "phase": "warm_start", "warm_start/step": 40, "warm_start/loss": 1.25, "eval/accuracy": 0.5}
@@ -45,7 +45,7 @@ def _rows(folder: Path) -> list[dict[str, object]]:
 
 def test_the_docs_are_the_table_of_one_row_a_metric() -> None:
     docs = Path(__file__).parents[3] / "docs" / "metrics.md"
-    assert docs.read_text() == render_docs(), "run python -m rl_megatron.observability.metrics.table > docs/metrics.md"
+    assert docs.read_text() == render_docs(), "run python -m rl_megatron.observability.metrics > docs/metrics.md"
     table = [line.replace(r"\|", "") for line in render_docs().splitlines() if line.startswith("| `")]
     assert len(table) == len(METRICS)
     assert all(line.count("|") == 4 for line in table)
@@ -403,7 +403,7 @@ def test_what_goes_on_beside_other_phases_has_the_seconds_of_the_step(
     monkeypatch: pytest.MonkeyPatch, beside: bool, rate: float
 ) -> None:
     times = iter([0, 1, 3, 10])  # the start, the phase, the row
-    monkeypatch.setattr(spans, "now", lambda: next(times) * 10**9)
+    monkeypatch.setattr(timeline, "now", lambda: next(times) * 10**9)
     watch = Stopwatch()
     with watch("rollout"):
         pass

@@ -31,10 +31,7 @@ from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
 from rl_megatron.files import in_hand
 from rl_megatron.observability.files import JsonlFile, from_the_end, read_jsonl, rows_from
-from rl_megatron.observability.log import run_log
-from rl_megatron.observability.progress import Progress
-from rl_megatron.observability.recorder import Recorder
-from rl_megatron.observability.samples import (
+from rl_megatron.observability.history import (
     SampleRow,
     SamplesWriter,
     SampleTurn,
@@ -42,6 +39,9 @@ from rl_megatron.observability.samples import (
     read_samples,
     samples_between,
 )
+from rl_megatron.observability.log import run_log
+from rl_megatron.observability.progress import Progress
+from rl_megatron.observability.recorder import Recorder
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Span
 
 

@@ -12,20 +12,23 @@ from typing import Any, cast
 import pytest
 
 from rl_megatron.errors import DataError
-from rl_megatron.observability import activity
-from rl_megatron.observability.timeline import ranks, spans
-from rl_megatron.observability.timeline.ranks import (
+from rl_megatron.observability import activity, timeline
+from rl_megatron.observability.timeline import (
+    DRIFT,
+    Clock,
     KernelEvent,
     RankKernels,
     RankTimed,
     RankTimes,
     Recorded,
+    Timeline,
+    TraceFile,
     folder_of,
     read_kernels,
+    read_trace,
     save,
+    write_trace,
 )
-from rl_megatron.observability.timeline.spans import DRIFT, Clock
-from rl_megatron.observability.timeline.trace import Timeline, TraceFile, read_trace, write_trace
 from tests.perfetto import check_trace
 
 MS = 1_000_000  # nanoseconds
@@ -74,9 +77,9 @@ def test_a_clock_that_was_set_counts_from_then_on() -> None:
 
 def test_a_ranks_calls_have_their_parts_inside_on_the_controllers_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank's clock runs 5 s before ours; each message takes 2 ms."""
-    spans.taken()
+    timeline.taken()
     at = 5_000 * MS
-    monkeypatch.setattr(spans, "now", lambda: at)
+    monkeypatch.setattr(timeline, "now", lambda: at)
     activity.begin("backward", 3)
     for micro_batch in ("1 of 2", "2 of 2"):
         for part in ("forward", "after its forward"):
@@ -87,15 +90,15 @@ def test_a_ranks_calls_have_their_parts_inside_on_the_controllers_clock(monkeypa
     at += 10 * MS
     activity.rest()
     assert activity.now()[0] == "nothing: it waits for a call"
-    said = ranks.timed(5_000 * MS)
+    said = timeline.timed(5_000 * MS)
     assert (said.answered, said.lost) == (5_050 * MS, 0)
 
-    of_rank = ranks.RankTimes("rank 3 (node1)")
+    of_rank = timeline.RankTimes("rank 3 (node1)")
     at = 998 * MS
     of_rank.asked("backward")
     at = 1_052 * MS
     of_rank.answered(said)
-    kept, _ = spans.taken()
+    kept, _ = timeline.taken()
     assert of_rank.clock.bound == pytest.approx(2 * MS, abs=DRIFT * 54 * MS)
     shown = {
         (lane.thread, name, str((more or {}).get("of", ""))): tuple(
@@ -114,38 +117,38 @@ def test_a_ranks_calls_have_their_parts_inside_on_the_controllers_clock(monkeypa
 
 
 def test_calls_that_wait_behind_others_do_not_overlap_them() -> None:
-    spans.taken()
-    rank = ranks.RankTimes("rank 0")
+    timeline.taken()
+    rank = timeline.RankTimes("rank 0")
     for call in ("score", "score", "backward"):
         rank.asked(call)
     for _ in range(3):
         rank.answered(None)
-    kept, _ = spans.taken()
+    kept, _ = timeline.taken()
     assert [name for _, name, *_ in kept] == ["score", "score", "backward"]
     assert all(first[3] <= second[2] for first, second in pairwise(kept))
 
 
 def test_memory_holds_the_latest_spans_and_counts_those_that_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    spans.taken()
-    for number in range(spans.MOST + 5):
-        spans.keep(spans.STEPS, str(number), number, number + 1)
-    kept, lost = spans.taken()
-    assert (len(kept), lost, kept[0][1]) == (spans.MOST, 5, "5")
-    assert spans.taken() == ([], 0)
+    timeline.taken()
+    for number in range(timeline.MOST + 5):
+        timeline.keep(timeline.STEPS, str(number), number, number + 1)
+    kept, lost = timeline.taken()
+    assert (len(kept), lost, kept[0][1]) == (timeline.MOST, 5, "5")
+    assert timeline.taken() == ([], 0)
     for number in range(5000):
-        spans.keep(ranks.CALLS, str(number), number, number + 1)
-    said = ranks.timed(0)
+        timeline.keep(timeline.CALLS, str(number), number, number + 1)
+    said = timeline.timed(0)
     assert (len(said.spans), said.lost, said.spans[0][1]) == (4096, 904, "904")
 
 
 def test_what_overlaps_takes_as_many_lanes_as_run_at_once() -> None:
-    spans.taken()
-    slots = spans.FreeLanes("sampling", "slot")
+    timeline.taken()
+    slots = timeline.FreeLanes("sampling", "slot")
     with slots.during("a"), slots.during("b") as second:
         second.say(tokens=7)
     with slots.during("c"), pytest.raises(ValueError, match="x"), slots.during("d"):
         raise ValueError("x")
-    kept, _ = spans.taken()
+    kept, _ = timeline.taken()
     assert [(lane.thread, name, said) for lane, name, _, _, said in kept] == [
         ("slot 1", "b", {"tokens": 7}),
         ("slot 0", "a", None),
@@ -155,19 +158,19 @@ def test_what_overlaps_takes_as_many_lanes_as_run_at_once() -> None:
 
 
 def test_a_rank_without_times_is_kept_by_its_answers() -> None:
-    spans.taken()
-    rank = ranks.RankTimes("rank 0")
+    timeline.taken()
+    rank = timeline.RankTimes("rank 0")
     rank.asked("prepare")
     rank.answered(None)
     rank.asked("step")
     rank.answered(RankTimed(arrived=1, answered=2, spans=[], lost=9))
-    assert [name for _, name, *_ in spans.taken()[0]] == ["prepare", "step", "9 spans were lost"]
+    assert [name for _, name, *_ in timeline.taken()[0]] == ["prepare", "step", "9 spans were lost"]
 
 
 # The trace in a run's folder: Chrome's format, bounded, readable after a kill and a resume.
 @pytest.fixture(autouse=True)
 def _nothing_kept() -> None:
-    spans.taken()
+    timeline.taken()
 
 
 def test_a_file_is_json_with_names_of_lanes_and_microseconds_on_one_clock(tmp_path: Path) -> None:
@@ -176,8 +179,8 @@ def test_a_file_is_json_with_names_of_lanes_and_microseconds_on_one_clock(tmp_pa
     file = TraceFile(tmp_path)
     file.append(
         [
-            (spans.Lane("rank 1 (b)", "calls", clock), 'forward "x"', -9_998 * MS, -9_996 * MS, {"of": "1 of 2"}),
-            (spans.PHASES, "train", 1 * MS, 5 * MS, None),
+            (timeline.Lane("rank 1 (b)", "calls", clock), 'forward "x"', -9_998 * MS, -9_996 * MS, {"of": "1 of 2"}),
+            (timeline.PHASES, "train", 1 * MS, 5 * MS, None),
         ]
     )
     file.close()
@@ -202,7 +205,7 @@ def test_a_file_is_json_with_names_of_lanes_and_microseconds_on_one_clock(tmp_pa
 
 def test_spans_of_a_lane_do_not_overlap_where_its_clock_turns_out_to_be_ahead(tmp_path: Path) -> None:
     clock, file = Clock(), TraceFile(tmp_path)
-    calls = spans.Lane("rank 0 (a)", "calls", clock)
+    calls = timeline.Lane("rank 0 (a)", "calls", clock)
     clock.exchanged(asked=0, arrived=0, answered=0, heard=40 * MS)  # 20 ms, at most 20 ms wrong
     file.append([(calls, "first", 0, 10 * MS, None)])
     clock.exchanged(asked=40 * MS, arrived=40 * MS, answered=60 * MS, heard=62 * MS)  # 1 ms
@@ -215,11 +218,13 @@ def test_spans_of_a_lane_do_not_overlap_where_its_clock_turns_out_to_be_ahead(tm
 
 def test_what_a_kill_left_and_a_resume_wrote_are_one_trace(tmp_path: Path) -> None:
     killed = TraceFile(tmp_path)
-    killed.append([(spans.PHASES, f"phase {number}", number * MS, (number + 1) * MS, None) for number in range(3)])
+    killed.append([(timeline.PHASES, f"phase {number}", number * MS, (number + 1) * MS, None) for number in range(3)])
     with (tmp_path / "trace.json").open("ab") as file:
         file.write(b'{"ph":"X","name":"torn","ts":1')
     resumed = TraceFile(tmp_path)
-    resumed.append([(spans.PUSHES, "push", 3 * MS, 4 * MS, {"version": 4}), (spans.PHASES, "a", 4 * MS, 5 * MS, None)])
+    resumed.append(
+        [(timeline.PUSHES, "push", 3 * MS, 4 * MS, {"version": 4}), (timeline.PHASES, "a", 4 * MS, 5 * MS, None)]
+    )
     resumed.close()
     assert [event.name for event in read_trace(tmp_path)] == ["phase 0", "phase 1", "phase 2", "push", "a"]
     for name in ("all.json", "all.json.gz"):
@@ -234,14 +239,14 @@ def test_what_a_kill_left_and_a_resume_wrote_are_one_trace(tmp_path: Path) -> No
 
 def test_threads_are_in_order_and_arrows_go_from_a_generation_to_its_requests(tmp_path: Path) -> None:
     """A push aborts request a, which another server gets; b goes on over it. What ends later is written later."""
-    replicas = [[spans.Lane(f"replica {number}", f"request {lane}") for lane in (0, 1)] for number in (0, 1)]
-    sampling = [spans.Lane("sampling", f"request {lane}") for lane in range(12)]
+    replicas = [[timeline.Lane(f"replica {number}", f"request {lane}") for lane in (0, 1)] for number in (0, 1)]
+    sampling = [timeline.Lane("sampling", f"request {lane}") for lane in range(12)]
     file = TraceFile(tmp_path)
     file.append(
         [
             (replicas[0][0], "attempt", 2 * MS, 4 * MS, {"request": "a"}),
-            (spans.PUSHES, "push", 4 * MS, 5 * MS, {"version": 2}),
-            (spans.STEPS, "step 1", 0, 6 * MS, None),
+            (timeline.PUSHES, "push", 4 * MS, 5 * MS, {"version": 2}),
+            (timeline.STEPS, "step 1", 0, 6 * MS, None),
         ]
     )
     file.append(
@@ -250,7 +255,7 @@ def test_threads_are_in_order_and_arrows_go_from_a_generation_to_its_requests(tm
             (sampling[10], "generate", 1 * MS, 7 * MS, {"request": "a", "tokens": 9}),
             (replicas[0][1], "attempt", 3 * MS, 8 * MS, {"request": "b"}),
             (sampling[2], "generate", 2 * MS, 8 * MS, {"request": "b"}),
-            (spans.Lane("sampling", "reward 0"), "reward", 8 * MS, 9 * MS, {"prompt": "b"}),
+            (timeline.Lane("sampling", "reward 0"), "reward", 8 * MS, 9 * MS, {"prompt": "b"}),
             (replicas[0][1], "attempt", 9 * MS, 10 * MS, {"request": "a"}),  # of the next evaluation
             (sampling[2], "generate", 9 * MS - 1000, 10 * MS, {"request": "a"}),
             (replicas[1][0], "probe", 9 * MS, 10 * MS, {"request": "probe 0"}),
@@ -283,19 +288,19 @@ def test_threads_are_in_order_and_arrows_go_from_a_generation_to_its_requests(tm
 
 def test_a_request_without_a_generation_is_forgotten_with_its_file(tmp_path: Path) -> None:
     file = TraceFile(tmp_path, 1)
-    replica, sampling = spans.Lane("replica 0", "request 0"), spans.Lane("sampling", "request 0")
+    replica, sampling = timeline.Lane("replica 0", "request 0"), timeline.Lane("sampling", "request 0")
     file.append([(replica, "attempt", 0, 1 * MS, {"request": "a"})])
-    file.append([(spans.PUSHES, "push", 1 * MS, 2 * MS, {"version": 2})])  # in the next file
+    file.append([(timeline.PUSHES, "push", 1 * MS, 2 * MS, {"version": 2})])  # in the next file
     file.append([(sampling, "generate", 2 * MS, 3 * MS, {"request": "a"})])
     file.close()
     assert [(event.name, event.flow) for event in read_trace(tmp_path)][-1] == ("generate", None)
 
 
 def test_values_of_a_process_are_counters(tmp_path: Path) -> None:
-    of_server, timeline = spans.Lane("replica 0", ""), Timeline(tmp_path)
+    of_server, kept = timeline.Lane("replica 0", ""), Timeline(tmp_path)
     for running in (3, 1):
-        spans.gauge(of_server, "requests", running=running, waiting=0)
-    timeline.close()
+        timeline.gauge(of_server, "requests", running=running, waiting=0)
+    kept.close()
     check_trace(tmp_path / "trace.json")
     assert [(e.process, e.thread, e.name, e.said, e.end - e.begin) for e in read_trace(tmp_path)] == [
         ("replica 0", "", "requests", {"running": running, "waiting": 0}, 0) for running in (3, 1)
@@ -327,14 +332,14 @@ def test_the_check_of_the_format_finds_what_perfetto_drops(tmp_path: Path) -> No
 def test_ten_thousand_steps_are_bounded_in_memory_and_on_disk(tmp_path: Path) -> None:
     """Ten spans a step are 8 MB as text; the latest are there, and the two files hold no more than their bound."""
     most = 1 << 20
-    timeline, kept = Timeline(tmp_path, most), 0
+    written, kept = Timeline(tmp_path, most), 0
     for step in range(1, 10_001):
         for number in range(10):
-            spans.keep(spans.PHASES, "train", number, number + 1)
-        timeline.step({"step": step, "phase": "rl"}, (step * MS, (step + 1) * MS))
-        kept = max(kept, len(spans._kept))
-    timeline.close()
-    assert kept <= spans.MOST
+            timeline.keep(timeline.PHASES, "train", number, number + 1)
+        written.step({"step": step, "phase": "rl"}, (step * MS, (step + 1) * MS))
+        kept = max(kept, len(timeline._kept))
+    written.close()
+    assert kept <= timeline.MOST
     sizes = [path.stat().st_size for path in tmp_path.iterdir()]
     assert len(sizes) == 2
     assert most < max(sizes) < most + 1000  # the line that fills it, and the last
@@ -346,21 +351,21 @@ def test_ten_thousand_steps_are_bounded_in_memory_and_on_disk(tmp_path: Path) ->
 def test_a_full_disk_is_warned_of_once_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "trace.json").mkdir()  # which can be neither replaced by a file nor written
     (tmp_path / "trace_before.json").write_text("")
-    timeline = Timeline(tmp_path)
+    written = Timeline(tmp_path)
     for step in (1, 2):
-        timeline.step({"step": step, "phase": "rl"}, (step * MS, (step + 1) * MS))
-    timeline.close()
+        written.step({"step": step, "phase": "rl"}, (step * MS, (step + 1) * MS))
+    written.close()
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["the timeline ends here"]
 
 
 @pytest.mark.parametrize("in_thread", [True, False])
 def test_our_own_fault_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture, in_thread: bool) -> None:
     """What a span says must be JSON; here it is not, in what a thread writes or in what is left for the end."""
-    timeline = Timeline(tmp_path)
-    spans.keep(spans.PHASES, "train", 1, 2, cast(Any, {"of": object()}))
+    written = Timeline(tmp_path)
+    timeline.keep(timeline.PHASES, "train", 1, 2, cast(Any, {"of": object()}))
     if in_thread:
-        timeline.step({"step": 1, "phase": "rl"}, (1, 2))
-    timeline.close()
+        written.step({"step": 1, "phase": "rl"}, (1, 2))
+    written.close()
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("the timeline ends here: TypeError: ")
 
@@ -408,8 +413,8 @@ def test_a_rank_on_another_clock_is_placed_by_both_of_its_clocks(monkeypatch: py
     """Its own clocks differ from the controller's by known amounts: spans' by an hour, the time of day by a second."""
     times = RankTimes("rank 0 (far)")
     hour, second = 3_600_000_000_000, 1_000_000_000
-    monkeypatch.setattr("rl_megatron.observability.timeline.ranks.time.time_ns", lambda: BASE + 500)
-    monkeypatch.setattr("rl_megatron.observability.timeline.spans.now", lambda: 500)
+    monkeypatch.setattr("rl_megatron.observability.timeline.time.time_ns", lambda: BASE + 500)
+    monkeypatch.setattr("rl_megatron.observability.timeline.now", lambda: 500)
     times.clock.exchanged(asked=100, arrived=150 + hour, answered=150 + hour, heard=200)
     placed = times.placed(Recorded(file=Path("x"), monotonic=300 + hour, wall=BASE + 300 + second))
     assert abs(placed.shift + second) <= 50  # the bound of an exchange of 100 ns

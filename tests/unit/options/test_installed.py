@@ -67,7 +67,7 @@ from rl_megatron.config.resume import fixed
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import features
 from rl_megatron.models.named import NAMED
-from rl_megatron.observability.metrics.table import documented
+from rl_megatron.observability.metrics import documented
 from tools.planner.memory import check_memory, footprints
 
 GIVEN = ["model.path=/models/given", "learner.residual_copies=3", "learner.pp=1"]

@@ -35,7 +35,7 @@ from rl_megatron.engines.vllm.adapter import VLLMAdapter
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.observability.timeline import spans
+from rl_megatron.observability import timeline
 from rl_megatron.types import Prompt
 from rl_megatron.weights.push.trust import Probe
 from tests.completions import completion, drawn
@@ -592,7 +592,7 @@ class Busy(Words):
 
 def followed(adapter: Busy, urls: list[str], turns: int, dead: int | None = None) -> Said:
     """What is kept of servers that are asked every 2 ms, until there were so many questions or no more come."""
-    spans.taken()
+    timeline.taken()
 
     async def run() -> None:
         replicas = ReplicaSet("words", [Server(url, token=None, timeout_seconds=1) for url in urls])
@@ -606,7 +606,7 @@ def followed(adapter: Busy, urls: list[str], turns: int, dead: int | None = None
                 await asyncio.sleep(0.002)
 
     asyncio.run(run())
-    return [(lane.process, name, dict(said or {})) for lane, name, _, _, said in spans.taken()[0]]
+    return [(lane.process, name, dict(said or {})) for lane, name, _, _, said in timeline.taken()[0]]
 
 
 def test_servers_are_asked_in_turn_and_one_that_is_dead_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -618,7 +618,7 @@ def test_servers_are_asked_in_turn_and_one_that_is_dead_is_not(monkeypatch: pyte
         at += 10**9
         return at
 
-    monkeypatch.setattr(spans, "now", now)
+    monkeypatch.setattr(timeline, "now", now)
     made = iter(range(0, 10_000, 500))
     adapter = Busy(
         {
@@ -667,10 +667,10 @@ def test_an_answer_of_another_form_is_warned_of_once(caplog: pytest.LogCaptureFi
 # What the timeline has of requests for completions.
 def test_each_turn_of_an_environment_is_a_generation() -> None:
     engine = Scripted(lambda text: "!12" if ":" in text else "?3*4")
-    spans.taken()
+    timeline.taken()
     prompt = Prompt(id="3*4", text="3*4=", token_ids=(1,), answer="12")
     found = asyncio.run(sampler(Waves(engine)).groups(drawn([prompt], 1)))
-    kept = [(lane.process, said) for lane, name, _, _, said in spans.taken()[0] if name == "generate" and said]
+    kept = [(lane.process, said) for lane, name, _, _, said in timeline.taken()[0] if name == "generate" and said]
     assert {process for process, _ in kept} == {"sampling"}
     assert sorted(str(said["request"]) for _, said in kept) == sorted(one.id for one in engine.asked)
     turns = [turn for one in trajectories(found) for chain in one.chains for turn in chain.turns]

@@ -31,7 +31,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest, Written, digest_of
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
-from rl_megatron.observability.metrics.table import deterministic
+from rl_megatron.observability.metrics import deterministic
 from rl_megatron.rollout.batch import Answered, Ledger
 from rl_megatron.rollout.stream import StreamState
 from rl_megatron.training import checkpoints

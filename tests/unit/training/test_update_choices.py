@@ -25,7 +25,7 @@ from rl_megatron.data.packing import Packer, with_own_columns
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.features.router_study.step import engine_flips, update_flips
 from rl_megatron.interfaces import Roles
-from rl_megatron.observability.metrics.table import documented
+from rl_megatron.observability.metrics import documented
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.measures import Measured
 from rl_megatron.training.optimizer_steps import learning_rate

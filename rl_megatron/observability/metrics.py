@@ -1,16 +1,6 @@
 """Defines a metric, joins the rows of all subjects into one table, and checks rows of a run by it.
 
 A name that is not in `METRICS` is an error, so docs/metrics.md (rendered from the table) is always complete.
-
-Metrics of what was sampled: its age, waits, the engine's log-probs, lengths, groups and the ledger.
-
-Metrics of trajectories that an environment or an agent leads.
-
-Metrics of the model's layers: experts, and observers of installed packages.
-
-Metrics of what was learned: rewards, losses, gradients, ratios, the critic.
-
-Metrics of what a step costs: packing, weights, servers, tokens, memory, seconds and checkpoints.
 """
 
 from __future__ import annotations
