@@ -32,11 +32,11 @@ from typing_extensions import override
 from bench.controller_threads import StandIn
 from bench.results import parse, write
 from bench.samples import rollouts
+from launcher import wire
 from launcher.controller.group import WorkerGroup
 from launcher.controller.handle import Failure, WorkerHandle
 from launcher.controller.roles import LearnerGroup, Plane
 from launcher.processes import limits
-from launcher.wire import messages
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.rows import HeldRows
 from rl_megatron.interfaces import Roles
@@ -62,12 +62,12 @@ class StandIns:
         held, dims, came = HeldRows(), ParallelDims(), 0
         while True:
             try:
-                message = messages.receive(stream)
+                message = wire.receive(stream)
             except (EOFError, OSError):
                 return
             pickled, buffers = message
             came += 2 * 4 + 8 * len(buffers) + len(pickled) + sum(len(b) for b in buffers)
-            name, arguments = messages.unpack(message)
+            name, arguments = wire.unpack(message)
             answer: object = None
             if name == "layout":
                 (dims,) = arguments
@@ -82,7 +82,7 @@ class StandIns:
                 held.forget()
             elif name == "count":
                 answer, came = came, 0
-            messages.send(stream, messages.pack(("ok", answer, None)))
+            wire.send(stream, wire.pack(("ok", answer, None)))
             if name == "close":
                 stream.close()
                 return

@@ -29,12 +29,12 @@ import numpy as np
 from typing_extensions import override
 
 from bench.results import parse, write
+from launcher import wire
 from launcher.controller import handle
 from launcher.controller.group import WorkerGroup
 from launcher.controller.handle import Ending, Failure, RankProcess, RankStream
 from launcher.processes import limits
-from launcher.wire import messages
-from launcher.wire.channel import Hello
+from launcher.wire import Hello
 
 CALLS, LARGE_CALLS, LARGE = 100, 5, 1 << 20
 BAR = 1.0  # seconds of a call, as a multiple of the baseline's
@@ -43,9 +43,7 @@ BAR = 1.0  # seconds of a call, as a multiple of the baseline's
 class Threads:
     """The baseline: a stream with threads of its own, in place of `RankStream`."""
 
-    def __init__(
-        self, connection: Connection, heard: Callable[[messages.Message], None], _: Callable[[], None]
-    ) -> None:
+    def __init__(self, connection: Connection, heard: Callable[[wire.Message], None], _: Callable[[], None]) -> None:
         self._connection, self._heard, self._loop = connection, heard, asyncio.get_running_loop()
         self.hung_up: asyncio.Future[None] = self._loop.create_future()
         self._ended = threading.Event()
@@ -53,9 +51,9 @@ class Threads:
         for target in (self._read, self._watch):
             threading.Thread(target=target, daemon=True).start()
 
-    def send(self, message: messages.Message) -> None:
+    def send(self, message: wire.Message) -> None:
         """Queue it for the thread that writes."""
-        self._writer.submit(messages.send, self._connection, message)
+        self._writer.submit(wire.send, self._connection, message)
 
     def close(self) -> None:
         """End its threads."""
@@ -64,7 +62,7 @@ class Threads:
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                self._loop.call_soon_threadsafe(self._heard, messages.receive(self._connection))
+                self._loop.call_soon_threadsafe(self._heard, wire.receive(self._connection))
         self._ended.set()
 
     def _watch(self) -> None:
@@ -87,8 +85,8 @@ class StandIn(RankProcess):
 
 def answer(streams: Sequence[Connection]) -> None:
     """Be the ranks: answer each call at once, and send heartbeats, until the controller asks to close."""
-    ready, alive = messages.pack(("ok", None, None)), messages.pack(("alive", ("nothing", 0), None))
-    coming = {stream.fileno(): messages.Incoming() for stream in streams}
+    ready, alive = wire.pack(("ok", None, None)), wire.pack(("alive", ("nothing", 0), None))
+    coming = {stream.fileno(): wire.Incoming() for stream in streams}
     beside, open_ones, beat = memoryview(bytearray(1 << 16)), len(streams), time.monotonic()
     with selectors.DefaultSelector() as selector:
         for stream in streams:
@@ -99,15 +97,15 @@ def answer(streams: Sequence[Connection]) -> None:
                 count = os.readv(key.fd, [room, beside])
                 heard = [parts.filled(min(count, len(room))), *parts.fed(beside[: max(0, count - len(room))])]
                 for message in filter(None, heard):
-                    name, _ = messages.unpack(message)
-                    messages.send(key.fileobj, ready)  # type: ignore[arg-type]  # a Connection
+                    name, _ = wire.unpack(message)
+                    wire.send(key.fileobj, ready)  # type: ignore[arg-type]  # a Connection
                     if name == "close":
                         selector.unregister(key.fileobj)
                         open_ones -= 1
             if time.monotonic() - beat > 1:
                 beat = time.monotonic()
                 for key in list(selector.get_map().values()):
-                    messages.send(key.fileobj, alive)  # type: ignore[arg-type]  # a Connection
+                    wire.send(key.fileobj, alive)  # type: ignore[arg-type]  # a Connection
 
 
 def measure(kind: type[Any], ranks: int) -> dict[str, object]:

@@ -39,7 +39,7 @@ NODES = 22
 BAR = 0.05  # opens of a fork, as a share of those of a rank with imports of its own
 RANK = """
 import os, sys
-from launcher.wire.channel import Muster
+from launcher.wire import Muster
 from launcher.worker.process import serve
 serve(Muster.read(sys.stdin.readline()).call, int(os.environ["SLURM_PROCID"]))
 """

@@ -16,11 +16,11 @@ from launcher.hosts.local import LocalLauncher
 from launcher.hosts.sites import sites_of
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.launcher import SlurmLauncher
+from launcher.processes.guards import HERE
 from launcher.processes.own_thread import OwnThread
 from launcher.runs.stop import Stop
 from launcher.servers.engines import adapter_of
 from launcher.servers.pool import ServedLauncher
-from launcher.servers.site import HERE
 from rl_megatron.config.beside import reward_model_roles
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import causal_attention_cost, packer_of

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from launcher.build.data import Data
-from launcher.servers.site import HERE
+from launcher.processes.guards import HERE
 from rl_megatron.agents.conversation.probe import probe_template
 from rl_megatron.agents.conversation.rendering import template_of
 from rl_megatron.agents.conversation.templates import PlainText, Template, tokens_of_text

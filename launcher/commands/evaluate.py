@@ -86,9 +86,8 @@ def evaluate(
 async def measure_model(target: TrainedModel, name: str | None) -> Path:
     """Measure all sets but those that an evaluation which was stopped has measured, print the table and write the
     results. Returns their file. Raises RLMegatronError."""
-    from launcher.build.alone import engine_alone
     from launcher.build.data import load_data
-    from launcher.build.trained import hugging_face, of_folder, shown_variables
+    from launcher.build.trained import engine_alone, hugging_face, of_folder, shown_variables
 
     path = target.out / f"{name or target.name}.json"
     _check(target.config)

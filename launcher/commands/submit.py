@@ -1,23 +1,25 @@
 """``rl-megatron submit``: a checked configuration becomes a job script in the run's folder, and a job.
 
-Runs on a login node: imports neither torch nor megatron.
+With ``--smoke`` it is a job of two steps, a kill and a resume, and the page about them is printed: it reads the files
+of the run's folder, and asks Slurm. It runs on a login node, and imports neither torch nor megatron.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
 
 from launcher.build.model import starting_shape
-from launcher.commands.smoke import SUFFIX, smoke_of, watch_smoke
-from launcher.commands.status import job_commands
+from launcher.commands.status import Status, job_commands, status_of
 from launcher.hosts.slurm.calls import call_slurm, parse_script
 from launcher.hosts.slurm.script import code_folder, job_script, show_code
 from launcher.preflight.checks import Preflight, preflight
@@ -26,9 +28,12 @@ from rl_megatron.config.beside import separate
 from rl_megatron.config.errors import explain_errors
 from rl_megatron.config.io import load_config, resolved
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.jobs import LogSection, WarmStartSection
 from rl_megatron.entries import PLANNER, load_own
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.files import remove_folder, write_atomically
+from rl_megatron.observability.files import STEPS, read_jsonl, text_at_end
+from rl_megatron.observability.metrics import PHASE_SECONDS, deterministic
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import Placement, made_up_nodes, placement_of
 from rl_megatron.placement.seats import Seat, describe_seats, seats_of
@@ -225,3 +230,180 @@ def send(prepared: Prepared) -> str:
     job = call_slurm(["sbatch", "--parsable"], prepared.script).strip().partition(";")[0]
     write_atomically(prepared.folder / "jobs" / "id", f"{job}\n".encode())
     return job
+
+
+SUFFIX = "-smoke"
+_STEPS = 2  # before the kill
+_LAST = 100  # a step that is never reached
+_EVALUATED = 8  # problems, before the first step
+_LOOK_SECONDS = 1.0
+_ASK_EVERY = 5  # looks; Slurm's controller serves many users
+_END_SECONDS = 180.0
+_PLACED = re.compile(r"(?:[a-z]\S*: )?\d+ ranks on \d+ nodes.*(?:\n  .+)*|^engine \d+: .+", re.MULTILINE)
+
+
+class NotReachedError(RLMegatronError):
+    """A part of the smoke run that did not come about."""
+
+
+def smoke_of(config: RunConfig) -> RunConfig:
+    """The run from its first step on, in its own layout, with its own batch, servers and reward. Each step has a
+    checkpoint, and little is evaluated. Raises ConfigError if it cannot be."""
+    steps, name, values = max(config.train.steps, _LAST), config.run.name, config.model_dump()
+    sets = {key: {**dict(one), "every": None} for key, one in config.eval.sets.items()}
+    if config.kind.samples:
+        first = next(iter(sets), "smoke")
+        own = sets.get(first, {})
+        limit = min(own.get("limit") or _EVALUATED, _EVALUATED)
+        sets = {first: {**own, "limit": limit, "samples": 1, "pass_at": ()}}
+    changes: dict[str, dict[str, Any]] = {
+        "run": {} if name is None else {"name": f"{name}{SUFFIX}"},
+        "train": {"steps": steps},
+        "warm_start": WarmStartSection().model_dump(),
+        "eval": {"every": 0 if config.eval.mode == "blocking" else steps, "sets": sets},
+        "checkpoint": {"every": 1, "keep": 2, "keep_best": 0},
+        "log": {"tensorboard": False, "wandb": "off", "wandb_project": LogSection().wandb_project},
+        "slurm": {"array": None, "restarts": max(config.slurm.restarts, 1)},
+    }
+    for section, changed in changes.items():
+        values[section].update(changed)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(["its smoke run cannot be:", *explain_errors(error.errors())])) from error
+
+
+def watch_smoke(config: RunConfig, folder: Path, job: str) -> bool:
+    """Watch the job, kill it, watch it come back, and end it; print what was seen. Returns whether no part failed."""
+    watched = SmokeJob(config, folder, job)
+    failures = []
+    try:
+        watched.run()
+    except (RLMegatronError, OSError) as error:
+        failures.append(str(error))
+    finally:
+        failures += watched.end()
+        print(*(f"FAILED: {each}" for each in failures) if failures else ("ok: no part failed",), sep="\n", flush=True)
+    return not failures
+
+
+class SmokeJob:
+    """A job under watch, by the files of its run's ``folder``."""
+
+    def __init__(self, config: RunConfig, folder: Path, job: str) -> None:
+        self._folder, self._job, self._before = folder, job, list[Mapping[str, Any]]()
+        self._is_exact = config.learner.device == "cpu" and not config.rollout.served
+
+    def run(self) -> None:
+        """Go through the parts. Raises NotReachedError at the first that fails, and ConfigError with Slurm's words."""
+        self._wait("in the queue", self._attempt(0).is_dir)
+        self._wait("start and first step", lambda: len(self._rows()) > 0)
+        self._wait(f"{_STEPS} steps and a checkpoint", lambda: len(self._rows()) >= _STEPS and self._saved() > 0)
+        self._show(self._rows())
+        self._kill()
+        self._wait("kill until the run has named a node", (self._attempt(0) / "failed_node").exists)
+        saved, logged = self._saved(), len(self._log())
+        self._wait("back from the queue", self._is_back)
+        self._wait("resume and a step", lambda: len(self._again(0)) > 0)
+        self._show(self._again(0), logged)
+        found = re.search(r"resuming from \S*step_(\d+)", (self._attempt(1) / "controller.txt").read_text())
+        if found is None or int(found[1]) != saved:
+            where = "its beginning" if found is None else f"step {int(found[1])}"
+            raise NotReachedError(f"it went on from {where}, but its newest checkpoint is of step {saved}")
+        print(f"resumed from the checkpoint of step {saved}, its newest", flush=True)
+        self._compare(self._again(saved))
+
+    def end(self) -> list[str]:
+        """End the job and remove its checkpoints. Returns what failed."""
+        try:
+            if not status_of(self._job, self._folder).over:
+                call_slurm(["scancel", self._job])
+            end = time.monotonic() + _END_SECONDS
+            while not status_of(self._job, self._folder).over:
+                if time.monotonic() > end:
+                    raise NotReachedError(f"job {self._job} has not ended in {_END_SECONDS:.0f} s after scancel")
+                time.sleep(_LOOK_SECONDS)
+            remove_folder(self._folder / "checkpoints")
+        except (RLMegatronError, OSError) as error:
+            return [f"{error}; end it by scancel {self._job}, and remove {self._folder / 'checkpoints'}"]
+        return []
+
+    def _wait(self, what: str, true: Callable[[], bool]) -> None:
+        """Look until it is true, and print how long that took. Raises NotReachedError once the job has ended before."""
+        began, looks = time.monotonic(), 0
+        while not true():
+            time.sleep(_LOOK_SECONDS)
+            looks += 1
+            if looks % _ASK_EVERY == 0 and (status := self._status()) is not None and status.over and not true():
+                said = text_at_end(log) if (log := self._folder / "jobs" / f"{self._job}.txt").is_file() else ""
+                last = (said.splitlines() or ["it printed nothing"])[-1]
+                raise NotReachedError(f"{what}: job {self._job} ended before: {status.text}; {last}")
+        print(f"{what}: {time.monotonic() - began:.0f} s", flush=True)
+
+    def _status(self) -> Status | None:
+        """None while Slurm does not answer, which a moment later it may."""
+        try:
+            return status_of(self._job, self._folder)
+        except ConfigError:
+            return None
+
+    def _kill(self) -> None:
+        """Kill all ranks of the learner, by SIGKILL to its step."""
+        self._before = self._rows()
+        listed = call_slurm(["squeue", "--steps", f"--job={self._job}", "--noheader", "--format=%i %j"])
+        steps = [words[0] for line in listed.splitlines() if (words := line.split())[1:] == [LEARNER]]
+        if not steps:
+            raise NotReachedError(f"Slurm names no step of the learner that runs: {listed.strip() or 'no step at all'}")
+        call_slurm(["scancel", "--signal=KILL", *steps])
+
+    def _attempt(self, restart: int) -> Path:
+        return self._folder / "jobs" / f"{self._job}-{restart}"
+
+    def _is_back(self) -> bool:
+        """Returns whether the second attempt has begun; keeps the rows of the first until then, which it cuts."""
+        rows = self._rows()
+        if back := self._attempt(1).is_dir():
+            return back
+        self._before = rows
+        return False
+
+    def _rows(self) -> list[Mapping[str, Any]]:
+        """Rows of the steps that are recorded now."""
+        path = self._folder / "metrics.jsonl"
+        rows = read_jsonl(path) if path.is_file() else []
+        return [row for row in rows if row["phase"] in STEPS and row["step"]]
+
+    def _again(self, saved: int) -> list[Mapping[str, Any]]:
+        """Rows of steps after ``saved`` that were made after the resume."""
+        return [row for row in self._rows() if row["step"] > saved and row not in self._before]
+
+    def _saved(self) -> int:
+        """The step of the newest checkpoint; 0 without one."""
+        return max((int(path.name[5:]) for path in (self._folder / "checkpoints").glob("step_[0-9]*")), default=0)
+
+    def _log(self) -> str:
+        path = self._folder / "log.txt"
+        return path.read_text(errors="replace") if path.is_file() else ""
+
+    def _show(self, rows: Sequence[Mapping[str, Any]], begin: int = 0) -> None:
+        """Print what ran where, by the run's log after so many characters, and the seconds of steps by phase."""
+        placed = (text.replace("\n", "\n  ") for text in _PLACED.findall(self._log()[begin:]))
+        print(f"{status_of(self._job, self._folder).text}:", *placed, sep="\n  ")
+        for row in rows:
+            parts = {phase: float(row.get(f"seconds/{phase}") or 0.0) for phase in PHASE_SECONDS}
+            told = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in parts.items() if seconds >= 0.05)
+            print(f"  step {row['step']}: {row['seconds/step']:.1f} s ({told})", flush=True)
+
+    def _compare(self, again: Sequence[Mapping[str, Any]]) -> None:
+        """Raises NotReachedError if a step that was made twice differs where it may not."""
+        then = {row["step"]: deterministic(row) for row in self._before}
+        for now in (deterministic(row) for row in again):
+            if (before := then.get(now["step"])) is None:
+                continue
+            unlike = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+            if not unlike:
+                print(f"step {now['step']} was made twice, equal to the bit")
+            elif self._is_exact:
+                raise NotReachedError(f"step {now['step']} was made twice, unlike in {', '.join(unlike)}")
+            else:
+                print(f"step {now['step']} was made twice, unlike in {len(unlike)} metrics, as servers and GPUs may")

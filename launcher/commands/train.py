@@ -22,7 +22,7 @@ from launcher.build.model import starting_shape
 from launcher.commands.report import RunCosts, recorded
 from launcher.preflight.checks import preflight
 from launcher.processes.environment import uncollected
-from launcher.processes.loop_watch import LoopWatch
+from launcher.processes.stacks import LoopWatch
 from launcher.runs.folder import NameTaken, choose, claim, refuse_copied
 from launcher.runs.stop import Stop, stop_signals
 from launcher.servers.versions import container_of

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from launcher import wire
 from launcher.controller.group import serving
 from launcher.controller.handle import Failure, RankProcess
 from launcher.controller.roles import roles_of
 from launcher.processes import limits
 from launcher.processes.guards import LastWords
-from launcher.wire import channel
-from launcher.wire.channel import Call, Hello, Setup
+from launcher.wire import Call, Hello, Setup
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, WorkerDied
 from rl_megatron.interfaces import Launcher, Roles, unheard
@@ -81,8 +81,8 @@ class ConnectingLauncher(Launcher):
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
         """Raises ConfigError if there is no room for the ranks that the roles need."""
-        token, address = secrets.token_bytes(channel.TOKEN_BYTES), await self._address()
-        with channel.listen(address, backlog=sum(ranks_by_role(config).values())) as listener:
+        token, address = secrets.token_bytes(wire.TOKEN_BYTES), await self._address()
+        with wire.listen(address, backlog=sum(ranks_by_role(config).values())) as listener:
             host, port = listener.getsockname()
             call = Call(
                 host=host,
@@ -200,7 +200,7 @@ async def _welcome(
     async def prove(accepted: socket.socket) -> None:
         try:
             try:
-                connection = await channel.accept(accepted, token)
+                connection = await wire.accept(accepted, token)
             finally:
                 unproven.pop(accepted, None)
             rank = await _hear(connection, started)

@@ -22,12 +22,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from launcher import wire
 from launcher.processes import limits
 from launcher.processes.guards import LastWords, end_of
 from launcher.processes.own_thread import OwnThread
-from launcher.wire import messages
-from launcher.wire.channel import Hello, Setup
-from launcher.wire.messages import STACKS, Message
+from launcher.wire import STACKS, Hello, Message, Setup
 from rl_megatron.errors import RLMegatronError, SyncError, WorkerDied
 from rl_megatron.observability.timeline import RankKernels, RankTimed, RankTimes, Recorded
 from rl_megatron.placement.names import LEARNER, called, file_stem
@@ -116,7 +115,7 @@ class RankStream:
         self._connection, self._heard, self._hearing = connection, heard, hearing
         self._loop = asyncio.get_running_loop()
         self.hung_up: asyncio.Future[None] = self._loop.create_future()
-        self._coming, self._left = messages.Incoming(), deque[memoryview]()
+        self._coming, self._left = wire.Incoming(), deque[memoryview]()
         self._writing, self._awaiting = True, False  # whether the other side may still read; whether we wait for it
         self._file = connection.fileno()
         os.set_blocking(self._file, False)
@@ -128,7 +127,7 @@ class RankStream:
             return
         if not self._left:
             self._loop.call_soon(self._write)
-        self._left.extend(messages.parts(message))
+        self._left.extend(wire.parts(message))
 
     def close(self) -> None:
         """Close it, whatever is still to be sent."""
@@ -140,7 +139,7 @@ class RankStream:
         if not self._left:
             return
         try:
-            messages.write_some(self._file, self._left)
+            wire.write_some(self._file, self._left)
         except BlockingIOError:
             pass
         except OSError:  # what ended the other side is known soon
@@ -259,13 +258,13 @@ class WorkerHandle:
 
     def prepare(self, setup: Setup) -> asyncio.Future[Any]:
         """Send the setup that the worker waits for; the name of its GPU, if any, once it is ready to serve."""
-        return self.send("prepare", messages.pack(setup))
+        return self.send("prepare", wire.pack(setup))
 
     def call(self, name: str, *arguments: Any) -> asyncio.Future[Any]:
         """Call the worker. A failed worker never answers, but ``Failure`` has its error."""
-        return self.send(name, messages.pack((name, arguments)))
+        return self.send(name, wire.pack((name, arguments)))
 
-    def send(self, name: str, message: messages.Message) -> asyncio.Future[Any]:
+    def send(self, name: str, message: wire.Message) -> asyncio.Future[Any]:
         """Send the call ``name``, which is packed: many ranks may get one message."""
         self._closing = self._closing or name == "close"
         answer = self._loop.create_future()
@@ -302,9 +301,9 @@ class WorkerHandle:
         """A large answer arrives, and heartbeats wait behind it."""
         self.quiet = self.still = 0
 
-    def _heard(self, message: messages.Message) -> None:
+    def _heard(self, message: wire.Message) -> None:
         try:
-            self._answer(*messages.unpack(message))
+            self._answer(*wire.unpack(message))
         except Exception as error:  # noqa: BLE001  in a callback it would only be logged, and the rank waited for
             self._raised = True
             self._failure.report(WorkerDied(f"{self.who}: its message cannot be read: {error!r}"), at_once=True)

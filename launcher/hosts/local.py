@@ -16,11 +16,10 @@ from typing_extensions import override
 
 from launcher.controller.arrivals import ConnectingLauncher, StartedRanks
 from launcher.processes.environment import threads_per_worker, variables
-from launcher.processes.guards import LastWords
+from launcher.processes.guards import HERE, LastWords
 from launcher.processes.own_thread import in_own_thread
 from launcher.processes.scratch import scratch
-from launcher.servers.site import HERE
-from launcher.wire.channel import Call, Muster, this_node
+from launcher.wire import Call, Muster, this_node
 from launcher.worker.forking import HELD_BACK
 from rl_megatron.config.run import RunConfig
 from rl_megatron.placement.names import called

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from launcher.hosts.slurm.allocation import Allocation
-from launcher.servers.site import HERE, Site, Sites, StartAt
+from launcher.processes.guards import HERE, Site, Sites, StartAt
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.placement.seats import Seat, seats_alone, seats_here, seats_of

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
-from launcher.servers.degrees import degree_problems
 from rl_megatron.config.beside import frozen_folders, in_words_of
 from rl_megatron.config.learner_checks import refuse
+from rl_megatron.config.rules import problems_of
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import given_to_servers
@@ -27,7 +27,7 @@ def check(subject: Subject) -> Iterator[Found]:
 def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
     """A problem for each size of the model that the configuration does not fit."""
     yield from _engine(config, shape)
-    yield from map(problem, degree_problems(config, shape))
+    yield from map(problem, problems_of(config, "shape", shape))
     try:
         expect(config.model.name, shape)
         learner_layout(config, shape)

@@ -1,11 +1,9 @@
-"""Compares the parallel degrees of servers with the model, and counts the bytes that they read. No torch, for a login
-node."""
+"""Counts the bytes that servers read. No torch, for a login node."""
 
 from __future__ import annotations
 
 from math import prod
 
-from rl_megatron.config.rules import problems_of
 from rl_megatron.config.run import RunConfig
 from rl_megatron.feature import encoding_of
 from rl_megatron.models.shape import ModelShape
@@ -13,11 +11,6 @@ from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.formats.hf_folder import stored
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
-
-
-def degree_problems(config: RunConfig, shape: ModelShape) -> list[str]:
-    """A line for each degree of the servers that does not fit the model, and each rule of a shape that is broken."""
-    return problems_of(config, "shape", shape)
 
 
 def served_bytes(config: RunConfig, shape: ModelShape) -> int:

@@ -21,14 +21,12 @@ from typing import Any, TypeVar, cast
 
 from typing_extensions import override
 
-from launcher.processes.guards import Order
+from launcher.processes.guards import HERE, GpuTurns, Order, Site, Sites, elsewhere
 from launcher.processes.own_thread import in_own_thread
 from launcher.processes.scratch import scratch
 from launcher.runs.folder import mirror_path
 from launcher.servers import supervisor as supervision
-from launcher.servers.degrees import degree_problems
 from launcher.servers.engines import adapter_of, adapter_places, engine_problems, longest_sequence
-from launcher.servers.site import HERE, GpuTurns, Site, Sites, elsewhere
 from launcher.servers.supervisor import Attached, Failed, Standing, Started, Supervisor
 from launcher.servers.versions import (
     check_interpreter,
@@ -38,6 +36,7 @@ from launcher.servers.versions import (
     shared_settings,
     show_package,
 )
+from rl_megatron.config.rules import problems_of
 from rl_megatron.config.run import RunConfig
 from rl_megatron.engines import engine_token
 from rl_megatron.engines.adapter import Adapter, Description, StartOptions, words_of
@@ -154,7 +153,7 @@ class ServedEngines:
         self._model_folder, self._run_folder, self._shape = model_folder.resolve(), run_folder, shape
         self._max_length = longest_sequence(config, shape)
         self._places = adapter_places(config, shape)
-        if problems := [*degree_problems(config, shape), *engine_problems(config, adapter, shape, os.environ)]:
+        if problems := [*problems_of(config, "shape", shape), *engine_problems(config, adapter, shape, os.environ)]:
             raise ConfigError("\n".join(problems))
         self._checks = ServerChecks(
             config=config, adapter=adapter, model_folder=self._model_folder, max_length=self._max_length

@@ -13,7 +13,7 @@ import torch
 
 from launcher.processes.scratch import removed
 from launcher.runs.folder import mirror_path
-from launcher.wire.channel import Setup
+from launcher.wire import Setup
 from launcher.worker.models import RankModels
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from launcher.wire.channel import Setup
+from launcher.wire import Setup
 from rl_megatron import digests
 from rl_megatron.config.beside import frozen_folders, reference_follows, separate
 from rl_megatron.config.run import RunConfig

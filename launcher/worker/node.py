@@ -19,7 +19,7 @@ from typing import NoReturn, TextIO
 
 from launcher.processes.environment import die_with, variables
 from launcher.processes.guards import ENDING
-from launcher.wire.channel import Call, Muster, this_node
+from launcher.wire import Call, Muster, this_node
 from launcher.worker.forking import HELD_BACK, Program, hindrance, import_all, modules_of, start
 from rl_megatron.placement.names import called, file_stem
 from rl_megatron.placement.ranks import shares_of_cores

@@ -22,12 +22,11 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import NoReturn
 
+from launcher import wire
 from launcher.processes import limits, stacks
 from launcher.processes.engine_guard import interface_of
 from launcher.processes.environment import die_with, of_one_order, uncollected, variables
-from launcher.wire import channel, messages
-from launcher.wire.channel import Call, Hello, Setup, this_node
-from launcher.wire.messages import STACKS
+from launcher.wire import STACKS, Call, Hello, Setup, this_node
 from launcher.worker.forking import HELD_BACK, quieten
 from launcher.worker.learner_rank import Worker
 from launcher.worker.models import RankModels, of_full_memory, telling_of_memory
@@ -38,7 +37,7 @@ from rl_megatron.placement.names import LEARNER, called, file_stem
 from rl_megatron.user_code import import_from
 
 _SENDING = threading.Lock()  # one message at a time into the pipe
-Calls = SimpleQueue[tuple[int, messages.Message] | None]
+Calls = SimpleQueue[tuple[int, wire.Message] | None]
 """Each with its arrival, in the nanoseconds of ``timeline.now``; None marks the end."""
 
 
@@ -61,13 +60,13 @@ def serve(call: Call, rank: int) -> None:
     """Run as ``rank`` until the controller requests the end or is gone. Called in a main thread."""
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # one thread waits for them and passes them on
     limits.raise_open_files()
-    connection, address = channel.connect(call.host, call.port, bytes.fromhex(call.token), seconds=call.seconds)
+    connection, address = wire.connect(call.host, call.port, bytes.fromhex(call.token), seconds=call.seconds)
     os.environ.update(variables(threads=call.threads, device=call.device))
     interface = interface_of(address)
     assert interface is not None  # the stream leaves through it
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, interface)
-    store = channel.listen(address, backlog=4096) if rank == 0 and call.store else None
+    store = wire.listen(address, backlog=4096) if rank == 0 and call.store else None
     hello = Hello(
         rank=rank,
         node=this_node(),
@@ -107,10 +106,10 @@ def run_worker(connection: Connection, rank: int, store: int | None = None) -> N
         import rl_megatron.learner.megatron  # noqa: F401  slow, so it runs while the controller still prepares
 
     try:
-        message = messages.receive(connection)
+        message = wire.receive(connection)
     except EOFError:  # the controller closed the stream
         return
-    setup: Setup = messages.unpack(message)
+    setup: Setup = wire.unpack(message)
     import_from(setup.code)
     if setup.config.learner.deterministic:
         os.environ.update(of_one_order(os.environ))
@@ -153,7 +152,7 @@ def _hear(connection: Connection, calls: Calls) -> None:
     """Queue calls, and write stacks at once."""
     with contextlib.suppress(EOFError, OSError):  # the controller closed the stream
         while True:
-            message = messages.receive(connection)
+            message = wire.receive(connection)
             if message == STACKS:
                 stacks.dump()
             else:
@@ -165,7 +164,7 @@ def _serve(connection: Connection, worker: RankModels, calls: Calls) -> None:
     counts = Counter[str]()
     while (call := calls.get()) is not None:
         arrived, message = call
-        name, arguments = messages.unpack(message)
+        name, arguments = wire.unpack(message)
         counts[name] += 1
         activity.begin(name, counts[name])
         if name not in worker.CALLS:
@@ -179,9 +178,9 @@ def _serve(connection: Connection, worker: RankModels, calls: Calls) -> None:
 
 def say(connection: Connection, status: str, value: object, timed: RankTimed | None = None) -> None:
     """Send one message to the controller, from any thread; ``timed`` goes with an answer."""
-    message = messages.pack((status, value, timed))
+    message = wire.pack((status, value, timed))
     with _SENDING:
-        messages.send(connection, message)
+        wire.send(connection, message)
 
 
 def say_alive(connection: Connection) -> None:

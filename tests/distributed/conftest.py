@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from launcher.processes.environment import variables
-from launcher.wire.channel import Muster
+from launcher.wire import Muster
 from tests.forks import FORKS, be_node
 
 

@@ -474,7 +474,7 @@ def pushes(rank: int, root: Path, rendezvous: Rendezvous) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(root / "model" / "model.safetensors").items()}
     if rank == 0:
         from launcher.runs.folder import mirror_path
-        from launcher.wire.channel import Setup
+        from launcher.wire import Setup
         from launcher.worker.learner_rank import Worker
 
         keys = ("rollout=vllm", "learner.dtype=bfloat16", "learner.ep=1", "learner.threads=1", f"weights.folder={root}")

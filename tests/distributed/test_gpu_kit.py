@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from launcher.hosts.local import LocalLauncher
-from launcher.wire.channel import Call, Muster
+from launcher.wire import Call, Muster
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack

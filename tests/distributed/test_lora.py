@@ -264,7 +264,7 @@ def config_of(root: Path) -> RunConfig:
 
 
 def folders_main(rank: int, root: Path) -> None:
-    from launcher.wire.channel import Setup
+    from launcher.wire import Setup
     from launcher.worker import models
     from launcher.worker.learner_rank import Worker
 

@@ -197,7 +197,7 @@ def rank_main(rank: int, root: Path) -> None:
 
 def pushed(root: Path, name: str, rank: int) -> dict[str, int]:
     """Checksums of what the in-process engine of a rank holds after a push right after the third step."""
-    from launcher.wire.channel import Setup
+    from launcher.wire import Setup
     from launcher.worker.learner_rank import Worker
 
     learner = section("dp2", **OVERLAPS[name])

@@ -64,7 +64,7 @@ def rank_main(rank: int, name: str, keys: Sequence[str], root: Path, model: Path
     """One rank of a run; that of "resumed" goes on from the checkpoint of "optimizer"."""
     torch.set_num_threads(1)
     import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here: before its functions are bound
-    from launcher.wire.channel import Setup
+    from launcher.wire import Setup
     from launcher.worker import models
     from launcher.worker.learner_rank import Worker
     from rl_megatron.learner import trained

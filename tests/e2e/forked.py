@@ -23,7 +23,7 @@ from launcher import entry
 from launcher.hosts import local
 from launcher.processes import engine_guard
 from launcher.processes.environment import die_with_parent, variables
-from launcher.wire.channel import Muster
+from launcher.wire import Muster
 from launcher.worker.forking import HELD_BACK
 from tests.e2e import forked_servers
 from tests.forks import FORKS, be_node

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from launcher.processes.guards import Sites
 from launcher.servers.engines import SERVERS
 from launcher.servers.pool import ServedEngines
-from launcher.servers.site import Sites
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.engines.engine import ServedEngine

@@ -18,7 +18,7 @@ import torch
 
 from launcher.controller.roles import WeightGroup
 from launcher.runs.folder import mirror_path
-from launcher.wire.channel import Setup
+from launcher.wire import Setup
 from launcher.worker.learner_rank import Worker
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig

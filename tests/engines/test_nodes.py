@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.servers.site import Site
+from launcher.processes.guards import Site
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.recorded import Boxes
 from tests.engines.benches import NEW, REPO, ServedBench, request, served, words_of

@@ -12,7 +12,7 @@ from pathlib import Path
 import ray
 
 from launcher.processes.guards import Order, start_guard
-from launcher.wire.channel import Call
+from launcher.wire import Call
 
 _OF_NODE = ("SLURM", "CUDA_VISIBLE_DEVICES")  # variables that differ between the nodes of a job
 

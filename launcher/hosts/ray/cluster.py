@@ -42,11 +42,10 @@ from launcher.hosts.sites import cpus_of_engine_node, visible_gpus
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.launcher import ended, running_step
 from launcher.processes import guards
-from launcher.processes.guards import Guard, Order, free_port
+from launcher.processes.guards import HERE, Guard, Order, free_port
 from launcher.processes.own_thread import OwnThread
 from launcher.processes.scratch import scratch
-from launcher.servers.site import HERE
-from launcher.wire.channel import this_node
+from launcher.wire import this_node
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError, WorkerDied
 from rl_megatron.interfaces import Launcher, Roles, unheard

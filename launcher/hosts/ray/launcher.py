@@ -21,7 +21,7 @@ from launcher.controller.handle import seen
 from launcher.hosts.ray.cluster import RayCluster, group_of, said
 from launcher.hosts.ray.node import Bundle
 from launcher.processes.environment import threads_per_rank, threads_per_worker
-from launcher.wire.channel import Call
+from launcher.wire import Call
 from rl_megatron.config.run import RunConfig
 from rl_megatron.placement.names import called, file_stem
 

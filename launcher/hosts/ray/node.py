@@ -25,7 +25,7 @@ from launcher.hosts.slurm.allocation import Allocation, cores_option
 from launcher.processes.environment import adopt_orphans, die_with_parent
 from launcher.processes.guards import held_ports
 from launcher.processes.scratch import lasting
-from launcher.wire.channel import this_node
+from launcher.wire import this_node
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.files import private_folder
 from rl_megatron.placement.names import LEARNER

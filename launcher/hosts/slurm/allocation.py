@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.hosts.slurm.calls import call_slurm
-from launcher.wire.channel import this_node
+from launcher.wire import this_node
 from rl_megatron.config.beside import separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError

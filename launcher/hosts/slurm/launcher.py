@@ -25,7 +25,7 @@ from launcher.controller.arrivals import ConnectingLauncher, StartedRanks
 from launcher.controller.handle import STOP_SECONDS
 from launcher.hosts.slurm.allocation import Allocation, cores_option
 from launcher.processes.environment import threads_per_rank
-from launcher.wire.channel import Call, Muster
+from launcher.wire import Call, Muster
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.placement.names import LEARNER, file_stem

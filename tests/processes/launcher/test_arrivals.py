@@ -18,16 +18,16 @@ from typing import Any
 import psutil
 import pytest
 
+from launcher import wire
 from launcher.controller.arrivals import _STRANGERS, StartedRanks, arrivals
 from launcher.controller.handle import RankProcess
 from launcher.processes import limits
-from launcher.wire import channel
-from launcher.wire.channel import Call, Hello
+from launcher.wire import Call, Hello
 from rl_megatron.errors import ConfigError, WorkerDied
 from rl_megatron.placement.ranks import Placement, place
 from rl_megatron.types import ParallelDims
 
-TOKEN = b"t" * channel.TOKEN_BYTES
+TOKEN = b"t" * wire.TOKEN_BYTES
 RANKS, EACH, THREADS = 384, 8, 32
 DIMS = ParallelDims(dp=RANKS)
 NODES = [f"node{number}" for number in range(RANKS // EACH)]
@@ -61,7 +61,7 @@ def connect(listener: socket.socket, ranks: Collection[int], held: dict[int, Con
 
     def greet(mine: list[tuple[int, socket.socket]]) -> None:
         for rank, stream in mine:
-            held[rank] = asyncio.run(channel._proven(stream, TOKEN, ours=b"rank", theirs=b"controller"))
+            held[rank] = asyncio.run(wire._proven(stream, TOKEN, ours=b"rank", theirs=b"controller"))
             hello = Hello(rank=rank, node=NODES[rank // EACH], pid=rank, store="", step="", hindered="a thread")
             held[rank].send_bytes(hello.line())
 
@@ -103,7 +103,7 @@ def arrived(folder: Path, absent: Collection[int], blamed: list[Sequence[str]]) 
     made.clear()
 
     async def main() -> list[RankProcess]:
-        with channel.listen("127.0.0.1", backlog=RANKS) as listener:
+        with wire.listen("127.0.0.1", backlog=RANKS) as listener:
             last = connect(listener, set(range(RANKS)) - set(absent), held)
             started = begun(folder, blamed, place(DIMS, NODES, EACH), once_all_have_come(RANKS - len(absent)))
             try:
@@ -138,16 +138,16 @@ async def test_strangers_that_say_nothing_hold_up_no_rank(tmp_path: Path) -> Non
     """As many as there is room for stay, since each has 10 s to prove itself; of more the oldest are hung up on."""
     blamed: list[Sequence[str]] = []
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(channel.listen("127.0.0.1", backlog=200))
+        listener = stack.enter_context(wire.listen("127.0.0.1", backlog=200))
         connected = [socket.create_connection(listener.getsockname(), 5) for _ in range(100)]
         strangers = [stack.enter_context(stranger) for stranger in connected]
         ended = asyncio.get_running_loop().create_future()
         started = begun(tmp_path, blamed, place(ParallelDims(), ["node0"], 1), ended)
         waiting = asyncio.create_task(arrivals(listener, call_of(listener, 600), started))
         for stranger in strangers[: -1 - _STRANGERS]:
-            assert len(await asyncio.to_thread(stranger.recv, 100)) == channel.PROOF_BYTES
+            assert len(await asyncio.to_thread(stranger.recv, 100)) == wire.PROOF_BYTES
             assert await asyncio.to_thread(stranger.recv, 100) == b""
-        connection, _ = await asyncio.to_thread(channel.connect, *listener.getsockname(), TOKEN, seconds=0)
+        connection, _ = await asyncio.to_thread(wire.connect, *listener.getsockname(), TOKEN, seconds=0)
         with connection:
             connection.send_bytes(Hello(rank=0, node="node0", pid=1, store="", step="").line())
             assert [rank.rank for rank in await waiting] == [0]

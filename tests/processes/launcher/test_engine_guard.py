@@ -24,14 +24,12 @@ from safetensors.torch import load_file
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from typing_extensions import override
 
-from launcher.build.alone import _FolderWeights, engine_alone
-from launcher.build.trained import of_folder
+from launcher.build.trained import _FolderWeights, engine_alone, of_folder
 from launcher.hosts.sites import sites_alone, sites_of
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.processes import engine_guard, scratch
 from launcher.processes.environment import variables
-from launcher.processes.guards import LastWords, Order, end_of, start_guard
-from launcher.servers.site import Site
+from launcher.processes.guards import LastWords, Order, Site, end_of, start_guard
 from launcher.servers.supervisor import Started
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.weights import NODE_MEMORY

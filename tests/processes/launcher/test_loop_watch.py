@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from launcher.processes import stacks
-from launcher.processes.loop_watch import LoopWatch
 from launcher.processes.own_thread import OwnThread
+from launcher.processes.stacks import LoopWatch
 from rl_megatron.config.io import load_config
 from tests.unit.launcher.test_ranks import until_written, write
 
 STANDING_STILL = """
 import asyncio, sys, time
 from pathlib import Path
-from launcher.processes.loop_watch import LoopWatch
+from launcher.processes.stacks import LoopWatch
 from rl_megatron.config.io import load_config
 
 async def controller():
@@ -50,7 +50,7 @@ def test_it_ends_with_the_place_and_the_stacks(tmp_path: Path) -> None:
 STALLED = """
 import asyncio, os, sys
 from pathlib import Path
-from launcher.processes.loop_watch import LoopWatch
+from launcher.processes.stacks import LoopWatch
 from rl_megatron.config.io import load_config
 from rl_megatron.observability.files import JsonlFile
 
@@ -84,7 +84,7 @@ def test_a_file_system_that_stalls_has_the_time_limit_of_disks(where: str, tmp_p
 HOLDING = """
 import asyncio, re, sys, threading
 from pathlib import Path
-from launcher.processes.loop_watch import LoopWatch
+from launcher.processes.stacks import LoopWatch
 from rl_megatron.config.io import load_config
 
 async def controller():

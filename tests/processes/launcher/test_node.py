@@ -19,14 +19,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launcher import wire
 from launcher.controller.arrivals import arrivals
 from launcher.controller.handle import RankProcess
 from launcher.hosts import local
 from launcher.hosts.local import LocalLauncher
 from launcher.processes.environment import of_one_order
 from launcher.processes.scratch import removed
-from launcher.wire import channel, messages
-from launcher.wire.channel import Call, Hello, Muster, Setup
+from launcher.wire import Call, Hello, Muster, Setup
 from launcher.worker import forking
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError, WorkerDied
@@ -36,7 +36,7 @@ from rl_megatron.placement.ranks import shares_of_cores
 from tests.e2e.processes import eventually
 from tests.forks import FORKS
 
-TOKEN = b"t" * channel.TOKEN_BYTES
+TOKEN = b"t" * wire.TOKEN_BYTES
 NODE = """
 from launcher.worker import node
 node.modules_of = lambda device: ("planted",)
@@ -104,11 +104,11 @@ def started(folder: Path, planted: str, port: int) -> Iterator[subprocess.Popen[
 )
 def test_it_forks_its_ranks_and_ends_with_the_first_that_fails(tmp_path: Path, planted: str, hindered: str) -> None:
     with (
-        channel.listen("127.0.0.1", backlog=2) as listener,
+        wire.listen("127.0.0.1", backlog=2) as listener,
         started(tmp_path, planted, listener.getsockname()[1]) as task,
     ):
         listener.settimeout(600)
-        streams = [asyncio.run(channel.accept(listener.accept()[0], TOKEN)) for _ in range(2)]
+        streams = [asyncio.run(wire.accept(listener.accept()[0], TOKEN)) for _ in range(2)]
         hellos = sorted((Hello(**json.loads(stream.recv_bytes())) for stream in streams), key=lambda hello: hello.rank)
         assert [(hello.rank, hello.node, hello.hindered) for hello in hellos] == [(n, "b", hindered) for n in (2, 3)]
         ranks = [psutil.Process(hello.pid) for hello in hellos]
@@ -118,7 +118,7 @@ def test_it_forks_its_ranks_and_ends_with_the_first_that_fails(tmp_path: Path, p
         assert files == [os.devnull, str(tmp_path / "rank-3.txt"), str(tmp_path / "rank-3.txt")]
         if not hindered:
             assert (tmp_path / "rank-3.txt").read_text() == "cores [2, 3] 3\n"
-            said = (messages.unpack(messages.receive(stream)) for stream in streams * 60)
+            said = (wire.unpack(wire.receive(stream)) for stream in streams * 60)
             assert next(value for status, value, *_ in said if status == "signal") == "SIGTERM"
         ranks[1].kill()
         assert task.wait(600) == 128 + signal.SIGKILL
@@ -188,7 +188,7 @@ async def child(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))))
     monkeypatch.setattr(local, "_PROGRAM", ("-P", "-c", NODE))
     config = load_config("tiny_cpu", ["learner.ep=1", "learner.dp=2", "learner.threads=1"])
-    with channel.listen("127.0.0.1", backlog=2) as listener:
+    with wire.listen("127.0.0.1", backlog=2) as listener:
         port = listener.getsockname()[1]
         call = Call(host="127.0.0.1", port=port, token=TOKEN.hex(), seconds=600, threads=1, device="cpu")
         async with LocalLauncher(folder, folder)._begin(config, call) as started:
@@ -299,8 +299,8 @@ def test_a_rank_has_them_when_it_builds_its_model(keys: tuple[str, ...], mode: b
     rank.start()
     theirs.close()
     setup = Setup(config=config, model_folder=model, run_folder=tmp_path, rendezvous=f"file://{tmp_path}/rendezvous")
-    messages.send(ours, messages.pack(setup))
-    status, said, *_ = messages.unpack(messages.receive(ours))
+    wire.send(ours, wire.pack(setup))
+    status, said, *_ = wire.unpack(wire.receive(ours))
     rank.join()
     assert status == "raised", said
     values = [":4096:8", "Ring", "0"] if mode else [None, None, None]

@@ -38,11 +38,10 @@ from launcher.hosts.ray.node import (
 from launcher.hosts.sites import cpus_of_engine_node, sites_of
 from launcher.hosts.slurm import script
 from launcher.hosts.slurm.allocation import Allocation
-from launcher.processes.guards import Guard, Order, start_guard
+from launcher.processes.guards import Guard, Order, Site, elsewhere, start_guard
 from launcher.processes.own_thread import OwnThread
 from launcher.runs.folder import mirror_path
-from launcher.servers.site import Site, elsewhere
-from launcher.wire.channel import this_node
+from launcher.wire import this_node
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from launcher.commands import smoke, submit
-from launcher.commands.smoke import smoke_of
+from launcher.commands import submit
+from launcher.commands.submit import smoke_of
 from launcher.preflight.checks import preflight
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
@@ -457,7 +457,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name, value in {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "MODE": "good"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(smoke, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(submit, "_LOOK_SECONDS", 0.02)
     return tmp_path
 
 

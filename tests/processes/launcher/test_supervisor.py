@@ -17,10 +17,9 @@ from typing import Any, cast
 
 import pytest
 
-from launcher.processes.guards import GuardProcess, Order, start_guard
+from launcher.processes.guards import GuardProcess, Order, Site, start_guard
 from launcher.servers import supervisor as restarts
 from launcher.servers.pool import ServedEngines, ServedLauncher
-from launcher.servers.site import Site
 from launcher.servers.supervisor import Failed, Standing, Supervisor
 from launcher.servers.supervisor import Started as StartedServer
 from rl_megatron.config.io import load_config

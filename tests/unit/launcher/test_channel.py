@@ -18,20 +18,20 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.wire import channel, messages
+from launcher import wire
 from tests.completions import completion, plain
 
-TOKEN = b"t" * channel.TOKEN_BYTES
+TOKEN = b"t" * wire.TOKEN_BYTES
 
 
 def accepted(client: Callable[[str, int], None]) -> Connection | Exception:
     """What the controller's side makes of a client."""
-    with channel.listen("127.0.0.1", backlog=1) as listener:
+    with wire.listen("127.0.0.1", backlog=1) as listener:
         thread = threading.Thread(target=client, args=listener.getsockname())
         thread.start()
         stream, _ = listener.accept()
         try:
-            return asyncio.run(channel.accept(stream, TOKEN))
+            return asyncio.run(wire.accept(stream, TOKEN))
         except OSError as error:
             return error
         finally:
@@ -42,14 +42,14 @@ def test_both_sides_with_the_token_talk() -> None:
     got = []
 
     def client(host: str, port: int) -> None:
-        connection, address = channel.connect(host, port, TOKEN, seconds=0)
+        connection, address = wire.connect(host, port, TOKEN, seconds=0)
         connection.send_bytes(b"x" * 1_000_000)
         got.append((connection.recv_bytes(), address))
 
-    with channel.listen("127.0.0.1", backlog=1) as listener:
+    with wire.listen("127.0.0.1", backlog=1) as listener:
         thread = threading.Thread(target=client, args=listener.getsockname())
         thread.start()
-        connection = asyncio.run(channel.accept(listener.accept()[0], TOKEN))
+        connection = asyncio.run(wire.accept(listener.accept()[0], TOKEN))
         assert connection.recv_bytes() == b"x" * 1_000_000
         connection.send_bytes(b"back")
         thread.join(20)
@@ -57,7 +57,7 @@ def test_both_sides_with_the_token_talk() -> None:
 
 
 def test_it_listens_on_one_address_alone() -> None:
-    with channel.listen("127.0.0.1", backlog=1) as listener:
+    with wire.listen("127.0.0.1", backlog=1) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.2", listener.getsockname()[1]), timeout=5)
@@ -68,12 +68,12 @@ def test_another_token_is_refused_on_both_sides() -> None:
 
     def client(host: str, port: int) -> None:
         try:
-            channel.connect(host, port, b"u" * channel.TOKEN_BYTES, seconds=0)
+            wire.connect(host, port, b"u" * wire.TOKEN_BYTES, seconds=0)
         except OSError as error:
             seen.append(error)
 
-    assert isinstance(accepted(client), channel.NotProven)
-    assert isinstance(seen[0], channel.NotProven)
+    assert isinstance(accepted(client), wire.NotProven)
+    assert isinstance(seen[0], wire.NotProven)
 
 
 class Bomb:
@@ -102,14 +102,14 @@ def test_a_pickle_without_a_proof_is_never_read() -> None:
 
     def client(host: str, port: int) -> None:
         with socket.create_connection((host, port)) as stream:
-            asked = stream.recv(channel.PROOF_BYTES)
+            asked = stream.recv(wire.PROOF_BYTES)
             stream.sendall(asked + asked)
 
-    assert isinstance(accepted(client), channel.NotProven)
+    assert isinstance(accepted(client), wire.NotProven)
 
 
 def test_one_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.1)
+    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.1)
 
     def client(host: str, port: int) -> None:
         with socket.create_connection((host, port)) as stream:
@@ -121,7 +121,7 @@ def test_one_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_all_of_a_handshake_has_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often the other side sends a byte of it."""
-    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.1)
+    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.1)
 
     def client(host: str, port: int) -> None:
         with socket.create_connection((host, port), 0.02) as stream, contextlib.suppress(ConnectionError):
@@ -136,10 +136,10 @@ def test_all_of_a_handshake_has_one_limit(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_stream_lasts_while_the_other_side_lives_and_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """12 seconds, in which a suspended rank answers for its node alone: 64 MB for it wait."""
-    monkeypatch.setattr(channel, "_SILENCE_SECONDS", 6)
-    with channel.listen("127.0.0.1", backlog=1) as listener, ThreadPoolExecutor() as pool:
-        connecting = pool.submit(channel.connect, *listener.getsockname(), TOKEN, seconds=0)
-        with asyncio.run(channel.accept(listener.accept()[0], TOKEN)) as ours, connecting.result(60)[0] as theirs:
+    monkeypatch.setattr(wire, "_SILENCE_SECONDS", 6)
+    with wire.listen("127.0.0.1", backlog=1) as listener, ThreadPoolExecutor() as pool:
+        connecting = pool.submit(wire.connect, *listener.getsockname(), TOKEN, seconds=0)
+        with asyncio.run(wire.accept(listener.accept()[0], TOKEN)) as ours, connecting.result(60)[0] as theirs:
             sending = pool.submit(ours.send_bytes, bytes(64 << 20))
             assert not wait([ours], timeout=12)
             assert theirs.recv_bytes() == bytes(64 << 20)
@@ -148,9 +148,9 @@ def test_a_stream_lasts_while_the_other_side_lives_and_does_not_read(monkeypatch
 
 def test_an_idle_stream_is_probed_on_both_sides() -> None:
     """In a network namespace whose link went down, with 6 s in place of 60, the stream ended after 6 s."""
-    with channel.listen("127.0.0.1", backlog=1) as listener, ThreadPoolExecutor() as pool:
-        connecting = pool.submit(channel.connect, *listener.getsockname(), TOKEN, seconds=0)
-        with asyncio.run(channel.accept(listener.accept()[0], TOKEN)) as ours, connecting.result(60)[0] as theirs:
+    with wire.listen("127.0.0.1", backlog=1) as listener, ThreadPoolExecutor() as pool:
+        connecting = pool.submit(wire.connect, *listener.getsockname(), TOKEN, seconds=0)
+        with asyncio.run(wire.accept(listener.accept()[0], TOKEN)) as ours, connecting.result(60)[0] as theirs:
             for end in (ours, theirs):
                 with socket.socket(fileno=os.dup(end.fileno())) as stream:
                     assert stream.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -163,14 +163,14 @@ def test_a_rank_tries_again_until_the_controller_has_time_or_has_ended(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And says why, each reason once."""
-    monkeypatch.setattr(channel, "_PAUSE_SECONDS", 0.0)
-    with channel.listen("127.0.0.1", backlog=1) as listener, ThreadPoolExecutor() as pool:
+    monkeypatch.setattr(wire, "_PAUSE_SECONDS", 0.0)
+    with wire.listen("127.0.0.1", backlog=1) as listener, ThreadPoolExecutor() as pool:
         listener.settimeout(20)
         where = listener.getsockname()
-        connecting = pool.submit(channel.connect, *where, TOKEN, seconds=600)
+        connecting = pool.submit(wire.connect, *where, TOKEN, seconds=600)
         for _ in range(3):
             listener.accept()[0].close()
-        with asyncio.run(channel.accept(listener.accept()[0], TOKEN)) as ours, connecting.result(60)[0] as theirs:
+        with asyncio.run(wire.accept(listener.accept()[0], TOKEN)) as ours, connecting.result(60)[0] as theirs:
             theirs.send_bytes(b"here")
             assert ours.recv_bytes() == b"here"
     said = capsys.readouterr().err.splitlines()  # the stream ended, was reset, or both
@@ -179,7 +179,7 @@ def test_a_rank_tries_again_until_the_controller_has_time_or_has_ended(
     assert all(line.startswith(before) for line in said)
     assert 0 < len(reasons) == len(set(reasons))
     with pytest.raises(ConnectionRefusedError):
-        channel.connect(*where, TOKEN, seconds=600)
+        wire.connect(*where, TOKEN, seconds=600)
 
 
 @pytest.mark.parametrize(("number", "tries"), [(errno.EHOSTUNREACH, 2), (errno.ENETUNREACH, 2), (errno.EACCES, 1)])
@@ -189,10 +189,10 @@ def test_a_rank_tries_again_where_its_network_is_late(number: int, tries: int, m
     def refused(*_: object, **__: object) -> socket.socket:
         raise refusals.pop(0)
 
-    monkeypatch.setattr(channel, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(wire, "_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr("socket.create_connection", refused)
     with pytest.raises(OSError, match="no way"):
-        channel.connect("10.0.0.1", 1, TOKEN, seconds=600)
+        wire.connect("10.0.0.1", 1, TOKEN, seconds=600)
     assert len(refusals) == 2 - tries
 
 
@@ -217,10 +217,10 @@ def ends() -> Iterator[tuple[Connection, Connection]]:
 
 
 def over(ends: tuple[Connection, Connection], value: object) -> object:
-    sender = threading.Thread(target=messages.send, args=(ends[0], messages.pack(value)))
+    sender = threading.Thread(target=wire.send, args=(ends[0], wire.pack(value)))
     sender.start()
     try:
-        return messages.unpack(messages.receive(ends[1]))
+        return wire.unpack(wire.receive(ends[1]))
     finally:
         sender.join()
 
@@ -245,18 +245,18 @@ def test_values_arrive_as_they_were_one_after_the_other(ends: tuple[Connection, 
 
 def test_a_views_own_bytes_travel_uncopied() -> None:
     rows = torch.zeros(1_000_000, dtype=torch.uint8)[:5000]
-    pickled, buffers = messages.pack([rows, TENSORS["small"], rows[:7]])
+    pickled, buffers = wire.pack([rows, TENSORS["small"], rows[:7]])
     assert [len(b) for b in buffers] == [5000]
     assert len(pickled) < 2000
     tensor = torch.zeros(10_000, dtype=torch.uint8)
-    _, (buffer,) = messages.pack(tensor)
+    _, (buffer,) = wire.pack(tensor)
     tensor[7] = 3
     assert buffer[7] == 3
 
 
 def test_columns_arrive_read_only_and_the_small_ones_inside_the_pickle(ends: tuple[Connection, Connection]) -> None:
     sent = [completion(range(count)) for count in (5000, 3, 0)]
-    _, buffers = messages.pack(sent)
+    _, buffers = wire.pack(sent)
     assert [len(b) for b in buffers] == [20_000] * 2
     found: Any = over(ends, sent)
     assert list(map(plain, found)) == list(map(plain, sent))
@@ -266,17 +266,17 @@ def test_columns_arrive_read_only_and_the_small_ones_inside_the_pickle(ends: tup
 @pytest.mark.parametrize("before", [1, 12, 20, 30, -1000])
 def test_a_stream_that_ends_inside_a_message_says_so(ends: tuple[Connection, Connection], before: int) -> None:
     ours, theirs = ends
-    os.write(ours.fileno(), b"".join(messages.parts(messages.pack(TENSORS["routes"])))[:before])
+    os.write(ours.fileno(), b"".join(wire.parts(wire.pack(TENSORS["routes"])))[:before])
     ours.close()
     with pytest.raises(EOFError, match="inside a message"):
-        messages.receive(theirs)
+        wire.receive(theirs)
 
 
 @pytest.mark.parametrize("size", [5, 4096, 10_000_000])
 def test_messages_in_pieces_of_any_size_are_the_same(size: int) -> None:
-    sent = [messages.pack(value) for value in (TENSORS, None, [TENSORS["routes"]] * 3, "text")] + [messages.STACKS]
-    stream = memoryview(b"".join(part for message in sent for part in messages.parts(message)))
-    coming, found = messages.Incoming(), []
+    sent = [wire.pack(value) for value in (TENSORS, None, [TENSORS["routes"]] * 3, "text")] + [wire.STACKS]
+    stream = memoryview(b"".join(part for message in sent for part in wire.parts(message)))
+    coming, found = wire.Incoming(), []
     for i in range(0, len(stream), size):
         found += coming.fed(stream[i : i + size])
     assert not coming.inside

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from launcher.preflight.sizes import size_problems
-from launcher.wire.channel import Setup
+from launcher.wire import Setup
 from launcher.worker.models import remember, telling_of_memory
 from launcher.worker.process import _machines
 from rl_megatron.config.io import load_config

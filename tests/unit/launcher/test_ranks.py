@@ -24,15 +24,14 @@ import numpy as np
 import pytest
 import torch
 
+from launcher import wire
 from launcher.controller import group as group_module
-from launcher.controller.group import SlowestRank, WorkerGroup, record_kernels
+from launcher.controller.group import SlowestRank, Watchdog, WorkerGroup, record_kernels
 from launcher.controller.handle import Ending, Failure, RankProcess, WorkerHandle
 from launcher.controller.roles import LearnerGroup, Plane, WeightGroup
-from launcher.controller.watchdog import Watchdog
 from launcher.processes import limits, stacks
 from launcher.processes.stacks import Frame, Stack, explain, read
-from launcher.wire import messages
-from launcher.wire.channel import Hello, Setup
+from launcher.wire import Hello, Setup
 from launcher.worker.models import RankModels
 from launcher.worker.process import say_alive, telling
 from rl_megatron.algorithms.losses import CrossEntropy
@@ -82,8 +81,8 @@ async def _a_rank() -> AsyncIterator[tuple[WorkerHandle, Connection]]:
 
 
 async def _answered(answer: asyncio.Future[Any], rank: Connection) -> None:
-    await asyncio.to_thread(messages.receive, rank)
-    messages.send(rank, messages.pack(("ok", None, None)))
+    await asyncio.to_thread(wire.receive, rank)
+    wire.send(rank, wire.pack(("ok", None, None)))
     await answer
 
 
@@ -111,8 +110,8 @@ async def test_a_large_answer_that_arrives_slowly_is_no_silence() -> None:
     async with _a_rank() as (handle, rank):
         await _answered(handle.prepare(cast(Setup, None)), rank)
         answer = handle.call("generate")
-        await asyncio.to_thread(messages.receive, rank)
-        large = b"".join(messages.parts(messages.pack(("ok", np.arange(300_000), None))))
+        await asyncio.to_thread(wire.receive, rank)
+        large = b"".join(wire.parts(wire.pack(("ok", np.arange(300_000), None))))
         for first in range(0, len(large), 400_000):  # heartbeats wait behind it
             for _ in range(100):
                 handle.tick()
@@ -184,7 +183,7 @@ def test_a_rank_that_can_no_longer_say_that_it_lives_says_why(monkeypatch: pytes
     heard = []
     with contextlib.suppress(EOFError):
         while True:
-            heard.append(messages.unpack(messages.receive(ours)))
+            heard.append(wire.unpack(wire.receive(ours)))
     assert [status for status, *_ in heard] == ["alive", "raised"]
     assert "unable to start watchdog thread" in heard[-1][1]
 
@@ -249,8 +248,8 @@ async def ranks(count: int) -> AsyncIterator[tuple[WorkerGroup, list[Connection]
 
 def answers(stream: Connection, value: object) -> Any:
     """Hear a call, and answer it. Returns what was heard."""
-    heard = messages.unpack(messages.receive(stream))
-    messages.send(stream, messages.pack(("ok", value, None)))
+    heard = wire.unpack(wire.receive(stream))
+    wire.send(stream, wire.pack(("ok", value, None)))
     return heard
 
 
@@ -275,11 +274,11 @@ async def test_ranks_meet_once_none_works_alone() -> None:
     async with ranks(2) as (group, streams):
         first = group.workers[1].call("generate")
         met = asyncio.ensure_future(group.meet("durable"))
-        await asyncio.to_thread(messages.receive, streams[1])
+        await asyncio.to_thread(wire.receive, streams[1])
         second = group.workers[0].call("generate")  # before the first is answered
         passes = asyncio.ensure_future(group.each("backward"))
         await asyncio.sleep(0)
-        messages.send(streams[1], messages.pack(("ok", "one", None)))
+        wire.send(streams[1], wire.pack(("ok", "one", None)))
         heard = [[(await asyncio.to_thread(answers, streams[0], "two"))[0]], list[str]()]
         for _ in range(2):
             for stream, names in zip(streams, heard, strict=True):
@@ -296,7 +295,7 @@ async def test_large_answers_of_all_ranks_arrive_between_small_ones() -> None:
         await asyncio.gather(*say)
         for rank, (found, stream) in enumerate(zip(await asked, streams, strict=True)):
             assert np.array_equal(found, sent[rank])
-            messages.send(stream, messages.pack(("alive", (f"rank {rank}", 3), None)))
+            wire.send(stream, wire.pack(("alive", (f"rank {rank}", 3), None)))
         while {worker.doing for worker in group.workers} != {f"rank {rank}" for rank in range(4)}:
             await asyncio.sleep(0)
 
@@ -318,8 +317,8 @@ async def test_a_rank_that_dies_with_a_large_message_half_sent_is_named_and_the_
 async def test_the_error_that_ended_a_rank_is_heard_before_its_end() -> None:
     (ours, theirs), failure = Pipe(), Failure()
     handle = WorkerHandle(Process(3, ours), failure, None)
-    messages.send(theirs, messages.pack(("alive", ("backward" * 18_000, 1), None)))  # more than one turn reads
-    messages.send(theirs, messages.pack(("erred", "KeyError: planted", None)))
+    wire.send(theirs, wire.pack(("alive", ("backward" * 18_000, 1), None)))  # more than one turn reads
+    wire.send(theirs, wire.pack(("erred", "KeyError: planted", None)))
     theirs.close()
     try:
         with pytest.raises(WorkerDied, match=r"^rank 3 \(pid 3 on here\) raised KeyError: planted$"):
@@ -334,9 +333,9 @@ async def test_the_end_of_a_rank_that_was_asked_to_end_is_an_error_unless_it_ans
     (ours, theirs), failure = Pipe(), Failure()
     handle = WorkerHandle(Process(3, ours), failure, None)
     closing = handle.call("close")
-    await asyncio.to_thread(messages.receive, theirs)
+    await asyncio.to_thread(wire.receive, theirs)
     if answered:
-        messages.send(theirs, messages.pack(("ok", None, None)))
+        wire.send(theirs, wire.pack(("ok", None, None)))
         await closing
     theirs.close()
     await asyncio.wait({handle._stream.hung_up})
@@ -380,7 +379,7 @@ class Rank:
         self.rank, self._of = rank, of
 
     def call(self, name: str, *arguments: Any) -> Any:
-        name, given = messages.unpack(messages.pack((name, arguments)))
+        name, given = wire.unpack(wire.pack((name, arguments)))
         self._of.heard.append((name, self.rank))
         passes: Sequence[Pass] = ()
         if name in ("score", "backward"):

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 from launcher.__main__ import app
 from launcher.commands import train
-from launcher.controller.watchdog import Watchdog
+from launcher.controller.group import Watchdog
 from launcher.processes import stacks
-from launcher.processes.loop_watch import LoopWatch
+from launcher.processes.stacks import LoopWatch
 from launcher.runs.folder import choose, claim, lock, refuse_copied
 from launcher.runs.resume import find, has_trained
 from rl_megatron.config.io import load_config, save_resolved

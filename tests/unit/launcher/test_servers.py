@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from launcher.servers import supervisor
-from launcher.servers.degrees import degree_problems
 from launcher.servers.pool import ServedEngines, _tolerance
 from rl_megatron.config.io import load_config
+from rl_megatron.config.rules import problems_of
 from rl_megatron.config.run import RunConfig
 from rl_megatron.engines.http import AttemptFailed, OutOfFiles, Server
 from rl_megatron.engines.replicas import Health
@@ -255,11 +255,11 @@ def test_a_model_without_such_a_format_is_refused_before_anything_starts(tmp_pat
 def test_degrees_that_cut_blocks_are_refused(model: str, keys: tuple[str, ...], told: list[str]) -> None:
     """By the sizes and degrees at which vLLM and SGLang end (validate_fp8_block_shape, fp8.py)."""
     config = config_with("rollout.server.quantization=fp8", *(f"rollout.server.{key}" for key in keys))
-    found = degree_problems(config, NAMED[model])
+    found = problems_of(config, "shape", NAMED[model])
     assert bool(found) == bool(told)
     for text in told:
         (line,) = [line for line in found if "{expert}.gate_proj" in line]
         assert text.format(experts="model.layers.{layer}.mlp.experts.{expert}") in line
         assert f"or set rollout.server.ep={config.rollout.server.tp}, so that ranks have whole experts" in line
     int8 = config_with("rollout.server.quantization=int8", *(f"rollout.server.{key}" for key in keys))
-    assert degree_problems(int8, NAMED[model]) == []
+    assert problems_of(int8, "shape", NAMED[model]) == []

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
-from launcher.wire.channel import Setup
+from launcher.wire import Setup
 from launcher.worker.models import RankModels
 from rl_megatron.agents.conversation.conversation import Conversation
 from rl_megatron.agents.conversation.written import ChatTemplate

@@ -19,7 +19,7 @@ from torch import Tensor
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from launcher.preflight import own_modules, sizes
 from launcher.preflight.subject import Subject
-from launcher.wire.channel import Setup
+from launcher.wire import Setup
 from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from launcher.servers.degrees import degree_problems
 from launcher.servers.engines import SERVERS, engine_problems
 from launcher.servers.pool import ServerChecks
 from rl_megatron.config.io import load_config
+from rl_megatron.config.rules import problems_of
 from rl_megatron.engines.adapter import Description
 from rl_megatron.engines.http import AttemptFailed, Refused, Server
 from rl_megatron.engines.sglang.adapter import SGLangAdapter
@@ -219,9 +219,9 @@ def test_sglang_is_refused_where_its_layer_or_its_verification_would_be_wrong(ke
 
 def test_delta_nets_are_refused_before_servers_are_made() -> None:
     config = load_config("tiny_cpu", TRAINED)
-    (said,) = degree_problems(config, NAMED["qwen3-next-80b-a3b"])
+    (said,) = problems_of(config, "shape", NAMED["qwen3-next-80b-a3b"])
     assert said.startswith("rollout.server.draft_tokens=1 with shape.family=qwen3_next: it has delta nets, whose")
-    assert degree_problems(config, DEEPSEEK) == []
+    assert problems_of(config, "shape", DEEPSEEK) == []
 
 
 def test_an_adapter_without_a_draft_layer_says_so() -> None:

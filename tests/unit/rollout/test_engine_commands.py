@@ -17,11 +17,11 @@ from typing_extensions import override
 
 from launcher.preflight.sizes import check
 from launcher.preflight.subject import Subject
-from launcher.servers.degrees import degree_problems
 from launcher.servers.engines import SERVERS, engine_problems, longest_sequence
 from launcher.servers.pool import ServerChecks
 from rl_megatron.agents.source import Waves
 from rl_megatron.config.io import load_config
+from rl_megatron.config.rules import problems_of
 from rl_megatron.engines import engine as gauges
 from rl_megatron.engines.adapter import Adapter, Description, EngineGauges, StartOptions, words_of
 from rl_megatron.engines.answers import rest_of
@@ -316,9 +316,9 @@ def test_what_engines_cannot_do_is_told() -> None:
 
 def test_a_model_without_experts_has_replicas_instead() -> None:
     config = load_config("tiny_cpu", ["rollout=vllm", "rollout.server.dp=2", "rollout.server.ep=2"])
-    assert degree_problems(config, MOE) == []
+    assert problems_of(config, "shape", MOE) == []
     dense = replace(MOE, num_experts=0, family="qwen3")
-    dp, ep = degree_problems(config, dense)
+    dp, ep = problems_of(config, "shape", dense)
     assert "nothing is shared between replicas of its attention; raise rollout.server.replicas instead" in dp
     assert "rollout.server.ep=2 with shape.family=qwen3" in ep
 

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from launcher.controller.group import WorkerGroup
 from launcher.controller.roles import LearnerGroup, Plane
-from launcher.processes.loop_watch import LoopWatch
+from launcher.processes.stacks import LoopWatch
 from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import fixed

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from launcher import wire
 from launcher.controller.group import WorkerGroup
 from launcher.controller.roles import LearnerGroup, LearnerGroups, Plane
-from launcher.wire import messages
 from rl_megatron.algorithms.segments import segment_sum, sequence_ids
 from rl_megatron.config.beside import frozen_folders
 from rl_megatron.config.io import load_config
@@ -78,7 +78,7 @@ class Ranks:
 
     def begin(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         assert name == "score"
-        given = {rank: messages.unpack(messages.pack(one)) for rank, one in arguments.items()}
+        given = {rank: wire.unpack(wire.pack(one)) for rank, one in arguments.items()}
         self.asked.append(list(given[0][0]))
         return [self.scored(rank, *one) for rank, one in given.items()]
 
