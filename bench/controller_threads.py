@@ -32,7 +32,7 @@ from bench.results import parse, write
 from launcher import wire
 from launcher.controller import handle
 from launcher.controller.group import WorkerGroup
-from launcher.controller.handle import Ending, Failure, RankProcess, RankStream
+from launcher.controller.handle import Failure, RankProcess, RankStream
 from launcher.processes import limits
 from launcher.wire import Hello
 
@@ -78,9 +78,9 @@ class StandIn(RankProcess):
         super().__init__(connection, Hello(rank=rank, node="here", pid=0, store="", step=""), Path())
 
     @override
-    async def ending(self) -> Ending:
+    async def ending(self) -> tuple[str, bool]:
         """As it should."""
-        return Ending(how="ended", killed=False)
+        return "ended", False
 
 
 def answer(streams: Sequence[Connection]) -> None:

@@ -171,7 +171,7 @@ class WorkerGroup:
 
     async def prepare(self, setup: Setup, tell: Callable[[str], None]) -> None:
         """Wait until every rank is ready to serve. Raises WorkerDied, or a rank's error."""
-        answers = [w.prepare(setup) for w in self.workers]
+        answers = [w.send("prepare", wire.pack(setup)) for w in self.workers]  # with the name of its GPU, if any
         _counted(answers, setup.role, tell)
         limit = setup.config.learner.timeout_seconds
         try:
@@ -261,7 +261,7 @@ async def record_kernels(groups: Collection[WorkerGroup], ranks: Collection[int]
             if isinstance(answer, str):
                 logger.warning("kernels were not written: %s", answer)
             else:
-                written.append(worker.placed(answer))
+                written.append(worker.times.placed(answer))
     await asyncio.to_thread(save, folder, written)
     logger.info("kernels of the step are in %s; rl-megatron report RUN --trace FILE has them too", folder)
 

@@ -16,7 +16,6 @@ import socket
 import subprocess
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,9 +25,9 @@ from launcher import wire
 from launcher.processes import limits
 from launcher.processes.guards import LastWords, end_of
 from launcher.processes.own_thread import OwnThread
-from launcher.wire import STACKS, Hello, Message, Setup
+from launcher.wire import STACKS, Hello, Message
 from rl_megatron.errors import RLMegatronError, SyncError, WorkerDied
-from rl_megatron.observability.timeline import RankKernels, RankTimed, RankTimes, Recorded
+from rl_megatron.observability.timeline import RankTimed, RankTimes
 from rl_megatron.placement.names import LEARNER, called, file_stem
 
 logger = logging.getLogger(__name__)
@@ -48,8 +47,9 @@ class RankProcess:
         self.role, self.rank, self.node, self.pid = hello.role, hello.rank, hello.node, hello.pid
         self.where = f"pid {self.pid}" if isinstance(output, LastWords) else f"pid {self.pid} on {self.node}"
 
-    async def ending(self) -> Ending:
-        """How it ended, once its stream has, which is the only sign from another node.
+    async def ending(self) -> tuple[str, bool]:
+        """How it ended, once its stream has, which is the only sign from another node; and whether it was killed, so
+        that its peers' errors are consequences.
 
         Says it soon, whatever its output's disk does: peers blame each other after a second.
         """
@@ -61,7 +61,7 @@ class RankProcess:
             with contextlib.suppress(TimeoutError):
                 tail = await asyncio.wait_for(_files()(end_of, self.output / file), _TAIL_SECONDS)
             said = f"{file} ends with:{tail}" if tail else f"{file} has its output"
-        return Ending(how=f"{how}; {said}", killed="exit code" not in how)
+        return f"{how}; {said}", "exit code" not in how
 
     async def wake(self) -> None:
         """Continue the process if it was stopped: Slurm sends SIGCONT to all ranks of the step. On other nodes nothing
@@ -94,14 +94,6 @@ class RankProcess:
 def _files() -> OwnThread:
     """Reads the ends of ranks' output: their disk may never answer."""
     return OwnThread("output of ranks")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How a process ended: ``killed`` if its peers' errors are consequences."""
-
-    how: str
-    killed: bool
 
 
 _beside = memoryview(bytearray(64 << 10))  # of all streams: it is empty between two turns of the loop
@@ -247,7 +239,7 @@ class WorkerHandle:
         self.quiet = self.still = 0  # seconds since its last message, since its last progress
         self.doing, self.beats = "its start", 0
         self.pass_seconds, self.peak = 0.0, 0  # of passes since `SlowestRank` read them; bytes that it held at most
-        self._times = RankTimes(f"{called(self.role, self.rank)} ({process.node})")
+        self.times = RankTimes(f"{called(self.role, self.rank)} ({process.node})")
         self._calls: list[str] = []  # the calls of _waiting
         self._closing = self._raised = False
         self._loop = asyncio.get_running_loop()
@@ -256,27 +248,16 @@ class WorkerHandle:
         self._saying: asyncio.Task[None] | None = None
         self._stream.hung_up.add_done_callback(self._gone)
 
-    def prepare(self, setup: Setup) -> asyncio.Future[Any]:
-        """Send the setup that the worker waits for; the name of its GPU, if any, once it is ready to serve."""
-        return self.send("prepare", wire.pack(setup))
-
-    def call(self, name: str, *arguments: Any) -> asyncio.Future[Any]:
-        """Call the worker. A failed worker never answers, but ``Failure`` has its error."""
-        return self.send(name, wire.pack((name, arguments)))
-
     def send(self, name: str, message: wire.Message) -> asyncio.Future[Any]:
-        """Send the call ``name``, which is packed: many ranks may get one message."""
+        """Send the call ``name``, which is packed: many ranks may get one message. A failed worker never answers, but
+        ``Failure`` has its error."""
         self._closing = self._closing or name == "close"
         answer = self._loop.create_future()
         self._waiting.append(answer)
         self._calls.append(name)
-        self._times.asked(name)
+        self.times.asked(name)
         self._stream.send(message)
         return answer
-
-    def placed(self, recorded: Recorded) -> RankKernels:
-        """A file of its kernels, as the timeline shows them."""
-        return self._times.placed(recorded)
 
     @property
     def asked(self) -> str | None:
@@ -320,7 +301,7 @@ class WorkerHandle:
         elif status == "ok":
             self.ready, self.still = True, 0
             call = self._calls.pop(0)
-            self._times.answered(timed)
+            self.times.answered(timed)
             if timed is not None:
                 self.peak = timed.peak
                 self.pass_seconds += timed.seconds_of(call) if call in _PASSES else 0.0
@@ -342,9 +323,9 @@ class WorkerHandle:
 
     async def _say(self) -> None:
         """Report the end, unless the rank itself said why, or had answered all calls when it was asked to end."""
-        ending = await self.process.ending()
+        how, killed = await self.process.ending()
         if not (self._raised or (self._closing and not self._calls)):
-            self._died(ending.how, at_once=ending.killed)
+            self._died(how, at_once=killed)
 
     def _died(self, what: str, *, at_once: bool) -> None:
         self._failure.report(WorkerDied(limits.explained(f"{self.who} {what}")), at_once=at_once, whose=self.process)

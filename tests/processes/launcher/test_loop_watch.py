@@ -15,9 +15,45 @@ import pytest
 
 from launcher.processes import stacks
 from launcher.processes.own_thread import OwnThread
-from launcher.processes.stacks import LoopWatch
+from launcher.processes.stacks import LoopWatch, Stack, read
 from rl_megatron.config.io import load_config
-from tests.unit.launcher.test_ranks import until_written, write
+from tests.e2e.processes import eventually
+
+PROGRAM = """
+import sys, time, threading
+from pathlib import Path
+from launcher.processes import stacks
+
+def stand_still():
+    print("up", flush=True)
+    {still}
+
+stacks.register(Path(sys.argv[1], "rank-3.txt"), silence={silence})
+stacks.living()
+{before}
+stand_still()
+"""
+
+
+def write(folder: Path, *, still: str, before: str = "", silence: float = 1000.0) -> subprocess.Popen[str]:
+    code = PROGRAM.format(still=still, before=before, silence=silence)
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+def until_written(process: subprocess.Popen[str], folder: Path) -> Stack:
+    file = folder / "rank-3.txt"
+    try:
+        eventually(lambda: "<module>" in file.read_text(), "the stacks")
+    finally:
+        process.kill()
+        process.wait(30)
+    stack = read(file.read_text())
+    assert stack is not None
+    return stack
+
 
 STANDING_STILL = """
 import asyncio, sys, time

@@ -8,8 +8,6 @@ import gc
 import logging
 import os
 import resource
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -27,11 +25,11 @@ import torch
 from launcher import wire
 from launcher.controller import group as group_module
 from launcher.controller.group import SlowestRank, Watchdog, WorkerGroup, record_kernels
-from launcher.controller.handle import Ending, Failure, RankProcess, WorkerHandle
+from launcher.controller.handle import Failure, RankProcess, WorkerHandle
 from launcher.controller.roles import LearnerGroup, Plane, WeightGroup
 from launcher.processes import limits, stacks
 from launcher.processes.stacks import Frame, Stack, explain, read
-from launcher.wire import Hello, Setup
+from launcher.wire import Hello
 from launcher.worker.models import RankModels
 from launcher.worker.process import say_alive, telling
 from rl_megatron.algorithms.losses import CrossEntropy
@@ -44,60 +42,65 @@ from rl_megatron.observability.timeline import RankTimed
 from rl_megatron.placement.names import LEARNER, file_stem
 from rl_megatron.types import Batch, ParallelDims, Samples, WeightUpdate
 from rl_megatron.weights.checks.reports import Report
-from tests.e2e.processes import eventually
 from tests.samples import sequences_of
 from tests.virtual_time import run_at_once
 
+LARGE = 50_000_000
+LIMIT = 300.0
 
-class _Process:
-    """A rank's process that is no more than its stream."""
 
-    role, rank, node, where = "policy", 0, "here", "pid 1"
+class Process(RankProcess):
+    """A rank that was killed once it hangs up."""
 
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
+    def __init__(self, rank: int, connection: Connection) -> None:
+        super().__init__(connection, Hello(rank=rank, node="here", pid=rank, store="", step=""), Path())
 
-    def over(self, hung_up: asyncio.Future[None]) -> asyncio.Future[Any]:
-        return hung_up
-
-    async def ending(self) -> Ending:
-        return Ending(how="ended", expected=True, killed=False)
-
-    async def wake(self) -> None: ...
-
-    def kill(self) -> None: ...
+    async def ending(self) -> tuple[str, bool]:
+        return "was killed by signal 9", True
 
 
 @contextlib.asynccontextmanager
-async def _a_rank() -> AsyncIterator[tuple[WorkerHandle, Connection]]:
-    """Both ends of a rank's stream."""
-    ours, theirs = Pipe()
-    handle = WorkerHandle(_Process(ours), Failure(), None)
+async def ranks(count: int = 1) -> AsyncIterator[tuple[WorkerGroup, list[Connection]]]:
+    """Both ends of ranks' streams."""
+    failure, streams = Failure(), [Pipe() for _ in range(count)]
+    handles = [WorkerHandle(Process(rank, ours), failure, None) for rank, (ours, _) in enumerate(streams)]
     try:
-        yield handle, theirs
+        async with asyncio.timeout(LIMIT):
+            yield WorkerGroup(handles, failure), [theirs for _, theirs in streams]
     finally:
-        theirs.close()
-        await handle.stop()
+        for _, theirs in streams:
+            theirs.close()
+        await asyncio.gather(*(handle.stop() for handle in handles))
+    assert all(ours.closed for ours, _ in streams)
 
 
-async def _answered(answer: asyncio.Future[Any], rank: Connection) -> None:
-    await asyncio.to_thread(wire.receive, rank)
-    wire.send(rank, wire.pack(("ok", None, None)))
-    await answer
+def call(handle: WorkerHandle, name: str, *arguments: Any) -> asyncio.Future[Any]:
+    return handle.send(name, wire.pack((name, arguments)))
+
+
+def answers(stream: Connection, value: object) -> Any:
+    """Hear a call, and answer it. Returns what was heard."""
+    heard = wire.unpack(wire.receive(stream))
+    wire.send(stream, wire.pack(("ok", value, None)))
+    return heard
 
 
 async def test_only_a_rank_that_was_asked_can_make_no_progress() -> None:
     """A rollout by servers or a slow reward leaves the learner's ranks without work for as long as it takes."""
-    async with _a_rank() as (handle, rank):
-        await _answered(handle.prepare(cast(Setup, None)), rank)
+    async with ranks() as (group, (rank,)):
+        (handle,) = group.workers
+        ready = call(handle, "prepare")
+        await asyncio.to_thread(answers, rank, None)
+        await ready
         for _ in range(1000):
             handle.tick()
         assert handle.still == 0
         assert handle.quiet == 1000
-        answer = handle.call("train_step")
+        answer = call(handle, "train_step")
         handle.tick()
         assert handle.still == 1
-        await _answered(answer, rank)
+        await asyncio.to_thread(answers, rank, None)
+        await answer
         handle.tick()
         assert handle.still == 0
 
@@ -107,9 +110,12 @@ async def test_a_large_answer_that_arrives_slowly_is_no_silence() -> None:
         while part:
             part = part[os.write(rank.fileno(), part) :]
 
-    async with _a_rank() as (handle, rank):
-        await _answered(handle.prepare(cast(Setup, None)), rank)
-        answer = handle.call("generate")
+    async with ranks() as (group, (rank,)):
+        (handle,) = group.workers
+        ready = call(handle, "prepare")
+        await asyncio.to_thread(answers, rank, None)
+        await ready
+        answer = call(handle, "generate")
         await asyncio.to_thread(wire.receive, rank)
         large = b"".join(wire.parts(wire.pack(("ok", np.arange(300_000), None))))
         for first in range(0, len(large), 400_000):  # heartbeats wait behind it
@@ -131,7 +137,7 @@ class _Unsound(BaseException):
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (_Unsound("no space"), r"rank 0 \(pid 1\) raised .*_Unsound: no space\nTraceback"),
+        (_Unsound("no space"), r"rank 0 \(pid 0 on here\) raised .*_Unsound: no space\nTraceback"),
         (SystemExit(3), r"raised SystemExit: 3\n"),
         (EOFError("a torn file"), r"raised EOFError: a torn file\n"),
         (OSError(27, "File too large"), r"(?s)raised OSError: \[Errno 27\] File too large\n.*\(ulimit -f\)$"),
@@ -141,35 +147,23 @@ class _Unsound(BaseException):
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
 async def test_the_controller_hears_whatever_ends_a_rank(error: BaseException, said: str) -> None:
-    ours, theirs = Pipe()
-    failure = Failure()
-    handle = WorkerHandle(_Process(ours), failure, None)
-    with telling(theirs):
-        raise error
-    try:
+    async with ranks() as (group, (rank,)):
+        with telling(rank):
+            raise error
         with pytest.raises(RLMegatronError, match=said):
-            await asyncio.wait_for(failure.known, 600)
-    finally:
-        theirs.close()
-        await handle.stop()
+            await group._failure.known
 
 
 async def test_a_dead_rank_is_named_and_not_the_push_that_it_broke() -> None:
     """The rank that waited for it may say so before the news of its end."""
-    ours, theirs = Pipe()
-    failure = Failure()
-    handle = WorkerHandle(_Process(ours), failure, None)
-    with telling(theirs):
-        raise SyncError("rank 0 waited for 8 bytes from rank 1")
-    try:
-        while not handle._raised:
+    async with ranks() as (group, (rank,)):
+        with telling(rank):
+            raise SyncError("rank 0 waited for 8 bytes from rank 1")
+        while not group.workers[0]._raised:
             await asyncio.sleep(0)
-        failure.report(WorkerDied("rank 1 was killed by signal 9"), at_once=True)
-        with pytest.raises(WorkerDied, match="killed by signal 9"):
-            await asyncio.wait_for(failure.known, 600)
-    finally:
-        theirs.close()
-        await handle.stop()
+        group._failure.report(WorkerDied("rank 1 was killed by signal 9"), at_once=True)
+        with pytest.raises(WorkerDied, match="rank 1 was killed by signal 9"):
+            await group._failure.known
 
 
 def test_a_rank_that_can_no_longer_say_that_it_lives_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,46 +211,10 @@ def test_the_limit_of_open_files_is_raised_to_the_hard_one() -> None:
 
 
 # The controller's streams to its ranks: the event loop serves all of them, and waits for none.
-LARGE = 50_000_000
-LIMIT = 300.0
-
-
-class Process(RankProcess):
-    """A rank that was killed once it hangs up."""
-
-    def __init__(self, rank: int, connection: Connection) -> None:
-        super().__init__(connection, Hello(rank=rank, node="here", pid=rank, store="", step=""), Path())
-
-    async def ending(self) -> Ending:
-        return Ending(how="was killed by signal 9", killed=True)
-
-
-@contextlib.asynccontextmanager
-async def ranks(count: int) -> AsyncIterator[tuple[WorkerGroup, list[Connection]]]:
-    """Both ends of ranks' streams."""
-    failure, streams = Failure(), [Pipe() for _ in range(count)]
-    handles = [WorkerHandle(Process(rank, ours), failure, None) for rank, (ours, _) in enumerate(streams)]
-    try:
-        async with asyncio.timeout(LIMIT):
-            yield WorkerGroup(handles, failure), [theirs for _, theirs in streams]
-    finally:
-        for _, theirs in streams:
-            theirs.close()
-        await asyncio.gather(*(handle.stop() for handle in handles))
-    assert all(ours.closed for ours, _ in streams)
-
-
-def answers(stream: Connection, value: object) -> Any:
-    """Hear a call, and answer it. Returns what was heard."""
-    heard = wire.unpack(wire.receive(stream))
-    wire.send(stream, wire.pack(("ok", value, None)))
-    return heard
-
-
 async def test_a_rank_that_does_not_read_holds_up_nobody_and_its_arrays_are_not_copied() -> None:
     async with ranks(2) as (group, streams):
         array = np.zeros(LARGE, np.uint8)
-        waiting = [group.workers[0].call("hold", array), group.workers[0].call("score", 1)]
+        waiting = [call(group.workers[0], "hold", array), call(group.workers[0], "score", 1)]
         for number in range(100):
             asked = asyncio.ensure_future(group.ask("step", {1: (number,)}))
             assert await asyncio.to_thread(answers, streams[1], -number) == ("step", (number,))
@@ -272,10 +230,10 @@ async def test_a_rank_that_does_not_read_holds_up_nobody_and_its_arrays_are_not_
 async def test_ranks_meet_once_none_works_alone() -> None:
     """Else the others would wait in a collective for one that samples, as long as that takes."""
     async with ranks(2) as (group, streams):
-        first = group.workers[1].call("generate")
+        first = call(group.workers[1], "generate")
         met = asyncio.ensure_future(group.meet("durable"))
         await asyncio.to_thread(wire.receive, streams[1])
-        second = group.workers[0].call("generate")  # before the first is answered
+        second = call(group.workers[0], "generate")  # before the first is answered
         passes = asyncio.ensure_future(group.each("backward"))
         await asyncio.sleep(0)
         wire.send(streams[1], wire.pack(("ok", "one", None)))
@@ -303,46 +261,41 @@ async def test_large_answers_of_all_ranks_arrive_between_small_ones() -> None:
 async def test_a_rank_that_dies_with_a_large_message_half_sent_is_named_and_the_rest_is_dropped() -> None:
     async with ranks(2) as (group, streams):
         array = np.zeros(LARGE, np.uint8)
-        held, asked = weakref.ref(array), [group.workers[0].call("hold", array), group.workers[1].call("hold", None)]
+        held, asked = weakref.ref(array), [call(group.workers[0], "hold", array), call(group.workers[1], "hold", None)]
         del array
         await asyncio.to_thread(os.read, streams[0].fileno(), 1_000_000)
         streams[0].close()
         with pytest.raises(WorkerDied, match=r"^rank 0 \(pid 0 on here\) was killed by signal 9$"):
             await group.gather(asked)
-        group.workers[0].call("hold", np.zeros(LARGE, np.uint8))  # as of one who does not know yet
+        call(group.workers[0], "hold", np.zeros(LARGE, np.uint8))  # as of one who does not know yet
         gc.collect()
         assert held() is None
 
 
 async def test_the_error_that_ended_a_rank_is_heard_before_its_end() -> None:
-    (ours, theirs), failure = Pipe(), Failure()
-    handle = WorkerHandle(Process(3, ours), failure, None)
-    wire.send(theirs, wire.pack(("alive", ("backward" * 18_000, 1), None)))  # more than one turn reads
-    wire.send(theirs, wire.pack(("erred", "KeyError: planted", None)))
-    theirs.close()
-    try:
-        with pytest.raises(WorkerDied, match=r"^rank 3 \(pid 3 on here\) raised KeyError: planted$"):
-            await asyncio.wait_for(failure.known, LIMIT)
-    finally:
-        await handle.stop()
+    async with ranks() as (group, (rank,)):
+        wire.send(rank, wire.pack(("alive", ("backward" * 18_000, 1), None)))  # more than one turn reads
+        wire.send(rank, wire.pack(("erred", "KeyError: planted", None)))
+        rank.close()
+        with pytest.raises(WorkerDied, match=r"^rank 0 \(pid 0 on here\) raised KeyError: planted$"):
+            await group._failure.known
 
 
 @pytest.mark.parametrize("answered", [False, True])
 async def test_the_end_of_a_rank_that_was_asked_to_end_is_an_error_unless_it_answered(answered: bool) -> None:
     """Else the others would wait for it as long as they may."""
-    (ours, theirs), failure = Pipe(), Failure()
-    handle = WorkerHandle(Process(3, ours), failure, None)
-    closing = handle.call("close")
-    await asyncio.to_thread(wire.receive, theirs)
-    if answered:
-        wire.send(theirs, wire.pack(("ok", None, None)))
-        await closing
-    theirs.close()
-    await asyncio.wait({handle._stream.hung_up})
-    while handle._saying is None or not handle._saying.done():
-        await asyncio.sleep(0)
-    assert failure.known.done() == (not answered)
-    await handle.stop()
+    async with ranks() as (group, (rank,)):
+        (handle,) = group.workers
+        closing = call(handle, "close")
+        if answered:
+            await asyncio.to_thread(answers, rank, None)
+            await closing
+        else:
+            await asyncio.to_thread(wire.receive, rank)
+        rank.close()
+        while handle._saying is None or not handle._saying.done():
+            await asyncio.sleep(0)
+        assert group._failure.known.done() == (not answered)
 
 
 @pytest.fixture
@@ -642,20 +595,6 @@ BEHIND = """Current thread 0x00007f99 (most recent call first):
   File "/home/me/my_hooks.py", line 3 in slow
   File "/w/rl_megatron/learner/megatron.py", line 130 in train_step
 """
-PROGRAM = """
-import sys, time, threading
-from pathlib import Path
-from launcher.processes import stacks
-
-def stand_still():
-    print("up", flush=True)
-    {still}
-
-stacks.register(Path(sys.argv[1], "rank-3.txt"), silence={silence})
-stacks.living()
-{before}
-stand_still()
-"""
 
 
 def test_a_rank_in_a_collective_is_told_from_one_that_is_not() -> None:
@@ -686,26 +625,6 @@ def test_a_wait_for_a_collective_under_way_counts_as_one(tmp_path: Path) -> None
     stack = read(f'Current thread 0x01 (most recent call first):\n  File "{file}", line 2 in finish\n')
     assert stack == Stack(frames=(Frame(file=str(file), line=2, name="finish"),), collective="a collective under way")
     assert read("") is None
-
-
-def write(folder: Path, *, still: str, before: str = "", silence: float = 1000.0) -> subprocess.Popen[str]:
-    code = PROGRAM.format(still=still, before=before, silence=silence)
-    process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
-    return process
-
-
-def until_written(process: subprocess.Popen[str], folder: Path) -> Stack:
-    file = folder / "rank-3.txt"
-    try:
-        eventually(lambda: "<module>" in file.read_text(), "the stacks")
-    finally:
-        process.kill()
-        process.wait(30)
-    stack = read(file.read_text())
-    assert stack is not None
-    return stack
 
 
 def test_files_with_nothing_in_them_go(tmp_path: Path) -> None:
