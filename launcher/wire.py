@@ -26,7 +26,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,10 +59,6 @@ class Call:
     def line(self) -> bytes:
         """As it is sent."""
         return json.dumps(asdict(self)).encode() + b"\n"
-
-    def to_rank(self, role: str, hindered: str, cpus: Sequence[int]) -> Call:
-        """What the parent of a node's ranks tells one of them."""
-        return replace(self, role=role, hindered=hindered, cpus=cpus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

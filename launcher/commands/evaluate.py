@@ -149,7 +149,8 @@ async def _measured(
     own = samplers_of_sets(config, engine, data, vocab_size=vocab_size)
     sets = dict(begun.sets)
     try:
-        with _display() as bar:
+        shown = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*shown, console=Console(stderr=True, markup=False)) as bar:
             for one in (one for one in data.sets if (one.name or WHOLE) not in begun.sets):
                 task = bar.add_task(one.name or WHOLE, total=len(one.prompts) * one.section.samples)
                 measured = await measure(own.get(one.name or "", sampler), one, config.eval, partial(bar.advance, task))
@@ -227,11 +228,6 @@ def _digest(folder: Path, config: RunConfig, shapes: Mapping[str, Shape]) -> str
     dtype = getattr(torch, config.learner.dtype)
     found = checksums(HFFolder(folder), shapes, dict.fromkeys(shapes, dtype))
     return digest_of(json.dumps(found, sort_keys=True).encode()).xxh3_128
-
-
-def _display() -> Progress:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True, markup=False))
 
 
 def _show(results: Results) -> None:

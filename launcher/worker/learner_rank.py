@@ -85,7 +85,7 @@ class Worker(RankModels):
         what a run that was killed left there.
         """
         path, shapes, float32 = mirror_path(config, run_folder), self._hf.local_shapes(0), self._float32
-        group = self._fellow_writers
+        group: Sequence[int] = next((group for group in self._writers if self._rank in group), ())
         if group and self._rank == group[0]:
             await_free(path.parent)
             if self._rank or not config.rollout.served:
@@ -97,11 +97,6 @@ class Worker(RankModels):
             return None
         place = group.index(self._rank)
         return Mirror(path, shapes, self._dtype, self._encoding, float32=float32, writer=place, writers=len(group))
-
-    @property
-    def _fellow_writers(self) -> Sequence[int]:
-        """The ranks that write one mirror file with this one; empty if it writes none."""
-        return next((group for group in self._writers if self._rank in group), ())
 
     def _connect(self, config: RunConfig, run_folder: Path) -> None:
         """Plan the moves from every learner rank to every in-process engine replica, or to the mirror files.

@@ -14,6 +14,7 @@ import selectors
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -45,10 +46,12 @@ def _start_all(muster: Muster) -> dict[int, tuple[str, TextIO | None]]:
     """Start every rank of this node. Returns by pid its name, and its stderr if that is the controller's."""
     ranks, hindered = muster.ranks_of(this_node()), hindrance()
     shares = shares_of_cores(_own_cores() if muster.parent is None else {}, len(ranks))
-    outputs = [_own_file(descriptor) for descriptor in muster.stderr]
+    for descriptor in muster.stderr:  # processes that this one starts do not inherit it
+        os.set_inheritable(descriptor, False)
+    outputs = [os.fdopen(descriptor, "w") for descriptor in muster.stderr]
     started: dict[int, tuple[str, TextIO | None]] = {}
     for local, (role, rank) in enumerate(ranks):
-        call, name = muster.call.to_rank(role, hindered, shares[local]), called(role, rank)
+        call, name = replace(muster.call, role=role, hindered=hindered, cpus=shares[local]), called(role, rank)
         if outputs:
             pid = _start(rank, call, {2: outputs[local].fileno()}, [file.fileno() for file in outputs])
             started[pid] = name, outputs[local]
@@ -59,12 +62,6 @@ def _start_all(muster: Muster) -> dict[int, tuple[str, TextIO | None]]:
     for number in signal.sigpending() & HELD_BACK:  # arrived before there were ranks to pass it on
         os.kill(next(iter(started)), number)
     return started
-
-
-def _own_file(descriptor: int) -> TextIO:
-    """A file of a descriptor, which processes that this one starts do not inherit."""
-    os.set_inheritable(descriptor, False)
-    return os.fdopen(descriptor, "w")
 
 
 def _start(rank: int, call: Call, output: Mapping[int, int], close: Sequence[int] = ()) -> int:

@@ -31,7 +31,7 @@ from rl_megatron.weights.layouts.recorded import Boxes
 
 _OFF = ("", "0", "false")
 _LABEL = re.compile(r"(?P<version>\d+)\??@(?P<start>\w+)", re.ASCII)
-_NAME = re.compile(r"--[^.=]+")  # of an option, up to its value or a key of it
+_NAME = re.compile(r"^--[^.=]+")  # of an option, up to its value or a key of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,11 +331,7 @@ class ForeignEngine(Adapter):
 def words_of(options: str) -> tuple[str, ...]:
     """The words of a command line, its options' names with hyphens, as vLLM reads those with underscores."""
     words = shlex.split(options)
-    return tuple(_NAME.sub(_hyphened, word, count=1) if word.startswith("--") else word for word in words)
-
-
-def _hyphened(name: re.Match[str]) -> str:
-    return name[0].replace("_", "-")
+    return tuple(_NAME.sub(lambda name: name[0].replace("_", "-"), word, count=1) for word in words)
 
 
 def described_by(hooks: Sequence[EngineHooks], settings: Mapping[str, Any]) -> tuple[dict[str, object], list[str]]:

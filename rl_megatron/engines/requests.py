@@ -444,7 +444,8 @@ class Attempts:
             self._apart(self._end_in_time(attempt, clock), server)
         clock.start()
         try:
-            with self._busy(server, asked.num_completions), self._lanes_of(replica).during(kind, request=asked.id):
+            lanes = self._lanes.setdefault(replica.number, FreeLanes(replica.title, "request"))
+            with self._busy(server, asked.num_completions), lanes.during(kind, request=asked.id):
                 completions = await replica.while_alive(self._adapter.generate(server, asked, attempt.name))
             for completion in completions:
                 if problem := problem_of(completion, asked, vocab_size=self._vocab_size):
@@ -474,9 +475,6 @@ class Attempts:
         use = contextlib.nullcontext() if self.slot_use is None else self.slot_use.busy(server, completions)
         with server.busy(completions), use:
             yield
-
-    def _lanes_of(self, replica: Replica) -> FreeLanes:
-        return self._lanes.setdefault(replica.number, FreeLanes(replica.title, "request"))
 
     def sampling_with(self, adapters: LoadedAdapters) -> bool:
         """Whether a request that runs names ``adapters``."""

@@ -416,8 +416,8 @@ class _Lines:
 class TraceFile:
     """Appends spans to ``folder``/trace.json. Controller process only. Raises OSError that names the file.
 
-    It is in Chromium's "Trace Event Format" as a JSON array. A line is one event: a file that a kill has torn is read up
-    to its last whole line, and the format lets the closing bracket be missing. A file that is full, or that an earlier
+    It is in Chromium's "Trace Event Format" as a JSON array. A line is one event: a file torn by a kill is read to
+    its last whole line, and the format lets the closing bracket be missing. A file that is full, or that an earlier
     start wrote, is renamed to trace_before.json; the one that had this name goes.
 
     Perfetto shows processes by their sort index (before v53 by their number of spans), and threads by their number,

@@ -25,8 +25,8 @@ from rl_megatron.data.packing import Packer, packer_of, unpack
 from rl_megatron.data.samples import check_tokens, scored_row, seen_by, with_last_tokens, written_samples
 from rl_megatron.feature import Judge, Judges
 from rl_megatron.interfaces import Pass, PassScores, Roles, Scorer, Together
-from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.observability import timeline
+from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.rewards.scoring import turn_of
 from rl_megatron.seeds import seed_of
 from rl_megatron.training.measures import LOGPROBS, Measured, wanted_of_policy

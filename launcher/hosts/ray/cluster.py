@@ -242,7 +242,10 @@ class RayCluster:
             self._own = OwnThread("ray")
             stack.callback(self._own.close)
             if self.allocation is None:
-                await self._start_here(stack)
+                folder = stack.enter_context(scratch(within=Path("/tmp")))  # a short path, because it holds sockets
+                (has,) = totals(*self.shares.ranks.values(), self.shares.engines).values()
+                driver = self.own(start_here, has, secrets.token_hex(32), str(folder))
+                await self._come_up(stack, driver, [], Wait(what="its processes on this machine"))
             else:
                 await self._start_on(self.allocation, stack)
             take_sigterm_back()
@@ -254,12 +257,6 @@ class RayCluster:
                 for s in self.seats
             ]
             yield
-
-    async def _start_here(self, stack: contextlib.AsyncExitStack) -> None:
-        folder = stack.enter_context(scratch(within=Path("/tmp")))  # a short path, because it holds sockets
-        (has,) = totals(*self.shares.ranks.values(), self.shares.engines).values()
-        driver = self.own(start_here, has, secrets.token_hex(32), str(folder))
-        await self._come_up(stack, driver, [], Wait(what="its processes on this machine"))
 
     async def _start_on(self, allocation: Allocation, stack: contextlib.AsyncExitStack) -> None:
         learner, engines = self.shares.ranks[LEARNER], self.shares.engines

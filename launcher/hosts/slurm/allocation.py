@@ -159,11 +159,6 @@ def _hosts(job: str, variable: str, role: str) -> tuple[str, ...]:
             "rl-megatron submit sent with this configuration; submit it, or set run.launcher=local"
         )
     try:
-        return _expanded(os.environ[variable])
+        return tuple(call_slurm(["scontrol", "show", "hostnames", os.environ[variable]]).split())
     except ConfigError as error:
         raise ConfigError(f"job {job}: its nodes are not known: {error}") from error
-
-
-def _expanded(nodes: str) -> tuple[str, ...]:
-    """The nodes of a list as Slurm writes it. Raises ConfigError."""
-    return tuple(call_slurm(["scontrol", "show", "hostnames", nodes]).split())

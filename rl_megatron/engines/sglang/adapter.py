@@ -411,8 +411,8 @@ class SGLangAdapter(ForeignEngine):
     async def abort_all(
         self, server: Server, requests: Mapping[str, GenerationRequest], turn: Callable[[], Awaitable[None]]
     ) -> None:
-        names = [each for name, request in requests.items() for each in names(request, name)]
-        await server.post("/rl_megatron_abort", {"names": names})
+        named = [each for name, request in requests.items() for each in names(request, name)]
+        await server.post("/rl_megatron_abort", {"names": named})
 
     @override
     async def tokens(self, server: Server) -> tuple[tuple[int, int], ...]:

@@ -192,7 +192,7 @@ async def test_a_dead_rank_is_told_without_its_output(tmp_path: Path, monkeypatc
     with ours, theirs:
         rank = RankProcess(ours, hello, tmp_path)
         try:
-            said = (await asyncio.wait_for(rank.ending(), 600)).how
+            said, _ = await asyncio.wait_for(rank.ending(), 600)
         finally:
             back.set()
     assert said == "hung up: it was killed, crashed or lost its node; rank-3.txt has its output"
