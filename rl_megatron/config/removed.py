@@ -158,6 +158,14 @@ REMOVED: Mapping[str, Removed] = {
     "slurm.exclude_slow": Removed("name nodes in slurm.exclude"),
     "slurm.modules": Removed("set slurm.setup='module load cuda nccl && ...'"),
     "slurm.services": Removed(_STARTED),
+    **{
+        f"slurm.speeds.{key}": Removed(f"write {name}: NUMBER into a file of slurm.speeds.gpu", fixed=(usual,))
+        for key, name, usual in (
+            *(("memory", "node_file", 10.0), ("nic", "network", 50.0), ("nvlink", "nvlink", 450.0)),
+            *(("storage", "storage", 100.0), ("storage_node", "storage_node", 5.0)),
+        )
+    },
+    "slurm.speeds.tflops": Removed("set slurm.speeds.gpu, whose peak is known", fixed=(989.0,)),
     "train.stream_micro_batches": Removed(
         "gradients are computed once the batch is whole; train.max_staleness overlaps them"
     ),

@@ -29,7 +29,7 @@ from rl_megatron.weights.layouts.layout import Layout, coordinates
 from rl_megatron.weights.layouts.learner import elements_by_stage, engine_layout, learner_layout
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from rl_megatron.weights.plans.plan import Place, Plan, Rounds, plan, plan_into_copies, plan_of_group, receivers_of
-from tools.planner.hardware import RANGE, gpu_named
+from tools.planner.hardware import RANGE, Gpu, gpu_named
 from tools.planner.memory import Save, bytes_served, encoded_layout, footprints, save_cost
 from tools.planner.rl_step import RlStep, lengths_of, rl_step, unlike_run
 
@@ -319,13 +319,13 @@ def _of_adapters(config: RunConfig, shape: ModelShape, route: Route) -> Push:
 def _through_file(config: RunConfig, size: int, route: Route, *, alone: bool = False) -> tuple[Hop, Hop]:
     """The writers of each file write it together, or one ``alone``; then all servers read theirs at once, a node of a
     shared file system once."""
-    speeds, nodes = config.slurm.speeds, engine_nodes(config)
+    speeds, nodes = _hardware(config), engine_nodes(config)
     section, writers = config.rollout.server, writers_of_files(config)
     each = section.ranks if section.addresses is None else 1
     readers = len(set(nodes)) if route.shared else len({(i // each, node) for i, node in enumerate(nodes)})
     sent = size if alone else size / len(writers[0])
-    written, read = sent / (speeds.memory * GB), size / (speeds.memory * GB)
-    speed = f"{speeds.memory:g} GB/s a process"
+    written, read = sent / (speeds.node_file * GB), size / (speeds.node_file * GB)
+    speed = f"{speeds.node_file:g} GB/s a process"
     if route.shared:
         written = size / (min(speeds.storage_node, speeds.storage) * GB)
         read = max(size / speeds.storage_node, size * readers / speeds.storage) / GB
@@ -339,10 +339,10 @@ def _through_file(config: RunConfig, size: int, route: Route, *, alone: bool = F
 
 def _links(config: RunConfig, elsewhere: Mapping[int, int]) -> Links:
     """Links of learner ranks, and of processes ``elsewhere``. Processes on CPUs of one node share its memory."""
-    speeds, gpus, world = config.slurm.speeds, config.learner.device != "cpu", config.learner.dims.world_size
+    speeds, gpus, world = _hardware(config), config.learner.device != "cpu", config.learner.dims.world_size
     per_node = world if config.run.launcher == "local" else config.slurm.tasks_per_node(world)
-    near = speeds.nvlink if gpus else speeds.memory
-    return Links(nic=speeds.nic * GB, nvlink=near * GB, per_node=per_node, elsewhere=elsewhere)
+    near = speeds.nvlink if gpus else speeds.node_file
+    return Links(nic=speeds.network * GB, nvlink=near * GB, per_node=per_node, elsewhere=elsewhere)
 
 
 def _speed_of(links: Links, *, across: bool) -> str:
@@ -350,8 +350,13 @@ def _speed_of(links: Links, *, across: bool) -> str:
     return f"{inside}, {links.nic / GB:g} between nodes" if across else inside
 
 
+def _hardware(config: RunConfig) -> Gpu:
+    """The kind of the run's GPUs, with the speeds of links and files. Raises ConfigError if none is called so."""
+    return gpu_named(config.slurm.speeds.gpu or "h100", "slurm.speeds.gpu")
+
+
 def _storage_speed(config: RunConfig) -> str:
-    speeds = config.slurm.speeds
+    speeds = _hardware(config)
     return f"{speeds.storage_node:g} GB/s a node, {speeds.storage:g} in all"
 
 
@@ -570,7 +575,7 @@ def predicted(config: RunConfig, shape: ModelShape, push: Push) -> Predicted:
             f"slurm.speeds.mean_tokens={mean:g} is more than rollout.max_new_tokens={rollout.max_new_tokens}; lower "
             "the first, or leave it out for half of the second"
         )
-    gpu, prompt = gpu_named(kind, "slurm.speeds.gpu"), rollout.max_prompt_tokens / 2
+    gpu, prompt = _hardware(config), rollout.max_prompt_tokens / 2
     each = training_flops(shape, [round(prompt + mean)], config.learner)
     flops = each * config.trained_per_step * config.train.epochs
     return Predicted(
@@ -595,6 +600,6 @@ def floor_seconds(config: RunConfig, shape: ModelShape) -> float:
 
     Forward and backward at the peak (`flops`); recomputing and sampling are left out.
     """
-    peak = config.slurm.speeds.tflops * 1e12
+    peak = _hardware(config).peak.bfloat16 * 1e12
     each = training_flops(shape, [config.longest_sequence], config.learner)
     return each * config.trained_per_step * config.train.epochs / (config.learner.dims.world_size * peak)

@@ -23,7 +23,9 @@ class Gpu:
     """A kind of GPU and its links: GB and GB/s of 1e9 bytes, W; ``domain`` is how many GPUs NVLink joins.
 
     ``cuda_name`` is the name that CUDA gives it, by which its peak is found; ``per_node`` GPUs are a node of Slurm's,
-    whose host has ``host`` GB of memory.
+    whose host has ``host`` GB of memory. The three speeds of files are assumed: ``node_file``, of a file in a node's
+    memory (/dev/shm) or on its own disk, for each process that writes or reads it; ``storage_node`` and ``storage``, of
+    the shared file system, for one node and for all together.
     """
 
     cuda_name: str
@@ -35,6 +37,9 @@ class Gpu:
     domain: int = 8
     per_node: int = 8
     host: float = 2000
+    node_file: float = 10
+    storage_node: float = 5
+    storage: float = 100
 
     @property
     def peak(self) -> Peak:

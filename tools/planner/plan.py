@@ -45,8 +45,8 @@ from tools.planner.memory import (
 )
 
 _KEYS = {
-    "nic": "slurm.speeds.nic",
-    "nvlink": "slurm.speeds.nvlink",
+    "nic": "slurm.speeds.gpu",
+    "nvlink": "slurm.speeds.gpu",
     "per_node": "slurm.gpus_per_node",
     "element_bytes": "learner.dtype",
     "gpu_memory_gb": "slurm.gpu_memory_gb",

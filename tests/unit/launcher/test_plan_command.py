@@ -117,8 +117,10 @@ def test_an_engine_cuts_experts_by_tp_where_nothing_else_is_said(said: Said) -> 
     assert "which do not fit" in said("qwen3-235b-a22b", source, "dst=engine,tp=8,dp=8", "--gpu-memory-gb", "40")
 
 
-def test_a_configuration_shows_memory_and_then_what_pushes_and_checkpoints_cost(said: Said) -> None:
-    text = said("--config", DEEPSEEK, "slurm.speeds.nic=25")
+def test_a_configuration_shows_memory_and_then_what_pushes_and_checkpoints_cost(said: Said, tmp_path: Path) -> None:
+    slow = tmp_path / "slow.yaml"
+    slow.write_text("{like: h100, network: 25}")
+    text = said("--config", DEEPSEEK, f"slurm.speeds.gpu={slow}")
     _, push, hop, save, *_ = text[text.index("It fits in slurm.gpu_memory_gb=80.\n") :].splitlines()
     assert push == "a push of weights by direct, through the network:"
     assert hop.endswith("one receives up to 47.0 GB: 1.88 s at 450 GB/s a rank inside a node, 25 between nodes")
@@ -173,8 +175,8 @@ def test_16_stages_are_whole_in_80_columns(capsys: pytest.CaptureFixture[str], m
 @pytest.mark.parametrize(
     ("option", "key"),
     [
-        ("--nic 25", "slurm.speeds.nic"),
-        ("--nvlink 25", "slurm.speeds.nvlink"),
+        ("--nic 25", "slurm.speeds.gpu"),
+        ("--nvlink 25", "slurm.speeds.gpu"),
         ("--per-node 4", "slurm.gpus_per_node"),
         ("--element-bytes 1", "learner.dtype"),
         ("--gpu-memory-gb 20", "slurm.gpu_memory_gb"),
