@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from launcher.preflight import devices, engine, problems_of_data, reward
+from launcher.preflight import devices, engine, own_code, problems_of_data
+from launcher.preflight.model_files import raise_unread_files
 from launcher.preflight.subject import Subject, found_by
-from launcher.preflight.weights_file import raise_unread_files
 from launcher.processes.scratch import scratch
 from launcher.runs.folder import lock
 from rl_megatron.config.run import RunConfig
@@ -206,7 +206,7 @@ def _check(config: RunConfig) -> None:
                 "give a configuration whose data has problems, as --config gsm8k_tiny data.eval=FILE"
             )
     subject = Subject(config, for_job=False)
-    checks = {"data": problems_of_data.check, "engine": engine.check, "reward": reward.check}
+    checks = {"data": problems_of_data.check, "engine": engine.check, "reward": own_code.check}
     problems = [
         f"reward_models.{name}.path={one.path}: it has no config.json, as seen from {Path.cwd()}; give the whole path "
         "of a sequence classifier's folder"

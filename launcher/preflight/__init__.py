@@ -1,1 +1,1 @@
-"""Finds problems of a configuration before any process starts: one file per check, and a table of them in `checks`."""
+"""Finds problems of a configuration before any process starts: its checks, and a table of them in `checks`."""

@@ -6,18 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from launcher.preflight import (
-    batches,
-    devices,
-    engine,
-    model_files,
-    nodes,
-    own_modules,
-    problems_of_data,
-    reward,
-    sizes,
-    versions,
-)
+from launcher.preflight import devices, engine, model_files, own_code, problems_of_data, sizes
 from launcher.preflight.subject import Check, Found, Subject, found_by
 from rl_megatron.config.run import RunConfig
 from rl_megatron.entries import declared, describe_entry, load_entry
@@ -25,15 +14,15 @@ from rl_megatron.errors import ConfigError
 
 CHECKS: Mapping[str, Check] = {
     "sizes": sizes.check,
-    "batches": batches.check,
-    "own modules": own_modules.check,
+    "batches": sizes.check_batches,
+    "own modules": own_code.check_modules,
     "model files": model_files.check,
     "data": problems_of_data.check,
     "devices": devices.check,
-    "nodes": nodes.check,
+    "nodes": devices.check_nodes,
     "engine": engine.check,
-    "versions": versions.check,
-    "reward": reward.check,
+    "versions": engine.check_versions,
+    "reward": own_code.check,
 }
 """The checks by their names in messages. Those of tools and of other packages stand before the last three."""
 _LAST = ("engine", "versions", "reward")  # which start programs, or call functions of the user's

@@ -1,14 +1,16 @@
-"""Checks that the servers' engine is installed in its interpreter, without an import, which takes minutes."""
+"""Checks that the servers' engine is installed in its interpreter, without an import, which takes minutes, and compares
+its torch and NCCL with the learner's."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
-from launcher.preflight.subject import Found, Subject, problem, unchecked
-from launcher.servers.versions import has_module
-from rl_megatron.errors import ConfigError
+from launcher.preflight.subject import Found, Subject, fact, problem, unchecked
+from launcher.servers.versions import compare_environments, container_of, has_module
+from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.user_code import load_named
 
 
@@ -55,3 +57,31 @@ def module_of(engine: str) -> str:
         return engine
     adapter = load_named(engine, "rollout.engine", "class with a module", lambda found: hasattr(found, "module"))
     return str(adapter.module)
+
+
+_WHERE = "which ranks compare when they meet, before the first step"
+
+
+def check_versions(subject: Subject) -> Iterator[Found]:
+    """Yields both environments' versions, and a problem if ranks of both cannot be one group."""
+    config = subject.config
+    rollout, container = config.rollout, container_of(config)
+    if not rollout.served:
+        return
+    if rollout.server.addresses is not None:
+        if config.transport.direct:
+            yield unchecked(f"torch and NCCL of the servers at {rollout.server.addresses}, {_WHERE}")
+        return
+    if container is not None:
+        if config.transport.direct:
+            yield unchecked(f"torch and NCCL in the container {container}, {_WHERE}")
+        return
+    learner = Path((subject.for_job and config.slurm.python) or sys.executable)
+    try:
+        compared = compare_environments(config, subject.environment, learner=learner, engine=rollout.python or learner)
+    except EngineError as error:
+        yield unchecked(str(error))
+        return
+    yield fact(compared.table)
+    if compared.problem:
+        yield problem(compared.problem)

@@ -1,15 +1,18 @@
-"""Compares the model's sizes with the layout, the lengths and the engine."""
+"""Compares the model's sizes with the layout, the lengths and the engine, and the sequences of a step with what shares
+them and learns from them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from launcher.preflight.subject import Found, Subject, problem, unchecked
+from launcher.preflight.subject import Found, Subject, note, problem, unchecked
 from rl_megatron.config.beside import frozen_folders, in_words_of
 from rl_megatron.config.learner_checks import refuse
+from rl_megatron.config.reads import READS
 from rl_megatron.config.rules import problems_of
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.data import data_sources
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import given_to_servers
 from rl_megatron.models.named import expect
@@ -85,4 +88,111 @@ def _engine(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
         yield problem(
             f"model_type={shape.family!r}: the in-process engine does not support it; allowed: "
             f"{', '.join(map(repr, allowed))}; rollout=vllm or rollout=sglang supports others"
+        )
+
+
+def check_batches(subject: Subject) -> Iterator[Found]:
+    """Yields notes if an optimizer step has fewer sequences than data-parallel ranks, if trajectories wait for servers
+    or servers for trajectories, if groups are left out that have a gradient, if samples of an older policy have no
+    ratio, or if no step trains the policy."""
+    config, ranks = subject.config, subject.config.learner.dims.dp
+    sequences = config.trained_per_step // config.train.minibatches
+    if not config.kind.samples:
+        yield from _written(config, ranks)
+    elif sequences < ranks:
+        pairs = f"rollout.prompts_per_step={config.rollout.prompts_per_step} * 2 of a pair"
+        of_step = pairs if config.algorithm.pairs else config.named_compared
+        yield note(
+            f"an optimizer step has {sequences} sequences ({of_step} / train.minibatches="
+            f"{config.train.minibatches}) for {ranks} data-parallel ranks (learner.dp), so {ranks - sequences} of them "
+            "are idle; raise rollout.prompts_per_step, or lower train.minibatches"
+        )
+    yield from _trajectories(config)
+    mode, mean_of = config.rollout.dynamic_sampling, config.algorithm.advantage_mean
+    if mode != "off" and not config.algorithm.needs_differences:
+        yield note(
+            f"rollout.dynamic_sampling={mode} leaves out groups of equal rewards, which algorithm.advantage_mean="
+            f"{mean_of} learns from where they are not 0 (REINFORCE-Rej); to train on them, set "
+            "rollout.dynamic_sampling=off"
+        )
+    yield from _without_ratio(config)
+    yield from _limited(config)
+    alone = config.algorithm.critic.only_steps
+    if config.algorithm.needs_critic and alone >= config.train.steps:
+        yield note(
+            f"algorithm.critic.only_steps={alone} covers all of train.steps={config.train.steps}, so only the critic "
+            "is trained and the policy stays as it is; raise train.steps, or lower the former"
+        )
+
+
+def _without_ratio(config: RunConfig) -> Iterator[Found]:
+    """Notes samples that are not of the current policy, where the objective takes them for such."""
+    a, train = config.algorithm, config.train
+    if not config.kind.samples or READS["objective"].get(a.objective) != ():  # a ratio has keys
+        return
+    given = f"algorithm.objective={a.objective} has no ratio, and takes samples for those of the current policy, but"
+    if train.minibatches * train.epochs > 1:
+        yield note(
+            f"{given} train.minibatches={train.minibatches} * train.epochs={train.epochs} are optimizer steps on one "
+            "batch, and only the first is on such; set both to 1, or algorithm.objective=importance"
+        )
+    if train.max_staleness and a.correction.mode == "none":
+        yield note(
+            f"{given} train.max_staleness={train.max_staleness} has them sampled by older ones; set "
+            "algorithm.correction.mode=truncate, or train.max_staleness=0"
+        )
+
+
+def _limited(config: RunConfig) -> Iterator[Found]:
+    """Notes ratios of tokens to the engine, which ``rollout.top_p`` makes too small."""
+    a, top_p = config.algorithm, config.rollout.top_p
+    readers = {
+        "algorithm.correction": a.correction.acts,
+        f"algorithm.tokens.choose={a.tokens.choose}": a.tokens.choose == "second_moment",
+        "algorithm.kl.importance_weighted=true": a.kl.coefficient > 0
+        and (a.kl.placement, a.kl.importance_weighted, a.needs_top) == ("loss", True, False),
+        f"algorithm.objective={a.objective}, if it reads rollout_logprobs": ":" in a.objective,
+    }
+    if top_p < 1 and config.kind.samples and not a.pairs and (read := [key for key, reads in readers.items() if reads]):
+        yield note(
+            f"rollout.top_p={top_p:g}: the engine's log-probs are of the tokens that it keeps and the learner's of "
+            f"all, so ratios of tokens are too small by up to {top_p:g} in {', '.join(read)}; set rollout.top_p=1"
+        )
+
+
+def _trajectories(config: RunConfig) -> Iterator[Found]:
+    """Compares trajectories under way with the turns that servers may have in flight, where one environment has all."""
+    if set(config.training_environments) != {"environment"} or not config.rollout.served:
+        return
+    most, server, group = config.environment.concurrency, config.rollout.server, config.rollout.group_size
+    turns, wanted = server.concurrency * group, config.completions_per_step * (1 + config.train.max_staleness)
+    if config.rollout.max_in_flight is not None:
+        wanted = min(wanted, config.rollout.max_in_flight)
+    at_servers = f"{turns} turns (rollout.server.concurrency={server.concurrency} * rollout.group_size={group})"
+    if min(most, wanted) > turns:
+        yield note(
+            f"{min(most, wanted)} trajectories are under way at once (environment.concurrency={most}), but servers "
+            f"have at most {at_servers} in flight; the wait of the others counts for their environment.seconds: raise "
+            "rollout.server.concurrency, or lower environment.concurrency"
+        )
+    elif most < min(turns, wanted):
+        yield note(
+            f"environment.concurrency={most} trajectories are under way at once, of {wanted} that there are to sample, "
+            f"though servers may have {at_servers} in flight: they may be idle meanwhile; raise environment.concurrency"
+        )
+
+
+def _written(config: RunConfig, ranks: int) -> Iterator[Found]:
+    """The same of a step on rows or pairs of the data, which has no minibatches; ranks do not share a pair."""
+    size, what = config.written.batch_size, "pairs" if config.kind.rows == "pairs" else "rows"
+    if size < ranks:
+        yield note(
+            f"an optimizer step has {size} {what} ({config.job}.batch_size) for {ranks} data-parallel ranks "
+            f"(learner.dp), so {ranks - size} of them are idle; raise {config.job}.batch_size, or lower learner.dp"
+        )
+    if config.written.epochs is not None and len(data_sources(config.data)) > 1:
+        yield note(
+            f"{config.job}.epochs={config.written.epochs:g} counts the {what} of all sources, and each source is drawn "
+            f"by its data.sources.<name>.weight: unless weights are in proportion to the sources' numbers of {what}, "
+            f"some {what} are drawn more often than others, or never"
         )

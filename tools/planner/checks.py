@@ -11,8 +11,8 @@ from itertools import accumulate
 import psutil
 
 from launcher.preflight.devices import count_visible_gpus
+from launcher.preflight.model_files import fitting_problems, seen_problems, usable_problems
 from launcher.preflight.subject import Found, Subject, fact, found_by, note, problem, unchecked
-from launcher.preflight.weights_file import fitting_problems, seen_problems, usable_problems
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import GB, gigabytes
 from rl_megatron.placement.files import weights_folder

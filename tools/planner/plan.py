@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.preflight.checks import Preflight
-from launcher.preflight.nodes import beside_nodes
+from launcher.preflight.devices import beside_nodes
 from launcher.preflight.sizes import size_problems
 from rl_megatron.config.activations import wants_transformer_engine
 from rl_megatron.config.io import load_config

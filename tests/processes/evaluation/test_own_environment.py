@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.build.model import starting_folder
-from launcher.preflight.reward import check
+from launcher.preflight.own_code import check
 from launcher.preflight.subject import Subject
 from rl_megatron.config.beside import begun_by_messages
 from rl_megatron.config.io import load_config

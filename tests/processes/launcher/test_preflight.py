@@ -13,7 +13,7 @@ import pytest
 
 from launcher.build.model import starting_folder, starting_shape
 from launcher.commands.submit import prepare
-from launcher.preflight import devices, engine, reward
+from launcher.preflight import devices, engine, own_code
 from launcher.preflight.checks import CHECKS, Preflight, checks, preflight
 from launcher.preflight.subject import Found, Subject, problem
 from launcher.servers import versions
@@ -306,7 +306,7 @@ def test_parts_beside_one_that_is_not_called_are_found_and_called(keys: tuple[st
 
 
 def test_a_reward_that_takes_long_is_not_waited_for(keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward, "SECONDS", 0.2)
+    monkeypatch.setattr(own_code, "SECONDS", 0.2)
     found = preflight(job(keys, "reward.function=preflight_rewards:blocking"), for_job=True)
     assert found.texts("problem") == []
     assert "the reward 'preflight_rewards:blocking', which did not answer within 0.2 s" in found.texts("unchecked")

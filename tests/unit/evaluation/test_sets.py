@@ -15,7 +15,7 @@ import pytest
 
 from launcher.build.data import Data, load_data, problem_sets
 from launcher.build.sampler import sampler_of
-from launcher.preflight.reward import check
+from launcher.preflight.own_code import check
 from launcher.preflight.subject import Subject
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig

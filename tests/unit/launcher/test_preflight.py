@@ -16,7 +16,7 @@ from launcher.build.data import load_data, training_data
 from launcher.build.jobs import written_job
 from launcher.build.model import starting_shape
 from launcher.build.roles import Parts
-from launcher.preflight import batches, own_modules
+from launcher.preflight import own_code, sizes
 from launcher.preflight.checks import preflight
 from launcher.preflight.subject import Subject
 from rl_megatron.agents.conversation.forms import WrittenConversation
@@ -382,7 +382,7 @@ def test_trajectories_that_wait_for_servers_or_the_reverse_are_noted(most: int, 
     served = ("rollout=vllm", "rollout.server.addresses=http://a:1", f"rollout.server.concurrency={groups}")
     sizes = ("rollout.prompts_per_step=8", "rollout.group_size=4", f"environment.concurrency={most}")
     config = load_config("calculator", [*served, *sizes])
-    notes = [found.text for found in batches.check(Subject(config, False)) if "trajectories" in found.text]
+    notes = [found.text for found in sizes.check_batches(Subject(config, False)) if "trajectories" in found.text]
     assert len(notes) == (said is not None), notes
     assert all(text.startswith(str(said)) for text in notes)
 
@@ -403,7 +403,7 @@ def test_trajectories_that_wait_for_servers_or_the_reverse_are_noted(most: int, 
     ],
 )
 def test_an_objective_without_a_ratio_on_older_samples_is_noted(more: tuple[str, ...], noted: list[str]) -> None:
-    found = batches.check(Subject(load_config("tiny_cpu", list(more)), False))
+    found = sizes.check_batches(Subject(load_config("tiny_cpu", list(more)), False))
     texts = [one.text for one in found if one.text.startswith("algorithm.objective=reinforce has no ratio")]
     assert [given for text, given in zip(texts, noted, strict=True) if given not in text] == []
 
@@ -450,7 +450,7 @@ def test_ratios_to_an_engine_that_leaves_tokens_out(more: tuple[str, ...], refus
         with pytest.raises(ConfigError, match=rf"rollout\.top_p=0\.95 with \S*{refused}: "):
             load_config("tiny_cpu", [*more, "rollout.top_p=0.95"])
         return
-    found = batches.check(Subject(load_config("tiny_cpu", [*more, "rollout.top_p=0.95"]), False))
+    found = sizes.check_batches(Subject(load_config("tiny_cpu", [*more, "rollout.top_p=0.95"]), False))
     texts = [one.text for one in found if one.text.startswith("rollout.top_p=0.95: ")]
     assert len(texts) == bool(noted)
     assert all(noted in text for text in texts)
@@ -459,13 +459,13 @@ def test_ratios_to_an_engine_that_leaves_tokens_out(more: tuple[str, ...], refus
 def test_pairs_and_demonstrations_are_sequences_of_a_step() -> None:
     """Of groups of 16, of which the other 14 are not trained on."""
     keys = ["algorithm=dpo", "learner.ep=1", "learner.dp=4", "rollout.prompts_per_step=3", "rollout.group_size=16"]
-    (idle,) = batches.check(Subject(load_config("tiny_cpu", [*keys, "train.minibatches=3"]), False))
+    (idle,) = sizes.check_batches(Subject(load_config("tiny_cpu", [*keys, "train.minibatches=3"]), False))
     product = "rollout.prompts_per_step=3 * 2 of a pair / train.minibatches=3"
     assert idle.text.startswith(f"an optimizer step has 2 sequences ({product}) for 4 data-parallel ranks")
     with pytest.raises(ConfigError, match=r"train\.minibatches=4 is more than the 3 pairs of a step"):
         load_config("tiny_cpu", [*keys, "train.minibatches=4"])
     keys = ["algorithm=luffy", "rollout.prompts_per_step=4", "rollout.group_size=3", "rollout.max_prompt_tokens=16"]
-    idle, *_ = batches.check(Subject(load_config("tiny_cpu", [*keys, "learner.ep=1", "learner.dp=32"]), False))
+    idle, *_ = sizes.check_batches(Subject(load_config("tiny_cpu", [*keys, "learner.ep=1", "learner.dp=32"]), False))
     product = "rollout.prompts_per_step=4 * (rollout.group_size=3 + 1 demonstration) / train.minibatches=2"
     assert idle.text.startswith(f"an optimizer step has 8 sequences ({product}) for 32 data-parallel ranks")
 
@@ -537,7 +537,7 @@ def test_a_name_that_is_not_in_its_module_is_found_without_an_import(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = own_modules.check(Subject(load_config("tiny_cpu", [f"learner.layers={own}"]), False))
+    found = own_code.check_modules(Subject(load_config("tiny_cpu", [f"learner.layers={own}"]), False))
     wanted = ("problem", f"learner.layers={own}: {said}") if said else None
     assert [(one.kind, one.text) for one in found] == [
         wanted or ("unchecked", f"learner.layers={own}, which ranks import")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
-from launcher.preflight import own_modules, sizes
+from launcher.preflight import own_code, sizes
 from launcher.preflight.subject import Subject
 from launcher.wire import Setup
 from launcher.worker.models import RankModels
@@ -219,13 +219,13 @@ def test_the_tools_read_by_it(place: Path, tmp_path: Path, capsys: pytest.Captur
 def test_the_preflight_reads_by_it(place: Path) -> None:
     subject = Subject(config_of(place / "hf", "rollout=vllm", f"learner.layers={LAYERS}"), False)
     assert [found.text for found in sizes.check(subject)] == []
-    assert [(found.kind, found.text) for found in own_modules.check(subject)] == [
+    assert [(found.kind, found.text) for found in own_code.check_modules(subject)] == [
         ("unchecked", f"learner.layers={LAYERS}, which ranks import")
     ]
     (found,) = sizes.check(Subject(config_of(place / "hf"), False))
     assert found.text.startswith("model_type='own_model': the in-process engine does not support it; allowed: 'qwen")
     for own in ("not_there_at_all.x:f", "__main__:f"):
-        (found,) = own_modules.check(Subject(config_of(place / "hf", f"learner.layers={own}"), False))
+        (found,) = own_code.check_modules(Subject(config_of(place / "hf", f"learner.layers={own}"), False))
         assert found.kind == "problem"
         assert "install it or put its folder on PYTHONPATH" in found.text
 
