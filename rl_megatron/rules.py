@@ -264,6 +264,8 @@ def set_leaves(name: str, section: BaseModel) -> Iterator[tuple[str, Leaf]]:
         full = f"{name}.{key}" if name else key
         if isinstance(value, BaseModel):
             yield from set_leaves(full, value)
+        elif isinstance(default, Mapping) and default:  # of names that the package declares
+            yield from ((f"{full}.{one}", Leaf(value[one], it)) for one, it in default.items() if value[one] != it)
         elif value is not default and value != default:
             yield full, Leaf(value, default)
 

@@ -19,7 +19,7 @@ from typing import Any
 import rl_megatron
 from rl_megatron.config.beside import reference_follows
 from rl_megatron.config.errors import has_gone
-from rl_megatron.config.removed import is_off, is_removed, removed_key
+from rl_megatron.config.removed import is_off, is_removed, removed_key, renamed
 from rl_megatron.config.resume import FREE_BEFORE, changes_no_step, defaults, fixed, flat, is_free
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import CheckpointError, cut_to, shorten
@@ -95,10 +95,10 @@ def _check_same(
     """
     lacked = {key: now[key] if key in FREE_BEFORE else value for key, value in usual.items() if key in now}
     then = {**lacked, **{key: value for key, value in then.items() if not is_free(key) or _is_held(key)}}
-    for key in [key for key in then if key not in now and not is_off(then[key])]:
-        if (row := removed_key(key)) is not None and row.name is not None and row.name in now:
-            logger.warning("%s: %s is called %s now", folder, key, row.name)
-            then[row.name] = then.pop(key)
+    for key in [key for key in then if key not in now]:
+        if (name := renamed(key)) is not None and name in now:
+            logger.warning("%s: %s is called %s now", folder, key, name)
+            then[name] = then.pop(key)
     gone = {key: value for key, value in then.items() if key not in now and has_gone(key)}
     dropped = {
         key: value

@@ -82,7 +82,7 @@ def topr(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmS
 def sapo(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmSection) -> TokenLosses:
     """-(4/tau) sigmoid(tau (rho - 1)) A, tau by the sign of A (arXiv:2511.20347): a soft gate in place of a clip."""
     advantages = inputs.advantages
-    tau = _by_sign(advantages, row.tau_positive, row.tau_negative)
+    tau = _by_sign(advantages, row.parameters["tau_positive"], row.parameters["tau_negative"])
     return -4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1)) * advantages, _untouched(log_ratio)
 
 
@@ -94,8 +94,8 @@ def vespo(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: Algorithm
     e^``LOG_RATIO_BOUND``, as ratios are: with a large k and a small lambda it overflows float32.
     """
     log_ratio, advantages = log_ratio.detach(), inputs.advantages
-    shape = _by_sign(advantages, row.shape_positive, row.shape_negative)
-    rate = _by_sign(advantages, row.rate_positive, row.rate_negative)
+    shape = _by_sign(advantages, row.parameters["shape_positive"], row.parameters["shape_negative"])
+    rate = _by_sign(advantages, row.parameters["rate_positive"], row.parameters["rate_negative"])
     weight = (shape * log_ratio - rate * torch.expm1(log_ratio)).clamp(max=LOG_RATIO_BOUND).exp()
     return -weight * advantages * inputs.logprobs, _untouched(log_ratio)
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from rl_megatron.algorithms.advantages import LEVELS, ROUNDING, group_advantages
 from rl_megatron.algorithms.auxiliary import PAIR_LOSSES, pair_loss_of, with_slopes
@@ -169,7 +170,30 @@ class _Watched:
 
     def __getattr__(self, name: str) -> Any:
         self.read.add(name)
-        return getattr(self._row, name)
+        value = getattr(self._row, name)
+        return _WatchedValues(name, value, self.read) if isinstance(value, Mapping) else value
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchedValues(Mapping[str, object]):
+    """A mapping of the row, whose names that were read are remembered as ``key.name``."""
+
+    key: str
+    values_by_name: Mapping[str, object]
+    read: set[str]
+
+    @override
+    def __getitem__(self, name: str) -> object:
+        self.read.add(f"{self.key}.{name}")
+        return self.values_by_name[name]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_by_name)
+
+    @override
+    def __len__(self) -> int:
+        return len(self.values_by_name)
 
 
 @dataclass(frozen=True, slots=True)

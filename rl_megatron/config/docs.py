@@ -87,6 +87,10 @@ def _section(name: str, section: Schema, definitions: Mapping[str, Schema]) -> I
                     inner += [(f"{full}.<name>", definitions[_target(choice)]) for choice in choices]
                 else:
                     rows.append((f"`{full}.<name>`", _kind(value), "not there", _meaning(field)))
+        elif "propertyNames" in field:  # a mapping of names of ours
+            usual = ", ".join(f"`{one}: {_plain(value)}`" for one, value in field["default"].items())
+            kind = _kind(field["additionalProperties"])
+            rows.append((f"`{full}.<name>`", kind, usual, _meaning(field)))
         elif "oneOf" in field:
             inner += [(full, definitions[_target(choice)]) for choice in field["oneOf"]]
         else:

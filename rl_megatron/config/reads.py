@@ -40,6 +40,8 @@ _CORRECTION = ("correction.level", "correction.high")
 _OF_RATIOS = (*_CORRECTION, "correction.low")
 _OF_THE_GAP = ("correction.mode", "correction.veto")
 _KL = tuple(f"kl.{key}" for key in ("placement", "estimator", "importance_weighted", "top_k", "beta", "teachers"))
+_OF_SAPO = ("parameters.tau_positive", "parameters.tau_negative")
+_OF_VESPO = tuple(f"parameters.{name}_{sign}" for name in ("shape", "rate") for sign in ("positive", "negative"))
 OF_OBJECTIVES = (
     "ratio_level",
     "clip_low",
@@ -49,12 +51,8 @@ OF_OBJECTIVES = (
     "dual_clip",
     "cap_low",
     "cap_high",
-    "tau_positive",
-    "tau_negative",
-    "shape_positive",
-    "shape_negative",
-    "rate_positive",
-    "rate_negative",
+    *_OF_SAPO,
+    *_OF_VESPO,
 )
 """The keys that an objective may read."""
 
@@ -86,8 +84,8 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "cispo": ("ratio_level", "cap_low", "cap_high"),
         "reinforce": (),
         "importance": ("ratio_level",),
-        "sapo": ("ratio_level", "tau_positive", "tau_negative"),
-        "vespo": ("ratio_level", "shape_positive", "shape_negative", "rate_positive", "rate_negative"),
+        "sapo": ("ratio_level", *_OF_SAPO),
+        "vespo": ("ratio_level", *_OF_VESPO),
         "topr": ("ratio_level", "cap_low", "cap_high"),
         "gmpo": ("clip_low", "clip_high"),
         "dppo_tv": ("clip_low", "clip_high", "cap_high"),
@@ -107,9 +105,9 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "tokens.choose": {
         "all": (),
         "top_entropy": ("tokens.share",),
-        "clip_cov": ("tokens.share", "tokens.low", "tokens.high"),
-        "kl_cov": ("tokens.share", "tokens.kl_coefficient"),
-        "second_moment": ("tokens.limit",),
+        "clip_cov": ("tokens.share", "parameters.covariance_low", "parameters.covariance_high"),
+        "kl_cov": ("tokens.share", "parameters.kl_cov"),
+        "second_moment": ("parameters.second_moment",),
     },
     "balance.share": {OFF: (), ON: ("balance.high", "balance.low")},
     "kl.coefficient": {OFF: (), ON: _KL},

@@ -76,9 +76,20 @@ REMOVED: Mapping[str, Removed] = {
     "algorithm.preference_per_token": _renamed("algorithm.preference.per_token"),
     "algorithm.reward_bias": Removed("add it in a reward.function of your own"),
     "algorithm.reward_clip": Removed("clip rewards in a reward.function of your own"),
-    "algorithm.second_moment_limit": Removed("it is called algorithm.tokens.limit, with tokens.choose=second_moment"),
+    **{
+        f"algorithm.{name}_{sign}": _renamed(f"algorithm.parameters.{name}_{sign}")
+        for name in ("rate", "shape", "tau")
+        for sign in ("negative", "positive")
+    },
+    "algorithm.second_moment_limit": Removed(
+        "it is called algorithm.parameters.second_moment, with tokens.choose=second_moment"
+    ),
     "algorithm.std_eps": Removed("1e-6 is added to the standard deviation", fixed=(1e-06,)),
+    "algorithm.tokens.high": _renamed("algorithm.parameters.covariance_high"),
+    "algorithm.tokens.kl_coefficient": _renamed("algorithm.parameters.kl_cov"),
     "algorithm.tokens.kl_estimator": Removed("the KL of choose=kl_cov is abs, as in the paper's code", fixed=("abs",)),
+    "algorithm.tokens.limit": _renamed("algorithm.parameters.second_moment"),
+    "algorithm.tokens.low": _renamed("algorithm.parameters.covariance_low"),
     "algorithm.whiten_mean": Removed("advantages are whitened by the mean of the batch", fixed=("batch",)),
     "algorithm.whiten_rewards": Removed("set algorithm.whiten=true, or advantage_std"),
     "algorithm.whiten_std": Removed("advantages are whitened by the standard deviation of the batch", fixed=("batch",)),
@@ -239,14 +250,21 @@ def is_removed(key: str, value: object) -> bool:
     return row is not None and _is_among(value, row.fixed)
 
 
+def renamed(key: str) -> str | None:
+    """The key that replaced one; None of any other."""
+    pattern, row = _row(key)
+    if row is None or row.name is None:
+        return None
+    stars = (part for part, old in zip(key.split("."), pattern.split("."), strict=False) if old == "*")
+    return row.name.replace("*", next(stars, "*"))
+
+
 def new_name(key: str, value: object, tree: Mapping[str, Any]) -> tuple[str, object] | None:
     """The new name of a renamed key, and its value there, beside what ``tree`` has; None of any other
     key, and of a switch that is neither on nor off."""
-    pattern, row = _row(key)
-    if row is None or row.name is None or (row.entry is not None and value is not True and not is_off(value)):
+    row, name = _row(key)[1], renamed(key)
+    if row is None or name is None or (row.entry is not None and value is not True and not is_off(value)):
         return None
-    stars = (part for part, old in zip(key.split("."), pattern.split("."), strict=False) if old == "*")
-    name = row.name.replace("*", next(stars, "*"))
     logger.info("%s is read as %s", key, name)
     if row.entry is None:
         return name, value

@@ -28,7 +28,7 @@ from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.objectives import ClipLimits
 from rl_megatron.algorithms.own import check_own_advantages, check_own_objective, check_own_pair_loss
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.algorithm import TokensSection
+from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.data.demonstrations import with_demonstrations
 from rl_megatron.data.packing import tokens_of_part, unpack, with_own_columns
 from rl_megatron.data.samples import computed_lengths, seen_by, to_samples
@@ -109,7 +109,7 @@ class TokenChoice:
     """Chooses tokens of each minibatch by scores [N] of the policy at the start of the update, on the controller: the
     same tokens for every layout."""
 
-    section: TokensSection
+    row: AlgorithmSection
     logprobs: Tensor
     entropy: Tensor | None
     generator: torch.Generator
@@ -123,37 +123,39 @@ class TokenChoice:
             return samples
         chosen = self._chosen(samples, places)
         self.shares.append(float(chosen.double().mean()))
-        if self.section.choose == "kl_cov":
+        if self.row.tokens.choose == "kl_cov":
             weights = torch.zeros_like(samples.advantages)
-            weights[places[chosen]] = self.section.kl_coefficient
+            weights[places[chosen]] = self.row.parameters["kl_cov"]
             return replace(samples, old_kl_weights=weights)
         advantages = samples.advantages.clone()
-        advantages[places[~chosen if self.section.choose in _TRAINED else chosen]] = 0.0
+        advantages[places[~chosen if self.row.tokens.choose in _TRAINED else chosen]] = 0.0
         return replace(samples, advantages=advantages)
 
     def _chosen(self, samples: Samples, places: Tensor) -> Tensor:
-        section = self.section
+        section, parameters = self.row.tokens, self.row.parameters
         if section.choose == "second_moment":
-            return second_moment_mask((self.logprobs - samples.rollout_logprobs)[places], threshold=section.limit)
+            gaps = (self.logprobs - samples.rollout_logprobs)[places]
+            return second_moment_mask(gaps, threshold=parameters["second_moment"])
         if section.choose == "top_entropy":
             assert self.entropy is not None
             return top_entropy(self.entropy[places], section.share)
         values = covariances(self.logprobs[places], samples.advantages[places])
         if section.choose == "kl_cov":
             return greatest(values, section.share)
-        return drawn_between(values, section.share, section.low, section.high, self.generator)
+        between = parameters["covariance_low"], parameters["covariance_high"]
+        return drawn_between(values, section.share, *between, self.generator)
 
     def row(self) -> Row:
         """The share of tokens that were chosen, the mean over minibatches."""
         return {"tokens/chosen_fraction": sum(self.shares) / max(len(self.shares), 1)}
 
 
-def token_choice(section: TokensSection, found: Measured, seed: int) -> TokenChoice | None:
-    """The choice of the section, with the scores that were ``found``; None for all tokens."""
-    if section.choose == "all":
+def token_choice(row: AlgorithmSection, found: Measured, seed: int) -> TokenChoice | None:
+    """The choice of ``row.tokens``, with the scores that were ``found``; None for all tokens."""
+    if row.tokens.choose == "all":
         return None
     assert found.current is not None
-    return TokenChoice(section, found.current, found.policy.get("entropy"), torch.Generator().manual_seed(seed))
+    return TokenChoice(row, found.current, found.policy.get("entropy"), torch.Generator().manual_seed(seed))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -338,7 +340,7 @@ class Update:
         """Make ``train.epochs`` passes over the batch, each in minibatches of a new order. The metrics of the batch are
         computed beside the first: ranks do not wait for them."""
         c = self.config
-        choice = token_choice(c.algorithm.tokens, found, seed_of(c.seed, step, c.train.epochs))
+        choice = token_choice(c.algorithm, found, seed_of(c.seed, step, c.train.epochs))
         batches, own_columns = await to_thread(self._minibatches, samples, choice, step)
         row: Row = {"learning_rate": learning_rate(c, step)}
         described = asyncio.ensure_future(to_thread(self._described, found, samples, batches))

@@ -44,9 +44,11 @@ CISPO = policy_loss(ratio_level="token", objective="cispo", aggregation="token_m
 REINFORCE = policy_loss(objective="reinforce", aggregation="token_mean")
 DUAL = policy_loss(aggregation="seq_mean_token_sum_norm", max_new_tokens=7, dual_clip=3.0)
 UNCLIPPED = policy_loss(objective="importance", aggregation="token_mean")
-SAPO = policy_loss(objective="sapo", aggregation="seq_mean_token_mean", tau_negative=1.5)
+SAPO = policy_loss(objective="sapo", aggregation="seq_mean_token_mean", parameters={"tau_negative": 1.5})
 TOPR = policy_loss(objective="topr", ratio_level="sequence_sum", aggregation="seq_mean_token_sum", cap_high=1.0)
-VESPO = policy_loss(objective="vespo", ratio_level="sequence_sum", shape_negative=2.5, rate_positive=1.5)
+VESPO = policy_loss(
+    objective="vespo", ratio_level="sequence_sum", parameters={"shape_negative": 2.5, "rate_positive": 1.5}
+)
 CISPO_BY_SEQUENCE = policy_loss(objective="cispo", ratio_level="sequence", aggregation="token_mean", cap_high=1.1)
 ROWS = [DUAL, UNCLIPPED, SAPO, TOPR, VESPO, CISPO_BY_SEQUENCE, SEQUENCE_CLIP, CLIP, PPO, SUMS, CISPO, REINFORCE]
 CORRECTED = changed(
@@ -181,12 +183,13 @@ def token_term(row: AlgorithmSection, logprob: float, delta: float, advantage: f
     if row.objective == "importance":
         return -ratio * advantage, -slope * advantage, False
     if row.objective == "sapo":
-        tau = row.tau_positive if advantage > 0 else row.tau_negative
+        tau = row.parameters["tau_positive" if advantage > 0 else "tau_negative"]
         gate = (1 + math.tanh(tau * (ratio - 1) / 2)) / 2  # the logistic function
         return -4 / tau * gate * advantage, -4 * gate * (1 - gate) * slope * advantage, False
     if row.objective == "vespo":
-        good = advantage > 0
-        shape, rate = (row.shape_positive, row.rate_positive) if good else (row.shape_negative, row.rate_negative)
+        good, numbers = advantage > 0, row.parameters
+        shape = numbers["shape_positive" if good else "shape_negative"]
+        rate = numbers["rate_positive" if good else "rate_negative"]
         weight = ratio**shape * math.exp(rate * (1 - ratio))
         return -weight * advantage * logprob, -weight * advantage, False
     if row.objective == "topr" and advantage >= 0:

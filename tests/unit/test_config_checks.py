@@ -24,6 +24,7 @@ from rl_megatron.config.removed import (
 )
 from rl_megatron.config.resume import flat
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.algorithm import PARAMETERS
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError
 from tests.rows import BESIDE, PAIR_ROWS
@@ -552,6 +553,27 @@ def test_a_removed_command_is_answered_with_what_to_do() -> None:
         result = CliRunner().invoke(app, [name, "x"])
         assert result.exit_code == 2
         assert advice.split()[0] in result.output
+
+
+def test_a_name_of_a_map_is_a_key_as_any_other() -> None:
+    config = load_config(
+        "tiny_cpu", ["algorithm=sapo", "algorithm.tau_positive=2", "algorithm.parameters.tau_negative=3"]
+    )
+    assert config.algorithm.parameters == {**PARAMETERS, "tau_positive": 2, "tau_negative": 3}
+    for key, said in (
+        (
+            "algorithm=vespo algorithm.tau_positive=2",
+            r"tau_positive=2 does nothing: algorithm\.objective=vespo",
+        ),
+        (
+            "algorithm.parameters.tau_positve=2",
+            r"tau_positve=tau_positve: .* \(did you mean 'tau_positive'\?\)",
+        ),
+        ("algorithm.parameters.tau_positive=no", r"parameters\.tau_positive=no: must be a valid number"),
+        ("algorithm.parameters=2", r"algorithm\.parameters=2: a section of names, not one value"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load_config("tiny_cpu", key.split())
 
 
 def test_the_configuration_of_a_run_of_0_3_0_loads() -> None:

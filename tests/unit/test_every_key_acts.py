@@ -97,6 +97,8 @@ def leaves(name: str, section: type[BaseModel]) -> Iterator[tuple[str, Any]]:
     for key, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from leaves(f"{name}.{key}", field.annotation)
+        elif key == "parameters":  # a mapping of numbers by names of ours
+            yield from ((f"{name}.{key}.{one}", float) for one in field.get_default())
         else:
             yield f"{name}.{key}", field.annotation
 

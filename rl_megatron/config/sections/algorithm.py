@@ -21,13 +21,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rl_megatron.config.sections.balance import BalanceSection
 from rl_megatron.config.sections.learner import OptimizerSection
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.feature import with_features
 from rl_megatron.section import (
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
     NUMBER,
     EntryName,
     Finite,
@@ -39,12 +41,12 @@ from rl_megatron.section import (
     PositiveFloat,
     PositiveFraction,
     Section,
-    Temperature,
 )
 
 
 class TokensSection(Section):
-    """Chooses tokens of a minibatch, by the policy at the start of the step; denominators count all its tokens."""
+    """Chooses tokens of a minibatch, by the policy at the start of the step; denominators count all its tokens. What a
+    choice reads beside the share is in ``algorithm.parameters``."""
 
     choose: Literal["all", "top_entropy", "clip_cov", "kl_cov", "second_moment"] = "all"
     """Train on all tokens, or only on those of most entropy; leave out some of great covariance of log-prob and
@@ -52,20 +54,6 @@ class TokensSection(Section):
     furthest from the engine's policy until the second moment of the rest is small (M2PO)."""
     share: PositiveFraction = 0.2
     """Share of the minibatch's tokens that top_entropy trains on, clip_cov leaves out or kl_cov holds; one at least."""
-    low: Finite = 1.0
-    """choose=clip_cov: least covariance, in nats times advantage, of a token that may be left out."""
-    high: Finite = 5.0
-    """choose=clip_cov: greatest covariance of such a token."""
-    limit: PositiveFloat = 0.04
-    """choose=second_moment: greatest mean square of log pi - log pi_rollout of the tokens that are trained on."""
-    kl_coefficient: PositiveFloat = 1.0
-    """choose=kl_cov: weight of the KL of the old policy to the current one, by |log pi_old - log pi| (abs)."""
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if self.low > self.high:
-            raise ValueError(f"algorithm.tokens.low={self.low} is above algorithm.tokens.high={self.high}; swap them")
-        return self
 
 
 PairLossName = Literal["dpo", "ipo", "hinge", "orpo", "kto"]
@@ -124,6 +112,43 @@ class PreferenceSection(Section):
         return self
 
 
+ParameterName = Literal[
+    "tau_positive",
+    "tau_negative",
+    "shape_positive",
+    "shape_negative",
+    "rate_positive",
+    "rate_negative",
+    "covariance_low",
+    "covariance_high",
+    "kl_cov",
+    "second_moment",
+]
+PARAMETERS: Mapping[ParameterName, float] = dict(
+    zip(get_args(ParameterName), (1.0, 1.05, 2.0, 3.0, 3.0, 2.0, 1.0, 5.0, 1.0, 0.04), strict=True)
+)
+"""The defaults of ``algorithm.parameters``."""
+
+
+def _whole(given: Mapping[ParameterName, float]) -> Mapping[ParameterName, float]:
+    """All parameters, those that are not given at their defaults."""
+    values, least, most = {**PARAMETERS, **given}, MIN_TEMPERATURE, MAX_TEMPERATURE
+    problems = [
+        f"algorithm.parameters.{name}={value:g}: must be from {least:g} to {most:g}"
+        for name, value in values.items()
+        if not (name.startswith("covariance") or least <= value <= most)
+    ]
+    low, high = values["covariance_low"], values["covariance_high"]
+    if low > high:
+        problems.append(
+            f"algorithm.parameters.covariance_low={low:g} is above algorithm.parameters.covariance_high={high:g}; swap "
+            "them"
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
+    return values
+
+
 class ObjectiveKeys(Section):
     """Part of `AlgorithmSection`."""
 
@@ -155,18 +180,12 @@ class ObjectiveKeys(Section):
     """objective=cispo, topr: least weight, as a ratio."""
     cap_high: PositiveFloat = 5.0
     """objective=cispo, topr, dppo_tv, dppo_kl: greatest weight, as a ratio."""
-    tau_positive: Temperature = 1.0
-    """objective=sapo: temperature of the gate for positive advantages."""
-    tau_negative: Temperature = 1.05
-    """objective=sapo: temperature of the gate for other advantages."""
-    shape_positive: PositiveFloat = 2.0
-    """objective=vespo: k of the weight rho^k exp(lambda (1 - rho)) for positive advantages."""
-    shape_negative: PositiveFloat = 3.0
-    """objective=vespo: the same for other advantages."""
-    rate_positive: PositiveFloat = 3.0
-    """objective=vespo: lambda of the weight for positive advantages."""
-    rate_negative: PositiveFloat = 2.0
-    """objective=vespo: the same for other advantages."""
+    parameters: Annotated[Mapping[ParameterName, Finite], AfterValidator(_whole)] = PARAMETERS
+    """Numbers of one objective or choice of tokens: of sapo the temperature tau_ of the gate for positive and for other
+    advantages; of vespo k (shape_) and lambda (rate_) of the weight rho^k exp(lambda (1 - rho)) for either; of
+    tokens.choose=clip_cov the least and the greatest covariance_, in nats times advantage, of a token that may be left
+    out; of kl_cov the weight of the KL of the old policy to the current one, by |log pi_old - log pi|; of second_moment
+    the greatest mean square of log pi - log pi_rollout of the tokens that are trained on."""
     demonstration_gamma: PositiveFloat | None = None
     """Has each group compare the demonstration of its prompt (``data.demonstration_field``) with what is sampled, and
     trains on it by p / (p + this), p the probability of a token, in place of the objective (LUFFY); null: there is

@@ -185,6 +185,13 @@ def test_experts_are_not_spread_over_groups_that_deepep_refuses() -> None:
         asked("kimi-k2", "gpus=1536", "gpu=h100", "learner.dispatcher=deepep", "learner.ep=48")
 
 
+def test_keys_are_given_by_their_names_of_today() -> None:
+    old = ("algorithm=sapo", "algorithm.tau_negative=1.5", "learner.recompute.moe_act=true")
+    given = asked(*SMALL, *old).wanted.given
+    given = {key: given[key] for key in given if key != "rollout.prompts_per_step"}
+    assert given == {"algorithm.parameters.tau_negative": 1.5, "learner.recompute.parts": ("moe_act",)}
+
+
 def test_a_key_without_a_section_is_a_key_and_no_group() -> None:
     given = asked(*SMALL, "seed=3")
     assert given.wanted.base.seed == 3

@@ -508,6 +508,9 @@ def summed(log_ratio, inputs, lengths, row):
 def quadratic(log_ratio, inputs, lengths, row):
     return -inputs.advantages * log_ratio + log_ratio.square() * row.cap_low, none(inputs)
 
+def tempered(log_ratio, inputs, lengths, row):
+    return -inputs.advantages * log_ratio * row.parameters["tau_positive"], none(inputs)
+
 def plain(log_ratio, inputs, lengths, row):
     return -inputs.advantages * inputs.logprobs, none(inputs)
 
@@ -591,6 +594,11 @@ def trained(config: RunConfig) -> tuple[torch.Tensor, list[float]]:
         ("faulty_objectives:across", {}, "alone and .* beside others in the micro-batch, so it would change with the"),
         ("faulty_objectives:summed", {}, r"ValueError: a sum over a sequence .* give it values.detach\(\)"),
         ("faulty_objectives:quadratic", {"clip_low": 0.1}, r"clip_low=0.1 does nothing: .*:quadratic does not read it"),
+        (
+            "faulty_objectives:tempered",
+            {"parameters": {"rate_positive": 9.0}},
+            "rate_positive=9 does nothing",
+        ),
         ("faulty_objectives:plain", {"ratio_level": "sequence"}, "ratio_level=sequence does nothing"),
         ("gmpo_of_the_page:gmpo", {"dual_clip": 3.0}, "dual_clip=3 does nothing.*set it to its default, null"),
     ],
@@ -607,6 +615,7 @@ def test_what_cannot_train_is_refused_before_the_run(name: str, keys: dict[str, 
         ("gmpo_of_the_page:gmpo", {"clip_low": 0.1, "clip_high": 0.5}),
         ("gmpo_of_the_page:gmpo", {"ratio_level": "turn"}),
         ("faulty_objectives:quadratic", {"cap_low": 0.1, "ratio_level": "sequence"}),
+        ("faulty_objectives:tempered", {"parameters": {"tau_positive": 2.0}, "ratio_level": "sequence"}),
         ("faulty_objectives:plain", {}),
     ],
 )

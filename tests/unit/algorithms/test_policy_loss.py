@@ -128,7 +128,8 @@ def test_a_loss_survives_pickling(loss: PolicyLoss) -> None:
         ({"correction": {"high": NAN}}, "correction.high"),
         ({"correction": {"mode": "band", "level": "worst"}}, "level=worst with mode=band: a weight is of a token or"),
         ({"dual_clip": 1.0}, "dual_clip"),
-        ({"tau_negative": 0.0}, "tau_negative"),
+        ({"parameters": {"tau_negative": 0.0}}, "tau_negative=0: must be from 1e-06 to 1e"),
+        ({"parameters": {"tau": 1.0}}, "tau"),
         ({"ratio_level": "sequence_sum"}, "detached weight"),
         ({"objective": "sapo", "ratio_level": "sequence"}, "seq_mean_token_mean"),
     ],
@@ -138,6 +139,7 @@ def test_a_row_that_cannot_be_meant_is_refused_with_the_reason(choices: dict[str
         policy_loss(**choices)
 
 
+RATES = dict.fromkeys(("rate_positive", "rate_negative"), 1e-6)
 PRODUCT = {"mode": "truncate", "level": "product", "high": 1e9}
 
 
@@ -146,18 +148,17 @@ PRODUCT = {"mode": "truncate", "level": "product", "high": 1e9}
     ("choices", "most"),
     [
         ({"objective": "importance", "correction": PRODUCT}, 2),
-        ({"objective": "vespo", **dict.fromkeys(("shape_positive", "shape_negative"), 9.0)}, 1),
+        ({"objective": "vespo", "parameters": dict.fromkeys(("shape_positive", "shape_negative"), 9.0) | RATES}, 1),
     ],
 )
 def test_weights_are_finite_where_ratios_are_not(choices: dict[str, object], most: int, advantage: float) -> None:
     """Tokens of log-prob -1 that were at -101, and at -201 in the engine: e^100 is no float32, A
     weight of e^20 is left, beside it in the first case the ratio at its own bound, which has no gradient."""
-    rates = dict.fromkeys(("rate_positive", "rate_negative"), 1e-9) if choices["objective"] == "vespo" else {}
     inputs = batch([[-1.0, -1.0]], old=[[-101.0] * 2], advantages=[[advantage] * 2])
     inputs = replace(inputs, rollout_logprobs=inputs.old_logprobs - 100)
     narrow = {name: getattr(inputs, name).float() for name in ("logprobs", "old_logprobs", "rollout_logprobs")}
     inputs = replace(inputs, **narrow, advantages=inputs.advantages.float(), entropy=inputs.entropy.float())
-    value, gradient = evaluate(policy_loss(**choices, **rates), inputs)
+    value, gradient = evaluate(policy_loss(**choices), inputs)
     sign = -1 if most == 2 else 1  # of -rho A, and of -A log pi
     assert value.item() == pytest.approx(sign * advantage * math.exp(20 * most), rel=1e-5)
     slope = 0.0 if most == 2 else -advantage * math.exp(20) / 2

@@ -170,11 +170,30 @@ def test_keys_that_an_older_version_held_fixed_are_free_and_those_that_it_left_f
         find(other, run_of(tmp_path / "new", then))
 
 
+@pytest.mark.parametrize(("value", "said"), [(1.0, None), (0.5, "0.5 then, 1.0 now"), (None, "None then, 1.0 now")])
+def test_a_renamed_key_is_compared_by_its_name_of_today(
+    value: float | None, said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config("tiny_cpu", [])
+    held = {key: one for key, one in fixed(config).items() if key != "algorithm.parameters.tau_positive"}
+    run = run_of(tmp_path, config, {**held, "algorithm.tau_positive": value})
+    if said is None:
+        find(config, run)
+    else:
+        with pytest.raises(CheckpointError, match=rf"algorithm\.parameters\.tau_positive: {said}"):
+            find(config, run)
+    assert "algorithm.tau_positive is called algorithm.parameters.tau_positive now" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
         *(("algorithm.second_moment_limit", value, None) for value in (None, False, 0, "", [], {})),
-        ("algorithm.second_moment_limit", 0.04, "0.04 then, now no such key; it is called algorithm.tokens.limit, "),
+        (
+            "algorithm.second_moment_limit",
+            0.04,
+            "0.04 then, now no such key; it is called algorithm.parameters.",
+        ),
         ("data.gone", 1, "1 then, now no such key\nresume with the version that wrote it, or begin another run.name"),
         ("data.gone", None, None),
         ("gone.inner", None, None),

@@ -185,7 +185,11 @@ class PlainUpdate:
 
     def _choose(self, said: list[Said]) -> None:
         """Tokens of most entropy or near the engine alone; of great covariance left out or held; all trained count."""
-        tokens, every = self.a.tokens, [(s, t) for s in said if s.trained for t in range(len(s.targets))]
+        tokens, numbers, every = (
+            self.a.tokens,
+            self.a.parameters,
+            [(s, t) for s in said if s.trained for t in range(len(s.targets))],
+        )
         for s in said:
             s.held = [False] * len(s.targets)
         if tokens.choose == "top_entropy":
@@ -195,7 +199,7 @@ class PlainUpdate:
                 s.advantages[t] *= s.entropy[t] >= least - 1e-6
         elif tokens.choose == "second_moment":
             nearest = sorted(every, key=lambda one: (one[0].now[one[1]] - one[0].engine[one[1]]) ** 2)
-            while statistics.fmean((s.now[t] - s.engine[t]) ** 2 for s, t in nearest) > tokens.limit:
+            while statistics.fmean((s.now[t] - s.engine[t]) ** 2 for s, t in nearest) > numbers["second_moment"]:
                 s, t = nearest.pop()
                 s.advantages[t] = 0.0
         elif tokens.choose != "all":
@@ -207,7 +211,7 @@ class PlainUpdate:
             for i, (s, t) in enumerate(every):
                 if tokens.choose == "kl_cov":
                     s.held[t] = i in order[: max(int(tokens.share * len(every)), 1)]
-                elif tokens.low <= cov[i] <= tokens.high:  # a share of 1 draws them all
+                elif numbers["covariance_low"] <= cov[i] <= numbers["covariance_high"]:  # a share of 1 draws them all
                     s.advantages[t] = 0.0
 
     def _correction(self, s: Said, t: int, old: float) -> float:
@@ -243,7 +247,7 @@ class PlainUpdate:
                 if s.shown:
                     term = -logp.exp() / (logp.exp() + a.demonstration_gamma) * advantage
                 if s.held[t]:
-                    term = term + a.tokens.kl_coefficient * (logp - old).abs()
+                    term = term + a.parameters["kl_cov"] * (logp - old).abs()
                 total = total + term / tokens
                 if a.needs_top:
                     total = total + self.beta * self._taught(of_tables[t], s.inputs[t]) / tokens

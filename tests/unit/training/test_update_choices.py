@@ -20,7 +20,7 @@ from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.algorithms.objectives import balanced_limits
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.algorithm import AlgorithmSection, TokensSection
+from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.data.packing import Packer, with_own_columns
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.features.router_study.step import engine_flips, update_flips
@@ -379,10 +379,10 @@ def samples_of(seed: int, lengths: list[int] = LENGTHS * 4) -> tuple[Samples, Te
     return samples, logprobs, 4 * torch.rand(num, generator=g)
 
 
-def minibatches(section: TokensSection, dp: int, most: int = 3) -> list[dict[int, tuple[float, float]]]:
+def minibatches(row: AlgorithmSection, dp: int, most: int = 3) -> list[dict[int, tuple[float, float]]]:
     """Of each minibatch the advantage and the KL's weight of its trained tokens, by their ids."""
     samples, logprobs, entropy = samples_of(5)
-    choice = token_choice(section, Measured(samples, {"logprobs": logprobs, "entropy": entropy}), seed=3)
+    choice = token_choice(row, Measured(samples, {"logprobs": logprobs, "entropy": entropy}), seed=3)
     assert choice is not None
     packer = Packer(dims=ParallelDims(dp=dp), max_tokens=16, attention_cost=0.0)
     out = []
@@ -443,33 +443,35 @@ def test_the_drawn_are_uniform_among_the_candidates() -> None:
 
 
 @pytest.mark.parametrize(
-    "section",
+    ("tokens", "parameters"),
     [
-        TokensSection(choose="top_entropy", share=0.3),
-        TokensSection(choose="clip_cov", share=0.1, low=0.1, high=3.0),
-        TokensSection(choose="kl_cov", share=0.1, kl_coefficient=0.7),
+        ({"choose": "top_entropy", "share": 0.3}, {}),
+        ({"choose": "clip_cov", "share": 0.1}, {"covariance_low": 0.1, "covariance_high": 3.0}),
+        ({"choose": "kl_cov", "share": 0.1}, {"kl_cov": 0.7}),
     ],
-    ids=lambda section: section.choose,
 )
-def test_the_share_is_each_minibatchs_whatever_ranks_and_micro_batches(section: TokensSection) -> None:
+def test_the_share_is_each_minibatchs_whatever_ranks_and_micro_batches(
+    tokens: dict[str, object], parameters: dict[str, float]
+) -> None:
     """The same tokens over one, two and four data-parallel ranks, chosen among those of the minibatch alone."""
     samples, logprobs, entropy = samples_of(5)
-    found = minibatches(section, dp=1)
-    assert minibatches(section, dp=2) == minibatches(section, dp=4) == found
+    row = AlgorithmSection.model_validate({"tokens": tokens, "parameters": parameters})
+    found = minibatches(row, dp=1)
+    assert minibatches(row, dp=2) == minibatches(row, dp=4) == found
     assert len(found) == 3
-    assert {i for tokens in found for i in tokens} == set(torch.where(samples.mask)[0].tolist())
-    for tokens in found:
-        ids = torch.tensor(sorted(tokens))
-        given, kept = samples.advantages[ids], torch.tensor([tokens[i][0] for i in ids.tolist()])
-        held = torch.tensor([tokens[i][1] for i in ids.tolist()])
+    assert {i for each in found for i in each} == set(torch.where(samples.mask)[0].tolist())
+    for each in found:
+        ids = torch.tensor(sorted(each))
+        given, kept = samples.advantages[ids], torch.tensor([each[i][0] for i in ids.tolist()])
+        held = torch.tensor([each[i][1] for i in ids.tolist()])
         cov = covariances(logprobs[ids], given)
-        if section.choose == "kl_cov":
+        if row.tokens.choose == "kl_cov":
             assert torch.equal(kept, given)
             assert torch.equal(held, 0.7 * greatest(cov, 0.1))
             continue
         assert not held.any()
         assert torch.equal(kept[kept != 0], given[kept != 0])
-        if section.choose == "top_entropy":
+        if row.tokens.choose == "top_entropy":
             assert torch.equal(kept != 0, top_entropy(entropy[ids], 0.3))
         else:
             assert int((kept == 0).sum()) == int(0.1 * len(ids))
@@ -480,12 +482,14 @@ def test_the_row_has_the_mean_share_and_a_minibatch_without_a_token_none() -> No
     samples, logprobs, entropy = samples_of(5, [4, 4, 4])
     samples = replace(samples, mask=torch.tensor([True] * 8 + [False] * 4))
     measured = Measured(samples, {"logprobs": logprobs, "entropy": entropy})
-    choice = token_choice(TokensSection(choose="top_entropy", share=0.5), measured, seed=0)
+    choice = token_choice(
+        AlgorithmSection.model_validate({"tokens": {"choose": "top_entropy", "share": 0.5}}), measured, seed=0
+    )
     assert choice(samples, np.array([2])) is samples
     for part in ([0], [0, 1]):
         choice(samples, np.array(part))
     assert choice.row() == {"tokens/chosen_fraction": 0.5}
-    assert token_choice(TokensSection(), measured, seed=0) is None
+    assert token_choice(AlgorithmSection(), measured, seed=0) is None
 
 
 def test_the_kl_to_the_old_policy_is_the_papers_equation() -> None:
@@ -533,8 +537,9 @@ def test_the_rows_have_the_shares_of_their_papers() -> None:
         "top_entropy": ("top_entropy", 0.2),
         "m2po": ("second_moment", 0.2),
     }
-    assert (tokens["m2po"].limit, rows["m2po"].algorithm.old_logprobs) == (0.04, "rollout")
-    assert (tokens["clip_cov"].low, tokens["clip_cov"].high, tokens["kl_cov"].kl_coefficient) == (1.0, 5.0, 1.0)
+    usual = rows["m2po"].algorithm.parameters
+    assert (usual["second_moment"], rows["m2po"].algorithm.old_logprobs) == (0.04, "rollout")
+    assert (usual["covariance_low"], usual["covariance_high"], usual["kl_cov"]) == (1.0, 5.0, 1.0)
     assert rows["top_entropy"].algorithm.clip_high == 0.28
 
 
@@ -542,13 +547,19 @@ def test_the_rows_have_the_shares_of_their_papers() -> None:
     ("keys", "reason"),
     [
         (["algorithm=grpo", "algorithm.tokens.share=0.5"], "tokens.share=0.5 does nothing.*tokens.choose=top_entropy"),
-        (["algorithm=kl_cov", "algorithm.tokens.low=0.5"], "tokens.low=0.5 does nothing.*tokens.choose=clip_cov does"),
-        (["algorithm=clip_cov", "algorithm.tokens.low=9"], "tokens.low=9.0 is above algorithm.tokens.high=5.0; swap"),
+        (
+            ["algorithm=kl_cov", "algorithm.parameters.covariance_low=0.5"],
+            "low=0.5 does nothing.*tokens.choose=clip_cov does",
+        ),
+        (
+            ["algorithm=clip_cov", "algorithm.tokens.low=9"],
+            r"low=9 is above algorithm\.parameters\.covariance_high=5; sw",
+        ),
         (["algorithm=dpo", "algorithm.tokens.choose=kl_cov"], "trains on pairs without it"),
         (["algorithm=m2po", "algorithm.tokens.share=0.5"], "tokens.share=0.5 does nothing"),
         (
             ["algorithm=m2po", "algorithm.second_moment_limit=0.1"],
-            r"second_moment_limit.*algorithm\.tokens\.limit, with tokens\.choose=second_moment",
+            r"second_moment_limit.*algorithm\.parameters\.second_moment, with tokens\.choose=second_moment",
         ),
         (["algorithm=kl_cov", "algorithm.tokens.share=0"], r"tokens.share=0\b.* greater than 0"),
         (
