@@ -20,7 +20,6 @@ from launcher.preflight.sizes import size_problems
 from rl_megatron.config.activations import wants_transformer_engine
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.slurm import SpeedsSection
 from rl_megatron.errors import GB, ConfigError, gigabytes
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.files import weights_folder
@@ -33,6 +32,7 @@ from rl_megatron.weights.plans.plan import plan as plan_moves
 from tools.convert.commands import OwnFamily
 from tools.convert.layouts import model_shape, parse_layout
 from tools.planner.estimates import Cost, Links, broadcast_cost, estimate, plan_cost
+from tools.planner.hardware import GPUS
 from tools.planner.memory import (
     Footprint,
     check_memory,
@@ -100,8 +100,8 @@ def plan(
     if not arguments:
         raise ConfigError("give a model and two layouts, as in kimi-k2 src=megatron,ep=8,dp=8 dst=hf, or --config NAME")
     model, *layouts = arguments
-    usual = SpeedsSection()
-    links = Links(nic=(nic or usual.nic) * GB, nvlink=(nvlink or usual.nvlink) * GB, per_node=per_node or 8)
+    usual = GPUS["h100"]
+    links = Links(nic=(nic or usual.network) * GB, nvlink=(nvlink or usual.nvlink) * GB, per_node=per_node or 8)
     show_plan(
         model,
         layouts,
