@@ -109,7 +109,7 @@ class TokenChoice:
     """Chooses tokens of each minibatch by scores [N] of the policy at the start of the update, on the controller: the
     same tokens for every layout."""
 
-    row: AlgorithmSection
+    algorithm: AlgorithmSection
     logprobs: Tensor
     entropy: Tensor | None
     generator: torch.Generator
@@ -123,16 +123,16 @@ class TokenChoice:
             return samples
         chosen = self._chosen(samples, places)
         self.shares.append(float(chosen.double().mean()))
-        if self.row.tokens.choose == "kl_cov":
+        if self.algorithm.tokens.choose == "kl_cov":
             weights = torch.zeros_like(samples.advantages)
-            weights[places[chosen]] = self.row.parameters["kl_cov"]
+            weights[places[chosen]] = self.algorithm.parameters["kl_cov"]
             return replace(samples, old_kl_weights=weights)
         advantages = samples.advantages.clone()
-        advantages[places[~chosen if self.row.tokens.choose in _TRAINED else chosen]] = 0.0
+        advantages[places[~chosen if self.algorithm.tokens.choose in _TRAINED else chosen]] = 0.0
         return replace(samples, advantages=advantages)
 
     def _chosen(self, samples: Samples, places: Tensor) -> Tensor:
-        section, parameters = self.row.tokens, self.row.parameters
+        section, parameters = self.algorithm.tokens, self.algorithm.parameters
         if section.choose == "second_moment":
             gaps = (self.logprobs - samples.rollout_logprobs)[places]
             return second_moment_mask(gaps, threshold=parameters["second_moment"])
