@@ -250,7 +250,7 @@ def our_config(task: Task, work: Path) -> dict[str, Any]:
             "train": str(task.prompts),
             "eval": str(held_out),
             "on_leak": "keep",
-            "prompt_field": "prompt",
+            "fields": {"prompt": "prompt"},
         },
         "rollout": {
             "prompts_per_step": task.prompts_per_step,

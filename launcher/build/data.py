@@ -160,7 +160,7 @@ def end_tokens(data: DataSection, tokenizer: PreTrainedTokenizerBase, stops: Seq
     a turn, if known."""
     sources = {name_of(key): one for key, one in data_sources(data).items()}
     files = {name: one for name, one in sources.items() if isinstance(one, FileKeys)}
-    chats = {name for name, one in files.items() if one.chat_template or one.messages_field is not None}
+    chats = {name for name, one in files.items() if one.chat_template or one.fields["messages"] is not None}
     of_turns, plain = end_of_turns(tokenizer, stops) if chats else None, end_of_answers(tokenizer, stops)
     return {name: of_turns if name in chats and of_turns is not None else plain for name in sources}
 
@@ -185,7 +185,7 @@ def _learns_answers(config: RunConfig) -> bool:
         return config.warm_start.steps > 0 or config.algorithm.demonstration_gamma is not None
     sources = data_sources(config.data).values()
     return not config.kind.scores and any(
-        not isinstance(one, FileKeys) or one.messages_field is None for one in sources
+        not isinstance(one, FileKeys) or one.fields["messages"] is None for one in sources
     )
 
 

@@ -20,7 +20,7 @@ from rl_megatron.agents.conversation.written import ChatTemplate
 from rl_megatron.agents.parsers import PARSERS, WRITTEN
 from rl_megatron.agents.source import EnvironmentSampler, Waves
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import data_sources, name_of
+from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
 from rl_megatron.data.demonstrations import Demonstrations
 from rl_megatron.environments.registry import Agent, EnvironmentMaker, demonstrated, resolve_environment
 from rl_megatron.feature import sampler_hooks
@@ -94,7 +94,10 @@ def demonstrations_of(config: RunConfig, data: Data | LearnedRows, vocab_size: i
     """The demonstrations of prompts to train on, for a model of ``vocab_size`` tokens."""
     sources = data_sources(config.data)
     return Demonstrations(
-        fields={name_of(key): getattr(one, "demonstration_field", None) for key, one in sources.items()},
+        fields={
+            name_of(key): one.fields["demonstration"] if isinstance(one, FileKeys) else None
+            for key, one in sources.items()
+        },
         tokenizer=data.tokenizer,
         end_token_ids=data.end_token_ids,
         stop_token_ids=data.stop_token_ids,

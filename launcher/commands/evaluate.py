@@ -200,10 +200,10 @@ def _claimed(path: Path) -> Iterator[None]:
 def _check(config: RunConfig) -> None:
     """Raises ConfigError with what data, engine and reward lack. The learner is not checked: none starts."""
     for key, data in data_sources(config.data).items():
-        if isinstance(data, FileKeys) and data.messages_field is not None:
+        if isinstance(data, FileKeys) and data.fields["messages"] is not None:
             raise ConfigError(
-                f"{key}.messages_field={data.messages_field!r}: conversations have no answers to compare samples with; "
-                "give a configuration whose data has problems, as --config gsm8k_tiny data.eval=FILE"
+                f"{key}.fields.messages={data.fields['messages']!r}: conversations have no answers to compare samples "
+                "with; give a configuration whose data has problems, as --config gsm8k_tiny data.eval=FILE"
             )
     subject = Subject(config, for_job=False)
     checks = {"data": problems_of_data.check, "engine": engine.check, "reward": own_code.check}

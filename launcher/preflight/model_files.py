@@ -174,11 +174,11 @@ def _generated(config: RunConfig) -> Iterator[Found]:
     if config.kind.samples or config.kind.scores:
         return
     for key, data in data_sources(config.data).items():
-        if isinstance(data, FileKeys) and data.messages_field is not None:
+        if isinstance(data, FileKeys) and data.fields["messages"] is not None:
             yield problem(
-                f"{key}.messages_field={data.messages_field!r}, but the chat template of the tiny model, which the run "
-                "makes as model.path is not given, ends a turn with no token, so a model would learn to go on; set "
-                "model.path to a model whose tokenizer has a chat template that ends turns"
+                f"{key}.fields.messages={data.fields['messages']!r}, but the chat template of the tiny model, which "
+                "the run makes as model.path is not given, ends a turn with no token, so a model would learn to go on; "
+                "set model.path to a model whose tokenizer has a chat template that ends turns"
             )
 
 
@@ -187,8 +187,8 @@ def _shown_by_template(config: RunConfig) -> Iterator[tuple[str, str]]:
     for key, data in {**data_sources(config.data), **config.eval.data_of_sets}.items():
         if isinstance(data, FileKeys) and data.chat_template:
             yield f"{key}.chat_template=true", "set it to false"
-        elif isinstance(data, FileKeys) and data.messages_field is not None:
-            yield f"{key}.messages_field={data.messages_field!r}", "give the tokenizer a template"
+        elif isinstance(data, FileKeys) and data.fields["messages"] is not None:
+            yield f"{key}.fields.messages={data.fields['messages']!r}", "give the tokenizer a template"
     for key, one in config.environments.items():
         if one.template == "chat":
             yield f"{key}.template=chat", f"set {key}.template=plain, or give the tokenizer a template"

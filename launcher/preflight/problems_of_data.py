@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 ROWS = 1000
 _SHOWN = 10_000  # squares of a row's messages that a chat template shows, each turn after all before it: some 2 s
-_OF_SYSTEM = "name it in {key}.system_field"
+_OF_SYSTEM = "name it in {key}.fields.system"
 _MEDIA = re.compile(r"(decoded_)?(image|picture|photo|video|audio|pixel_value)s?(_(urls?|paths?|bytes|files?))?", re.I)
 _TEXT_ALONE = "a run reads text alone, so leave out the rows that need it"
 _OF_ROWS: Mapping[str, str] = {
@@ -53,7 +53,7 @@ _OF_ROWS: Mapping[str, str] = {
 }
 _OF_CONVERSATIONS: Mapping[str, str] = {
     **dict.fromkeys(("system", "system_prompt"), _OF_SYSTEM),
-    **dict.fromkeys(("tools", "functions"), "name it in {key}.tools_field"),
+    **dict.fromkeys(("tools", "functions"), "name it in {key}.fields.tools"),
     **dict.fromkeys(("chat_template_kwargs", "enable_thinking"), "all rows have those of model.template_variables"),
 }
 """What to do with fields of these names that no key reads: published data sets have parts of prompts there."""
@@ -166,7 +166,7 @@ class _Reader:
             yield note(odd.replace("{key}", section))
         for unread in _unread(problems, data, learns) if name == "train" else ():
             yield note(f"{path}: {unread.replace('{key}', section)}")
-        if data.messages_field is not None and path.suffix == ".jsonl":
+        if data.fields["messages"] is not None and path.suffix == ".jsonl":
             yield from _null_arguments(problems)
         try:
             prompts = self._prompts(section, data, name, problems)
@@ -195,7 +195,7 @@ class _Reader:
         """The prompts of problems, with tokens where the tokenizer is here, named by their places. Raises DataError."""
         named, source, config = [replace(one, id=one.place) for one in problems], name_of(section), self._config
         if self._rows is None:
-            return [] if data.messages_field is None else unrendered(named)
+            return [] if data.fields["messages"] is None else unrendered(named)
         drawn = name == "train" and data.train.suffix != ".jsonl"  # of parquet a job drops long rows as it draws them
         form = RowForm(
             tokenizer=self._rows.tokenizer,
@@ -302,10 +302,10 @@ def _odd_answers(
 ) -> Iterator[str]:
     """Notes on questions and answers that the run may read otherwise than their file means them: the first row of each
     kind, and how many there are."""
-    if data.messages_field is not None:
+    if data.fields["messages"] is not None:
         return
     asked, answer = data.prompt_field, data.answer_field
-    field, counts = f"{{key}}.answer_field={answer!r}", f"of the first {len(problems)} rows"
+    field, counts = f"{{key}}.fields.answer={answer!r}", f"of the first {len(problems)} rows"
     end = "completions are compared with its JSON" if compared else "its JSON is learned"
 
     def first(is_odd: Callable[[Problem], bool], text: str) -> Iterator[str]:
@@ -319,7 +319,7 @@ def _odd_answers(
         lambda one: (
             not (data.chat_template or asked in one.meta) and isinstance(next(iter(_list_in(one.raw)), None), dict)
         ),
-        f"{{key}}.prompt_field={asked!r} is the JSON text of a list, and the policy reads that; set "
+        f"{{key}}.fields.prompt={asked!r} is the JSON text of a list, and the policy reads that; set "
         "{key}.chat_template=true, which renders messages",
     )
     if compared:
@@ -333,7 +333,7 @@ def _odd_answers(
     if compared or learns:
         yield from first(
             lambda one: isinstance(value(one), dict),
-            f"{field} is an object, and {end}; a field in it is named {{key}}.answer_field={answer}.<field>",
+            f"{field} is an object, and {end}; a field in it is named {{key}}.fields.answer={answer}.<field>",
         )
         yield from first(
             lambda one: isinstance(value(one), list), f"{field} is a list, and {end}; write one answer as text"
@@ -359,7 +359,7 @@ def _unread(problems: Sequence[Problem], data: FileKeys, learns: bool) -> Iterat
     """Fields of rows to train on that look like a part of the prompt, and that no key reads, and what to do with each.
     Only what ``learns`` answers has the ``input`` of Alpaca's rows; where completions are sampled, a reward may read
     it."""
-    given = _OF_ROWS if data.messages_field is None else _OF_CONVERSATIONS
+    given = _OF_ROWS if data.fields["messages"] is None else _OF_CONVERSATIONS
     known = {name: f"{advice}, if it should" for name, advice in given.items()}
     for one in problems:
         known |= {name: _TEXT_ALONE for name, value in one.meta.items() if _MEDIA.fullmatch(name) or _is_media(value)}

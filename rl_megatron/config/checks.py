@@ -253,9 +253,9 @@ def problems_of_environments(c: RunConfig) -> Iterator[str]:
             "ratio_level=sequence; set that, or environment.function"
         )
     for key, source in data_sources(c.data).items() if c.algorithm.demonstration_gamma is not None else ():
-        if isinstance(source, FileKeys) and source.demonstration_field == source.answer_field:
+        if isinstance(source, FileKeys) and source.fields["demonstration"] == source.answer_field:
             yield (
-                f"{key}.demonstration_field={source.demonstration_field!r} is {key}.answer_field, which is the "
+                f"{key}.fields.demonstration={source.fields['demonstration']!r} is {key}.fields.answer, which is the "
                 "demonstration where none is named; leave it out"
             )
 

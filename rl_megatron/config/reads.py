@@ -226,28 +226,28 @@ def _of_other_form(config: RunConfig) -> Iterator[str]:
             if config.kind.rows == "labels":
                 yield f"job={config.job} {key}.type={source.type}: its problems have no labels; read rows of files"
             continue
-        is_answer = source.prompt_field in (source.answer_field, source.rejected_field)
-        shown = config.algorithm.demonstration_gamma is not None and source.demonstration_field is None
-        if (learns or shown) and source.messages_field is None and is_answer:
+        is_answer = source.prompt_field in (source.answer_field, source.fields["rejected"])
+        shown = config.algorithm.demonstration_gamma is not None and source.fields["demonstration"] is None
+        if (learns or shown) and source.fields["messages"] is None and is_answer:
             yield (
-                f"{key}.prompt_field={source.prompt_field!r} is the field of an answer, too, so a model would learn to "
-                f"repeat the question; name both. {TURNS_IN_TEXT}"
+                f"{key}.fields.prompt={source.prompt_field!r} is the field of an answer, too, so a model would learn "
+                f"to repeat the question; name both. {TURNS_IN_TEXT}"
             )
-        if config.kind.rows == "pairs" and source.rejected_field is None:
+        if config.kind.rows == "pairs" and source.fields["rejected"] is None:
             yield (
-                f"job={config.job} trains on pairs of answers, and {key}.rejected_field is not given; set it to the "
-                f"field of the worse one (of the better one: {key}.answer_field={source.answer_field})"
+                f"job={config.job} trains on pairs of answers, and {key}.fields.rejected is not given; set it to the "
+                f"field of the worse one (of the better one: {key}.fields.answer={source.answer_field})"
             )
-        if config.kind.rows == "labels" and source.rejected_field is not None:
+        if config.kind.rows == "labels" and source.fields["rejected"] is not None:
             yield (
-                f"{key}.rejected_field={source.rejected_field}: dpo.loss={config.dpo.loss} trains on one answer a row, "
-                "with its label; leave it out, or set another loss"
+                f"{key}.fields.rejected={source.fields['rejected']}: dpo.loss={config.dpo.loss} trains on one answer a "
+                "row, with its label; leave it out, or set another loss"
             )
 
 
 def _read(kind: JobKind, leaf: str) -> bool:
     """Whether jobs of the kind read a key; a source of a mixture has the keys of ``data``."""
-    names = [leaf, f"data.{leaf.split('.')[-1]}"] if leaf.startswith("data.sources.") else [leaf]
+    names = [leaf, f"data.{leaf.split('.', 3)[-1]}"] if leaf.startswith("data.sources.") else [leaf]
     unread = any(is_in(one, key) for key in kind.unread for one in names)
     return not unread and (kind.reads is None or any(is_in(one, key) for key in kind.reads for one in names))
 
@@ -267,9 +267,9 @@ def problems_of_unread_keys(config: RunConfig) -> Iterator[str]:
 def _of_data(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Keys of templates, programs, leaks and temperatures that nothing reads, each with the reason."""
     sources = (*data_sources(config.data).values(), *config.eval.data_of_sets.values())
-    shown = any(isinstance(one, FileKeys) and (one.chat_template or one.messages_field) for one in sources)
+    shown = any(isinstance(one, FileKeys) and (one.chat_template or one.fields["messages"]) for one in sources)
     if not shown and all(one.template != "chat" for one in config.environments.values()):
-        reason = "no data has chat_template=true or messages_field, and no environment has template=chat"
+        reason = "no data has chat_template=true or fields.messages, and no environment has template=chat"
         yield "model.template_variables", reason
     tested = any("tests" in its.functions.values() for _, its in _rewards(config))
     if not tested and not config.environments:

@@ -107,6 +107,21 @@ REMOVED: Mapping[str, Removed] = {
     "data.sources.*.reward.http.retries": _RETRIES,
     "data.sources.*.reward.model.batch_size": _BATCH_SIZE,
     "data.sources.*.reward.model.dtype": _DTYPE,
+    **{
+        f"{section}.{name}_field": _renamed(f"{section}.fields.{name}")
+        for section in ("data", "data.sources.*", "eval.sets.*.data")
+        for name in (
+            "answer",
+            "context",
+            "demonstration",
+            "margin",
+            "messages",
+            "prompt",
+            "rejected",
+            "system",
+            "tools",
+        )
+    },
     "environment.close_seconds": _CLOSE_SECONDS,
     "environment.on_bad_call": _ON_BAD_CALL,
     "environment.spare": _SPARE,

@@ -184,7 +184,7 @@ def _of_algorithm() -> Iterator[Rule]:
          "set balance.share=null"),
         (On("algorithm.credit", Not("completion")), "a demonstration has one advantage", "set credit=completion"),
         (ENVIRONMENT, "a demonstration is the text of one answer, which no environment leads", _LEAVE_OUT))
-    yield Needs(when=On("sources@demonstration_field"), all=DEMONSTRATIONS, why="nothing reads it",
+    yield Needs(when=On("sources@fields.demonstration"), all=DEMONSTRATIONS, why="nothing reads it",
           fix="set that, or leave it out")
 
 

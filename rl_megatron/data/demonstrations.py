@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Demonstrations:
     """The demonstration of a prompt: the text of its source's field, or its answer, and the token that ends it."""
 
-    fields: Mapping[str, str | None]  # by source, as in ``data.demonstration_field``
+    fields: Mapping[str, str | None]  # by source, as in ``data.fields.demonstration``
     tokenizer: PreTrainedTokenizerBase
     end_token_ids: EndTokens
     stop_token_ids: Sequence[int]

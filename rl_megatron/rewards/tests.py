@@ -140,7 +140,7 @@ def _tests(prompt: Prompt, field: str) -> list[_Test]:
     except KeyError:
         raise RewardError(
             f"{where} is not among the row's others, {', '.join(sorted(prompt.meta)) or 'none'}: name one of these. "
-            "Texts of data.prompt_field and data.answer_field are not among them: have these name others"
+            "Texts of data.fields.prompt and data.fields.answer are not among them: have these name others"
         ) from None
     try:
         value = parse(given) if isinstance(given, str) else given

@@ -142,8 +142,8 @@ def test_parquet_with_other_names_math_verify_and_layers_beside_the_command(plac
         pq.write_table(pa.table(columns), place.folder / f"{name}.parquet")
     run = place.fork(
         "parquet",
-        *("data=gsm8k", "data.train=train.parquet", "data.eval=test.parquet", "data.prompt_field=problem"),
-        *("data.answer_field=solution", "data.chat_template=true", "reward.function=math_verify", "learner.ep=1"),
+        *("data=gsm8k", "data.train=train.parquet", "data.eval=test.parquet", "data.fields.prompt=problem"),
+        *("data.fields.answer=solution", "data.chat_template=true", "reward.function=math_verify", "learner.ep=1"),
         *("rollout.max_prompt_tokens=128", "rollout.max_new_tokens=8", "warm_start.steps=0", "train.steps=2"),
         "learner.layers=own_layers:spec",
     ).finish()

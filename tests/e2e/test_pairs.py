@@ -78,7 +78,7 @@ def model(place: Place) -> Path:
 def keys(model: Path, job: str, *more: str) -> tuple[str, ...]:
     return (
         *("--config", f"{job.removesuffix('_model')}_tiny", f"model.path={model}", "data.type=files"),
-        *(f"data.train={TRAIN[job]}", "data.eval=eval.jsonl", "data.messages_field=good", "data.rejected_field=bad"),
+        *(f"data.train={TRAIN[job]}", "data.eval=eval.jsonl", "data.fields.messages=good", "data.fields.rejected=bad"),
         *(f"{job}.batch_size={SIZE}", f"{job}.max_tokens=256", f"train.steps={STEPS}", f"train.learning_rate={RATE}"),
         *("train.lr_decay=none", "eval.every=1", "learner.threads=1", "log.tensorboard=false"),
         *("learner.optimizer.clip_grad=0.5", "learner.optimizer.weight_decay=0.1", SIGN, *more),
@@ -89,11 +89,11 @@ TRAIN = {"dpo": "train.parquet", "reward_model": "train.jsonl"}
 DPO = ("checkpoint.every=2", f"dpo.beta={BETA}")
 KTO = (
     *(*DPO, "dpo.loss=kto", "dpo.desirable_weight=1.5", "dpo.undesirable_weight=0.75", "data.train=train_kto.jsonl"),
-    *("data.eval=eval_kto.jsonl", "data.messages_field=completion", "data.context_field=prompt"),
-    "data.rejected_field=null",
+    *("data.eval=eval_kto.jsonl", "data.fields.messages=completion", "data.fields.context=prompt"),
+    "data.fields.rejected=null",
 )
 WEIGHTS = {True: 1.5, False: 0.75}
-REWARD = ("checkpoint.every=2", "data.margin_field=apart", f"reward_model.centring={CENTRING}")
+REWARD = ("checkpoint.every=2", "data.fields.margin=apart", f"reward_model.centring={CENTRING}")
 
 
 @pytest.fixture(scope="module")

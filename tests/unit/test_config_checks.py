@@ -125,12 +125,12 @@ def test_groups_of_one_and_filters_are_taken_where_they_mean_something(keys: lis
     assert problem(*keys) is None
 
 
-PAIRS = {"type": "files", "train": "a.jsonl", "eval": "b.jsonl", "rejected_field": "bad"}
+PAIRS = {"type": "files", "train": "a.jsonl", "eval": "b.jsonl", "fields": {"rejected": "bad"}}
 
 
 @pytest.mark.parametrize("job", ["rl", "sft"])
 def test_pairs_of_a_file_are_for_jobs_on_pairs(job: str) -> None:
-    said = rf"data\.rejected_field=bad: job={job} does not read it, job=dpo or job=reward_model may; leave it out"
+    said = rf"data\.fields\.rejected=bad: job={job} does not read it, job=dpo or job=reward_model may; leave it out"
     with pytest.raises(ValueError, match=said):
         RunConfig.model_validate({"job": job, "data": PAIRS})
 
@@ -139,20 +139,24 @@ def test_pairs_of_a_file_are_for_jobs_on_pairs(job: str) -> None:
 def test_a_job_on_pairs_asks_for_the_worse_answer_of_every_source(job: str) -> None:
     RunConfig.model_validate({"job": job, "data": PAIRS})
     RunConfig.model_validate({"job": job})  # generated sums have wrong ones
-    files = {key: value for key, value in PAIRS.items() if key != "rejected_field"}
-    with pytest.raises(ValueError, match=rf"job={job} trains on pairs of answers, and data\.rejected_field is not"):
+    files = {key: value for key, value in PAIRS.items() if key != "fields"}
+    with pytest.raises(ValueError, match=rf"job={job} trains on pairs of answers, and data\.fields\.rejected is not"):
         RunConfig.model_validate({"job": job, "data": files})
-    for key in ("answer_field", "rejected_field"):
-        with pytest.raises(ValueError, match=r"data\.prompt_field='bad' is the field of an answer, too, .* HH-RLHF's"):
-            RunConfig.model_validate({"job": job, "data": {**PAIRS, "prompt_field": "bad", key: "bad"}})
-    one = {"type": "files", "train": "a", "eval": "b", "prompt_field": "q", "answer_field": "q"}
+    for key in ("answer", "rejected"):
+        with pytest.raises(
+            ValueError, match=r"data\.fields\.prompt='bad' is the field of an answer, too, .* HH-RLHF's"
+        ):
+            RunConfig.model_validate(
+                {"job": job, "data": {**PAIRS, "fields": {"rejected": "bad", "prompt": "bad", key: "bad"}}}
+            )
+    one = {"type": "files", "train": "a", "eval": "b", "fields": {"prompt": "q", "answer": "q"}}
     RunConfig.model_validate({"job": "rl", "data": one})  # a reward may need no answer
     led = {"environment": {"function": "calculator", "template": "plain"}, "warm_start": {"steps": 1}}
     RunConfig.model_validate({"job": "rl", "data": one, **led})  # demonstrations are learnt, no answers
-    with pytest.raises(ValueError, match=r"data\.prompt_field='q' is the field of an answer, too"):
+    with pytest.raises(ValueError, match=r"data\.fields\.prompt='q' is the field of an answer, too"):
         RunConfig.model_validate({"job": "rl", "data": one, "warm_start": led["warm_start"]})
     mixture = {"type": "mixture", "sources": {"good": PAIRS, "bad": files}}
-    with pytest.raises(ValueError, match=r"and data\.sources\.bad\.rejected_field is not given"):
+    with pytest.raises(ValueError, match=r"and data\.sources\.bad\.fields\.rejected is not given"):
         RunConfig.model_validate({"job": job, "data": mixture})
 
 
@@ -161,8 +165,8 @@ def test_a_job_on_pairs_asks_for_the_worse_answer_of_every_source(job: str) -> N
     [
         (["job=dpo", "reward_model.centring=0.1"], "reward_model.centring=0.1: job=dpo does not read it, job=reward_m"),
         (
-            ["job=sft", "data=gsm8k", "data.margin_field=m"],
-            "margin_field=m: job=sft does not read it, job=reward_model",
+            ["job=sft", "data=gsm8k", "data.fields.margin=m"],
+            "fields.margin=m: job=sft does not read it, job=reward_model",
         ),
         (["job=reward_model", "learner.head_dtype=float32"], "head_dtype=float32: job=reward_model does not read it"),
         (["job=reward_model", "roles.reference=separate"], "roles.reference=separate: job=reward_model does not read"),
@@ -317,12 +321,18 @@ FILES = ["data.type=files", "data.train=a", "data.eval=b", "warm_start.steps=0"]
         ),
         (["algorithm=dpo", "algorithm.demonstration_gamma=0.1"], "demonstration_gamma=0.1 does nothing:"),
         (
-            [*FILES, "data.demonstration_field=x"],
-            "demonstration_field=x with algorithm.demonstration_gamma=null: nothing",
+            [*FILES, "data.fields.demonstration=x"],
+            "fields.demonstration=x with algorithm.demonstration_gamma=null: nothing",
         ),
-        ([LUFFY, *FILES, "data.demonstration_field=answer"], "'answer' is data.answer_field, which is the demonstrati"),
-        ([LUFFY, *FILES, "data.prompt_field=answer"], "is the field of an answer, too, so a model would learn to rep"),
-        (["job=sft", *FILES[:3], "data.demonstration_field=x"], "demonstration_field=x: job=sft does not read it, job"),
+        (
+            [LUFFY, *FILES, "data.fields.demonstration=answer"],
+            "'answer' is data.fields.answer, which is the demonstrati",
+        ),
+        ([LUFFY, *FILES, "data.fields.prompt=answer"], "is the field of an answer, too, so a model would learn to rep"),
+        (
+            ["job=sft", *FILES[:3], "data.fields.demonstration=x"],
+            "fields.demonstration=x: job=sft does not read it, job",
+        ),
     ],
 )
 def test_what_needs_a_token_that_was_sampled_is_refused_beside_demonstrations(keys: list[str], reason: str) -> None:
@@ -333,7 +343,7 @@ def test_a_demonstration_is_a_second_completion_of_its_group() -> None:
     for one in ([ONE], [ONE, REFILL], SINGLE, [ONE, "train.whole_groups=true", "train.minibatches=2"]):
         assert problem("algorithm=dr_grpo", *one)
         assert problem(LUFFY, *one) is None
-    assert problem(LUFFY, *FILES, "data.prompt_field=answer", "data.demonstration_field=x") is None
+    assert problem(LUFFY, *FILES, "data.fields.prompt=answer", "data.fields.demonstration=x") is None
 
 
 # Keys that only some values of others read: set without these they are refused by name, with the reason; at their
@@ -378,12 +388,14 @@ def test_a_number_of_steps_beside_epochs_is_refused() -> None:
         load_config("sft_tiny", ["sft.epochs=2", "train.steps=7"])
 
 
-@pytest.mark.parametrize("field", ["prompt_field", "answer_field", "prompt_template"])
+@pytest.mark.parametrize("field", ["fields.prompt", "fields.answer", "prompt_template"])
 def test_rows_of_conversations_have_no_fields_of_a_problem(field: str) -> None:
-    data = {"type": "files", "train": "a", "eval": "b", "messages_field": "messages"}
+    data = {"type": "files", "train": "a", "eval": "b", "fields": {"messages": "messages"}}
     RunConfig.model_validate({"job": "sft", "data": data})
-    with pytest.raises(ValueError, match=rf"{field}='other' does nothing with messages_field='messages'"):
-        RunConfig.model_validate({"job": "sft", "data": {**data, field: "other"}})
+    name = field.removeprefix("fields.")
+    own = {"fields": {"messages": "messages", name: "other"}} if name != field else {field: "other"}
+    with pytest.raises(ValueError, match=rf"{field}='other' does nothing with fields.messages='messages'"):
+        RunConfig.model_validate({"job": "sft", "data": data | own})
 
 
 def test_what_was_set_before_gives_way_to_an_override_that_leaves_it_nothing_to_do(tmp_path: Path) -> None:
@@ -437,8 +449,8 @@ def loaded_or_refused_by(name: str, choice: str) -> str | None:
     hub = ["data.repo=a/b", f"data.revision={'a' * 40}", "data.train=a.jsonl", "data.eval=b.jsonl"]
     if name in ("dpo_tiny", "reward_tiny"):
         hub, pairs = (
-            [*hub, "data.rejected_field=bad"],
-            ["data.rejected_field=bad"] if choice in ("data=gsm8k", "data=dapo_math") else [],
+            [*hub, "data.fields.rejected=bad"],
+            ["data.fields.rejected=bad"] if choice in ("data=gsm8k", "data=dapo_math") else [],
         )
     given = {"data=mixture": ["data.sources.sums.type=arithmetic"], "data=hub": hub}.get(choice, [])
     plain = ["learner.head_dtype=null"] if choice == "algorithm=gkd" else []
@@ -567,7 +579,7 @@ def test_a_name_of_a_map_is_a_key_as_any_other() -> None:
         ),
         (
             "algorithm.parameters.tau_positve=2",
-            r"tau_positve=tau_positve: .* \(did you mean 'tau_positive'\?\)",
+            r"tau_positve='tau_positve': .* \(did you mean 'tau_positive'\?\)",
         ),
         ("algorithm.parameters.tau_positive=no", r"parameters\.tau_positive=no: must be a valid number"),
         ("algorithm.parameters=2", r"algorithm\.parameters=2: a section of names, not one value"),

@@ -23,7 +23,7 @@ _MARKS = ("weight", "train", "training", "train_on_turn", "loss", "trainable", *
 """Keys of a message that say whether it is learnt: OpenAI's, those of Axolotl's files, ms-swift's, and agents'."""
 _ANSWERS_NOBODY = (
     "message 1 is the assistant's, which answers nobody; put one before it (where a row has the prompt's in another "
-    "field, name that in data.context_field), or give it a weight of 0"
+    "field, name that in data.fields.context), or give it a weight of 0"
 )
 SIDES = ("better", "worse")
 Sides = tuple["WrittenConversation", "WrittenConversation"]

@@ -133,11 +133,12 @@ PARAMETERS: Mapping[ParameterName, float] = dict(
 def _whole(given: Mapping[ParameterName, float]) -> Mapping[ParameterName, float]:
     """All parameters, those that are not given at their defaults."""
     values, least, most = {**PARAMETERS, **given}, MIN_TEMPERATURE, MAX_TEMPERATURE
-    problems = [
-        f"algorithm.parameters.{name}={value:g}: must be from {least:g} to {most:g}"
-        for name, value in values.items()
-        if not (name.startswith("covariance") or least <= value <= most)
-    ]
+    problems = list[str]()
+    for name, value in values.items():
+        if name.startswith("tau") and not least <= value <= most:
+            problems.append(f"algorithm.parameters.{name}={value:g}: must be from {least:g} to {most:g}")
+        elif not (name.startswith("covariance") or value > 0):
+            problems.append(f"algorithm.parameters.{name}={value:g}: must be above 0")
     low, high = values["covariance_low"], values["covariance_high"]
     if low > high:
         problems.append(
@@ -187,7 +188,7 @@ class ObjectiveKeys(Section):
     out; of kl_cov the weight of the KL of the old policy to the current one, by |log pi_old - log pi|; of second_moment
     the greatest mean square of log pi - log pi_rollout of the tokens that are trained on."""
     demonstration_gamma: PositiveFloat | None = None
-    """Has each group compare the demonstration of its prompt (``data.demonstration_field``) with what is sampled, and
+    """Has each group compare the demonstration of its prompt (``data.fields.demonstration``) with what is sampled, and
     trains on it by p / (p + this), p the probability of a token, in place of the objective (LUFFY); null: there is
     none."""
 

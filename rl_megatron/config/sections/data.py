@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rl_megatron.config.sections.reward import EnvironmentSection, RewardSection, reward_key
+from rl_megatron.rules import set_leaves
 from rl_megatron.section import NUMBER, EntryName, Positive, PositiveFloat, PositiveFraction, Section
 
 TURNS_IN_TEXT = (
-    "Texts of several turns, as HH-RLHF's, are conversations for data.messages_field: split them into messages "
+    "Texts of several turns, as HH-RLHF's, are conversations for data.fields.messages: split them into messages "
     "at '\\n\\nHuman: ' and '\\n\\nAssistant: ' (docs/data.md)"
 )
 
@@ -32,43 +33,43 @@ class ArithmeticData(Section):
     """Held-out problems."""
 
 
+FieldName = Literal["prompt", "answer", "rejected", "margin", "messages", "tools", "context", "system", "demonstration"]
+FIELDS: Mapping[FieldName, str | None] = {
+    "prompt": "question",
+    "answer": "answer",
+    **dict.fromkeys(("rejected", "margin", "messages", "tools", "context", "system", "demonstration")),
+}
+"""The defaults of ``data.fields``."""
+
+
+def _all_fields(given: Mapping[FieldName, str | None]) -> Mapping[FieldName, str | None]:
+    """All fields, those that are not given at their defaults."""
+    for name in (name for name in ("prompt", "answer") if name in given and given[name] is None):
+        raise ValueError(f"fields.{name}=null: a row has a problem and its answer; give the name of the field")
+    return {**FIELDS, **given}
+
+
 class FileKeys(Section):
-    """What problems in files have, wherever these are; every field may be ``a.b``, field b of the object in field a."""
+    """What problems in files have, wherever these are; ``fields`` names their parts."""
 
     type: str
     train: Path
     """Problems to train on."""
     eval: Path
     """Held-out problems."""
-    prompt_field: str = "question"
-    """Field that holds the problem, as text, or with ``chat_template`` as a list of messages that the model answers, or
-    the JSON text of one; ``a.b``: field b of the object in field a."""
-    answer_field: str = "answer"
-    """Field that holds the correct answer; ``a.b``: field b of the object in field a."""
-    rejected_field: str | None = None
-    """Field that holds a worse answer than ``answer_field`` (or the conversation that ends worse than that of
-    ``messages_field``), for job=dpo and job=reward_model; ``a.b`` as there. null: a row has none."""
-    margin_field: str | None = None
-    """Field with the number that job=reward_model puts between the scores of a row's two answers, as how much better
-    somebody finds one of them; ``a.b``: field b of the object in field a. null: 0."""
-    messages_field: str | None = None
-    """Field that holds a conversation, a list of messages, for jobs on written text: they train on the assistant's, of
-    which those with a ``weight`` of 0 or ``train`` false are context alone (docs/sft.md), and of pairs on what follows
-    the messages that both conversations begin with; ``a.b``: field b of the object in field a. null: a row is a problem
-    and its answer."""
-    tools_field: str | None = None
-    """Field that holds the list of functions that a conversation's chat template shows; ``a.b``: field b of the object
-    in field a. null: there are none."""
-    context_field: str | None = None
-    """Field that holds the messages before those of ``messages_field`` and ``rejected_field``, as ``prompt`` of TRL's
-    pairs and completions: context alone, whoever says them; ``a.b``: field b of the object in field a. null: there are
-    none."""
-    system_field: str | None = None
-    """Field that holds the text of the system's message, which comes first where it is not empty: in a conversation, or
-    in front of the user turn of ``chat_template``; ``a.b``: field b of the object in field a. null: there is none."""
-    demonstration_field: str | None = None
-    """Field with the text that ``algorithm.demonstration_gamma`` trains on beside what is sampled, which the reward
-    judges, too; ``a.b``: field b of the object in field a. Held-out rows need none. null: the answer."""
+    fields: Annotated[Mapping[FieldName, str | None], AfterValidator(_all_fields)] = FIELDS
+    """Names of the fields of a row; ``a.b`` is field b of the object in field a, null: a row has none. prompt: the
+    problem, as text, or with ``chat_template`` as a list of messages that the model answers, or the JSON text of one.
+    answer: the correct answer. rejected: a worse one (or the conversation that ends worse than that of messages), for
+    job=dpo and job=reward_model. margin: the number that job=reward_model puts between the scores of a row's two
+    answers, as how much better somebody finds one of them. messages: a conversation, a list of messages, for jobs on
+    written text, which train on the assistant's, of which those with a ``weight`` of 0 or ``train`` false are context
+    alone (docs/sft.md), and of pairs on what follows the messages that both conversations begin with. tools: the list
+    of functions that a conversation's chat template shows. context: the messages before those of messages and rejected,
+    as ``prompt`` of TRL's pairs and completions: context alone, whoever says them. system: the text of the system's
+    message, which comes first where it is not empty, in a conversation, or in front of the user turn of
+    ``chat_template``. demonstration: the text that ``algorithm.demonstration_gamma`` trains on beside what is sampled,
+    which the reward judges, too; held-out rows need none; null: the answer."""
     prompt_template: str = "{prompt}"
     """Text of a prompt, in which the problem, or the text of its last message, replaces {prompt}."""
     chat_template: bool = False
@@ -80,26 +81,32 @@ class FileKeys(Section):
     @property
     def of_held_out(self) -> Self:
         """The keys of held-out rows, which nobody trains on."""
-        return self.model_copy(update={"demonstration_field": None})
+        return self.model_copy(update={"fields": {**self.fields, "demonstration": None}})
+
+    @property
+    def prompt_field(self) -> str:
+        """The field of the problem."""
+        return str(self.fields["prompt"])
+
+    @property
+    def answer_field(self) -> str:
+        """The field of the correct answer."""
+        return str(self.fields["answer"])
 
     @model_validator(mode="after")
     def _rows_have_one_form(self) -> Self:
-        of_texts = ("prompt_field", "answer_field", "prompt_template", "chat_template")
-        unread = {key: getattr(self, key) != type(self).model_fields[key].default for key in of_texts}
-        if self.messages_field is None:
-            unread = {key: getattr(self, key) is not None for key in ("tools_field", "context_field")}
-            if self.system_field is not None and not self.chat_template:
+        talks, its = self.fields["messages"], dict(set_leaves("", self))
+        unread = ("fields.prompt", "fields.answer", "prompt_template", "chat_template")
+        if talks is None:
+            unread = ("fields.tools", "fields.context")
+            if self.fields["system"] is not None and not self.chat_template:
                 raise ValueError(
-                    f"system_field={self.system_field!r} does nothing without chat_template=true or messages_field; "
-                    "set one of them, or leave it out"
+                    f"fields.system={self.fields['system']!r} does nothing without chat_template=true or "
+                    "fields.messages; set one of them, or leave it out"
                 )
-        for name in (name for name, given in unread.items() if given):
-            of = "without messages_field" if self.messages_field is None else f"messages_field={self.messages_field!r}"
-            raise ValueError(
-                f"{name}={getattr(self, name)!r} does nothing with {of}; leave one of the two out".replace(
-                    "with without", "without"
-                )
-            )
+        for name in (name for name in unread if name in its):
+            of = "without fields.messages" if talks is None else f"with fields.messages={talks!r}"
+            raise ValueError(f"{name}={its[name].value!r} does nothing {of}; leave one of the two out")
         return self
 
 

@@ -22,9 +22,9 @@ from rl_megatron.section import (
 )
 from rl_megatron.types import limits_of
 
-_OF_WRITTEN_TEXT = ("messages_field", "tools_field", "context_field", "rejected_field", "margin_field")
-"""What only jobs on written text read of a file."""
-_OF_TRAINING = (*_OF_WRITTEN_TEXT, "demonstration_field")
+_OF_WRITTEN_TEXT = ("messages", "tools", "context", "rejected", "margin")
+"""The fields that only jobs on written text read."""
+_OF_TRAINING = (*_OF_WRITTEN_TEXT, "demonstration")
 
 
 class RunData(Section):
@@ -128,8 +128,9 @@ class EvalSection(Section):
             if most := [k for k in one.pass_at if k > one.samples]:
                 yield f"{key}.pass_at={most[0]} needs as many samples, but samples={one.samples}; raise the second"
             for field in _OF_TRAINING if isinstance(one.data, FileKeys) else ():
-                if (given := getattr(one.data, field)) is not None:
-                    yield f"{key}.data.{field}={given}: a set's rows are problems with an answer each; leave it out"
+                if (given := one.data.fields[field]) is not None:
+                    named = f"{key}.data.fields.{field}={given}"
+                    yield f"{named}: a set's rows are problems with an answer each; leave it out"
             if one.reward is not None and one.reward.only_records:
                 parts = ", ".join(one.reward.parts)
                 yield f"{key}.reward.parts: the weights of {parts} are all 0, so nothing is right; give one a weight"

@@ -45,22 +45,22 @@ _WRITTEN = (
     *("log.progress", "log.tensorboard", "log.wandb", "log.wandb_project"),
     *("profile.steps", "profile.ranks", "profile.memory"),
 )
-_UNREAD = ("data.curriculum", "data.demonstration_field", "slurm.engines")
+_UNREAD = ("data.curriculum", "data.fields.demonstration", "slurm.engines")
 JOBS: Mapping[JobName, JobKind] = {
     "rl": JobKind(
         samples=True,
         unread=(
             *("sft", "dpo", "reward_model"),
-            *("data.messages_field", "data.tools_field", "data.context_field"),
-            *("data.rejected_field", "data.margin_field"),
+            *("data.fields.messages", "data.fields.tools", "data.fields.context"),
+            *("data.fields.rejected", "data.fields.margin"),
         ),
     ),
-    "sft": JobKind(reads=(*_WRITTEN, "sft"), unread=(*_UNREAD, "data.rejected_field", "data.margin_field")),
+    "sft": JobKind(reads=(*_WRITTEN, "sft"), unread=(*_UNREAD, "data.fields.rejected", "data.fields.margin")),
     "dpo": JobKind(
         rows="pairs",
         reference=True,
         reads=(*_WRITTEN, "dpo", "roles.reference", "roles.layouts"),
-        unread=(*_UNREAD, "data.margin_field"),
+        unread=(*_UNREAD, "data.fields.margin"),
     ),
     "reward_model": JobKind(
         rows="pairs",

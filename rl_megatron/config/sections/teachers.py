@@ -62,7 +62,7 @@ class TeacherSection(Section):
     by ``prompt``."""
     prompt: str | None = None
     """What it reads in place of data.prompt_template: {prompt} is the problem, {answer} its right answer, and {NAME}
-    field NAME of its row, as in data.prompt_field; {right_completion} is another completion of the same group, whose
+    field NAME of its row, as in data.fields.prompt; {right_completion} is another completion of the same group, whose
     reward is at least eval.success_reward; {{ and }} are braces. null: the policy's own prompt."""
     max_prompt_tokens: Positive | None = None
     """Most tokens of such a prompt; what is done with a longer one says ``rollout.on_long_prompt``."""

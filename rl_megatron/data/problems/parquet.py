@@ -452,7 +452,7 @@ class FileRows(ParquetRows):
 
     def are_plain(self, texts: int) -> bool:
         """True if Arrow can compare the first ``texts`` fields, and no other field is read of a problem."""
-        return not (_others(self.data) or self.data.rejected_field) and self.are_texts(texts)
+        return not (_others(self.data) or self.data.fields["rejected"]) and self.are_texts(texts)
 
     def problem(self, row: int, record: Record | str) -> Problem:
         """The problem of a row, without the tokenizer's template. Raises DataError as `problem_in` and `checked`."""
@@ -460,7 +460,7 @@ class FileRows(ParquetRows):
 
     def conversations(self, rows: NDArray[np.int64]) -> Iterator[Prompt]:
         """Those of these ascending rows, without fields that are no part of them; none where rows are problems."""
-        if self.data.messages_field is None:
+        if self.data.fields["messages"] is None:
             return
         for row, record in self.records(rows, self.columns):
             yield from unrendered([conversation(self.checked(row, record), *self.line(row), self.data)])
@@ -495,8 +495,8 @@ def read_records(path: Path, data: FileKeys, *, key: str, most: int | None = Non
 
 def _others(data: FileKeys) -> tuple[str, ...]:
     """The fields besides those of texts that a row must have."""
-    written = (data.messages_field, data.rejected_field, data.tools_field, data.context_field)
-    names = (*written, data.margin_field, data.system_field, data.demonstration_field)
+    written = (data.fields["messages"], data.fields["rejected"], data.fields["tools"], data.fields["context"])
+    names = (*written, data.fields["margin"], data.fields["system"], data.fields["demonstration"])
     return tuple(dict.fromkeys(name for name in names if name is not None and name not in fields_of(data)))
 
 

@@ -188,7 +188,7 @@ class RowsOfPrompts(Pool):
                 self._move(number, upcoming)
             record, (path, line) = self._files.record(number, self._held.batch(number)), self._files.line(number)
             data, form = self._files.data, self._form
-            if data.messages_field is not None:
+            if data.fields["messages"] is not None:
                 self._made[number] = unrendered([conversation(record, path, line, data)])[0]
             else:
                 problem = rendered(record, path, line, data, form.tokenizer)

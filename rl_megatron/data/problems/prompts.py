@@ -122,7 +122,7 @@ def load_prompts(
     follow each other, and their ids begin with its name.
 
     ``Prompt.answer`` is the correct answer, as in the data: rewards compare with it and the warm start trains on it.
-    With ``rows`` of pairs generated problems have a wrong answer, too, as files have with their ``rejected_field``. A
+    With ``rows`` of pairs generated problems have a wrong answer, too, as files have with ``fields.rejected``. A
     prompt of more than ``max_prompt_tokens`` raises or is dropped, with a warning that counts these; both name
     ``limit_keys``. Where nothing ``samples``, the long ones of parquet files stay: who draws one drops its row, so that
     an epoch has each row once. ``on_leak`` says what to do with a problem to train on that is held out here or in
@@ -196,7 +196,7 @@ def taught_in(source: str, teachers: Mapping[str, TeacherSection] | None) -> dic
 
 def formed(problems: Sequence[Problem], source: OneSource | FileKeys, form: RowForm) -> list[Prompt]:
     """The prompts of a source's problems: conversations without tokens, others with them. Raises as `tokenized`."""
-    if isinstance(source, FileKeys) and source.messages_field is not None:
+    if isinstance(source, FileKeys) and source.fields["messages"] is not None:
         return unrendered(problems)
     return tokenized(problems, form, chat=isinstance(source, FileKeys) and source.chat_template)
 
@@ -374,7 +374,7 @@ def read_problems(
         if left == 0:
             break
         records = read_records(file, data, key=key, most=left, lists=lists or data.chat_template)
-        if data.messages_field is None:
+        if data.fields["messages"] is None:
             for problem in rendered_rows(records, file, 1, data, tokenizer):
                 if isinstance(problem, DataError):
                     bad.append(str(problem))

@@ -56,23 +56,23 @@ def check_pair(record: Record, place: str, data: FileKeys) -> None:
     `demonstration_in`; also for a lone answer that is a message, or a list of them."""
     margin_of(record, place, data)
     system_of(record, place, data)
-    if data.demonstration_field is not None:
-        demonstration_in(record.others, place, data.demonstration_field)
-    if data.messages_field is not None:
+    if data.fields["demonstration"] is not None:
+        demonstration_in(record.others, place, data.fields["demonstration"])
+    if data.fields["messages"] is not None:
         return
-    for name in (data.answer_field, *filter(None, (data.rejected_field,))):
+    for name in (data.answer_field, *filter(None, (data.fields["rejected"],))):
         value = record.others.get(name)
         is_talk = any(map(_is_message, value if isinstance(value, list) else [value]))
-        if is_talk or (data.rejected_field is not None and isinstance(value, list | dict)):
+        if is_talk or (data.fields["rejected"] is not None and isinstance(value, list | dict)):
             raise DataError(
                 f"{place}: field {name!r} is {start_of(value)}; an answer is a text. If it is a conversation, name it "
-                "in messages_field, and a worse one in rejected_field"
+                "in fields.messages, and a worse one in fields.rejected"
             )
-    if data.rejected_field is None:
+    if data.fields["rejected"] is None:
         return
     _, answer, rejected = record.texts
     if answer == rejected:
-        raise DataError(f"{place}: {equal_fields(data.answer_field, data.rejected_field)}")
+        raise DataError(f"{place}: {equal_fields(data.answer_field, data.fields['rejected'])}")
 
 
 def refuse_bad_answers(prompts: Iterable[Prompt]) -> None:
@@ -106,12 +106,12 @@ def is_desirable(prompt: Prompt) -> bool:
 
 def margin_of(record: Record, place: str, data: FileKeys) -> float:
     """The number in the field of margins; 0 without a field. Raises DataError for anything else there."""
-    if data.margin_field is None:
+    if data.fields["margin"] is None:
         return 0.0
-    value = _field_at(record.others, place, data.margin_field)
+    value = _field_at(record.others, place, data.fields["margin"])
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_MOST_MARGIN <= value <= _MOST_MARGIN:
         raise DataError(
-            f"{place}: field {data.margin_field!r} is {start_of(value)}; it must be a finite number, from "
+            f"{place}: field {data.fields['margin']!r} is {start_of(value)}; it must be a finite number, from "
             f"-{_MOST_MARGIN} to {_MOST_MARGIN}"
         )
     return float(value)
@@ -127,11 +127,11 @@ def demonstration_in(row: Mapping[str, Any], place: str, name: str) -> str:
 
 def system_of(record: Record, place: str, data: FileKeys) -> str:
     """The text of the system's message in a row, empty without one. Raises DataError for anything else there."""
-    if data.system_field is None:
+    if data.fields["system"] is None:
         return ""
-    value = _field_at(record.others, place, data.system_field)
+    value = _field_at(record.others, place, data.fields["system"])
     if not isinstance(value, str | None):
-        raise DataError(f"{place}: field {data.system_field!r} is {start_of(value)}; a system's message is a text")
+        raise DataError(f"{place}: field {data.fields['system']!r} is {start_of(value)}; a system's message is a text")
     return value if value and value.strip() else ""
 
 
@@ -160,7 +160,7 @@ def messages_of(record: Record, place: str, data: FileKeys, *, in_structs: bool)
     elif (last := messages[-1])["role"] in ("assistant", *_OF_SYSTEM) or not (last["content"] or "").strip():
         why = "its last message is what the model answers: one of the user or of a tool, with a text"
     elif system and messages[0]["role"] in _OF_SYSTEM:
-        why = f"and field {data.system_field!r} has a text of the system, too; keep one"
+        why = f"and field {data.fields['system']!r} has a text of the system, too; keep one"
     else:
         return (*first, *messages)
     raise DataError(f"{place}: field {data.prompt_field!r} is {start_of(given)}; {why}")
@@ -174,33 +174,34 @@ def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs:
     Raises DataError that names the ``place`` for a row without messages of which one is the assistant's, for two
     messages of the system, for messages that begin with those of the context, and as `check_pair` does.
     """
-    assert data.messages_field is not None
+    assert data.fields["messages"] is not None
     check_pair(record, place, data)
-    of_lists = (data.messages_field, data.rejected_field, data.tools_field, data.context_field)
+    of_lists = (data.fields["messages"], data.fields["rejected"], data.fields["tools"], data.fields["context"])
     found = {name: _list_at(record, name, place, in_structs=in_structs) for name in of_lists if name is not None}
-    before = list(found.get(data.context_field or "", ()))
+    before = list(found.get(data.fields["context"] or "", ()))
     if system := system_of(record, place, data):
         before.insert(0, {"role": "system", "content": system})
-    where = f"{place}: field {data.tools_field!r}"
-    whole = dict[str, Any](tools=[_with_parameters(one, where) for one in found.get(data.tools_field or "", ())])
-    for side, name in (("messages", data.messages_field), ("rejected", data.rejected_field)):
+    where = f"{place}: field {data.fields['tools']!r}"
+    whole = dict[str, Any](tools=[_with_parameters(one, where) for one in found.get(data.fields["tools"] or "", ())])
+    for side, name in (("messages", data.fields["messages"]), ("rejected", data.fields["rejected"])):
         if name is None:
             continue
         if not any(one.get("role") == "assistant" for one in found[name]):
             shared = "" if not any(one.keys() >= _SHAREGPT for one in found[name]) else _RENAMED
             raise DataError(f"{place}: field {name!r} has no message of the role 'assistant' to train on{shared}")
-        if (context := found.get(data.context_field or "")) and found[name][: len(context)] == context:
+        if (context := found.get(data.fields["context"] or "")) and found[name][: len(context)] == context:
             raise DataError(
-                f"{place}: field {name!r} begins with the messages of {data.context_field!r}, so they would be there "
-                "twice; leave context_field out"
+                f"{place}: field {name!r} begins with the messages of {data.fields['context']!r}, so they would be "
+                "there twice; leave fields.context out"
             )
         whole[side] = [*before, *found[name]]
         if system and whole[side][1].get("role") == "system":
             raise DataError(
-                f"{place}: field {data.system_field!r} has a text, and the messages begin with the system's; keep one"
+                f"{place}: field {data.fields['system']!r} has a text, and the messages begin with the system's; "
+                "keep one"
             )
-    if data.rejected_field is not None and found[data.rejected_field] == found[data.messages_field]:
-        raise DataError(f"{place}: {equal_fields(data.messages_field, data.rejected_field)}")
+    if data.fields["rejected"] is not None and found[data.fields["rejected"]] == found[data.fields["messages"]]:
+        raise DataError(f"{place}: {equal_fields(data.fields['messages'], data.fields['rejected'])}")
     if before:
         whole["first"] = len(before)
     text = _to_json({"messages": whole.pop("messages"), **whole})  # in the order of which checkpoints have digests
@@ -379,9 +380,9 @@ def _value_at(row: Mapping[str, Any], name: str) -> Any:
 
 def fields_of(data: FileKeys) -> tuple[str, ...]:
     """The fields of texts that each row must have."""
-    if data.messages_field is not None:
+    if data.fields["messages"] is not None:
         return ()
-    pairs = () if data.rejected_field is None else (data.rejected_field,)
+    pairs = () if data.fields["rejected"] is None else (data.fields["rejected"],)
     return data.prompt_field, data.answer_field, *pairs
 
 
@@ -417,7 +418,7 @@ def rendered_rows(
 def problem_in(record: Record, path: Path, line: int, data: FileKeys) -> Problem:
     """The problem in a row of a file, without the tokenizer's template, or its conversation. Raises DataError as
     `check_pair`, `messages_of` and `conversation_text` do."""
-    one = _before_template(record, path, line, data) if data.messages_field is None else None
+    one = _before_template(record, path, line, data) if data.fields["messages"] is None else None
     if isinstance(one, DataError):
         raise one
     return conversation(record, path, line, data) if one is None else one

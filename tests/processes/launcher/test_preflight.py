@@ -123,7 +123,7 @@ def test_the_tiny_model_has_a_chat_template() -> None:
         ),
         (remove("model/config.json"), (), "model: it has no config.json"),
         (remove("data/eval.jsonl"), (), "eval.jsonl: no such file"),
-        (None, ("data.prompt_field=text",), "train.jsonl:1: no field 'text'; it has answer, question"),
+        (None, ("data.fields.prompt=text",), "train.jsonl:1: no field 'text'; it has answer, question"),
         (None, ("data.prompt_template=Q:",), "data.prompt_template='Q:' has no '{prompt}'"),
         (remove("vllm/bin/python"), (), "vllm/bin/python: no such file; set the interpreter that vllm is installed"),
         (None, ("rollout=sglang",), "sglang is not installed in "),
@@ -405,7 +405,7 @@ def test_training_rows_need_a_demonstration_and_held_out_ones_none(tmp_path: Pat
     rows = [{"question": f"{n}", "answer": "1", "solution": "s" * (n < 2)} for n in range(3)]
     train = data_file(tmp_path / "train.jsonl", *rows)
     held = data_file(tmp_path / "eval.jsonl", {"question": "of nobody", "answer": "1"})
-    luffy = ("algorithm=luffy", f"data.train={train}", f"data.eval={held}", "data.demonstration_field=solution")
+    luffy = ("algorithm=luffy", f"data.train={train}", f"data.eval={held}", "data.fields.demonstration=solution")
     (text,) = preflight(job(keys, *luffy), for_job=True).texts("problem")
     assert text == f"{train}:3: field 'solution' is ''; a demonstration is a text; remove the row"
 
@@ -413,33 +413,33 @@ def test_training_rows_need_a_demonstration_and_held_out_ones_none(tmp_path: Pat
 def test_an_answer_that_is_an_object_is_noted_and_its_field_can_be_named(tmp_path: Path, keys: tuple[str, ...]) -> None:
     """With the object as the answer, the built-in rewards give 0 to right ones."""
     path = data_file(tmp_path / "rows.jsonl", {"question": "2 + 3?", "judge": {"ground_truth": "5", "style": "rule"}})
-    given = (f"data.train={path}", f"data.eval={path}", "data.on_leak=keep", "data.answer_field=judge")
+    given = (f"data.train={path}", f"data.eval={path}", "data.on_leak=keep", "data.fields.answer=judge")
     found = preflight(job(keys, *given), for_job=True)
     (said,) = {text for text in found.texts("note") if "object" in text}
     assert said == (
-        f"{path}:1: data.answer_field='judge' is an object, and completions are compared with its JSON; a field "
-        "in it is named data.answer_field=judge.<field> (1 of the first 1 rows)"
+        f"{path}:1: data.fields.answer='judge' is an object, and completions are compared with its JSON; a field "
+        "in it is named data.fields.answer=judge.<field> (1 of the first 1 rows)"
     )
     own = preflight(job(keys, *given, "reward.function=length"), for_job=True)
     assert own.texts("note") == []
-    found = preflight(job(keys, *given, "data.answer_field=judge.ground_truth"), for_job=True)
+    found = preflight(job(keys, *given, "data.fields.answer=judge.ground_truth"), for_job=True)
     assert found.texts("note") == found.texts("problem") == []
     assert found.texts("fact")[-1].startswith("reward 'final_number' gives 1 for the answer itself")
 
 
-PNG, OF_M = {"bytes": "iVBO", "path": None}, ("messages_field=m",)
+PNG, OF_M = {"bytes": "iVBO", "path": None}, ("fields.messages=m",)
 
 
 @pytest.mark.parametrize(
     ("job_of", "row", "given", "noted"),
     [
         ("sft", {"system": "Be brief.", "input": "3", "question": "q", "answer": "a"}, (), ("system", "input")),
-        ("sft", {"system": "Be brief.", "question": "q", "answer": "a", "input": ""}, ("system_field=system",), ()),
+        ("sft", {"system": "Be brief.", "question": "q", "answer": "a", "input": ""}, ("fields.system=system",), ()),
         ("rl", {"system_prompt": "Be brief.", "input": "3", "question": "q", "answer": "a"}, (), ("system_prompt",)),
-        ("sft", {"m": TALK, "tools": "[{}]", "system": None, "functions": []}, ("messages_field=m",), ("tools",)),
-        ("sft", {"input": {"text": "q"}, "answer": "a"}, ("prompt_field=input.text",), ()),
-        ("sft", {"m": TALK, "enable_thinking": True}, ("messages_field=m",), ("enable_thinking",)),
-        ("sft", {"m": TALK, "tools": [], "system": "Be brief."}, ("messages_field=m", "system_field=system"), ()),
+        ("sft", {"m": TALK, "tools": "[{}]", "system": None, "functions": []}, ("fields.messages=m",), ("tools",)),
+        ("sft", {"input": {"text": "q"}, "answer": "a"}, ("fields.prompt=input.text",), ()),
+        ("sft", {"m": TALK, "enable_thinking": True}, ("fields.messages=m",), ("enable_thinking",)),
+        ("sft", {"m": TALK, "tools": [], "system": "Be brief."}, ("fields.messages=m", "fields.system=system"), ()),
         ("rl", {"question": "<image> q", "answer": "a", "images": ["a.png"], "videos": []}, (), ("images",)),
         (
             "rl",
@@ -455,7 +455,7 @@ def test_fields_of_published_data_that_no_key_reads_are_noted(
 ) -> None:
     path = data_file(tmp_path / "rows.jsonl", row)
     keys = [f"data.{key}" for key in (f"train={path}", f"eval={path}", "type=files", "on_leak=keep", *given)]
-    chats = ["data.chat_template=true"] if "system_field=system" in given and "m" not in row else []
+    chats = ["data.chat_template=true"] if "fields.system=system" in given and "m" not in row else []
     found = preflight(load_config("sft_tiny" if job_of == "sft" else "gsm8k_tiny", [*keys, *chats])).texts("note")
     said = [text for text in found if "which no key of" in text]
     assert [text.split(" have a field ")[1].split(",")[0] for text in said] == [repr(name) for name in noted]
@@ -468,13 +468,13 @@ def test_fields_of_published_data_that_no_key_reads_are_noted(
         ("gsm8k_tiny", r"We have $\boxed{\frac{1}{2}}$.", (), ":1: the answer is a formula, and final_number comp"),
         ("gsm8k_tiny", r"\frac{1}{2}", ("reward.function=math_verify",), ""),
         ("gsm8k_tiny", r"$\frac{4}{2}$ is 2\n#### 2", (), ""),
-        ("gsm8k_tiny", ["1", "2"], (), ":1: data.answer_field='answer' is a list, and completions are compared with"),
-        ("sft_tiny", ["a", "b"], (), ":1: data.answer_field='answer' is a list, and its JSON is learned; write one"),
+        ("gsm8k_tiny", ["1", "2"], (), ":1: data.fields.answer='answer' is a list, and completions are compared with"),
+        ("sft_tiny", ["a", "b"], (), ":1: data.fields.answer='answer' is a list, and its JSON is learned; write one"),
         ("sft_tiny", r"\frac{1}{2}", (), ""),
-        ("gsm8k_tiny", '["34"]', (), ":1: data.answer_field='answer' is the JSON text of a list, and completions are"),
+        ("gsm8k_tiny", '["34"]', (), ":1: data.fields.answer='answer' is the JSON text of a list, and completions are"),
         ("gsm8k_tiny", "[3, 4)", (), ""),
         ("sft_tiny", '["34"]', (), ""),
-        ("sft_tiny", "1", ("data.prompt_field=asked",), ":1: data.prompt_field='asked' is the JSON text of a list"),
+        ("sft_tiny", "1", ("data.fields.prompt=asked",), ":1: data.fields.prompt='asked' is the JSON text of a list"),
     ],
 )
 def test_answers_that_are_read_otherwise_than_they_may_be_meant_are_noted(
@@ -494,7 +494,7 @@ def test_notes_on_answers_look_at_all_first_rows(tmp_path: Path) -> None:
     notes = preflight(load_config("gsm8k_tiny", keys)).texts("note")
     for line, kind, count in ((2, "a list", 2), (4, "true or false", 1), (5, "an object", 1)):
         (said,) = [
-            text for text in notes if text.startswith(f"{path}:{line}: data.answer_field='answer' is {kind}, and")
+            text for text in notes if text.startswith(f"{path}:{line}: data.fields.answer='answer' is {kind}, and")
         ]
         assert said.endswith(f"({count} of the first 6 rows)")
 

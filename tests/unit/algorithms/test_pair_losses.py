@@ -180,7 +180,7 @@ FILES = ("data.type=files", "data.train=a.jsonl", "data.eval=b.jsonl")
         ("dpo_tiny", ("dpo.loss=kto",), "data.type=arithmetic: its problems have no labels; read rows of files"),
         (
             "dpo_tiny",
-            (*FILES, "dpo.loss=kto", "data.rejected_field=worse"),
+            (*FILES, "dpo.loss=kto", "data.fields.rejected=worse"),
             "one answer a row, with its label; leave it",
         ),
         ("dpo_tiny", (*FILES, "dpo.loss=kto", "learner.draft.train=true"), "answers that the policy is to avoid"),

@@ -129,6 +129,7 @@ def test_a_loss_survives_pickling(loss: PolicyLoss) -> None:
         ({"correction": {"mode": "band", "level": "worst"}}, "level=worst with mode=band: a weight is of a token or"),
         ({"dual_clip": 1.0}, "dual_clip"),
         ({"parameters": {"tau_negative": 0.0}}, "tau_negative=0: must be from 1e-06 to 1e"),
+        ({"parameters": {"second_moment": 0.0}}, "second_moment=0: must be above 0"),
         ({"parameters": {"tau": 1.0}}, "tau"),
         ({"ratio_level": "sequence_sum"}, "detached weight"),
         ({"objective": "sapo", "ratio_level": "sequence"}, "seq_mean_token_mean"),
@@ -139,7 +140,7 @@ def test_a_row_that_cannot_be_meant_is_refused_with_the_reason(choices: dict[str
         policy_loss(**choices)
 
 
-RATES = dict.fromkeys(("rate_positive", "rate_negative"), 1e-6)
+RATES = dict.fromkeys(("rate_positive", "rate_negative"), 1e-9)
 PRODUCT = {"mode": "truncate", "level": "product", "high": 1e9}
 
 

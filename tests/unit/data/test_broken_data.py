@@ -191,7 +191,7 @@ def test_the_same_conversation_in_two_kinds_of_file_is_one(tmp_path: Path) -> No
     for name, talks in (("one.parquet", (talk,)), ("two.jsonl", (talk, talk[::-1])), ("e.jsonl", (talk * 2,))):
         table(tmp_path / name, ({"talk": one} for one in talks))
     sources = {
-        name: {"type": "files", "train": tmp_path / name, "eval": tmp_path / "e.jsonl", "messages_field": "talk"}
+        name: {"type": "files", "train": tmp_path / name, "eval": tmp_path / "e.jsonl", "fields": {"messages": "talk"}}
         for name in ("one.parquet", "two.jsonl")
     }
     data = MixtureData.model_validate({"type": "mixture", "sources": {k.split(".")[0]: v for k, v in sources.items()}})
@@ -217,7 +217,7 @@ def test_a_problem_may_be_in_several_pairs(tmp_path: Path) -> None:
     path = written(tmp_path / "p.jsonl", ["a"], bad="x")
     path.write_text(path.read_text() + written(tmp_path / "q.jsonl", ["a", "a "], bad="y").read_text())
     held_out = written(tmp_path / "e.jsonl", ["z"], bad="x")
-    data = {"type": "files", "train": path, "eval": held_out, "rejected_field": "bad"}
+    data = {"type": "files", "train": path, "eval": held_out, "fields": {"rejected": "bad"}}
     config = load_config("dpo_tiny", []).model_copy(update={"data": FileRunData.model_validate(data)})
     assert [one.rejected for one in load(config)] == [("x",), ("y",)]
 
@@ -349,7 +349,7 @@ def test_what_a_reward_or_an_environment_reads_makes_another_problem(
         ({"prompt_template": "({prompt})"}, True),
         ({"prompt_template": "{prompt} Think."}, True),
         ({"chat_template": True}, True),
-        ({"chat_template": True, "system_field": "system"}, True),
+        ({"chat_template": True, "fields": {"system": "system"}}, True),
         ({"reward": {"function": "math_verify"}}, True),
         ({"reward": {"function": "exact_match"}}, False),
         ({"weight": 2}, False),

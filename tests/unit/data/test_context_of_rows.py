@@ -78,10 +78,10 @@ def shown(rows: list[WrittenRow] | Pair) -> list[tuple[list[int], Any]]:
 def test_a_completion_is_learned_after_its_prompts_messages(tmp_path: Path, suffix: str, system: str | None) -> None:
     """As the one conversation with weights of 0 says it."""
     rows = {**TRL, "system": system}, {**TRL, "prompt": None, "chosen": [ASKS, GOOD]}
-    apart = loaded(tmp_path, suffix, *rows, messages_field="chosen", context_field="prompt", system_field="system")
+    apart = loaded(tmp_path, suffix, *rows, fields={"messages": "chosen", "context": "prompt", "system": "system"})
     first = [SAYS] if system else []
     wholes = ([*first, ASKS, {**ANSWERS, "weight": 0}, AGAIN, GOOD], [SAYS, ASKS, GOOD])
-    whole = loaded(tmp_path, ".jsonl", *({"m": one} for one in wholes), messages_field="m")
+    whole = loaded(tmp_path, ".jsonl", *({"m": one} for one in wholes), fields={"messages": "m"})
     made = conversations()
     assert shown(made.rows(apart)) == shown(made.rows(whole))
     assert [len(row.turns) for row in made.rows(apart)] == [1, 1]
@@ -89,10 +89,10 @@ def test_a_completion_is_learned_after_its_prompts_messages(tmp_path: Path, suff
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_pair_beside_its_prompt_is_that_of_two_whole_conversations(tmp_path: Path, suffix: str) -> None:
-    keys = {"messages_field": "chosen", "rejected_field": "rejected"}
-    apart = loaded(tmp_path, suffix, TRL, **keys, context_field="prompt", system_field="system")
+    fields = {"messages": "chosen", "rejected": "rejected"}
+    apart = loaded(tmp_path, suffix, TRL, fields={**fields, "context": "prompt", "system": "system"})
     before = [SAYS, ASKS, ANSWERS, AGAIN]
-    whole = loaded(tmp_path, ".jsonl", {"chosen": [*before, GOOD], "rejected": [*before, BAD]}, **keys)
+    whole = loaded(tmp_path, ".jsonl", {"chosen": [*before, GOOD], "rejected": [*before, BAD]}, fields=fields)
     made = conversations()
     ((one,), (other,)) = paired_answers(apart, made), paired_answers(whole, made)
     assert shown(one) == shown(other)
@@ -104,7 +104,7 @@ def test_a_pair_beside_its_prompt_is_that_of_two_whole_conversations(tmp_path: P
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_text_of_the_system_is_in_front_of_the_users_turn_for_teachers_too(tmp_path: Path, suffix: str) -> None:
     rows = [{"q": "1?", "a": "2", "s": text} for text in ("Be brief.", "Be long.", None, " ")]
-    keys = {"prompt_field": "q", "answer_field": "a", "system_field": "s", "chat_template": True}
+    keys = {"fields": {"prompt": "q", "answer": "a", "system": "s"}, "chat_template": True}
     found = loaded(tmp_path, suffix, *rows, teacher="{answer}: {prompt}", **keys)
 
     def rendered(text: str, *first: dict[str, str]) -> str:
@@ -135,18 +135,15 @@ def test_what_is_no_context_is_refused_by_its_place(tmp_path: Path, suffix: str,
             tmp_path,
             suffix,
             row,
-            messages_field="chosen",
-            rejected_field="rejected",
-            context_field="prompt",
-            system_field="system",
+            fields={"messages": "chosen", "rejected": "rejected", "context": "prompt", "system": "system"},
         )
 
 
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"context_field": "p"}, "context_field='p' does nothing without messages_field"),
-        ({"system_field": "s"}, "system_field='s' does nothing without chat_template=true or messages_field"),
+        ({"fields": {"context": "p"}}, "fields.context='p' does nothing without fields.messages"),
+        ({"fields": {"system": "s"}}, "fields.system='s' does nothing without chat_template=true or fields.messages"),
     ],
 )
 def test_a_field_that_nothing_reads_is_refused(keys: dict[str, Any], said: str) -> None:
@@ -157,7 +154,7 @@ def test_a_field_that_nothing_reads_is_refused(keys: dict[str, Any], said: str) 
 CALLS = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]}
 TOOL = {"role": "tool", "content": "1", "name": "f"}
 CHATS = [[ASKS], [SAYS, AGAIN], [SAYS, ASKS, ANSWERS, AGAIN], [ASKS, CALLS, TOOL]]
-VERL = {"prompt_field": "prompt", "answer_field": "reward_model.ground_truth", "chat_template": True}
+VERL: dict[str, Any] = {"fields": {"prompt": "prompt", "answer": "reward_model.ground_truth"}, "chat_template": True}
 
 
 def of_verl(*chats: list[dict[str, Any]], answer: str = "4") -> tuple[dict[str, Any], ...]:
@@ -212,7 +209,7 @@ def test_a_question_in_another_context_is_another_problem_which_may_be_held_out(
     found = loaded(tmp_path, suffix, *of_verl(*chats), **VERL, samples=True, held_out=of_verl("3? "))  # type: ignore[arg-type]
     assert [one.id for one in found] == [f"train:{line}" for line in (2, 3, 5, 6)]
     rows = [{"q": "1?", "a": "2", "s": text} for text in ("Be brief.", "Be long.", None, "Be  brief.")]
-    keys = {"prompt_field": "q", "answer_field": "a", "system_field": "s", "chat_template": True}
+    keys = {"fields": {"prompt": "q", "answer": "a", "system": "s"}, "chat_template": True}
     found = loaded(tmp_path, suffix, *rows, **keys, samples=True)  # type: ignore[arg-type]
     assert [one.id for one in found] == ["train:1", "train:2", "train:3"]
 
@@ -244,7 +241,11 @@ def test_a_developer_may_be_the_templates_system(tmp_path: Path, suffix: str, mo
         ([{"from": "human", "value": "1?"}], {}, "item 1 must be a message, an object with role and content; from and"),
         ([{"role": "user", "content": [{"type": "text"}]}], {}, r"the content of message 1 is \[\{.*; it must be text"),
         (["1?"], {}, "item 1 must be a message"),
-        ([SAYS, ASKS], {"system_field": "data_source"}, "and field 'data_source' has a text of the system, too; keep"),
+        (
+            [SAYS, ASKS],
+            {"fields": {**VERL["fields"], "system": "data_source"}},
+            "and field 'data_source' has a text of the system, too; keep",
+        ),
         ([ASKS], {"chat_template": False}, "it must be text, or a list of messages, which data.chat_template=true"),
         (
             [{**ASKS, "role": "ipython"}],
@@ -272,7 +273,7 @@ def test_messages_in_json_text_are_those_of_a_list(tmp_path: Path, suffix: str) 
     """Other lists in JSON, without roles, are a user's text."""
     texts = [" \n" + json.dumps(chat) for chat in CHATS] + ["[1, 2]", '[{"a": 1}]', "[1, 3", '[{"role": "\\ud800"}]']
     rows = tuple({"q": text, "reward_model": {"ground_truth": "4"}} for text in texts)
-    keys = {**VERL, "prompt_field": "q"}
+    keys = {**VERL, "fields": {**VERL["fields"], "prompt": "q"}}
     found = loaded(tmp_path, suffix, *rows, *rows, **keys, samples=True)  # type: ignore[arg-type]
     chats = [*CHATS, *([{"role": "user", "content": text}] for text in texts[len(CHATS) :])]
     assert [list(one.token_ids) for one in found] == list(map(by_transformers, chats))
@@ -310,7 +311,7 @@ def rows_shown(folder: Path, suffix: str, rows: list[dict[str, Any]]) -> list[Pr
     train, held_out = folder / f"train{suffix}", folder / "eval.jsonl"
     held_out.write_text(json.dumps({"question": "9", "answer": "9"}))
     written(train, rows)
-    data = FileRunData(type="files", train=train, eval=held_out, demonstration_field="of.target")
+    data = FileRunData(type="files", train=train, eval=held_out, fields={"demonstration": "of.target"})
     found, _ = load_prompts(data, BYTES, max_prompt_tokens=9, on_long_prompt="fail", seed=0)
     return list(found[:])
 

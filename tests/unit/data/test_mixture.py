@@ -154,7 +154,10 @@ def test_a_mixture_is_saved_checked_and_its_weights_may_change(yaml: Path, tmp_p
         (["data.sources.math.wait=2"], "data.sources.math.wait=2: no such key (did you mean"),
         (["data.sources.math.max_eval=x"], "data.sources.math.max_eval='x': must be"),
         (["data.sources.files.weight=1"], "files.type: required, but not given; one of: arithmetic, files, hub"),
-        (["data.sources.math.rejected_field=bad"], "math.rejected_field=bad: job=rl does not read it, job=dpo or job="),
+        (
+            ["data.sources.math.fields.rejected=bad"],
+            "math.fields.rejected=bad: job=rl does not read it, job=dpo or job=",
+        ),
         (["data.digits=2"], "data.digits=2: data.type=mixture has these keys in each of data.sources"),
         (
             ["data.sources.math.reward.length.max_tokens=5"],

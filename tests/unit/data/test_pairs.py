@@ -316,7 +316,7 @@ TALK = {"good": said("u:1|a:2"), "bad": said("u:1|a:3"), "m": 0.5}
 
 
 def loaded(
-    place: Path, *rows: dict[str, Any] | str, margin_field: str | None = "m", prompt_template: str = "{prompt}"
+    place: Path, *rows: dict[str, Any] | str, margin: str | None = "m", prompt_template: str = "{prompt}"
 ) -> list[Prompt]:
     """By one source of files, whose first row says whether they are problems or conversations."""
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
@@ -324,15 +324,13 @@ def loaded(
     talks = '"q"' not in lines[0]
     held_out = json.dumps((TALK if talks else LETTERS) | {"q": "held out", "bad": said("u:9|a:9") if talks else "9"})
     (place / "eval.jsonl").write_text(held_out + "\n")
-    fields = {"messages_field": "good"} if talks else {"prompt_field": "q", "answer_field": "good"}
+    fields = {"messages": "good"} if talks else {"prompt": "q", "answer": "good"}
     data = FileRunData(
         type="files",
         train=place / "train.jsonl",
         eval=place / "eval.jsonl",
-        rejected_field="bad",
-        margin_field=margin_field,
+        fields={"rejected": "bad", "margin": margin, **fields},  # type: ignore[dict-item]
         prompt_template=prompt_template,
-        **fields,  # type: ignore[arg-type]
     )
     keys: dict[str, Any] = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "on_leak": "fail"}
     train, _ = load_prompts(data, TOKENIZER, seed=0, rows="pairs", samples=False, **keys)
@@ -349,7 +347,7 @@ def test_a_margin_that_is_no_score_is_refused_before_the_run(tmp_path: Path, row
 def test_a_margin_is_read_from_its_field(tmp_path: Path) -> None:
     rows = LETTERS, LETTERS | {"q": "2", "m": -10_000}
     assert [one.margin for one in loaded(tmp_path, *rows)] == [0.5, -10_000]
-    assert [one.margin for one in loaded(tmp_path, *rows, margin_field=None)] == [0, 0]
+    assert [one.margin for one in loaded(tmp_path, *rows, margin=None)] == [0, 0]
 
 
 def test_pairs_of_equals_are_refused_with_all_their_rows(tmp_path: Path) -> None:
@@ -390,7 +388,7 @@ def test_another_worse_answer_is_another_data_set(tmp_path: Path) -> None:
 def test_another_margin_is_another_data_set_and_none_that_of_older_files(tmp_path: Path, row: dict[str, Any]) -> None:
     digests = [digest_of_prompts(loaded(tmp_path, row | {"m": margin}), "margins") for margin in (0.5, 9.0, 0, 0.5)]
     assert (len(set(digests)), digests[0]) == (3, digests[3])
-    older = loaded(tmp_path, row, margin_field=None)
+    older = loaded(tmp_path, row, margin=None)
     assert digests[2] == digest_of_prompts(older, "margins") != digests[0]
     for of in OLDER_DIGESTS[1:]:
         assert digest_of_prompts(loaded(tmp_path, row | {"m": 9.0}), of) == digest_of_prompts(older, of)

@@ -441,9 +441,9 @@ def test_text_in_a_column_of_bytes_is_read_as_text(kind: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "keys",
     [
-        {"prompt_field": "of.asked", "answer_field": "of.answers", "chat_template": True, "system_field": "says"},
-        {"messages_field": "talk", "tools_field": "tools", "system_field": "says"},
-        {"prompt_field": "chat", "answer_field": "says", "chat_template": True},
+        {"fields": {"prompt": "of.asked", "answer": "of.answers", "system": "says"}, "chat_template": True},
+        {"fields": {"messages": "talk", "tools": "tools", "system": "says"}},
+        {"fields": {"prompt": "chat", "answer": "says"}, "chat_template": True},
     ],
 )
 def test_text_of_bytes_in_lists_and_structs_is_read_as_text(keys: dict[str, Any], tmp_path: Path) -> None:
@@ -467,11 +467,11 @@ def test_text_of_bytes_in_lists_and_structs_is_read_as_text(keys: dict[str, Any]
     [
         ("question", {}),
         ("answer", {}),
-        ("bad", {"rejected_field": "bad"}),
-        ("system", {"system_field": "system", "chat_template": True}),
-        ("shown", {"demonstration_field": "shown"}),
-        ("talk", {"messages_field": "talk"}),
-        ("chat", {"prompt_field": "chat", "chat_template": True}),
+        ("bad", {"fields": {"rejected": "bad"}}),
+        ("system", {"fields": {"system": "system"}, "chat_template": True}),
+        ("shown", {"fields": {"demonstration": "shown"}}),
+        ("talk", {"fields": {"messages": "talk"}}),
+        ("chat", {"fields": {"prompt": "chat"}, "chat_template": True}),
     ],
 )
 @pytest.mark.parametrize("split", ["train", "eval"])

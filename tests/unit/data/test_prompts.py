@@ -256,17 +256,17 @@ def test_a_field_of_an_object_is_named_by_a_path_and_one_of_that_name_comes_firs
     path = tmp_path / f"rows{suffix}"
     rows = [{"extra": {"asked": "q", "deep": {"x": n}}, "judge": {"truth": "no"}, "judge.truth": "7"} for n in range(2)]
     written(path, rows)
-    (one, _), held_out = load(files(path, prompt_field="extra.asked", answer_field="judge.truth"))
+    (one, _), held_out = load(files(path, fields={"prompt": "extra.asked", "answer": "judge.truth"}))
     assert [one.text, one.answer, held_out[0].answer] == ["q", "7", "7"]
     assert one.meta == {"extra": rows[0]["extra"], "judge": rows[0]["judge"]}
-    (_, two), held_out = load(files(path, prompt_field="extra.asked", answer_field="extra.deep.x"))
+    (_, two), held_out = load(files(path, fields={"prompt": "extra.asked", "answer": "extra.deep.x"}))
     assert [two.answer, held_out[1].answer] == ["1", "1"]
     with pytest.raises(DataError, match=r"no field 'truth'; it has extra.asked, extra.deep.x, judge.truth"):
-        load(files(path, prompt_field="extra.asked", answer_field="truth"))
+        load(files(path, fields={"prompt": "extra.asked", "answer": "truth"}))
     with pytest.raises(DataError, match=r"no field 'judge.truht'; .* did you mean 'judge.truth'"):
-        load(files(path, prompt_field="extra.asked", answer_field="judge.truht"))
+        load(files(path, fields={"prompt": "extra.asked", "answer": "judge.truht"}))
     with pytest.raises(DataError, match="it must be text, or a list of messages, which data"):
-        load(files(path, prompt_field="extra.deep", answer_field="judge.truth"))
+        load(files(path, fields={"prompt": "extra.deep", "answer": "judge.truth"}))
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,10 @@ from rl_megatron.training.jobs.written import Unit, fitted
 from tests.data_files import written
 
 FORMS: dict[str, dict[str, str]] = {
-    "conversations": {"messages_field": "good"},
-    "pairs of conversations": {"messages_field": "good", "rejected_field": "bad", "margin_field": "m"},
-    "answers": {"prompt_field": "q", "answer_field": "good"},
-    "pairs of answers": {"prompt_field": "q", "answer_field": "good", "rejected_field": "bad", "margin_field": "m"},
+    "conversations": {"messages": "good"},
+    "pairs of conversations": {"messages": "good", "rejected": "bad", "margin": "m"},
+    "answers": {"prompt": "q", "answer": "good"},
+    "pairs of answers": {"prompt": "q", "answer": "good", "rejected": "bad", "margin": "m"},
 }
 
 
@@ -68,8 +68,8 @@ def made(form: str, count: int, seed: int, values: int = 20) -> list[dict[str, A
 
 def loaded(form: str, train: Path, held_out: Path) -> Pool:
     keys = {"type": "files", "train": train, "eval": held_out, "on_leak": "drop"}
-    data = FileRunData.model_validate(keys | FORMS[form])
-    return load(data, rows="pairs" if "rejected_field" in FORMS[form] else "answers")
+    data = FileRunData.model_validate(keys | {"fields": FORMS[form]})
+    return load(data, rows="pairs" if "rejected" in FORMS[form] else "answers")
 
 
 def load(data: FileRunData | MixtureData, *, rows: RowsOf = "answers", limit: int = 99, long: str = "fail") -> Pool:
@@ -114,16 +114,17 @@ def test_prompts_and_draws_are_those_of_jsonl_and_of_sets(form: str, tmp_path: P
 def test_fields_of_an_object_are_read_as_those_of_the_row(form: str, kind: str, tmp_path: Path) -> None:
     def pool_of(name: str, rows: Sequence[Mapping[str, Any]], fields: Mapping[str, str]) -> Pool:
         path = written(tmp_path / f"{name}.{kind}", rows)
-        given = {"type": "files", "train": path, "eval": path, "on_leak": "keep"} | fields
+        given = {"type": "files", "train": path, "eval": path, "on_leak": "keep", "fields": fields}
         return load(FileRunData.model_validate(given), rows="pairs")
 
-    rows, fields = made(form, 20, 0), {key: f"of.{field}" for key, field in FORMS[form].items()}
+    rows, named = made(form, 20, 0), FORMS[form]
+    fields = {key: f"of.{field}" for key, field in named.items()}
     inside = [{"of": one} for one in rows]
-    flat, deep = pool_of("flat", rows, FORMS[form]), pool_of("deep", inside, fields)
+    flat, deep = pool_of("flat", rows, named), pool_of("deep", inside, fields)
     assert [(one.text, one.answer, one.rejected) for one in deep] == [(o.text, o.answer, o.rejected) for o in flat]
     assert [one.margin for one in deep] == [one.margin for one in flat] == [float(one["m"]) for one in rows]
     with pytest.raises(DataError, match=r"no field 'of.goood'; .* did you mean 'of.good'"):
-        pool_of("bad", inside, fields | {"margin_field": "of.goood"})
+        pool_of("bad", inside, fields | {"margin": "of.goood"})
 
 
 @pytest.mark.parametrize("form", list(FORMS))
@@ -147,7 +148,7 @@ def test_an_epoch_of_parquet_has_each_row_once_and_counts_those_that_are_too_lon
     pairs, long = form != "answers", [f"{number:040}" for number in range(20)]
     rows = [row(form, asked, "1", "2") for asked in (*long, *map(str, range(20)))]
     paths = {"train": written(tmp_path / "t.parquet", rows), "eval": written(tmp_path / "e.jsonl", made(form, 1, 5))}
-    data = FileRunData.model_validate({"type": "files", "on_leak": "drop", **paths, **FORMS[form]})
+    data = FileRunData.model_validate({"type": "files", "on_leak": "drop", **paths, "fields": FORMS[form]})
     job = "dpo" if pairs else "sft"
     config = load_config(f"{job}_tiny", [f"{job}.max_tokens=32", f"{job}.on_long=drop"])
     train = load(data, rows="pairs" if pairs else "answers", limit=32, long="drop")
@@ -173,7 +174,7 @@ def calling(name: str, **arguments: object) -> dict[str, Any]:
 def test_calls_of_different_functions_have_their_own_arguments_alone(pairs: bool, tmp_path: Path) -> None:
     """Arrow's struct of them has the arguments of all, and those of one's tools: null where a row lacks them."""
     rows = [calling("weather", city="Paris"), calling("search", query=["x", None], limit=3), calling("stop")]
-    keys = {"messages_field": "good", "tools_field": "tools"} | ({"rejected_field": "bad"} if pairs else {})
+    keys = {"fields": {"messages": "good", "tools": "tools"} | ({"rejected": "bad"} if pairs else {})}
     for kind in ("parquet", "jsonl"):
         path, others = written(tmp_path / f"t.{kind}", rows), [calling("other", a="1")]
         data = {"type": "files", "train": path, "eval": written(tmp_path / f"e.{kind}", others), **keys}
@@ -190,7 +191,7 @@ def test_null_arguments_of_json_stay(as_text: bool, tmp_path: Path) -> None:
     rows = [{name: json.dumps(value) for name, value in one.items()}] if as_text else [one]
     kind = "parquet" if as_text else "jsonl"
     path, held_out = written(tmp_path / f"t.{kind}", rows), written(tmp_path / "e.jsonl", [calling("other")])
-    keys = {"type": "files", "train": path, "eval": held_out, "messages_field": "good", "tools_field": "tools"}
+    keys = {"type": "files", "train": path, "eval": held_out, "fields": {"messages": "good", "tools": "tools"}}
     (prompt,) = load(FileRunData.model_validate(keys))
     assert json.loads(prompt.text) == {"messages": one["good"], "tools": one["tools"]}
 
@@ -247,7 +248,7 @@ def test_answers_in_columns_of_text_are_compared_as_in_jsonl_without_an_object_a
     answered = [f"it{blank} is \0{blank}" for blank in reversed(blanks)]
     path = tmp_path / "t.parquet"
     pq.write_table(pa.table({"good": pa.array(answered, kind), "q": pa.array(asked, kind)}), path, row_group_size=7)
-    data = FileRunData.model_validate({"type": "files", "train": path, "eval": path} | FORMS["answers"])
+    data = FileRunData.model_validate({"type": "files", "train": path, "eval": path, "fields": FORMS["answers"]})
     rows, wanted = FileRows([path], data, "data.train", lists=False), list(map(spaced, asked, answered))
     (wholes,) = rows.compared(ANSWERED)
     monkeypatch.setattr(ParquetRows, "_records_of", None)
@@ -280,7 +281,7 @@ def test_conversations_are_looked_at_in_one_pass_and_pairs_of_answers_are_none(t
     rows["pairs of conversations"][30] = row("pairs of conversations", "1", "2", "3") | {"bad": talk("2", "3")}
     sources = {
         name: {
-            **FORMS[form],
+            "fields": FORMS[form],
             "type": "files",
             "train": written(tmp_path / f"{name}.parquet", rows[form]),
             "eval": written(tmp_path / f"{name}_e.jsonl", made(form, 1, 5, 10**6)),
@@ -304,7 +305,7 @@ def test_an_answer_that_two_people_judged_differently_has_both_labels(form: str,
     rows = [{**row(form, asked, "2", "3"), "label": label} for asked, label in (("1", True), ("1", False), ("1", True))]
     train = written(tmp_path / f"t.{suffix}", rows)
     held_out = written(tmp_path / "e.jsonl", [{**row(form, "9", "2", "3"), "label": True}])
-    keys = {"type": "files", "train": train, "eval": held_out, "on_leak": "fail", **FORMS[form]}
+    keys = {"type": "files", "train": train, "eval": held_out, "on_leak": "fail", "fields": FORMS[form]}
     kept = load(FileRunData.model_validate(keys), rows="labels")
     assert [(one.id, one.meta["label"]) for one in kept] == [("t:1", True), ("t:2", False)]
     assert [one.id for one in load(FileRunData.model_validate(keys))] == ["t:1"]
@@ -321,7 +322,7 @@ def test_parameters_of_tools_may_be_json_text(suffix: str, tmp_path: Path) -> No
         ]
         path = written(tmp_path / f"{number}{suffix}", [{"good": talk("1", "2"), "tools": tools}])
         held_out = written(tmp_path / "e.jsonl", [{"good": talk("3", "4"), "tools": None}])
-        keys = {"type": "files", "train": path, "eval": held_out, "messages_field": "good", "tools_field": "tools"}
+        keys = {"type": "files", "train": path, "eval": held_out, "fields": {"messages": "good", "tools": "tools"}}
         if number:
             with pytest.raises(DataError, match=rf"{number}\{suffix}:1: field 'tools' has a tool of parameters '"):
                 load(FileRunData.model_validate(keys))
@@ -338,7 +339,7 @@ def test_an_answer_of_messages_is_refused_and_other_lists_are_none(suffix: str, 
     messages = talk("1", "2")[1:], talk("1", "2")[1], [{"from": "gpt", "value": "2"}]
     for number, good in enumerate((*messages, [{"role": "buyer", "name": "1"}], {"from": "USD", "value": 2})):
         path = written(tmp_path / f"{number}{suffix}", [{"q": "1", "good": good, "in": {"it": good}}])
-        keys = {"type": "files", "train": path, "eval": held_out, **FORMS["answers"], "answer_field": field}
+        keys = {"type": "files", "train": path, "eval": held_out, "fields": {"prompt": "q", "answer": field}}
         if number >= len(messages):
             assert load(FileRunData.model_validate(keys))[0].answer == json.dumps(good)
         else:

@@ -211,7 +211,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("keys", [("messages_field",), ("messages_field", "tools_field"), ("margin_field",)])
+@pytest.mark.parametrize("keys", [("fields.messages",), ("fields.messages", "fields.tools"), ("fields.margin",)])
 def test_a_set_has_no_conversations_and_no_margins(keys: tuple[str, ...]) -> None:
     """Those have no tokens to sample from, and a set's samples are compared with no worse answer."""
     data = ["eval.sets.own.samples=1", *(f"eval.sets.a.data.{one}" for one in ("type=files", "eval=a.jsonl"))]

@@ -30,7 +30,7 @@ from tests.unit.launcher.sites import data_file, model_folder
 from tests.unit.launcher.test_memory import QWEN3
 
 TALK = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-PAIRED = ("data.rejected_field=worse",)
+PAIRED = ("data.fields.rejected=worse",)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,10 @@ def test_bad_pairs_are_found_before_the_run(tmp_path: Path) -> None:
         row = {"question": name, "answer": "2", "worse": "2" if name == "eval" else "3", "m": 10**400}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     files = ("data.type=files", *(f"data.{name}={tmp_path}/{name}.jsonl" for name in ("train", "eval")))
-    keys = (*files, "data.rejected_field=worse")
+    keys = (*files, "data.fields.rejected=worse")
     found = "\n".join(preflight(load_config("dpo_tiny", keys)).texts("problem"))
     assert "eval.jsonl:1: fields 'answer' and 'worse' are equal" in found
-    found = "\n".join(preflight(load_config("reward_tiny", [*keys, "data.margin_field=m"])).texts("problem"))
+    found = "\n".join(preflight(load_config("reward_tiny", [*keys, "data.fields.margin=m"])).texts("problem"))
     assert "train.jsonl:1: field 'm' is 1000" in found
 
 
@@ -78,7 +78,7 @@ def test_rows_without_a_label_are_found_before_the_run(tmp_path: Path) -> None:
         rows = ({"prompt": f"{name} {n}", "completion": "2", "label": one} for n, one in enumerate(values))
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
     files = ("data.type=files", *(f"data.{name}={tmp_path}/{name}.jsonl" for name in labels))
-    keys = (*files, "data.prompt_field=prompt", "data.answer_field=completion", "dpo.loss=kto")
+    keys = (*files, "data.fields.prompt=prompt", "data.fields.answer=completion", "dpo.loss=kto")
     found = "\n".join(preflight(load_config("dpo_tiny", keys)).texts("problem"))
     for place, value in (("train.jsonl:2", "'yes'"), ("train.jsonl:4", "None"), ("eval.jsonl:2", "2")):
         assert f"{place}': field 'label' is {value};" in found, found
@@ -100,7 +100,7 @@ def test_null_arguments_of_calls_in_jsonl_are_noted_once_and_in_parquet_left_out
     table = pa.Table.from_pylist(rows)
     pq.write_table(table, tmp_path / "t.parquet")
     (tmp_path / "t.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in table.to_pylist()))
-    fields = ("data.type=files", "data.messages_field=talk", "data.rejected_field=worse", "data.on_leak=keep")
+    fields = ("data.type=files", "data.fields.messages=talk", "data.fields.rejected=worse", "data.on_leak=keep")
     for kind, wanted in (("jsonl", 1), ("parquet", 0)):
         files = [f"data.{name}={tmp_path}/t.{kind}" for name in ("train", "eval")]
         notes = preflight(load_config("dpo_tiny", [*fields, *files])).texts("note")
@@ -120,7 +120,7 @@ def test_all_bad_rows_are_found_before_the_run_up_to_twenty(tmp_path: Path, form
         rows = (row(line + 1000 * (name == "eval"), bad=line in bad[name]) for line in lines)
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
     files = ("data.type=files", *(f"data.{name}={tmp_path}/{name}.jsonl" for name in bad))
-    jobs = {"conversations": ("sft_tiny", "messages_field=talk"), "pairs": ("dpo_tiny", "rejected_field=worse")}
+    jobs = {"conversations": ("sft_tiny", "fields.messages=talk"), "pairs": ("dpo_tiny", "fields.rejected=worse")}
     job, field = jobs[form]
     found = "\n".join(preflight(load_config(job, (*files, f"data.{field}"))).texts("problem"))
     for name, lines in bad.items():
@@ -170,8 +170,8 @@ def test_what_a_job_or_the_chat_template_refuses_is_found_before_the_run(
     before = 1 if template is not None else 100  # more than the template is asked to show
     path = data_file(tmp_path / "rows.jsonl", *[good] * before, row)
     files = ("data.type=files", f"data.train={path}", f"data.eval={path}", "data.on_leak=keep", f"model.path={model}")
-    fields = {"gsm8k": ("prompt_field=talk", "chat_template=true"), "sft": ("messages_field=talk",)}
-    keys = [*files, *(f"data.{one}" for one in fields.get(name, ("messages_field=talk", "rejected_field=worse")))]
+    fields = {"gsm8k": ("fields.prompt=talk", "chat_template=true"), "sft": ("fields.messages=talk",)}
+    keys = [*files, *(f"data.{one}" for one in fields.get(name, ("fields.messages=talk", "fields.rejected=worse")))]
     keys += ["warm_start.steps=1"] if name == "gsm8k" else []
 
     def found(*more: str) -> list[str]:
@@ -190,9 +190,9 @@ def test_what_a_job_or_the_chat_template_refuses_is_found_before_the_run(
 @pytest.mark.parametrize(
     ("name", "key", "given", "more"),
     [
-        ("sft_tiny", "data", "messages_field='talk'", ()),
-        ("dpo_tiny", "data", "messages_field='talk'", ("data.rejected_field=worse",)),
-        ("reward_tiny", "data", "messages_field='talk'", ("data.rejected_field=worse",)),
+        ("sft_tiny", "data", "fields.messages='talk'", ()),
+        ("dpo_tiny", "data", "fields.messages='talk'", ("data.fields.rejected=worse",)),
+        ("reward_tiny", "data", "fields.messages='talk'", ("data.fields.rejected=worse",)),
         ("tiny_cpu", "eval.sets.own.data", "chat_template=true", ()),
     ],
 )
@@ -211,9 +211,9 @@ def test_data_needs_its_chat_template(tmp_path: Path, name: str, key: str, given
 def test_conversations_need_a_template_that_ends_turns(tmp_path: Path, name: str, more: tuple[str, ...]) -> None:
     """A reward model reads whole conversations, so that its template needs to end none."""
     rows = [f"data.{split}={data_file(tmp_path / split)}" for split in ("train", "eval")]
-    config = load_config(name, ["data.type=files", "data.messages_field=talk", *rows, *more])
+    config = load_config(name, ["data.type=files", "data.fields.messages=talk", *rows, *more])
     assert config.model.path is None
-    found = [text for text in preflight(config).texts("problem") if "data.messages_field='talk', but" in text]
+    found = [text for text in preflight(config).texts("problem") if "data.fields.messages='talk', but" in text]
     said = WrittenConversation(id="p", messages=TALK, tools=[])
     conversations = WrittenConversations(tokenizer := byte_tokenizer(), [tokenizer.eos_token_id])
     if name == "reward_tiny":
@@ -239,14 +239,14 @@ def test_conversations_are_read_through_while_processes_start(tmp_path: Path, na
         given = ({"talk": talk, "worse": [*talk[:1], {**TALK[1], "content": "3"}]} for talk in talks)
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, given)))
     rows = [f"data.{split}={tmp_path / split}.jsonl" for split in ("train", "eval")]
-    config = load_config(name, ["data.type=files", "data.messages_field=talk", *rows, *more])
+    config = load_config(name, ["data.type=files", "data.fields.messages=talk", *rows, *more])
     assert len(load_data(config, model).train) == 2  # for an evaluation, which trains on none
     with pytest.raises(DataError, match=r"^prompt 'train:1': message 1 has content .*image_url") as refused:
         training_data(config, model)
     key = f"{config.job}.on_refused=drop"
     assert str(refused.value).endswith(f"\nor leave such rows out with {key}, which a resume may set")
     config = load_config(
-        name, [f"model.path={model}", "data.type=files", "data.messages_field=talk", *rows, *more, key]
+        name, [f"model.path={model}", "data.type=files", "data.fields.messages=talk", *rows, *more, key]
     )
     parts = Parts(config=config, folder=tmp_path, reward=none, allocation=None)
     roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
@@ -346,7 +346,7 @@ def test_a_token_without_an_embedding_ends_the_run(tmp_path: Path, name: str, mo
             row |= {"worse": [row["talk"][0], {"role": "assistant", "content": "3"}]}
         (tmp_path / f"{split}.jsonl").write_text(json.dumps(row))
     rows = [f"data.{split}={tmp_path / split}.jsonl" for split in ("train", "eval")]
-    field = ["data.messages_field=talk"] if form == "conversations" else []
+    field = ["data.fields.messages=talk"] if form == "conversations" else []
     config = load_config(name, [f"model.path={model}", "data.type=files", *field, *rows, *more])
     parts = Parts(config=config, folder=tmp_path, reward=none, allocation=None)
     roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)

@@ -21,6 +21,7 @@ from launcher.build.sampler import demonstrations_of
 from launcher.preflight import model_files, problems_of_data
 from launcher.preflight.subject import Subject, found_by
 from rl_megatron.config.io import load_config
+from rl_megatron.config.resume import flat
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import MixtureData
 from rl_megatron.errors import RLMegatronError
@@ -39,9 +40,14 @@ TEMPLATE = (
 )
 USER, SAYS = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
 ADD = {"function": {"name": "add", "arguments": "{a:1"}}
-TALKS, PAIRS = {"messages_field": "good"}, {"messages_field": "good", "rejected_field": "bad"}
-CHAT = {"prompt_field": "prompt", "answer_field": "reward_model.ground_truth", "chat_template": "true"}
-TRL = {"messages_field": "chosen", "rejected_field": "rejected", "context_field": "prompt", "system_field": "system"}
+TALKS, PAIRS = {"fields.messages": "good"}, {"fields.messages": "good", "fields.rejected": "bad"}
+CHAT = {"fields.prompt": "prompt", "fields.answer": "reward_model.ground_truth", "chat_template": "true"}
+TRL = {
+    "fields.messages": "chosen",
+    "fields.rejected": "rejected",
+    "fields.context": "prompt",
+    "fields.system": "system",
+}
 Case = tuple[str, Mapping[str, Any], Any]
 """The recipe, the keys of its data, and a row, which may be the text of a line."""
 
@@ -55,7 +61,9 @@ def table(test: Callable[..., None], *names: str) -> list[tuple[Any, ...]]:
 
 
 def of_other_tests() -> Iterator[Case]:
-    forms = test_written_rows.FORMS
+    forms = {
+        form: {f"fields.{key}": name for key, name in its.items()} for form, its in test_written_rows.FORMS.items()
+    }
     for (row,) in table(test_pairs.test_rows_that_are_no_pair_are_refused_by_line, "row"):
         form = "pairs of answers" if isinstance(row, dict) and "q" in row else "pairs of conversations"
         yield "reward_tiny", forms[form], row
@@ -65,11 +73,11 @@ def of_other_tests() -> Iterator[Case]:
     for (row,) in table(test_context_of_rows.test_what_is_no_context_is_refused_by_its_place, "row"):
         yield "dpo_tiny", TRL, row
     for chat, keys in table(test_context_of_rows.test_a_list_that_is_no_prompt_is_refused_by_its_place, "chat", "keys"):
-        given = {name: str(value).lower() for name, value in keys.items()}
+        given = {name: str(value).lower() for name, value in flat(keys)}
         yield "gsm8k_tiny", CHAT | given, test_context_of_rows.of_verl(chat)[0]
     for (of,) in table(test_context_of_rows.test_a_row_without_one_is_refused_before_the_run, "of"):
         row = {"question": "1", "answer": "2", "of": of}
-        yield "gsm8k_tiny", {"demonstration_field": "of.target", "algorithm": "luffy"}, row
+        yield "gsm8k_tiny", {"fields.demonstration": "of.target", "algorithm": "luffy"}, row
     long = test_context_of_rows.test_one_that_no_policy_would_sample_is_refused_with_its_prompt
     for (answer,) in table(long, "answer"):
         yield "gsm8k_tiny", {"algorithm": "luffy"}, {"question": "1", "answer": answer.replace("|", "<eos>") * 9}
@@ -98,7 +106,7 @@ def more() -> Iterator[Case]:
         yield "gsm8k_tiny", keys, {"question": "1" * 5000, "answer": "2"}
         yield "gsm8k_tiny", keys | {"warm_start.steps": "1"}, {"question": "1", "answer": "2<eos>3"}
         yield "gsm8k_tiny", keys | {"warm_start.steps": "1"}, {"question": "1", "answer": "2", "label": False}
-    yield "sft_tiny", TALKS | {"tools_field": "tools"}, {"good": [USER, SAYS], "tools": [{"name": "add"}]}
+    yield "sft_tiny", TALKS | {"fields.tools": "tools"}, {"good": [USER, SAYS], "tools": [{"name": "add"}]}
     yield "dpo_tiny", PAIRS, {"good": [USER, SAYS], "bad": [USER | {"content": "1?"}, SAYS]}
     yield "dpo_tiny", PAIRS, {"good": [USER, SAYS], "bad": [USER, SAYS, USER, SAYS]}
     yield "reward_tiny", PAIRS, {"good": [USER, SAYS], "bad": [USER, SAYS, USER]}
@@ -208,7 +216,7 @@ TAUGHT = {f"algorithm.kl.{name}": value for name, value in TEACHER.items()}
 GOOD = {"good": [USER, SAYS], "bad": [USER, SAYS | {"content": "3"}], "question": "1", "answer": "2", "of": "2"}
 PLACED: list[tuple[Case, str]] = [
     (("dpo_tiny", PAIRS | DROPS, {"good": [USER, {"role": "assistant"}]}), "train eval"),
-    (("dpo_tiny", {"rejected_field": "of"} | DROPS, {"question": "1" * 999, "of": "4"}), "train eval"),
+    (("dpo_tiny", {"fields.rejected": "of"} | DROPS, {"question": "1" * 999, "of": "4"}), "train eval"),
     (("gsm8k_tiny", TAUGHT, {"of": b"\xff"}), "train mixture"),
     (("gsm8k_tiny", TAUGHT, {"of": None}), "train mixture"),
     (("gsm8k_tiny", TAUGHT, {"of": "1" * 99}), "train mixture"),
@@ -237,7 +245,7 @@ def test_a_row_has_one_verdict_wherever_it_is(tmp_path: Path, folder: Path, numb
     (recipe, given, row), where = PLACED[number]
     path, good = tmp_path / "row.parquet", tmp_path / "good.parquet"
     assert written(path, GOOD | row)
-    assert written(good, GOOD | ({"of": "3"} if "rejected_field" in given else {}))
+    assert written(good, GOOD | ({"of": "3"} if "fields.rejected" in given else {}))
     keys = [*keys_of(recipe, given, folder), f"data.train={good}", f"data.eval={good}"]
     refused = verdict(placed(load_config(recipe, keys), place, path, good), folder)
     assert bool(refused) == (place in where)
@@ -301,7 +309,7 @@ def test_a_folder_that_a_run_refuses_is_refused_by_its_check(
         (TEMPLATE, ""),
     ],
 )
-@pytest.mark.parametrize("more", [("data.chat_template=true",), ("data.messages_field=talk",), ()])
+@pytest.mark.parametrize("more", [("data.chat_template=true",), ("data.fields.messages=talk",), ()])
 def test_a_template_that_ignores_the_generation_prompt_is_noted(
     tmp_path: Path, template: str, header: str, more: tuple[str, ...]
 ) -> None:

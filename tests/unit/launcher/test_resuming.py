@@ -340,12 +340,12 @@ def test_keys_of_another_kind_that_an_older_version_lacked_had_their_defaults(tm
     kind = ["data.type=mixture"] if "sources" in above else []
     files = [*kind, *(f"{above}{key}" for key in ("type=files", "train=a.jsonl", "eval=b.jsonl"))]
     now = load_config("gsm8k_tiny" if not kind else "tiny_cpu", files)
-    held = {key: value for key, value in fixed(now).items() if key != f"{above}messages_field"}
+    held = {key: value for key, value in fixed(now).items() if key != f"{above}fields.messages"}
     assert len(held) == len(fixed(now)) - 1
     run = run_of(tmp_path, now, held)
     find(now, run)
-    other = load_config("gsm8k_tiny" if not kind else "tiny_cpu", [*files, f"{above}answer_field=b"])
-    with pytest.raises(CheckpointError, match=rf"{above}answer_field: 'answer' then, 'b' now"):
+    other = load_config("gsm8k_tiny" if not kind else "tiny_cpu", [*files, f"{above}fields.answer=b"])
+    with pytest.raises(CheckpointError, match=rf"{above}fields.answer: 'answer' then, 'b' now"):
         find(other, run)
 
 

@@ -364,7 +364,7 @@ def test_a_converted_reward_model_has_its_runs_template_variables_or_a_note_says
 ) -> None:
     shards, hf, out = tmp_path / "rm" / "checkpoints" / "step_000001" / "learner", reward_model / "hf", tmp_path / "out"
     shutil.copytree(reward_model / "shards", shards)
-    pairs = ["data.type=files", "data.train=a", "data.eval=b", "data.messages_field=good", "data.rejected_field=bad"]
+    pairs = ["data.type=files", "data.train=a", "data.eval=b", "data.fields.messages=good", "data.fields.rejected=bad"]
     if where != "alone":
         given = load_config("reward_tiny", [*pairs, f"model.path={hf}", "model.template_variables.who=somebody"])
         save_resolved(given, tmp_path / "rm" / "config.yaml")

@@ -124,7 +124,7 @@ def test_names_that_are_none_are_refused(key: str) -> None:
 
 
 def test_variables_without_a_template_are_refused() -> None:
-    with pytest.raises(ConfigError, match="does nothing: no data has chat_template=true or messages_field"):
+    with pytest.raises(ConfigError, match=r"does nothing: no data has chat_template=true or fields\.messages"):
         load_config("tiny_cpu", ["model.template_variables.enable_thinking=false"])
     environment = ["environment.function=calculator", "environment.template=chat", "environment.max_turns=2"]
     assert "template_variables" not in str(_refused([*environment, "model.template_variables.enable_thinking=false"]))
