@@ -164,9 +164,7 @@ class RankModels:
                 valued=config.algorithm.is_own_critic,
             )
         if role == ("critic" if "critic" in separate(config) else LEARNER) and config.algorithm.needs_critic:
-            section = config.algorithm.critic
-            learner = config.learner.model_copy(update={"optimizer": section.optimizer})
-            made["critic"] = make_critic(self._shape, learner, self._device)
+            made["critic"] = make_critic(self._shape, config.learner, self._device)
         return made
 
     def _make_frozen(self, config: RunConfig, role: str) -> dict[str, MegatronScorer]:

@@ -27,14 +27,8 @@ _RENDERED = "an environment's messages are rendered as a conversation, and a tas
 
 
 def problems_of_options(c: RunConfig) -> Iterator[str]:
-    """What the learner's options refuse, and what they refuse of the critic's optimizer and not of the policy's."""
-    yield from (known := list(option_problems(c.learner)))
-    if c.algorithm.needs_critic:
-        learner = c.learner_of("critic")
-        known += option_problems(learner)
-        own = learner.model_copy(update={"optimizer": c.algorithm.critic.optimizer})
-        lines = (line for line in option_problems(own) if line not in known)
-        yield from (f"of algorithm.critic.optimizer: {line}" for line in lines)
+    """What the learner's options refuse."""
+    yield from option_problems(c.learner)
 
 
 def problems_of_servers(c: RunConfig) -> Iterator[str]:

@@ -116,7 +116,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "kl.estimator": dict.fromkeys(("k1", "k2", "k3", "abs"), ("kl.importance_weighted",))
     | {"top_k": ("kl.top_k", "kl.beta")},
     "critic.backbone": {
-        "own": ("critic.path", "critic.learning_rate", "critic.only_steps", "critic.optimizer"),
+        "own": ("critic.path", "critic.learning_rate", "critic.only_steps"),
         "policy": ("critic.coefficient",),
     },
     "overlong_buffer": {OFF: (), ON: ("overlong_factor",)},

@@ -49,11 +49,7 @@ _RETRIES = Removed("a request is sent at most 3 times again", fixed=(3,))
 _BACKOFF = Removed("the waits before retries are 0.5, 1 and 2 s", fixed=(0.5,))
 _BATCH_SIZE = Removed("a forward pass has 32 completions", fixed=(32,))
 _DTYPE = Removed("a model in the controller computes in float32", fixed=("float32",))
-_MOMENTUM = Removed("Muon's momentum is 0.95", fixed=(0.95,))
-_NESTEROV = Removed("Muon's momentum is Nesterov's", fixed=(True,))
-_NEWTON_SCHULZ_STEPS = Removed("Muon's iteration has 5 steps", fixed=(5,))
 _TINY = Removed("the tiny model's heads are fixed, and its embeddings are not tied; give model.path for another")
-_DISTRIBUTED = Removed("data-parallel ranks shard the optimizer's state", fixed=(True,))
 _SPARE = Removed("a trajectory that fails drops its group, with environment.on_error=drop")
 
 REMOVED: Mapping[str, Removed] = {
@@ -61,10 +57,15 @@ REMOVED: Mapping[str, Removed] = {
     "algorithm.correction.normalise": Removed("weights are not divided by their mean"),
     "algorithm.correction.of": Removed("every token is weighed, whatever its advantage", fixed=("all",)),
     "algorithm.correction.times": Removed("a run has one correction; write a product of several as an objective"),
-    "algorithm.critic.optimizer.distributed": _DISTRIBUTED,
-    "algorithm.critic.optimizer.muon.momentum": _MOMENTUM,
-    "algorithm.critic.optimizer.muon.nesterov": _NESTEROV,
-    "algorithm.critic.optimizer.muon.newton_schulz_steps": _NEWTON_SCHULZ_STEPS,
+    **{
+        f"algorithm.critic.optimizer.{key}": Removed("the critic has the policy's, learner.optimizer", fixed=(usual,))
+        for key, usual in (
+            *(("beta1", 0.9), ("beta2", 0.95), ("clip_grad", 1.0), ("distributed", True), ("eps", 1e-8)),
+            *(("moments_dtype", "float32"), ("muon.momentum", 0.95), ("muon.nesterov", True)),
+            *(("muon.newton_schulz_steps", 5), ("muon.scale", "match_rms_adamw"), ("name", "adamw")),
+            ("weight_decay", 0.0),
+        )
+    },
     "algorithm.entropy_step": Removed("the weight of the entropy bonus is fixed", fixed=(0.005,)),
     "algorithm.entropy_target": Removed("the weight of the entropy bonus is fixed; set entropy_coefficient"),
     "algorithm.kl.horizon": Removed("the weight of the KL is fixed", fixed=(10000,)),
@@ -139,10 +140,10 @@ REMOVED: Mapping[str, Removed] = {
     "learner.last_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
     "learner.logprob_chunk_tokens": Removed("logits of at most 1024 positions are in float32 at once", fixed=(1024,)),
     **_entries("learner.offload.activations", "learner.offload.activations", "attention", "mlp", "moe"),
-    "learner.optimizer.distributed": _DISTRIBUTED,
-    "learner.optimizer.muon.momentum": _MOMENTUM,
-    "learner.optimizer.muon.nesterov": _NESTEROV,
-    "learner.optimizer.muon.newton_schulz_steps": _NEWTON_SCHULZ_STEPS,
+    "learner.optimizer.distributed": Removed("data-parallel ranks shard the optimizer's state", fixed=(True,)),
+    "learner.optimizer.muon.momentum": Removed("Muon's momentum is 0.95", fixed=(0.95,)),
+    "learner.optimizer.muon.nesterov": Removed("Muon's momentum is Nesterov's", fixed=(True,)),
+    "learner.optimizer.muon.newton_schulz_steps": Removed("Muon's iteration has 5 steps", fixed=(5,)),
     "learner.overlap.bucket_parameters": Removed("a bucket ends after 40 million parameters, or a million a data rank"),
     "learner.recompute.block": Removed("use learner.recompute.uniform, or parts of layers"),
     **_entries("learner.recompute", "learner.recompute.parts", "core_attn", "layernorm", "mla_up_proj", "mlp", "moe"),

@@ -201,14 +201,6 @@ def test_a_policy_that_is_its_own_critic_is_refused_beside_what_would_not_fit(ke
         load_config("tiny_cpu", ["algorithm=ppo", "algorithm.critic.backbone=policy", key])
 
 
-def test_options_see_the_critics_own_optimizer() -> None:
-    overlap = ["learner.dp=2", "learner.overlap.gradients=true", "learner.overlap.parameters=true"]
-    critic = ["algorithm=ppo", "algorithm.unfinished_reward=null", "algorithm.critic.optimizer.name=muon"]
-    with pytest.raises(ConfigError, match=r"^of algorithm.critic.optimizer: learner.overlap.parameters=true"):
-        load_config("tiny_cpu", [*overlap, *critic])
-    load_config("tiny_cpu", [*overlap, *critic[:2]])
-
-
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [

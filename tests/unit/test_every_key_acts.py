@@ -75,7 +75,6 @@ NOT_OF_A_STEP = ("rollout.engine", "rollout.python", "rollout.server", "rollout.
 ELSEWHERE = {  # keys that act outside of a step, and where that is shown
     "algorithm.kl.top_k": "tests/distributed/test_losses_in_layouts.py",
     "algorithm.kl.teachers": "tests/e2e/test_teacher.py",
-    "algorithm.critic.optimizer": "launcher/worker/models.py",
     "algorithm.critic.backbone": "tests/distributed/test_losses_in_layouts.py",
     "algorithm.critic.coefficient": "tests/distributed/test_losses_in_layouts.py",
     "reward.timeout_seconds": "tests/unit/rollout/test_rollout_sampler.py",

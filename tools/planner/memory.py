@@ -304,9 +304,8 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
     A separate critic has values for logits; a separate reference and teachers need no backward pass.
     """
     learner, algorithm, shape = config.learner, config.algorithm, layout.shape
-    of_critic = learner.model_copy(update={"optimizer": algorithm.critic.optimizer})
     if role == "critic":
-        learner, rank = of_critic, _of_critic(layout, rank)
+        rank = _of_critic(layout, rank)
     own = dict(memory(learner, shape, rank))
     if role == "critic":
         own["logits"] = 0.0
@@ -323,7 +322,7 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
         return terms, {}
     critic: Terms = {}
     if "critic" in here:
-        found = memory(of_critic, shape, _of_critic(layout, rank))
+        found = memory(learner, shape, _of_critic(layout, rank))
         held = ("parameters", "gradients", "optimizer", "fp8 weights")
         critic = {term: found[term] for term in held if term in found}
         terms["critic"] = sum(critic.values())

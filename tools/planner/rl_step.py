@@ -503,9 +503,6 @@ def _works(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float, prompt: 
     frozen = [role for role in frozen_folders(config) if role not in of_teacher]
     for role in ("critic", *frozen, *taught_by_policy(config)):
         theirs = config.of_role(role)
-        if role == "critic":
-            own_optimizer = theirs.learner.model_copy(update={"optimizer": config.algorithm.critic.optimizer})
-            theirs = theirs.model_copy(update={"learner": own_optimizer})
         own = longest_read(config, role)[1] - config.most_sampled
         read = mean + prompt * (own / config.rollout.max_prompt_tokens - 1)
         sequences = config.compared_per_step if role in judges else None

@@ -24,7 +24,6 @@ from typing import Annotated, ClassVar, Literal, Self, get_args
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rl_megatron.config.sections.balance import BalanceSection
-from rl_megatron.config.sections.learner import OptimizerSection
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.feature import with_features
 from rl_megatron.section import (
@@ -255,8 +254,6 @@ class CriticSection(Section):
     only_steps: NonNegative = 0
     """Number of first steps that train only the critic (VAPO's value pretraining); warm-up and decay of the policy's
     learning rate begin after them."""
-    optimizer: OptimizerSection = OptimizerSection()
-    """The critic's optimizer."""
 
 
 class CorrectionSection(Section):

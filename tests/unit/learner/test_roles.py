@@ -236,7 +236,7 @@ def test_a_critic_of_another_optimizer_takes_a_checkpoints_weights_and_a_preflig
         keys = ("algorithm=ppo", "learner.ep=1", f"model.path={model}", f"algorithm.critic.path={shards}")
         found = [one.text for one in check(Subject(load_config("tiny_cpu", keys), for_job=False))]
         assert any("is no checkpoint of a critic of the policy's sizes" in one for one in found) == refused, found
-    with critic_rank(policy, tmp_path / "then", f"model.path={policy}", "algorithm.critic.optimizer.name=muon") as rank:
+    with critic_rank(policy, tmp_path / "then", f"model.path={policy}", "learner.optimizer.name=muon") as rank:
         rank.start_from("critic", shards)
         critic = rank._learners["critic"]
         assert all(bool((value == 0.5).all()) for value in critic.value_weight.values())
