@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,10 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core.core_schema import ModelSchema
 from typing_extensions import override
 
+from rl_megatron.config.rules import RULES
 from rl_megatron.config.run import RunConfig
+from rl_megatron.feature import feature_rules
+from rl_megatron.rules import TEXT, Above, Below, Condition, Excludes, Needs, Not, On, OneOf, ReadIf, as_given
 from rl_megatron.section import MAX_INTEGER, Section
 
 Schema = Mapping[str, Any]  # a JSON schema, as pydantic makes it
@@ -128,7 +132,63 @@ def _table(head: Cells, rows: Sequence[Cells]) -> str:
 
 def _row(key: str, field: Schema, *, required: bool) -> Cells:
     default = "required" if required else f"`{_plain(field['default'])}`"
-    return f"`{key}`", _kind(field), default, _meaning(field)
+    return f"`{key}`", _kind(field), default, " ".join((_meaning(field), *_rules_of(key))).strip()
+
+
+def _rules_of(key: str) -> Iterator[str]:
+    """What rows of the table of rules say of a key alone: what it needs, goes with or is read with, by its value."""
+    said = dict[str, dict[str, None]]()
+    for rule in (*RULES, *feature_rules()):
+        sides = list[tuple[Condition, Condition, str]]()
+        match rule:
+            case Excludes(one=one, other=other):
+                sides = [(one, other, "not with"), (other, one, "not with")]
+            case Needs(when=one, all=other):
+                sides = [(one, other, "needs")]
+            case ReadIf(keys=keys, any_of=any_of) if key in keys:
+                said.setdefault("Read with", {})[" or ".join(map(_condition, any_of))] = None
+        for ours, theirs, how in sides:
+            own, others = _conditions(ours), _conditions(theirs)
+            if others and len(own) == 1 and own[0].shown is None and _key(own[0]) == key:
+                value = _condition(own[0]).strip("`").removeprefix(key).strip()
+                said.setdefault(f"`{value}` {how}" if value else how.capitalize(), {})[_together(others)] = None
+    for how, each in said.items():
+        if shown := [one for one in each if not any(part in one for part in ("shape.", "asked_columns", "kind."))]:
+            yield f"{how} {', '.join(shown)}."
+
+
+def _conditions(condition: Condition) -> tuple[On, ...]:
+    return (condition,) if isinstance(condition, On) else condition
+
+
+def _key(condition: On) -> str:
+    """The key that a condition is of, as the page writes it."""
+    key = condition.key if condition.shown in (None, TEXT) else str(condition.shown)
+    return re.sub(r"^\w+s@", "environment.", key).replace("*", "<name>")
+
+
+def _together(conditions: Sequence[On]) -> str:
+    return " and ".join(dict.fromkeys(map(_condition, conditions)))
+
+
+def _condition(condition: On) -> str:
+    """A condition as code; of what follows from a key, that it is of some of its values."""
+    if condition.shown not in (None, TEXT):
+        return f"some `{_key(condition)}`"
+    match condition.test:
+        case Not(value=None):
+            said = ""
+        case Not(value=value):
+            said = f" ≠ {as_given(value)}"
+        case OneOf(values=values):
+            said = f"={' or '.join(map(as_given, values))}"
+        case Above(limit=limit):
+            said = f" > {limit}"
+        case Below(limit=limit):
+            said = f" < {limit}"
+        case value:
+            said = f"={as_given(value)}"
+    return f"`{_key(condition)}{said}`"
 
 
 def _meaning(described: Schema) -> str:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from pydantic import BaseModel, Field
 
+from rl_megatron.config.docs import render
 from rl_megatron.config.io import load_config
 from rl_megatron.config.rules import RULES
 from rl_megatron.feature import feature_rules
@@ -226,6 +227,21 @@ def test_each_path_of_a_row_is_of_a_configuration() -> None:
         if path != TEXT and not any([*found_keys(_Root(config, shape), path, {})] for config in configs)
     }
     assert not wrong
+
+
+def test_the_page_of_keys_has_the_rows_that_name_each_alone() -> None:
+    lines = render().splitlines()
+    for key, said in (
+        ("model.name", "Needs `model.path`."),
+        ("eval.at_once", "Not with `eval.mode=blocking`."),
+        ("train.lr_min", "Read with `train.lr_decay ≠ none`."),
+        ("checkpoint.every", "`=0` not with `checkpoint.keep_best > 0`."),
+        ("learner.offload.while_sampling", "Needs some `rollout.engine` and `rollout.server.colocated=true`."),
+        ("eval.sets.<name>.min_p", "`> 0` not with `rollout.server.draft_tokens > 0`."),
+        ("reward.steps", "Read with `algorithm.credit=turn`."),
+    ):
+        (line,) = {line for line in lines if line.startswith(f"| `{key}` |")}
+        assert said in line, line
 
 
 class _Root:
