@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +33,9 @@ from rl_megatron.rules import (
     found_keys,
 )
 from tests.small_models import TINY_MOE
+
+REPO = Path(__file__).resolve().parents[2]
+LINES = ("Iterator[str]", "list[str]", "Iterator[tuple[str, str]]")
 
 
 class Entry(BaseModel):
@@ -242,6 +247,25 @@ def test_the_page_of_keys_has_the_rows_that_name_each_alone() -> None:
     ):
         (line,) = {line for line in lines if line.startswith(f"| `{key}` |")}
         assert said in line, line
+
+
+def test_few_functions_word_a_problem_beside_the_rows() -> None:
+    """Of the files with problems of keys, a function counts that words one itself: it returns lines and has a formatted
+    text, or in preflight calls ``problem``. One that only collects what others find does not, and no row does."""
+    found = list[str]()
+    config = [REPO / "rl_megatron" / "config" / f"{name}.py" for name in ("checks", "reads", "learner_checks", "rules")]
+    for path in (*config, *sorted((REPO / "launcher" / "preflight").glob("*.py"))):
+        for one in ast.walk(ast.parse(path.read_text())):
+            if isinstance(one, ast.FunctionDef):
+                parts = [*ast.walk(one)]
+                lines = one.returns is not None and ast.unparse(one.returns) in LINES
+                words = any(isinstance(part, ast.JoinedStr) for part in parts)
+                calls = any(isinstance(part, ast.Name) and part.id == "problem" for part in parts)
+                if (lines and words) if path in config else calls:
+                    found.append(f"{path.stem}.{one.name}")
+    assert "checks.problems_of_batches" in found
+    assert "sizes.size_problems" in found
+    assert len(found) <= 90, found
 
 
 class _Root:
