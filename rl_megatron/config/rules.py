@@ -51,7 +51,7 @@ STEPS = On("reward.steps", True), On("data.sources.*.reward.steps", True)
 BESIDE = On("eval.mode", Not("blocking"))
 
 _WITH_SERVERS = "set rollout.server.replicas, or rollout=vllm or sglang, or leave it out"
-_LEAVE_OUT = "leave one of them out"
+_LEAVE_OUT, _LEAVE_IT = "leave one of them out", "leave it out"
 _IN_LEARNER = "this engine samples in the learner's processes"
 _NCCL = (
     "ranks of one NCCL group that choose its algorithm differently wait for each other without end",
@@ -270,6 +270,17 @@ def _of_jobs() -> Iterator[Rule]:
     yield Needs(when=(BESIDE, On("eval.every", 0)), all=On("eval.sets.*.every", Above(0)),
           why="nothing is evaluated between the first and the last step", fix="set eval.every")
     yield Excludes(one=On("profile.memory", True), other=ON_CPU, why="it is for GPUs", fix="leave it out")
+    yield Needs(when=On("sandbox.type", "remote"), all=On("sandbox.url"), why="programs are posted to a server",
+          fix="give its address")
+    yield Excludes(one=On("dpo.reference_free", True), other=On("dpo.reference"), why="no frozen model is loaded",
+          fix="keep one")
+    yield from _excluded(On("dpo.loss", "kto"),
+        (On("dpo.per_token", True), "it compares sums over an answer's tokens with an estimate of the KL", _LEAVE_IT),
+        (On("dpo.reference_free", True), "it estimates the KL to a frozen model", _LEAVE_IT),
+        (On("dpo.label_smoothing", Above(0)), "it has no order of two answers that could be wrong", _LEAVE_IT),
+        (On("dpo.nll", Above(0)), "it has no better answer of a pair", _LEAVE_IT),
+        (On("dpo.batch_size", Below(2)), "it estimates the KL on each prompt with the answer of another row of the "
+         "batch", "set it to 2 or more"))
 
 
 def _of_shape() -> Iterator[Rule]:
@@ -306,6 +317,13 @@ def _reads() -> Iterator[Rule]:
     epochs = On("written_epochs", UNSET, "sft.epochs")
     yield _read("epochs say how many steps there are", "train.steps", any_of=epochs)
     yield _read("weights go by a file, and direct reads it", "weights.meeting_host", any_of=DIRECT)
+    yield _read("pass rates decide nothing", "data.curriculum.min_seen", "data.curriculum.decay",
+          any_of=(On("data.curriculum.retire_above"), On("data.curriculum.explore")))
+    yield _read("programs run on this machine", "sandbox.url", "sandbox.token_file", any_of=On("sandbox.type",
+          "remote"))
+    yield _read("the server fences programs", "sandbox.allow_unfenced", any_of=On("sandbox.type", "subprocess"))
+    yield _read("answers have no labels", "dpo.desirable_weight", "dpo.undesirable_weight", any_of=On("dpo.loss",
+          "kto"))
     yield _read("there is no environment", "environment", any_of=On("environment.function"))
     yield _read("no metrics are sent", "log.wandb_project", any_of=On("log.wandb", Not("off")))
     container, of_engines = On("slurm.container"), On("slurm.engines.container")

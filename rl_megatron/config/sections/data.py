@@ -179,16 +179,6 @@ class CurriculumSection(Section):
         """Whether pass rates decide anything."""
         return self.retire_above is not None or self.explore is not None
 
-    @model_validator(mode="after")
-    def _keys_act(self) -> Self:
-        for name in ("min_seen", "decay"):
-            if not self.is_on and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(
-                    f"data.curriculum.{name}={getattr(self, name)} does nothing without retire_above or explore; set "
-                    "one of them, or leave it out"
-                )
-        return self
-
 
 class HubSource(SourceKeys, HubData):
     """A source of a mixture: files of a data set on the hub."""

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rl_megatron.config.sections.algorithm import UNPAIRED, PreferenceSection
 from rl_megatron.section import LISTED, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
@@ -136,42 +136,6 @@ class DpoSection(PreferenceSection, PairsSection):
     def is_unpaired(self) -> bool:
         """Whether rows are single answers with a label."""
         return self.loss in UNPAIRED
-
-    @model_validator(mode="after")
-    def _of_single_answers(self) -> Self:
-        """The keys that the loss reads are those of single answers, or those of pairs."""
-        given, usual = f"dpo.loss={self.loss}", type(self).model_fields
-        of_labels, of_pairs = (
-            ("desirable_weight", "undesirable_weight"),
-            {
-                "per_token": "compares sums over an answer's tokens with an estimate of the KL",
-                "reference_free": "estimates the KL to a frozen model",
-                "label_smoothing": "has no order of two answers that could be wrong",
-                "nll": "has no better answer of a pair",
-            },
-        )
-        reasons = of_pairs if self.is_unpaired else dict.fromkeys(of_labels, "does not read it, and loss=kto does")
-        problems = [
-            f"dpo.{key}={value}: {given} {why}; leave it out"
-            for key, why in reasons.items()
-            if (value := getattr(self, key)) != usual[key].default
-        ]
-        if self.is_unpaired and self.batch_size < 2:
-            problems.append(
-                f"dpo.batch_size={self.batch_size}: {given} estimates the KL on each prompt with the answer of another "
-                "row of the batch; set it to 2 or more"
-            )
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
-
-    @model_validator(mode="after")
-    def _without_reference(self) -> Self:
-        if self.reference_free and self.reference is not None:
-            raise ValueError(
-                f"dpo.reference={self.reference} with dpo.reference_free=true: no frozen model is loaded; keep one"
-            )
-        return self
 
 
 class RewardTrainingSection(PairsSection):

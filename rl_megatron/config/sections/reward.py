@@ -213,15 +213,7 @@ class SandboxSection(Section):
     rotate."""
 
     @model_validator(mode="after")
-    def _of_its_type(self) -> Self:
-        for key, kind in (("allow_unfenced", "subprocess"), ("url", "remote")):
-            given = getattr(self, key)
-            if given and self.type != kind:
-                raise ValueError(f"sandbox.{key}={given} with sandbox.type={self.type}: only {kind} reads it")
-            if not given and self.type == kind and key != "allow_unfenced":
-                raise ValueError(f"sandbox.type={kind} needs sandbox.{key}")
-        if self.token_file is not None and self.type != "remote":
-            raise ValueError(f"sandbox.token_file with sandbox.type={self.type}: only remote reads it")
+    def _has_a_safe_address(self) -> Self:
         if self.url is not None:
             parts = urlsplit(self.url)
             if secret := secret_in(self.url):

@@ -151,17 +151,17 @@ def test_an_answer_without_a_trained_token_is_padding_for_kto() -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (("nll=1",), r"dpo.nll=1\.0: dpo.loss=kto has no better answer of a pair; leave it out"),
-        (("per_token=true",), "dpo.per_token=True: dpo.loss=kto compares sums over an answer's tokens"),
-        (("reference_free=true",), "dpo.reference_free=True: dpo.loss=kto estimates the KL to a frozen model"),
-        (("label_smoothing=0.1",), r"dpo.label_smoothing=0\.1: dpo.loss=kto has no order"),
+        (("nll=1",), "dpo.loss=kto with dpo.nll=1: it has no better answer of a pair; leave it out"),
+        (("per_token=true",), "dpo.loss=kto with dpo.per_token=true: it compares sums over an answer's tokens"),
+        (("reference_free=true",), "dpo.loss=kto with dpo.reference_free=true: it estimates the KL to a frozen model"),
+        (("label_smoothing=0.1",), r"dpo.loss=kto with dpo.label_smoothing=0\.1: it has no order"),
         (("target_margin=1",), "dpo.target_margin=1: dpo.loss=kto does not read it"),
         (
             ("batch_size=1",),
-            "dpo.batch_size=1: dpo.loss=kto estimates the KL on each prompt with the answer of another",
+            "dpo.loss=kto with dpo.batch_size=1: it estimates the KL on each prompt with the answer of another",
         ),
-        (("loss=dpo", "desirable_weight=2"), r"dpo.desirable_weight=2\.0: dpo.loss=dpo does not read it, and loss=kto"),
-        (("loss=ipo", "undesirable_weight=2"), r"dpo.undesirable_weight=2\.0: dpo.loss=ipo does not read it"),
+        (("loss=dpo", "desirable_weight=2"), "weight=2 does nothing: with dpo.loss=dpo answers have no labels"),
+        (("loss=ipo", "undesirable_weight=2"), "undesirable_weight=2 does nothing: with dpo.loss=ipo"),
         (("undesirable_weight=0",), "dpo.undesirable_weight=0: "),
     ],
 )

@@ -226,7 +226,7 @@ async def step(ours: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["min_seen=3"], "data.curriculum.min_seen=3 does nothing without retire_above or explore"),
+        (["min_seen=3"], "data.curriculum.min_seen=3 does nothing: with data.curriculum.retire_above=null and "),
         (["retire_above=0"], "data.curriculum.retire_above=0: must be greater than 0"),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.reward import SandboxSection
 from rl_megatron.errors import ConfigError, SandboxError
 from rl_megatron.sandbox.executors import Sandbox
@@ -143,20 +144,30 @@ def test_a_refusal_without_a_token_is_not_repeated(server: Server) -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"type": "remote"}, "needs sandbox.url"),
         ({"type": "remote", "url": "http://elsewhere/run"}, "in the clear"),
         ({"type": "remote", "url": "http://127.0.0.1.evil.org/run"}, "in the clear"),
         ({"type": "remote", "url": "https://me:secret@elsewhere/run"}, "password.*sandbox.token_file"),
         ({"type": "remote", "url": "https://elsewhere/run?key=x"}, "the address has key=, and"),
         ({"type": "remote", "url": "file:///etc/passwd"}, "write it as https"),
-        ({"url": "https://elsewhere/run"}, "only remote reads it"),
-        ({"type": "remote", "url": "https://elsewhere/run", "allow_unfenced": True}, "only subprocess reads it"),
-        ({"token_file": "/tmp/x"}, "only remote reads it"),
     ],
 )
-def test_keys_that_do_not_fit_are_refused(keys: dict[str, Any], said: str) -> None:
+def test_addresses_that_do_not_fit_are_refused(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         SandboxSection(**keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["type=remote"], r"type=remote with sandbox\.url=null: programs are posted to a server; give its address"),
+        (["url=https://elsewhere/run"], "url=https://elsewhere/run does nothing: with sandbox.type=subprocess"),
+        (["type=remote", "url=https://elsewhere/run", "allow_unfenced=true"], "allow_unfenced=true does nothing: with"),
+        (["token_file=/tmp/x"], "token_file=/tmp/x does nothing: with sandbox.type=subprocess programs run"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(keys: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config("tiny_cpu", ["reward.function=tests", *(f"sandbox.{key}" for key in keys)])
 
 
 def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
