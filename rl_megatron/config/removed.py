@@ -50,6 +50,7 @@ _BACKOFF = Removed("the waits before retries are 0.5, 1 and 2 s", fixed=(0.5,))
 _BATCH_SIZE = Removed("a forward pass has 32 completions", fixed=(32,))
 _DTYPE = Removed("a model in the controller computes in float32", fixed=("float32",))
 _TINY = Removed("the tiny model's heads are fixed, and its embeddings are not tied; give model.path for another")
+_CRITICS = Removed("the critic has the policy's, learner.optimizer")
 _SPARE = Removed("a trajectory that fails drops its group, with environment.on_error=drop")
 
 REMOVED: Mapping[str, Removed] = {
@@ -58,7 +59,7 @@ REMOVED: Mapping[str, Removed] = {
     "algorithm.correction.of": Removed("every token is weighed, whatever its advantage", fixed=("all",)),
     "algorithm.correction.times": Removed("a run has one correction; write a product of several as an objective"),
     **{
-        f"algorithm.critic.optimizer.{key}": Removed("the critic has the policy's, learner.optimizer", fixed=(usual,))
+        f"algorithm.critic.optimizer.{key}": replace(_CRITICS, fixed=(usual,))
         for key, usual in (
             *(("beta1", 0.9), ("beta2", 0.95), ("clip_grad", 1.0), ("distributed", True), ("eps", 1e-8)),
             *(("moments_dtype", "float32"), ("muon.momentum", 0.95), ("muon.nesterov", True)),
@@ -66,6 +67,7 @@ REMOVED: Mapping[str, Removed] = {
             ("weight_decay", 0.0),
         )
     },
+    "algorithm.critic.optimizer": _CRITICS,
     "algorithm.entropy_step": Removed("the weight of the entropy bonus is fixed", fixed=(0.005,)),
     "algorithm.entropy_target": Removed("the weight of the entropy bonus is fixed; set entropy_coefficient"),
     "algorithm.kl.horizon": Removed("the weight of the KL is fixed", fixed=(10000,)),
