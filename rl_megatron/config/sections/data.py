@@ -96,9 +96,9 @@ class FileKeys(Section):
     @model_validator(mode="after")
     def _rows_have_one_form(self) -> Self:
         talks, its = self.fields["messages"], dict(set_leaves("", self))
-        unread = ("fields.prompt", "fields.answer", "prompt_template", "chat_template")
+        unread = ["fields.prompt", "fields.answer", "prompt_template", "chat_template"]
         if talks is None:
-            unread = ("fields.tools", "fields.context")
+            unread = ["fields.tools", "fields.context"]
             if self.fields["system"] is not None and not self.chat_template:
                 raise ValueError(
                     f"fields.system={self.fields['system']!r} does nothing without chat_template=true or "

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rl_megatron.config.sections.data import ArithmeticData, FileData, FileKeys, HubData, OneSource
+from rl_megatron.config.sections.data import ArithmeticData, FieldName, FileData, FileKeys, HubData, OneSource
 from rl_megatron.config.sections.reward import EnvironmentSection, RewardSection
 from rl_megatron.section import (
     LISTED,
@@ -22,9 +22,9 @@ from rl_megatron.section import (
 )
 from rl_megatron.types import limits_of
 
-_OF_WRITTEN_TEXT = ("messages", "tools", "context", "rejected", "margin")
+_OF_WRITTEN_TEXT: tuple[FieldName, ...] = ("messages", "tools", "context", "rejected", "margin")
 """The fields that only jobs on written text read."""
-_OF_TRAINING = (*_OF_WRITTEN_TEXT, "demonstration")
+_OF_TRAINING: tuple[FieldName, ...] = (*_OF_WRITTEN_TEXT, "demonstration")
 
 
 class RunData(Section):
@@ -127,8 +127,9 @@ class EvalSection(Section):
                 )
             if most := [k for k in one.pass_at if k > one.samples]:
                 yield f"{key}.pass_at={most[0]} needs as many samples, but samples={one.samples}; raise the second"
-            for field in _OF_TRAINING if isinstance(one.data, FileKeys) else ():
-                if (given := one.data.fields[field]) is not None:
+            fields: Mapping[FieldName, str | None] = one.data.fields if isinstance(one.data, FileKeys) else {}
+            for field in _OF_TRAINING:
+                if (given := fields.get(field)) is not None:
                     named = f"{key}.data.fields.{field}={given}"
                     yield f"{named}: a set's rows are problems with an answer each; leave it out"
             if one.reward is not None and one.reward.only_records:
