@@ -22,9 +22,7 @@ from rl_megatron.section import (
 )
 from rl_megatron.types import limits_of
 
-_OF_WRITTEN_TEXT: tuple[FieldName, ...] = ("messages", "tools", "context", "rejected", "margin")
-"""The fields that only jobs on written text read."""
-_OF_TRAINING: tuple[FieldName, ...] = (*_OF_WRITTEN_TEXT, "demonstration")
+_OF_TRAINING: tuple[FieldName, ...] = ("messages", "tools", "context", "rejected", "margin", "demonstration")
 
 
 class RunData(Section):
