@@ -103,7 +103,7 @@ def _check_same(
     dropped = {
         key: value
         for key, value in gone.items()
-        if is_removed(key, value) or (removed_key(key) is None and is_off(value))
+        if is_removed(key, value, now.get) or (removed_key(key) is None and is_off(value))
     }
     for key, value in dropped.items():
         logger.warning("%s: dropped: %s", folder, _of_gone(key, value))

@@ -92,9 +92,12 @@ def _section(name: str, section: Schema, definitions: Mapping[str, Schema]) -> I
                 else:
                     rows.append((f"`{full}.<name>`", _kind(value), "not there", _meaning(field)))
         elif "propertyNames" in field:  # a mapping of names of ours
-            usual = ", ".join(f"`{one}: {_plain(value)}`" for one, value in field["default"].items())
-            kind = _kind(field["additionalProperties"])
-            rows.append((f"`{full}.<name>`", kind, usual, _meaning(field)))
+            about, *told = re.split(r"\n *([a-z_, ]+): ", field["description"])
+            meaning = {one: text for names, text in zip(told[::2], told[1::2], strict=True) for one in names.split(", ")}
+            rows.append((f"`{full}`", "mapping", "below", _meaning({"description": about})))
+            for one, value in field["default"].items():
+                given = {**field["additionalProperties"], "default": value, "description": meaning[one]}
+                rows.append(_row(f"{full}.{one}", given, required=False))
         elif "oneOf" in field:
             inner += [(full, definitions[_target(choice)]) for choice in field["oneOf"]]
         else:

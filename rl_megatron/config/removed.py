@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from rl_megatron.errors import shorten
@@ -31,6 +32,8 @@ class Removed:
     """The key that replaced it; the first ``*`` in it is what that of the old name is."""
     entry: str | None = None
     """Of a switch: what true adds to the list ``name``."""
+    policys: str | None = None
+    """Of a critic of its own: the policy's key, whose value it has now; ``fixed`` is the default of both."""
 
 
 def _renamed(name: str) -> Removed:
@@ -50,7 +53,7 @@ _BACKOFF = Removed("the waits before retries are 0.5, 1 and 2 s", fixed=(0.5,))
 _BATCH_SIZE = Removed("a forward pass has 32 completions", fixed=(32,))
 _DTYPE = Removed("a model in the controller computes in float32", fixed=("float32",))
 _TINY = Removed("the tiny model's heads are fixed, and its embeddings are not tied; give model.path for another")
-_CRITICS = Removed("the critic has the policy's, learner.optimizer")
+_CRITICS = Removed("the critic is trained by the policy's optimizer, learner.optimizer; leave it out to have that")
 _SPARE = Removed("a trajectory that fails drops its group, with environment.on_error=drop")
 
 REMOVED: Mapping[str, Removed] = {
@@ -59,7 +62,7 @@ REMOVED: Mapping[str, Removed] = {
     "algorithm.correction.of": Removed("every token is weighed, whatever its advantage", fixed=("all",)),
     "algorithm.correction.times": Removed("a run has one correction; write a product of several as an objective"),
     **{
-        f"algorithm.critic.optimizer.{key}": replace(_CRITICS, fixed=(usual,))
+        f"algorithm.critic.optimizer.{key}": replace(_CRITICS, fixed=(usual,), policys=f"learner.optimizer.{key}")
         for key, usual in (
             *(("beta1", 0.9), ("beta2", 0.95), ("clip_grad", 1.0), ("distributed", True), ("eps", 1e-8)),
             *(("moments_dtype", "float32"), ("muon.momentum", 0.95), ("muon.nesterov", True)),
@@ -262,10 +265,16 @@ def is_off(value: object) -> bool:
     return _is_among(value, _OFF)
 
 
-def is_removed(key: str, value: object) -> bool:
-    """True if no key is called so any longer, and the value says what happens now."""
+def is_removed(key: str, value: object, given: Callable[[str], object]) -> bool:
+    """True if no key is called so any longer, and the value says what happens now, beside the values of other keys that
+    are ``given``."""
     row = removed_key(key)
-    return row is not None and _is_among(value, row.fixed)
+    if row is None:
+        return False
+    if row.policys is not None and given("algorithm.credit") == "gae":
+        if given("algorithm.critic.backbone") != "policy" and (policys := given(row.policys)) is not None:
+            return _is_among(value, (policys,))
+    return _is_among(value, row.fixed)
 
 
 def renamed(key: str) -> str | None:
@@ -339,16 +348,16 @@ def _take(tree: dict[str, Any], parts: Sequence[str]) -> None:
 
 def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the tree of values without removed keys whose values are what is done now, one log line each."""
-    return dict(_kept(tree, ""))
+    return dict(_kept(tree, "", partial(given_value, tree)))
 
 
-def _kept(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+def _kept(tree: Mapping[str, Any], above: str, given: Callable[[str], object]) -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         key = f"{above}{name}"
-        if (row := removed_key(key)) is not None and is_removed(key, value):
+        if (row := removed_key(key)) is not None and is_removed(key, value, given):
             logger.info("%s=%s is dropped, for there is no such key: %s", key, shorten(value), row.advice)
         elif isinstance(value, dict) and value:
-            inner = dict(_kept(value, f"{key}."))
+            inner = dict(_kept(value, f"{key}.", given))
             if inner or row is None:  # a removed section whose keys are all dropped is dropped, too
                 yield name, inner
         else:

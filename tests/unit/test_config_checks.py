@@ -540,8 +540,19 @@ def test_a_removed_key_is_dropped_where_it_says_what_happens_now(key: str) -> No
             inner = inner.setdefault(section, {})  # type: ignore[assignment]
         inner[leaf] = value
         assert not any(found == named for found, _ in flat(without_removed(tree)))
-        assert is_removed(named, value)
-    assert not is_removed(named, "another")
+        assert is_removed(named, value, {}.get)
+    assert not is_removed(named, "another", {}.get)
+
+
+def test_a_critics_optimizer_of_an_older_version_must_be_the_policys() -> None:
+    """Else a critic that AdamW trained would go on by Muon, unsaid."""
+    policys, critic = ["learner.optimizer.name=muon"], ["algorithm=ppo", "algorithm.unfinished_reward=null"]
+    name = "algorithm.critic.optimizer.name"
+    for same in ([*critic, f"{name}=adamw"], [*policys, *critic, f"{name}=muon"], [*policys, f"{name}=adamw"]):
+        load_config("tiny_cpu", same)
+    for other in ([*critic, f"{name}=muon"], [*policys, *critic, f"{name}=adamw"], [f"{name}=muon"]):
+        with pytest.raises(ConfigError, match=r"optimizer\.name=.*the critic is trained by the policy's optimizer"):
+            load_config("tiny_cpu", other)
 
 
 @pytest.mark.parametrize(("key", "value"), VALUES)

@@ -45,7 +45,7 @@ from rl_megatron.section import (
 
 class TokensSection(Section):
     """Chooses tokens of a minibatch, by the policy at the start of the step; denominators count all its tokens. What a
-    choice reads beside the share is in ``algorithm.parameters``."""
+    choice reads besides the share is in ``algorithm.parameters``."""
 
     choose: Literal["all", "top_entropy", "clip_cov", "kl_cov", "second_moment"] = "all"
     """Train on all tokens, or only on those of most entropy; leave out some of great covariance of log-prob and
@@ -181,11 +181,19 @@ class ObjectiveKeys(Section):
     cap_high: PositiveFloat = 5.0
     """objective=cispo, topr, dppo_tv, dppo_kl: greatest weight, as a ratio."""
     parameters: Annotated[Mapping[ParameterName, Finite], AfterValidator(_whole)] = PARAMETERS
-    """Numbers of one objective or choice of tokens: of sapo the temperature tau_ of the gate for positive and for other
-    advantages; of vespo k (shape_) and lambda (rate_) of the weight rho^k exp(lambda (1 - rho)) for either; of
-    tokens.choose=clip_cov the least and the greatest covariance_, in nats times advantage, of a token that may be left
-    out; of kl_cov the weight of the KL of the old policy to the current one, by |log pi_old - log pi|; of second_moment
-    the greatest mean square of log pi - log pi_rollout of the tokens that are trained on."""
+    """Numbers of one objective or choice of tokens.
+    tau_positive, tau_negative: objective=sapo: temperature of the gate for positive advantages, and for others; from
+    1e-6 to 1e6.
+    shape_positive, shape_negative: objective=vespo: k of the weight rho^k exp(lambda (1 - rho)) for positive
+    advantages, and for others; above 0.
+    rate_positive, rate_negative: objective=vespo: lambda of the weight for positive advantages, and for others; above
+    0.
+    covariance_low, covariance_high: tokens.choose=clip_cov: least and greatest covariance of a token that may be left
+    out, in nats times advantage.
+    kl_cov: tokens.choose=kl_cov: weight of the KL of the old policy to the current one, by abs(log pi_old - log pi), at
+    the tokens that are held; above 0.
+    second_moment: tokens.choose=second_moment: greatest mean square of log pi - log pi_rollout of the tokens that are
+    trained on; above 0."""
     demonstration_gamma: PositiveFloat | None = None
     """Has each group compare the demonstration of its prompt (``data.fields.demonstration``) with what is sampled, and
     trains on it by p / (p + this), p the probability of a token, in place of the objective (LUFFY); null: there is

@@ -58,18 +58,24 @@ class FileKeys(Section):
     eval: Path
     """Held-out problems."""
     fields: Annotated[Mapping[FieldName, str | None], AfterValidator(_all_fields)] = FIELDS
-    """Names of the fields of a row; ``a.b`` is field b of the object in field a, null: a row has none. prompt: the
-    problem, as text, or with ``chat_template`` as a list of messages that the model answers, or the JSON text of one.
-    answer: the correct answer. rejected: a worse one (or the conversation that ends worse than that of messages), for
-    job=dpo and job=reward_model. margin: the number that job=reward_model puts between the scores of a row's two
-    answers, as how much better somebody finds one of them. messages: a conversation, a list of messages, for jobs on
-    written text, which train on the assistant's, of which those with a ``weight`` of 0 or ``train`` false are context
-    alone (docs/sft.md), and of pairs on what follows the messages that both conversations begin with. tools: the list
-    of functions that a conversation's chat template shows. context: the messages before those of messages and rejected,
-    as ``prompt`` of TRL's pairs and completions: context alone, whoever says them. system: the text of the system's
-    message, which comes first where it is not empty, in a conversation, or in front of the user turn of
-    ``chat_template``. demonstration: the text that ``algorithm.demonstration_gamma`` trains on beside what is sampled,
-    which the reward judges, too; held-out rows need none; null: the answer."""
+    """Names of the fields of a row; ``a.b`` is field b of the object in field a, null: a row has none.
+    prompt: The problem, as text, or with ``chat_template`` as a list of messages that the model answers, or the JSON
+    text of one; not null.
+    answer: The correct answer; not null.
+    rejected: A worse answer (or the conversation that ends worse than that of messages), for job=dpo and
+    job=reward_model.
+    margin: The number that job=reward_model puts between the scores of a row's two answers, as how much better somebody
+    finds one of them; null: 0.
+    messages: A conversation, a list of messages, for jobs on written text: they train on the assistant's, of which
+    those with a ``weight`` of 0 or ``train`` false are context alone (docs/sft.md), and of pairs on what follows the
+    messages that both conversations begin with; null: a row is a problem and its answer.
+    tools: The list of functions that a conversation's chat template shows.
+    context: The messages before those of messages and rejected, as ``prompt`` of TRL's pairs and completions: context
+    alone, whoever says them.
+    system: The text of the system's message, which comes first where it is not empty: in a conversation, or in front of
+    the user turn of ``chat_template``.
+    demonstration: The text that ``algorithm.demonstration_gamma`` trains on beside what is sampled, which the reward
+    judges, too; held-out rows need none; null: the answer."""
     prompt_template: str = "{prompt}"
     """Text of a prompt, in which the problem, or the text of its last message, replaces {prompt}."""
     chat_template: bool = False
