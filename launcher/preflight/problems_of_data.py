@@ -363,7 +363,7 @@ def _unread(problems: Sequence[Problem], data: FileKeys, learns: bool) -> Iterat
     known = {name: f"{advice}, if it should" for name, advice in given.items()}
     for one in problems:
         known |= {name: _TEXT_ALONE for name, value in one.meta.items() if _MEDIA.fullmatch(name) or _is_media(value)}
-    named = {str(field).partition(".")[0] for key, field in data if key.endswith("_field")}
+    named = {str(field).partition(".")[0] for field in data.fields.values()}
     for name, advice in known.items():
         if name in named or (name == "input" and not learns):
             continue

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -20,7 +21,6 @@ from rl_megatron.algorithms.advantages import LEVELS, ROUNDING, group_advantages
 from rl_megatron.algorithms.auxiliary import PAIR_LOSSES, pair_loss_of, with_slopes
 from rl_megatron.algorithms.objectives import OBJECTIVES, Objective, objective_of
 from rl_megatron.algorithms.ratios import RATIO_LEVELS, masked
-from rl_megatron.algorithms.returns import to_unit_range
 from rl_megatron.algorithms.segments import segment_sum
 from rl_megatron.config.reads import problems_of_own_objective
 from rl_megatron.config.sections.algorithm import AlgorithmSection, PreferenceSection
@@ -75,7 +75,6 @@ def check_own_advantages(row: AlgorithmSection, rollout: RolloutSection) -> None
 
     Raises ConfigError as `advantages.of_each_group` where the rewards are 0 and 1, and if the advantages of all groups
     are 0, those of other rewards too. Of what the run may not have, other rewards and turns in other numbers, warns.
-    Warns if dynamic sampling leaves out groups that have advantages.
     """
     if row.advantage_mean in {*LEVELS, "greedy", "moving", "tracked"}:
         return
@@ -93,17 +92,6 @@ def check_own_advantages(row: AlgorithmSection, rollout: RolloutSection) -> None
         )
     for other in _NUMBERS_OF_TURNS if row.credit == "turn" else ():
         _moved_or_warned(row, _group(_REWARDS[0], other))
-    equal = [
-        group.tolist() for group, one in zip(groups, moved, strict=True) if one and bool((group == group[0]).all())
-    ]
-    if rollout.dynamic_sampling != "off" and not row.levels_equal and not row.own_decides and equal:
-        logger.warning(
-            "rollout.dynamic_sampling=%s leaves out groups of equal rewards, which %s gives advantages, as to "
-            "%.200s; to train on them, set rollout.dynamic_sampling=off",
-            rollout.dynamic_sampling,
-            given,
-            equal[0],
-        )
 
 
 def _group(rewards: Sequence[float], size: int) -> Tensor:
@@ -112,8 +100,6 @@ def _group(rewards: Sequence[float], size: int) -> Tensor:
 
 def _advantages(row: AlgorithmSection, group: Tensor) -> Tensor:
     ids = torch.zeros(len(group), dtype=torch.int64)
-    if row.normalise_rewards == "group":
-        group = to_unit_range(group, ids, group, ids)
     lengths = _group(_LENGTHS, len(group))
     return group_advantages(group, ids, mean=row.advantage_mean, std="none", leave_one_out=False, lengths=lengths)
 
@@ -170,30 +156,20 @@ class _Watched:
 
     def __getattr__(self, name: str) -> Any:
         self.read.add(name)
-        value = getattr(self._row, name)
-        return _WatchedValues(name, value, self.read) if isinstance(value, Mapping) else value
+        return _WatchedParameters(self) if name == "parameters" else getattr(self._row, name)
 
 
-@dataclass(frozen=True, slots=True)
-class _WatchedValues(Mapping[str, object]):
-    """A mapping of the row, whose names that were read are remembered as ``key.name``."""
+class _WatchedParameters(UserDict[str, float]):
+    """The row's ``parameters``, which remembers the names that were read."""
 
-    key: str
-    values_by_name: Mapping[str, object]
-    read: set[str]
+    def __init__(self, row: _Watched) -> None:
+        super().__init__(row._row.parameters)
+        self._read = row.read
 
     @override
-    def __getitem__(self, name: str) -> object:
-        self.read.add(f"{self.key}.{name}")
-        return self.values_by_name[name]
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.values_by_name)
-
-    @override
-    def __len__(self) -> int:
-        return len(self.values_by_name)
+    def __getitem__(self, name: str) -> float:
+        self._read.add(f"parameters.{name}")
+        return self.data[name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from rl_megatron.algorithms.segments import (
     ROUNDING,
     dense,
     differ,
-    difference,
     discounted_sum,
     segment_range,
     segment_sum,
@@ -44,15 +43,6 @@ def drop_truncated(mask: Tensor, truncated: Tensor, cu_seqlens: Tensor) -> Tenso
 def score_finished(rewards: Tensor, finished: Tensor, *, unfinished_reward: float) -> Tensor:
     """Rewards [n] of completions that ended by themselves; the others get ``unfinished_reward``."""
     return torch.where(finished, rewards, unfinished_reward)
-
-
-def to_unit_range(values: Tensor, ids: Tensor, rewards: Tensor, ids_of_rewards: Tensor) -> Tensor:
-    """(value - least)/(greatest - least) of the rewards that have its id, [K] float32; least alone if all are equal.
-
-    ``values`` [K] may be the ``rewards`` [n] themselves, or others under the same ``ids``, 0 .. without gaps.
-    """
-    low, high = segment_range(rewards, ids_of_rewards)
-    return difference(values, low[ids]) / torch.where(differ(rewards, ids_of_rewards), high - low, 1.0)[ids]
 
 
 def last_token_rewards(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:

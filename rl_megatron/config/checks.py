@@ -87,7 +87,7 @@ def problems_of_groups(c: RunConfig) -> Iterator[str]:
     """Groups that give no gradient, and groups that dynamic sampling would drop although they give one."""
     a, r = c.algorithm, c.rollout
     size = r.group_size + (a.demonstration_gamma is not None)
-    levels = {f"algorithm.{key}={getattr(a, key)}" for key in ("advantage_mean", "advantage_std", "normalise_rewards")}
+    levels = {f"algorithm.{key}={getattr(a, key)}" for key in ("advantage_mean", "advantage_std")}
     over_group, over_batch = (sorted(k for k in levels if k.endswith(e)) for e in ("=group", ("=batch", "=advantages")))
     if a.whiten and a.credit == "completion":
         over_batch.append("algorithm.whiten=true")

@@ -93,7 +93,9 @@ def _section(name: str, section: Schema, definitions: Mapping[str, Schema]) -> I
                     rows.append((f"`{full}.<name>`", _kind(value), "not there", _meaning(field)))
         elif "propertyNames" in field:  # a mapping of names of ours
             about, *told = re.split(r"\n *([a-z_, ]+): ", field["description"])
-            meaning = {one: text for names, text in zip(told[::2], told[1::2], strict=True) for one in names.split(", ")}
+            meaning = {
+                one: text for names, text in zip(told[::2], told[1::2], strict=True) for one in names.split(", ")
+            }
             rows.append((f"`{full}`", "mapping", "below", _meaning({"description": about})))
             for one, value in field["default"].items():
                 given = {**field["additionalProperties"], "default": value, "description": meaning[one]}

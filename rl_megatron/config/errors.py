@@ -102,6 +102,9 @@ def _structural(error: ErrorDetails, place: _Place) -> str | None:
                 return f"{given}: no such key; {row.advice}"
             keys = _keys_of(place, name)
             return _of_another(place, given) or f"{given}: no such key{_near_key(place)}{keys}"
+        case "literal_error" if error["loc"][-1] == "[key]":  # of a mapping of names of ours
+            names = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+            return f"{place.shown}: no such key{near_miss(error['input'], names)}; keys: {', '.join(names)}"
         case "missing":
             return f"{place.shown}: required, but not given; add {place.shown}=<value>"
         case "model_type" | "model_attributes_type":

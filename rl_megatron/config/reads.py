@@ -130,8 +130,6 @@ PREFERENCE_READS = (
     "unfinished_reward",
     "overlong_buffer",
     "overlong_factor",
-    "reward_scale",
-    "normalise_rewards",
     "old_logprobs",
     *(key for keys in keys_of("algorithm").values() for key in keys.model_fields),
 )
@@ -189,15 +187,6 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
             "with advantage_std=none the sum of parts less their means is the sum less its mean (advantage_std=group "
             "tells parts apart)",
         )
-    alone = a.pairs or (a.credit != "gae" and not (a.kl.coefficient > 0 and a.kl.placement != "loss"))
-    levelled = a.credit == "optimal" and a.gamma == 1  # by a mean over each place of a group
-    divided = a.advantage_std != "none" or a.whiten
-    centred = levelled or a.advantage_mean in {"group", "batch"}
-    if a.normalise_rewards != "none" or (alone and (a.pairs or divided)):
-        yield "algorithm.reward_scale", "a later comparison of rewards, or division by their std or range, undoes it"
-    of_group = a.advantage_mean == "group" and a.advantage_std == "group"
-    if alone and (a.pairs or of_group or (a.normalise_rewards == "batch" and divided and centred)):
-        yield "algorithm.normalise_rewards", "a later comparison of rewards, or centring and division, undoes it"
 
 
 def problems_of_job(config: RunConfig) -> list[str]:

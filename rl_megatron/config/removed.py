@@ -78,10 +78,12 @@ REMOVED: Mapping[str, Removed] = {
     "algorithm.kl.teachers.*.concurrency": Removed("64 sequences are in flight", fixed=(64,)),
     "algorithm.kl.teachers.*.retries": Removed("a sequence is retried five times", fixed=(5,)),
     "algorithm.max_length": Removed("token sums are divided by the most that is sampled, rollout.max_new_tokens"),
+    "algorithm.normalise_rewards": Removed("map them in a reward.function of your own", fixed=("none",)),
     "algorithm.preference_beta": _renamed("algorithm.preference.beta"),
     "algorithm.preference_per_token": _renamed("algorithm.preference.per_token"),
     "algorithm.reward_bias": Removed("add it in a reward.function of your own"),
     "algorithm.reward_clip": Removed("clip rewards in a reward.function of your own"),
+    "algorithm.reward_scale": Removed("set reward.parts.<name>.weight", fixed=(1.0,)),
     **{
         f"algorithm.{name}_{sign}": _renamed(f"algorithm.parameters.{name}_{sign}")
         for name in ("rate", "shape", "tau")
@@ -271,10 +273,9 @@ def is_removed(key: str, value: object, given: Callable[[str], object]) -> bool:
     row = removed_key(key)
     if row is None:
         return False
-    if row.policys is not None and given("algorithm.credit") == "gae":
-        if given("algorithm.critic.backbone") != "policy" and (policys := given(row.policys)) is not None:
-            return _is_among(value, (policys,))
-    return _is_among(value, row.fixed)
+    has_own = given("algorithm.credit") == "gae" and given("algorithm.critic.backbone") != "policy"
+    policys = given(row.policys) if row.policys is not None and has_own else None
+    return _is_among(value, row.fixed if policys is None else (policys,))
 
 
 def renamed(key: str) -> str | None:

@@ -40,7 +40,6 @@ from rl_megatron.algorithms.returns import (
     less_optimal_baseline,
     overlong_penalty,
     score_finished,
-    to_unit_range,
     whiten,
 )
 from rl_megatron.algorithms.segments import dense, differ, difference, discounted_sum, segment_sum, sequence_ids
@@ -161,18 +160,10 @@ class Rewards:
 def shape_rewards(
     groups: Sequence[RolloutGroup], section: AlgorithmSection, state: AlgorithmState, *, max_new_tokens: int
 ) -> Rewards:
-    """Apply unfinished and overlong rewards, scale and range, in this order, where set.
-
-    Greedy completions are shaped likewise, but do not enter the ranges.
-    """
+    """Applies unfinished and overlong rewards, in this order, where set; to greedy completions, too."""
     judged = _judged(groups, section, max_new_tokens)
     greedy = [g.greedy for g in groups if g.greedy is not None]
     baseline = _judged(greedy, section, max_new_tokens) if greedy else None
-    if section.normalise_rewards != "none":
-        raw, ids = judged, _ids_of_range(groups, section)
-        judged = to_unit_range(raw, ids, raw, ids)
-        if baseline is not None:
-            baseline = to_unit_range(baseline, _ids_of_range(greedy, section), raw, ids)
     return Rewards(values=judged, state=state, greedy=baseline)
 
 
@@ -186,21 +177,14 @@ def _judged(groups: Sequence[RolloutGroup], section: AlgorithmSection, max_new_t
         rewards = rewards + overlong_penalty(
             lengths, max_length=max_new_tokens, buffer=section.overlong_buffer, factor=section.overlong_factor
         )
-    return rewards * section.reward_scale
-
-
-def _ids_of_range(groups: Sequence[RolloutGroup], section: AlgorithmSection) -> Tensor:
-    """[K] of each group, or one of the batch."""
-    ids = group_ids(groups)
-    return ids if section.normalise_rewards == "group" else torch.zeros_like(ids)
+    return rewards
 
 
 def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int) -> list[bool]:
     """Whether each group has two different shaped rewards, or bests of ``best_of`` of them, and so a gradient.
 
     With credit=turn, whether two of its turns that have one baseline differ, or with a ``turn_weight`` two of its
-    trajectories. Ignores the range of the batch, which would make the choice depend on when it is made. Where
-    advantages are a function of the user's own, whether that gives any, as `AlgorithmSection.own_decides` says. With
+    trajectories. Where advantages are a function of the user's own, whether that gives any. With
     advantage_of=parts, `parts_differ`. Demonstrations are compared, too.
     """
     if not groups:
@@ -218,8 +202,6 @@ def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection
         if section.turn_weight is not None:
             teach |= _teaching(judged, ids, nums_sampled(groups), section)
         return teach.tolist()
-    if section.normalise_rewards == "group":
-        judged = to_unit_range(judged, ids, judged, ids)
     return _teaching(judged, ids, nums_sampled(groups), section).tolist()
 
 
@@ -269,10 +251,10 @@ def turns_of(groups: Sequence[RolloutGroup], judged: Tensor, section: AlgorithmS
     for one in trajectories:
         earlier = [turn.reward or 0.0 for turn in one.turns[:-1]]
         own += [*earlier, one.reward - math.fsum(earlier)]
-    rewards, last = torch.tensor(own, dtype=torch.float64) * section.reward_scale, each.cumsum(0) - 1
+    rewards, last = torch.tensor(own, dtype=torch.float64), each.cumsum(0) - 1
     trajectory_of = torch.repeat_interleave(torch.arange(len(each)), each)
     left = judged - segment_sum(rewards.index_fill(0, last, 0.0), trajectory_of, len(each))
-    as_given = judged == torch.tensor([one.reward for one in trajectories]) * section.reward_scale
+    as_given = judged == torch.tensor([one.reward for one in trajectories])
     rewards[last] = torch.where(as_given & (each > 1), rewards[last], left)
     if section.turn_compared == "returns":
         rewards = discounted_sum(rewards, each, torch.tensor([section.gamma_turn], dtype=torch.float64))

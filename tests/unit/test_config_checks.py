@@ -33,7 +33,6 @@ REPO = Path(__file__).resolve().parents[2]
 
 ONE = "rollout.group_size=1"
 SINGLE = [ONE, "rollout.prompts_per_step=1", "train.minibatches=1"]
-RANGE = "algorithm.normalise_rewards=batch"
 REFILL = "rollout.dynamic_sampling=refill"
 TURNS = ["environment.function=calculator", "environment.template=plain", "algorithm.credit=turn"]
 
@@ -83,10 +82,6 @@ def test_an_overlong_buffer_that_leaves_no_length_without_a_penalty_is_refused(p
         ),
         ([*TURNS, "algorithm.turn_baseline=index", ONE], "group_size=1 with algorithm.advantage_mean"),
         (["algorithm=reinforce", "algorithm.advantage_mean=none", ONE, REFILL], "=refill drops every group of one"),
-        (
-            ["algorithm=reinforce", "algorithm.advantage_mean=m:f", "algorithm.normalise_rewards=batch", ONE, REFILL],
-            "=refill drops every group of one",
-        ),
         (["algorithm=ppo", REFILL], "from which algorithm.credit=gae learns"),
         (["algorithm=remax", REFILL], "from which algorithm.advantage_mean=greedy learns"),
         (["algorithm=reinforce", "rollout.dynamic_sampling=drop"], "from which algorithm.advantage_mean=batch learns"),
@@ -551,7 +546,7 @@ def test_a_critics_optimizer_of_an_older_version_must_be_the_policys() -> None:
     for same in ([*critic, f"{name}=adamw"], [*policys, *critic, f"{name}=muon"], [*policys, f"{name}=adamw"]):
         load_config("tiny_cpu", same)
     for other in ([*critic, f"{name}=muon"], [*policys, *critic, f"{name}=adamw"], [f"{name}=muon"]):
-        with pytest.raises(ConfigError, match=r"optimizer\.name=.*the critic is trained by the policy's optimizer"):
+        with pytest.raises(ConfigError, match=r"critic\.optimizer.*: no such key; the critic is trained by the pol"):
             load_config("tiny_cpu", other)
 
 
@@ -576,15 +571,10 @@ def test_a_name_of_a_map_is_a_key_as_any_other() -> None:
     )
     assert config.algorithm.parameters == {**PARAMETERS, "tau_positive": 2, "tau_negative": 3}
     for key, said in (
-        (
-            "algorithm=vespo algorithm.tau_positive=2",
-            r"tau_positive=2 does nothing: algorithm\.objective=vespo",
-        ),
-        (
-            "algorithm.parameters.tau_positve=2",
-            r"tau_positve='tau_positve': .* \(did you mean 'tau_positive'\?\)",
-        ),
-        ("algorithm.parameters.tau_positive=no", r"parameters\.tau_positive=no: must be a valid number"),
+        ("algorithm=vespo algorithm.tau_positive=2", r"tau_positive=2 does nothing: algorithm\.objective=vespo"),
+        ("algorithm.parameters.tau_positve=2", r"tau_positve: no such key \(did you mean 'tau_positive'\?\); keys: "),
+        ("algorithm.parameters.tau_positive=no", r"parameters\.tau_positive='no': must be a valid number"),
+        ("algorithm.parameters.tau_positive=true", r"tau_positive=True: must be a number, not true or false"),
         ("algorithm.parameters=2", r"algorithm\.parameters=2: a section of names, not one value"),
     ):
         with pytest.raises(ConfigError, match=said):

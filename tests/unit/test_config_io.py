@@ -445,7 +445,7 @@ def test_true_is_no_number() -> None:
     taken = []
     for key, field in KEYS.items():
         kinds = set(_kinds(field.annotation))
-        if ".part." not in key and kinds & {int, float} and bool not in kinds:
+        if ".part." not in key and kinds & {int, float} and bool not in kinds and "Mapping" not in str(field):
             said = outcome("tiny_cpu", [f"{key}=true"])
             if "number, not true or false" not in said and "makes its own problems" not in said:
                 taken.append(key)

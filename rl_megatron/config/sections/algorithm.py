@@ -377,10 +377,6 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
     correction: CorrectionSection = CorrectionSection()
     kl: KLSection = KLSection()
     critic: CriticSection = CriticSection()
-    reward_scale: PositiveFloat = 1.0
-    """Factor on rewards, after ``unfinished_reward`` and the overlong penalty."""
-    normalise_rewards: Literal["none", "group", "batch"] = "none"
-    """Map the rewards of each group, or of the batch, to 0 .. 1: less their least, over their greatest less that."""
     overlong_buffer: NonNegativeFloat = 0.0
     """Penalise completions that reach into the last this many tokens of the most that is sampled (see ``aggregation``;
     DAPO), fewer than that, or below 1, into the last this share of them; 0 is off."""
@@ -467,9 +463,8 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
 
     @property
     def own_decides(self) -> bool:
-        """Whether the user's function of advantages says which groups give a gradient: of a group alone, it has the
-        rewards that it has in the step."""
-        return ":" in self.advantage_mean and self.normalise_rewards != "batch"
+        """Whether the user's function of advantages says which groups give a gradient."""
+        return ":" in self.advantage_mean
 
     @property
     def levels_equal(self) -> bool:
@@ -517,13 +512,6 @@ def _credit_problems(a: AlgorithmSection) -> list[str]:
             f"algorithm.advantage_mean=greedy with advantage_std={a.advantage_std}: the difference from the greedy "
             "completion is not divided; set advantage_std=none"
         )
-    if a.advantage_mean == "tracked":
-        out += [
-            f"algorithm.advantage_mean=tracked with algorithm.{key}: the baseline is of rewards as they are given, and "
-            "would be subtracted from rewards of another range; leave it out, or set another advantage_mean"
-            for key, acts in {**_mapped(a), f"reward_scale={a.reward_scale:g}": a.reward_scale != 1}.items()
-            if acts
-        ]
     if a.pairs and a.old_logprobs == "interpolated":
         out.append(
             "algorithm.old_logprobs=interpolated with preference.beta: pairs have no ratio to an old policy; set "
@@ -558,12 +546,6 @@ def _turn_problems(a: AlgorithmSection) -> list[str]:
             "which no other turn began from the same state would be lost to the turns before it; set "
             "turn_compared=returns, or gamma_turn=0"
         )
-    out += [
-        f"{given} with algorithm.{key}: it changes the sum of a completion's rewards, and its last turn would have the "
-        "whole change; leave it out, or set credit=completion"
-        for key, acts in _mapped(a).items()
-        if acts
-    ]
     if a.kl.coefficient > 0 and a.kl.placement != "loss":
         out.append(
             f"{given} with algorithm.kl.placement={a.kl.placement}: the KL of all turns would be in the reward of the "
@@ -586,8 +568,6 @@ def _parts_problems(a: AlgorithmSection) -> Iterator[str]:
             "leaves nothing for turns or a critic to be; set credit=completion or discounted, or advantage_of=sum"
         )
     changes = {
-        **_mapped(a),
-        f"reward_scale={a.reward_scale:g}": a.reward_scale != 1,
         f"unfinished_reward={a.unfinished_reward}": a.unfinished_reward is not None,
         f"overlong_buffer={a.overlong_buffer:g}": a.overlong_buffer > 0,
     }
@@ -609,11 +589,6 @@ def _best_problems(a: AlgorithmSection) -> Iterator[str]:
             f"{given} with algorithm.advantage_std={a.advantage_std}: the std is that of the group's bests; set "
             "advantage_std=group or none"
         )
-
-
-def _mapped(a: AlgorithmSection) -> dict[str, bool]:
-    """Whether each key that maps rewards to another range acts."""
-    return {f"normalise_rewards={a.normalise_rewards}": a.normalise_rewards != "none"}
 
 
 def _ratio_problems(a: AlgorithmSection) -> list[str]:

@@ -247,16 +247,9 @@ def test_of_all_baselines_it_has_the_least_variance_of_a_bandits_gradient() -> N
     assert abs(best - 0.3) > 0.03
 
 
-@pytest.mark.parametrize(
-    ("keys", "reason"),
-    [
-        (["whiten=true", "reward_scale=2"], "reward_scale=2 does nothing: a later comparison"),
-        (["lam=0.5"], "lam=0.5 does nothing: algorithm.credit=optimal does not read it"),
-    ],
-)
-def test_keys_without_effect_are_refused(keys: list[str], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        load_config("tiny_cpu", ["algorithm=otb", *(f"algorithm.{key}" for key in keys)])
+def test_a_key_without_effect_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"lam=0\.5 does nothing: algorithm\.credit=optimal does not read it"):
+        load_config("tiny_cpu", ["algorithm=otb", "algorithm.lam=0.5"])
 
 
 def test_equal_rewards_teach_nothing_unless_returns_are_discounted() -> None:

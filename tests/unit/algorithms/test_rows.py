@@ -129,7 +129,6 @@ def test_an_unsound_row_is_refused_with_its_reason(keys: list[str]) -> None:
         (["turn_compared=returns", "advantage_mean=none", "advantage_std=none"], "turns are not compared"),
         (["advantage_mean=batch", "advantage_std=advantages"], "leaves the std of its rewards as it is"),
         (["advantage_std=none", "std_unbiased=false"], r"advantage_std=none does not read it.*=group or batch or"),
-        (["normalise_rewards=group"], "normalise_rewards=group: it changes the sum.* or set credit=completion"),
         (["kl.coefficient=0.1", "kl.placement=completion_reward"], "the reward of the last; set kl.placement=loss"),
         (["kl.coefficient=0.1", "kl.placement=token_reward"], "the reward of the last; set kl.placement=loss"),
         (["turn_baseline=index", "advantage_mean=none", "advantage_std=none"], "turns are not compared"),
@@ -165,14 +164,6 @@ def test_steps_of_a_completion_have_no_states() -> None:
         with pytest.raises(ConfigError, match=r"turn_baseline=state with .*reward\.steps=true: a step begins"):
             load_config("tiny_cpu", keys)
         load_config("tiny_cpu", [*keys, "algorithm.turn_baseline=index"])
-
-
-def test_a_range_of_the_batch_acts_without_a_std_and_not_under_its_own() -> None:
-    """Centring and a std of the same batch undo it."""
-    range_of_batch = "algorithm.normalise_rewards=batch"
-    load_config("tiny_cpu", ["algorithm=reinforce", range_of_batch, "algorithm.advantage_mean=none"])
-    with pytest.raises(ConfigError, match=r"normalise_rewards=batch.*centring and division, undoes it"):
-        load_config("tiny_cpu", ["algorithm=liteppo", range_of_batch, "algorithm.advantage_mean=batch"])
 
 
 # The same recipe on the same batch: our loss beside the formulas that verl, AReaL, TRL and slime publish. Formulas

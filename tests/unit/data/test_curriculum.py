@@ -307,13 +307,3 @@ def test_advantages_are_less_the_value_and_standardised_over_the_batch(size: int
     wanted = (above - above.mean()) / (above.std(ddof=1) + 1e-6)
     firsts = samples.cu_seqlens[1:] - 1
     np.testing.assert_allclose(samples.advantages[firsts], wanted, rtol=1e-5)
-
-
-@pytest.mark.parametrize("key", ["normalise_rewards=group", "normalise_rewards=batch", "reward_scale=0.5"])
-def test_rewards_of_another_range_than_the_values_are_refused(key: str) -> None:
-    name, _, value = key.partition("=")
-    said = rf"advantage_mean=tracked with algorithm\.{key}: .* leave it out, or set another advantage_mean"
-    with pytest.raises(ValueError, match=said):
-        AlgorithmSection.model_validate({"advantage_mean": "tracked", name: value})
-    AlgorithmSection.model_validate({"advantage_mean": "tracked", "unfinished_reward": 0.0})
-    AlgorithmSection.model_validate({"advantage_mean": "batch", name: value})

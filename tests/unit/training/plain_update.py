@@ -101,13 +101,6 @@ class PlainUpdate:
         a = self.a
         for s in said:
             s.reward = a.unfinished_reward if s.cut and a.unfinished_reward is not None else s.raw
-            s.reward *= a.reward_scale
-        if a.normalise_rewards != "none":
-            raw = [(s.group if a.normalise_rewards == "group" else 0, s.reward) for s in said]
-            for s, (of, reward) in zip(said, raw, strict=True):
-                members = [one for number, one in raw if number == of]
-                span = max(members) - min(members)
-                s.reward = (reward - min(members)) / span if span else 0.0
 
     def _pairs(self, said: list[Said]) -> list[Said]:
         out = []

@@ -85,13 +85,11 @@ def test_group_baseline_gives_every_token_its_completions_advantage() -> None:
 
 
 def test_greedy_baseline_is_the_greedy_completions_reward_as_all_are_taken() -> None:
-    """Scaled, and judged by its length and its end, too."""
+    """Judged by its length and its end, too."""
     wrong, cut = group("wrong", [0.25], [2]), group("cut", [1.0], [4], "length")
     groups = [replace(GROUPS[0], greedy=wrong), replace(GROUPS[1], greedy=cut)]
     remax: dict[str, object] = {"advantage_mean": "greedy", "advantage_std": "none"}
     assert advantages(groups=groups, **remax) == [[0.75] * 3, [-0.25] * 2, [-0.25] * 4, [0.0], [0.0] * 2]
-    halves = advantages(groups=groups, **remax, reward_scale=0.5)
-    assert halves == [[0.375] * 3, [-0.125] * 2, [-0.125] * 4, [0.0], [0.0] * 2]
     judged = advantages(4, groups, **remax, unfinished_reward=-2.0, overlong_buffer=2)
     assert judged == [[0.5 - 0.25] * 3, [-0.25] * 2, [-1.25] * 4, [1 + 3.0], [1 + 3.0] * 2]
     with pytest.raises(DataError, match="no greedy completion"):
@@ -135,19 +133,6 @@ def test_truncated_completions_are_dropped_or_rescored_where_asked() -> None:
     cut = [group("a", [1.0, 0.5], [2, 2], "length"), group("b", [1.0, 0.0], [1, 1])]
     assert advantages(groups=cut, drop_truncated=True, **NO_BASELINE) == [[], [], [1.0], [0.0]]
     assert advantages(groups=cut, unfinished_reward=-2.0, **NO_BASELINE)[:2] == [[-2.0] * 2, [-2.0] * 2]
-
-
-def test_rewards_are_in_the_range_of_their_group_or_batch_and_so_is_a_greedy_ones() -> None:
-    """A group of equal rewards has zeros; the greedy completion's may be outside of 0 .. 1."""
-    three = [group("a", [1.0, 3.0, 2.0], [1] * 3), group("b", [5.0, 5.0], [1, 1]), group("c", [0.0, -1.0], [1, 1])]
-    of_group = advantages(groups=three, **NO_BASELINE, normalise_rewards="group")
-    assert [a[0] for a in of_group] == pytest.approx([0, 1, 0.5, 0, 0, 1, 0])
-    of_batch = advantages(groups=three, **NO_BASELINE, normalise_rewards="batch")
-    assert [a[0] for a in of_batch] == pytest.approx([2 / 6, 4 / 6, 0.5, 1, 1, 1 / 6, 0])
-    section = AlgorithmSection(advantage_mean="greedy", advantage_std="none", normalise_rewards="group")
-    judged = [replace(x, greedy=group(x.prompt.id, [g], [1])) for x, g in zip(three, (2.0, 6.0, 1.0), strict=True)]
-    found = shape_rewards(judged, section, AlgorithmState(), max_new_tokens=9)
-    assert found.greedy.tolist() == pytest.approx([0.5, 1.0, 2.0])
 
 
 TWO = [group("a", [1.0], [3]), group("b", [0.5], [2], "length")]
@@ -271,7 +256,6 @@ def test_groups_differ_by_the_rewards_that_the_algorithm_takes() -> None:
     assert differing() == [True, True, False, False]
     assert differing(unfinished_reward=0.0) == [False, True, False, False]
     assert differing(overlong_buffer=2) == [True, True, False, True]
-    assert differing(normalise_rewards="group") == differing(normalise_rewards="batch") == [True, True, False, False]
 
 
 def test_dynamic_sampling_keeps_no_group_whose_rewards_differ_by_the_overlong_penalty_alone() -> None:
@@ -289,7 +273,6 @@ def test_dynamic_sampling_keeps_no_group_whose_rewards_differ_by_the_overlong_pe
 
     assert kept() == [False, False, True, True]
     assert kept(overlong_buffer=2) == [False, False, True, False]
-    assert kept(overlong_buffer=2, normalise_rewards="group") == [False, False, True, False]
     cut = [group("c", [1.0, 1.0], [4, 4], "length"), group("w", [0.0, 1.0], [4, 4], "length")]
     row = AlgorithmSection.model_validate({"unfinished_reward": 0.0, "overlong_buffer": 2})
     assert groups_to_train_on(cut, row, max_new_tokens=4) == [False, False]
@@ -402,7 +385,7 @@ def in_plain_loops(
         {"advantage_std": "none", "leave_one_out": True},
         {"advantage_mean": "batch", "advantage_std": "batch"},
         {"advantage_std": "none", "advantage_mean": "none", "whiten": True},
-        {"overlong_buffer": 3, "reward_scale": 0.7, "unfinished_reward": -0.3},
+        {"overlong_buffer": 3, "unfinished_reward": -0.3},
     ],
     ids=str,
 )
@@ -449,7 +432,6 @@ def test_without_discount_a_turns_reward_touches_that_turn_alone() -> None:
 
 def test_shaping_acts_on_the_last_turn_and_the_sum_is_the_shaped_reward() -> None:
     cut = trajectory([2, 1, 3], rewards=[1.0, 0.5, 0.25], finish="length")
-    assert by_turn([group_of("a", [cut])], gamma_turn=0.0, reward_scale=0.5, **PLAIN) == [[0.5, 0.25, 0.125]]
     shaped = by_turn([group_of("a", [cut])], gamma_turn=0.0, unfinished_reward=-1.0, **PLAIN)
     assert shaped == [[1.0, 0.5, -2.5]]
 

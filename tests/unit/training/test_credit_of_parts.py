@@ -361,8 +361,6 @@ P = "algorithm.advantage_of=parts"
         (["credit=turn"], f"{P} with algorithm.credit=turn: parts are compared with those of whole.*set credit=com"),
         (["credit=gae"], f"{P} with algorithm.credit=gae: .*a critic to be; set credit=completion or discounted"),
         (["credit=discounted"], "whiten_of=completions with credit=discounted: a completion has no one advantage"),
-        (["normalise_rewards=group"], f"{P} with algorithm.normalise_rewards=group: it changes the sum"),
-        (["reward_scale=2"], f"{P} with algorithm.reward_scale=2: it changes the sum"),
         (["unfinished_reward=0"], f"{P} with algorithm.unfinished_reward=0.0: it changes the sum"),
         (["overlong_buffer=2"], f"{P} with algorithm.overlong_buffer=2: it changes the sum.*make it a part"),
         (["kl.coefficient=0.1", "kl.placement=completion_reward"], "the KL is no part; set kl.placement=loss"),

@@ -110,13 +110,9 @@ PATHS: dict[str, dict[str, Any]] = {
         "kl": {"coefficient": 0.5, "estimator": "k1"},
     },
     "whitened over the cut ones, which are left out": ALIKE | {"whiten": True, "drop_truncated": True},
-    "whitened advantages of scaled rewards": CRITIC | {"whiten": True, "reward_scale": 2.0},
-    "NLL of right completions under scaled rewards": CRITIC | {"reward_scale": 0.5, "nll_coefficient": 0.7},
-    **{
-        f"rewards in the range of their {of}": ALIKE
-        | {"advantage_mean": "group", "advantage_std": "none", "normalise_rewards": of}
-        for of in ("group", "batch")
-    },
+    "whitened advantages": CRITIC | {"whiten": True},
+    "NLL of right completions": CRITIC | {"nll_coefficient": 0.7},
+    "rewards less their group's mean": ALIKE | {"advantage_mean": "group", "advantage_std": "none"},
     "an entropy bonus": {"entropy_coefficient": 0.2},
     "a moving baseline": {"advantage_mean": "moving", "advantage_std": "none", "baseline_decay": 0.5},
     "the learner's routes are the policy's alone": CRITIC | REWARDED_KL | {"routing_replay": "r2"},
