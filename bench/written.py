@@ -142,11 +142,9 @@ def our_rates(folder: Path, model: Path, job: str, rows: Path, steps: int, layou
                 "train": str(rows),
                 "eval": str(held_out),
                 "on_leak": "keep",
-                "fields": {
-                    "prompt": "prompt",
-                    "answer": "completion" if EACH[job] == 1 else "chosen",
-                    "rejected": None if EACH[job] == 1 else "rejected",
-                },
+                "fields": {"prompt": "prompt", "answer": "completion"}
+                if EACH[job] == 1
+                else {"prompt": "prompt", "answer": "chosen", "rejected": "rejected"},
             },
             job: {"batch_size": ROWS // EACH[job], "max_tokens": MOST},
             "train": {"steps": steps, "learning_rate": LEARNING_RATE},

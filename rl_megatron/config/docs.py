@@ -14,6 +14,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core.core_schema import ModelSchema
 from typing_extensions import override
 
+from rl_megatron.config.errors import every_key
 from rl_megatron.config.rules import RULES
 from rl_megatron.config.run import RunConfig
 from rl_megatron.feature import feature_rules
@@ -150,36 +151,33 @@ def _rules_of(key: str) -> Iterator[str]:
                 sides = [(one, other, "not with"), (other, one, "not with")]
             case Needs(when=one, all=other):
                 sides = [(one, other, "needs")]
-            case ReadIf(keys=keys, any_of=any_of) if key in keys:
+            case ReadIf(keys=keys, any_of=any_of) if key in keys and all(map(_is_of_key, any_of)):
                 said.setdefault("Read with", {})[" or ".join(map(_condition, any_of))] = None
         for ours, theirs, how in sides:
             own, others = _conditions(ours), _conditions(theirs)
-            if others and len(own) == 1 and own[0].shown is None and _key(own[0]) == key:
+            if [key] == [_key(one) for one in own] and others and all(map(_is_of_key, (*own, *others))):
                 value = _condition(own[0]).strip("`").removeprefix(key).strip()
-                said.setdefault(f"`{value}` {how}" if value else how.capitalize(), {})[_together(others)] = None
-    for how, each in said.items():
-        if shown := [one for one in each if not any(part in one for part in ("shape.", "asked_columns", "kind."))]:
-            yield f"{how} {', '.join(shown)}."
+                together = " and ".join(dict.fromkeys(map(_condition, others)))
+                said.setdefault(f"`{value}` {how}" if value else how.capitalize(), {})[together] = None
+    yield from (f"{how} {', '.join(each)}." for how, each in said.items())
 
 
 def _conditions(condition: Condition) -> tuple[On, ...]:
     return (condition,) if isinstance(condition, On) else condition
 
 
+def _is_of_key(condition: On) -> bool:
+    """True for a condition of a key's value, not of what follows from several."""
+    return condition.shown in (None, TEXT) and _key(condition) in every_key()
+
+
 def _key(condition: On) -> str:
     """The key that a condition is of, as the page writes it."""
-    key = condition.key if condition.shown in (None, TEXT) else str(condition.shown)
-    return re.sub(r"^\w+s@", "environment.", key).replace("*", "<name>")
-
-
-def _together(conditions: Sequence[On]) -> str:
-    return " and ".join(dict.fromkeys(map(_condition, conditions)))
+    return re.sub(r"^\w+s@", "environment.", condition.key).replace("*", "<name>")
 
 
 def _condition(condition: On) -> str:
-    """A condition as code; of what follows from a key, that it is of some of its values."""
-    if condition.shown not in (None, TEXT):
-        return f"some `{_key(condition)}`"
+    """A condition as code."""
     match condition.test:
         case Not(value=None):
             said = ""

@@ -167,7 +167,7 @@ def _near_key(place: _Place) -> str:
     """Suggestions for an unknown key: its name in other sections, else near names in its own section, else in any."""
     section, dot, name = place.key.rpartition(".")
     everywhere: dict[str, list[str]] = {}  # last part -> whole keys
-    for key in _every_key():
+    for key in every_key():
         if key != place.key:  # as where another variant of the section has it
             everywhere.setdefault(key.rpartition(".")[2], []).append(key)
     if name not in everywhere and place.section:
@@ -191,7 +191,8 @@ def _keys_of(place: _Place, name: str) -> str:
 
 
 @functools.cache
-def _every_key() -> Sequence[str]:
+def every_key() -> Sequence[str]:
+    """Every dotted key and section, those of mappings' entries under ``<name>``."""
     return tuple(dict.fromkeys(_dotted(RunConfig)))
 
 
@@ -199,7 +200,7 @@ def _every_key() -> Sequence[str]:
 def _tree() -> _Tree:
     """Every key, nested by its parts."""
     top = _Tree()
-    for key in _every_key():
+    for key in every_key():
         below = top
         for part in key.split("."):
             below = below.setdefault(part, _Tree())

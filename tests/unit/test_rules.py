@@ -241,7 +241,7 @@ def test_the_page_of_keys_has_the_rows_that_name_each_alone() -> None:
         ("eval.at_once", "Not with `eval.mode=blocking`."),
         ("train.lr_min", "Read with `train.lr_decay ≠ none`."),
         ("checkpoint.every", "`=0` not with `checkpoint.keep_best > 0`."),
-        ("learner.offload.while_sampling", "Needs some `rollout.engine` and `rollout.server.colocated=true`."),
+        ("weights.push", "`=adapters` needs `learner.lora.rank`, `rollout.engine=vllm or sglang`."),
         ("eval.sets.<name>.min_p", "`> 0` not with `rollout.server.draft_tokens > 0`."),
         ("reward.steps", "Read with `algorithm.credit=turn`."),
     ):
