@@ -466,7 +466,7 @@ def test_weights_are_learner_over_engine(correction: dict[str, Any]) -> None:
 def test_the_row_tells_how_many_tokens_m2po_leaves_out() -> None:
     """The largest squares, until the mean of the rest is at most the limit."""
     squares = sorted(gap**2 for of_sequence in gaps() for gap in of_sequence)
-    row = update(objective="importance", tokens={"choose": "second_moment", "limit": 0.5})
+    row = update(objective="importance", tokens={"choose": "second_moment"}, parameters={"second_moment": 0.5})
     kept = max(n for n in range(len(squares) + 1) if sum(squares[:n]) <= 0.5 * n)
     assert 1 < kept < len(squares) - 1
     assert row["tokens/chosen_fraction"] == pytest.approx(kept / len(squares))
@@ -495,7 +495,7 @@ def test_old_logprobs_of_the_engine_have_the_learners_gap_where_it_scores_and_el
     """0 would say that both agree, though nobody compared them."""
     keys = {"objective": "importance", "old_logprobs": "rollout"}
     assert not update(**keys).keys() & OF_GAPS
-    row = update(**keys, tokens={"choose": "second_moment", "limit": 0.5})
+    row = update(**keys, tokens={"choose": "second_moment"}, parameters={"second_moment": 0.5})
     assert of_gaps(row) == pytest.approx(of_gaps_expected(), rel=1e-5)
 
 

@@ -52,7 +52,7 @@ from tests.toy_roles import NAMED, VOCABULARY, Toy, table
 from tests.unit.training.plain_update import PlainUpdate
 
 CRITIC = {"credit": "gae", "advantage_mean": "none", "advantage_std": "none"}
-M2PO = {"choose": "second_moment", "limit": 0.1}
+M2PO = {"tokens": {"choose": "second_moment"}, "parameters": {"second_moment": 0.1}}
 ALIKE = {"advantage_mean": "none", "advantage_std": "none"}
 REWARDED_KL = {"kl": {"coefficient": 0.3, "placement": "token_reward", "estimator": "k1"}}
 PATHS: dict[str, dict[str, Any]] = {
@@ -69,16 +69,18 @@ PATHS: dict[str, dict[str, Any]] = {
         "kl": {"coefficient": 0.3, "estimator": "top_k", "top_k": NAMED, "beta": 0.2}
     },
     "the critic alone at first": CRITIC | {"unfinished_reward": 0.0, "critic": {"only_steps": 3}},
-    "m2po": ALIKE | {"objective": "importance", "tokens": M2PO, "old_logprobs": "rollout"},
-    "m2po by the learner's old policy": {"objective": "importance", "tokens": M2PO},
+    "m2po": ALIKE | M2PO | {"objective": "importance", "old_logprobs": "rollout"},
+    "m2po by the learner's old policy": M2PO | {"objective": "importance"},
     "the tokens of most entropy": {"tokens": {"choose": "top_entropy", "share": 0.3}},
     "Clip-Cov, all of its candidates": ALIKE
-    | {"objective": "importance", "tokens": {"choose": "clip_cov", "share": 1.0, "low": 0.1, "high": 0.5}},
+    | {"objective": "importance", "tokens": {"choose": "clip_cov", "share": 1.0}}
+    | {"parameters": {"covariance_low": 0.1, "covariance_high": 0.5}},
     "KL-Cov": {
         "objective": "importance",
         "old_logprobs": "rollout",
         "drop_truncated": True,
-        "tokens": {"choose": "kl_cov", "share": 0.3, "kl_coefficient": 2.0},
+        "tokens": {"choose": "kl_cov", "share": 0.3},
+        "parameters": {"kl_cov": 2.0},
     },
     "the optimal token baseline": ALIKE | {"credit": "optimal", "drop_truncated": True},
     "the optimal token baseline of discounted returns with a KL": ALIKE
