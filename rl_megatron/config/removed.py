@@ -32,7 +32,7 @@ class Removed:
     """The key that replaced it; the first ``*`` in it is what that of the old name is."""
     entry: str | None = None
     """Of a switch: what true adds to the list ``name``."""
-    policys: str | None = None
+    of_policy: str | None = None
     """Of a critic of its own: the policy's key, whose value it has now; ``fixed`` is the default of both."""
 
 
@@ -62,7 +62,7 @@ REMOVED: Mapping[str, Removed] = {
     "algorithm.correction.of": Removed("every token is weighed, whatever its advantage", fixed=("all",)),
     "algorithm.correction.times": Removed("a run has one correction; write a product of several as an objective"),
     **{
-        f"algorithm.critic.optimizer.{key}": replace(_CRITICS, fixed=(usual,), policys=f"learner.optimizer.{key}")
+        f"algorithm.critic.optimizer.{key}": replace(_CRITICS, fixed=(usual,), of_policy=f"learner.optimizer.{key}")
         for key, usual in (
             *(("beta1", 0.9), ("beta2", 0.95), ("clip_grad", 1.0), ("distributed", True), ("eps", 1e-8)),
             *(("moments_dtype", "float32"), ("muon.momentum", 0.95), ("muon.nesterov", True)),
@@ -274,8 +274,8 @@ def is_removed(key: str, value: object, given: Callable[[str], object]) -> bool:
     if row is None:
         return False
     has_own = given("algorithm.credit") == "gae" and given("algorithm.critic.backbone") != "policy"
-    policys = given(row.policys) if row.policys is not None and has_own else None
-    return _is_among(value, row.fixed if policys is None else (policys,))
+    of_policy = given(row.of_policy) if row.of_policy is not None and has_own else None
+    return _is_among(value, row.fixed if of_policy is None else (of_policy,))
 
 
 def renamed(key: str) -> str | None:

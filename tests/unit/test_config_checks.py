@@ -541,11 +541,11 @@ def test_a_removed_key_is_dropped_where_it_says_what_happens_now(key: str) -> No
 
 def test_a_critics_optimizer_of_an_older_version_must_be_the_policys() -> None:
     """Else a critic that AdamW trained would go on by Muon, unsaid."""
-    policys, critic = ["learner.optimizer.name=muon"], ["algorithm=ppo", "algorithm.unfinished_reward=null"]
+    of_policy, critic = ["learner.optimizer.name=muon"], ["algorithm=ppo", "algorithm.unfinished_reward=null"]
     name = "algorithm.critic.optimizer.name"
-    for same in ([*critic, f"{name}=adamw"], [*policys, *critic, f"{name}=muon"], [*policys, f"{name}=adamw"]):
+    for same in ([*critic, f"{name}=adamw"], [*of_policy, *critic, f"{name}=muon"], [*of_policy, f"{name}=adamw"]):
         load_config("tiny_cpu", same)
-    for other in ([*critic, f"{name}=muon"], [*policys, *critic, f"{name}=adamw"], [f"{name}=muon"]):
+    for other in ([*critic, f"{name}=muon"], [*of_policy, *critic, f"{name}=adamw"], [f"{name}=muon"]):
         with pytest.raises(ConfigError, match=r"critic\.optimizer.*: no such key; the critic is trained by the pol"):
             load_config("tiny_cpu", other)
 

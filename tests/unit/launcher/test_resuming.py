@@ -220,9 +220,11 @@ def test_a_key_that_this_version_lacks_was_off(
     assert f"{key}: {said}" in str(caught.value)
 
 
-@pytest.mark.parametrize(("policys", "critics", "same"), [("muon", "adamw", False), ("muon", "muon", True)])
-def test_a_critic_goes_on_by_the_optimizer_that_it_had(policys: str, critics: str, same: bool, tmp_path: Path) -> None:
-    keys = ["algorithm=ppo", "algorithm.unfinished_reward=null", f"learner.optimizer.name={policys}"]
+@pytest.mark.parametrize(("of_policy", "critics", "same"), [("muon", "adamw", False), ("muon", "muon", True)])
+def test_a_critic_goes_on_by_the_optimizer_that_it_had(
+    of_policy: str, critics: str, same: bool, tmp_path: Path
+) -> None:
+    keys = ["algorithm=ppo", "algorithm.unfinished_reward=null", f"learner.optimizer.name={of_policy}"]
     config = load_config("tiny_cpu", keys)
     run = run_of(tmp_path, config, {**fixed(config), "algorithm.critic.optimizer.name": critics})
     if same:
