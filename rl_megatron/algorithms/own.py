@@ -163,7 +163,7 @@ class _WatchedParameters(UserDict[str, float]):
     """The row's ``parameters``, which remembers the names that were read."""
 
     def __init__(self, row: _Watched) -> None:
-        super().__init__(row._row.parameters)
+        super().__init__((str(name), value) for name, value in row._row.parameters.items())
         self._read = row.read
 
     @override
