@@ -26,7 +26,14 @@ from launcher.preflight.sizes import size_problems
 from rl_megatron.config.docs import _Described, _section, render
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import ArithmeticRunData, CurriculumSection, FileRunData, HubRunData, MixtureData
+from rl_megatron.config.sections.data import (
+    FIELDS,
+    ArithmeticRunData,
+    CurriculumSection,
+    FileRunData,
+    HubRunData,
+    MixtureData,
+)
 from rl_megatron.models.named import NAMED
 from rl_megatron.placement.routes import route_of
 from rl_megatron.placement.seats import seats_of
@@ -324,11 +331,11 @@ def test_every_key_is_there_with_its_default(tmp_path: Path) -> None:
 def test_all_kinds_of_data_are_there() -> None:
     keys = [key for key, *_ in ROW.findall(render()) if key.startswith("data.")]
     kinds = (ArithmeticRunData, FileRunData, HubRunData, MixtureData)
-    single = [f"data.{name}" for kind in kinds for name in kind.model_fields if name not in {"sources", "curriculum"}]
-    assert [key for key in keys if not key.startswith("data.curriculum.")] == single
-    assert [key for key in keys if key not in single] == [
-        f"data.curriculum.{key}" for key in CurriculumSection.model_fields
-    ]
+    inner = {"sources": (), "curriculum": CurriculumSection.model_fields, "fields": FIELDS}
+    single = [f"data.{name}" for kind in kinds for name in kind.model_fields if name not in inner]
+    below = [f"data.{name}.{key}" for name in ("curriculum", "fields", "fields") for key in inner[name]]
+    assert [key for key in keys if key.count(".") == 1] == single
+    assert [key for key in keys if key.count(".") > 1] == below
     assert {f"`data.sources.<name>.{key}`" for key in ("digits", "train", "weight", "reward")} <= set(
         re.findall(r"^\| (`[^`]+`)", render(), re.MULTILINE)
     )
