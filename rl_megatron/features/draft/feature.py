@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.activations import kept
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import Curve, Feature, Serving
-from rl_megatron.rules import SET, TEXT, Above, Excludes, Needs, Not, On, OneOf, ReadIf, Rule
+from rl_megatron.rules import SET, TEXT, Above, Excludes, Needs, Not, On, OneOf, ReadIf, Rule, excluded
 from rl_megatron.section import Fraction, NonNegative, PositiveFloat, Section
 from rl_megatron.types import BYTES
 
@@ -88,32 +88,6 @@ def _with_drafts(_learner: LearnerSection, shape: ModelShape) -> ModelShape:
     return replace(shape, drafts=True)
 
 
-def _problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Keys without effect, and models without one draft layer."""
-    draft = of_learner(learner)
-    if not draft.train:
-        if draft.model_dump(exclude_defaults=True):
-            yield (
-                "learner.draft.learning_rate_factor without learner.draft.train=true would have no effect; set it, "
-                "or leave the factor out"
-            )
-        return
-    if shape is None:
-        return
-    if shape.scores:
-        yield f"{_TRAIN}: a model that scores has no output matrix, so its draft layer is of no use; leave it out"
-    elif shape.draft_layers != 1:
-        yield (
-            f"{_TRAIN}: the model has {shape.draft_layers} draft layers by its config.json; exactly one is "
-            "trained, so leave it out"
-        )
-    elif shape.indexer is not None:
-        yield (
-            f"{_TRAIN}: the draft layer of model_type={shape.family!r} has an indexer of its own, which is not "
-            "held while it trains; leave it out, and exports have the layer as it was"
-        )
-
-
 def _memory(learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
     """Bytes of what one pass of the draft layer keeps, and of the embedding's copy on a last stage that is not the
     first."""
@@ -140,19 +114,24 @@ def _copied(learner: LearnerSection, shape: ModelShape) -> float:
 
 
 _TRAINS = On("learner.draft.train", True)
-_LEARNER_RULES: Sequence[Rule] = tuple(
-    Excludes(one=_TRAINS, other=other, why=why, fix="leave one of them out")
-    for other, why in (
+_PROPOSES = On("rollout.server.draft_tokens", Above(0))
+_SGLANG = On("rollout.engine", "sglang")
+# fmt: off
+_LEARNER_RULES: Sequence[Rule] = (
+    *(Excludes(one=_TRAINS, other=other, why=why, fix="leave one of them out") for other, why in (
         (On("learner.optimizer.name", "muon"), "its optimizer is Adam alone"),
         (On("learner.lora.rank"), "checkpoints of adapters hold no draft layer"),
         (On("learner.fp8"), "the draft layer has no float8 here"),
         (On("learner.cuda_graphs", True), "graphs of the policy's layers leave no hidden states behind"),
-        (On("learner.own_layers", SET, "learner.layers"), "the draft layer is made of this package's layers"),
-    )
+        (On("learner.own_layers", SET, "learner.layers"), "the draft layer is made of this package's layers"))),
+    *excluded(_TRAINS,
+        (On("shape.scores", True, "shape.family"), "a model that scores has no output matrix, so its draft layer is of "
+         "no use", "leave it out"),
+        (On("shape.draft_layers", Not(1)), "exactly one draft layer is trained", "leave it out"),
+        (On("shape.indexer", SET, "shape.family"), "its draft layer has an indexer of its own, which is not held while "
+         "it trains", "leave it out, and exports have the layer as it was"), where="shape"),
+    ReadIf(keys=("learner.draft.learning_rate_factor",), any_of=(_TRAINS,), why="no draft layer is trained"),
 )
-_PROPOSES = On("rollout.server.draft_tokens", Above(0))
-_SGLANG = On("rollout.engine", "sglang")
-# fmt: off
 _RULES: Sequence[Rule] = (
     Excludes(one=_TRAINS, other=On("kind.rows", OneOf(("pairs", "labels")), shown="job"),
              why="it has tokens of answers that the policy is to avoid, and a draft layer learns to say them",
@@ -201,7 +180,6 @@ FEATURE = Feature(
     may_change=frozenset({"rollout.server.draft_tokens", "slurm.speeds.draft_acceptance"}),
     rules=_RULES,
     learner_rules=_LEARNER_RULES,
-    problems=_problems,
     memory=_memory,
     changes={
         "draft layer": "lower learner.max_tokens_per_micro_batch, raise learner.tp, or set learner.draft.train=false"

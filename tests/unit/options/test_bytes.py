@@ -345,12 +345,11 @@ def test_models_without_one_layer_and_keys_without_effect_are_refused() -> None:
     learner = LearnerSection.model_validate({"draft": {"train": True}})
     for count in (0, 2):
         found = "\n".join(problems(learner, replace(DRAFTED, draft_layers=count)))
-        assert f"the model has {count} draft layers" in found
-    assert "draft layer of model_type='deepseek_v32' has an indexer" in "\n".join(
-        problems(learner, NAMED["deepseek-v3.2"])
-    )
+        assert f"shape.draft_layers={count}: exactly one draft layer is trained" in found
+    (said,) = problems(learner, NAMED["deepseek-v3.2"])
+    assert "shape.family=deepseek_v32: its draft layer has an indexer" in said
     idle = LearnerSection.model_validate({"draft": {"learning_rate_factor": 2.0}})
-    assert "learning_rate_factor without learner.draft.train=true" in "\n".join(problems(idle))
+    assert "learning_rate_factor=2 does nothing: with learner.draft.train=false" in "\n".join(problems(idle))
 
 
 def test_the_plan_counts_the_parameters_of_the_published_layer() -> None:
