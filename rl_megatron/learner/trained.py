@@ -440,7 +440,6 @@ class MegatronLearner(MegatronScorer):
         for packed in filter(None, (hooks.warm_up() for hooks in self._hooks)):
             with self._observers.unseen():
                 self._add(packed, loss=nothing, num_tokens=1, num_sequences=1)
-            self._clear()
 
     def _clear(self) -> None:
         for chunk in self._chunks_of_all:

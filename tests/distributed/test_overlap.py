@@ -383,28 +383,6 @@ def test_kernels_train_as_all_to_all_does(name: str, dispatched: Any) -> None:
         assert_same(rank[name]["steps"], rank["alltoall"]["steps"])
 
 
-@pytest.mark.parametrize(
-    ("name", "keys", "why"),
-    [
-        ("deepep", {"dtype": "bfloat16", "ep": 2}, "its kernels need GPUs; set learner.dispatcher=alltoall"),
-        ("deepep", {"device": "cuda", "ep": 2}, "its kernels send bfloat16"),
-        ("deepep", {"device": "cuda", "dtype": "bfloat16"}, "no token leaves its rank; leave it out"),
-        ("deepep", {**GPUS, "ep": 6}, "DeepEP has no settings for 6 ranks, only for 2, 4, 8, 16"),
-        ("hybridep", {"dtype": "bfloat16", "ep": 2, **ONE_SIZE}, "its kernels need GPUs"),
-        ("hybridep", GPUS, "null: its ranks exchange routing maps of equal length; set it to one size"),
-        (
-            "hybridep",
-            {**GPUS, **ONE_SIZE, "padding": {"tokens": "64,128"}},
-            "learner.padding.tokens=64,128: its ranks exchange routing maps",
-        ),
-    ],
-)
-def test_what_it_cannot_do_is_refused(name: str, keys: dict[str, Any], why: str) -> None:
-    (said,) = problems(LearnerSection.model_validate({**keys, "dispatcher": name}))
-    assert said.startswith(f"learner.dispatcher={name}")
-    assert why in said
-
-
 def test_hybridep_takes_chunks_of_a_ranks_tokens() -> None:
     keys = {**GPUS, **ONE_SIZE, "tp": 4, "dispatcher": "hybridep"}
     (said,) = problems(LearnerSection.model_validate(keys))

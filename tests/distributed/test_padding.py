@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rl_megatron.config.io import load_config
 from rl_megatron.config.learner_checks import problems
 from rl_megatron.config.sections.learner import LearnerSection, PaddingSection
 from rl_megatron.data.packing import pack
@@ -90,20 +89,6 @@ def test_kernels_see_few_shapes(layout: str, seen: Any) -> None:
         assert {tokens * cp for tokens, *_ in padded["shapes"]} <= {64, 96, 120}
         assert {tuple(counts) for _, *counts in padded["shapes"]} == {(MOST + 2, MOST + 1)}
         assert sum(padded["padding"]) > sum(plain["padding"]) + 10
-
-
-@pytest.mark.parametrize(
-    ("keys", "why"),
-    [
-        ({"padding": {"tokens": "96,64,120"}}, "do not rise; sort them"),
-        ({"padding": {"tokens": "64,96"}}, "the last size must be that"),
-        ({"padding": {"tokens": "62,120"}, "cp": 2, "tp": 2}, "62 is no multiple of 8; round the sizes up"),
-        ({"padding": {"sequences": 3}}, "with learner.padding.tokens=null: micro-batches would still have any number"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(keys: dict[str, Any], why: str) -> None:
-    (said,) = problems(LearnerSection.model_validate({"max_tokens_per_micro_batch": 120, **keys}))
-    assert why in said
 
 
 # CUDA graphs of decoder layers, on a CPU, over ``torch.cuda``'s graphs below: equal to the bit to the learner without.
@@ -193,28 +178,6 @@ def test_each_layer_is_captured_once_for_each_size_and_replayed_from_the_first_s
     assert graphed["fits"] == [True, False]
 
 
-@pytest.mark.parametrize(
-    ("keys", "why"),
-    [
-        ({"device": "cpu", "dtype": "float32"}, "a CPU has no such graphs"),
-        ({"layers": "torch"}, "calls of other shapes for other lengths"),
-        ({"padding": {}}, "set learner.padding.tokens and learner.padding.sequences"),
-        ({"padding": {"tokens": "8192"}}, "replays the shapes that it was captured with"),
-        ({"pp": 2}, "a graph for each micro-batch of the first step"),
-        ({"cp": 2}, "capturing attention's exchange was not tried"),
-        ({"recompute": {"uniform": 1}}, "refuses to recompute whole layers"),
-        ({"recompute": {"parts": ["mlp"]}}, "its checkpointing raises an error"),
-        ({"fp8": "tensorwise"}, "weights' copies in float8 move"),
-        ({"offload": {"while_sampling": "gradients"}}, "they come back elsewhere"),
-        ({"dp": 2, "overlap": {"gradients": True}}, "hooks that reduce and gather were not tried"),
-    ],
-)
-def test_what_it_cannot_do_is_refused(keys: dict[str, Any], why: str) -> None:
-    said = problems(LearnerSection.model_validate({**GPU, **keys, "cuda_graphs": True}))
-    (mine,) = [line for line in said if line.startswith("learner.cuda_graphs=true")]
-    assert why in mine
-
-
 def test_experts_latents_windows_and_a_missing_transformer_engine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     learner = LearnerSection.model_validate({**GPU, "cuda_graphs": True})
     sparse = NAMED["qwen3-30b-a3b"]
@@ -233,12 +196,6 @@ def test_experts_latents_windows_and_a_missing_transformer_engine_are_refused(mo
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     assert keywords(learner, dense).model["cuda_graph_impl"] == "local"
     assert "cuda_graph_impl" not in keywords(without_captures(learner), dense).model  # of models without gradients
-
-
-def test_a_critic_beside_the_policy_is_refused() -> None:
-    keys = ["algorithm=ppo", "learner.device=cuda", "learner.padding.tokens=8192", "learner.padding.sequences=64"]
-    with pytest.raises(ConfigError, match="layers of one trained model of a process"):
-        load_config("tiny_cpu", [*keys, "learner.cuda_graphs=true", "learner.ep=1"])
 
 
 def test_the_plan_keeps_activations_as_the_graphs_own() -> None:

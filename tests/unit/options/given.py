@@ -205,6 +205,22 @@ REFUSED = [  # over the default run's keys
     "learner.deterministic=true learner.device=cuda learner.dispatcher=deepep learner.dtype=bfloat16 learner.ep=2",
     *("learner.fusion.router=true learner.device=cuda algorithm.routing_replay=r2", "learner.fp8=delayed"),
     "learner.vpp=2 learner.ep=3 learner.dp=2 learner.layers=transformer_engine learner.cp=2",
+    *("learner.padding.tokens=4094,8192 learner.tp=2 learner.cp=2 learner.ep=1", "learner.padding.tokens=64,96"),
+    "learner.cuda_graphs=true learner.padding.tokens=8192",
+    "learner.cuda_graphs=true learner.padding.tokens=8192 learner.padding.sequences=64 learner.device=cuda "
+    "learner.dtype=bfloat16 learner.layers=torch learner.pp=2 learner.cp=2 learner.dp=2 learner.recompute.uniform=1 "
+    "learner.recompute.parts=mlp learner.fp8=tensorwise learner.offload.while_sampling=gradients "
+    "learner.overlap.gradients=true",
+    "learner.cuda_graphs=true learner.padding.tokens=8192 learner.padding.sequences=64 learner.device=cuda "
+    "learner.dtype=bfloat16 learner.ep=1 algorithm=ppo",
+    *("learner.dispatcher=deepep learner.device=cuda learner.ep=2", "learner.dispatcher=deepep learner.ep=2"),
+    "learner.dispatcher=deepep learner.device=cuda learner.dtype=bfloat16 learner.ep=6",
+    "learner.dispatcher=hybridep learner.ep=2 learner.padding.tokens=8192",
+    "learner.dispatcher=hybridep learner.device=cuda learner.dtype=bfloat16 learner.ep=2 "
+    "learner.padding.tokens=4096,8192",
+    "learner.optimizer.moments_dtype=bfloat16 learner.optimizer.name=muon learner.device=cuda learner.dtype=bfloat16",
+    "learner.draft.train=true learner.lora.rank=4 learner.optimizer.name=muon learner.fp8=blockwise "
+    "learner.cuda_graphs=true learner.layers=my_layers:layer",
 ]
 
 

@@ -265,20 +265,6 @@ def test_moments_in_bfloat16_have_fewer_bytes_and_a_step_copies_some() -> None:
     assert all(found.terms["step"] == 0 for found in footprints(config, shape))  # gradients are read as they are
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ("learner.device=cpu", "TransformerEngine's Adam keeps them, on GPUs alone; leave it out"),
-        ("learner.dtype=float32", "has them beside bfloat16 parameters alone; set learner.dtype=bfloat16"),
-        ("learner.optimizer.name=muon", "megatron-core has them for AdamW alone; set it to adamw"),
-        ("learner.offload.optimizer=0.5", "that needs a learner without TransformerEngine, .* set one of the two"),
-    ],
-)
-def test_moments_in_bfloat16_are_refused_where_nothing_keeps_them(keys: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"{LOW}.*{message}"):
-        recipe(QWEN_30B, LOW, keys)
-
-
 @pytest.mark.parametrize("key", ["beta1", "beta2"])
 def test_moments_in_bfloat16_that_would_not_decay_are_refused(key: str) -> None:
     """Torch's rounding to the nearest decides, for every number of a binade, as the refusal says."""
@@ -324,20 +310,6 @@ DRAFTED = NAMED["deepseek-v3"]
 def told(**keys: Any) -> str:
     learner = LearnerSection.model_validate({"draft": {"train": True}, **keys})
     return "\n".join(problems(learner, DRAFTED))
-
-
-@pytest.mark.parametrize(
-    ("keys", "named"),
-    [
-        ({"lora": {"rank": 4}}, "learner.lora.rank=4"),
-        ({"optimizer": {"name": "muon"}}, "learner.optimizer.name=muon"),
-        ({"fp8": "blockwise"}, "learner.fp8=blockwise"),
-        ({"cuda_graphs": True}, "learner.cuda_graphs=true"),
-        ({"layers": "my_layers:layer"}, "learner.layers=my_layers:layer"),
-    ],
-)
-def test_what_knows_no_draft_layer_is_refused_by_name(keys: dict[str, Any], named: str) -> None:
-    assert f"learner.draft.train=true with {named}" in told(**keys)
 
 
 def test_models_without_one_layer_and_keys_without_effect_are_refused() -> None:
