@@ -42,7 +42,7 @@ REPO = Path(__file__).resolve().parents[3]
 WRITTEN = {"dpo_tiny", "reward_tiny", "sft_tiny"}  # which push none
 RECIPES = sorted(path.stem for path in (REPO / "conf").glob("*.yaml") if path.stem not in WRITTEN)
 ENGINES = sorted(path.stem for path in (REPO / "conf" / "rollout").glob("*.yaml"))
-LINKS = ("network", "nvlink", "node_file", "storage_node", "storage")
+LINK_SPEEDS = ("network", "nvlink", "node_file", "storage_node", "storage")
 SHAPE = tiny_shape(TinySizes(head_dim=32))
 APART = "slurm.engines.nodes=0"
 WITHOUT_SERVERS = (  # what the in-process engine needs of a recipe with servers
@@ -346,7 +346,7 @@ def test_a_job_that_leaves_less_than_a_step_is_noted(stated: Sequence[str]) -> N
         assert [warning.partition(", more than")[0] for warning in warnings] == found
 
 
-@pytest.mark.parametrize("key", [*SpeedsSection.model_fields, *LINKS])
+@pytest.mark.parametrize("key", [*SpeedsSection.model_fields, *LINK_SPEEDS])
 def test_each_speed_acts(key: str, at_speeds: Callable[..., str]) -> None:
     floor = (QWEN_30B, "slurm.speeds.gpu=null")
     drafted = ("learner.draft.train=true", "rollout.server.draft_tokens=1", "weights.transport=file")
@@ -359,7 +359,7 @@ def test_each_speed_acts(key: str, at_speeds: Callable[..., str]) -> None:
         found = [estimate(config := job(*run, *more), named(config)) for run in runs]
         return [(one.push.seconds, one.step.seconds if one.step else 0) for one in found]
 
-    if key in LINKS:
+    if key in LINK_SPEEDS:
         assert seconds(at_speeds(**{key: 1})) != seconds(at_speeds())
     else:
         assert seconds(f"slurm.speeds.{key}={'h20' if key == 'gpu' else 1}") != seconds()
