@@ -1,7 +1,5 @@
 # One attempt of a run: train from the last checkpoint, then see whether the run comes back. Read by bash, in the job.
-# Before it stand PYTHON, RUN (the run's folder), TRAIN (what `train` is given), REQUEUES, RESTARTS, EXCLUDE,
-# BUDGETED: not empty where the job's time is all that the run may have, so that it ends well once that is up;
-# ARRAY_RUN: of a task of slurm.array, the array's folder, of which RUN is one; else empty;
+# Before it stand PYTHON, RUN (the run's folder), TRAIN (what `train` is given), REQUEUES, RESTARTS, EXCLUDE
 # and ASKED, not empty once SIGUSR1 has come, by a trap that is set first: its default would end the job for good.
 # As bash begins: the environment (SHELLOPTS, BASHOPTS, BASH_ENV) and what stands before, slurm.setup say, may differ.
 set -B +aefkmuCET +o pipefail +o posix
@@ -9,9 +7,6 @@ shopt -u dotglob expand_aliases extdebug failglob inherit_errexit lastpipe nocas
 unset IFS GLOBIGNORE SLURM_TIME_FORMAT
 trap - DEBUG ERR RETURN
 restart=${SLURM_RESTART_COUNT:-0} job=$SLURM_JOB_ID
-if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then # one task of the array has the array's own id, by which Slurm means them all
-    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-fi
 say() { echo "[$(date +%FT%T%z)] job $job, restart $restart: $*"; }
 running() { # whether a process has the run's lock, as train has it; false where the file system has no locks
     [ -e "$RUN/lock" ] && { flock --nonblock "$RUN/lock" true 2>/dev/null; [ $? -eq 1 ]; }
@@ -33,9 +28,6 @@ if ! why=$({ mkdir -p "$RUN/jobs" && mkdir -m 700 "$attempt"; } 2>&1); then # wh
     exit 1
 fi
 echo "$job" >"$RUN/jobs/id"
-if [ -n "${ARRAY_RUN:-}" ] && ! grep -qsx "$SLURM_ARRAY_JOB_ID" "$ARRAY_RUN/jobs/id"; then # the script was sent by hand
-    echo "$SLURM_ARRAY_JOB_ID" >"$ARRAY_RUN/jobs/id"
-fi
 if [ -f /dev/stdout ] && [ ! -e "$RUN/jobs/$job.txt" ]; then # its output is elsewhere; by this `status` knows the job
     ln -sfn "$(readlink "/proc/$$/fd/1")" "$RUN/jobs/$job.txt"
 fi
@@ -48,10 +40,6 @@ newest() { # the checkpoint of the most steps, of each kind: clocks go back
 before=$(newest) trained=
 [ ! -s "$RUN/metrics.jsonl" ] || trained=yes # by an attempt before, perhaps without a checkpoint
 say "starts on $SLURM_JOB_NODELIST; output is in $attempt"
-used=$(cat "$RUN/jobs/$job-$((restart - 1))/minutes" 2>/dev/null)
-if [ -n "${BUDGETED:-}" ] && [ "${used:-0}" -gt 0 ]; then # only now: Slurm does not while it preempts the job
-    scontrol update JobId="$job" TimeLimit-="$used" || say "its time was not cut by the $used minutes that it used"
-fi
 
 # SIGUSR1 is ignored until the run listens to it, so it is sent until the run has ended; before it is ignored, which is
 # before there is a controller.txt, it would end the run. SIGTERM is not trapped: a job that came back after it would
@@ -78,7 +66,6 @@ could_run() { # with these options, as far as Slurm says here
 }
 requeue() { # $1 is what SIGTERM does while Slurm is asked to; between two tries scancel ends the job
     local why last=
-    echo "$((SECONDS / 60))" >"$attempt/minutes"
     until trap "$1" TERM; why=$(scontrol requeue "$job" 2>&1); do
         trap - TERM
         if for_good "$why"; then
@@ -147,7 +134,7 @@ if [ -s "$attempt/failed_node" ] || { [ -e "$attempt/failed_node" ] && [ -n "$be
         come_back "failed: $reason"
     fi
 fi
-if [ "$status" -eq 0 ] && [ -e "$attempt/requeue" ] && [ -z "${BUDGETED:-}" ]; then
+if [ "$status" -eq 0 ] && [ -e "$attempt/requeue" ]; then
     say "saved, but slurm.requeues=$REQUEUES are used up; to go on, submit its script again (slurm/README.md)"
     exit 1
 fi

@@ -6,8 +6,7 @@ import os
 import re
 import shlex
 import shutil
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -34,9 +33,6 @@ def describe(run: Path) -> str:
     if found is None and not (run / "config.yaml").is_file():  # its log may have been rotated
         raise ConfigError(f"{run}: it holds no run, and no job was submitted from it; give a run's folder")
     lines = [f"{run}: a run without a job" if found is None else f"{run}: job {found[0]}, {found[1].text}"]
-    if found is not None and found[1].array:
-        where = f"job {found[0]} is an array, whose runs are {run / run.resolve().name}-<index>"
-        return "\n".join([lines[0], where, *job_commands(run, found[0], over=found[1].over, array=True)])
     metrics = run / "metrics.jsonl"
     rows = from_the_end(metrics) if metrics.is_file() else iter(())
     step = next((row["step"] for row in rows if row.get("phase") in STEPS), None)
@@ -49,11 +45,11 @@ def describe(run: Path) -> str:
     return "\n".join([*lines, *job_commands(run, found[0], over=found[1].over)])
 
 
-def job_commands(run: Path, job: str, *, over: bool = False, array: bool = False) -> list[str]:
+def job_commands(run: Path, job: str, *, over: bool = False) -> list[str]:
     """Lines to type, which show what a job prints in its newest attempt, and end the job."""
     attempts = (run / "jobs").glob(f"{job}-*")
     attempt = max(attempts, key=lambda path: int(path.name.rpartition("-")[2]), default=run / "jobs" / f"{job}-0")
-    files = [] if array else [run / "jobs" / f"{job}.txt", attempt / "controller.txt"]
+    files = [run / "jobs" / f"{job}.txt", attempt / "controller.txt"]
     shown = " ".join(shlex.quote(str(path)) for path in files if not over or path.is_file())
     lines = [f"{'less' if over else 'tail -F'} {shown}"] if shown else []
     if over:  # another job may have its number by now
@@ -92,7 +88,6 @@ class Status:
 
     name: str
     text: str
-    array: bool = False  # whether it is of all tasks of an array
 
     @property
     def over(self) -> bool:
@@ -108,31 +103,25 @@ _OVER = {
 
 def status_of(job: str, run: Path) -> Status:
     """The status of the job of ``run``, from Slurm's controller or accounting; of a heterogeneous job, the first
-    component's; of an array, that of the tasks that Slurm remembers. The controller's job of that number is another's
-    if it prints elsewhere: numbers are given out again.
+    component's. The controller's job of that number is another's if it prints elsewhere: numbers are given out again.
 
     Raises ConfigError where Slurm is not installed or does not answer, which is not to say that the job has ended.
     """
-    named = [p for p in _shown(job) if job in (p.get("JobId"), p.get("HetJobId"), p.get("ArrayJobId"), *_tasks(p))]
+    named = [p for p in _shown(job) if job in (p.get("JobId"), p.get("HetJobId"))]
     if parts := [part for part in named if _prints_for(run, job, part.get("StdOut", ""))]:
         found = parts[0]
-        if found.get("ArrayJobId") == job:
-            return _of_tasks([_state(part) for part in parts for _ in _tasks(part)])
         nodes = [part["NodeList"] for part in parts if part.get("NodeList", "") not in ("", "(null)")]
         on = f" on {' and '.join(nodes)}" if nodes else ""
         return Status(name=found["JobState"], text=f"{_state(found)}{on}, restart {found.get('Restarts', '0')}")
     if not named and shutil.which("sacct"):  # else it would speak of the job that has the number now
-        said = _known("sacct", "-X", "-n", "-P", "-j", job, "-o", "JobID,State").splitlines()
-        rows = [(name, state) for name, _, state in (line.partition("|") for line in said) if state]
-        if rows and rows[0][0].startswith(f"{job}_"):
-            return _of_tasks([state for name, state in rows for _ in _tasks_of(name)])
-        if rows:
-            return Status(name=rows[0][1].split()[0], text=rows[0][1])
+        said = _known("sacct", "-X", "-n", "-P", "-j", job, "-o", "State").splitlines()
+        if states := list(filter(None, said)):
+            return Status(name=states[0].split()[0], text=states[0])
     return Status(name="GONE", text="gone from Slurm's memory")
 
 
 def _shown(job: str) -> list[dict[str, str]]:
-    """What Slurm's controller knows of a job, of each component, or of an array's tasks; nothing once forgotten."""
+    """What Slurm's controller knows of a job, or of each component; nothing once forgotten."""
     shown = _known("scontrol", "show", "job", "-o", job).splitlines()
     # The first entry of a name counts, because a later comment may hold any text.
     return [dict(reversed(re.findall(r"(\S+?)=(\S*)", line))) for line in shown]
@@ -144,54 +133,16 @@ def _state(part: Mapping[str, str]) -> str:
     return part["JobState"] if reason == "None" else f"{part['JobState']} ({reason})"
 
 
-def _of_tasks(states: Sequence[str]) -> Status:
-    """An array has ended once all tasks have, and is COMPLETED if all are."""
-    name = min((state.split()[0] for state in states), key=lambda word: (word in _OVER) + (word == "COMPLETED"))
-    counts = (f"{count} {state}" for state, count in Counter(states).items())
-    return Status(name=name, text=", ".join(counts), array=True)
-
-
 def _prints_for(run: Path, job: str, log: str) -> bool:
-    """Whether a job's output goes to ``jobs`` of ``run`` or, of a study's cell that has not begun, of the study, or
+    """Whether a job's output goes to ``jobs`` of ``run``, or
     where the run's job of that number says that its own goes (slurm/job.sh): a copied folder has the number, too.
 
     True where Slurm does not say it, and where spaces in the folder's name end what is read of it.
     """
     folder, told = run.resolve(), (run / "jobs" / f"{job}.txt").resolve()
-    own = (folder / "jobs", folder.parent / "jobs")
-    return not log or " " in f"{folder}{told}" or (path := Path(log).resolve()) == told or path.parent in own
-
-
-def states_of(tasks: Sequence[str], job_name: str) -> dict[str, Status]:
-    """The status of arrays' tasks by their names, as 12_3; those that Slurm has forgotten are missing.
-
-    Arrays of another job name are others': Slurm gives its numbers out again. Raises ConfigError where Slurm is not
-    installed or does not answer.
-    """
-    found = dict[str, Status]()
-    for array in sorted({task.partition("_")[0] for task in tasks}):
-        rows = _known("squeue", "-h", "-r", "-t", "all", "-j", array, "-o", "%F_%K|%T|%j|%R").splitlines()
-        for line in [row for row in rows if "|" in row]:  # with SLURM_CLUSTERS some versions name the cluster first
-            task, name, of, where = line.split("|", 3)
-            if of == job_name:
-                found[task] = Status(name=name, text=f"{name} on {where}" if where[:1].isalnum() else f"{name} {where}")
-    missing = {task.partition("_")[0] for task in tasks if task not in found}  # each task is forgotten on its own
-    for array in sorted(missing) if shutil.which("sacct") else ():
-        said = _known("sacct", "-X", "-n", "-P", "-j", array, "-o", "JobID,State,JobName")
-        for row, text, of in (line.split("|", 2) for line in said.splitlines()):
-            for task in _tasks_of(row) if text and of == job_name else ():
-                found.setdefault(task, Status(name=text.split()[0], text=text))
-    return {task: found[task] for task in tasks if task in found}
-
-
-def _tasks_of(row: str) -> Iterator[str]:
-    """12_3, or all of 12_[0,4-8:2%4], as Slurm names tasks that have not started."""
-    array, bracket, listed = row.partition("_[")
-    if not bracket:
-        yield row
-    for first, last, step in re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", listed.partition("%")[0]):
-        for index in range(int(first), int(last or first) + 1, int(step or 1)):
-            yield f"{array}_{index}"
+    return (
+        not log or " " in f"{folder}{told}" or (path := Path(log).resolve()) == told or path.parent == folder / "jobs"
+    )
 
 
 def _known(*command: str) -> str:
@@ -205,8 +156,3 @@ def _known(*command: str) -> str:
         if "Invalid job id" in str(error) or "accounting storage is disabled" in str(error):
             return ""
         raise
-
-
-def _tasks(part: Mapping[str, str]) -> Iterator[str]:
-    """The names, as 12_3, of an array's task, or of all that have not begun, of what scontrol shows of them."""
-    return _tasks_of(f"{part.get('ArrayJobId')}_[{part.get('ArrayTaskId')}]")

@@ -68,7 +68,7 @@ def submit(
             print(f"nothing was sent; this sends it: sbatch {job.script}")
             return
         sent = send(job)
-        commands = job_commands(job.folder, sent, array=bool(loaded.slurm.array))
+        commands = job_commands(job.folder, sent)
         print(f"job {sent}: {job.folder}", *commands, sep="\n", flush=True)
     if smoke and not watch_smoke(loaded, job.folder, sent):
         raise typer.Exit(1)
@@ -263,7 +263,7 @@ def smoke_of(config: RunConfig) -> RunConfig:
         "eval": {"every": 0 if config.eval.mode == "blocking" else steps, "sets": sets},
         "checkpoint": {"every": 1, "keep": 2, "keep_best": 0},
         "log": {"tensorboard": False, "wandb": "off", "wandb_project": LogSection().wandb_project},
-        "slurm": {"array": None, "restarts": max(config.slurm.restarts, 1)},
+        "slurm": {"restarts": max(config.slurm.restarts, 1)},
     }
     for section, changed in changes.items():
         values[section].update(changed)

@@ -187,6 +187,7 @@ REMOVED: Mapping[str, Removed] = {
     "sandbox.processes": Removed("a program may have 16 processes", fixed=(16,)),
     "sandbox.retries": Removed("a program is posted again six times", fixed=(6,)),
     "services": Removed(_STARTED),
+    "slurm.array": Removed("submit a run for each seed: for s in 0 1 2; do rl-megatron submit CONFIG seed=$s; done"),
     "slurm.dependency": Removed("set slurm.options=[--dependency=afterok:123]"),
     "slurm.engines.no_kill": Removed("a job that loses a node is requeued, and resumes from its last checkpoint"),
     "slurm.exclude_slow": Removed("name nodes in slurm.exclude"),

@@ -43,7 +43,7 @@ LORA = On("learner.lora.rank")
 GREEDY = On("algorithm.advantage_mean", "greedy")
 STALE = On("train.max_staleness", Above(0))
 ENGINE_NODES = On("slurm.engines.nodes", Above(0))
-HETEROGENEOUS, ALIKE = On("slurm.heterogeneous", True), On("slurm.heterogeneous", False)
+ALIKE = On("slurm.heterogeneous", False)
 ENVIRONMENT = On("training_environments@function")
 DEMONSTRATIONS = On("algorithm.demonstration_gamma")
 WARM_START = On("warm_start.steps", Above(0))
@@ -238,8 +238,6 @@ def _of_jobs() -> Iterator[Rule]:
             for on in (shaped, On(f"slurm.{role}.nodes", Above(0), f"slurm.{role}")):
                 yield Excludes(one=on, other=On(f"roles.{role}", "learner"), why="the learner's ranks hold the model",
                       fix=fix)
-    yield Excludes(one=HETEROGENEOUS, other=On("slurm.array"), why="Slurm has no arrays of heterogeneous jobs",
-          fix=_LEAVE_OUT)
     yield Needs(when=On("slurm.engines.container"), all=On("rollout.python"), why="the run does not know the engine's "
           "interpreter in the image", fix="set rollout.python to the interpreter inside the image that has the engine")
     yield from _excluded(On("run.launcher", "ray"),

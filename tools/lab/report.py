@@ -34,7 +34,7 @@ from rl_megatron.observability.history import Run, load_runs, number_text
 from rl_megatron.observability.intervals import Interval, contrast, mean_interval, t_quantile
 from rl_megatron.observability.metrics import documented
 from rl_megatron.observability.report import DOTTED, Arm, Chart, Panel, Series, arms_chart, group_runs, write_page
-from tools.lab.states import CellStanding, CellState, Queued, drift_of, find_states
+from tools.lab.states import CellStanding, CellState, drift_of, find_states
 from tools.lab.study import Cell, Study, arms_of
 
 COUNTED = (CellState.DONE, CellState.SPENT)
@@ -226,15 +226,12 @@ _UNITS = {
 _POINTS = 60  # of a fitted curve
 
 
-def write_study_report(
-    study: Study, cells: Sequence[Cell], out: Path, queue: Mapping[str, Queued] | None = None
-) -> Path:
+def write_study_report(study: Study, cells: Sequence[Cell], out: Path) -> Path:
     """Write the page to ``out``, and beside it results.json, results.csv and curves.csv. Returns the page.
 
-    Cells may still run, wait or have failed: the page names them. ``queue`` is what Slurm says of those sent to it,
-    None if it was not asked. Raises DataError if none has recorded a step.
+    Cells may still run, wait or have failed: the page names them. Raises DataError if none has recorded a step.
     """
-    found = find_states(study, cells, queue)
+    found = find_states(study, cells)
     names = list(arms_of(study))
     begun = sorted((each for each in found if each.recorded), key=lambda each: names.index(each.cell.arm))
     if not begun:

@@ -32,7 +32,7 @@ _OWN = ("env", *(f"--unset={name}" for name in _INHERITED))
 class Allocation:
     """The allocation that this process runs in."""
 
-    id: str  # of an array's task: the array's and its index, as 12_3
+    id: str
     restart: int
     here: str  # the node of this process
     nodes: tuple[str, ...]  # the learner's
@@ -47,8 +47,6 @@ class Allocation:
         job, restart = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if job is None:
             return None
-        if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
-            job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
         heterogeneous = "SLURM_HET_SIZE" in os.environ
         others = beside(config)
         if heterogeneous:

@@ -16,7 +16,6 @@ SENT_SECONDS = 300.0  # of sbatch, whose jobs a cluster's plugins look at
 _NO_JOBS = ("SLURM_CONF", "SLURM_CLUSTERS")  # which no surrounding job sets
 _VARIABLES = {
     "time": ("TIMELIMIT",),
-    "array": ("ARRAY_INX",),
     "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
     **dict.fromkeys(("requeue", "no-requeue"), ("REQUEUE", "NO_REQUEUE")),
 }
@@ -45,7 +44,6 @@ def call_slurm(command: Sequence[str], script: Path | None = None) -> str:
     stated = set() if script is None else _stated(script.read_text(encoding="utf-8"))
     kept = {name: value for name, value in _outside_jobs().items() if name not in stated}
     kept.pop("SBATCH_WAIT", None)  # until the job ends
-    kept["SLURM_BITSTR_LEN"] = "0"  # else lists of an array's tasks are cut at 64 characters
     seconds, shown = SENT_SECONDS if command[0] == "sbatch" else ANSWER_SECONDS, shlex.join(command)
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=kept, timeout=seconds)

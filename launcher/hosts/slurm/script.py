@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,8 @@ _CODE = ("rl_megatron", "launcher", "tools")
 _UNREAD = re.compile(r"[^\w./+:=@,~-]")  # not allowed in a line of #SBATCH: quotes, %, spaces, newlines
 
 
-def job_script(
-    config: RunConfig,
-    *,
-    folder: Path,
-    python: str,
-    package: Path,
-    cells: Sequence[str] = (),
-    budgeted: bool = False,
-) -> str:
+def job_script(config: RunConfig, *, folder: Path, python: str, package: Path) -> str:
     """The job's script. It runs in ``folder``, where relative paths start; ``package`` is the folder of this code.
-
-    ``cells``: the config's run folder is a study's, and task i of ``slurm.array`` trains the cell of that name in it.
-    ``budgeted``: a job's time is all that its run may have, so the job ends well once that is up.
 
     Only ``slurm.setup`` is executed: other values are quoted, or have only characters without a meaning to bash and
     sbatch. Raises ConfigError for a run's folder with other characters.
@@ -60,12 +48,9 @@ def job_script(
         tasks_per_node=config.slurm.tasks_per_node(config.learner.dims.world_size),
         name=config.run.name,
         run=run,
-        seed=config.seed,
         folder=folder,
         python=config.slurm.python or python,
         package=package,
-        cells=cells,
-        budgeted=budgeted,
     )
 
 

@@ -26,7 +26,7 @@ _OPTION = re.compile(r"--([a-z][a-z0-9-]*)(=[^\x00-\x1f\x7f]+)?")
 _REQUESTS_GPUS = re.compile(r"--(gpus\b|(gres|tres-per-\w+)=(none$|.*\bgpu\b))")
 _KEYS = ("nodes", "ntasks_per_node", "cpus_per_task", "time", "account", "partition", "qos", "constraint", "exclude")
 _SET_BY: Mapping[str, str] = {  # options of sbatch, by the key that sets them, or submit itself
-    **{key.replace("_", "-"): f"slurm.{key}" for key in (*_KEYS, "reservation", "array")},
+    **{key.replace("_", "-"): f"slurm.{key}" for key in (*_KEYS, "reservation")},
     **dict.fromkeys(("ntasks", "tasks-per-node"), "slurm.ntasks_per_node"),
     **dict.fromkeys(("requeue", "no-requeue"), "slurm.requeues"),
     **dict.fromkeys(("open-mode", "parsable", "test-only", "wait", "wrap", "help", "usage", "version"), "submit"),
@@ -34,6 +34,7 @@ _SET_BY: Mapping[str, str] = {  # options of sbatch, by the key that sets them, 
     "signal": "slurm.signal_seconds",
     "job-name": "run.name",
     "output": "run.dir",
+    "array": "a submit for each seed",
     "clusters": "the variable SLURM_CLUSTERS",
 }
 
@@ -170,9 +171,6 @@ class SlurmSection(Section):
     """Nodes that the job must not use."""
     reservation: Word | None = None
     """Reservation to use."""
-    array: Word | None = None
-    """Indices of a job array, as in 0-3: each is a run in ``<dir>/<name>/<name>-<index>`` that adds its index to the
-    seed."""
     options: Options = ()
     """More options of sbatch, as [--gres=gpu:h100:8,--dependency=afterok:123], for the learner's nodes. One that
     requests GPUs replaces the request for ``slurm.gpus_per_node``; --gres=none removes it."""

@@ -234,31 +234,6 @@ def test_a_node_without_the_controllers_interpreter_is_told(tmp_path: Path) -> N
     assert f"status 127: {tmp_path}/commands/gone, in which the controller runs, is not on this node; set slurm" in said
 
 
-def test_a_task_of_an_array_comes_back_alone(tmp_path: Path) -> None:
-    """By its own name: the array's id, which is also the id of one of its tasks, means all of them to Slurm."""
-    run = tmp_path / "run"
-    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "ATTEMPT": f"{run}/jobs/7_3-0"}
-    status, said, asked = attempt(tmp_path, 0, "000001", **array)
-    assert (status, asked) == (0, ["requeue 7_3"])
-    assert "job 7_3, restart 0: saved; comes back" in said
-    assert (run / "jobs" / "id").read_text() == "7_3\n"
-    assert (run / "jobs" / "7_3-0" / "controller.txt").exists()
-
-
-def test_an_arrays_folder_names_the_array_whose_task_began_last(tmp_path: Path) -> None:
-    """A script that was sent again by hand is known after its end too; a run that goes on is left to its own array."""
-    run, jobs = tmp_path / "run", tmp_path / "array" / "jobs"
-    jobs.mkdir(parents=True)
-    for number in ("7", "8"):
-        array = {"SLURM_ARRAY_JOB_ID": number, "SLURM_ARRAY_TASK_ID": "3", "ATTEMPT": f"{run}/jobs/{number}_3-0"}
-        assert attempt(tmp_path, 0, "000001", **array, ARRAY_RUN=str(jobs.parent))[0] == 0
-        assert (jobs / "id").read_text() == f"{number}\n"
-    with claim(run, resume=True):
-        later = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3", "ARRAY_RUN": str(jobs.parent)}
-        assert attempt(tmp_path, 0, **later)[0] == 1
-    assert (jobs / "id").read_text() == "8\n"
-
-
 AWAY = "slurm_requeue error: Unable to contact slurm controller (connect failure)"
 BUSY = "slurm_requeue error: Socket timed out on send/recv operation"
 
@@ -284,12 +259,10 @@ def test_a_job_that_slurm_will_never_requeue_fails(tmp_path: Path, why: str) -> 
     assert said.splitlines()[-1].endswith(f"failed with status 1: Slurm does not requeue it: {why}")
 
 
-def test_a_run_that_has_used_up_its_requeues_is_not_done_unless_its_time_was_its_budget(tmp_path: Path) -> None:
+def test_a_run_that_has_used_up_its_requeues_is_not_done(tmp_path: Path) -> None:
     status, said, asked = attempt(tmp_path, 9, "000001")  # REQUEUES=9
     assert (status, asked) == (1, [])
     assert "saved, but slurm.requeues=9 are used up; to go on, submit its script again" in said.splitlines()[-1]
-    status, said, _ = attempt(tmp_path, 10, "000002", BUDGETED="yes")
-    assert (status, said.splitlines()[-1].endswith(": done")) == (0, True)
     status, said, _ = attempt(tmp_path, 11, "000003", ENDS="yes")
     assert (status, said.splitlines()[-1].endswith(": done")) == (0, True)
 
@@ -297,18 +270,6 @@ def test_a_run_that_has_used_up_its_requeues_is_not_done_unless_its_time_was_its
 def excluding(*nodes: str) -> list[str]:
     """What the script asks of Slurm's controller to come back without these and the job's own ``slurm.exclude``."""
     return ["requeue 7", f"update JobId=7 ExcNodeList={','.join((*nodes, 'node9'))}"]
-
-
-def test_a_budgets_time_does_not_begin_again_when_the_job_comes_back(tmp_path: Path) -> None:
-    """It is cut at each restart: Slurm does not cut that of a job that it preempts."""
-    preempted = {"ENDS": "well", "BUDGETED": "yes", "PREEMPTED": "2026-01-02T03:04:05"}
-    shorter = [f"update JobId=7 TimeLimit-={minutes}" for minutes in (17, 3)]
-    assert attempt(tmp_path, 0, SECONDS="1040", **preempted)[2] == ["requeue 7"]
-    assert attempt(tmp_path, 1, SECONDS="200", **preempted)[2] == [shorter[0], "requeue 7"]
-    assert attempt(tmp_path, 2, SECONDS="20", **preempted)[2] == [shorter[1], "requeue 7"]
-    assert attempt(tmp_path, 3, **preempted)[2] == ["requeue 7"]
-    (tmp_path / "run" / "jobs" / "7-3" / "minutes").write_text("5\n")
-    assert attempt(tmp_path, 4, **(preempted | {"BUDGETED": ""}))[2] == ["requeue 7"]
 
 
 def test_failures_of_the_run_in_an_earlier_job_do_not_count_but_their_nodes_are_left_out(tmp_path: Path) -> None:
@@ -471,7 +432,7 @@ def test_a_job_that_does_not_tell_its_nodes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scontrol: str | None, nodes: str | None, said: str
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    for name in ("SLURM_HET_SIZE", "SLURM_ARRAY_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_JOB_NODELIST"):
+    for name in ("SLURM_HET_SIZE", "SLURM_RESTART_COUNT", "SLURM_JOB_NODELIST"):
         monkeypatch.delenv(name, raising=False)
     if nodes is not None:
         monkeypatch.setenv("SLURM_JOB_NODELIST", nodes)

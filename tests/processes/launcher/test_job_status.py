@@ -36,9 +36,6 @@ def stand_in(path: Path, script: str) -> None:
         ("failed", "3", "FAILED (NonZeroExitCode) on n3, restart 0", True),
         ("unavailable", "10", "PENDING (ReqNodeNotAvail,_May_be_reserved_for_other_job), restart 0", False),
         ("heterogeneous", "11", "RUNNING on n1 and n3, restart 0", False),
-        ("array", "1", "2 PENDING (JobArrayTaskLimit), 1 RUNNING", False),
-        ("array", "1_2", "PENDING (JobArrayTaskLimit), restart 0", False),
-        ("array", "1_0", "RUNNING on n1, restart 0", False),
         ("held, 22.05", "1", "PENDING (JobHeldUser), restart 0", False),
     ],
 )
@@ -145,9 +142,6 @@ def test_no_ended_job_is_ended_by_number(tmp_path: Path, monkeypatch: pytest.Mon
     assert describe(run).splitlines()[-1] == "scancel 7"
     monkeypatch.setenv("SBATCH_CLUSTERS", "gpu1")
     assert describe(run).splitlines()[-1] == "scancel --clusters=gpu1 7"
-    for whose in ("jobs/7", "mine/jobs/7_4294967294"):  # of a study's cell, and of an array, that have not begun
-        stand_in(tmp_path / "scontrol", f"echo JobId=7 JobState=PENDING StdOut={tmp_path}/runs/{whose}.txt")
-        assert status_of("7", run).name == "PENDING"
 
 
 @pytest.mark.parametrize(("state", "line"), [("RUNNING", "tail -F"), ("FAILED", "less")])
@@ -198,67 +192,3 @@ def test_a_run_whose_script_was_sent_by_hand_is_known_before_it_begins(
     assert describe(run) == f"{run}: job 7, COMPLETED, restart 0\nno step yet"
     (run / "jobs" / "id").unlink()
     assert "it holds no run, and no job was submitted" in Said("status", capsys)(str(run), status=1)
-
-
-TASKS = {0: ("COMPLETED", "None"), 1: ("RUNNING", "None"), 2: ("RUNNING", "None"), 3: ("FAILED", "NonZeroExitCode")}
-
-
-@pytest.mark.parametrize("forgotten", [(), (3,), (0, 3), (0, 1, 2, 3)])
-def test_an_array_has_ended_once_all_its_tasks_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forgotten: tuple[int, ...]
-) -> None:
-    """Slurm gives the array's own number to its last task, and forgets each task on its own."""
-    run = tmp_path / "runs" / "mine"
-    (run / "jobs" / "101_1-0").mkdir(parents=True)
-    (run / "jobs" / "id").write_text("101\n")
-    stand_in(tmp_path / "sacct", NO_ACCOUNTS)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-
-    def remember(tasks: dict[int, tuple[str, str]]) -> None:
-        lines = [
-            f"JobId={101 if task == 3 else 102 + task} ArrayJobId=101 ArrayTaskId={task} JobState={state} "
-            f"Reason={reason} StdOut={run}/jobs/101_{task}.txt"
-            for task, (state, reason) in tasks.items()
-        ]
-        gone = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
-        stand_in(tmp_path / "scontrol", "\n".join(f"echo '{line}'" for line in lines) or gone)
-
-    left = {task: said for task, said in TASKS.items() if task not in forgotten}
-    remember(left)
-    if len(forgotten) == 4:
-        stand_in(tmp_path / "sacct", "printf '101_%s\\n' '0|COMPLETED' '3|FAILED' '1|RUNNING' '[2,4-5%2]|PENDING'")
-        assert status_of("101", run).text == "1 COMPLETED, 1 FAILED, 1 RUNNING, 3 PENDING"
-    else:
-        counts = {(0,): "1 COMPLETED, ", (3,): ", 1 FAILED (NonZeroExitCode)"}
-        before, after = (counts[task] if task[0] in left else "" for task in ((0,), (3,)))
-        assert status_of("101", run).text == f"{before}2 RUNNING{after}"
-    where = f"job 101 is an array, whose runs are {run}/mine-<index>"
-    assert Said("status", capsys)(str(run)).splitlines()[1:] == [where, "scancel 101"]
-    ended = dict.fromkeys(TASKS, ("COMPLETED", "None"))
-    remember(ended | {2: ("CANCELLED", "None")})
-    assert (status_of("101", run).name, status_of("101", run).over) == ("CANCELLED", True)
-    remember(ended)
-    assert status_of("101", run).name == "COMPLETED"
-    assert describe(run) == f"{run}: job 101, 4 COMPLETED\n{where}"
-
-
-def test_the_log_of_an_arrays_task_is_in_its_own_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm writes it beside those of the other tasks; after a restart, which finds the folder, to the same file."""
-    config = config_of("slurm.array=0-3")
-    script = job_script(config, folder=tmp_path, python="/nowhere/python", package=REPO)
-    array = tmp_path / "runs" / "golden"
-    written, run = array / "jobs" / "12_2.txt", array / "golden-2"
-    written.parent.mkdir(parents=True)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    stand_in(tmp_path / "scontrol", f"echo JobId=14 ArrayJobId=12 ArrayTaskId=2 JobState=FAILED StdOut={written}")
-    slurm = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_NODELIST": "n1"}
-    for restart in ("0", "1"):
-        with written.open("ab") as out:
-            env = {**os.environ, **slurm, "SLURM_RESTART_COUNT": restart}
-            done = subprocess.run(["bash"], input=script.encode(), stdout=out, stderr=out, env=env)
-        assert done.returncode == 127
-    why = "failed with status 127: /nowhere/python, in which the controller runs, is not on this node; set slurm.python"
-    lines = (run / "jobs" / "12_2.txt").read_text().splitlines()
-    assert [line.partition("job 12_2, ")[2] for line in lines[1::2]] == [f"restart {n}: {why}" for n in (0, 1)]
-    assert describe(run).splitlines()[2:] == [lines[-1], f"less {run}/jobs/12_2.txt {run}/jobs/12_2-1/controller.txt"]
-    assert (run / "jobs").stat().st_mode & 0o777 == 0o700

@@ -357,7 +357,7 @@ def test_a_run_on_none_of_the_learners_nodes_is_refused(tmp_path: Path, monkeypa
     (tmp_path / "scontrol").write_text(SCONTROL)
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for name in ("SLURMD_NODENAME", "SLURM_HET_SIZE", "SLURM_ARRAY_JOB_ID", "SLURM_RESTART_COUNT"):
+    for name in ("SLURMD_NODENAME", "SLURM_HET_SIZE", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "a1,a2,b1")

@@ -114,10 +114,8 @@ def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_command
             ("rollout=vllm", "slurm.engines.nodes=1", "rollout.server.addresses=http://a:1"),
             "slurm.engines.nodes=1 with rollout.server.addresses=http://a:1: servers are running already",
         ),
-        (
-            ("rollout=vllm", "slurm.engines.nodes=1", "slurm.heterogeneous=true", "slurm.array=0-3"),
-            "slurm.array=0-3: Slurm has no arrays of heterogeneous jobs",
-        ),
+        (("slurm.array=0-3",), "slurm.array='0-3': no such key; submit a run for each seed: for s in 0 1 2; do"),
+        (("slurm.options=--array=0-3",), "without --array, which a submit for each seed sets"),
         (
             ("run.launcher=ray", "slurm.container=/x.sqsh"),
             "run.launcher=ray with slurm.container=/x.sqsh: the",
@@ -236,28 +234,6 @@ def test_two_submits_at_once_have_a_run_each(
     assert capsys.readouterr().err.endswith("runs/local exists; take another name\n")
 
 
-def test_no_run_of_an_array_is_in_the_folder_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names that are chosen end with a number, as those of an array's runs do."""
-    monkeypatch.chdir(tmp_path)
-    runs = dict[Path, list[Path]]()
-    for _ in range(2):
-        with submit.prepare(load_config("tiny_cpu", ["slurm.array=2-3", "seed=5"]), "tiny_cpu") as job:
-            (job.folder / "jobs" / "id").write_text("7\n")
-        before, _, _ = job.script.read_text().partition("REQUEUES=")
-        for index in (2, 3):
-            env = {**os.environ, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(index)}
-            script = f'{before}\nprintf "%s\\n" "$ARRAY_RUN" "$RUN" "${{TRAIN[@]}}"'
-            done = subprocess.run(["bash"], input=script, env=env, capture_output=True, text=True, check=True)
-            array, run, _, file, *overrides = done.stdout.splitlines()
-            task = load_config(file, overrides)
-            assert ((task.run.dir / str(task.run.name)).absolute(), task.seed) == (Path(run), 5 + index)
-            assert (Path(run) / "jobs" / f"7_{index}.txt").resolve() == job.folder / "jobs" / f"7_{index}.txt"
-            assert Path(array) == job.folder
-            runs.setdefault(job.folder, []).append(Path(run))
-    for folder, own in runs.items():
-        assert own == [folder / f"{folder.name}-{index}" for index in (2, 3)]
-
-
 REFUSING = """#!/bin/bash
 # Refuses partition typo; of any other job it does not say that Slurm has taken it.
 case "$*" in
@@ -361,7 +337,7 @@ def test_a_cluster_without_gpus_in_slurm_is_told_the_key(tmp_path: Path, monkeyp
 
 HOSTILE = ("a\n>PWNED\n#", "a;>PWNED;", "$(>PWNED)", "`>PWNED`", "a' >PWNED '", 'a" >PWNED "', "a|>PWNED", "a >PWNED")
 PLACES = ("folder", "package", "run.dir", "slurm.python", "slurm.environment.X", "slurm.account")
-PLACES += ("slurm.exclude", "slurm.memory_per_node", "slurm.partition", "slurm.array")
+PLACES += ("slurm.exclude", "slurm.memory_per_node", "slurm.partition")
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -508,11 +484,11 @@ def test_a_part_that_fails_is_named_and_the_job_is_ended(
 
 
 def test_it_is_the_run_in_its_layout_from_the_first_step_on() -> None:
-    keys = ("run.name=x", "checkpoint.every=7", "slurm.array=0-3", "slurm.restarts=0", "log.wandb=online")
+    keys = ("run.name=x", "checkpoint.every=7", "slurm.restarts=0", "log.wandb=online")
     sets = ("eval.sets.one.limit=4", "eval.sets.one.samples=8", "eval.sets.one.temperature=1", "eval.sets.two.every=5")
     config = load_config("tiny_cpu", [*keys, *sets, "learner.dp=2", "train.lr_decay=cosine"])
     made = smoke_of(config)
-    assert (made.run.name, made.slurm.array, made.slurm.restarts, made.checkpoint.every) == ("x-smoke", None, 1, 1)
+    assert (made.run.name, made.slurm.restarts, made.checkpoint.every) == ("x-smoke", 1, 1)
     assert (made.learner, made.rollout, made.reward, made.algorithm) == (
         *(config.learner, config.rollout, config.reward, config.algorithm),
     )

@@ -27,6 +27,7 @@ from tools.lab.run import cells_at_once
 from tools.lab.states import (
     CellRecord,
     birth_of,
+    config_path,
     drift_of,
     find_states,
     record_path,
@@ -255,6 +256,20 @@ def test_what_a_machine_refuses_names_the_arm(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_check_writes_a_file_for_each_cell_that_submit_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = study_of(tmp_path)
+    assert status_of("experiment", "run", str(tmp_path / "mine.yaml"), "--check") == 0
+    assert f"{study.folder}/cells" in capsys.readouterr().out
+    cells = cells_of(study)
+    assert sorted(path.stem for path in (tmp_path / "runs" / "cells").iterdir()) == sorted(c.name for c in cells)
+    for cell in cells:
+        assert load_config(str(config_path(cell)), []) == cell.config
+    assert status_of("experiment", "submit", str(tmp_path / "mine.yaml"), "--dry-run") == 1
+    assert "which `rl-megatron submit` takes" in capsys.readouterr().err
+
+
 def test_cells_on_gpus_run_one_at_a_time(tmp_path: Path) -> None:
     gpu = ["learner.device=cuda", "learner.ep=1"]
     study = study_of(tmp_path, overrides=gpu)
@@ -313,6 +328,10 @@ def test_states_are_read_from_folders_and_records(tmp_path: Path) -> None:
     text = states_table(found)
     assert "status 1: error: no" in text
     assert text.endswith("7 cells: 1 done, 1 spent, 1 running, 1 failed, 2 stopped, 1 waiting")
+    task = {"pid": 0, "began": "", "starts": 1, "seconds": 0.0, "granted": None, "task": "12_0"}  # as 0.3.0 wrote it
+    record_path(cells[0]).write_text(json.dumps(task))
+    record_path(cells[3]).write_text(json.dumps({**task, **dead, "task": ""}))
+    assert [find_states(study, cells)[i].state.value for i in (0, 3)] == ["done", "stopped"]
     record_path(cells[0]).write_text("{}")
     with pytest.raises(DataError, match="not the record of a cell"):
         find_states(study, cells)

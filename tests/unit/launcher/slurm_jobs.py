@@ -20,7 +20,6 @@ CASES = {
         *("slurm.environment.GREETING=it's a $HOME", "slurm.python=/opt/venv/bin/python"),
         "slurm.options=[--dependency=afterok:12,--mail-type=END,FAIL,--comment=\"a 'b' #c\"]",
     ),
-    "array": ("slurm.array=0-3", "seed=10"),
     "ray_and_engine_nodes": (
         *BIG,
         *("run.launcher=ray", "rollout=vllm", "rollout.server.replicas=4", "rollout.server.tp=4", "slurm.nodes=2"),
