@@ -14,8 +14,8 @@ from rl_megatron.agents.endpoint.server import Endpoint, RequestCounts
 from rl_megatron.agents.episode import AgentModel, Episode, LongPrompt
 from rl_megatron.agents.threads import LoopThread, TooLate, UserCodeFailed
 from rl_megatron.config.sections.reward import EnvironmentSection
-from rl_megatron.environments.adapters.verifiers import PackageFailed
 from rl_megatron.environments.protocol import (
+    AgentFailed,
     Environment,
     EnvironmentStep,
     LimitReached,
@@ -255,7 +255,7 @@ def _is_refusal(error: BaseException | None, status: int, depth: int = 16) -> bo
         return False
     if isinstance(error, BaseExceptionGroup):
         return all(_is_refusal(one, status, depth - 1) for one in error.exceptions)
-    if isinstance(error, (LimitReached, LongPrompt, PackageFailed)):
+    if isinstance(error, (AgentFailed, LimitReached, LongPrompt)):
         return True
     with suppress(Exception):  # attributes of the user's own kind
         for one in (error, getattr(error, "response", None)):

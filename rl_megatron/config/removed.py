@@ -215,6 +215,7 @@ VALUES: Mapping[tuple[str, str], str] = {
     ("environment.function", "nemo_gym"): f"nemo_gym_sessions:NemoGym {_EXAMPLE}",
     ("environment.function", "openenv"): f"openenv_episodes:OpenEnv {_EXAMPLE}",
     ("environment.function", "reasoning_gym"): f"reasoning_gym_problems:ReasoningGym {_EXAMPLE}",
+    ("environment.function", "verifiers"): f"verifiers_episodes:play {_EXAMPLE}",
     ("learner.optimizer.moments_dtype", "float8"): "'bfloat16', which takes 4 bytes a parameter, or 'float32'",
     ("sandbox.type", "docker"): "'subprocess' or 'remote'; a server at sandbox.url may run the container",
     ("weights.transport", "disk"): "'file', the new name of 'disk'",

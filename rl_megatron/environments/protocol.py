@@ -15,6 +15,13 @@ from rl_megatron.types import FinishReason, Prompt, StopReason
 OpenAIMessage = Mapping[str, Any]
 
 
+class AgentFailed(Exception):
+    """What a program that leads a trajectory raised: perhaps that it was refused a turn, which its words do not tell.
+
+    An agent's function that has another program ask for turns raises it; a trajectory that a limit ended keeps its end.
+    """
+
+
 class LimitReached(Exception):
     """A trajectory may have no further turn; the argument says which limit it reached.
 

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, cast
 
 from rl_megatron.config.sections.reward import EnvironmentSection, SandboxSection
-from rl_megatron.environments.adapters.verifiers import verifiers
 from rl_megatron.environments.protocol import Demonstrating, Environment, EnvironmentStep, Model
 from rl_megatron.environments.shipped import Calculator, Guess
 from rl_megatron.errors import ConfigError, EnvironmentFailed
@@ -26,7 +25,6 @@ METHODS = ("start", "step", "score", "close")
 ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {
     "calculator": Calculator,
     "guess": Guess,
-    "verifiers": verifiers,
 }
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from write_tasks import run
 
 from tests.e2e.processes import Place
 from tests.environments.served import EXAMPLES, PACKAGES, interpreter
-from tools.write_tasks import run
 
 pytestmark = pytest.mark.slow
 KEYS = (
@@ -61,14 +61,14 @@ LETTERS = ("name=letter_counting", "size=256", "held_out=32", "seed=1", "min_wor
 
 def test_verifiers(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The share of characters with an even code, without any warm start: 0.3 at first, 0.9 behind 7 steps."""
-    monkeypatch.setenv("PYTHONPATH", str(PACKAGES))
+    monkeypatch.setenv("PYTHONPATH", f"{PACKAGES}:{EXAMPLES}")
     python = interpreter("verifiers")
     args = "{agent: {runtime: {type: subprocess}}}"
     keys = (f"python={python}", "id=even_second", "size=48", "held_out=16", f"args={args}")
-    run(place.folder / "tasks", "verifiers", keys)
+    run(place.folder / "tasks", "verifiers_episodes:tasks", keys)
     found = rewards(
         place,
-        *("environment.function=verifiers", f"environment.options.python={python}"),
+        *("environment.function=verifiers_episodes:play", f"environment.options.python={python}"),
         *("rollout.prompts_per_step=8", "rollout.group_size=8"),
         *("rollout.max_prompt_tokens=16", "rollout.max_new_tokens=6"),
         *("warm_start.steps=0", "train.steps=7", "train.learning_rate=2e-2"),

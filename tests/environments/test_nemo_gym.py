@@ -16,6 +16,7 @@ from typing import Any
 import nemo_gym_sessions as example
 import pytest
 from json_server import MOST_BYTES
+from write_tasks import run
 
 from rl_megatron.agents.conversation.written import ChatTemplate
 from rl_megatron.agents.parsers import hermes
@@ -26,7 +27,6 @@ from rl_megatron.types import Prompt, Trajectory
 from tests.completions import drawn
 from tests.environments.served import INTERPRETERS, interpreter, serving
 from tests.scripted_engine import Scripted, sampler, trajectories
-from tools.write_tasks import run
 
 EXAMPLES = "lib/python3.12/site-packages/resources_servers/example_session_state_mgmt/data/example.jsonl"
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True, "description": ""}

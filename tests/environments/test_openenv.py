@@ -13,6 +13,7 @@ from typing import Any
 
 import openenv_episodes as example
 import pytest
+from write_tasks import run
 
 from rl_megatron.agents.source import EnvironmentSampler, Waves
 from rl_megatron.environments.protocol import Reply
@@ -21,7 +22,6 @@ from rl_megatron.types import Prompt, Trajectory
 from tests.completions import drawn
 from tests.environments.served import interpreter, serving
 from tests.scripted_engine import Scripted, sampler, trajectories
-from tools.write_tasks import run
 
 SCHEMA = {"action": {"properties": {"metadata": {"type": "object"}, "said": {"type": "string"}}}}
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from reasoning_gym_problems import EXECUTING, ReasoningGym
+from write_tasks import run
 
 from rl_megatron.agents.source import Waves
 from rl_megatron.environments.protocol import EnvironmentStep, Reply
@@ -20,7 +21,6 @@ from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.types import Prompt
 from tests.completions import drawn
 from tests.scripted_engine import Scripted, sampler, trajectories
-from tools.write_tasks import run
 
 package = pytest.importorskip("reasoning_gym", reason="make test-all PART=environments installs it, on Python 3.11")
 NAMES = ("leg_counting", "family_relationships", "time_intervals")

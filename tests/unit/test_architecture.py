@@ -39,8 +39,6 @@ ONE_EACH = {  # functions that may have one name, by where they are: a table tak
 COLLECTIVE = ("rl_megatron/learner", "rl_megatron/features", "rl_megatron/weights/routes")
 IN_ENGINES = (  # which read the environment of an engine's process, or of another program's
     "rl_megatron/bounded.py",  # which passes it on to a process of its own
-    "rl_megatron/environments/adapters/verifiers.py",  # which passes it on to that interpreter
-    "rl_megatron/environments/adapters/verifiers_worker.py",  # another interpreter, whose clients read keys there
     "rl_megatron/engines/engine_token.py",
     "rl_megatron/engines/sglang/server.py",
     "rl_megatron/weights/checks/libraries.py",

@@ -164,7 +164,7 @@ def test_other_programs_of_documents_are_there(command: Command) -> None:
         package = rest[1].partition(".")[0]
         own = REPO / f"{rest[1].replace('.', '/')}.py"
         assert package in {"pip", *sys.stdlib_module_names} or own.is_file()
-    elif program(command).startswith("python") and rest and rest[0].startswith("tools/"):
+    elif program(command).startswith("python") and rest and rest[0].startswith("docs/"):
         assert (REPO / rest[0]).is_file()
     elif not program(command).startswith("python") and program(command) not in SHELL:
         assert name.startswith((".venv/bin/", ".environments/", "/opt/")) or os.access(REPO / name, os.X_OK)

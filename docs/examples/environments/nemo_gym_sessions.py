@@ -35,7 +35,7 @@ class NemoGym:
         """The messages and tools of the row. Raises DataError for what it has besides, and ServerFailed."""
         row = task.meta.get(FIELD)
         if not isinstance(row, Mapping):
-            raise DataError(f"prompt {task.id!r} has no field {FIELD!r}; write tasks with python -m tools.write_tasks")
+            raise DataError(f"prompt {task.id!r} has no field {FIELD!r}; write tasks with write_tasks.py")
         try:
             messages, tools = _messages(row["responses_create_params"]), _tools(row["responses_create_params"])
         except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -54,7 +54,7 @@ class OpenEnv:
         """
         arguments = task.meta.get(FIELD)
         if not isinstance(arguments, Mapping):
-            raise DataError(f"prompt {task.id!r} has no field {FIELD!r}; write tasks with python -m tools.write_tasks")
+            raise DataError(f"prompt {task.id!r} has no field {FIELD!r}; write tasks with write_tasks.py")
         await self._session.open()
         seen = await self._session.reset({"seed": seed % _LARGEST_SEED, **arguments})
         same = seen.text in task.text

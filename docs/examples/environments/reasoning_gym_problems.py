@@ -30,7 +30,7 @@ EXECUTING = frozenset(  # their scorers pass the reply to eval, or to sympy's pa
 
 
 class ReasoningGym:
-    """The problem of a row that ``tools.write_tasks`` wrote. Its answer stands in the reply between <``tag``> and
+    """The problem of a row that write_tasks.py wrote. Its answer stands in the reply between <``tag``> and
     </``tag``>, the last of them, or is the whole reply where ``tag`` is empty."""
 
     def __init__(self, tag: str = "answer") -> None:
@@ -94,7 +94,7 @@ def _made(task: Prompt) -> tuple[Any, Mapping[str, Any]]:
     """The data set that a row is of, and its problem as the package makes it."""
     which = task.meta.get(FIELD)
     if not isinstance(which, Mapping):
-        raise DataError(f"prompt {task.id!r} has no field {FIELD!r}; write tasks with python -m tools.write_tasks")
+        raise DataError(f"prompt {task.id!r} has no field {FIELD!r}; write tasks with write_tasks.py")
     config = json.dumps(which["config"], sort_keys=True)
     dataset = _dataset(which["name"], which["seed"], which["size"], config)
     return dataset, dataset[which["index"]]

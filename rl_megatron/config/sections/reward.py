@@ -238,7 +238,7 @@ class EnvironmentSection(Section):
     """An environment or agent that completions are part of (docs/environments.md); without one each prompt gets one."""
 
     function: str | None = None
-    """calculator, guess, verifiers, or package.module:name of your own class of environments or async function; null:
+    """calculator, guess, or package.module:name of your own class of environments or async function; null:
     there is none."""
     options: Mapping[EntryName, bool | Whole | Finite | str] = Field(default_factory=dict)
     """Keyword argument of the function."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from write_tasks import run
 
 from launcher.build.sampler import demonstrations, made_environment
 from launcher.preflight.checks import preflight
@@ -27,7 +28,6 @@ from rl_megatron.environments.shipped import Calculator, Guess, evaluated
 from rl_megatron.errors import ConfigError, EnvironmentFailed
 from rl_megatron.types import Prompt
 from tests.unit.rollout.test_environment_source import Talks
-from tools.write_tasks import run
 
 TASK = Prompt(id="37*45", text="37*45=", token_ids=(1,), answer="1665")
 

@@ -19,8 +19,15 @@ from rl_megatron.agents.source import EnvironmentSampler, Waves, environment_row
 from rl_megatron.agents.threads import Threads
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import tokens_behind_prompt
-from rl_megatron.environments.adapters.verifiers import InterpreterFailed, PackageFailed
-from rl_megatron.environments.protocol import EnvironmentStep, LimitReached, Model, Observed, Reply, Transcript
+from rl_megatron.environments.protocol import (
+    AgentFailed,
+    EnvironmentStep,
+    LimitReached,
+    Model,
+    Observed,
+    Reply,
+    Transcript,
+)
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.environments.shipped import Calculator
 from rl_megatron.errors import DataError, EngineError, EnvironmentFailed, PoisonPrompt
@@ -565,8 +572,8 @@ def endless() -> Exception:
         (chained(chained(Wrapped(410))), True),
         (ExceptionGroup("both", [Wrapped(410), chained(Wrapped(410))]), True),
         (chained(LimitReached("turns")), True),
-        (PackageFailed("verifiers: no turn"), True),
-        (InterpreterFailed("it ended with status 3"), False),
+        (AgentFailed("verifiers: no turn"), True),
+        (RuntimeError("it ended with status 3"), False),
         (Wrapped(400), False),
         (ExceptionGroup("both", [Wrapped(410), OSError("no daemon")]), False),
         (endless(), False),

@@ -1,4 +1,4 @@
-"""Environments of the verifiers package, in an interpreter of their own that asks the model's endpoint for turns."""
+"""Episodes of the verifiers package, in an interpreter of their own that asks the model's endpoint for turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rl_megatron.environments import marks
-from rl_megatron.environments.protocol import EnvironmentStep, Model
+from rl_megatron.environments.protocol import AgentFailed, EnvironmentStep, Model
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.types import Prompt
 
@@ -30,15 +30,11 @@ class InterpreterFailed(Exception):
     """The other interpreter's process ended, answered what is no answer, or could not do what was asked."""
 
 
-class PackageFailed(InterpreterFailed):
-    """The package raised: perhaps that it was refused a turn, which its words do not tell."""
-
-
-async def verifiers(task: Prompt, model: Model, *, python: str) -> EnvironmentStep:
-    """Have ``python`` play the task of a row that ``tools.write_tasks`` wrote; its reward and metrics."""
+async def play(task: Prompt, model: Model, *, python: str) -> EnvironmentStep:
+    """Have ``python`` play the task of a row that write_tasks.py wrote; its reward and metrics."""
     which = task.meta.get(FIELD)
     if not isinstance(which, Mapping):
-        raise DataError(f"prompt {task.id!r} has no field {FIELD!r}; write tasks with python -m tools.write_tasks")
+        raise DataError(f"prompt {task.id!r} has no field {FIELD!r}; write tasks with write_tasks.py")
     said = await interpreter_of(python).ask({**which, "base_url": model.base_url, "api_key": model.api_key})
     metrics = {_name(name): value for name, value in dict(said.get("metrics") or {}).items() if value is not None}
     return EnvironmentStep(reward=said.get("reward"), metrics=dict(list(metrics.items())[:_MOST_METRICS]))
@@ -59,7 +55,7 @@ def tasks(
 
     try:
         found = asyncio.run(ask())["tasks"]
-    except (InterpreterFailed, TimeoutError) as error:
+    except (AgentFailed, InterpreterFailed, TimeoutError) as error:
         raise ConfigError(f"verifiers in {python}: {error or f'no tasks within {_TASKS_LIMIT:g} s'}") from error
     if len(found) < size + held_out:
         raise ConfigError(f"{id} has {len(found)} tasks, fewer than size={size} and held_out={held_out}")
@@ -84,7 +80,7 @@ class Interpreter:
         self._started.wait()
 
     async def ask(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the process answers. Raises InterpreterFailed.
+        """What the process answers. Raises InterpreterFailed, and AgentFailed with what the package raised.
 
         A cancelled call is cancelled there too, and a process that does not heed it is killed, with all its calls.
         """
@@ -103,7 +99,7 @@ class Interpreter:
             self._send({"cancel": number})
             raise
         if "error" in said:
-            raise PackageFailed(f"verifiers: {said['error']!s:.{_MOST_SAID}}")
+            raise AgentFailed(f"verifiers: {said['error']!s:.{_MOST_SAID}}")
         return said
 
     def _send(self, line: Mapping[str, Any]) -> None:

@@ -1,6 +1,5 @@
-"""Runs environments of the verifiers package in the interpreter that has it, as `rl_megatron.environments.adapters.
-verifiers` asks on standard input: a line of JSON for each call, and one for each answer. Of this project it imports
-nothing."""
+"""Runs environments of the verifiers package in the interpreter that has it, as verifiers_episodes.py asks on standard
+input: a line of JSON for each call, and one for each answer. Of this project it imports nothing."""
 
 from __future__ import annotations
 

@@ -14,15 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import verifiers_episodes as adapter
+import verifiers_worker
 
 from rl_megatron.agents.source import EnvironmentSampler, Waves
-from rl_megatron.environments.adapters import verifiers as adapter
-from rl_megatron.environments.adapters import verifiers_worker
+from rl_megatron.environments.protocol import AgentFailed
 from rl_megatron.environments.registry import Agent
 from rl_megatron.errors import ConfigError, EnvironmentFailed
 from rl_megatron.types import Prompt, Trajectory
 from tests.completions import drawn
-from tests.environments.served import PACKAGES, interpreter
+from tests.environments.served import EXAMPLES, PACKAGES, interpreter
 from tests.scripted_engine import Scripted, sampler, trajectories
 
 LOCAL = {"agent": {"runtime": {"type": "subprocess"}}}
@@ -31,7 +32,7 @@ GENERATIONS = [("verifiers-0.1", "twice_first", {"problems": 5}), ("verifiers", 
 
 @pytest.fixture(autouse=True)
 def packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(PACKAGES))
+    monkeypatch.setenv("PYTHONPATH", f"{PACKAGES}:{EXAMPLES}")
 
 
 def prompt(which: dict[str, Any]) -> Prompt:
@@ -39,8 +40,8 @@ def prompt(which: dict[str, Any]) -> Prompt:
 
 
 def source(engine: Any, python: str, **section: Any) -> EnvironmentSampler:
-    agent = Agent(partial(adapter.verifiers, python=python))
-    return sampler(engine, agent, function="verifiers", group_size=2, **section)
+    agent = Agent(partial(adapter.play, python=python))
+    return sampler(engine, agent, function="verifiers_episodes:play", group_size=2, **section)
 
 
 def played(ours: EnvironmentSampler, prompts: Sequence[Prompt]) -> list[Trajectory]:
@@ -93,8 +94,8 @@ def test_what_the_package_raises_is_named_and_a_limit_ends_a_trajectory() -> Non
 )
 def test_a_process_that_dies_or_lies_is_named(script: str, said: str, tmp_path: Path) -> None:
     ours = source(Scripted(lambda text: "1"), fake(tmp_path, script))
-    single = sampler(Scripted(lambda text: "1"), ours.made, function="verifiers", group_size=1)
-    with pytest.raises(EnvironmentFailed, match=f"'verifiers': prompt 'p'.*{said}"):
+    single = sampler(Scripted(lambda text: "1"), ours.made, function="verifiers_episodes:play", group_size=1)
+    with pytest.raises(EnvironmentFailed, match=f"'verifiers_episodes:play': prompt 'p'.*{said}"):
         played(single, [prompt({"id": "any", "args": {}, "index": 0})])
 
 
@@ -186,7 +187,7 @@ async def test_a_call_that_is_cancelled_before_it_begins_is_answered() -> None:
     early.cancel()
     await asyncio.wait({early})
     process.send_signal(signal.SIGCONT)
-    with pytest.raises(adapter.InterpreterFailed, match="No module named 'verifiers'"):
+    with pytest.raises(AgentFailed, match="No module named 'verifiers'"):
         await asyncio.wait_for(made.ask(call), 30.0)
     left = set(made._waiting)
     process.kill()

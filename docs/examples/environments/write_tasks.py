@@ -1,9 +1,9 @@
 """Write the problems of another library as train.jsonl and eval.jsonl, which data.type=files reads.
 
-    python -m tools.write_tasks FOLDER SOURCE [KEY=VALUE ...]
+    python docs/examples/environments/write_tasks.py FOLDER SOURCE [KEY=VALUE ...]
 
-SOURCE is verifiers, or package.module:name of a function of yours that takes the keys and gives (rows to train on,
-held-out rows): mappings with ``question``, ``answer`` and fields of your own. Values are YAML.
+SOURCE is package.module:name of a function that takes the keys and gives (rows to train on, held-out rows): mappings
+with ``question``, ``answer`` and fields of your own. Values are YAML.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from rl_megatron.environments.adapters import verifiers
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.files import write_atomically
 from rl_megatron.user_code import load_named
@@ -27,7 +26,7 @@ Rows = Iterable[Mapping[str, Any]]
 
 def main(
     folder: Annotated[Path, typer.Argument(help="where the two files are written", show_default=False)],
-    source: Annotated[str, typer.Argument(help="verifiers, or package.module:name", show_default=False)],
+    source: Annotated[str, typer.Argument(help="package.module:name of a function", show_default=False)],
     keys: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE of the source", show_default=False)] = None,
 ) -> None:
     """Write the problems of a source."""
@@ -44,9 +43,7 @@ def run(folder: Path, source: str, keys: Iterable[str] = ()) -> None:
     Raises ConfigError for an unknown source, keys that it does not take, rows that JSON cannot hold, a split
     without rows, and files that exist.
     """
-    function: Callable[..., tuple[Rows, Rows]] = (
-        verifiers.tasks if source == "verifiers" else load_named(source, "SOURCE", "function", callable)
-    )
+    function: Callable[..., tuple[Rows, Rows]] = load_named(source, "SOURCE", "function", callable)
     paths = folder / "train.jsonl", folder / "eval.jsonl"
     if there := [str(path) for path in paths if path.exists()]:
         raise ConfigError(f"{', '.join(there)}: is there already; remove it, or name another folder")

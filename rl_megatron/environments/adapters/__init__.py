@@ -1,1 +1,0 @@
-"""Environments of other libraries, a file each."""
