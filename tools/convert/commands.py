@@ -42,7 +42,7 @@ _READ: Mapping[str, frozenset[str]] = {
     "--verify": frozenset({"config", "family", "against", "logprobs"}),
     "--verify --logprobs": frozenset({"config", "family", "against", "logprobs", "layers", "texts", "tolerance"}),
     "--inspect": frozenset({"layout"}),
-    "--inspect --layout": frozenset({"layout", "family", "rank", "svg"}),
+    "--inspect --layout": frozenset({"layout", "family", "rank"}),
 }
 """The options that each form of the command reads, in the order in which errors name the forms."""
 
@@ -84,7 +84,6 @@ def convert(
         str | None, typer.Option(help="with --inspect: as megatron,tp=2,pp=2,ep=2; show what each rank would hold")
     ] = None,
     rank: Annotated[int | None, typer.Option(min=0, help="with --layout: list this rank's parameters")] = None,
-    svg: Annotated[Path | None, typer.Option(help="with --layout: write a picture here")] = None,
 ) -> None:
     """Convert a checkpoint to the other kind, streaming; or --verify it, or --inspect what it holds.
 
@@ -107,7 +106,7 @@ def convert(
         if layout is None:
             inspection.show(folder)
         else:
-            inspection.show_layout(source, layout, rank=rank, svg=svg, family=family)
+            inspection.show_layout(source, layout, rank=rank, family=family)
     elif logprobs:
         from tools.convert.verify import compare_logprobs
 

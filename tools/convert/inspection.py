@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_megatron.errors import CheckpointError, ConfigError, of_the_hub
-from rl_megatron.files import parse, write_atomically
+from rl_megatron.files import parse
 from rl_megatron.models.json_files import JsonFields, read_json, tensor_names
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
@@ -31,7 +30,7 @@ from rl_megatron.weights.checkpoints.megatron import (
 )
 from rl_megatron.weights.checkpoints.torch_dist import read_index, read_tensor
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, is_cache_scale, weight_files
-from rl_megatron.weights.layouts.layout import Layout, ParamSpec, coordinates, degree
+from rl_megatron.weights.layouts.layout import Layout, coordinates
 from tools.convert.layouts import model_shape, parse_layout
 
 _BESIDE = ("_scale_inv", "_scales", "_scale", ".weight_shape")  # a weight that is quantised
@@ -47,8 +46,6 @@ _STATE = {  # megatron's optimizer state, by the prefix of its names
     "optimizer.state.exp_avg_sq.": "optimizer: second moments",
     "optimizer.state.exp_avg.": "optimizer: first moments",
 }
-_CELL, _HEIGHT, _LEFT, _TOP = 64, 26, 330, 74  # of the picture of a layout
-_STAGE_COLOURS = ("#4269d0", "#efb118", "#3ca951", "#ff725c", "#a463f2", "#6cc5b0", "#97bbf5", "#9c6b4e")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,18 +255,13 @@ def _megatron_facts(folder: Path) -> Mapping[str, str]:
     }
 
 
-def show_layout(
-    model: str, layout: str, *, rank: int | None = None, svg: Path | None = None, family: str | None = None
-) -> None:
-    """Print the layout, and write the picture to ``svg``. Raises RLMegatronError."""
+def show_layout(model: str, layout: str, *, rank: int | None = None, family: str | None = None) -> None:
+    """Print the layout, or of one rank its parameters. Raises RLMegatronError."""
     made = parse_layout("layout", layout, model_shape(model, family))
     if rank is not None and rank >= made.dims.world_size:
         raise ConfigError(f"--rank {rank}: the layout {layout} has {made.dims.world_size} ranks, from 0 on")
-    console = Console(markup=False)
-    console.print(_parameters(made, rank) if rank is not None else _ranks(made, f"{model}: {layout}"))
-    if svg is not None:
-        write_atomically(svg, _picture(made, f"{model}: {layout}").encode())
-        console.print(f"{svg}")
+    shown = _parameters(made, rank) if rank is not None else _ranks(made, f"{model}: {layout}")
+    Console(markup=False).print(shown)
 
 
 def _ranks(layout: Layout, title: str) -> Table:
@@ -293,47 +285,6 @@ def _parameters(layout: Layout, rank: int) -> Table:
     return table
 
 
-def _picture(layout: Layout, title: str) -> str:
-    """An SVG with a column per rank and a line per row of the table; colour is the stage, text the share held."""
-    rows, world = layout.rows(), layout.dims.world_size
-    width, height = _LEFT + world * _CELL + 12, _TOP + len(rows) * _HEIGHT + 12
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
-        ' font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="12" y="22" font-size="15" font-weight="bold">{escape(title)}</text>',
-    ]
-    for rank in range(world):
-        x, at = _LEFT + rank * _CELL, coordinates(layout.dims, rank)
-        parts.append(f'<text x="{x + _CELL / 2}" y="46" text-anchor="middle">rank {rank}</text>')
-        parts.append(
-            f'<text x="{x + _CELL / 2}" y="62" text-anchor="middle" fill="#666">{_layers(layout, at.pp)}</text>'
-        )
-    for i, spec in enumerate(rows):
-        y = _TOP + i * _HEIGHT
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 17}" text-anchor="end">{escape(_short(spec))}</text>')
-        for rank in range(world):
-            text = _share(layout, spec, rank)
-            if text is None:
-                continue
-            x, at = _LEFT + rank * _CELL, coordinates(layout.dims, rank)
-            colour = _STAGE_COLOURS[at.pp % len(_STAGE_COLOURS)]
-            box = f'x="{x + 2}" y="{y + 2}" width="{_CELL - 4}" height="{_HEIGHT - 4}" rx="3"'
-            parts.append(f'<rect {box} fill="{colour}" fill-opacity="0.35" stroke="{colour}"/>')
-            parts.append(f'<text x="{x + _CELL / 2}" y="{y + 17}" text-anchor="middle">{text}</text>')
-    return "\n".join([*parts, "</svg>\n"])
-
-
-def _share(layout: Layout, spec: ParamSpec, rank: int) -> str | None:
-    """What a rank holds of a row: which part of each tensor, of which experts; None if nothing."""
-    at, d = coordinates(layout.dims, rank), layout.dims
-    if all(at.pp not in stages for stages in layout.layer_stages(spec).values()):
-        return None
-    chunks = degree(d, spec.axis)
-    part = "all" if chunks == 1 else f"{at.on(spec.axis) + 1}/{chunks}"
-    return f"e{at.ep + 1}/{d.ep} {part}" if "{expert}" in spec.name else part
-
-
 def _layers(layout: Layout, stage: int) -> str:
     """``0–11``, or several such ranges under VPP."""
     rows = [spec for spec in layout.rows() if "{layer}" in spec.name]  # no row may have all layers
@@ -341,10 +292,6 @@ def _layers(layout: Layout, stage: int) -> str:
     starts = [layer for layer in held if layer - 1 not in held]
     ends = [layer for layer in held if layer + 1 not in held]
     return ", ".join(f"{a}–{b}" if a != b else f"{a}" for a, b in zip(starts, ends, strict=True))
-
-
-def _short(spec: ParamSpec) -> str:
-    return spec.name.replace("decoder.layers.{layer}.", "").replace("{expert}", "")
 
 
 def left_out(source: Path, config: Path | None = None, family: str | None = None) -> str | None:
