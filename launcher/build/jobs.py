@@ -27,7 +27,16 @@ from rl_megatron.config.sections.jobs import DpoSection, JobName
 from rl_megatron.data.packing import Packer, packer_of
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.rendering import is_desirable, refuse_bad_answers
-from rl_megatron.data.samples import EndTokens, answer_pairs, check_ends, check_tokens, scored_pairs, supervised_rows
+from rl_megatron.data.samples import (
+    EndTokens,
+    answer_pairs,
+    check_ends,
+    check_tokens,
+    scored_pairs,
+    supervised_rows,
+    with_margins,
+    written_samples,
+)
 from rl_megatron.evaluation.results import measured_by
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
@@ -43,13 +52,11 @@ from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.jobs.warm_start import WarmStart, answers, warm_start_rows
 from rl_megatron.training.jobs.written import (
     FineTuning,
-    HeldOutLoss,
     JobObjective,
     LabeledAnswers,
-    Preferences,
+    PairObjective,
     Reference,
     SamplesOf,
-    Scoring,
     SupervisedSteps,
     Unit,
     UnitsOf,
@@ -154,76 +161,59 @@ def _runs(prompts: Sequence[Prompt]) -> list[tuple[bool, list[Prompt]]]:
     return [(is_problem, list(some)) for is_problem, some in groupby(prompts, lambda one: bool(one.token_ids))]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Building:
-    """What an objective is built from."""
-
-    parts: Parts
-    roles: Roles
-    data: Data
-    units_of: UnitsOf
-    attention_cost: float
-    steps: OptimizerSteps
-
-    def held_out(self, samples_of: SamplesOf) -> list[Samples]:
-        return held_out_parts(self.data.held_out, self.units_of, samples_of, self.parts.config)
-
-    def packer(self, unit: int = 1, role: str = LEARNER) -> Packer:
-        return packer_of(self.parts.config.learner_of(role), attention_cost=self.attention_cost, unit=unit)
+_NAMES: Mapping[JobName, str] = {"sft": "fine-tuning", "dpo": "preferences", "reward_model": "reward model"}
+"""The name of each job in progress lines."""
 
 
-def _fine_tuning(b: _Building) -> FineTuning:
-    policy, packer = b.roles.policy, b.packer()
-    return FineTuning(
-        supervised=SupervisedSteps(learner=policy, packer=packer, optimizer_steps=b.steps),
-        loss=HeldOutLoss(learner=policy, packer=packer, parts=b.held_out(FineTuning.samples_of)),
-    )
+def _objective(
+    parts: Parts, roles: Roles, data: Data, units_of: UnitsOf, attention_cost: float, steps: OptimizerSteps
+) -> JobObjective:
+    """What the job of ``parts.config.job`` learns."""
+    config, section = parts.config, parts.config.dpo
 
+    def packer(unit: int = 1, role: str = LEARNER) -> Packer:
+        return packer_of(config.learner_of(role), attention_cost=attention_cost, unit=unit)
 
-def _preferences(b: _Building) -> Preferences | LabeledAnswers:
-    section = b.parts.config.dpo
+    def held_out(samples_of: SamplesOf) -> list[Samples]:
+        return held_out_parts(data.held_out, units_of, samples_of, config)
+
+    if config.job == "sft":
+        supervised = SupervisedSteps(learner=roles.policy, packer=packer(), optimizer_steps=steps)
+        return FineTuning(supervised=supervised, parts=held_out(written_samples))
+    if config.job == "reward_model":
+        return PairObjective(
+            wants="values",
+            samples_of=with_margins,
+            loss=ScoreLoss(centring=config.reward_model.centring),
+            roles=roles,
+            packer=packer(unit=2),
+            optimizer_steps=steps,
+            parts=held_out(with_margins),
+        )
     reference = Reference(
-        packer=b.packer(unit=1 if section.is_unpaired else 2, role="reference"),
+        packer=packer(unit=1 if section.is_unpaired else 2, role="reference"),
         folder=section.reference,
-        start_folder=b.parts.folder / START_FOLDER,
+        start_folder=parts.folder / START_FOLDER,
     )
     if section.is_unpaired:
         return LabeledAnswers(
             loss=KtoLoss(beta=section.beta),
-            roles=b.roles,
-            packer=b.packer(),
-            optimizer_steps=b.steps,
-            parts=b.held_out(LabeledAnswers.samples_of),
+            roles=roles,
+            packer=packer(),
+            optimizer_steps=steps,
+            parts=held_out(with_margins),
             reference=reference,
             most=section.max_tokens - 1,
         )
     check_own_pair_loss(section)
-    return Preferences(
+    return PairObjective(
         loss=PreferenceLoss(row=section, beta=section.beta),
-        roles=b.roles,
-        packer=b.packer(unit=2),
-        optimizer_steps=b.steps,
-        parts=b.held_out(Preferences.samples_of),
+        roles=roles,
+        packer=packer(unit=2),
+        optimizer_steps=steps,
+        parts=held_out(written_samples),
         reference=None if section.reference_free else reference,
     )
-
-
-def _scoring(b: _Building) -> Scoring:
-    return Scoring(
-        loss=ScoreLoss(centring=b.parts.config.reward_model.centring),
-        roles=b.roles,
-        packer=b.packer(unit=2),
-        optimizer_steps=b.steps,
-        parts=b.held_out(Scoring.samples_of),
-    )
-
-
-_OBJECTIVES: Mapping[JobName, tuple[str, Callable[[_Building], JobObjective]]] = {
-    "sft": ("fine-tuning", _fine_tuning),
-    "dpo": ("preferences", _preferences),
-    "reward_model": ("reward model", _scoring),
-}
-"""The name of each job in progress lines, and the builder of its objective."""
 
 
 def written_job(
@@ -241,20 +231,16 @@ def written_job(
     stops, ends, size = data.stop_token_ids, data.end_token_ids, shape.vocab_size
     rows = LearnedRows(tokenizer=data.tokenizer, stop_token_ids=stops, end_token_ids=ends, vocab_size=size)
     units_of = rows.units(config)
-    name, built = _OBJECTIVES[config.job]
     steps = OptimizerSteps(name="policy", most=config.train.most_skipped)
-    objective = built(
-        _Building(parts=parts, roles=roles, data=data, units_of=units_of, attention_cost=attention_cost, steps=steps)
-    )
     return WrittenJob(
         config=config,
         roles=roles,
         prompts=PromptStream(data.train, seed=config.seed, weights=weights_of(config.data)),
         size=len(data.train),
         units_of=units_of,
-        objective=objective,
+        objective=_objective(parts, roles, data, units_of, attention_cost, steps),
         optimizer_steps=steps,
-        name=name,
+        name=_NAMES[config.job],
         end_token_ids={} if config.kind.scores else data.end_token_ids,
         dropped=data.train.dropped * (2 if config.kind.rows == "pairs" else 1),
         seconds_at_peak=seconds_at_peak(shape, roles.gpus, config.learner),

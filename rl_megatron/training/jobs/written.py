@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -67,10 +67,8 @@ SamplesOf = Callable[[Sequence[WrittenRow]], Samples]
 class JobObjective(Protocol):
     """What a job learns from rows, and how it is measured on held-out ones."""
 
-    @staticmethod
-    def samples_of(rows: Sequence[WrittenRow]) -> Samples:
-        """The samples of rows, those of a unit beside each other."""
-        ...
+    samples_of: SamplesOf
+    """Makes the samples of rows, those of a unit beside each other."""
 
     async def begin(self, *, fresh: bool) -> None:
         """Load the models that it needs besides the one that is trained."""
@@ -436,10 +434,12 @@ class Reference:
 
 @dataclass(slots=True, kw_only=True)
 class PairObjective(JobObjective):
-    """Of rows that are pairs: what the model says of both answers, in `wants`, beside the log-probs of the frozen
-    ``reference`` if the loss compares with one, whose held-out ones are computed once."""
+    """Of rows that are pairs: the better answer is more probable than the worse, or has the higher score, by what the
+    model says of both in ``wants``, beside the log-probs of the frozen ``reference`` if the loss compares with one,
+    whose held-out ones are computed once."""
 
-    wants: ClassVar[Want]
+    wants: Want = "logprobs"
+    samples_of: SamplesOf = written_samples
     loss: Loss
     roles: Roles
     packer: Packer
@@ -487,30 +487,14 @@ class PairObjective(JobObjective):
             await model.forget()
 
 
-class Preferences(PairObjective):
-    """The better answer is more probable than the worse."""
-
-    wants = "logprobs"
-
-    @override
-    @staticmethod
-    def samples_of(rows: Sequence[WrittenRow]) -> Samples:
-        return written_samples(rows)
-
-
 @dataclass(slots=True, kw_only=True)
 class LabeledAnswers(PairObjective):
     """Of rows that are single answers: those with the label true become more probable, the others less, by `KtoLoss`
     with the reference point of each batch."""
 
-    wants = "logprobs"
+    samples_of: SamplesOf = with_margins
     loss: KtoLoss
     most: int  # positions of a sequence
-
-    @override
-    @staticmethod
-    def samples_of(rows: Sequence[WrittenRow]) -> Samples:
-        return with_margins(rows)
 
     @override
     async def _compared(self, samples: Samples) -> list[Samples]:
@@ -528,17 +512,6 @@ class LabeledAnswers(PairObjective):
         scores = await _scores(self.roles.policy, self.packer, apart, "logprobs")
         ratios = (scores.double() - apart.ref_logprobs.double())[apart.mask]
         return replace(self.loss, reference_point=max(0.0, float(ratios.sum()) / apart.num_sequences))
-
-
-class Scoring(PairObjective):
-    """A reward model: the score of the better answer above that of the worse."""
-
-    wants = "values"
-
-    @override
-    @staticmethod
-    def samples_of(rows: Sequence[WrittenRow]) -> Samples:
-        return with_margins(rows)
 
 
 async def _scores(model: Scorer, packer: Packer, samples: Samples, want: Want) -> Tensor:
@@ -599,39 +572,13 @@ class SupervisedSteps:
 
 
 @dataclass(slots=True, kw_only=True)
-class HeldOutLoss:
-    """The loss of ``learner`` on ``parts`` of held-out text, which are packed once."""
-
-    learner: Learner
-    packer: Packer
-    parts: Sequence[Samples]
-    _batches: list[Batch] = field(default_factory=list)
-
-    async def row(self) -> Row:
-        """``eval/loss``, the mean over learnt tokens of -log pi(token), and ``eval/perplexity``, its exponential."""
-        self._batches = self._batches or [self.packer.pack(part) for part in self.parts]
-        total, tokens = 0.0, 0
-        for part, batch in zip(self.parts, self._batches, strict=True):
-            scores = await self.learner.score(batch, frozenset({"logprobs"}))
-            logprobs: Tensor = unpack(batch, scores["logprobs"], part)
-            total -= float(logprobs[part.mask].double().sum())
-            tokens += int(part.mask.sum())
-            await self.learner.forget()
-        loss = total / tokens
-        return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FineTuning(JobObjective):
     """Cross-entropy on what the rows' turns say."""
 
+    samples_of: SamplesOf = written_samples
     supervised: SupervisedSteps
-    loss: HeldOutLoss
-
-    @override
-    @staticmethod
-    def samples_of(rows: Sequence[WrittenRow]) -> Samples:
-        return written_samples(rows)
+    parts: Sequence[Samples]  # held out, which are packed once
+    _batches: list[Batch] = field(default_factory=list)
 
     @override
     async def begin(self, *, fresh: bool) -> None:
@@ -644,4 +591,14 @@ class FineTuning(JobObjective):
 
     @override
     async def held_out(self) -> Row:
-        return await self.loss.row()
+        """``eval/loss``, the mean over learnt tokens of -log pi(token), and ``eval/perplexity``, its exponential."""
+        learner, total, tokens = self.supervised.learner, 0.0, 0
+        self._batches = self._batches or [self.supervised.packer.pack(part) for part in self.parts]
+        for part, batch in zip(self.parts, self._batches, strict=True):
+            scores = await learner.score(batch, frozenset({"logprobs"}))
+            logprobs: Tensor = unpack(batch, scores["logprobs"], part)
+            total -= float(logprobs[part.mask].double().sum())
+            tokens += int(part.mask.sum())
+            await learner.forget()
+        loss = total / tokens
+        return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}

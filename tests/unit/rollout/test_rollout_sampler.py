@@ -29,7 +29,7 @@ from rl_megatron.rewards.threads import Plain
 from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler
 from rl_megatron.rollout.sampler import RolloutSampler, SamplerBySource, sampled_by
-from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, Scored
+from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams, Scored
 from tests.completions import completion, drawn
 
 MakeEngine = Callable[[int], LocalEngine]
@@ -549,6 +549,27 @@ def test_a_resume_goes_on_behind_the_text_from_what_a_checkpoint_has(make_engine
         for one, other in zip(answered.group.trajectories, whole[0].trajectories, strict=True):
             assert one.chains[0].token_ids.tolist() == other.chains[0].token_ids.tolist()
             assert [turn.start for turn in one.turns] == [turn.start for turn in other.turns]
+
+
+@pytest.mark.parametrize("begun", [0, 5, 9])
+async def test_a_checkpoint_keeps_what_is_before_the_text_and_what_goes_on_behind_it_is_asked_for_whole(
+    make_engine: MakeEngine, begun: int
+) -> None:
+    """``begun``: the tokens that a checkpoint has of a completion whose text is behind the fifth, of 14 at most."""
+    (hooks,) = interrupting(make_engine(8), {"earliest": 5}).hooks
+    known = completion(range(20, 20 + begun), finish="length") if begun else None
+    params = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=14, stop_token_ids=(), seed=0)
+    request = GenerationRequest(id="p", token_ids=(3, 5), num_completions=1, params=params, begun=known)
+    seen = list[object]()
+
+    async def generate(asked: GenerationRequest) -> tuple[Completion, ...]:
+        seen.append(asked.params.max_new_tokens)
+        return (completion(range(20, 20 + asked.params.max_new_tokens), finish="length"),)
+
+    (found,) = await hooks.generated(request, generate, lambda kept: seen.append(kept.token_ids.tolist()))
+    whole = [*range(20, 25), *TEXT, *range(20, 26)]
+    assert seen == ([14] if begun == 9 else [5, whole[:5], 6])
+    assert found.token_ids.tolist() == ([*range(20, 34)] if begun == 9 else whole)
 
 
 def test_nothing_is_interrupted_where_no_token_would_follow_and_in_evaluations(make_engine: MakeEngine) -> None:

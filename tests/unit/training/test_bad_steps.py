@@ -414,7 +414,7 @@ def test_rows_of_written_text_are_named_by_their_own_tokens(caplog: pytest.LogCa
         size=4,
         units_of=units_of,
         objective=FineTuning(
-            supervised=SupervisedSteps(learner=learner, packer=packer, optimizer_steps=steps), loss=NONE
+            supervised=SupervisedSteps(learner=learner, packer=packer, optimizer_steps=steps), parts=()
         ),
         optimizer_steps=steps,
         name="",

@@ -20,13 +20,13 @@ from rl_megatron.algorithms.losses import MEANS_OF_RATIOS
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import Packer, with_own_columns
-from rl_megatron.data.samples import WrittenRow
+from rl_megatron.data.samples import WrittenRow, with_margins, written_samples
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.seeds import seed_of
-from rl_megatron.training.jobs.written import LabeledAnswers, Preferences, Reference
+from rl_megatron.training.jobs.written import LabeledAnswers, PairObjective, Reference
 from rl_megatron.training.measures import Made, critic_row, policy_row
 from rl_megatron.training.optimizer_steps import OptimizerSteps, critic_learning_rate, learning_rate, steps_of
 from rl_megatron.types import Metric, ParallelDims, Samples, StepResult
@@ -343,8 +343,8 @@ def rows() -> list[WrittenRow]:
 async def test_a_step_and_held_out_pairs_are_those_of_plain_means_and_no_model_starts() -> None:
     weights = table(VOCABULARY, VOCABULARY, seed=1)
     policy = Toy(weights)
-    samples = Preferences.samples_of(rows())
-    job = Preferences(
+    samples = written_samples(rows())
+    job = PairObjective(
         loss=pair_loss(2.0, per_token=True, reference_free=True, target_margin=1.0),
         roles=Roles(learners={"policy": policy}, frozen={}, engine=NONE, weights=NONE),
         packer=Packer(dims=ParallelDims(), max_tokens=30, attention_cost=0.0, unit=2),
@@ -383,7 +383,7 @@ async def test_answers_with_labels_are_learned_by_trls_kto(
         WrittenRow(id="p", token_ids=np.array(p + a, np.int32), turns=((len(p), len(p + a)),), margin=margin)
         for p, a, margin in zip(PROMPTS, ANSWERS, LABELED, strict=True)
     ]
-    samples = LabeledAnswers.samples_of(rows)
+    samples = with_margins(rows)
     plain, frozen = tables[0].double().requires_grad_(), tables[1].double()
 
     def ratio(prompt: Sequence[int], answer: Sequence[int], most: int = 9) -> torch.Tensor:

@@ -31,7 +31,6 @@ from rl_megatron.training.jobs import written
 from rl_megatron.training.jobs.warm_start import Targets, WarmStart, answers
 from rl_megatron.training.jobs.written import (
     FineTuning,
-    HeldOutLoss,
     SupervisedSteps,
     Unit,
     UnitsOf,
@@ -72,7 +71,7 @@ def job(
         units_of=units_of,
         objective=FineTuning(
             supervised=SupervisedSteps(learner=learner, packer=packer, optimizer_steps=optimizer_steps),
-            loss=HeldOutLoss(learner=learner, packer=packer, parts=()),
+            parts=(),
         ),
         optimizer_steps=optimizer_steps,
         name="",
