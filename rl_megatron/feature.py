@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from rl_megatron.models.shape import ModelShape
     from rl_megatron.observability.recorder import Row, Stopwatch
     from rl_megatron.rules import Rule
-    from rl_megatron.training.measures import Measured
+    from rl_megatron.training.scores import Measured
     from rl_megatron.types import Batch, Completion, GenerationRequest, Metric, RolloutGroup, Samples, Want
     from rl_megatron.weights.boxes import Box, Shape
     from rl_megatron.weights.formats.hf_folder import Stored

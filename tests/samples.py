@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.data.rows import Sent, Share
-from rl_megatron.training.measures import Made
+from rl_megatron.training.optimizer_steps import Made
 from rl_megatron.types import Batch, Loss, LossInputs, LossOutput, Over, ParallelDims, Samples, SkippedStep
 
 if TYPE_CHECKING:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from launcher.build.data import Data
 from launcher.processes.guards import HERE
@@ -21,15 +24,17 @@ from rl_megatron.agents.parsers import PARSERS, WRITTEN
 from rl_megatron.agents.source import EnvironmentSampler, Waves
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
-from rl_megatron.data.demonstrations import Demonstrations
+from rl_megatron.data.problems.rendering import demonstration_in
+from rl_megatron.data.samples import EndTokens, check_ends, check_tokens, supervised_rows
 from rl_megatron.environments.registry import Agent, EnvironmentMaker, demonstrated, resolve_environment
+from rl_megatron.errors import DataError
 from rl_megatron.feature import sampler_hooks
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.rollout.policy_sampler import PolicySampler
 from rl_megatron.rollout.sampler import RolloutSampler, SamplerBySource
 from rl_megatron.seeds import text_seed
 from rl_megatron.training.jobs.warm_start import Targets
-from rl_megatron.types import Prompt
+from rl_megatron.types import Completion, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,6 +93,34 @@ def _single_turns(
         demonstrate=demonstrations_of(config, data, vocab_size) if shows else None,
         apart=config.one_by_one,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstrations:
+    """The demonstration of a prompt: the text of its source's field, or its answer, and the token that ends it."""
+
+    fields: Mapping[str, str | None]  # by source, as in ``data.fields.demonstration``
+    tokenizer: PreTrainedTokenizerBase
+    end_token_ids: EndTokens
+    stop_token_ids: Sequence[int]
+    vocab_size: int  # of the policy
+    most: int  # tokens, as many as the policy may sample
+
+    def __call__(self, prompt: Prompt) -> Completion:
+        """It has no spans, and its log-probs are 0: who wrote it was certain. Raises DataError for one of more tokens
+        than are sampled, with a token that the model lacks, or with one that ends sampling before its end."""
+        name, place = self.fields[prompt.source], f"prompt {prompt.id!r}"
+        text = prompt.answer if name is None else demonstration_in(prompt.meta, place, name)
+        rows = supervised_rows([prompt], [(text,)], self.tokenizer, self.end_token_ids)
+        check_tokens(rows, self.vocab_size)
+        check_ends(rows, self.stop_token_ids)
+        tokens = rows[0].token_ids[len(prompt.token_ids) :]
+        if len(tokens) > self.most:
+            raise DataError(
+                f"{place}: its demonstration has {len(tokens)} tokens, but rollout.max_new_tokens={self.most}; raise "
+                "the latter, or leave the row out"
+            )
+        return Completion(token_ids=tokens, logprobs=np.zeros(len(tokens), np.float32), finish_reason="stop", spans=())
 
 
 def demonstrations_of(config: RunConfig, data: Data | LearnedRows, vocab_size: int) -> Demonstrations:

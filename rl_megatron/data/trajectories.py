@@ -208,3 +208,14 @@ def _compared(one: TokenIds, other: TokenIds) -> int:
     """Below 0 where ``one`` is before ``other`` in the order of tokens, above 0 where it is after; copies neither."""
     at = _common(one, other)
     return int(one[at]) - int(other[at]) if at < min(len(one), len(other)) else len(one) - len(other)
+
+
+def with_demonstrations(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """The groups, in which demonstrations are trajectories like the sampled ones, after them: what is compared and
+    trained on."""
+    return [
+        group
+        if (shown := group.demonstration) is None
+        else replace(group, trajectories=(*group.trajectories, *shown.trajectories), demonstration=None)
+        for group in groups
+    ]

@@ -1,25 +1,104 @@
 """Makes the optimizer steps of one model; skips, explains and limits those whose gradient is not finite.
 
-Learning rates as functions of the step, and the steps of a number of epochs.
+Computes the metrics of steps together. Learning rates as functions of the step, and the steps of a number of epochs.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
+from rl_megatron.algorithms.losses import MEANS_OF_RATIOS
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import Learner
-from rl_megatron.training.measures import Made
-from rl_megatron.types import Batch, Loss, Metric, Prompt, Samples, SkippedStep, StepResult
+from rl_megatron.observability.recorder import Row
+from rl_megatron.types import Batch, Loss, Metric, Over, Prompt, Samples, SkippedStep, StepResult
 
 logger = logging.getLogger(__name__)
 
 _SHOWN = 8  # names in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """An optimizer step that was made: ``loss``, its metrics, and the step's result."""
+
+    of_loss: Mapping[str, Metric[float]]
+    step: StepResult
+
+    @property
+    def loss(self) -> float:
+        """The loss of the batch."""
+        return self.of_loss["loss"].value
+
+
+def policy_row(steps: Sequence[Made]) -> Row:
+    """Metrics over the policy's optimizer steps: loss, gradient norm, metrics of the loss and of the observers."""
+    if not steps:
+        return {}
+    row = _merged([made.of_loss for made in steps]) | {"grad_norm": _grad_norm(steps)}
+    row |= _merged([made.step.metrics for made in steps])
+    if "sampled/share" in row:
+        row = _of_either(row)
+    if "ratio/share" in row:
+        share = float(row["ratio/share"] or 0)
+        row |= {name: float(row[name] or 0) / share for name in MEANS_OF_RATIOS}
+        del row["ratio/share"]
+        first, second = float(row["ratio/mean"] or 0), float(row.pop("ratio/second_moment") or 0)
+        row["ratio/effective_fraction"] = first**2 / second if second else math.nan
+    return row
+
+
+def _of_either(row: Row) -> Row:
+    """With means over tokens that were sampled, and over those that were demonstrated, in place of their sums over
+    both; without those of which there is none."""
+    sampled, shown = float(row.pop("sampled/share") or 0), float(row["demonstration/share"] or 0)
+    means = {**dict.fromkeys(("entropy", "kl/old_policy"), sampled), "demonstration/probability": shown}
+    kept = {name: x for name, x in row.items() if sampled or not name.startswith(("ratio", "clip_fraction"))}
+    row = {name: x for name, x in kept.items() if name not in means}
+    return row | {name: float(kept[name] or 0) / share for name, share in means.items() if share}
+
+
+def critic_row(steps: Sequence[Made]) -> Row:
+    """Metrics over the critic's optimizer steps, without observers, as these would overwrite the policy's."""
+    if not steps:
+        return {}
+    row = _merged([made.of_loss for made in steps])
+    return {"critic/loss": row.pop("loss"), "critic/grad_norm": _grad_norm(steps), **row}
+
+
+def _grad_norm(steps: Sequence[Made]) -> float:
+    return math.fsum(made.step.grad_norm for made in steps) / len(steps)
+
+
+def _merged(steps: Sequence[Mapping[str, Metric[float]]]) -> Row:
+    """Merge each metric of the optimizer steps that have it."""
+    found: dict[str, list[Metric[float]]] = {}
+    for step in steps:
+        for name, metric in step.items():
+            if metric.weight or metric.over != "mean":
+                found.setdefault(name, []).append(metric)
+    row: Row = {}
+    for name, parts in found.items():
+        row[name] = _OVER[parts[0].over](parts)
+    return row
+
+
+def _weighted_mean(parts: Sequence[Metric[float]]) -> float:
+    return math.fsum(p.value * p.weight for p in parts) / math.fsum(p.weight for p in parts)
+
+
+_OVER: Mapping[Over, Callable[[Sequence[Metric[Any]]], float]] = {
+    "sum": lambda parts: math.fsum(p.value for p in parts),
+    "mean": _weighted_mean,
+    "min": lambda parts: min(p.value for p in parts),
+    "max": lambda parts: max(p.value for p in parts),
+}
 
 
 @dataclass(frozen=True, slots=True)

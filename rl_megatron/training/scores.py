@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rl_megatron import feature
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import Packer, packer_of, unpack
 from rl_megatron.data.samples import check_tokens, scored_row, seen_by, with_last_tokens, written_samples
@@ -29,7 +30,6 @@ from rl_megatron.observability import timeline
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.rewards.scoring import turn_of
 from rl_megatron.seeds import seed_of
-from rl_megatron.training.measures import LOGPROBS, Measured, wanted_of_policy
 from rl_megatron.types import Batch, Samples, Want
 
 T = TypeVar("T")
@@ -37,6 +37,33 @@ RankOf: TypeAlias = NDArray[np.int64]
 """The data-parallel rank of each sequence [S]."""
 
 _VALUES: frozenset[Want] = frozenset({"values"})
+LOGPROBS: frozenset[Want] = frozenset({"logprobs"})
+
+
+def wanted_of_policy(config: RunConfig) -> frozenset[Want]:
+    """Nothing, or log-probs; what features need; the entropy if it chooses tokens; the norms that weigh an optimal
+    baseline."""
+    wanted = feature.wanted(config)
+    if not config.algorithm.scores_policy and not wanted:
+        return wanted
+    wanted |= LOGPROBS
+    if config.algorithm.tokens.choose == "top_entropy":
+        wanted |= {"entropy"}
+    return wanted | {"logit_norms"} if config.algorithm.credit == "optimal" else wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A batch's samples with all scores that the algorithm needs."""
+
+    samples: Samples
+    policy: Mapping[Want, Tensor]  # its scores at the start of the update that were asked for, [N, ...] each
+    next_values: Tensor | None = None  # [S]
+
+    @property
+    def current(self) -> Tensor | None:
+        """The policy's log-probs [N] at the start of the update."""
+        return self.policy.get("logprobs")
 
 
 class AtOnce:

@@ -15,6 +15,7 @@ from asyncio import to_thread
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -25,31 +26,31 @@ from rl_megatron.algorithms.aggregation import token_weight
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.corrections import proximal_share, second_moment_mask
 from rl_megatron.algorithms.losses import loss_of
+from rl_megatron.algorithms.mismatch import mismatch_metrics
 from rl_megatron.algorithms.objectives import ClipLimits
 from rl_megatron.algorithms.own import check_own_advantages, check_own_objective, check_own_pair_loss
+from rl_megatron.algorithms.segments import differ
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.data.demonstrations import with_demonstrations
 from rl_megatron.data.packing import tokens_of_part, unpack, with_own_columns
 from rl_megatron.data.samples import computed_lengths, seen_by, to_samples
+from rl_megatron.data.trajectories import with_demonstrations
 from rl_megatron.errors import DataError
 from rl_megatron.feature import Judges, StepHooks, step_hooks
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.seeds import seed_of
 from rl_megatron.training.credit import AlgorithmState, Rewards, assign_credit, describe_kl, shape_rewards
-from rl_megatron.training.measures import (
+from rl_megatron.training.optimizer_steps import (
     Made,
-    Measured,
-    advantage_row,
+    OptimizerSteps,
+    TooFar,
+    critic_learning_rate,
     critic_row,
-    explained_variance,
-    mismatch_row,
+    learning_rate,
     policy_row,
-    token_versions,
 )
-from rl_megatron.training.optimizer_steps import OptimizerSteps, TooFar, critic_learning_rate, learning_rate
-from rl_megatron.training.scores import AtOnce, Packers, measured
+from rl_megatron.training.scores import AtOnce, Measured, Packers, measured
 from rl_megatron.types import Batch, Loss, Prompt, RolloutGroup, Samples, Want
 
 _TRAINED = ("top_entropy", "second_moment")  # the tokens that are chosen are those that are trained on
@@ -443,3 +444,44 @@ class Update:
 def _positions(batch: Batch) -> list[int]:
     """Positions of every sequence that ranks compute."""
     return [n for row in computed_lengths(batch) for lengths in row for n in lengths.tolist()]
+
+
+def mismatch_row(found: Measured) -> Row:
+    """Metrics of the gap between engine and learner; empty if the algorithm needs no log-probs before training."""
+    samples, current = found.samples, found.current
+    if current is None:
+        return {}
+    sampled = samples.mask if samples.demonstrated is None else samples.mask & ~samples.demonstrated
+    return {**mismatch_metrics(current, samples.rollout_logprobs, sampled, samples.cu_seqlens)}
+
+
+def advantage_row(samples: Samples) -> Row:
+    """Mean and standard deviation over the trained tokens."""
+    trained = samples.advantages.numpy()[samples.mask.numpy()]
+    return {
+        "advantage/mean": float(trained.mean(dtype=np.float64)),
+        "advantage/std": float(trained.std(dtype=np.float64)),
+    }
+
+
+def explained_variance(samples: Samples) -> float:
+    """1 - Var(returns - values)/Var(returns) over trained tokens: 1 is a perfect critic; 0 if all returns are equal."""
+    assert samples.returns is not None
+    assert samples.old_values is not None
+    returns, values = (x[samples.mask].double() for x in (samples.returns, samples.old_values))
+    if not differ(returns, torch.zeros_like(returns, dtype=torch.int64)).any():
+        return 0.0
+    return 1 - float((returns - values).var(correction=0)) / float(returns.var(correction=0))
+
+
+def token_versions(groups: Sequence[RolloutGroup], samples: Samples) -> Tensor:
+    """The version that sampled each target, [N] int64, by its turn's spans; for others, that of the first."""
+    rows = [row for group in groups for one in group.trajectories for row in one.chains]
+    versions = torch.empty(len(samples.targets), dtype=torch.int64)
+    for row, (first, stop) in zip(rows, pairwise(samples.cu_seqlens.tolist()), strict=True):
+        versions[first:stop] = row.turns[0].spans[0].version
+        for turn in row.turns:
+            begin, end = first + turn.start - 1, first + turn.stop - 1  # of positions: their targets are one further
+            for span in turn.spans:  # a later one covers what is after its start
+                versions[begin + span.start : end] = span.version
+    return versions

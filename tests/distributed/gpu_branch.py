@@ -14,7 +14,7 @@ import torch
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.models.tiny import TinySizes
-from rl_megatron.training.measures import Made
+from rl_megatron.training.optimizer_steps import Made
 from rl_megatron.types import Samples
 from rl_megatron.weights.checks.reports import box_checksums, checksum
 from rl_megatron.weights.layouts.families import read_shape

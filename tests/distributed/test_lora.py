@@ -23,7 +23,7 @@ from rl_megatron.algorithms.losses import CrossEntropy, LossInputs
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.training.measures import Made
+from rl_megatron.training.optimizer_steps import Made
 from rl_megatron.types import LossOutput, Samples
 from rl_megatron.weights.adapters.files import PREFIX, adapters_to_peft
 from rl_megatron.weights.adapters.merging import merge_adapters

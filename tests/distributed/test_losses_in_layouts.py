@@ -25,7 +25,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.training.measures import Made
+from rl_megatron.training.optimizer_steps import Made
 from rl_megatron.types import Batch, Loss, Samples, SkippedStep, Want
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import run_ranks

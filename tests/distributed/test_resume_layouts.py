@@ -23,7 +23,7 @@ from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.models.shape import ModelShape, Rope, Router
-from rl_megatron.training.measures import Made
+from rl_megatron.training.optimizer_steps import Made
 from rl_megatron.types import Loss, Samples, SkippedStep
 from tests.distributed.ranks import ragged_samples, run_ranks
 from tests.rows import policy_loss

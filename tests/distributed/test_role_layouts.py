@@ -41,8 +41,7 @@ from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.observability.timeline import folder_of, read_kernels
 from rl_megatron.rewards.classifiers.on_ranks import RewardModels
 from rl_megatron.rewards.registry import resolve_rewards
-from rl_megatron.training.measures import Measured
-from rl_megatron.training.scores import Packers, measured
+from rl_megatron.training.scores import Measured, Packers, measured
 from rl_megatron.training.update import Update
 from rl_megatron.types import GenerationRequest, ParallelDims, Prompt, Samples, SamplingParams, Scored
 from rl_megatron.weights.layouts.families import read_shape

@@ -49,7 +49,7 @@ ROOMS = (
     ),
     Room(
         name="update",
-        paths=_under("rl_megatron/training", "update.py", "measures.py", "optimizer_steps.py"),
+        paths=_under("rl_megatron/training", "update.py", "scores.py", "optimizer_steps.py"),
         mutants=56,
         first=(_UPDATE,),
         after=(_ALGORITHMS, "tests/unit/test_every_key_acts.py"),

@@ -17,7 +17,7 @@ from rl_megatron.algorithms.kl import k3
 from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.config.sections.algorithm import CorrectionSection
 from rl_megatron.observability.recorder import Row
-from rl_megatron.training.measures import Made, policy_row
+from rl_megatron.training.optimizer_steps import Made, policy_row
 from rl_megatron.types import Loss, LossInputs, Metric, StepResult
 from tests.rows import pair_loss, policy_loss
 from tests.samples import loss_inputs, part_of, values

@@ -13,7 +13,7 @@ from rl_megatron.data.packing import part_of, tokens_of_part, unpack
 from rl_megatron.feature import StepHooks
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.training.measures import LOGPROBS, Measured
+from rl_megatron.training.scores import LOGPROBS, Measured
 from rl_megatron.types import Batch
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
     from rl_megatron.config.sections.algorithm import AlgorithmSection
     from rl_megatron.interfaces import Roles
-    from rl_megatron.training.measures import Measured
+    from rl_megatron.training.scores import Measured
     from rl_megatron.types import Want
 
 Replay: TypeAlias = Literal["off", "r2", "r3"]

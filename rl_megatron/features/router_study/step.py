@@ -17,7 +17,7 @@ from rl_megatron.feature import Ask, StepHooks
 from rl_megatron.features.router_study.feature import alone, of_train
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row
-from rl_megatron.training.measures import LOGPROBS, Measured
+from rl_megatron.training.scores import LOGPROBS, Measured
 from rl_megatron.types import Samples
 
 RATIO_BAND = 0.2

@@ -47,8 +47,7 @@ from rl_megatron.interfaces import Learner, Roles, Scorer
 from rl_megatron.observability.progress import seldom
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.checkpoints import TrainerState
-from rl_megatron.training.measures import Made, policy_row
-from rl_megatron.training.optimizer_steps import OptimizerSteps, learning_rate
+from rl_megatron.training.optimizer_steps import Made, OptimizerSteps, learning_rate, policy_row
 from rl_megatron.types import Batch, Loss, LossInputs, Prompt, Samples, Want
 
 logger = logging.getLogger(__name__)

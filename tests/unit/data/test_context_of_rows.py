@@ -16,16 +16,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from launcher.build.data import load_data, training_data
+from launcher.build.sampler import Demonstrations
 from rl_megatron.agents.conversation.written import WrittenConversations, paired_answers, paired_texts
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import ArithmeticRunData, FileRunData, MixtureData
 from rl_megatron.config.sections.teachers import TeacherSection
-from rl_megatron.data.demonstrations import Demonstrations, with_demonstrations
 from rl_megatron.data.problems.mixture import MixtureState
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.data.samples import Pair, WrittenRow, to_samples
-from rl_megatron.data.trajectories import single_turns
+from rl_megatron.data.trajectories import single_turns, with_demonstrations
 from rl_megatron.environments.protocol import Observed
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer

@@ -40,8 +40,7 @@ from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.jobs.warm_start import WarmStart
 from rl_megatron.training.jobs.written import FineTuning, SupervisedSteps, Unit, WrittenJob
 from rl_megatron.training.loop import Loop, Pace
-from rl_megatron.training.measures import Made
-from rl_megatron.training.optimizer_steps import OptimizerSteps
+from rl_megatron.training.optimizer_steps import Made, OptimizerSteps
 from rl_megatron.training.update import Update
 from rl_megatron.types import (
     Batch,

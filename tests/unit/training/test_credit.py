@@ -30,8 +30,7 @@ from rl_megatron.training.credit import (
     reference_kl,
     shape_rewards,
 )
-from rl_megatron.training.measures import explained_variance
-from rl_megatron.training.update import preference_pairs
+from rl_megatron.training.update import explained_variance, preference_pairs
 from rl_megatron.types import Chain, FinishReason, ParallelDims, Prompt, RolloutGroup, Samples, Trajectory
 from tests.completions import branched, completion, groups, trajectory
 from tests.completions import group as group_of

@@ -27,8 +27,15 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.seeds import seed_of
 from rl_megatron.training.jobs.written import LabeledAnswers, PairObjective, Reference
-from rl_megatron.training.measures import Made, critic_row, policy_row
-from rl_megatron.training.optimizer_steps import OptimizerSteps, critic_learning_rate, learning_rate, steps_of
+from rl_megatron.training.optimizer_steps import (
+    Made,
+    OptimizerSteps,
+    critic_learning_rate,
+    critic_row,
+    learning_rate,
+    policy_row,
+    steps_of,
+)
 from rl_megatron.types import Metric, ParallelDims, Samples, StepResult
 from tests.rows import pair_loss
 from tests.samples import sequences_of

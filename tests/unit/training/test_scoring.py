@@ -35,8 +35,7 @@ from rl_megatron.features.teachers.step import make_hooks as teachers_of
 from rl_megatron.features.teachers.step import read_by_teacher
 from rl_megatron.interfaces import Pass, Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
-from rl_megatron.training.measures import Measured
-from rl_megatron.training.scores import AtOnce, Packers, measured
+from rl_megatron.training.scores import AtOnce, Measured, Packers, measured
 from rl_megatron.training.update import Update
 from rl_megatron.types import (
     Batch,

@@ -27,8 +27,8 @@ from rl_megatron.features.router_study.step import engine_flips, update_flips
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.metrics import documented
 from rl_megatron.observability.recorder import Row, Stopwatch
-from rl_megatron.training.measures import Measured
 from rl_megatron.training.optimizer_steps import learning_rate
+from rl_megatron.training.scores import Measured
 from rl_megatron.training.update import Update, covariances, drawn_between, greatest, token_choice, top_entropy
 from rl_megatron.types import (
     Batch,

@@ -28,8 +28,7 @@ from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.credit import groups_to_train_on
-from rl_megatron.training.measures import token_versions
-from rl_megatron.training.update import Update
+from rl_megatron.training.update import Update, token_versions
 from rl_megatron.types import (
     Batch,
     Chain,
