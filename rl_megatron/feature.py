@@ -205,6 +205,9 @@ class Feature:
     captures: bool = False
     """True if its side captures CUDA graphs, for which states of random numbers must be tensors. Models without
     gradients are made with its keys at their defaults."""
+    work: Callable[[LearnerSection, ModelShape, float], Mapping[str, Any]] = lambda *_: {}
+    """What predictions of a step's seconds read of its keys, for sequences of so many tokens in the mean: fields of
+    `tools.planner.time.LearnerWork`, with their values."""
     changes: Mapping[str, str] = field(default_factory=dict)
     """For each of its own terms of ``memory``: what makes it smaller, for messages."""
     check_files: str | None = None

@@ -32,6 +32,13 @@ class OneOf:
 
 
 @dataclass(frozen=True, slots=True)
+class Has:
+    """A test of a list: ``value`` is in it. Messages name that alone."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
 class Above:
     """A test of a number: it is greater than ``limit``, a number or the path of a key."""
 
@@ -63,7 +70,7 @@ class On:
     """
 
     key: str
-    test: object = SET  # a value, UNSET, SET, Not, OneOf, Above or Below
+    test: object = SET  # a value, UNSET, SET, Not, OneOf, Has, Above or Below
     shown: str | None = None  # the key to name in messages, if ``key`` is derived from it; TEXT: the value says it
 
     def matches(self, root: object, bound: Mapping[str, str]) -> Iterator[tuple[str, Mapping[str, str]]]:
@@ -75,7 +82,7 @@ class On:
     def _named(self, root: object, name: str, value: object, bound: Mapping[str, str]) -> str:
         if self.shown == TEXT:
             return str(value)
-        names = [f"{name}={as_given(value)}"]
+        names = [f"{name}={as_given(self.test.value if isinstance(self.test, Has) else value)}"]
         if self.shown is not None:
             names = [f"{shown}={as_given(one)}" for shown, one, _ in found_keys(root, self.shown, bound)]
         if isinstance(self.test, Above | Below) and isinstance(limit := self.test.limit, str):
@@ -238,6 +245,8 @@ def _holds(root: object, value: Any, test: object, bound: Mapping[str, str]) -> 
             return value is not None if other is None else bool(value != other)
         case OneOf(values=values):
             return value in values
+        case Has(value=one):
+            return one in value
         case Above(limit=limit) | Below(limit=limit):
             limits = [one for _, one, _ in found_keys(root, limit, bound)] if isinstance(limit, str) else [limit]
             above = isinstance(test, Above)

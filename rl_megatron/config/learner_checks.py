@@ -13,7 +13,7 @@ from rl_megatron import feature
 from rl_megatron.config.activations import TORCH_ONLY, freed, kept, torch_only, wants_transformer_engine
 from rl_megatron.config.sections.learner import HALVES, Adaptable, LearnerSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.rules import SET, UNSET, Above, Excludes, Not, On, Rule, as_given, broken, excluded
+from rl_megatron.rules import SET, UNSET, Above, Excludes, Has, Not, On, Rule, as_given, broken, excluded
 
 if TYPE_CHECKING:
     from rl_megatron.models.shape import ModelShape
@@ -24,13 +24,12 @@ _CHUNK = 64  # HYBRIDEP_TOKEN_ALIGNMENT of megatron-core 0.19.2
 _LEAST = 0.01  # of what a layer keeps; a module that frees less costs time for nothing
 _SLOWEST_DECAY = math.nextafter(1 - 1 / (2**8 + 2), 0)
 """bfloat16 has 8 bits of a significand. A factor above this rounds 1 + 2 ** -7 to itself, so it never decays."""
-_ONE, _OUT = "leave one of them out", "leave it out"
+_ONE, _TWO, _OUT = "leave one of them out", "set one of the two", "leave it out"
 _ON_CPU, _OWN_LAYERS = On("learner.device", "cpu"), On("learner.own_layers", SET, "learner.layers")
-_KERNELS = On("learner.dispatcher", Not("alltoall"))
+_KERNELS, _NO_EXPERTS = On("learner.dispatcher", Not("alltoall")), On("shape.num_experts", 0, "shape.family")
 _FLOAT8 = On("learner.fp8")
 _LORA, _MUON = On("learner.lora.rank"), On("learner.optimizer.name", "muon")
 _LOW_MOMENTS = On("learner.optimizer.moments_dtype", "bfloat16")
-_GATHERS = On("learner.overlap.parameters", True)
 
 
 # fmt: off
@@ -42,8 +41,8 @@ _ROWS: Sequence[Rule] = (
     *excluded(On("learner.deterministic", True),
         (_KERNELS, "its kernels have no deterministic mode", "set learner.dispatcher=alltoall")),
     *excluded(On("learner.fusion.router", True), (_ON_CPU, "its kernels need GPUs", _OUT)),
-    *(Excludes(one=one, other=On("shape.num_experts", 0, "shape.family"), where="shape", why="the model has no experts",
-               fix=_OUT) for one in (_KERNELS, On("learner.fusion.router", True), On("learner.router.frozen", True))),
+    *(Excludes(one=one, other=_NO_EXPERTS, where="shape", why="the model has no experts", fix=_OUT)
+      for one in (_KERNELS, On("learner.fusion.router", True), On("learner.router.frozen", True))),
     Excludes(one=On("learner.gradient_dtype", "bfloat16"), other=On("learner.dtype", "float32"),
              why="gradients are as precise as parameters, or more", fix="set learner.dtype=bfloat16, or leave it out"),
     Excludes(one=On("learner.layers", "transformer_engine"), other=(On("learner.cp", Above(1)),
@@ -51,11 +50,31 @@ _ROWS: Sequence[Rule] = (
              "for half precision only", fix="set learner.dtype=bfloat16, or learner.layers=auto, which then uses "
              "torch's layers"),
     Excludes(one=On("learner.recompute.uniform"), other=On("learner.recompute.parts", Not(())),
-             why="whole layers leave nothing else to recompute", fix="set one of the two"),
+             why="whole layers leave nothing else to recompute", fix=_TWO),
     Excludes(one=On("learner.vpp", Above(1)), other=On("learner.pp", 1), why="chunks need a pipeline",
              fix="set learner.vpp=1 or learner.pp >= 2"),
     Excludes(one=On("learner.padding.sequences"), other=On("learner.padding.tokens", UNSET), why="micro-batches would "
              "still have any number of positions", fix="set both, or leave it out"),
+    Excludes(one=On("learner.recompute.parts", Has("mla_up_proj")), other=_OWN_LAYERS, fix=_OUT,
+             why="layers of your own recompute what they choose"),
+    *excluded(On("learner.offload.optimizer", Above(0)),
+        (_ON_CPU, "its state is in the host's memory already", _OUT),
+        (On("learner.optimizer.name", Not("adamw")), "megatron-core can do this with AdamW alone", "set it to adamw"),
+        (On("learner.dtype", Not("bfloat16")), "megatron-core can do this beside bfloat16 parameters alone",
+         "set learner.dtype=bfloat16")),
+    *excluded(On("learner.offload.while_sampling"), (_ON_CPU, "there is no GPU to leave", _OUT)),
+    *(row for half, parts in HALVES.items() for row in excluded(On("learner.offload.activations", Has(half)),
+        (_ON_CPU, "there is no GPU to leave", _OUT),
+        (On("learner.recompute.uniform"), "layers that are computed again keep their inputs alone", _TWO),
+        *((On("learner.recompute.parts", Has(part)), "what is computed again is a part of what would be moved", _TWO)
+          for part in parts),
+        (_FLOAT8, "layers keep copies of weights in float8 among activations, which would be moved too", _TWO),
+        (_OWN_LAYERS, "what layers of your own keep is not known", _OUT))),
+    *(Excludes(one=On("learner.offload.activations", Has(half)), other=lacks, why=f"the model has no {what}", fix=_OUT,
+               where="shape") for half, lacks, what in (("moe", _NO_EXPERTS, "experts"),
+      ("mlp", (On("shape.num_experts", Above(0)), On("shape.dense_layers", 0, "shape.family")), "dense layers"))),
+    Excludes(one=On("learner.offload.activations", Has("moe")), other=_KERNELS, fix=_TWO,
+             why="tensors of other streams than the layers' would be moved, for which nothing waits"),
     *excluded(_LOW_MOMENTS,
         (On("learner.optimizer.name", Not("adamw")), "megatron-core has them for AdamW alone", "set it to adamw"),
         (On("learner.dtype", Not("bfloat16")), "megatron-core has them beside bfloat16 parameters alone",
@@ -65,12 +84,7 @@ _ROWS: Sequence[Rule] = (
            "moments_dtype out") for beta in ("beta1", "beta2")),
         (_ON_CPU, "TransformerEngine's Adam keeps them, on GPUs alone", _OUT),
         (On("learner.offload.optimizer", Above(0)), "that needs a learner without TransformerEngine, whose Adam keeps "
-         "moments in bfloat16", "set one of the two")),
-    *excluded(_GATHERS,
-        (_OWN_LAYERS, "parameters are waited for when the module that has them is called, and layers of your own may "
-         "read them otherwise", _OUT)),
-    *excluded(On("learner.overlap.shared_experts", True),
-        (_KERNELS, "megatron-core can do this only with alltoall", "set one of the two")),
+         "moments in bfloat16", _TWO)),
     *excluded(_FLOAT8,
         (_ON_CPU, "its kernels need GPUs", _OUT),
         (On("learner.dtype", Not("bfloat16")), "parameters must be bfloat16", "set learner.dtype=bfloat16"),
@@ -82,7 +96,6 @@ _ROWS: Sequence[Rule] = (
     *excluded(_LORA,
         (_MUON, "it steps whole matrices", _ONE),
         (_FLOAT8, "merged weights have no copies in float8", _ONE),
-        (_GATHERS, "adapters are merged before they are there", _ONE),
         (_OWN_LAYERS, "adapters know this package's layers alone", _ONE)),
 )
 # fmt: on
@@ -115,11 +128,6 @@ def _recompute_problems(learner: LearnerSection, shape: ModelShape | None) -> It
     given = f"learner.recompute.parts={as_given(section.parts)}"
     if "moe" in section.parts and {"moe_act", "shared_experts"} & {*section.parts}:
         yield f"{given}: moe recomputes its activation and shared experts too; name moe alone of the three"
-    if "mla_up_proj" in section.parts and learner.own_layers is not None:
-        yield (
-            f"learner.recompute.parts=mla_up_proj with learner.layers={learner.own_layers}: layers of your own "
-            "recompute what they choose; leave it out"
-        )
     if shape is not None:
         yield from _useless(learner, shape)
         yield from _uneven(learner, shape)
@@ -252,110 +260,6 @@ def _optimizer_problems(learner: LearnerSection, shape: ModelShape | None) -> It
         )
 
 
-def _overlap_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Keys without effect, and what megatron-core's gathering of parameters lacks."""
-    section, d = learner.overlap, learner.dims
-    if section.gradients and d.dp * d.cp == 1 and d.tp == d.ep * d.etp:
-        yield (
-            "learner.overlap.gradients=true: each rank has parameters of its own, so there is nothing to reduce; "
-            "leave it out, or raise learner.dp"
-        )
-    yield from _shared_problems(learner, shape)
-    if not section.parameters:
-        return
-    lacking = {
-        "learner.overlap.gradients=true": section.gradients,
-        "learner.optimizer.name=adamw": learner.optimizer.name == "adamw",
-    }
-    for key in (key for key, there in lacking.items() if not there):
-        yield f"learner.overlap.parameters=true: megatron-core can do this only with {key}; set it"
-
-
-def _shared_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Nothing to overlap, and what megatron-core's overlap of shared experts lacks."""
-    if not learner.overlap.shared_experts:
-        return
-    d = learner.dims
-    if d.ep * d.etp == 1:
-        yield (
-            "learner.overlap.shared_experts=true with learner.ep=1 and learner.etp=1: no token leaves its rank, so "
-            "there is nothing to overlap with; leave it out"
-        )
-    if shape is not None and not shape.shared_width:
-        yield f"learner.overlap.shared_experts=true: model_type={shape.family!r} has no shared experts; leave it out"
-    if "shared_experts" in learner.recompute.parts:
-        yield (
-            "learner.overlap.shared_experts=true with learner.recompute.parts=shared_experts: megatron-core cannot "
-            "recompute what overlaps; set one of the two"
-        )
-
-
-def _offload_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """CPU ranks, whose state is in the host's memory already, and state that is not shared out."""
-    share = learner.offload.optimizer
-    if share and learner.device == "cpu":
-        yield f"learner.offload.optimizer={share:g} with learner.device=cpu would have no effect; leave it out"
-    if (level := learner.offload.while_sampling) and learner.device == "cpu":
-        yield (
-            f"learner.offload.while_sampling={level} with learner.device=cpu would have no effect: there is no GPU "
-            "to leave; leave it out"
-        )
-    lacking = {
-        "learner.optimizer.name=adamw": learner.optimizer.name == "adamw",
-        "learner.dtype=bfloat16": learner.dtype == "bfloat16",
-    }
-    for key in (key for key, there in lacking.items() if share and not there):
-        yield f"learner.offload.optimizer={share:g}: megatron-core can do this only with {key}; set it"
-    yield from _activation_problems(learner, shape)
-
-
-def _activation_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """CPU ranks, halves that no layer has or that are recomputed, and tensors that other streams compute."""
-    parts = learner.offload.activations
-    given = [f"learner.offload.activations={part}" for part in parts]
-    if not parts:
-        return
-    if learner.device == "cpu":
-        yield f"{given[0]} with learner.device=cpu would have no effect: there is no GPU to leave; leave it out"
-    if (count := learner.recompute.uniform) is not None:
-        yield (
-            f"{given[0]} with learner.recompute.uniform={count}: layers that are computed again keep their inputs "
-            "alone; set one of the two"
-        )
-    for part, said in zip(parts, given, strict=True):
-        for module in learner.recompute.parts:
-            if module in HALVES[part]:
-                yield (
-                    f"{said} with learner.recompute.parts={module}: what is computed again is a part of what would be "
-                    "moved; set one of the two"
-                )
-    if learner.fp8 is not None:
-        yield (
-            f"{given[0]} with learner.fp8={learner.fp8}: layers keep copies of weights in float8 among activations, "
-            "which would be moved too; set one of the two"
-        )
-    if learner.own_layers is not None:
-        yield (
-            f"{given[0]} with learner.layers={learner.own_layers}: what layers of your own keep is not known; leave it "
-            "out"
-        )
-    streams = {
-        "learner.overlap.shared_experts=true": learner.overlap.shared_experts,
-        f"learner.dispatcher={learner.dispatcher}": learner.dispatcher != "alltoall",
-    }
-    for key in (key for key, there in streams.items() if there and "moe" in parts):
-        yield (
-            f"learner.offload.activations=moe with {key}: tensors of other streams than the layers' would be "
-            "moved, for which nothing waits; set one of the two"
-        )
-    if shape is not None:
-        layers = {"attention": shape.num_layers, "moe": len(shape.moe_layers)}
-        layers["mlp"] = shape.num_layers - layers["moe"]
-        for part in (part for part in parts if not layers[part]):
-            has = {"mlp": "dense layers", "moe": "experts"}[part]
-            yield f"learner.offload.activations={part}: the model has no {has}; leave it out"
-
-
 def _fp8_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
     """Sizes that no block fits."""
     if learner.fp8 is None or shape is None:
@@ -452,8 +356,6 @@ _CHECKS: tuple[Callable[[LearnerSection, ModelShape | None], Iterator[str]], ...
     _padding_problems,
     _dispatcher_problems,
     _optimizer_problems,
-    _overlap_problems,
-    _offload_problems,
     _fp8_problems,
     _lora_problems,
 )

@@ -140,10 +140,8 @@ def _of_learner() -> Iterator[Rule]:
          "leave learner.lora out"),
         (On("algorithm.needs_critic", True, "algorithm.credit"), "that algorithm has a critic, a second model that is "
          "trained whole", "take one without, as algorithm=gspo, or leave learner.lora out"))
-    own = "leave it out, or set critic.backbone=own"
-    yield from _excluded(On("algorithm.is_own_critic", True, "algorithm.critic.backbone"),
-        (LORA, "adapters freeze its value layer", own),
-        (On("learner.overlap.gradients", True), "in a warm start the value layer has no gradient to wait for", own))
+    yield Excludes(one=On("algorithm.is_own_critic", True, "algorithm.critic.backbone"), other=LORA,
+          why="adapters freeze its value layer", fix="leave it out, or set critic.backbone=own")
     adapters = On("weights.push", "adapters")
     merged = "leave the key out, or set weights.push=merged"
     yield Needs(when=adapters, all=LORA, why="the whole model is trained", fix="set learner.lora.rank, or leave "

@@ -165,10 +165,8 @@ def _of_dispatcher(name: str) -> dict[str, object]:
 
 
 def _of_kernels(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
-    """Kernels that add in one order, or in float8; shared experts that compute while
-    tokens are sent. Raises ConfigError if TransformerEngine is not installed."""
+    """Kernels that add in one order, or in float8. Raises ConfigError if TransformerEngine is not installed."""
     model: dict[str, object] = {"deterministic_mode": True} if learner.deterministic else {}
-    model |= {"moe_shared_expert_overlap": True} if learner.overlap.shared_experts else {}
     if learner.fp8 is not None:
         require_transformer_engine(f"learner.fp8={learner.fp8}", learner, shape)
     if learner.fp8 is not None:  # tensorwise takes e5m2 for gradients, the others e4m3 for all, as Megatron-LM does
@@ -178,12 +176,10 @@ def _of_kernels(learner: LearnerSection, shape: ModelShape) -> dict[str, object]
 
 def _of_gradients(learner: LearnerSection) -> dict[str, object]:
     """Gradients in float32, or in the dtype of parameters; Muon takes whole parameters, which megatron's own sharding
-    cuts; and when they are reduced: without ``learner.overlap.gradients`` in one bucket after the pass."""
+    cuts. By default they are reduced in one bucket after the pass."""
     return {
         "grad_reduce_in_fp32": learner.gradient_dtype == "float32",
         "use_distributed_optimizer": learner.optimizer.name == "adamw",
-        **({"overlap_grad_reduce": True} if learner.overlap.gradients else {}),
-        **({"overlap_param_gather": True} if learner.overlap.parameters else {}),
     }
 
 
@@ -220,7 +216,6 @@ def _of_optimizer(learner: LearnerSection) -> dict[str, object]:
         "use_distributed_optimizer": section.name == "adamw",
         **({"muon_scale_mode": section.muon.scale} if section.name == "muon" else {}),
         **(low_moments if section.moments_dtype != "float32" else {}),
-        **({"overlap_param_gather": True} if learner.overlap.parameters else {}),
         **(_offloaded(learner.offload.optimizer) if learner.offload.optimizer else {}),
     }
 

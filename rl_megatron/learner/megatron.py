@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.feature import without_captures
 from rl_megatron.learner import cpu
-from rl_megatron.learner.keywords import LOGITS_TOKENS
+from rl_megatron.learner.keywords import LOGITS_TOKENS, keywords
 from rl_megatron.models.shape import ModelShape
 
 cpu.install()  # before the modules below bind megatron's functions
@@ -106,7 +106,7 @@ def _vocab_head(
     if learner.head_dtype is None:
         return VocabHead(temperature=temperature, vocab_size=vocab_size, chunk=chunk, top_k=top_k, top_below=top_below)
     stop_before_output_layer(models)
-    announces = learner.overlap.gradients
+    announces = bool(keywords(learner, shape).ddp.get("overlap_grad_reduce"))
     return Float32Head(
         temperature=temperature, vocab_size=vocab_size, chunk=chunk, model=models[-1], announces=announces
     )

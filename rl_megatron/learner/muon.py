@@ -80,8 +80,7 @@ def _one(tensor: Tensor) -> Sequence[Tensor]:
 
 def _halves(tensor: Tensor) -> Sequence[Tensor]:
     """Gate [f, h] and up [f, h] of [2f, h]."""
-    gate, up = tensor.chunk(2)
-    return gate, up
+    return tensor.chunk(2)
 
 
 def _by_group(sizes: Sequence[int], tensor: Tensor) -> Sequence[Tensor]:
@@ -95,25 +94,15 @@ def _fused_gate_up(tensor: Tensor) -> Sequence[Tensor]:
     return [expert[:, first::2].T for expert in tensor for first in (0, 1)]
 
 
-def _fused_down(tensor: Tensor) -> Sequence[Tensor]:
-    """[h, f] of each expert of [n, f, h]."""
-    return [expert.T for expert in tensor]
-
-
 def _stacked_gate_up(tensor: Tensor) -> Sequence[Tensor]:
     """Gate and up [f, h] of each expert of [n, 2f, h]."""
     return [half for expert in tensor for half in expert.chunk(2)]
 
 
-def _stacked(tensor: Tensor) -> Sequence[Tensor]:
-    """Each expert of [n, h, f]."""
-    return tensor.unbind()
-
-
 WHOLE = Matrices(_one)
 """A parameter that is one matrix, whole on this rank."""
-_STACKED = {"gate_up_proj": Matrices(_stacked_gate_up), "down_proj": Matrices(_stacked)}
-_FUSED = {"gate_up_proj": Matrices(_fused_gate_up), "down_proj": Matrices(_fused_down)}
+_STACKED = {"gate_up_proj": Matrices(_stacked_gate_up), "down_proj": Matrices(torch.unbind)}  # of [n, h, f]
+_FUSED = {"gate_up_proj": Matrices(_fused_gate_up), "down_proj": Matrices(lambda every: every.mT.unbind())}  # [h, f]
 
 
 def find_matrices(chunk: Any) -> Iterator[tuple[Tensor, Matrices | None]]:
@@ -131,7 +120,8 @@ def _matrices_of(path: str, name: str, module: Any, parameter: Tensor, config: A
     if parameter.dim() != 2 or "bias" in name:
         return None
     kind = path.rpartition(".")[2]
-    dim = _CUT_BY.get(kind, _marked(parameter))
+    marked = getattr(parameter, "tensor_model_parallel", False)  # as a layer of the user's own says that it is cut
+    dim = _CUT_BY.get(kind, getattr(parameter, "partition_dim", None) if marked else None)
     if dim is not None and (group := _group(parameter)).size() > 1:
         return Matrices(_parts(kind, config), dim, group)
     return Matrices(_parts(kind, config)) if min(parameter.shape) > 1 else None  # a row is a vector
@@ -150,11 +140,6 @@ def _parts(kind: str, config: Any) -> Callable[[Tensor], Sequence[Tensor]]:
         values = m.ratio * m.value_dim
         return partial(_by_group, (m.key_dim, m.key_dim, values, values, m.ratio, m.ratio))
     return _one
-
-
-def _marked(parameter: Tensor) -> int | None:
-    """The dimension that a layer of the user's own says is cut, by megatron's marks."""
-    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
 
 
 def _group(parameter: Tensor) -> dist.ProcessGroup:
@@ -264,7 +249,8 @@ class LayerWise(ChainedOptimizer):
         matrices = {p: m for p, m in found if m is not None and id(p) in mine}
         others = [p for p in self._stepped if p not in matrices]
         world = parallel_state.get_intra_distributed_optimizer_instance_group()
-        super().__init__([_muon(config, matrices), _adam(config, chunks, others)])
+        adam = _get_megatron_optimizer_based_on_param_groups(config, list(chunks), by_decay(config, chunks, others))
+        super().__init__([_muon(config, matrices), adam])
         for part in self.chained_optimizers:
             part.grad_stats_parallel_group = world  # where each gradient is on one rank
 
@@ -298,7 +284,8 @@ class LayerWise(ChainedOptimizer):
             for group in adam.param_groups:
                 group.setdefault("step", 0)
         for count in self._counts():
-            count["step"] = _as_before(count["step"], state_dict["adam_steps"])
+            before, steps = count["step"], state_dict["adam_steps"]
+            count["step"] = torch.full_like(before, steps) if isinstance(before, Tensor) else steps
 
     def _state(self) -> Iterator[tuple[int, str, Tensor]]:
         """The number of each parameter that this rank steps, and the names and tensors of its state, which is there."""
@@ -379,13 +366,6 @@ def _muon(config: OptimizerConfig, matrices: dict[Tensor, Matrices]) -> Megatron
     return wrapped
 
 
-def _adam(config: OptimizerConfig, chunks: Sequence[Any], parameters: list[Tensor]) -> MegatronOptimizer:
-    made: MegatronOptimizer = _get_megatron_optimizer_based_on_param_groups(
-        config, list(chunks), by_decay(config, chunks, parameters)
-    )
-    return made
-
-
 def _no_state(*_: Any) -> None:
     """`LayerWise` does not ask megatron for state: `rl_megatron.learner.optimizer.create_state` makes it."""
 
@@ -394,7 +374,3 @@ def _main(parameter: Tensor) -> Tensor:
     """The float32 copy of a parameter that is stepped instead of it, if there is one."""
     found: Tensor = getattr(parameter, "main_param", parameter)
     return found
-
-
-def _as_before(step: Tensor | int, steps: int) -> Tensor | int:
-    return torch.full_like(step, steps) if isinstance(step, Tensor) else steps

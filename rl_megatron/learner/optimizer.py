@@ -46,11 +46,11 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
             for group in part.optimizer.param_groups:
                 group["fused"] = True  # one kernel for all parameters
         if isinstance(part, distrib_optimizer.DistributedOptimizer):
-            if of_transformer_engine(part):
+            if hasattr(part.optimizer, "get_unscaled_state"):  # TransformerEngine's FusedAdam
                 _keep_state(part.optimizer)
             if _steps_in_place(part):
-                part._copy_main_params_to_model_params = _nothing_to_copy
-        if keeps_weights(part):
+                part._copy_main_params_to_model_params = lambda: None
+        if keeps_weights(part.optimizer):
             _step_in_pieces(part.optimizer)
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             part.optimizer.param_update_in_fp32 = False  # its weights are float32: it would look for copies at a load
@@ -88,8 +88,16 @@ def _steps_in_place(part: distrib_optimizer.DistributedOptimizer) -> bool:
     )
 
 
-def _nothing_to_copy() -> None:
-    """In place of a copy of weights onto themselves."""
+def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> list[Any]:
+    """Buckets of the chunks whose gradients megatron reduces, and whose parameters it gathers, in one message."""
+    return [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+
+
+def wait_for_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Wait until gradients whose reduction has begun are reduced; the next step waits for it once more."""
+    for group in bucket_groups(chunks):
+        if group.grad_reduce_handle is not None:
+            group.grad_reduce_handle.wait()
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
@@ -98,17 +106,8 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer
     return inside
 
 
-def of_transformer_engine(part: MegatronOptimizer) -> bool:
-    """Whether TransformerEngine's FusedAdam steps."""
-    return hasattr(part.optimizer, "get_unscaled_state")
-
-
-def keeps_weights(part: MegatronOptimizer) -> bool:
+def keeps_weights(adam: torch.optim.Optimizer) -> bool:
     """Whether TransformerEngine's FusedAdam has the float32 weights, in its state, and steps those of the model."""
-    return _keeps_weights(part.optimizer)
-
-
-def _keeps_weights(adam: torch.optim.Optimizer) -> bool:
     return getattr(adam, "use_decoupled_grad", False)
 
 
@@ -193,9 +192,9 @@ def adopt(optimizer: MegatronOptimizer) -> None:
     """Copy the model's parameters into the optimizer's float32 weights, on whichever device they are stepped."""
     optimizer.reload_model_params()
     for part in inner_optimizers(optimizer):
-        for weight, state in part.optimizer.state.items() if keeps_weights(part) else ():  # megatron leaves these
-            state["master_param"].copy_(weight)
         hybrid = part.optimizer
+        for weight, state in hybrid.state.items() if keeps_weights(hybrid) else ():  # megatron leaves these
+            state["master_param"].copy_(weight)
         if isinstance(hybrid, HybridDeviceOptimizer):  # of which megatron copies only weights that it made itself
             part.optimizer = None
             try:
@@ -259,7 +258,7 @@ def _fill_state(adam: torch.optim.Optimizer) -> None:
     if isinstance(adam, Muon):
         adam.create_state()
     for parameter in (p for group in adam.param_groups for p in group["params"]):
-        if not adam.state[parameter] and _keeps_weights(adam):
+        if not adam.state[parameter] and keeps_weights(adam):
             adam.initialize_state(parameter, False)  # type: ignore[attr-defined]  # with a copy of the weight
         elif not adam.state[parameter]:
             zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}

@@ -42,6 +42,7 @@ from rl_megatron.learner.model.offload import Activations
 from rl_megatron.learner.observers import Observers
 from rl_megatron.learner.optimizer import (
     adopt,
+    bucket_groups,
     create_state,
     inner_optimizers,
     make_optimizer,
@@ -49,8 +50,8 @@ from rl_megatron.learner.optimizer import (
     reset_moments,
     state_of,
     step,
+    wait_for_gradients,
 )
-from rl_megatron.learner.overlap import Buckets
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch
 from rl_megatron.learner.parameters import global_parameters, swapped
 from rl_megatron.learner.routing import Routing, gather_recorded
@@ -246,7 +247,6 @@ class MegatronLearner(MegatronScorer):
             for i, m in enumerate(modules(config, models))
         ]
         self._optimizer = make_optimizer(self._trained, given)
-        self._buckets = Buckets(config, self._trained)
         self._heap, self._warm = Heap(), False
         self._added: list[Added] = []  # since the last step
         self._leaving, self._parked, self._staged = learner.offload.leaving, Parked(SLAB), Staged()
@@ -288,9 +288,11 @@ class MegatronLearner(MegatronScorer):
             hooks.changed()
 
     def gather(self) -> None:
-        """Make ``tensors`` hold the weights of the last step, which with ``learner.overlap.parameters`` the next pass
-        gathers otherwise."""
-        self._buckets.gather()
+        """Make ``tensors`` hold the weights of the last step, where megatron leaves it to the next pass to gather
+        them."""
+        for group in bucket_groups(self._trained) if self._trained[0].use_forward_hook else ():
+            if group.param_gather_handle is not None or not group.param_gather_dispatched:
+                group.start_param_sync(force_sync=True)
 
     def load_weights(self, folder: Path, *, scored: bool = False) -> None:
         """Load the model of a ``torch_dist`` checkpoint; without its output layer where that is a vocabulary's and this
@@ -318,7 +320,7 @@ class MegatronLearner(MegatronScorer):
         """
         self.gather()  # into the weights' memory, which may leave
         if "gradients" in self._leaving:
-            self._buckets.wait()  # for what is copied
+            wait_for_gradients(self._trained)  # of what is copied
             chunks = self._chunks_of_all
             buffers = [one.grad_data for chunk in chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
             self._parked.leave("gradients", buffers, kept=bool(self._added))
@@ -351,17 +353,14 @@ class MegatronLearner(MegatronScorer):
         """Accumulate the gradients of this DP rank's micro-batches with those since the last ``step``.
 
         Returns ``loss`` and its metrics on last-stage ranks, else None. ``step`` all-reduces the gradients once;
-        megatron's schedule would do so after each call, and so count the first ones again. Raises RLMegatronError for a
-        second call before ``step`` with ``learner.overlap.gradients``.
+        megatron's schedule would do so after each call, and so count the first ones again. Raises as features' passes.
         """
         self._parked.back("weights", "gradients")
         self._warm_up()
-        self._buckets.begin(again=bool(self._added))
         if not self._added:
             self._clear()
         add = partial(self._add, loss=loss, num_tokens=num_tokens, num_sequences=num_sequences)
         outputs = add(self._pack(micro_batches))
-        self._buckets.end()
         self._added.append((micro_batches, add))
         return reduce_outputs(outputs) if parallel_state.is_pipeline_last_stage() else None
 
@@ -469,6 +468,17 @@ class MegatronLearner(MegatronScorer):
         around = (hooks.around_forward(chunk, micro_batch, num_tokens) for hooks in self._hooks)
         return _together([self._routing.replaying(chunk, micro_batch), *around])
 
+    @contextlib.contextmanager
+    def _held_back(self) -> Iterator[None]:
+        """Backward passes in it leave this rank's gradients to itself."""
+        config = self._trained[0].config
+        scheduled, config.no_sync_func = config.no_sync_func, None
+        try:
+            with _together(chunk.no_sync() for chunk in self._trained):
+                yield
+        finally:
+            config.no_sync_func = scheduled
+
     def _culprits(self, added: Sequence[Added]) -> tuple[Culprit, ...]:
         """This rank's micro-batches whose own gradient, before the all-reduce, is not finite.
 
@@ -479,7 +489,7 @@ class MegatronLearner(MegatronScorer):
         for number, (micro_batch, add) in enumerate(each):
             activity.part(f"the gradient is not finite: micro-batch {number + 1} of {len(each)} by itself")
             self._clear()
-            with self._buckets.held_back(), self._observers.unseen(), self._routing.unseen():
+            with self._held_back(), self._observers.unseen(), self._routing.unseen():
                 add(self._pack([micro_batch]))
             buffers = [buffer for chunk in self._chunks_of_all for buffer in chunk.buffers]
             if self._dims.ep == 1:

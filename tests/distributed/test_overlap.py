@@ -294,7 +294,7 @@ def test_checkpoints_and_skipped_and_dropped_steps_are_those_without_it(layout: 
 
 def test_gradients_that_are_being_reduced_are_waited_for_and_the_step_can_wait_again() -> None:
     """A step's bucket whose reduction has not begun is left to the step."""
-    from rl_megatron.learner.overlap import Buckets
+    from rl_megatron.learner.optimizer import wait_for_gradients
 
     waited: list[str] = []
 
@@ -303,11 +303,7 @@ def test_gradients_that_are_being_reduced_are_waited_for_and_the_step_can_wait_a
         return SimpleNamespace(grad_reduce_handle=handle)
 
     dense, experts = [group("dense", begun=True), group("late", begun=False)], [group("experts", begun=True)]
-    buckets = Buckets.__new__(Buckets)
-    buckets._chunks = cast(Any, [SimpleNamespace(bucket_groups=dense, expert_parallel_bucket_groups=experts)])
-    for reduces in (False, True):
-        buckets._reduces = reduces
-        buckets.wait()
+    wait_for_gradients(cast(Any, [SimpleNamespace(bucket_groups=dense, expert_parallel_bucket_groups=experts)]))
     assert waited == ["dense", "experts"]
     assert [one.grad_reduce_handle is not None for one in (*dense, *experts)] == [True, False, True]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.errors import RLMegatronError
+from rl_megatron.features.overlap.feature import overlap_of
 from rl_megatron.types import Batch, Samples, SkippedStep, Want
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, MadeUp, read_boxes
@@ -231,7 +232,7 @@ def skipped(
 
 def in_parts(policy: MegatronLearner, row: Sequence[Samples], batch: Batch, learner: LearnerSection) -> Any:
     """A step of two passes, with a score between them and a dropped pass before, where the layout allows that."""
-    half = len(row) // 2 if learner.vpp == 1 and not learner.overlap.gradients else 0
+    half = len(row) // 2 if learner.vpp == 1 and not overlap_of(learner).gradients else 0
     if half == 0:
         return one_step(policy, row, batch)
     policy.backward(row[half:], LOSS, **counts_of(batch))

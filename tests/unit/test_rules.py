@@ -23,6 +23,7 @@ from rl_megatron.rules import (
     Below,
     CheckFunction,
     Excludes,
+    Has,
     Needs,
     Not,
     On,
@@ -135,8 +136,9 @@ def test_each_entry_of_a_mapping_or_list_is_a_line_and_conditions_of_a_row_are_o
         "entries.c.size=6 with entries.c.most=4 and entries.c.label=y: w; f",
         "entries.d.size=7 with entries.d.most=4 and entries.d.label=z: w; f",
     ]
-    in_list = Excludes(one=On("names.*.size", 5), why="w", fix="f")
-    assert lines(in_list, names=[{}, {"size": 5}]) == ["names.1.size=5: w; f"]
+    in_list = Excludes(one=On("names.*.size", 5), other=On("names", Has(Entry(size=7))), why="w", fix="f")
+    assert lines(in_list, names=[{"size": 7}, {"size": 5}]) == ["names.1.size=5 with names={size: 7}: w; f"]
+    assert not lines(in_list, names=[{}, {"size": 5}])
     needs = Needs(when=On("entries.*.size", Above(4)), all=On("entries.*.label"), why="w", fix="f")
     assert lines(needs, entries=entries) == ["entries.a.size=5 with entries.a.label=null: w; f"]
 

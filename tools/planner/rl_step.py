@@ -305,6 +305,7 @@ def learner_work(
         again |= {"head"}
     if "moe_act" in again and not wants_transformer_engine(learner, shape):
         again |= {"experts"}
+    of_features = [one.work(learner, shape, mean) for one in features().values()]
     return LearnerWork(
         shape=shape,
         dims=d,
@@ -318,10 +319,10 @@ def learner_work(
         gradient_bytes=2 if learner.gradient_dtype == "bfloat16" else 4,
         dispatcher="alltoall" if learner.dispatcher == "alltoall" else "by_node",
         again=frozenset(again),
-        sync_hidden=learner.overlap.gradients and learner.overlap.parameters,
         offloaded=learner.offload.optimizer,
         moved=_moved(learner, shape, mean),
         muon=learner.optimizer.name == "muon",
+        **{name: value for one in of_features for name, value in one.items()},
     )
 
 

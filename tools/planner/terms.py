@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from rl_megatron import feature
@@ -80,27 +80,20 @@ def in_flight(pp: int, stage: int, sizes: Sequence[int]) -> float:
 
 def kept_bytes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
     """Bytes of one micro-batch's activations that stay on the GPU while others are computed."""
-    return sum(_chunk(learner, shape, rank, chunk) for chunk in _chunks(rank))
-
-
-def _chunk(learner: LearnerSection, shape: ModelShape, rank: Rank, layers: list[int]) -> float:
-    """Bytes that the consecutive ``layers`` of a pipeline chunk keep."""
-    section, whole = learner.recompute, rank.tokens * shape.hidden_size * BYTES[learner.dtype] / learner.tp
-    if section.uniform is not None:
-        return whole * -(-len(layers) // section.uniform)
-    left = 0.0
-    for layer in layers:
-        frees = freed(learner, shape, layer, rank.longest)
-        left += kept(learner, shape, layer, rank.longest) - sum(frees.get(module, 0.0) for module in section.parts)
-        left -= sum(offloaded(learner, shape, layer, rank.longest))
-    received = whole if layers[0] and "attention" in learner.offload.activations else 0.0  # the schedule keeps that
-    return received + rank.tokens * left
-
-
-def _chunks(rank: Rank) -> Iterator[list[int]]:
-    """The rank's layers by pipeline chunk: no two chunks of a rank follow one another."""
-    for _, chunk in groupby(enumerate(rank.layers), lambda at: at[1] - at[0]):
-        yield [layer for _, layer in chunk]
+    section, whole, out = learner.recompute, rank.tokens * shape.hidden_size * BYTES[learner.dtype] / learner.tp, 0.0
+    for _, chunk in groupby(enumerate(rank.layers), lambda at: at[1] - at[0]):  # no chunk of a rank follows another
+        layers = [layer for _, layer in chunk]
+        if section.uniform is not None:
+            out += whole * -(-len(layers) // section.uniform)
+            continue
+        left = 0.0
+        for layer in layers:
+            frees = freed(learner, shape, layer, rank.longest)
+            left += kept(learner, shape, layer, rank.longest) - sum(frees.get(module, 0.0) for module in section.parts)
+            left -= sum(offloaded(learner, shape, layer, rank.longest))
+        received = whole if layers[0] and "attention" in learner.offload.activations else 0.0  # the schedule keeps that
+        out += received + rank.tokens * left
+    return out
 
 
 def logits_bytes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
@@ -108,8 +101,7 @@ def logits_bytes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> floa
 
     Hidden states, logits and the gradients of both, and with TransformerEngine's layers that of the weight, before
     which torch frees the logits, but published peaks have it; or, with a float32 head, hidden states, their
-    gradient, a float32 block of the weight, and its gradient in float32, unless all are added up in that; then,
-    where gradients overlap, zeros of its size for autograd."""
+    gradient, a float32 block of the weight, and its gradient in float32, unless all are added up in that."""
     if rank.stage < learner.pp - 1 or shape.scores:
         return 0.0
     rows, size = shape.vocab_size / learner.tp, BYTES[learner.dtype]
@@ -120,8 +112,7 @@ def logits_bytes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> floa
         return hidden + logits + (weight if wants_transformer_engine(learner, shape) else 0.0)
     block = min(rows, WEIGHT_ROWS) * shape.hidden_size * 4 if size < 4 else 0.0
     of_weight = 0.0 if learner.gradient_dtype == "float32" else rows * shape.hidden_size * 4
-    announced = rows * shape.hidden_size * size if learner.overlap.gradients else 0.0
-    return hidden + max(of_weight + chunk + max(chunk, block), announced)
+    return hidden + of_weight + chunk + max(chunk, block)
 
 
 def optimizer_bytes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> tuple[float, float]:

@@ -146,22 +146,6 @@ class PaddingSection(Section):
         return tuple(int(size) for size in self.tokens.split(",")) if self.tokens else ()
 
 
-class OverlapSection(Section):
-    """Communication that runs while ranks compute. Results are the same but for the order of sums: that of a norm which
-    clips gradients, and of gradients of more than two ranks. How much time it saves is not measured."""
-
-    gradients: bool = False
-    """Whether ranks reduce the gradients of a bucket as soon as the last micro-batch's backward pass has computed
-    them; false: all together after it. The first step after a start still reduces them then. A bucket ends after 40
-    million parameters, or a million for each data-parallel rank if that is more. Only the first chunk of the first
-    pipeline stage has several."""
-    parameters: bool = False
-    """Whether ranks gather the parameters that an optimizer step changed during the next forward pass, a bucket ahead
-    of it; false: at the end of the step. A push or a checkpoint right after the step gathers them first."""
-    shared_experts: bool = False
-    """Whether shared experts compute while tokens are sent to the other experts and back."""
-
-
 class OffloadSection(Section):
     """What a rank keeps in the host's memory, not in its GPU's."""
 
@@ -320,7 +304,6 @@ class LearnerSection(LayoutKeys, ComputeKeys):  # pydantic takes the keys of the
     optimizer: OptimizerSection = OptimizerSection()
     fusion: FusionSection = FusionSection()
     padding: PaddingSection = PaddingSection()
-    overlap: OverlapSection = OverlapSection()
     offload: OffloadSection = OffloadSection()
     deterministic: bool = False
     """Whether ranks use kernels alone that add in the same order each time: of two equal runs on the same machines

@@ -216,7 +216,7 @@ def _collecting(optimizer: MegatronOptimizer, values: Values, gathered: Gathered
 
 
 def _values_of(values: Values, part: DistributedOptimizer, parameter: Tensor) -> dict[str, Tensor]:
-    if keeps_weights(part):
+    if keeps_weights(part.optimizer):
         group, order = part.model_param_group_index_map[parameter]
         state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
         held = {name: values(tensor).float() for name, tensor in state.items()}
