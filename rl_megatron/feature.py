@@ -226,6 +226,9 @@ class Feature:
     """Scores that it needs of the policy at the start of each step."""
     serving: Serving | None = None
     """Its part in engine servers."""
+    optimizer: str = ""
+    """For ``learner.optimizer.name`` of the feature's name: ``package.module:function`` that makes the optimizer of a
+    rank's chunks from megatron-core's OptimizerConfig and these. Every rank calls it."""
     learner: str | None = None
     """``package.module:function`` that makes the `LearnerHooks` of a rank from `Built`; None for a model that the
     feature leaves alone."""

@@ -27,8 +27,7 @@ _SLOWEST_DECAY = math.nextafter(1 - 1 / (2**8 + 2), 0)
 _ONE, _TWO, _OUT = "leave one of them out", "set one of the two", "leave it out"
 _ON_CPU, _OWN_LAYERS = On("learner.device", "cpu"), On("learner.own_layers", SET, "learner.layers")
 _KERNELS, _NO_EXPERTS = On("learner.dispatcher", Not("alltoall")), On("shape.num_experts", 0, "shape.family")
-_FLOAT8 = On("learner.fp8")
-_LORA, _MUON = On("learner.lora.rank"), On("learner.optimizer.name", "muon")
+_FLOAT8, _LORA = On("learner.fp8"), On("learner.lora.rank")
 _LOW_MOMENTS = On("learner.optimizer.moments_dtype", "bfloat16")
 
 
@@ -94,7 +93,6 @@ _ROWS: Sequence[Rule] = (
     *excluded(On("learner.layers", "transformer_engine"),
         (TORCH_ONLY, "torch's layers alone compute that", "set learner.layers=auto or torch"), where="shape"),
     *excluded(_LORA,
-        (_MUON, "it steps whole matrices", _ONE),
         (_FLOAT8, "merged weights have no copies in float8", _ONE),
         (_OWN_LAYERS, "adapters know this package's layers alone", _ONE)),
 )
@@ -250,16 +248,6 @@ def _dispatcher_problems(learner: LearnerSection, shape: ModelShape | None) -> I
         )
 
 
-def _optimizer_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Muon's setting without it."""
-    section = learner.optimizer
-    if section.name != "muon" and section.muon.model_dump(exclude_defaults=True):
-        yield (
-            f"learner.optimizer.muon.scale with learner.optimizer.name={section.name} would have no effect; "
-            "set learner.optimizer.name=muon, or leave it out"
-        )
-
-
 def _fp8_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
     """Sizes that no block fits."""
     if learner.fp8 is None or shape is None:
@@ -355,7 +343,6 @@ _CHECKS: tuple[Callable[[LearnerSection, ModelShape | None], Iterator[str]], ...
     _replicas_problems,
     _padding_problems,
     _dispatcher_problems,
-    _optimizer_problems,
     _fp8_problems,
     _lora_problems,
 )

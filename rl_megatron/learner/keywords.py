@@ -206,7 +206,7 @@ def _of_optimizer(learner: LearnerSection) -> dict[str, object]:
     return {
         "params_dtype": Dtype(learner.dtype),
         "bf16": learner.dtype == "bfloat16",
-        "optimizer": {"adamw": "adam", "muon": "muon"}[section.name],
+        "optimizer": "adam" if section.name == "adamw" else section.name,
         "lr": 0.0,
         "adam_beta1": section.beta1,
         "adam_beta2": section.beta2,
@@ -214,7 +214,6 @@ def _of_optimizer(learner: LearnerSection) -> dict[str, object]:
         "weight_decay": section.weight_decay,
         "clip_grad": section.clip_grad,
         "use_distributed_optimizer": section.name == "adamw",
-        **({"muon_scale_mode": section.muon.scale} if section.name == "muon" else {}),
         **(low_moments if section.moments_dtype != "float32" else {}),
         **(_offloaded(learner.offload.optimizer) if learner.offload.optimizer else {}),
     }

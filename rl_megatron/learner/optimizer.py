@@ -1,4 +1,4 @@
-"""Builds and steps megatron's (distributed) AdamW, with fixes for its use of torch's AdamW, or Muon."""
+"""Builds and steps megatron's (distributed) AdamW, with fixes for its use of torch's, or a feature's optimizer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.utils import local_multi_tensor_l2_norm
 
-from rl_megatron.feature import Keywords
+from rl_megatron.feature import Keywords, features, load_side
 from rl_megatron.learner.keywords import STEPPED_AT_ONCE
 from rl_megatron.learner.model.build import with_dtypes
-from rl_megatron.learner.muon import LayerWise, Muon
 from rl_megatron.learner.parameters import overrides, set_decay
 
 _HYBRID_KEYS = inspect.signature(HybridDeviceOptimizer).parameters.keys() - {"params"}
@@ -34,9 +33,9 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
         clip_grads.l2_norm_impl = l2_norm
     HybridDeviceOptimizer._move_new_state_to_right_device = _move_state
     config = OptimizerConfig(**with_dtypes(given.optimizer))
-    if config.optimizer == "muon":
-        config.optimizer = "adam"  # of what is no matrix: megatron's functions know this name alone
-        optimizer: MegatronOptimizer = LayerWise(config, chunks)
+    if (name := config.optimizer) != "adam":
+        config.optimizer = "adam"  # beside the feature's own: megatron's functions know this name alone
+        optimizer: MegatronOptimizer = load_side(features()[name].optimizer)(config, chunks)
     else:
         optimizer = get_megatron_optimizer(config, list(chunks), overrides(config))
         # Where only experts have adapters, the dense parameters' optimizer steps none on any rank.
@@ -181,7 +180,7 @@ def reset_moments(optimizer: MegatronOptimizer) -> None:
 
 
 def _adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
-    """The optimizers that hold state, Muon among them; one whose parts are on host and GPU before these."""
+    """The optimizers that hold state; one whose parts are on host and GPU before these."""
     for part in inner_optimizers(optimizer):
         yield part.optimizer
         if isinstance(part.optimizer, HybridDeviceOptimizer):
@@ -255,7 +254,7 @@ def _count_in_all_groups(adam: torch.optim.Optimizer, counted: int | None) -> in
 
 def _fill_state(adam: torch.optim.Optimizer) -> None:
     counts = isinstance(adam, torch.optim.AdamW)
-    if isinstance(adam, Muon):
+    if hasattr(adam, "create_state"):  # a feature's
         adam.create_state()
     for parameter in (p for group in adam.param_groups for p in group["params"]):
         if not adam.state[parameter] and keeps_weights(adam):

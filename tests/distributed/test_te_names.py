@@ -299,7 +299,7 @@ def test_a_resume_counts_the_steps_of_experts_though_the_first_stage_has_none(se
     adam = "transformer_engine.pytorch.optimizers.fused_adam"
     for rank in seen["counting"]:
         assert rank["adamw"]["kinds"] == [adam]
-        assert rank["muon"]["kinds"] == ["rl_megatron.learner.muon", adam]
+        assert rank["muon"]["kinds"] == ["rl_megatron.features.muon.learner", adam]
         for one in rank.values():
             assert one["links"] == 2
             assert set(one["steps"]) == {STEPS_MADE}

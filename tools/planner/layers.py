@@ -2,7 +2,7 @@
 
 Matrix products run at a share of the peak that grows with their rows and their narrower side, or at the speed of memory
 if that is slower. Beside its products a layer has attention, passes over memory, messages, and launches, which count
-where they take longer than the GPU. Muon orthogonalises matrices (`learner.muon`), which takes seconds of its own.
+where they take longer than the GPU. Muon orthogonalises matrices (`features.muon`), which takes seconds of its own.
 
 Messages are those of a tensor-parallel or expert-parallel group, for a token of one layer. Columns are numbers of a
 token on the larger side of a collective, as a dry run counts them (tests/recipes). With sequence parallelism

@@ -321,7 +321,6 @@ def learner_work(
         again=frozenset(again),
         offloaded=learner.offload.optimizer,
         moved=_moved(learner, shape, mean),
-        muon=learner.optimizer.name == "muon",
         **{name: value for one in of_features for name, value in one.items()},
     )
 

@@ -88,15 +88,7 @@ class RouterSection(Section):
     """Whether routers keep their weights; experts and all else still learn."""
 
 
-class MuonSection(Section):
-    """The setting of ``name=muon`` alone."""
-
-    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """The update of a matrix [rows, columns] is multiplied by 0.2 sqrt(max(rows, columns)), so that learning rates of
-    AdamW fit (Moonlight, arXiv:2502.16982), or by sqrt(max(1, rows / columns)) (kellerjordan.github.io/posts/muon), as
-    torch.optim.Muon does. What AdamW steps has the same learning rate."""
-
-
+@with_features("learner.optimizer")
 class OptimizerSection(Section):
     """AdamW or Muon, by megatron-core's OptimizerConfig. Data-parallel ranks shard the state: AdamW's in equal parts,
     Muon's in whole parameters."""
@@ -105,7 +97,6 @@ class OptimizerSection(Section):
     """muon: the matrices of the decoder's layers, routers among them, are stepped by their orthogonalised momentum,
     query, key, value, gate and up projections and those of each expert by themselves. AdamW steps the rest: embedding,
     output layer, norms, biases."""
-    muon: MuonSection = MuonSection()
     beta1: Fraction = 0.9
     """Decay of the moving mean of gradients."""
     beta2: Fraction = 0.95

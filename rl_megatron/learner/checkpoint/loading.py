@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.learner.checkpoint.state import COMMON, inner, is_adapter, is_left_out, key_of, sharded_state, weights
 from rl_megatron.learner.lora import adapters_of
-from rl_megatron.learner.muon import LayerWise
 from rl_megatron.learner.optimizer import copy_to_host, inner_optimizers
 from rl_megatron.learner.parameters import add_missing, own_settings
 from rl_megatron.weights.bytes.bits import all_numbers
@@ -122,7 +121,7 @@ def _in_links(saved: dict[Any, Any], optimizer: MegatronOptimizer, folder: Path)
     those of each. The tensors have been read by their global names, into the states of ``optimizer``'s own chain.
     """
     links = range(len(inner_optimizers(optimizer)))
-    if len(links) == 1 or saved.keys() == set(links) or isinstance(optimizer, LayerWise):
+    if len(links) == 1 or saved.keys() == set(links) or "optimizer" not in saved:  # the last: a feature's
         return saved
     one = {key: value for key, value in saved.items() if key not in links}
     groups = [

@@ -212,7 +212,7 @@ def _by_stage(layout: Layout, *bytes_of: Callable[[str], int]) -> Sequence[Seque
 
 
 def trained_matrices(config: RunConfig, layout: Layout) -> Sequence[Elements]:
-    """The part of `trained_elements` of each stage that `rl_megatron.learner.muon` takes for matrices."""
+    """The part of `trained_elements` of each stage that the optimizer takes for matrices."""
     return _by_stage(layout, _stepped_as_matrix(config, layout))[0]
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
+from rl_megatron.features.muon import learner
+from rl_megatron.features.muon.learner import WHOLE, Matrices, Muon, find_matrices, orthogonalised, share_out
 from rl_megatron.learner.model.experts import FusedExperts
-from rl_megatron.learner.muon import _BUCKET, WHOLE, Matrices, Muon, _buckets, find_matrices, orthogonalised, share_out
 from rl_megatron.learner.optimizer import create_state, reset_moments, step
 from rl_megatron.models.named import NAMED
 from rl_megatron.weights.layouts.families import hf_layout
@@ -111,9 +112,9 @@ def test_ranks_get_equal_shares_of_the_state_and_each_parameter_once() -> None:
     assert sorted(p.numel() for rank in owners for p in rank) == sorted(sizes)
     assert [sum(p.numel() for p in rank) for rank in owners] == [700, 500, 186]
     assert {id(p) for rank in owners for p in rank} == {id(p) for p in parameters}
-    half = torch.empty(_BUCKET // 8, device="meta")
+    half = torch.empty(learner._BUCKET // 8, device="meta")
     small = torch.empty(3, dtype=torch.bfloat16, device="meta")
-    found = [len(bucket) for bucket in _buckets([half, half, half, small, small])]
+    found = [len(bucket) for bucket in learner._buckets([half, half, half, small, small])]
     assert found == [2, 1, 2]
 
 

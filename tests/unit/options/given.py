@@ -260,7 +260,7 @@ def keywords(shape: ModelShape, learner: LearnerSection, *, installed: bool) -> 
         patch.setattr(trained, "DistributedDataParallelConfig", record("DistributedDataParallelConfig"))
         patch.setattr(optimizer, "OptimizerConfig", record("OptimizerConfig"))
         patch.setattr(optimizer, "overrides", stop)
-        patch.setattr(optimizer, "LayerWise", stop)
+        patch.setattr("rl_megatron.features.muon.learner.LayerWise", stop)
         try:
             config = build.make_config(shape, learner)
         except ConfigError as error:
