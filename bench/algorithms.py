@@ -37,13 +37,7 @@ AS_MANY = ("rollout.prompts_per_step=1024",)  # completions as of groups
 SLOWER = ("train.learning_rate=3e-4",)  # samples are eight optimizer steps old
 DIGITS = ("reward.function=bench.algorithms:digits",)  # a reward of steps
 PARTS = ("reward.parts.exact_match=1", "reward.parts.format=0.5", r"reward.format.pattern=\d+")
-SETTINGS = {
-    "gdpo": PARTS,
-    "vapo": LONG_LAMBDA,
-    "spo": AS_MANY,
-    "grpo_process": DIGITS,
-    "scalerl": SLOWER,
-}
+SETTINGS = {"gdpo": PARTS, "vapo": LONG_LAMBDA, "spo": AS_MANY, "grpo_process": DIGITS, "scalerl": SLOWER}
 
 
 def digits(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[object]:

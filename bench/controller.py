@@ -253,10 +253,7 @@ def scored(sequences: int, positions: int) -> list[RolloutGroup]:
     """Rollouts with rewards of 0 and 1."""
     chance = np.random.default_rng(1)
     return [
-        replace(
-            group,
-            trajectories=tuple(replace(one, reward=float(chance.integers(2))) for one in group.trajectories),
-        )
+        replace(group, trajectories=tuple(replace(one, reward=float(chance.integers(2))) for one in group.trajectories))
         for group in rollouts(sequences, positions)
     ]
 

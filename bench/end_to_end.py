@@ -50,11 +50,7 @@ MID = TinySizes(
 )
 SIZES = {"tiny": (TinySizes(), 32), "mid": (MID, 16)}  # model, prompts of a step
 BARS = {("mid", "equal"): 1.5, ("mid", "long tail"): 3.0}
-LAYOUTS = {
-    "ep=2": ("learner.ep=2",),
-    "dp=2": ("learner.dp=2",),
-    "threads=2": ("learner.threads=2",),
-}
+LAYOUTS = {"ep=2": ("learner.ep=2",), "dp=2": ("learner.dp=2",), "threads=2": ("learner.threads=2",)}
 
 
 async def reward(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:

@@ -187,11 +187,7 @@ async def serving(name: str, model: Path, folder: Path, concurrency: int) -> Asy
 def embedded(model: Path, slots: int) -> LocalEngine:
     """The engine of the learner's processes with the same weights."""
     engine = LocalEngine(
-        read_shape(model),
-        slots=slots,
-        dtype=torch.float32,
-        device="cpu",
-        max_length=PROMPT_TOKENS + NEW_TOKENS,
+        read_shape(model), slots=slots, dtype=torch.float32, device="cpu", max_length=PROMPT_TOKENS + NEW_TOKENS
     )
     for name, tensor in load_file(model / "model.safetensors").items():
         engine.tensors[name].copy_(tensor)

@@ -41,10 +41,7 @@ from rl_megatron.weights.layouts.tables.grouped_query import HF_QWEN3_MOE, MEGAT
 
 VOCABULARY = 512
 # model, tokens of a batch, length of a sequence (for long tail: the limit is four times as much), the bar
-SIZES = {
-    "tiny": (TinySizes(), 10240, 32, 1.0),
-    "mid": (MID, 6144, 128, 1.4),
-}
+SIZES = {"tiny": (TinySizes(), 10240, 32, 1.0), "mid": (MID, 6144, 128, 1.4)}
 GSPO = loss_of(
     AlgorithmSection(ratio_level="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="seq_mean_token_mean"),
     kl_coefficient=0.0,

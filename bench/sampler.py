@@ -33,10 +33,7 @@ from rl_megatron.types import GenerationRequest, SamplingParams
 from rl_megatron.weights.layouts.families import read_shape
 
 # hidden, layers, heads, kv heads, head dim, experts, expert width, vocabulary, batch, the bar
-SIZES = {
-    "tiny": (64, 2, 4, 2, 16, 8, 32, 259, 256, 3.0),
-    "mid": (256, 4, 8, 4, 32, 16, 128, 512, 128, 2.0),
-}
+SIZES = {"tiny": (64, 2, 4, 2, 16, 8, 32, 259, 256, 3.0), "mid": (256, 4, 8, 4, 32, 16, 128, 512, 128, 2.0)}
 PROMPT_TOKENS = 16
 
 

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rl_megatron.config.beside import (
-    in_words_of,
-    nodes_filled,
-    reward_model_roles,
-    separate,
-    taught_on_ranks,
-)
+from rl_megatron.config.beside import in_words_of, nodes_filled, reward_model_roles, separate, taught_on_ranks
 from rl_megatron.config.learner_checks import problems as option_problems
 from rl_megatron.config.removed import instead_of
 from rl_megatron.config.sections.data import FileKeys, data_sources, rewards_of
@@ -76,11 +70,6 @@ def problems_of_batches(c: RunConfig) -> Iterator[str]:
             f"({c.named_longest}) padded for learner.cp={dims.cp} to a multiple of {multiple}: {padded}; "
             "raise the first or lower the others"
         )
-    if pairs and c.learner.padding.sequences == 1:
-        yield (
-            "learner.padding.sequences=1: the two sequences of a pair are of one micro-batch; set "
-            "learner.padding.sequences to 2 or more"
-        )
 
 
 def problems_of_groups(c: RunConfig) -> Iterator[str]:
@@ -121,10 +110,7 @@ def problems_of_separate(c: RunConfig) -> Iterator[str]:
     """Nodes and layouts of roles with ranks of their own."""
     slurm = c.slurm
     if slurm.heterogeneous and not (slurm.engines.nodes or separate(c)):
-        yield (
-            f"slurm.heterogeneous=true, but slurm.engines.nodes={slurm.engines.nodes}; set the number of the engines' "
-            "nodes"
-        )
+        yield "slurm.heterogeneous=true, but slurm.engines.nodes=0; set the number of the engines' nodes"
     for role in c.roles.separate:
         own = slurm.alone(role)
         if not slurm.heterogeneous and own.nodes not in {0, fill := nodes_filled(c, role)}:
@@ -240,11 +226,6 @@ def problems_of_environments(c: RunConfig) -> Iterator[str]:
         yield (
             "algorithm.credit=turn: without environment.function, and without reward.steps=true, a completion is one "
             "turn, for which it is credit=completion; set that, or one of the two"
-        )
-    if c.algorithm.ratio_level == "turn" and not c.training_environments:
-        yield (
-            "algorithm.ratio_level=turn: without environment.function a completion is one turn, for which it is "
-            "ratio_level=sequence; set that, or environment.function"
         )
     for key, source in data_sources(c.data).items() if c.algorithm.demonstration_gamma is not None else ():
         if isinstance(source, FileKeys) and source.fields["demonstration"] == source.answer_field:

@@ -97,11 +97,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "interpolated": _OF_THE_GAP,  # this old policy follows the current one
         "rollout": ("old_kl_limit",),  # the old policy is the one that sampled
     },
-    "correction.mode": {
-        "none": (),
-        **dict.fromkeys(("truncate", "mask", "band"), _OF_RATIOS),
-        "reject": _CORRECTION,
-    },
+    "correction.mode": {"none": (), **dict.fromkeys(("truncate", "mask", "band"), _OF_RATIOS), "reject": _CORRECTION},
     "tokens.choose": {
         "all": (),
         "top_entropy": ("tokens.share",),

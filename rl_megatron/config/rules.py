@@ -40,6 +40,9 @@ ONE_NCCL = (SERVED, ON_GPUS, On("transport.members", True, "weights.transport"))
 SAMPLES = On("kind.samples", True, "job")
 PAIRS = On("algorithm.preference.beta")
 LORA = On("learner.lora.rank")
+KL, IN_REWARDS = On("algorithm.kl.coefficient", Above(0)), On("algorithm.kl.placement", Not("loss"))
+CORRECTION = On("algorithm.correction.acts", True, "algorithm.correction.mode")
+TURNS = On("algorithm.credit", "turn")
 GREEDY = On("algorithm.advantage_mean", "greedy")
 STALE = On("train.max_staleness", Above(0))
 ENGINE_NODES = On("slurm.engines.nodes", Above(0))
@@ -167,14 +170,16 @@ def _of_algorithm() -> Iterator[Rule]:
     """The algorithm beside what is sampled, shown and read in turns."""
     yield Excludes(one=On("train.lr_min", Above("train.learning_rate")), why="the learning rate cannot fall to what is "
           "above it", fix="lower the first")
-    yield Excludes(one=PAIRS, other=On("rollout.group_size", Below(2)), why="pairs are of a group's completions",
-          fix="set rollout.group_size=2 or more")
+    yield from _excluded(PAIRS,
+        (On("rollout.group_size", Below(2)), "pairs are of a group's completions", "set rollout.group_size=2 or more"),
+        (On("algorithm.old_logprobs", "interpolated"), "pairs have no ratio to an old policy",
+         "set old_logprobs=rollout"),
+        (KL, "the loss of pairs holds its own pull to a reference, or has none", "set algorithm.kl.coefficient=0"))
     yield from _excluded(DEMONSTRATIONS,
         (On("algorithm.old_logprobs", "interpolated"), "no version sampled it", "set learner or rollout"),
-        (On("algorithm.correction.acts", True, "algorithm.correction.mode"), "no engine has its log-probs",
+        (CORRECTION, "no engine has its log-probs",
          "leave algorithm.correction out"),
-        (On("algorithm.kl.coefficient", Above(0)), "that KL is estimated from what the policy samples",
-         "set kl.coefficient=0"),
+        (KL, "that KL is estimated from what the policy samples", "set kl.coefficient=0"),
         (On("algorithm.old_kl_limit"), "that KL is estimated from what the policy samples", "set old_kl_limit=null"),
         (On("algorithm.tokens.choose", Not("all")), "these are chosen among the tokens that were sampled",
          "set tokens.choose=all"),
@@ -186,6 +191,92 @@ def _of_algorithm() -> Iterator[Rule]:
           fix="set that, or leave it out")
 
 
+def _of_advantages() -> Iterator[Rule]:
+    """The parts of an advantage: its baseline, its std, whom it is of and what it compares."""
+    mean, std, credit = (f"algorithm.{key}" for key in ("advantage_mean", "advantage_std", "credit"))
+    whole, of_batch = On(mean, OneOf(("greedy", "moving", "tracked"))), OneOf(("batch", "advantages"))
+    yield from _all_excluded(On(credit, OneOf(("gae", "optimal"))), (On(mean, Not("none")), On(std, Not("none"))),
+          "it has a baseline of its own", "set both to none")
+    yield Excludes(one=On(credit, "optimal"), other=CORRECTION, why="the baseline is the best without its weights",
+          fix="leave the correction out")
+    yield Excludes(one=On(std, "advantages"), other=On(mean, Not("group")), why="one baseline for the batch leaves the "
+          "std of its rewards as it is", fix="set advantage_std=batch, or advantage_mean=group")
+    yield Excludes(one=GREEDY, other=On(std, Not("none")), why="the difference from the greedy completion is not "
+          "divided", fix="set advantage_std=none")
+    yield Excludes(one=(On("algorithm.whiten_of", "completions"), On("algorithm.whiten", True)), other=On(credit,
+          Not("completion")), why="a completion has no one advantage there", fix="set whiten_of=tokens, or "
+          "credit=completion")
+    yield from _excluded(TURNS,
+        (whole, "that baseline is the reward of a whole completion, and turns' rewards are compared here",
+         "set advantage_mean=group, batch or none"),
+        ((KL, IN_REWARDS), "the KL of all turns would be in the reward of the last", "set kl.placement=loss"))
+    for baseline, alike in (("index", "turns of one number"), ("state", "turns that began from one state")):
+        yield from _all_excluded((TURNS, On("algorithm.turn_baseline", baseline)), (On(mean, of_batch), On(std,
+              of_batch)), f"{alike} are compared within their group", "set it to group or none, or turn_baseline=all")
+    yield Excludes(one=(TURNS, On("algorithm.turn_baseline", "state")), other=(On("algorithm.turn_compared",
+          "rewards"), On("algorithm.gamma_turn", Not(0))), why="a reward after which no other turn began from the same "
+          "state would be lost to the turns before it", fix="set turn_compared=returns, or gamma_turn=0")
+    of_sum = "it changes the sum", "leave it out, and make it a part or a weight"
+    yield from _excluded(On("algorithm.advantage_of", "parts"),
+        (whole, "that baseline is of the sum, and parts are compared with their own",
+         "set advantage_mean=group, batch or none"),
+        (On(credit, OneOf(("turn", "gae"))), "parts are compared with those of whole completions, which leaves nothing "
+         "for turns or a critic to be", "set credit=completion or discounted, or advantage_of=sum"),
+        (On("algorithm.unfinished_reward"), *of_sum),
+        (On("algorithm.overlong_buffer", Above(0)), *of_sum),
+        ((KL, On("algorithm.kl.placement", "completion_reward")), "the KL is no part", "set kl.placement=loss"))
+    yield from _excluded(On("algorithm.best_of", Above(1)),
+        (TURNS, "it is a group's completions that are compared", "set best_of=1"),
+        (On("algorithm.advantage_of", "parts"), "a part has bests of its own", "set best_of=1"),
+        (On(std, of_batch), "the std is that of the group's bests", "set advantage_std=group or none"))
+
+
+def _of_losses() -> Iterator[Rule]:
+    """Ratio, objective and aggregation, the KL, and losses of pairs."""
+    level, sums = "algorithm.ratio_level", ("token_mean", "seq_mean_token_sum_norm", "prompt_mean")
+    through_ratio = On("algorithm.objective", OneOf(("clip", "importance", "sapo")))
+    by_mean = "set aggregation=seq_mean_token_mean"
+    yield Excludes(one=through_ratio, other=On(level, "sequence_sum"), why="that is a detached weight, and the "
+          "objective needs a ratio with a gradient", fix="set ratio_level=sequence")
+    for given, other in (("sequence", OneOf(sums)), ("turn", Not("seq_mean_token_mean"))):
+        yield Excludes(one=(On(level, given), through_ratio), other=On("algorithm.aggregation", other), why="the ratio "
+              "of a long sequence would weigh more than that of a short one", fix=by_mean)
+    yield from _all_excluded(On("learner.padding.sequences", 1), (PAIRS, On("kind.rows", "pairs", "job")),
+          "the two sequences of a pair are of one micro-batch", "set it to 2 or more")
+    yield Excludes(one=On("algorithm.objective", "gmpo"), other=On("algorithm.aggregation", Not("seq_mean_token_mean")),
+          why="a sequence has one loss, the same for each of its tokens, which its length would weigh", fix=by_mean)
+    for low, high in (("cap_low", "cap_high"), ("correction.low", "correction.high"),
+                      ("parameters.covariance_low", "parameters.covariance_high")):
+        yield Excludes(one=On(f"algorithm.{low}", Above(f"algorithm.{high}")), why="the least is above the greatest",
+              fix="swap them")
+    yield Excludes(one=On("algorithm.correction.level", "worst"), other=On("algorithm.correction.mode",
+          OneOf(("truncate", "mask", "band"))), why="a weight is of a token or a whole sequence, and only a divergence "
+          "of its worst token", fix="set level=token, sequence or product, or mode=reject")
+    estimator, placement = "algorithm.kl.estimator", "algorithm.kl.placement"
+    yield from _excluded(KL,
+        ((On(placement, "token_reward"), On("algorithm.credit", "completion")), "an advantage of the whole completion "
+         "has no place for a token's reward", "set kl.placement=completion_reward, or credit=discounted, optimal or "
+         "gae"),
+        ((On(estimator, "top_k"), IN_REWARDS), "a divergence over tokens that were not sampled has a gradient of its "
+         "own, and is no reward of the one that was", "set kl.placement=loss or estimator=k1"),
+        ((On(estimator, OneOf(("k1", "abs"))), On(placement, "loss"), On("algorithm.kl.importance_weighted", False)),
+         "the estimator's gradient, over tokens that the policy samples, is not the KL's (of k1 it is 0 on average)",
+         "set kl.importance_weighted=true, or k2 or k3"))
+    for key in ("algorithm.preference", "dpo"):
+        yield Excludes(one=On(f"{key}.target_margin", Above(0)), other=On(f"{key}.loss", Not("dpo")),
+              why="the loss does not read it", fix="set it to 0, or loss=dpo")
+        yield Needs(when=On(f"{key}.loss", "orpo"), all=(On(f"{key}.per_token", True), On(f"{key}.reference_free",
+              True)), why="it compares the odds of answers' mean probabilities", fix="set both to true")
+    yield Excludes(one=On("algorithm.preference.loss", "kto"), why="it is of single answers with a label, and this "
+          "section trains on pairs of completions", fix="set another loss, or job=dpo dpo.loss=kto")
+
+
+def _of_rewards() -> Iterator[Rule]:
+    for key in ("reward", "data.sources.*.reward", "eval.sets.*.reward"):
+        yield Excludes(one=On(f"{key}.length.min_tokens", Above(f"{key}.length.max_tokens")), why="no length is in it",
+              fix="raise the second or lower the first")
+
+
 def _of_environments() -> Iterator[Rule]:
     plain = On("environments@template", "plain")
     yield from _excluded(plain,
@@ -194,6 +285,9 @@ def _of_environments() -> Iterator[Rule]:
          "set template=chat, or leave tool_parser out"))
     yield Excludes(one=On("environments@min_turn_tokens", Above("environments@max_tokens")),
           why="no trajectory would have a turn", fix="lower the first")
+    yield Excludes(one=On("algorithm.ratio_level", "turn"), other=On("training_environments", {},
+          "environment.function"), why="a completion is one turn", fix="set ratio_level=sequence, or "
+          "environment.function")
     own, function = "data.sources.*.environment", "data.sources.*.environment.function"
     yield Excludes(one=On(own, SET, function), other=On(function, UNSET),
           why="an environment of a source has a function", fix="name one, or leave the section out, for what the run "
@@ -303,7 +397,7 @@ def _reads() -> Iterator[Rule]:
     yield _read("no request runs at a push", "rollout.server.running_requests", any_of=(STALE, On("eval.mode",
           "beside"), On("environments@function"), RUNNING))
     yield _read("whole completions are compared, and credit=turn their steps", "reward.steps",
-          "data.sources.*.reward.steps", "eval.sets.*.reward.steps", any_of=On("algorithm.credit", "turn"))
+          "data.sources.*.reward.steps", "eval.sets.*.reward.steps", any_of=TURNS)
     groups = "train.whole_groups"
     yield _read("a minibatch is the whole batch", groups, any_of=On("train.minibatches", Above(1)))
     yield _read("each group's pair stays together", groups, any_of=On("algorithm.preference.beta", UNSET))
@@ -357,6 +451,9 @@ RULES: tuple[Rule, ...] = (
     *_of_sampling(),
     CheckFunction(checks.problems_of_limits),
     *_of_algorithm(),
+    *_of_advantages(),
+    *_of_losses(),
+    *_of_rewards(),
     CheckFunction(checks.problems_of_rewards),
     *_of_environments(),
     CheckFunction(checks.problems_of_environments),

@@ -26,10 +26,7 @@ _CORE_SCHEMA = {  # tag: spelling, first characters
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "int": (r"[-+]?(?:0|[1-9][0-9]*)", list("-+0123456789")),
-    "float": (
-        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
-        list("-+.0123456789"),
-    ),
+    "float": (r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan", list("-+.0123456789")),
 }
 _PREFIX = "tag:yaml.org,2002:"
 

@@ -181,11 +181,7 @@ def pack(
     with. Raises DataError for an empty batch and for a sequence (a unit) longer than ``max_tokens``.
     """
     packer = Packer(
-        dims=dims,
-        max_tokens=max_tokens,
-        attention_cost=attention_cost,
-        unit=unit,
-        padding=padding or PaddingSection(),
+        dims=dims, max_tokens=max_tokens, attention_cost=attention_cost, unit=unit, padding=padding or PaddingSection()
     )
     return packer.pack(samples, part=part, ranks=ranks)
 

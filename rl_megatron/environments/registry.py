@@ -22,10 +22,7 @@ from rl_megatron.types import Prompt
 from rl_megatron.user_code import describe_error, load_named
 
 METHODS = ("start", "step", "score", "close")
-ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {
-    "calculator": Calculator,
-    "guess": Guess,
-}
+ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {"calculator": Calculator, "guess": Guess}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +55,7 @@ class Agent:
 
 
 def resolve_environment(
-    section: EnvironmentSection,
-    sandbox: SandboxSection | None = None,
-    *,
-    key: str = "environment",
+    section: EnvironmentSection, sandbox: SandboxSection | None = None, *, key: str = "environment"
 ) -> EnvironmentMaker | Agent:
     """What ``environment.function`` names; an async function is an agent, anything else makes environments.
 

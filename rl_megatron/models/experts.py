@@ -202,11 +202,7 @@ class DenseMlp:
     def named(self, prefix: str = "mlp.") -> dict[str, Tensor]:
         """Its tensors, to write in place."""
         gate, up = self._w13.chunk(2)
-        return {
-            f"{prefix}gate_proj.weight": gate,
-            f"{prefix}up_proj.weight": up,
-            f"{prefix}down_proj.weight": self._w2,
-        }
+        return {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up, f"{prefix}down_proj.weight": self._w2}
 
     def __call__(self, residual: Tensor, x: Tensor) -> Tensor:
         """``residual`` [N, H] plus the output for ``x`` [N, H]."""

@@ -70,14 +70,7 @@ class RotaryTables:
     `ModelShape.rotary_dim` turn, halves convention."""
 
     def __init__(
-        self,
-        shape: ModelShape,
-        *,
-        heads: int,
-        width: int,
-        length: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, shape: ModelShape, *, heads: int, width: int, length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         turning, self._heads, self._width = shape.rotary_dim, heads, width
         angles = torch.outer(

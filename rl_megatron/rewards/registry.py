@@ -92,10 +92,7 @@ REWARDS: dict[str, RewardFunction] = {
     "final_number": final_number,
     "math_verify": math_verify,
 }
-CONFIGURED: dict[str, Callable[[RewardSection], RewardFunction]] = {
-    "format": format_reward,
-    "length": length_reward,
-}
+CONFIGURED: dict[str, Callable[[RewardSection], RewardFunction]] = {"format": format_reward, "length": length_reward}
 
 
 def resolve_rewards(
@@ -112,10 +109,7 @@ def resolve_rewards(
 
 
 def resolve_reward(
-    reward: RewardSection | str,
-    key: str = "reward",
-    sandbox: Sandbox | None = None,
-    models: RewardModels | None = None,
+    reward: RewardSection | str, key: str = "reward", sandbox: Sandbox | None = None, models: RewardModels | None = None
 ) -> RewardFunction:
     """The reward function of a section, or of a ``reward.function`` with default options.
 

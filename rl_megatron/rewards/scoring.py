@@ -23,12 +23,7 @@ _MOST_NAMED = 3  # completions without a finite reward that a message names
 
 
 async def score(
-    function: RewardFunction,
-    prompt: Prompt,
-    completions: Sequence[Completion],
-    texts: Sequence[str],
-    *,
-    limit: float,
+    function: RewardFunction, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str], *, limit: float
 ) -> tuple[Scored, ...]:
     """Call ``function``, and wait at most ``limit`` seconds (reward.timeout_seconds), beside those in `queued`.
 

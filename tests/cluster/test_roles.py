@@ -181,13 +181,7 @@ def test_a_server_on_two_nodes_samples_what_the_learner_scores(cluster: Cluster,
     python = REPO / ".engines" / engine / "bin" / "python"
     if not python.exists():
         pytest.skip(f"NO TEST OF {engine}: {python} is not there; make test-engines makes it")
-    keys = (
-        *SPANNING,
-        f"weights.transport={route}",
-        *NODES[route],
-        f"rollout={engine}",
-        f"rollout.python={python}",
-    )
+    keys = (*SPANNING, f"weights.transport={route}", *NODES[route], f"rollout={engine}", f"rollout.python={python}")
     job = cluster.submit(f"two-{engine}-{route}", *keys, *SERVERS[engine])
     assert job.end() == "COMPLETED", job.said()
     rows = [row for row in job.record() if row["phase"] == "rl" and row["step"]]

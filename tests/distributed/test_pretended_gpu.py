@@ -40,11 +40,7 @@ if TYPE_CHECKING:
     from tests.recipes.meter import Meter
 
 SHAPE = replace(SHAPES["a dense layer, shared experts"], num_layers=4, dense_layers=1)
-MOVED: Mapping[str, Mapping[str, Any]] = {
-    "moved": {},
-    "moved, pp2": {"pp": 2},
-    "moved, pp2 vpp2": {"pp": 2, "vpp": 2},
-}
+MOVED: Mapping[str, Mapping[str, Any]] = {"moved": {}, "moved, pp2": {"pp": 2}, "moved, pp2 vpp2": {"pp": 2, "vpp": 2}}
 MOVED_PARTS: Sequence[tuple[str, ...]] = ((), ("attention", "mlp", "moe"), ("attention",), ("moe",))
 METERED = "moved"  # whose bytes on the GPU are counted, which takes as long as its operations
 MOVED_STEPS = 3

@@ -136,10 +136,7 @@ GOOD = '{"question": "1+1=", "answer": "#### 2"}\n'
         (
             "bad",
             GOOD + '{oops\n{"question": "2", "answr": "3"}\n',
-            [
-                "bad.jsonl:2: not JSON",
-                "bad.jsonl:3: no field 'answer'; it has answr, question; did you mean 'answr'?",
-            ],
+            ["bad.jsonl:2: not JSON", "bad.jsonl:3: no field 'answer'; it has answr, question; did you mean 'answr'?"],
         ),
         ("empty", "", ["data.train=empty.jsonl: the file is empty"]),
         (

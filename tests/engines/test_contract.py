@@ -16,16 +16,7 @@ from launcher.servers.engines import SERVERS
 from rl_megatron.engines.local.engine import decoder_of
 from rl_megatron.errors import EngineError
 from rl_megatron.types import Completion, Span
-from tests.engines.benches import (
-    RETURN_ROUTES,
-    Bench,
-    ServedBench,
-    logits_of,
-    logprobs_of,
-    request,
-    routes_of,
-    served,
-)
+from tests.engines.benches import RETURN_ROUTES, Bench, ServedBench, logits_of, logprobs_of, request, routes_of, served
 from tests.engines.conftest import needs
 
 PROMPTS = [[(7 * i + j) % 256 for j in range(4 + 9 * i)] for i in range(6)]

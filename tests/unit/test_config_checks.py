@@ -159,10 +159,7 @@ def test_a_job_on_pairs_asks_for_the_worse_answer_of_every_source(job: str) -> N
     ("keys", "said"),
     [
         (["job=dpo", "reward_model.centring=0.1"], "reward_model.centring=0.1: job=dpo does not read it, job=reward_m"),
-        (
-            ["job=sft", "data=gsm8k", "data.fields.margin=m"],
-            "fields.margin=m: job=sft does not read it, job=reward_model",
-        ),
+        (["job=sft", "data=gsm8k", "data.fields.margin=m"], "fields.margin=m: job=sft does not read it, job=reward_mo"),
         (["job=reward_model", "learner.head_dtype=float32"], "head_dtype=float32: job=reward_model does not read it"),
         (["job=reward_model", "roles.reference=separate"], "roles.reference=separate: job=reward_model does not read"),
         (["job=dpo", "algorithm=dpo"], "algorithm.preference.beta=0.1: job=dpo does not read it, job=rl may"),
@@ -288,15 +285,9 @@ FILES = ["data.type=files", "data.train=a", "data.eval=b", "warm_start.steps=0"]
     ("keys", "reason"),
     [
         ([LUFFY, "algorithm.old_logprobs=interpolated", "train.max_staleness=1"], "no version sampled it; set learner"),
-        (
-            [LUFFY, "algorithm.correction.mode=truncate"],
-            "correction.mode=truncate: no engine has its log-probs",
-        ),
+        ([LUFFY, "algorithm.correction.mode=truncate"], "correction.mode=truncate: no engine has its log-probs"),
         ([LUFFY, "algorithm.kl.coefficient=0.1"], "kl.coefficient=0.1: that KL is estimated from what the policy"),
-        (
-            [LUFFY, "algorithm.old_kl_limit=0.1", "train.minibatches=2"],
-            "old_kl_limit=0.1: that KL is estimated from",
-        ),
+        ([LUFFY, "algorithm.old_kl_limit=0.1", "train.minibatches=2"], "old_kl_limit=0.1: that KL is estimated from"),
         ([LUFFY, "algorithm.tokens.choose=top_entropy"], "tokens.choose=top_entropy: these are chosen among the"),
         ([LUFFY, "algorithm.balance.share=0.4"], "balance.share=0.4: it is of clipped ratios, and a demonstration has"),
         ([LUFFY, "algorithm.credit=discounted"], "credit=discounted: a demonstration has one advantage; set credit=c"),
@@ -307,19 +298,10 @@ FILES = ["data.type=files", "data.train=a", "data.eval=b", "warm_start.steps=0"]
             "environment.function=calculator: a demonstration is the text of one answer, which no environment leads",
         ),
         (["algorithm=dpo", "algorithm.demonstration_gamma=0.1"], "demonstration_gamma=0.1 does nothing:"),
-        (
-            [*FILES, "data.fields.demonstration=x"],
-            "fields.demonstration=x with algorithm.demonstration_gamma=null: nothing",
-        ),
-        (
-            [LUFFY, *FILES, "data.fields.demonstration=answer"],
-            "'answer' is data.fields.answer, which is the demonstrati",
-        ),
+        ([*FILES, "data.fields.demonstration=x"], "fields.demonstration=x with algorithm.demonstration_gamma=null: no"),
+        ([LUFFY, *FILES, "data.fields.demonstration=answer"], "'answer' is data.fields.answer, which is the demonstra"),
         ([LUFFY, *FILES, "data.fields.prompt=answer"], "is the field of an answer, too, so a model would learn to rep"),
-        (
-            ["job=sft", *FILES[:3], "data.fields.demonstration=x"],
-            "fields.demonstration=x: job=sft does not read it, job",
-        ),
+        (["job=sft", *FILES[:3], "data.fields.demonstration=x"], "fields.demonstration=x: job=sft does not read it, j"),
     ],
 )
 def test_what_needs_a_token_that_was_sampled_is_refused_beside_demonstrations(keys: list[str], reason: str) -> None:

@@ -183,10 +183,7 @@ class _Series:
         if self.stopping:  # since the process was asked for
             self._end(cell.name, signal.SIGTERM)
         record = CellRecord(
-            pid=child.pid,
-            began=states.birth_of(child.pid),
-            starts=(last.starts if last else 0) + 1,
-            seconds=used,
+            pid=child.pid, began=states.birth_of(child.pid), starts=(last.starts if last else 0) + 1, seconds=used
         )
         states.write_record(cell, record)
         self.display.note(f"{cell.name}: {'goes on' if resume else 'starts'}")

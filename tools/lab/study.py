@@ -319,10 +319,7 @@ def _of_entry(room: str, name: str, figure: str, config: RunConfig) -> Iterator[
 
 def _figures(one: EvalSetSection) -> list[str]:
     whole = ("mean", "maj") if one.samples > 1 else ("mean",)
-    return [
-        *(f"{figure}_at_{one.samples}" for figure in whole),
-        *(f"pass_at_{k}" for k in one.pass_at),
-    ]
+    return [*(f"{figure}_at_{one.samples}" for figure in whole), *(f"pass_at_{k}" for k in one.pass_at)]
 
 
 _MOST_CELLS = 10_000
@@ -389,11 +386,7 @@ def cells_of(study: Study) -> list[Cell]:
                     refused.setdefault(line, []).append(f"{arm} seed={own}")
     lines = [f"{_listed(names)}: {line}" for line, names in refused.items()]
     if not lines:
-        lines = [
-            *_equal(cells),
-            *_unknown(study, arms),
-            *recorded_by_none(study, [cell.config for cell in cells]),
-        ]
+        lines = [*_equal(cells), *_unknown(study, arms), *recorded_by_none(study, [cell.config for cell in cells])]
     if lines:
         more = [f"... and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
         raise ConfigError("\n".join([*lines[:_MOST_LINES], *more]))

@@ -78,8 +78,7 @@ def scale(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print layouts, terms and reasons as JSON")] = False,
     write: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.yaml", help="write the best layout as a configuration that train takes"),
+        Path | None, typer.Option(metavar="FILE.yaml", help="write the best layout as a configuration that train takes")
     ] = None,
 ) -> None:
     """Plan a run: search layouts of learner and servers on given GPUs, with memory and seconds by term."""

@@ -17,7 +17,7 @@ The ``algorithm.tokens`` section: which tokens of a minibatch the policy trains 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self, get_args
 
@@ -57,10 +57,6 @@ class TokensSection(Section):
 
 PairLossName = Literal["dpo", "ipo", "hinge", "orpo", "kto"]
 PAIR_LOSS_NAMES: tuple[str, ...] = get_args(PairLossName)
-HAS_TARGET = ("dpo",)
-"""Losses of the table that read ``target_margin``."""
-OF_PROBABILITIES = ("orpo",)
-"""Losses of the table that read answers' mean probabilities, and no ratios to a reference."""
 UNPAIRED = ("kto",)
 """Losses of single answers with a label, in place of pairs; of ``dpo`` alone."""
 
@@ -87,28 +83,6 @@ class PreferenceSection(Section):
     """Probability that a pair's order is wrong: the loss is its mean over both orders (conservative DPO)."""
     nll: NonNegativeFloat = 0.0
     """Weight of -log pi of the better answer, the mean over its tokens, beside the loss of the pair."""
-
-    @model_validator(mode="after")
-    def _of_loss(self) -> Self:
-        given, problems = f"{self.key}.loss={self.loss}", list[str]()
-        if self.target_margin and self.loss not in HAS_TARGET:
-            problems.append(
-                f"{self.key}.target_margin={self.target_margin:g}: {given} does not read it; set it to 0, or "
-                f"loss={' or '.join(HAS_TARGET)}"
-            )
-        if self.loss in OF_PROBABILITIES and not (self.per_token and self.reference_free):
-            problems.append(
-                f"{given} compares the odds of answers' mean probabilities; set {self.key}.per_token=true and "
-                "reference_free=true"
-            )
-        if self.loss in UNPAIRED and type(self) is PreferenceSection:
-            problems.append(
-                f"{given} is of single answers with a label, and this section trains on pairs of completions; set "
-                "another loss, or job=dpo dpo.loss=kto"
-            )
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
 
 
 ParameterName = Literal[
@@ -138,12 +112,6 @@ def _whole(given: Mapping[ParameterName, float]) -> Mapping[ParameterName, float
             problems.append(f"algorithm.parameters.{name}={value:g}: must be from {least:g} to {most:g}")
         elif not (name.startswith("covariance") or value > 0):
             problems.append(f"algorithm.parameters.{name}={value:g}: must be above 0")
-    low, high = values["covariance_low"], values["covariance_high"]
-    if low > high:
-        problems.append(
-            f"algorithm.parameters.covariance_low={low:g} is above algorithm.parameters.covariance_high={high:g}; swap "
-            "them"
-        )
     if problems:
         raise ValueError("\n".join(problems))
     return values
@@ -287,19 +255,6 @@ class CorrectionSection(Section):
     def acts(self) -> bool:
         """Whether any weight can differ from 1."""
         return self.mode != "none" or self.veto > 0 or self.off_policy_delta is not None
-
-    @model_validator(mode="after")
-    def _is_in_order(self) -> Self:
-        if self.level == "worst" and self.mode not in {"none", "reject"}:
-            raise ValueError(
-                f"algorithm.correction.level=worst with mode={self.mode}: a weight is of a token or a whole sequence, "
-                "and only a divergence of its worst token; set level=token, sequence or product, or mode=reject"
-            )
-        if self.low > self.high:
-            raise ValueError(
-                f"algorithm.correction.low={self.low} is above algorithm.correction.high={self.high}; swap them"
-            )
-        return self
 
 
 class AdvantageKeys(Section):
@@ -472,195 +427,10 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
         return self.advantage_std == "group"
 
     @model_validator(mode="after")
-    def _cross_checks(self) -> Self:
-        problems = [*_credit_problems(self), *_ratio_problems(self), *_kl_problems(self)]
-        if problems:
-            raise ValueError("\n".join(problems))
+    def _has_a_logarithm(self) -> Self:
+        if self.objective == "gmpo" and self.clip_low >= 1:
+            raise ValueError(
+                f"algorithm.clip_low={self.clip_low:g} with algorithm.objective=gmpo: 1 minus it has no logarithm; set "
+                "it below 1"
+            )
         return self
-
-
-def _credit_problems(a: AlgorithmSection) -> list[str]:
-    out = []
-    if a.credit in {"gae", "optimal"} and (a.advantage_mean != "none" or a.advantage_std != "none"):
-        out.append(
-            f"algorithm.credit={a.credit} with advantage_mean={a.advantage_mean}, advantage_std={a.advantage_std}: it "
-            "has a baseline of its own; set both to none"
-        )
-    if a.credit == "optimal" and a.correction.acts:
-        out.append(
-            "algorithm.credit=optimal with algorithm.correction: the baseline is the best without its weights; leave "
-            "the correction out"
-        )
-    if a.advantage_std == "advantages" and a.advantage_mean != "group":
-        out.append(
-            f"algorithm.advantage_std=advantages with advantage_mean={a.advantage_mean}: one baseline for the batch "
-            "leaves the std of its rewards as it is; set advantage_std=batch, or advantage_mean=group"
-        )
-    if a.credit == "turn":
-        out += _turn_problems(a)
-    if a.advantage_of == "parts":
-        out += _parts_problems(a)
-    if a.best_of > 1:
-        out += _best_problems(a)
-    if a.whiten and a.whiten_of == "completions" and a.credit != "completion":
-        out.append(
-            f"algorithm.whiten_of=completions with credit={a.credit}: a completion has no one advantage there; set "
-            "whiten_of=tokens, or credit=completion"
-        )
-    if a.advantage_mean == "greedy" and a.advantage_std != "none":
-        out.append(
-            f"algorithm.advantage_mean=greedy with advantage_std={a.advantage_std}: the difference from the greedy "
-            "completion is not divided; set advantage_std=none"
-        )
-    if a.pairs and a.old_logprobs == "interpolated":
-        out.append(
-            "algorithm.old_logprobs=interpolated with preference.beta: pairs have no ratio to an old policy; set "
-            "old_logprobs=rollout"
-        )
-    if a.pairs and a.kl.coefficient > 0:
-        out.append(
-            f"algorithm.kl.coefficient={a.kl.coefficient:g} with preference.beta={a.preference.beta}: the loss of "
-            "pairs holds its own pull to a reference, or has none; set algorithm.kl.coefficient=0"
-        )
-    return out
-
-
-def _turn_problems(a: AlgorithmSection) -> list[str]:
-    """What shapes or compares rewards of whole completions, beside credit=turn."""
-    out, given = [], "algorithm.credit=turn"
-    if a.advantage_mean in {"greedy", "moving", "tracked"}:
-        out.append(
-            f"{given} with algorithm.advantage_mean={a.advantage_mean}: that baseline is the reward of a whole "
-            "completion, and turns' rewards are compared here; set advantage_mean=group, batch or none"
-        )
-    alike = {"index": "turns of one number", "state": "turns that began from one state"}.get(a.turn_baseline)
-    if alike and {"batch", "advantages"} & {a.advantage_mean, a.advantage_std}:
-        out.append(
-            f"algorithm.turn_baseline={a.turn_baseline} with advantage_mean={a.advantage_mean}, advantage_std="
-            f"{a.advantage_std}: {alike} are compared within their group; set these to group or none, or "
-            "turn_baseline=all"
-        )
-    if a.turn_baseline == "state" and a.turn_compared == "rewards" and a.gamma_turn:
-        out.append(
-            f"algorithm.turn_baseline=state with turn_compared=rewards, gamma_turn={a.gamma_turn:g}: a reward after "
-            "which no other turn began from the same state would be lost to the turns before it; set "
-            "turn_compared=returns, or gamma_turn=0"
-        )
-    if a.kl.coefficient > 0 and a.kl.placement != "loss":
-        out.append(
-            f"{given} with algorithm.kl.placement={a.kl.placement}: the KL of all turns would be in the reward of the "
-            "last; set kl.placement=loss"
-        )
-    return out
-
-
-def _parts_problems(a: AlgorithmSection) -> Iterator[str]:
-    """What is of the sum of a completion's rewards, beside advantage_of=parts."""
-    given = "algorithm.advantage_of=parts"
-    if a.advantage_mean in {"greedy", "moving", "tracked"}:
-        yield (
-            f"{given} with algorithm.advantage_mean={a.advantage_mean}: that baseline is of the sum, and parts are "
-            "compared with their own; set advantage_mean=group, batch or none"
-        )
-    if a.credit in {"turn", "gae"}:
-        yield (
-            f"{given} with algorithm.credit={a.credit}: parts are compared with those of whole completions, which "
-            "leaves nothing for turns or a critic to be; set credit=completion or discounted, or advantage_of=sum"
-        )
-    changes = {
-        f"unfinished_reward={a.unfinished_reward}": a.unfinished_reward is not None,
-        f"overlong_buffer={a.overlong_buffer:g}": a.overlong_buffer > 0,
-    }
-    for key in (key for key, acts in changes.items() if acts):
-        yield f"{given} with algorithm.{key}: it changes the sum; leave it out, and make it a part or a weight"
-    if a.kl.coefficient > 0 and a.kl.placement == "completion_reward":
-        yield f"{given} with algorithm.kl.placement=completion_reward: the KL is no part; set kl.placement=loss"
-
-
-def _best_problems(a: AlgorithmSection) -> Iterator[str]:
-    """What is not of whole completions of one group, beside best_of."""
-    given = f"algorithm.best_of={a.best_of}"
-    if a.credit == "turn":
-        yield f"{given} with algorithm.credit=turn: it is a group's completions that are compared; set best_of=1"
-    if a.advantage_of == "parts":
-        yield f"{given} with algorithm.advantage_of=parts: a part has bests of its own; set best_of=1"
-    if a.advantage_std in {"batch", "advantages"}:
-        yield (
-            f"{given} with algorithm.advantage_std={a.advantage_std}: the std is that of the group's bests; set "
-            "advantage_std=group or none"
-        )
-
-
-def _ratio_problems(a: AlgorithmSection) -> list[str]:
-    """Choices of ratio, objective and aggregation that contradict each other."""
-    out = []
-    given, through_ratio = f"algorithm.objective={a.objective}", a.objective in {"clip", "importance", "sapo"}
-    if through_ratio and a.ratio_level == "sequence_sum":
-        out.append(
-            f"algorithm.ratio_level=sequence_sum gives a detached weight, but {given} needs a ratio with a gradient; "
-            "set ratio_level=sequence"
-        )
-    sound = {"sequence": ("seq_mean_token_mean", "seq_mean_token_sum"), "turn": ("seq_mean_token_mean",)}  # LUSPO sums
-    if through_ratio and a.aggregation not in sound.get(a.ratio_level, (a.aggregation,)):
-        out.append(
-            f"algorithm.aggregation={a.aggregation} lets the ratio of a long sequence weigh more than that of a short "
-            f"one under algorithm.ratio_level={a.ratio_level}; set aggregation=seq_mean_token_mean"
-        )
-    if a.objective == "gmpo" and a.aggregation != "seq_mean_token_mean":
-        out.append(
-            f"{given} has one loss a sequence, the same for each of its tokens, and algorithm.aggregation="
-            f"{a.aggregation} would weigh it by the sequence's length; set aggregation=seq_mean_token_mean"
-        )
-    if a.objective == "gmpo" and a.clip_low >= 1:
-        out.append(f"algorithm.clip_low={a.clip_low:g} with {given}: 1 minus it has no logarithm; set it below 1")
-    if a.balance.share is not None:
-        out += _balance_problems(a)
-    if a.cap_low > a.cap_high:
-        out.append(f"algorithm.cap_low={a.cap_low} is above algorithm.cap_high={a.cap_high}; swap them")
-    return out
-
-
-def _balance_problems(a: AlgorithmSection) -> Iterator[str]:
-    """What the share of positive tokens is not known with."""
-    given = f"algorithm.balance.share={a.balance.share:g}"
-    if a.ratio_level != "token":
-        yield f"{given} with algorithm.ratio_level={a.ratio_level}: it is of ratios of tokens; set ratio_level=token"
-    if a.old_logprobs == "interpolated":
-        yield f"{given} with algorithm.old_logprobs=interpolated: these follow the policy; set learner or rollout"
-    if a.correction.acts:
-        yield (
-            f"{given} with algorithm.correction: the share is of the loss without its weights; leave the correction "
-            "out, and set old_logprobs=rollout"
-        )
-    if a.balance.high < a.clip_high or a.balance.low > a.clip_low:
-        yield (
-            f"algorithm.balance.low={a.balance.low:g} and high={a.balance.high:g} with clip_low={a.clip_low:g} and "
-            f"clip_high={a.clip_high:g}: clip_low falls to the former and clip_high rises to the latter; set low to "
-            "clip_low or less and high to clip_high or more"
-        )
-
-
-def _kl_problems(a: AlgorithmSection) -> list[str]:
-    out, kl = [], a.kl
-    if kl.reset_moments and kl.follow_rate is not None and kl.follow_rate < 1:
-        out.append(
-            f"algorithm.kl.reset_moments=true with follow_rate={kl.follow_rate:g}: the reference is a moving average, "
-            "which no step resets; set follow_rate=1, or leave reset_moments out"
-        )
-    if kl.coefficient > 0 and kl.placement == "token_reward" and a.credit == "completion":
-        out.append(
-            "algorithm.kl.placement=token_reward with credit=completion: an advantage of the whole completion has no "
-            "place for a token's reward; set kl.placement=completion_reward, or credit=discounted, optimal or gae"
-        )
-    if kl.coefficient > 0 and kl.placement != "loss" and kl.estimator == "top_k":
-        out.append(
-            f"algorithm.kl.estimator=top_k with placement={kl.placement}: a divergence over tokens that were not "
-            "sampled has a gradient of its own, and is no reward of the one that was; set kl.placement=loss or "
-            "estimator=k1"
-        )
-    if kl.coefficient > 0 and kl.placement == "loss" and kl.estimator in {"k1", "abs"} and not kl.importance_weighted:
-        out.append(
-            f"algorithm.kl.estimator={kl.estimator} in the loss without weights: its gradient, over tokens that the "
-            "policy samples, is not the KL's (of k1 it is 0 on average); set kl.importance_weighted=true, or k2 or k3"
-        )
-    return out

@@ -63,10 +63,7 @@ JOBS: Mapping[JobName, JobKind] = {
         unread=(*_UNREAD, "data.fields.margin"),
     ),
     "reward_model": JobKind(
-        rows="pairs",
-        scores=True,
-        reads=(*_WRITTEN, "reward_model"),
-        unread=(*_UNREAD, "learner.head_dtype"),
+        rows="pairs", scores=True, reads=(*_WRITTEN, "reward_model"), unread=(*_UNREAD, "learner.head_dtype")
     ),
 }
 """The jobs by the value of ``job``."""

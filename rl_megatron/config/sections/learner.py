@@ -11,16 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from rl_megatron.feature import with_features
-from rl_megatron.section import (
-    LISTED,
-    SORTED,
-    Fraction,
-    NonNegativeFloat,
-    OwnCode,
-    Positive,
-    PositiveFloat,
-    Section,
-)
+from rl_megatron.section import LISTED, SORTED, Fraction, NonNegativeFloat, OwnCode, Positive, PositiveFloat, Section
 from rl_megatron.types import ParallelDims
 
 if TYPE_CHECKING:

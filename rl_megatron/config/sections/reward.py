@@ -64,15 +64,6 @@ class LengthSection(Section):
     """Number of tokens outside the range over which the reward falls linearly to 0; 0: a shorter or longer one gets 0.
     """
 
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"reward.length.min_tokens={self.min_tokens} is more than reward.length.max_tokens={self.max_tokens}; "
-                "raise the second or lower the first"
-            )
-        return self
-
 
 class HttpSection(Section):
     """Options of a reward served at a URL (docs/rewards.md); ``reward.timeout_seconds`` bounds all its attempts."""

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from rl_megatron.feature import with_features
@@ -37,10 +37,7 @@ _LETS_IN = (
 _LENGTHS = "rollout.max_prompt_tokens and max_new_tokens set it; use those keys"
 _NOT_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     _LETS_IN,
-    (
-        "a file of options would replace what the run starts a server with; write each option here",
-        ("--config",),
-    ),
+    ("a file of options would replace what the run starts a server with; write each option here", ("--config",)),
     (
         "it runs code that a model's folder brings; leave it out, or install the code for rollout.python and name it "
         "in rollout.engine=package.module:name",
@@ -62,10 +59,7 @@ _NOT_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (_LENGTHS, ("--max-model-len", "--context-length")),
     ("learner.dtype sets it; use that key", ("--dtype",)),
     ("rollout.server.quantization sets it; use that key", ("--quantization",)),
-    (
-        "rollout.server.memory_fraction sets it; use that key",
-        ("--gpu-memory-utilization", "--mem-fraction-static"),
-    ),
+    ("rollout.server.memory_fraction sets it; use that key", ("--gpu-memory-utilization", "--mem-fraction-static")),
 )
 """Options of engines that are refused, each with the reason and what to do."""
 MAX_STOPS = 32
@@ -239,18 +233,6 @@ class InterruptSection(Section):
         latest = self.earliest if self.latest is None else self.latest
         first, last = (int(one if one >= 1 else one * max_new_tokens) for one in (self.earliest, latest))
         return max(first, 1), max(last, 1)
-
-    @model_validator(mode="after")
-    def _keys_act(self) -> InterruptSection:
-        unread = [key for key in ("latest", "text", "thinking_ends") if key in self.model_fields_set]
-        unread = [key for key in unread if getattr(self, key) != type(self).model_fields[key].default]
-        if not self.earliest and unread:
-            raise PydanticCustomError(
-                "does_nothing",
-                "{key} does nothing without earliest; set that, or leave it out (latest=null is as if left out)",
-                {"key": unread[0]},
-            )
-        return self
 
 
 class RolloutSection(Section):

@@ -87,23 +87,11 @@ class TeacherSection(Section):
 
     @model_validator(mode="after")
     def _of_one_place(self) -> Self:
-        of_server = ("engine", "token_file", "timeout_seconds")
-        fields = type(self).model_fields
-        given = [key for key in of_server if getattr(self, key) != fields[key].default] if self.server is None else []
-        if given:
-            raise ValueError(
-                f"{given[0]}={getattr(self, given[0])} without a server: the run's own ranks hold this teacher; give "
-                f"server, or leave {given[0]} out"
-            )
         if self.path is None and (self.server is not None or self.prompt is None):
             raise ValueError(
                 "no path: without one it is the policy itself, which judges by another prompt on its own ranks; give "
                 f"{'path' if self.server is not None else 'path, or prompt and max_prompt_tokens'}"
             )
-        if self.server is None:
-            return self
-        if self.engine is None:
-            raise ValueError(f"server={self.server} without engine; give engine=vllm or sglang, which serves there")
         return self
 
     @model_validator(mode="after")

@@ -8,13 +8,22 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from rl_megatron.feature import Feature, StepHooks
+from rl_megatron.rules import Below, Excludes, On
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
     from rl_megatron.interfaces import Learner, Roles
     from rl_megatron.observability.recorder import Stopwatch
 
-FEATURE = Feature(name="following_reference", step="rl_megatron.features.following_reference.feature:make_hooks")
+FEATURE = Feature(
+    name="following_reference",
+    rules=(
+        Excludes(one=On("algorithm.kl.reset_moments", True), other=On("algorithm.kl.follow_rate", Below(1)),
+                 why="the reference is a moving average, which no step resets",
+                 fix="set follow_rate=1, or leave it out"),
+    ),
+    step="rl_megatron.features.following_reference.feature:make_hooks",
+)  # fmt: skip
 
 
 def make_hooks(config: RunConfig, roles: Roles) -> Following | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rl_megatron.feature import Curve, Feature
-from rl_megatron.rules import Above, CheckFunction, Excludes, On
+from rl_megatron.rules import Above, CheckFunction, Excludes, On, ReadIf
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
@@ -36,6 +36,7 @@ FEATURE = Feature(
           for key in ("training_environments@function", "algorithm.preference.beta", "rollout.max_seconds")),
         *(Excludes(one=_INTERRUPTS, other=On(key, True), why=_TWO, fix=_LEAVE_OUT)
           for key in ("reward.steps", "data.sources.*.reward.steps")),
+        ReadIf(keys=("rollout.interrupt",), any_of=(_INTERRUPTS,), why="no completion is interrupted"),
         CheckFunction(_problems),
     ),
     sampler="rl_megatron.features.interrupt.interruption:make_sampler_hooks",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rl_megatron.config.sections.teachers import ANOTHER_FIELD, TeacherSection, teacher_role
 from rl_megatron.feature import Feature
-from rl_megatron.rules import UNSET, CheckFunction, Excludes, Needs, Not, On
+from rl_megatron.rules import UNSET, CheckFunction, Excludes, Needs, Not, On, ReadIf
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
@@ -79,6 +79,10 @@ FEATURE = Feature(
         Excludes(one=On("algorithm.kl.teachers.*.server"), other=On("rollout.temperature", Not(1)),
                  why="servers tell log-probs of prompts at a temperature of 1",
                  fix="set rollout.temperature=1, or leave server out, so that ranks hold it"),
+        Needs(when=On("algorithm.kl.teachers.*.server"), all=On("algorithm.kl.teachers.*.engine"),
+              why="requests are that engine's", fix="give engine=vllm or sglang, which serves there"),
+        ReadIf(keys=tuple(f"algorithm.kl.teachers.*.{key}" for key in ("engine", "token_file", "timeout_seconds")),
+               any_of=(On("algorithm.kl.teachers.*.server"),), why="ranks of the run hold this teacher"),
         CheckFunction(_problems),
     ),
     step="rl_megatron.features.teachers.step:make_hooks",

@@ -11,14 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron.errors import ConfigError, shorten
-from rl_megatron.models.families.common import (
-    dense_first,
-    given,
-    read_rope,
-    refuse_others,
-    text_model,
-    with_defaults,
-)
+from rl_megatron.models.families.common import dense_first, given, read_rope, refuse_others, text_model, with_defaults
 from rl_megatron.models.shape import Indexer, LatentAttention, ModelShape, Router
 
 _FIXED: Mapping[str, object] = {
@@ -28,12 +21,7 @@ _FIXED: Mapping[str, object] = {
     "hidden_act": "silu",
     "rope_interleave": True,
 }
-_V3: Mapping[str, object] = {
-    **_FIXED,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-}
+_V3: Mapping[str, object] = {**_FIXED, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}
 _V2_DEFAULTS: Mapping[str, object] = {
     "q_lora_rank": 1536,
     "n_shared_experts": 2,

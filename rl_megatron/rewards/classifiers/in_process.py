@@ -155,11 +155,7 @@ def _load(folder: Path, section: RewardModelSection, where: str) -> Any:
 
     try:
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            output_loading_info=True,
-            local_files_only=True,
-            trust_remote_code=False,
+            folder, dtype=torch.float32, output_loading_info=True, local_files_only=True, trust_remote_code=False
         )
         model = model.to(section.device).eval()
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # RuntimeError: a missing device

@@ -23,10 +23,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "all kept": {},
     "layers recomputed": {"recompute": {"uniform": 1}},
     "TransformerEngine's layers": TE,
-    "TransformerEngine's layers, activations on the host": {
-        **TE,
-        "offload": {"activations": ["attention", "moe"]},
-    },
+    "TransformerEngine's layers, activations on the host": {**TE, "offload": {"activations": ["attention", "moe"]}},
     "TransformerEngine's layers, float8 by block": {**TE, "fp8": "blockwise"},
 }
 

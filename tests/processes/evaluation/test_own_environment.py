@@ -124,10 +124,7 @@ def test_the_preflight_finds_it_and_names_its_key(model: Path) -> None:
         (["eval.sets.other.environment.max_turns=3"], "eval.sets.other.environment without a function: name one"),
         (["eval.sets.odd.reward.function=length"], "eval.sets.odd.reward with eval.sets.odd.environment: the env"),
         (["eval.sets.odd.environment.min_turn_tokens=99"], "eval.sets.odd.environment.min_turn_tokens=99 with"),
-        (
-            ["eval.sets.odd.environment.thinking=keep"],
-            "template=plain with eval.sets.odd.environment.thinking=keep",
-        ),
+        (["eval.sets.odd.environment.thinking=keep"], "template=plain with eval.sets.odd.environment.thinking=keep"),
         (
             ["eval.sets.odd.data.type=files", "eval.sets.odd.data.eval=x", "eval.sets.odd.data.chat_template=true"],
             r"eval.sets.odd.environment.function=.* with eval.sets.odd.data.chat_template=true: an environment's",

@@ -260,10 +260,7 @@ def test_equal_rewards_for_right_and_wrong_are_noted(keys: tuple[str, ...]) -> N
         ),
         (("slurm.engines.container=/images/rl.sqsh",), "whether vllm is installed in slurm.engines.container"),
         (("slurm.python=/other/python", "rollout.python=null"), "whether vllm is installed in slurm.python=/other/"),
-        (
-            ("slurm.python=/other/python", "reward.function=gone:reward"),
-            "the reward gone:reward, in slurm.python=/other/python",
-        ),
+        (("slurm.python=/other/python", "reward.function=gone:reward"), "the reward gone:reward, in slurm.python=/oth"),
         (("slurm.python=/other/python",), "torch in slurm.python=/other/python, in which the controller runs"),
         (("slurm.gpu_memory_gb=null",), "the memory of the GPUs, because slurm.gpu_memory_gb is not set"),
     ],

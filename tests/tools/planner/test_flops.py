@@ -16,14 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
 from bench import step_time
-from bench.scale_points import (
-    Prediction,
-    dims_of_point,
-    ordered_pairs,
-    predict_rates,
-    predict_rl_steps,
-    shape_of_point,
-)
+from bench.scale_points import Prediction, dims_of_point, ordered_pairs, predict_rates, predict_rl_steps, shape_of_point
 from bench.step_time import POINTS, Fit, described, fit, left_out, logs, model_rows, usable, without_own_model
 from rl_megatron.config.io import load_config
 from rl_megatron.config.learner_checks import problems

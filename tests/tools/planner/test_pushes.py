@@ -102,13 +102,7 @@ def test_a_recipe_fits_the_gpus_that_it_names_servers_and_the_layers_that_arrive
 THROUGH_STORAGE = {
     "servers on nodes of their own": (QWEN_235B, "weights.transport=file"),
     "servers on all nodes of the learner and a folder given": (
-        *(
-            QWEN_30B,
-            "weights.transport=auto",
-            "slurm.nodes=2",
-            "learner.dp=4",
-            "rollout.server.replicas=2",
-        ),
+        *(QWEN_30B, "weights.transport=auto", "slurm.nodes=2", "learner.dp=4", "rollout.server.replicas=2"),
         "weights.folder=/fast",
     ),
     "servers elsewhere": (QWEN_235B, "weights.transport=auto", *BY_ADDRESS),

@@ -80,8 +80,9 @@ def test_without_weights_only_k2_on_policy_has_the_gradient_of_the_kl() -> None:
     k3 = expected_gradient(alike | {"estimator": "k3"}, logp, logp)
     torch.testing.assert_close(k3, logp.exp() - REF.exp(), rtol=1e-8, atol=1e-9)
     for estimator in ("k1", "abs"):
-        with pytest.raises(ValueError, match=rf"kl.estimator={estimator} in the loss without weights"):
-            expected_gradient(alike | {"estimator": estimator}, logp, logp)
+        keys = ("coefficient=0.1", f"estimator={estimator}", "importance_weighted=false")
+        with pytest.raises(ConfigError, match=rf"estimator={estimator} .*: the estimator's gradient, over tokens that"):
+            load_config("tiny_cpu", [f"algorithm.kl.{key}" for key in keys])
 
 
 def test_a_second_name_of_an_estimator_is_refused_with_the_first() -> None:

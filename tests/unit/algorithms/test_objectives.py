@@ -116,7 +116,7 @@ def test_the_row_has_the_limits_of_the_paper() -> None:
 @pytest.mark.parametrize(
     ("key", "reason"),
     [
-        ("aggregation=token_mean", "one loss a sequence.*set aggregation=seq_mean_token_mean"),
+        ("aggregation=token_mean", "a sequence has one loss.*set aggregation=seq_mean_token_mean"),
         ("clip_low=1.0", "clip_low=1 .*no logarithm; set it below 1"),
         ("ratio_level=sequence", "objective=gmpo does not read it"),
         ("dual_clip=3", "objective=gmpo does not read it"),

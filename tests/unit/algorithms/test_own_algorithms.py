@@ -574,11 +574,7 @@ def trained(config: RunConfig) -> tuple[torch.Tensor, list[float]]:
         ("faulty_objectives:across", {}, "alone and .* beside others in the micro-batch, so it would change with the"),
         ("faulty_objectives:summed", {}, r"ValueError: a sum over a sequence .* give it values.detach\(\)"),
         ("faulty_objectives:quadratic", {"clip_low": 0.1}, r"clip_low=0.1 does nothing: .*:quadratic does not read it"),
-        (
-            "faulty_objectives:tempered",
-            {"parameters": {"rate_positive": 9.0}},
-            "rate_positive=9 does nothing",
-        ),
+        ("faulty_objectives:tempered", {"parameters": {"rate_positive": 9.0}}, "rate_positive=9 does nothing"),
         ("faulty_objectives:plain", {"ratio_level": "sequence"}, "ratio_level=sequence does nothing"),
         ("gmpo_of_the_page:gmpo", {"dual_clip": 3.0}, "dual_clip=3 does nothing.*set it to its default, null"),
     ],

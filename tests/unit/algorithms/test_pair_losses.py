@@ -155,11 +155,8 @@ def test_an_answer_without_a_trained_token_is_padding_for_kto() -> None:
         (("per_token=true",), "dpo.loss=kto with dpo.per_token=true: it compares sums over an answer's tokens"),
         (("reference_free=true",), "dpo.loss=kto with dpo.reference_free=true: it estimates the KL to a frozen model"),
         (("label_smoothing=0.1",), r"dpo.loss=kto with dpo.label_smoothing=0\.1: it has no order"),
-        (("target_margin=1",), "dpo.target_margin=1: dpo.loss=kto does not read it"),
-        (
-            ("batch_size=1",),
-            "dpo.loss=kto with dpo.batch_size=1: it estimates the KL on each prompt with the answer of another",
-        ),
+        (("target_margin=1",), "dpo.target_margin=1 with dpo.loss=kto: the loss does not read it"),
+        (("batch_size=1",), "dpo.loss=kto with dpo.batch_size=1: it estimates the KL on each prompt with the answer o"),
         (("loss=dpo", "desirable_weight=2"), "weight=2 does nothing: with dpo.loss=dpo answers have no labels"),
         (("loss=ipo", "undesirable_weight=2"), "undesirable_weight=2 does nothing: with dpo.loss=ipo"),
         (("undesirable_weight=0",), "dpo.undesirable_weight=0: "),
@@ -239,14 +236,11 @@ def test_the_names_of_the_configuration_are_those_of_the_table() -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (("loss=ipo", "target_margin=1"), "target_margin=1: KEY.loss=ipo does not read it; set it to 0, or loss=dpo"),
-        (("loss=my:own", "target_margin=1"), "target_margin=1: KEY.loss=my:own does not read it"),
-        (("loss=orpo", "per_token=true"), "set KEY.per_token=true and reference_free=true"),
-        (("loss=orpo", "reference_free=true"), "set KEY.per_token=true and reference_free=true"),
-        (
-            ("loss=slic",),
-            "loss='slic': must be 'dpo', 'ipo', 'hinge', 'orpo' or 'kto' .*or package.module:name of your own",
-        ),
+        (("loss=ipo", "target_margin=1"), "target_margin=1 with KEY.loss=ipo: the loss does not read it; set it to 0,"),
+        (("loss=my:own", "target_margin=1"), "target_margin=1 with KEY.loss=my:own: the loss does not read it"),
+        (("loss=orpo", "per_token=true"), "loss=orpo with KEY.reference_free=false: it compares .*; set both to true"),
+        (("loss=orpo", "reference_free=true"), "loss=orpo with KEY.per_token=false: it compares .*; set both to true"),
+        (("loss=slic",), "loss='slic': must be 'dpo', 'ipo', 'hinge', 'orpo' or 'kto' .*or package.module:name of you"),
         (("label_smoothing=0.5",), "KEY.label_smoothing=0.5: "),
     ],
 )

@@ -19,14 +19,7 @@ import torch
 from pydantic import TypeAdapter
 
 from rl_megatron import feature
-from rl_megatron.columns import (
-    Column,
-    ColumnReader,
-    ColumnWriter,
-    Ragged,
-    read_column,
-    written_column,
-)
+from rl_megatron.columns import Column, ColumnReader, ColumnWriter, Ragged, read_column, written_column
 from rl_megatron.config.io import load_config
 from rl_megatron.data.packing import pack
 from rl_megatron.data.rows import HeldRows, Sent, has_layers, of_layers
@@ -36,15 +29,7 @@ from rl_megatron.engines.answers import joined
 from rl_megatron.engines.local.adapter import answer_of, asked, completions_of, request_of
 from rl_megatron.errors import DataError
 from rl_megatron.learner.packed import pack_micro_batch
-from rl_megatron.types import (
-    Completion,
-    GenerationRequest,
-    ParallelDims,
-    Prompt,
-    RolloutGroup,
-    Samples,
-    SamplingParams,
-)
+from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, RolloutGroup, Samples, SamplingParams
 from tests.completions import columns_of, completion
 
 LAYERS = 4

@@ -154,15 +154,9 @@ def test_a_mixture_is_saved_checked_and_its_weights_may_change(yaml: Path, tmp_p
         (["data.sources.math.wait=2"], "data.sources.math.wait=2: no such key (did you mean"),
         (["data.sources.math.max_eval=x"], "data.sources.math.max_eval='x': must be"),
         (["data.sources.files.weight=1"], "files.type: required, but not given; one of: arithmetic, files, hub"),
-        (
-            ["data.sources.math.fields.rejected=bad"],
-            "math.fields.rejected=bad: job=rl does not read it, job=dpo or job=",
-        ),
+        (["data.sources.math.fields.rejected=bad"], "math.fields.rejected=bad: job=rl does not read it, job=dpo or jo"),
         (["data.digits=2"], "data.digits=2: data.type=mixture has these keys in each of data.sources"),
-        (
-            ["data.sources.math.reward.length.max_tokens=5"],
-            "data.sources.math.reward.length.max_tokens=5 does nothing: no reward reads it that",
-        ),
+        (["data.sources.math.reward.length.max_tokens=5"], "data.sources.math.reward.length.max_tokens=5 does nothing"),
         (
             ["data.sources.sums.reward.function=length", "reward.timeout_seconds=5"],
             "reward.timeout_seconds=5 does nothing: every source of data.sources has a reward or an environment of",
@@ -174,15 +168,9 @@ def test_a_mixture_is_saved_checked_and_its_weights_may_change(yaml: Path, tmp_p
             ],
             "every source of data.sources and every set of eval.sets with data of its own has a reward",
         ),
-        (
-            ["data.sources.sums.environment.max_turns=1"],
-            "data.sources.sums.environment.function=null: an environment of a source has a",
-        ),
+        (["data.sources.sums.environment.max_turns=1"], "data.sources.sums.environment.function=null: an environment"),
         ([*LED, "warm_start.steps=2"], "data.sources.sums.environment.function=calculator with warm_start.steps=2: a"),
-        (
-            [*LED, "data.sources.sums.reward.function=length"],
-            "function=calculator with data.sources.sums.reward={function: length}: the env",
-        ),
+        ([*LED, "data.sources.sums.reward.function=length"], "function=calculator with data.sources.sums.reward={func"),
         ([*LED, "algorithm.overlong_buffer=2", "algorithm.overlong_factor=1"], "have other greatest lengths, and the"),
         (
             [*LED, "data.sources.math.environment.function=guess", "data.sources.math.chat_template=true"],

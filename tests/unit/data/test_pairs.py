@@ -132,10 +132,7 @@ def test_rows_of_one_answer_have_the_weight_of_their_label(form: str) -> None:
     made = LearnedRows(
         tokenizer=conversations()._tokenizer, stop_token_ids=[EOS], end_token_ids={"": EOS}, vocab_size=300
     )
-    config = load_config(
-        "dpo_tiny",
-        ["data.type=files", "data.train=a", "data.eval=b", "dpo.loss=kto", *WEIGHTED],
-    )
+    config = load_config("dpo_tiny", ["data.type=files", "data.train=a", "data.eval=b", "dpo.loss=kto", *WEIGHTED])
     text = json.dumps({"messages": said("u:1|a:2"), "tools": [], "first": 1})
     one = Prompt(id="p:1", text="1", token_ids=(7,), answer="2")
     if form == "messages":

@@ -184,10 +184,7 @@ def test_samples_hold_every_positions_routes_in_the_order_of_the_completions() -
     ("second", "says"),
     [
         (None, "'a': a completion has no routes"),
-        (
-            chosen(5),
-            r"'a': a completion's routes have 5 entries, but its .* 5 tokens, and there must be 4",
-        ),
+        (chosen(5), r"'a': a completion's routes have 5 entries, but its .* 5 tokens, and there must be 4"),
         (chosen(4)[:, :1], r"'a': its routes have shape \(4, 1, 3\); it must be \(4, 2, 3\), for each of 5 tokens"),
         (chosen(4)[:, :, :2], r"'a': its routes have shape \(4, 2, 2\)"),
     ],

@@ -189,11 +189,7 @@ def test_a_renamed_key_is_compared_by_its_name_of_today(
     ("key", "value", "said"),
     [
         *(("algorithm.second_moment_limit", value, None) for value in (None, False, 0, "", [], {})),
-        (
-            "algorithm.second_moment_limit",
-            0.04,
-            "0.04 then, now no such key; it is called algorithm.parameters.",
-        ),
+        ("algorithm.second_moment_limit", 0.04, "0.04 then, now no such key; it is called algorithm.parameters."),
         ("data.gone", 1, "1 then, now no such key\nresume with the version that wrote it, or begin another run.name"),
         ("data.gone", None, None),
         ("gone.inner", None, None),

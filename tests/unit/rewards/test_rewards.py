@@ -279,7 +279,7 @@ def test_a_function_without_its_options_says_which(name: str, message: str) -> N
     ("overrides", "message"),
     [
         (["reward.format.pattern=a(b"], r"reward\.format\.pattern='a\(b': not a regular expression"),
-        (["reward.length.min_tokens=5", "reward.length.max_tokens=4"], "min_tokens=5 is more than"),
+        (["reward.length.min_tokens=5", "reward.length.max_tokens=4"], "min_tokens=5 with .*max_tokens=4: no length i"),
         (["reward.function=length", "reward.parts.format=1"], "are both given"),
         (["reward.parts.format=0", "reward.parts.length=0.0"], "weights of format, length are all 0, and no KL"),
         *(

@@ -186,10 +186,7 @@ def test_an_engine_without_such_a_mode_says_so() -> None:
     [
         ((), r"rollout\.engine=local: this engine samples in the learner's processes with torch's products"),
         (("rollout=vllm",), r"with learner\.device=cpu: the engines' kernels for it need GPUs"),
-        (
-            ("rollout=vllm", "rollout.server.addresses=http://a:1"),
-            r"addresses=http://a:1: it is for servers that the run",
-        ),
+        (("rollout=vllm", "rollout.server.addresses=http://a:1"), r"addresses=http://a:1: it is for servers that the"),
     ],
 )
 def test_batch_invariance_is_refused_where_no_server_has_it(keys: tuple[str, ...], said: str) -> None:

@@ -597,8 +597,8 @@ def test_a_demonstration_is_shown_whole_beside_completions_that_are_interrupted(
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        (["rollout.interrupt.latest=9"], "^rollout.interrupt.latest does nothing without earliest"),
-        (["algorithm=scalerl", "rollout.interrupt.earliest=0"], "^rollout.interrupt.latest does nothing without earl"),
+        (["rollout.interrupt.latest=9"], "^rollout.interrupt.latest=9 does nothing: with rollout.interrupt.earliest=0"),
+        (["algorithm=scalerl", "rollout.interrupt.earliest=0"], "^rollout.interrupt.latest=.* does nothing: with roll"),
         (["rollout.interrupt.earliest=6"], "after 6 to 6 sampled tokens; make the first at most the second"),
         (["rollout.interrupt.earliest=4", "rollout.interrupt.latest=0.5"], "after 4 to 3 sampled tokens"),
         (["rollout.interrupt.earliest=0.5", "algorithm=dpo"], "with algorithm.preference.beta=0.1: only single compl"),

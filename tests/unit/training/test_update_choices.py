@@ -220,9 +220,9 @@ def test_a_step_of_the_critic_alone_has_no_limits() -> None:
         (["old_logprobs=interpolated"], r"balance\.share=0\.4 with algorithm\.old_logprobs=interpolated"),
         (
             ["old_logprobs=learner", "correction.mode=truncate"],
-            r"balance\.share=0\.4 with algorithm\.correction: the share is of the loss without its weights",
+            r"balance\.share=0\.4 with algorithm\.correction\.mode=truncate: the share is of the loss w",
         ),
-        (["clip_high=2.5"], r"balance\.low=0\.1 and high=2 with clip_low=0\.4 and clip_high=2\.5: .* to clip_high or"),
+        (["clip_high=2.5"], r"with algorithm\.balance\.high=2 and algorithm\.clip_high=2\.5: .* raise it"),
         (["objective=cispo"], r"balance\.share=0\.4 does nothing: algorithm\.objective=cispo does not read it, .*clip"),
         (["balance.share=null", "balance.high=3"], r"balance\.high=3 does nothing: algorithm\.balance\.share=null"),
         (["preference.beta=0.1"], r"balance\.share=0\.4 does nothing: algorithm\.preference\.beta=0\.1 trains on"),
@@ -547,13 +547,10 @@ def test_the_rows_have_the_shares_of_their_papers() -> None:
     ("keys", "reason"),
     [
         (["algorithm=grpo", "algorithm.tokens.share=0.5"], "tokens.share=0.5 does nothing.*tokens.choose=top_entropy"),
-        (
-            ["algorithm=kl_cov", "algorithm.parameters.covariance_low=0.5"],
-            "low=0.5 does nothing.*tokens.choose=clip_cov does",
-        ),
+        (["algorithm=kl_cov", "algorithm.parameters.covariance_low=0.5"], "low=0.5 does nothing.*tokens.choose=clip_c"),
         (
             ["algorithm=clip_cov", "algorithm.tokens.low=9"],
-            r"low=9 is above algorithm\.parameters\.covariance_high=5; sw",
+            r"low=9 with algorithm\.parameters\.covariance_high=5: the least is above the greatest; sw",
         ),
         (["algorithm=dpo", "algorithm.tokens.choose=kl_cov"], "trains on pairs without it"),
         (["algorithm=m2po", "algorithm.tokens.share=0.5"], "tokens.share=0.5 does nothing"),
@@ -562,10 +559,7 @@ def test_the_rows_have_the_shares_of_their_papers() -> None:
             r"second_moment_limit.*algorithm\.parameters\.second_moment, with tokens\.choose=second_moment",
         ),
         (["algorithm=kl_cov", "algorithm.tokens.share=0"], r"tokens.share=0\b.* greater than 0"),
-        (
-            ["algorithm=kl_cov", *ONE_STEP],
-            r"tokens\.choose=kl_cov does nothing: with train\.epochs=1 and .*, where abs has no gradient",
-        ),
+        (["algorithm=kl_cov", *ONE_STEP], r"tokens\.choose=kl_cov does nothing: with train\.epochs=1 and .*, where ab"),
     ],
 )
 def test_what_it_cannot_use_is_refused(keys: list[str], reason: str) -> None:

@@ -519,13 +519,7 @@ def test_a_folder_of_adapters_is_told_how_to_be_merged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "named"),
-    [
-        ("Qwen/Qwen3-0.6B", True),
-        ("/Qwen/a", False),
-        ("a/b/c", False),
-        ("a", False),
-        ("is/here", False),
-    ],
+    [("Qwen/Qwen3-0.6B", True), ("/Qwen/a", False), ("a/b/c", False), ("a", False), ("is/here", False)],
 )
 def test_a_name_of_the_hub_is_told_how_to_be_fetched(
     name: str, named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
