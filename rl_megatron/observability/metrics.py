@@ -328,17 +328,7 @@ _FAMILIES = [
 
 PHASES = ("warm_start", *STEPS, "eval")
 
-PHASE_SECONDS = (
-    "rollout",
-    "logprobs",
-    "reference",
-    "values",
-    "train",
-    "critic",
-    "weights",
-    "eval",
-    "checkpoint",
-)
+PHASE_SECONDS = ("rollout", "logprobs", "reference", "values", "train", "critic", "weights", "eval", "checkpoint")
 """The parts of ``seconds/step``, in the order in which a step runs them."""
 
 
@@ -405,7 +395,7 @@ def _row_of(name: str) -> Documented:
     if metric is None:
         near = difflib.get_close_matches(name, METRICS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"metric {name!r} is not documented{hint} Add a new metric to a file of observability/metrics")
+        raise ValueError(f"metric {name!r} is not documented{hint} Add a new metric to observability/metrics.py")
     return metric
 
 

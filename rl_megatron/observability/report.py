@@ -549,14 +549,7 @@ def _named(curve: Curve, runs: Sequence[Run]) -> list[Curve]:
             text = text.replace(place, given)
         return text
 
-    return [
-        replace(
-            curve,
-            metric=metric,
-            title=filled(curve.title, metric) + of,
-        )
-        for metric in names
-    ]
+    return [replace(curve, metric=metric, title=filled(curve.title, metric) + of) for metric in names]
 
 
 def _groups(metric: str, runs: Sequence[Run]) -> float:
@@ -602,11 +595,8 @@ def _phases(run: Run, *, named: bool) -> Chart | None:
 
 def _idle(run: Run) -> str:
     """What learner and engines did not use of the last steps' time; empty where that is not known."""
-    last = run.rl[-_LAST_ROWS:]
-    learner, engine = (
-        [value for row in last if (value := number(row, name)) is not None]
-        for name in ("idle/learner_fraction", "idle/engine_fraction")
-    )
+    last = (run.rl.values(f"idle/{who}_fraction")[-_LAST_ROWS:] for who in ("learner", "engine"))
+    learner, engine = (values[~np.isnan(values)].tolist() for values in last)
     said = [f"the learner waited for groups for {100 * fmean(learner):.0f} % of the time"] if learner else []
     said += [f"{100 * fmean(engine):.0f} % of the servers' slots were unused"] if engine else []
     return f"Mean of the last {len(learner)} rows: {', '.join(said)}." if said else ""

@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -151,9 +152,15 @@ class FreeLanes:
         self._free: list[int] = []
         self._lanes: list[Lane] = []
 
-    def during(self, name: str, **said: str | int | float) -> _InSlot:
+    @contextmanager
+    def during(self, name: str, **said: str | int | float) -> Iterator[during]:
         """As ``during``, in a lane of its own."""
-        return _InSlot(self, name, said)
+        number = self.take()
+        try:
+            with during(self._lanes[number], name, **said) as span:
+                yield span
+        finally:
+            self.give(number)
 
     def take(self) -> int:
         """The number of a lane that is free from now on to `give`."""
@@ -166,29 +173,6 @@ class FreeLanes:
         """Free a lane, which is returned."""
         heapq.heappush(self._free, number)
         return self._lanes[number]
-
-
-class _InSlot:
-    __slots__ = ("_begin", "_name", "_number", "_said", "_slots")
-
-    def __init__(self, slots: FreeLanes, name: str, said: dict[str, str | int | float]) -> None:
-        self._slots, self._name, self._said = slots, name, said
-
-    def say(self, **said: str | int | float) -> None:
-        """Add what is known only at the end."""
-        self._said |= said
-
-    def __enter__(self) -> Self:
-        self._number, self._begin = self._slots.take(), now()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self._said["error"] = kind.__name__
-        end = now()
-        keep(self._slots.give(self._number), self._name, self._begin, end, self._said or None)
 
 
 FOLDER = "profile"
@@ -440,7 +424,8 @@ class TraceFile:
         self._open()
         flows, ends = self._flows_of(kept := list(kept)), dict(self._ends)
         with naming(self._path):
-            for span, flow in sorted(zip(kept, flows, strict=True), key=_outer_first):
+            # of equal begins the longer one is the outer
+            for span, flow in sorted(zip(kept, flows, strict=True), key=lambda one: (one[0][2], -one[0][3])):
                 file = self._with_room()
                 self._size += file.write(self._line(span, flow, ends).encode("ascii"))
             at = (now() + self._wall) // 1000
@@ -592,12 +577,6 @@ def _place(thread: str, known: int) -> int:
         return _THREADS.index(thread) + 1
     word, _, number = thread.rpartition(" ")
     return _NUMBERED[word] + int(number) if word in _NUMBERED and number.isdecimal() else _OTHERS + known
-
-
-def _outer_first(one: tuple[KeptSpan, int | None]) -> tuple[int, int]:
-    """The order of spans: of equal begins the longer one is the outer."""
-    span, _ = one
-    return span[2], -span[3]
 
 
 def _rank(process: str) -> int:

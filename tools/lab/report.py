@@ -108,7 +108,8 @@ SPENT = {"tokens": "tokens/rollout", "device_seconds": "seconds/step", "flops": 
 def points_of(study: Study, cell: Cell, run: Run) -> list[tuple[float, float, float]]:
     """(step, compute, value) of RL's rows with the study's metric. Raises DataError if compute was not recorded, of
     FLOPs in any row whose step trained."""
-    name, made = study.evaluation.compute, [row for row in run.rl if number(row, "step")]
+    name, rows = study.evaluation.compute, _rows(run)
+    made = [row for row in rows if number(row, "step")]
     if name != "steps" and made and not any(SPENT[name] in row for row in made):
         raise DataError(
             f"{cell.folder}: evaluation.compute={name}, but no row has {SPENT[name]}, as those of older versions; take "
@@ -122,8 +123,8 @@ def points_of(study: Study, cell: Cell, run: Run) -> list[tuple[float, float, fl
         )
     return [
         (spent["steps"] or 0.0, spent[name] or 0.0, value)
-        for row, spent in zip(run.rl, spent_of(cell, run), strict=True)
-        if (value := number(row, study.evaluation.metric)) is not None
+        for value, spent in zip(run.rl.values(study.evaluation.metric).tolist(), spent_of(cell, run), strict=True)
+        if not math.isnan(value)
     ]
 
 
@@ -133,12 +134,16 @@ def spent_of(cell: Cell, run: Run) -> Iterator[dict[str, float | None]]:
     total: dict[str, float | None] = dict.fromkeys(SPENT, 0.0)
     if not cell.config.kind.samples:
         total["tokens"] = None
-    for row in run.rl:
+    for row in _rows(run):
         for name, metric in SPENT.items():
             factor, so_far = cell.processes if name == "device_seconds" else 1, total[name]
             known = so_far is not None and not (name == "flops" and _uncounted(cell, row))
             total[name] = (so_far or 0.0) + factor * (number(row, metric) or 0.0) if known else None
         yield {"steps": number(row, "step") or 0.0, **total}
+
+
+def _rows(run: Run) -> list[JsonRow]:
+    return run.rl.rows("step", "tokens/train", *SPENT.values())
 
 
 def _uncounted(cell: Cell, row: JsonRow) -> bool:
@@ -190,10 +195,9 @@ def _contrasts(study: Study, arms: Sequence[str]) -> Iterator[tuple[str, Mapping
 
 def _last(study: Study, each: CellRun) -> float | None:
     """The mean of its last values; None where it has none, or one of them is not finite, as after it diverged."""
-    metric = study.evaluation.metric
-    found = [number(row, metric) for row in each.run.rl if metric in row][-study.evaluation.last :]
-    values = [value for value in found if value is not None]
-    return sum(values) / len(values) if values and len(values) == len(found) else None
+    rows, metric = each.run.rl, study.evaluation.metric
+    values = rows.values(metric)[rows.recorded(metric)][-study.evaluation.last :].tolist()
+    return sum(values) / len(values) if values and not any(map(math.isnan, values)) else None
 
 
 def _fit(study: Study, runs: Sequence[CellRun]) -> ArmFit:
