@@ -217,13 +217,7 @@ def _objective(
 
 
 def written_job(
-    parts: Parts,
-    shape: ModelShape,
-    roles: Roles,
-    data: Data,
-    *,
-    attention_cost: float,
-    note: Callable[[str], None],
+    parts: Parts, shape: ModelShape, roles: Roles, data: Data, *, attention_cost: float, note: Callable[[str], None]
 ) -> WrittenJob:
     """The job of ``parts.config.job``, which samples nothing and shows by ``note`` how far its look at the data is.
     ``attention_cost`` as in `causal_attention_cost`."""
@@ -250,12 +244,7 @@ def written_job(
 
 
 def loops_of(
-    parts: Parts,
-    shape: ModelShape,
-    roles: Roles,
-    data: Data,
-    recorder: Recorder,
-    stop: asyncio.Event,
+    parts: Parts, shape: ModelShape, roles: Roles, data: Data, recorder: Recorder, stop: asyncio.Event
 ) -> tuple[Loop | None, Loop]:
     """The loop of the warm start, if the job has one, and the loop of the job. The processes must be up."""
     config = parts.config

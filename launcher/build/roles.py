@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,8 +33,6 @@ from rl_megatron.rewards.classifiers.on_ranks import RewardModels
 from rl_megatron.training.scores import RankedScores
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import job_shape, role_shape
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +88,7 @@ async def _start(
 def attention_cost(shape: ModelShape) -> float:
     """What a packer balances work by; see `causal_attention_cost`."""
     return causal_attention_cost(
-        linear_parameters=shape.active_parameters,
-        attention_width=shape.num_layers * shape.num_heads * shape.head_dim,
+        linear_parameters=shape.active_parameters, attention_width=shape.num_layers * shape.num_heads * shape.head_dim
     )
 
 

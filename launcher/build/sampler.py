@@ -148,11 +148,7 @@ def samplers_of_sets(
 
 
 def _led(
-    config: RunConfig,
-    keys: Mapping[str, str],
-    engine: RolloutEngine,
-    data: Data,
-    vocab_size: int,
+    config: RunConfig, keys: Mapping[str, str], engine: RolloutEngine, data: Data, vocab_size: int
 ) -> dict[str, PolicySampler]:
     """The samplers in the environments of these sections that name one, by the names of ``keys``."""
     out: dict[str, PolicySampler] = {}

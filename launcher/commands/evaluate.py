@@ -131,13 +131,7 @@ def _kept(path: Path, begun: Results, sets: Sequence[ProblemSet]) -> dict[str, S
 
 
 async def _measured(
-    config: RunConfig,
-    engine: RolloutEngine,
-    data: Data,
-    *,
-    vocab_size: int,
-    begun: Results,
-    file: Path,
+    config: RunConfig, engine: RolloutEngine, data: Data, *, vocab_size: int, begun: Results, file: Path
 ) -> Results:
     """``begun`` with all sets; it is written into ``file`` after each that is measured."""
     from launcher.build.sampler import made_environment, sampler_of, samplers_of_sets

@@ -167,11 +167,7 @@ def prepare(config: RunConfig, config_name: str) -> Iterator[Prepared]:
 
     while True:
         named = choose(
-            config,
-            config_name,
-            resume=False,
-            taken=lambda path: path in held or not free(path),
-            advice=_advice,
+            config, config_name, resume=False, taken=lambda path: path in held or not free(path), advice=_advice
         )
         held.add(own := named.run.dir / str(named.run.name))
         folder, files = Path.cwd() / own, _files(config, own.name)

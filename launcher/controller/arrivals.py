@@ -138,7 +138,7 @@ async def arrivals(listener: socket.socket, call: Call, started: StartedRanks) -
     waiting = asyncio.ensure_future(_welcome(listener, bytes.fromhex(call.token), started, arrived))
     ended = asyncio.ensure_future(started.ended)
     try:
-        if said := limits.problem_of_files(len(where), here=False):
+        if said := limits.problem_of_controller(len(where)):
             raise ConfigError(said)
         await asyncio.wait({waiting, ended}, timeout=call.seconds, return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():

@@ -279,16 +279,15 @@ class LearnerGroup(Learner):
             if declared_columns()[name].layers is None:
                 continue
             assert not isinstance(column, Ragged), "rows of samples are refused then"
-            self._num_layers = self._num_layers or await self._count_layers()
+            if not self._num_layers:
+                of_ranks: list[OwnLayers] = await self._group.each("column_layers", self.role)
+                last = {of: max((layer for its in of_ranks for layer in its[of]), default=-1) for of in of_ranks[0]}
+                self._num_layers = {of: layer + 1 for of, layer in last.items()}
             if column.shape[1] != self._num_layers[name]:
                 raise RLMegatronError(
                     f"the engine's {name} have {column.shape[1]} layers, but the learner's model has "
                     f"{self._num_layers[name]} of that kind; check that the engine serves the same model"
                 )
-
-    async def _count_layers(self) -> dict[str, int]:
-        of_ranks: list[OwnLayers] = await self._group.each("column_layers", self.role)
-        return {name: 1 + max((layer for its in of_ranks for layer in its[name]), default=-1) for name in of_ranks[0]}
 
     @override
     async def save(self, folder: Path) -> Saving:

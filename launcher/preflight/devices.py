@@ -79,7 +79,7 @@ def _processes(config: RunConfig) -> Iterator[Found]:
             f"{_counted(config)} are {ranks} processes on this machine of {memory / 2**30:.0f} GiB, "
             f"each {_RANK_BYTES >> 20} MiB at the very least; lower learner.tp, cp, dp, pp or ep"
         )
-    if said := limits.problem_of_files(ranks, here=True):
+    if said := limits.problem_of_ranks(ranks):
         yield problem(said)
 
 

@@ -57,11 +57,7 @@ def main(host: str, command: list[str]) -> int:
         os.environ.update(compiled_folder(lambda: f"{folder}/torch"))
         os.environ["TMPDIR"] = folder
         server = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-            env=dict(os.environ),
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent, env=dict(os.environ)
         )
         own, ended = set[str](), threading.Event()
         threading.Thread(target=_end_with_trainer, args=(server, own), daemon=True).start()

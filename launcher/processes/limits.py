@@ -32,39 +32,32 @@ def raise_open_files() -> int:
     return wanted
 
 
-def problem_of_files(ranks: int, *, here: bool) -> str:
-    """Why a run cannot have so many ranks under this machine's limit of open files; empty if it can.
-
-    ``here``: they are processes of this machine, on CPUs.
-    """
-    limit = raise_open_files()
-    needed, who = ranks + _FILES_OF_CONTROLLER, "the controller"
-    if here and (of_rank := _FILES_OF_A_RANK + _FILES_OF_A_PEER * ranks) > needed:
-        needed, who = of_rank, "each of them"
-    if needed <= limit:
-        return ""
-    return (
-        f"{ranks} ranks: {who} opens about {needed} files, but the limit here is {limit}; raise the hard limit of open "
-        "files (ulimit -Hn), or have fewer ranks"
-    )
+def problem_of_ranks(ranks: int) -> str:
+    """Why this machine's limit of open files does not allow a run of so many ranks on its CPUs; empty if it does."""
+    needed = _FILES_OF_A_RANK + _FILES_OF_A_PEER * ranks
+    return problem_of_controller(ranks) or _beyond(needed, f"{ranks} ranks: each of them", "have fewer ranks")
 
 
-def problem_of_controller(ranks: int, requests: int, trajectories: int) -> str:
+def problem_of_controller(ranks: int, requests: int = 0, trajectories: int = 0) -> str:
     """Why the controller cannot have so many ranks, requests at servers and trajectories at once under this machine's
     limit of open files; empty if it can."""
-    limit = raise_open_files()
-    needed = ranks + requests + _FILES_OF_A_TRAJECTORY * trajectories + _FILES_OF_CONTROLLER
-    if needed <= limit:
-        return ""
     counted = {
         "ranks": ranks,
         "requests at servers (rollout.server.concurrency * rollout.group_size at most)": requests,
         "trajectories (environment.concurrency)": trajectories,
     }
+    what = ", ".join(f"{count} {what}" for what, count in counted.items() if count)
+    needed = ranks + requests + _FILES_OF_A_TRAJECTORY * trajectories + _FILES_OF_CONTROLLER
+    advice = "lower these keys" if requests or trajectories else "have fewer ranks"
+    return _beyond(needed, f"{what}: the controller", advice)
+
+
+def _beyond(needed: int, who: str, advice: str) -> str:
+    if needed <= (limit := raise_open_files()):
+        return ""
     return (
-        f"{', '.join(f'{count} {what}' for what, count in counted.items() if count)} at once: the controller opens "
-        f"about {needed} files, but the limit here is {limit}; raise the hard limit of open files (ulimit -Hn), or "
-        "lower these keys"
+        f"{who} opens about {needed} files, but the limit here is {limit}; raise the hard limit of open files "
+        f"(ulimit -Hn), or {advice}"
     )
 
 

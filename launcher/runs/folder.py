@@ -69,6 +69,7 @@ def lock(file: BinaryIO) -> bool:
     return True
 
 
+_BY_RESUME = "add --resume to continue it, from its start if it has no checkpoint, or "
 _REMOVED = (errno.ENOENT, errno.ESTALE)  # NFS says the second of an open file that was removed elsewhere
 
 
@@ -79,10 +80,6 @@ class NameTaken(ConfigError):
 def from_file(stem: str) -> str:
     """A valid ``run.name`` from the name of a configuration's file: ``my-run`` for ``my run.yaml``."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:100] or "run"
-
-
-def _by_resume(_: Path) -> str:
-    return "add --resume to continue it, from its start if it has no checkpoint, or "
 
 
 def _elsewhere(root: Path) -> str:
@@ -98,7 +95,9 @@ def choose(
     *,
     resume: bool,
     taken: Callable[[Path], bool] = Path.exists,
-    advice: Callable[[Path], str] = _by_resume,
+    advice: Callable[[Path], str] = lambda _: (
+        "add --resume to continue it, from its start if it has no checkpoint, or "
+    ),
 ) -> RunConfig:
     """The config with a run name: as given, or the config's name and the number after the last taken (resume: that).
 

@@ -16,10 +16,7 @@ from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.lora import ranks_of_parts
 from rl_megatron.weights.push.trust import PROBE_LENGTH
 
-SERVERS: Mapping[str, Callable[[ModelShape], Adapter]] = {
-    "sglang": SGLangAdapter,
-    "vllm": VLLMAdapter,
-}
+SERVERS: Mapping[str, Callable[[ModelShape], Adapter]] = {"sglang": SGLangAdapter, "vllm": VLLMAdapter}
 """Engines of others, whose interpreters are theirs."""
 KNOWN: Mapping[str, Callable[[ModelShape], Adapter]] = {"local": EmbeddedAdapter, **SERVERS}
 """Engines whose adapters are the project's own."""

@@ -183,6 +183,7 @@ class ServedEngines:
                 await self._prepare(packages)
                 standing = await self._start_all(running, packages)
             standing = await self._checked(standing)
+            known = self._config.one_by_one and not self._section.addresses  # else a request is for a whole group
             engine = ServedEngine(
                 self._adapter,
                 [one.server for one in standing],
@@ -191,7 +192,7 @@ class ServedEngines:
                 vocab_size=self._shape.vocab_size,
                 group_size=self._config.rollout.group_size,
                 samples=self._config.most_completions,
-                slots=self._known_slots,
+                slots=self._config.rollout.slots if known else None,
             )
             stack.push_async_callback(engine.close)
             await stack.enter_async_context(self._kept(running, packages, engine, standing))
@@ -251,10 +252,7 @@ class ServedEngines:
         if container_of(self._config) is not None:  # ranks compare themselves when they meet
             return
         compare = partial(
-            compare_environments,
-            learner=Path(sys.executable),
-            engine=self._python,
-            seconds=self._section.start_seconds,
+            compare_environments, learner=Path(sys.executable), engine=self._python, seconds=self._section.start_seconds
         )
         try:
             compared = await in_own_thread("interpreters", compare, self._config, os.environ)
@@ -399,12 +397,6 @@ class ServedEngines:
             stops=bool(config.rollout.stop),
             extra=words_of(section.options or ""),
         )
-
-    @property
-    def _known_slots(self) -> int | None:
-        """Of each server; not of those at ``addresses``, nor where a request is for a whole group."""
-        known = self._config.one_by_one and not self._section.addresses
-        return self._config.rollout.slots if known else None
 
     @property
     def _python(self) -> Path:

@@ -10,9 +10,8 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from typing_extensions import override
 
@@ -34,7 +33,6 @@ from rl_megatron.engines.replicas import Event, Health, Replica
 from rl_megatron.errors import ConfigError, EngineError, SyncError
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 CALM_SECONDS = 3600.0
 """Of a server that ran for so long the restarts before count no more."""
@@ -64,39 +62,6 @@ async def until_serving(server: Server, ends: Coroutine[Any, Any, str], seconds:
         raise TimeoutError(heard) from error
     finally:
         ended.cancel()
-
-
-async def brought_up(
-    start: Callable[[], Awaitable[T]],
-    *,
-    name: str,
-    most: int,
-    made: Callable[[], int],
-    again: Callable[[], Awaitable[None]],
-    failed: Callable[[Exception], None],
-    ended: Exception,
-) -> T:
-    """What ``start`` returns once it does not fail. While fewer than ``most`` restarts are ``made``, it is called
-    after the seconds of `wait_before`; the log says each wait for the server called ``name``.
-
-    ``ended`` says how the server ended. ``failed`` gets each failure of a start, and ``again`` is awaited before each
-    restart, which it counts. Raises the last failure, and OutOfFiles immediately: the server is not its cause.
-    """
-    while (count := made()) < most:
-        wait = wait_before(count)
-        logger.warning("%s: restart %d of %d in %g s", name, count + 1, most, wait)
-        await asyncio.sleep(wait)
-        await again()
-        try:
-            return await start()
-        except OutOfFiles:
-            raise
-        except (ConfigError, EngineError, OSError) as error:
-            if isinstance(error, OSError) and (none_left := out_of_files(f"start of {name}", error)):
-                raise none_left from error
-            failed(error)
-            ended = error
-    raise ended
 
 
 def wait_before(restart: int) -> float:
@@ -250,17 +215,14 @@ class Supervisor:
             again = await self._again(replica)
             if again is None:
                 replica.apply(Event.GIVEN_UP)
-                self._say_what_is_left(replica)
+                if left := self.engine.replicas.left():
+                    names = ", ".join(str(one.number) for one in left)
+                    logger.warning("%s is given up; the run goes on with %s", replica.title, names)
                 return
             standing = again
             await replica.server.close()
             replica.server = standing.server
             replica.apply(Event.ANSWERED)
-
-    def _say_what_is_left(self, replica: Replica) -> None:
-        if left := self.engine.replicas.left():
-            names = ", ".join(str(one.number) for one in left)
-            logger.warning("%s is given up; the run goes on with %s", replica.title, names)
 
     async def _again(self, replica: Replica) -> Standing | None:
         """Restart the server; None after ``rollout.server.restarts`` attempts since it last ran for an hour.
@@ -268,26 +230,22 @@ class Supervisor:
         One for each death under poison does not count. Raises OutOfFiles, of which the server is not the cause.
         A learner that takes turns with it trains first: its GPUs have no room for a start.
         """
-
-        async def again() -> None:
+        while (count := self.engine.tries(replica)) < self.section.restarts:
+            wait = wait_before(count)
+            logger.warning("%s: restart %d of %d in %g s", replica.title, count + 1, self.section.restarts, wait)
+            await asyncio.sleep(wait)
             await self.engine.weights.room()
             replica.restarts += 1
             replica.apply(Event.RESTARTED)
-
-        try:
-            return await brought_up(
-                partial(self.restart, replica),
-                name=replica.title,
-                most=self.section.restarts,
-                made=partial(self.engine.tries, replica),
-                again=again,
-                failed=lambda error: replica.apply(Event.DIED, str(error)),
-                ended=EngineError(replica.reason),
-            )
-        except OutOfFiles:
-            raise
-        except (ConfigError, EngineError, OSError):
-            return None
+            try:
+                return await self.restart(replica)
+            except OutOfFiles:
+                raise
+            except (ConfigError, EngineError, OSError) as error:
+                if isinstance(error, OSError) and (none_left := out_of_files(f"start of {replica.title}", error)):
+                    raise none_left from error
+                replica.apply(Event.DIED, str(error))
+        return None
 
     async def _until_dead(self, replica: Replica, standing: Standing) -> str:
         """Refit and watch the server until it is dead. Returns the cause."""

@@ -166,13 +166,7 @@ class Loading(Protocol):
     """Loads, labels and checks an engine's weights. Every method raises as `Server` does."""
 
     async def load(
-        self,
-        server: Server,
-        path: Path,
-        version: int,
-        *,
-        private: Collection[str],
-        straight: bool = False,
+        self, server: Server, path: Path, version: int, *, private: Collection[str], straight: bool = False
     ) -> list[Report]:
         """Load the mirror file ``path``. Returns each rank's report without ``private`` kinds.
 

@@ -285,14 +285,7 @@ class FailedAttempt:
 class Attempts:
     """Retries failed requests a few times; a request whose replica died goes to another, or waits for one."""
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        replicas: ReplicaSet,
-        *,
-        vocab_size: int,
-        slots: int | None = None,
-    ) -> None:
+    def __init__(self, adapter: Adapter, replicas: ReplicaSet, *, vocab_size: int, slots: int | None = None) -> None:
         self._adapter, self._replicas = adapter, replicas
         self._vocab_size = vocab_size
         self._places = Places()

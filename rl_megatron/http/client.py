@@ -79,13 +79,7 @@ def check_status(status: int, body: bytes) -> None:
     raise ValueError(said)
 
 
-async def retried(
-    attempt: Callable[[], Awaitable[T]],
-    *,
-    retries: int,
-    wait: float,
-    about: str | None = None,
-) -> T:
+async def retried(attempt: Callable[[], Awaitable[T]], *, retries: int, wait: float, about: str | None = None) -> T:
     """What ``attempt`` returns, after at most ``retries`` more attempts, each after a wait that doubles.
 
     With ``about`` it logs each wait, and of what. Raises the last TryAgain, which then tells the number of attempts.

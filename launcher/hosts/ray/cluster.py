@@ -129,10 +129,7 @@ def join_cluster(call: NodeCall, wanted: set[str], wait: Wait) -> None:
         try:
             with _holding(call.token):
                 ray.init(
-                    address=f"{call.host}:{call.port}",
-                    job_config=_Job(),
-                    log_to_driver=False,
-                    configure_logging=False,
+                    address=f"{call.host}:{call.port}", job_config=_Job(), log_to_driver=False, configure_logging=False
                 )
         except (ConnectionError, RuntimeError) as error:
             if str(error).startswith(_MISMATCH):

@@ -150,7 +150,7 @@ def main() -> None:
     adopt_orphans()  # Ray's orphans become children of this process
     call = NodeCall(**json.loads(sys.stdin.readline()))
     private_folder(Path(call.folder))
-    own = await_head(call, threading.Event()) if this_node() != call.head else ""
+    own = await_head(call) if this_node() != call.head else ""
     watch = ControllerWatch()
     ports = contextlib.nullcontext(0) if own else held_ports("")  # the head listens on loopback, too
     try:
@@ -247,7 +247,7 @@ def options(call: NodeCall, node: str, own: str, *, client_port: int) -> list[st
     ]
 
 
-def await_head(call: NodeCall, given_up: threading.Event) -> str:
+def await_head(call: NodeCall) -> str:
     """Wait for the head; return this node's address towards it. Raises TimeoutError if it does not answer in time."""
     end = time.monotonic() + call.seconds
     while True:
@@ -255,10 +255,11 @@ def await_head(call: NodeCall, given_up: threading.Event) -> str:
             with socket.create_connection((call.host, call.port), timeout=1.0) as stream:
                 return str(stream.getsockname()[0])
         except OSError as error:
-            if given_up.wait(0.2) or time.monotonic() > end:
+            if time.monotonic() > end:
                 raise TimeoutError(
                     f"Ray's head at {call.host}:{call.port} does not answer after {call.seconds:g} s: {error}"
                 ) from error
+            time.sleep(0.2)
 
 
 def health_command(call: NodeCall) -> list[str]:

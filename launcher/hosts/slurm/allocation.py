@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import time
@@ -17,8 +16,6 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import beside, cut
-
-logger = logging.getLogger(__name__)
 
 _NAME_SECONDS = 60.0  # in which a name server learns of a node that a cloud has just made
 _LOOK_SECONDS = 1.0

@@ -182,13 +182,7 @@ class EmbeddedAdapter(Adapter):
 
     @override
     async def load(
-        self,
-        server: Server,
-        path: Path,
-        version: int,
-        *,
-        private: Collection[str],
-        straight: bool = False,
+        self, server: Server, path: Path, version: int, *, private: Collection[str], straight: bool = False
     ) -> list[Report]:
         if straight:
             raise SyncError(f"{server.url}: servers of rollout.engine=local load files; set weights.transport=auto")

@@ -443,13 +443,7 @@ class SGLangAdapter(ForeignEngine):
 
     @override
     async def load(
-        self,
-        server: Server,
-        path: Path,
-        version: int,
-        *,
-        private: Collection[str],
-        straight: bool = False,
+        self, server: Server, path: Path, version: int, *, private: Collection[str], straight: bool = False
     ) -> list[Report]:
         order = {"do": "receive" if straight else "load", "version": version, "private": sorted(private)}
         return await self._reports(server, path, order, label=self.labels.candidate(version))

@@ -199,8 +199,8 @@ def test_the_limit_of_open_files_is_raised_to_the_hard_one() -> None:
     try:
         most = min(before[1], 1 << 20)
         assert limits.describe_open_files().endswith(f"so up to {(most - 85) // 11} ranks")
-        assert limits.problem_of_files((most - 85) // 11, here=True) == ""
-        assert "each of them opens about" in limits.problem_of_files((most - 85) // 11 + 1, here=True)
+        assert limits.problem_of_ranks((most - 85) // 11) == ""
+        assert "each of them opens about" in limits.problem_of_ranks((most - 85) // 11 + 1)
         assert limits.problem_of_controller(0, (most - 256) % 3, (most - 256) // 3) == ""
         assert limits.problem_of_controller(most - 257, 1, 0) == ""
         assert "or lower these keys" in limits.problem_of_controller(most - 257, 2, 0)

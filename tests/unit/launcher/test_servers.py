@@ -7,10 +7,12 @@ import errno
 import json
 import os
 import resource
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,8 +22,9 @@ from launcher.servers.pool import ServedEngines, _tolerance
 from rl_megatron.config.io import load_config
 from rl_megatron.config.rules import problems_of
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.engines.http import AttemptFailed, OutOfFiles, Server
-from rl_megatron.engines.replicas import Health
+from rl_megatron.engines.replicas import Event, Health, Replica
 from rl_megatron.engines.vllm.adapter import VLLMAdapter
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.features.quantise.encoding import ENCODINGS
@@ -107,7 +110,7 @@ FAULT, FULL = EngineError("answered nothing"), OSError(errno.EMFILE, "Too many o
     [
         ([], [0.5], None),
         ([FAULT], [0.5, 1.0], None),
-        ([FAULT] * 3, [0.5, 1.0, 2.0], EngineError),
+        ([FAULT] * 3, [0.5, 1.0, 2.0], None),
         ([FAULT, FULL], [0.5, 1.0], OutOfFiles),
     ],
     ids=["it starts", "again", "in vain", "no file is left"],
@@ -115,32 +118,30 @@ FAULT, FULL = EngineError("answered nothing"), OSError(errno.EMFILE, "Too many o
 def test_a_server_is_started_again_as_often_as_it_may_be(
     faults: list[Exception], waits: list[float], raised: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left, waited, seen, made = [*faults], list[float](), list[Exception](), 0
+    left, waited, seen = [*faults], list[float](), list[str]()
+    replica = Replica(0, Server("http://a", token=None, timeout_seconds=60.0), lambda: None)
+    replica.apply(Event.DIED, "killed")
 
     async def sleep(seconds: float) -> None:
         waited.append(seconds)
 
-    async def start() -> str:
+    async def room() -> None:
+        seen.append(replica.reason)
+
+    async def start(one: Replica) -> Any:
         if left:
             raise left.pop(0)
         return "serves"
 
-    async def again() -> None:
-        nonlocal made
-        made += 1
-
-    def brought_up() -> str:
-        limits: Any = {"name": "judge", "most": 3, "made": lambda: made}
-        return asyncio.run(supervisor.brought_up(start, again=again, failed=seen.append, ended=FAULT, **limits))
-
+    engine: Any = SimpleNamespace(tries=lambda one: one.restarts, weights=SimpleNamespace(room=room))
+    section, nothing = ServerSection(restarts=3), cast(Any, None)
+    supervised = supervisor.Supervisor(engine=engine, section=section, restart=start, refit=nothing)
     monkeypatch.setattr("launcher.servers.supervisor.asyncio.sleep", sleep)
-    if raised is None:
-        assert brought_up() == "serves"
-    else:
-        with pytest.raises(raised, match=r"answered nothing|start of judge: this process has no open file left"):
-            brought_up()
-    assert (waited, made, left) == (waits, len(waits), [])
-    assert seen == [one for one in faults if one is FAULT]
+    with pytest.raises(raised, match="start of replica 0: this process has no open") if raised else nullcontext():
+        assert asyncio.run(supervised._again(replica)) == (None if len(faults) == 3 else "serves")
+    assert (waited, replica.restarts, left) == (waits, len(waits), [])
+    assert seen == ["killed", *([str(FAULT)] * (len(waits) - 1))]
+    assert replica.health is (Health.DEAD if len(faults) == 3 else Health.RESTARTING)
 
 
 # A controller at its limit of open files, with real HTTP.
