@@ -26,6 +26,7 @@ from launcher.wire import Call, Hello
 from rl_megatron.errors import ConfigError, WorkerDied
 from rl_megatron.placement.ranks import Placement, place
 from rl_megatron.types import ParallelDims
+from tests.unit.launcher.commands import program
 
 TOKEN = b"t" * wire.TOKEN_BYTES
 RANKS, EACH, THREADS = 384, 8, 32
@@ -216,8 +217,7 @@ def test_a_rank_is_continued_by_slurm_or_that_is_told(
     warned: str | None,
 ) -> None:
     """It is waited for, so that none is left beside a run that ends."""
-    (file := tmp_path / "scancel").write_text(f"#!/bin/sh\n{scancel}\n")
-    file.chmod(0o755)
+    program(tmp_path / "scancel", f"#!/bin/sh\n{scancel}\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr("launcher.controller.handle._WAKE_SECONDS", seconds)
     hello = Hello(rank=3, node="node0", pid=1, store="", step="7.2", hindered="")

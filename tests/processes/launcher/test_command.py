@@ -25,6 +25,7 @@ from launcher.runs.folder import claim
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig
 from tests.forks import FORKS
+from tests.unit.launcher.commands import program
 from tests.unit.launcher.sites import site
 from tests.unit.launcher.test_memory import QWEN3, QWEN_30B
 from tests.unit.launcher.test_plan_command import ASKED
@@ -146,8 +147,7 @@ def test_a_job_runs_our_code_and_finds_modules_of_the_folder(project: Path) -> N
     save_resolved(config, project / "runs" / "run" / "config.yaml")
     script = job_script(config, folder=project, python=sys.executable, package=REPO)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
-    (project / "scontrol").write_text("#!/bin/sh\n")
-    (project / "scontrol").chmod(0o755)
+    program(project / "scontrol", "#!/bin/sh\n")
     own = {**os.environ, **slurm, "PATH": f"{project}:{os.environ['PATH']}"}
     done = subprocess.run(["bash"], input=script, env=own, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stdout.endswith(f"failed with status 1: {SAID}\n")) == (1, True), done.stdout

@@ -44,6 +44,7 @@ from rl_megatron.weights.routes.mirror import in_use
 from tests.e2e.processes import alive, eventually
 from tests.family_models import save_model
 from tests.processes.launcher.test_supervisor import FOREIGN, PORT
+from tests.unit.launcher.commands import program
 
 SERVER = """
 import subprocess, sys, time
@@ -213,8 +214,7 @@ CUDA_VISIBLE_DEVICES=2,3,GPU-5a,7 exec "$@"
 
 async def test_a_jobs_servers_get_its_gpus_on_their_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which differ between nodes where Slurm has no ``ConstrainDevices=yes``; ranks have the first of them."""
-    (tmp_path / "srun").write_text(SRUN)
-    (tmp_path / "srun").chmod(0o755)
+    program(tmp_path / "srun", SRUN)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     keys = ("rollout=vllm", "rollout.server.tp=2", "rollout.server.replicas=4", "rollout.server.memory_fraction=0.3")

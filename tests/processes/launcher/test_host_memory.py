@@ -34,6 +34,7 @@ from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.layouts.learner import learner_layout
 from rl_megatron.weights.routes.mirror import Mirror
+from tests.unit.launcher.commands import program
 from tests.unit.launcher.test_memory import ONE_MACHINE, QWEN_30B, QWEN_80GB, QWEN_APART, RECIPES, folder_of
 from tests.unit.launcher.test_spent import ROWS
 from tools.planner import checks
@@ -281,9 +282,7 @@ def test_on_one_machine_servers_share_gpus_where_ranks_leave_too_few(
     gpus: int, keys: tuple[str, ...], shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six ranks and a server of two: it has 0.85 of each of its GPUs, with which the learner's part does not fit."""
-    driver = tmp_path / "nvidia-smi"
-    driver.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {i}: H100'\n" for i in range(gpus)))
-    driver.chmod(0o755)
+    program(tmp_path / "nvidia-smi", "#!/bin/sh\n" + "".join(f"echo 'GPU {i}: H100'\n" for i in range(gpus)))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     given = ["run.launcher=local", f"model.path={folder_of(tmp_path)}", "slurm.engines.nodes=0", *ONE_MACHINE, *keys]

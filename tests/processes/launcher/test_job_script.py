@@ -22,6 +22,7 @@ from launcher.runs.folder import claim
 from launcher.runs.stop import Stop
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.progress import Progress
+from tests.unit.launcher.commands import program
 from tests.unit.launcher.slurm_jobs import config_of
 
 JOB = Path(__file__).resolve().parents[3] / "slurm" / "job.sh"
@@ -78,8 +79,7 @@ def attempt(
     programs = {"scontrol": SCONTROL, "sbatch": SBATCH, "sleep": "#!/bin/sh\n", "python": RUN}
     programs |= {"srun": SRUN, "squeue": SQUEUE}
     for name, text in programs.items():
-        (commands / name).write_text(text)
-        (commands / name).chmod(0o755)
+        program(commands / name, text)
     before = f"RUN={run} PYTHON={commands}/{python} TRAIN=() REQUEUES=9 RESTARTS=3 EXCLUDE=node9\n"
     slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restart), "SLURM_JOB_NODELIST": "node[1-4]"}
     slurm["SLURMD_NODENAME"] = "node1"
@@ -306,8 +306,7 @@ def test_an_attempt_whose_folder_is_there_and_stays_is_refused(tmp_path: Path) -
     (left / "requeue").touch()
     (left / "controller.txt").write_text("what it printed\n")
     (tmp_path / "commands").mkdir()
-    (tmp_path / "commands" / "mv").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "commands" / "mv").chmod(0o755)
+    program(tmp_path / "commands" / "mv", "#!/bin/sh\nexit 1\n")
     status, said, asked = attempt(tmp_path, 0, ENDS="well")
     assert (left / "controller.txt").read_text() == "what it printed\n"  # which job.sh opens for itself
     assert (status, asked) == (1, [])
@@ -437,8 +436,7 @@ def test_a_job_that_does_not_tell_its_nodes_is_refused(
     if nodes is not None:
         monkeypatch.setenv("SLURM_JOB_NODELIST", nodes)
     if scontrol is not None:
-        (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{scontrol}\n")
-        (tmp_path / "scontrol").chmod(0o755)
+        program(tmp_path / "scontrol", f"#!/bin/sh\n{scontrol}\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=said):
         Allocation.this(tmp_path, config_of())

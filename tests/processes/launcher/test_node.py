@@ -103,10 +103,7 @@ def started(folder: Path, planted: str, port: int) -> Iterator[subprocess.Popen[
     ids=["it may", "it must not"],
 )
 def test_it_forks_its_ranks_and_ends_with_the_first_that_fails(tmp_path: Path, planted: str, hindered: str) -> None:
-    with (
-        wire.listen("127.0.0.1", backlog=2) as listener,
-        started(tmp_path, planted, listener.getsockname()[1]) as task,
-    ):
+    with wire.listen("127.0.0.1", backlog=2) as listener, started(tmp_path, planted, listener.getsockname()[1]) as task:
         listener.settimeout(600)
         streams = [asyncio.run(wire.accept(listener.accept()[0], TOKEN)) for _ in range(2)]
         hellos = sorted((Hello(**json.loads(stream.recv_bytes())) for stream in streams), key=lambda hello: hello.rank)

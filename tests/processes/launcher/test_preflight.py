@@ -23,7 +23,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import minutes_of
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.layouts.families import read_shape
-from tests.unit.launcher.commands import status_of
+from tests.unit.launcher.commands import program, status_of
 from tests.unit.launcher.sites import answering, data_file, environment, site
 from tests.unit.launcher.test_memory import QWEN3, QWEN_30B
 
@@ -539,8 +539,7 @@ def gpus_here(folder: Path, monkeypatch: pytest.MonkeyPatch, capability: str) ->
     """Have a driver list one GPU."""
     driver = folder / "nvidia-smi"
     answers = f"case $1 in -L) echo 'GPU 0: B200 (UUID: GPU-x)';; *) echo {capability};; esac"
-    driver.write_text(f"#!/bin/sh\n{answers}\n")
-    driver.chmod(0o755)
+    program(driver, f"#!/bin/sh\n{answers}\n")
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(devices, "torch_is_for_cpus", lambda: False)
@@ -658,8 +657,7 @@ def test_an_interpreter_whose_packages_are_elsewhere_is_asked(tmp_path: Path, mo
         (tmp_path / folder / package).mkdir(parents=True)
         assert has_module(package, python) is True
     python.unlink()
-    python.write_text("#!/bin/sh\nexec sleep 600\n")
-    python.chmod(0o755)
+    program(python, "#!/bin/sh\nexec sleep 600\n")
     monkeypatch.setattr(versions, "ANSWER_SECONDS", 0.2)
     assert has_module("json", python) is None
 

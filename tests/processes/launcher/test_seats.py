@@ -51,6 +51,7 @@ from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import made_up_nodes, place, placement_of
 from rl_megatron.placement.seats import seat, seats_of
 from rl_megatron.types import ParallelDims
+from tests.unit.launcher.commands import program
 from tests.unit.launcher.test_memory import RECIPES
 
 SCONTROL = """#!/bin/sh
@@ -69,8 +70,7 @@ def config_of(*keys: str) -> RunConfig:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run's folder, in job 7 on node a1, whose own name is loopback there, as in Debian's /etc/hosts."""
-    (tmp_path / "scontrol").write_text(SCONTROL)
-    (tmp_path / "scontrol").chmod(0o755)
+    program(tmp_path / "scontrol", SCONTROL)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for name, value in (("SLURM_JOB_ID", "7"), ("SLURMD_NODENAME", "a1"), ("SLURM_JOB_NODELIST", "a1,a2,b1")):
         monkeypatch.setenv(name, value)
@@ -354,8 +354,7 @@ async def test_a_server_has_the_variables_of_its_node(tmp_path: Path, monkeypatc
 
 def test_a_run_on_none_of_the_learners_nodes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a shell of salloc, where nobody would start Ray's head."""
-    (tmp_path / "scontrol").write_text(SCONTROL)
-    (tmp_path / "scontrol").chmod(0o755)
+    program(tmp_path / "scontrol", SCONTROL)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for name in ("SLURMD_NODENAME", "SLURM_HET_SIZE", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)

@@ -17,7 +17,7 @@ from launcher.preflight.checks import preflight
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
-from tests.unit.launcher.commands import status_of
+from tests.unit.launcher.commands import program, status_of
 from tests.unit.launcher.sites import site
 from tests.unit.launcher.slurm_jobs import BIG, CASES, config_of
 from tests.unit.launcher.test_memory import QWEN3, QWEN_30B
@@ -104,10 +104,7 @@ def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_command
         (("slurm.time=tomorrow",), "slurm.time='tomorrow'"),
         (("slurm.setup=a\nb",), "slurm.setup="),
         (("slurm.signal_seconds=65536",), "slurm.signal_seconds=65536: must be less than or equal to 65535"),
-        (
-            ("slurm.engines.nodes=1",),
-            "slurm.engines.nodes=1 with rollout.engine=local: this engine samples in",
-        ),
+        (("slurm.engines.nodes=1",), "slurm.engines.nodes=1 with rollout.engine=local: this engine samples in"),
         (("rollout=vllm", "slurm.heterogeneous=true"), "slurm.heterogeneous=true, but slurm.engines.nodes=0"),
         (("rollout=vllm", "slurm.engines.nodes=1", "slurm.engines.partition=x"), "set slurm.heterogeneous=true"),
         (
@@ -126,10 +123,7 @@ def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_command
         ),
         (("roles.reference=separate",), "with algorithm.kl.coefficient=0: the algorithm has no reference"),
         ((*OWN_CRITIC, "slurm.critic.nodes=2"), "as many ranks as the learner on slurm.nodes=1, and nodes are alike"),
-        (
-            (*OWN_CRITIC, "slurm.critic.partition=x"),
-            "heterogeneous=false: it requests nodes unlike the learner's",
-        ),
+        ((*OWN_CRITIC, "slurm.critic.partition=x"), "heterogeneous=false: it requests nodes unlike the learner's"),
         (("algorithm=ppo", "slurm.critic.nodes=1"), "slurm.critic={nodes: 1} with roles.critic=learner: the learner's"),
         (
             (*OWN_CRITIC, "slurm.heterogeneous=true", "slurm.critic.nodes=3"),
@@ -208,8 +202,7 @@ exit 0
 def test_two_submits_at_once_have_a_run_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "sbatch").write_text(SBATCH)
-    (tmp_path / "sbatch").chmod(0o755)
+    program(tmp_path / "sbatch", SBATCH)
     monkeypatch.chdir(tmp_path)
     for name, value in {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}.items():
         monkeypatch.setenv(name, value)
@@ -246,8 +239,7 @@ esac
 def test_no_submit_changes_a_folder_whose_job_may_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "sbatch").write_text(REFUSING)
-    (tmp_path / "sbatch").chmod(0o755)
+    program(tmp_path / "sbatch", REFUSING)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     runs = tmp_path / "runs"
@@ -325,8 +317,7 @@ def test_options_are_quoted_as_sbatch_reads_them(tmp_path: Path) -> None:
 
 def test_a_cluster_without_gpus_in_slurm_is_told_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'Invalid generic resource (gres) specification' >&2; exit 1\n")
-    (tmp_path / "sbatch").chmod(0o755)
+    program(tmp_path / "sbatch", "#!/bin/sh\necho 'Invalid generic resource (gres) specification' >&2; exit 1\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with (
         pytest.raises(ConfigError, match=r"or, if it knows of no GPUs, none by slurm.options=\[--gres=none\]"),
@@ -427,8 +418,7 @@ with metrics.open("a") as file:
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, script in SLURM.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
-        (tmp_path / name).chmod(0o755)
+        program(tmp_path / name, f"#!/bin/bash\n{script}\n")
     (tmp_path / "job.py").write_text(JOB)
     monkeypatch.chdir(tmp_path)
     for name, value in {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "MODE": "good"}.items():

@@ -31,7 +31,7 @@ from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.report import write_report
 from rl_megatron.weights.checks.libraries import Libraries, nccl_version
 from rl_megatron.weights.layouts.families import read_shape
-from tests.unit.launcher.commands import status_of
+from tests.unit.launcher.commands import program, status_of
 from tests.unit.observability.report_pages import Page, a_run
 from tools.convert.layouts import model_shape
 from tools.lab.mismatch.diagnose import target_of
@@ -82,10 +82,7 @@ def python(folder: Path, torch: str, nccl: Path | None = None, fields: int = 8) 
         (packages / "torch" / "lib" / "libtorch_cuda.so").touch()
         (packages / "nvidia" / "nccl").mkdir(parents=True)
         (packages / "nvidia" / "nccl" / "lib").symlink_to(nccl)
-    path = folder / "python"
-    path.write_text(f'#!/bin/sh\nPYTHONPATH={packages}:$PYTHONPATH exec {sys.executable} "$@"\n')
-    path.chmod(0o755)
-    return path
+    return program(folder / "python", f'#!/bin/sh\nPYTHONPATH={packages}:$PYTHONPATH exec {sys.executable} "$@"\n')
 
 
 def having(torch: str = "2.13.0+cu130", nccl: str | None = "2.29.7", handle: int = 8, **settings: str) -> Libraries:
@@ -172,9 +169,7 @@ def test_the_nccl_that_torch_links_is_asked_where_none_is_beside_it(tmp_path: Pa
 
 
 def test_an_interpreter_that_says_nothing_is_named(tmp_path: Path) -> None:
-    silent = tmp_path / "python"
-    silent.write_text("#!/bin/sh\necho no libraries >&2; exit 3\n")
-    silent.chmod(0o755)
+    silent = program(tmp_path / "python", "#!/bin/sh\necho no libraries >&2; exit 3\n")
     for path, said in ((silent, "status 3: no libraries"), (tmp_path / "none", "No such file or directory")):
         with pytest.raises(EngineError, match=f"{path}: the versions of its libraries cannot be read: {said}"):
             libraries_of(path, UNSET)
@@ -224,9 +219,7 @@ def test_an_interpreter_that_does_not_answer_is_not_waited_for(tmp_path: Path, m
     """One without the engine is named."""
     adapter = VLLMAdapter(model_shape("qwen3-30b-a3b"))
     monkeypatch.setattr(versions, "ANSWER_SECONDS", 0.2)
-    silent = tmp_path / "python"
-    silent.write_text("#!/bin/sh\nexec sleep 600\n")
-    silent.chmod(0o755)
+    silent = program(tmp_path / "python", "#!/bin/sh\nexec sleep 600\n")
     with pytest.raises(ConfigError, match=r"has not said in 0\.2 s whether vLLM is installed"):
         asyncio.run(versions.check_interpreter(silent, adapter))
     with pytest.raises(ConfigError, match=r"nowhere: it does not start, or has not said"):
@@ -241,9 +234,7 @@ def test_a_stop_does_not_wait_for_an_interpreter(tmp_path: Path, monkeypatch: py
     """The interpreter still runs once the event loop is closed, and is ended here."""
     monkeypatch.setattr(versions, "ANSWER_SECONDS", 10.0)
     os.mkfifo(begun := tmp_path / "begun")
-    silent = tmp_path / "python"
-    silent.write_text(f"#!/bin/sh\necho $$ >{begun}\nexec sleep 600\n")
-    silent.chmod(0o755)
+    silent = program(tmp_path / "python", f"#!/bin/sh\necho $$ >{begun}\nexec sleep 600\n")
     pid = list[int]()
 
     async def stopped() -> None:
@@ -444,9 +435,7 @@ def test_versions_are_those_that_tests_run_with() -> None:
 )
 def test_the_builder_is_given_the_base_and_the_stage(tmp_path: Path, arguments: str, command: str) -> None:
     """With a stand-in for the builder, which says what it was given and where."""
-    stand_in = tmp_path / arguments.split()[0]
-    stand_in.write_text('#!/bin/sh\necho "$(basename "$0") $*"\npwd\n')
-    stand_in.chmod(0o755)
+    program(tmp_path / arguments.split()[0], '#!/bin/sh\necho "$(basename "$0") $*"\npwd\n')
     given, own = [IMAGES / "build.sh", *arguments.split()], {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     done = subprocess.run(given, env=own, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout.splitlines()) == (0, [command.format(**VERSIONS), str(REPO)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -28,3 +29,10 @@ class Said:
         ended, out = status_of(self.command, *arguments), self.capsys.readouterr()
         assert ended == status, out
         return out.err if status else out.out
+
+
+def program(path: Path, text: str) -> Path:
+    """Write a program, as one that stands in for a command of Slurm or for an interpreter."""
+    path.write_text(text)
+    path.chmod(0o755)
+    return path

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import PreTrainedTokenizerBase
 
-from launcher.build.data import load_data, training_data
+from launcher.build.data import Data, load_data, training_data
 from launcher.build.jobs import written_job
 from launcher.build.model import starting_shape
 from launcher.build.roles import Parts
@@ -22,15 +24,42 @@ from launcher.preflight.subject import Subject
 from rl_megatron.agents.conversation.forms import WrittenConversation
 from rl_megatron.agents.conversation.written import WrittenConversations
 from rl_megatron.config.io import load_config
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.training.jobs.written import made_units
+from rl_megatron.training.jobs.written import WrittenJob, made_units
 from tests.unit.launcher.sites import data_file, model_folder
 from tests.unit.launcher.test_memory import QWEN3
 
 TALK = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
 PAIRED = ("data.fields.rejected=worse",)
+
+
+def files(folder: Path, **splits: Sequence[object]) -> tuple[str, ...]:
+    """The keys of files with these rows."""
+    named = [f"data.{split}={data_file(folder / f'{split}.jsonl', *rows)}" for split, rows in splits.items()]
+    return ("data.type=files", *named)
+
+
+def chat_model(folder: Path, chat_template: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
+    """A model whose tokenizer has this template, and splits no special token."""
+    tokenizer = tokenizer or byte_tokenizer()
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(model_folder(folder, {**QWEN3, "vocab_size": 259}))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"split_special_tokens": False}))
+    return folder
+
+
+def job_of(config: RunConfig, folder: Path) -> tuple[WrittenJob, Data]:
+    """The job on written text of a configuration, without processes, and its data."""
+    none: Any = None
+    parts = Parts(config=config, folder=folder, reward=none, allocation=None)
+    roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
+    assert config.model.path is not None
+    data = training_data(config, config.model.path)
+    return written_job(parts, starting_shape(config), roles, data, attention_cost=1.0, note=print), data
 
 
 @pytest.mark.parametrize(
@@ -60,11 +89,9 @@ def test_epochs_of_a_mixture_are_noted(name: str, what: str) -> None:
 
 
 def test_bad_pairs_are_found_before_the_run(tmp_path: Path) -> None:
-    for name in ("train", "eval"):
-        row = {"question": name, "answer": "2", "worse": "2" if name == "eval" else "3", "m": 10**400}
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    files = ("data.type=files", *(f"data.{name}={tmp_path}/{name}.jsonl" for name in ("train", "eval")))
-    keys = (*files, "data.fields.rejected=worse")
+    row = {"answer": "2", "m": 10**400}
+    train, held_out = {**row, "question": "train", "worse": "3"}, {**row, "question": "eval", "worse": "2"}
+    keys = (*files(tmp_path, train=[train], eval=[held_out]), "data.fields.rejected=worse")
     found = "\n".join(preflight(load_config("dpo_tiny", keys)).texts("problem"))
     assert "eval.jsonl:1: fields 'answer' and 'worse' are equal" in found
     found = "\n".join(preflight(load_config("reward_tiny", [*keys, "data.fields.margin=m"])).texts("problem"))
@@ -74,11 +101,11 @@ def test_bad_pairs_are_found_before_the_run(tmp_path: Path) -> None:
 def test_rows_without_a_label_are_found_before_the_run(tmp_path: Path) -> None:
     """In both splits, all by name; none where such rows are left out."""
     labels: dict[str, list[object]] = {"train": [True, "yes", False, None], "eval": [1, 2, 0]}
-    for name, values in labels.items():
-        rows = ({"prompt": f"{name} {n}", "completion": "2", "label": one} for n, one in enumerate(values))
-        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
-    files = ("data.type=files", *(f"data.{name}={tmp_path}/{name}.jsonl" for name in labels))
-    keys = (*files, "data.fields.prompt=prompt", "data.fields.answer=completion", "dpo.loss=kto")
+    rows = {
+        name: [{"prompt": f"{name} {n}", "completion": "2", "label": one} for n, one in enumerate(values)]
+        for name, values in labels.items()
+    }
+    keys = (*files(tmp_path, **rows), "data.fields.prompt=prompt", "data.fields.answer=completion", "dpo.loss=kto")
     found = "\n".join(preflight(load_config("dpo_tiny", keys)).texts("problem"))
     for place, value in (("train.jsonl:2", "'yes'"), ("train.jsonl:4", "None"), ("eval.jsonl:2", "2")):
         assert f"{place}': field 'label' is {value};" in found, found
@@ -99,11 +126,11 @@ def test_null_arguments_of_calls_in_jsonl_are_noted_once_and_in_parquet_left_out
         rows[-1][field][1]["tool_calls"] = calls if row else None
     table = pa.Table.from_pylist(rows)
     pq.write_table(table, tmp_path / "t.parquet")
-    (tmp_path / "t.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in table.to_pylist()))
+    data_file(tmp_path / "t.jsonl", *table.to_pylist())
     fields = ("data.type=files", "data.fields.messages=talk", "data.fields.rejected=worse", "data.on_leak=keep")
     for kind, wanted in (("jsonl", 1), ("parquet", 0)):
-        files = [f"data.{name}={tmp_path}/t.{kind}" for name in ("train", "eval")]
-        notes = preflight(load_config("dpo_tiny", [*fields, *files])).texts("note")
+        given = [f"data.{name}={tmp_path}/t.{kind}" for name in ("train", "eval")]
+        notes = preflight(load_config("dpo_tiny", [*fields, *given])).texts("note")
         found = [text for text in notes if "t.jsonl:2: a call of a tool has null" in text]
         assert len([text for text in found if "in 2 of the first 3 rows" in text]) == wanted, notes
 
@@ -116,13 +143,11 @@ def test_all_bad_rows_are_found_before_the_run_up_to_twenty(tmp_path: Path, form
         return {"question": f"{number}", "answer": "2", "worse": "2" if bad else "3", "talk": talk}
 
     bad = {"train": [2, 5], "eval": list(range(101, 124))}
-    for name, lines in {"train": range(1, 7), "eval": range(1, 130)}.items():
-        rows = (row(line + 1000 * (name == "eval"), bad=line in bad[name]) for line in lines)
-        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
-    files = ("data.type=files", *(f"data.{name}={tmp_path}/{name}.jsonl" for name in bad))
+    train = [row(line, bad=line in bad["train"]) for line in range(1, 7)]
+    given = files(tmp_path, train=train, eval=[row(line + 1000, bad=line in bad["eval"]) for line in range(1, 130)])
     jobs = {"conversations": ("sft_tiny", "fields.messages=talk"), "pairs": ("dpo_tiny", "fields.rejected=worse")}
     job, field = jobs[form]
-    found = "\n".join(preflight(load_config(job, (*files, f"data.{field}"))).texts("problem"))
+    found = "\n".join(preflight(load_config(job, (*given, f"data.{field}"))).texts("problem"))
     for name, lines in bad.items():
         named = [line for line in range(1, 130) if f"{name}.jsonl:{line}: field" in found]
         assert named == lines[:20], found
@@ -131,6 +156,7 @@ def test_all_bad_rows_are_found_before_the_run_up_to_twenty(tmp_path: Path, form
 
 SHOWS = "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}"
 SHOWS += "{% if add_generation_prompt %}assistant:{% endif %}"
+ENDS = SHOWS.replace("<end>", "<eos>")
 OTHER = [{"role": "user", "content": "another 1"}, {"role": "assistant", "content": "2"}]
 
 
@@ -169,9 +195,9 @@ def test_what_a_job_or_the_chat_template_refuses_is_found_before_the_run(
     good = {"talk": TALK[:1] if name == "gsm8k" else TALK, "answer": "1", "worse": worse}
     before = 1 if template is not None else 100  # more than the template is asked to show
     path = data_file(tmp_path / "rows.jsonl", *[good] * before, row)
-    files = ("data.type=files", f"data.train={path}", f"data.eval={path}", "data.on_leak=keep", f"model.path={model}")
+    given = ("data.type=files", f"data.train={path}", f"data.eval={path}", "data.on_leak=keep", f"model.path={model}")
     fields = {"gsm8k": ("fields.prompt=talk", "chat_template=true"), "sft": ("fields.messages=talk",)}
-    keys = [*files, *(f"data.{one}" for one in fields.get(name, ("fields.messages=talk", "fields.rejected=worse")))]
+    keys = [*given, *(f"data.{one}" for one in fields.get(name, ("fields.messages=talk", "fields.rejected=worse")))]
     keys += ["warm_start.steps=1"] if name == "gsm8k" else []
 
     def found(*more: str) -> list[str]:
@@ -228,30 +254,22 @@ def test_conversations_need_a_template_that_ends_turns(tmp_path: Path, name: str
 def test_conversations_are_read_through_while_processes_start(tmp_path: Path, name: str, more: tuple[str, ...]) -> None:
     """With the data, on the thread of a start: 50 us each, which the event loop would stand still for. Those without a
     form are refused by the door of others: a resume may leave them out."""
-    tokenizer, none = byte_tokenizer(), cast(Any, None)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}<eos>{% endfor %}"
-    tokenizer.chat_template += "{% if add_generation_prompt %}assistant:{% endif %}"
-    tokenizer.save_pretrained(model := model_folder(tmp_path / "model", {**QWEN3, "vocab_size": 259}))
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"split_special_tokens": False}))
+    model = chat_model(tmp_path / "model", ENDS)
     formless = [{"role": "user", "content": [{"type": "image_url"}]}, TALK[1]]
-    for split, talks in (("train", (formless, [{**TALK[0], "content": "4"}, TALK[1]])), ("eval", (TALK,))):
-        given = ({"talk": talk, "worse": [*talk[:1], {**TALK[1], "content": "3"}]} for talk in talks)
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, given)))
-    rows = [f"data.{split}={tmp_path / split}.jsonl" for split in ("train", "eval")]
-    config = load_config(name, ["data.type=files", "data.fields.messages=talk", *rows, *more])
+
+    def rows(*talks: Sequence[object]) -> list[object]:
+        return [{"talk": talk, "worse": [*talk[:1], {**TALK[1], "content": "3"}]} for talk in talks]
+
+    train = rows(formless, [{**TALK[0], "content": "4"}, TALK[1]])
+    given = (*files(tmp_path, train=train, eval=rows(TALK)), "data.fields.messages=talk", *more)
+    config = load_config(name, given)
     assert len(load_data(config, model).train) == 2  # for an evaluation, which trains on none
     with pytest.raises(DataError, match=r"^prompt 'train:1': message 1 has content .*image_url") as refused:
         training_data(config, model)
     key = f"{config.job}.on_refused=drop"
     assert str(refused.value).endswith(f"\nor leave such rows out with {key}, which a resume may set")
-    config = load_config(
-        name, [f"model.path={model}", "data.type=files", "data.fields.messages=talk", *rows, *more, key]
-    )
-    parts = Parts(config=config, folder=tmp_path, reward=none, allocation=None)
-    roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
-    data = training_data(config, model)
-    job = written_job(parts, starting_shape(config), roles, data, attention_cost=1.0, note=print)
+    config = load_config(name, [f"model.path={model}", *given, key])
+    job, data = job_of(config, tmp_path)
     units, left_out = made_units(data.train[:], job.units_of, config)
     assert [[row.id for row in unit] for unit in units] == [["train:2"] * (1 + len(more))]
     assert [why.split(" has content")[0] for why in left_out.refused] == ["prompt 'train:1': message 1"]
@@ -262,47 +280,30 @@ def test_learned_answers_end_with_a_token_that_ends_sampling(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, more: tuple[str, ...]
 ) -> None:
     """As a conversation's turns must, and as Kimi's folders do not by the tokenizer's eos_token."""
-    model, none = model_folder(tmp_path / "model", {**QWEN3, "vocab_size": 259}), cast(Any, None)
-    byte_tokenizer().save_pretrained(model)
+    model = model_folder(tmp_path / "model", {**QWEN3, "vocab_size": 259})
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [256]}))
-    for split in ("train", "eval"):
-        row = {"question": split, "answer": "2", "worse": "3"}
-        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row))
-    rows = [f"data.{split}={tmp_path / split}.jsonl" for split in ("train", "eval")]
-    config = load_config(name, [f"model.path={model}", "data.type=files", *rows, *more])
-    parts = Parts(config=config, folder=tmp_path, reward=none, allocation=None)
-    roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
+    rows = {split: [{"question": split, "answer": "2", "worse": "3"}] for split in ("train", "eval")}
+    config = load_config(name, [f"model.path={model}", *files(tmp_path, **rows), *more])
     with caplog.at_level(logging.INFO):
-        data = training_data(config, model)
-    job = written_job(parts, starting_shape(config), roles, data, attention_cost=1.0, note=print)
+        job, data = job_of(config, tmp_path)
     assert [int(row.token_ids[-1]) for unit in job.units_of(data.train[:]) for row in unit] == [256] * (1 + len(more))
     assert "learned answers end with '<pad>': the tokenizer's eos_token, '<eos>', is none of the tokens" in caplog.text
 
 
 def test_learned_answers_of_chats_end_as_the_template_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Engines stop at either token: GLM's chats end with <|user|>, and its eos_token ends a text."""
-    model, none, tokenizer = (
-        model_folder(tmp_path / "m", {**QWEN3, "vocab_size": 259}),
-        cast(Any, None),
-        byte_tokenizer(),
-    )
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ '<pad>' if m.role[0] == 'a' }}{% endfor %}"
-    tokenizer.split_special_tokens = False
-    tokenizer.save_pretrained(model)
+    template = "{% for m in messages %}{{ m.content }}{{ '<pad>' if m.role[0] == 'a' }}{% endfor %}"
+    model = chat_model(tmp_path / "m", template)
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 256]}))
     keys = ["data.type=mixture"]
     for source in ("plain", "chats"):
         for split in ("train", "eval"):
-            path = tmp_path / f"{source}_{split}.jsonl"
-            path.write_text(json.dumps({"question": f"{source} {split}", "answer": "2"}))
+            path = data_file(tmp_path / f"{source}_{split}.jsonl", {"question": f"{source} {split}", "answer": "2"})
             keys.append(f"data.sources.{source}.{split}={path}")
         keys += [f"data.sources.{source}.type=files", f"data.sources.{source}.chat_template={source == 'chats'}"]
     config = load_config("sft_tiny", [f"model.path={model}", *keys])
-    parts = Parts(config=config, folder=tmp_path, reward=none, allocation=None)
-    roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
     with caplog.at_level(logging.INFO):
-        data = training_data(config, model)
-    job = written_job(parts, starting_shape(config), roles, data, attention_cost=1.0, note=print)
+        job, data = job_of(config, tmp_path)
     ends = {unit[0].id.split("/")[0]: int(unit[0].token_ids[-1]) for unit in job.units_of(data.train[:])}
     assert ends == {"plain": 257, "chats": 256}
     with pytest.raises(DataError, match=r"^prompt '.*': its answer spells a token that ends sampling \(id 256\)"):
@@ -312,19 +313,14 @@ def test_learned_answers_of_chats_end_as_the_template_ends(tmp_path: Path, caplo
 
 @pytest.mark.parametrize(("name", "more", "rows"), [("sft_tiny", (), 1), ("dpo_tiny", PAIRED, 2)])
 def test_a_job_knows_of_rows_that_were_too_long(tmp_path: Path, name: str, more: tuple[str, ...], rows: int) -> None:
-    model, none = model_folder(tmp_path / "model", {**QWEN3, "vocab_size": 259}), cast(Any, None)
-    byte_tokenizer().save_pretrained(model)
-    for split, questions in (("train", ("1", "2" * 99, "3")), ("eval", ("4",))):
-        given = ({"question": question, "answer": "2", "worse": "3"} for question in questions)
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, given)))
-    keys = [f"data.{split}={tmp_path / split}.jsonl" for split in ("train", "eval")]
+    model = model_folder(tmp_path / "model", {**QWEN3, "vocab_size": 259})
+    train, held_out = (
+        [{"question": question, "answer": "2", "worse": "3"} for question in questions]
+        for questions in (("1", "2" * 99, "3"), ("4",))
+    )
     section = name.removesuffix("_tiny")
-    keys += [f"{section}.on_long=drop", f"{section}.max_tokens=20"]
-    config = load_config(name, [f"model.path={model}", "data.type=files", *keys, *more])
-    parts = Parts(config=config, folder=tmp_path, reward=none, allocation=None)
-    roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
-    data = training_data(config, model)
-    job = written_job(parts, starting_shape(config), roles, data, attention_cost=1.0, note=print)
+    keys = [*files(tmp_path, train=train, eval=held_out), f"{section}.on_long=drop", f"{section}.max_tokens=20"]
+    job, _ = job_of(load_config(name, [f"model.path={model}", *keys, *more]), tmp_path)
     assert (job.size, job.dropped) == (2, rows)
 
 
@@ -332,26 +328,19 @@ def test_a_job_knows_of_rows_that_were_too_long(tmp_path: Path, name: str, more:
 @pytest.mark.parametrize(("name", "more"), [("sft_tiny", ()), ("dpo_tiny", PAIRED), ("reward_tiny", PAIRED)])
 def test_a_token_without_an_embedding_ends_the_run(tmp_path: Path, name: str, more: tuple[str, ...], form: str) -> None:
     """No engine is there that would refuse it, and the learner would read zeros for it."""
-    tokenizer, none = byte_tokenizer(), cast(Any, None)
+    tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<new>"])
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}<eos>{% endfor %}"
-    tokenizer.chat_template += "{% if add_generation_prompt %}assistant:{% endif %}"
-    tokenizer.save_pretrained(model := model_folder(tmp_path / "model", {**QWEN3, "vocab_size": 259}))
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"split_special_tokens": False}))
+    model = chat_model(tmp_path / "model", ENDS, tokenizer)
+    rows = dict[str, list[dict[str, Any]]]()
     for split, said in (("train", "<new>2"), ("eval", "2")):
         row: dict[str, Any] = {"question": split, "answer": said, "worse": "3"}
         if form == "conversations":
             row |= {"talk": [{"role": "user", "content": split}, {"role": "assistant", "content": said}]}
             row |= {"worse": [row["talk"][0], {"role": "assistant", "content": "3"}]}
-        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row))
-    rows = [f"data.{split}={tmp_path / split}.jsonl" for split in ("train", "eval")]
+        rows[split] = [row]
     field = ["data.fields.messages=talk"] if form == "conversations" else []
-    config = load_config(name, [f"model.path={model}", "data.type=files", *field, *rows, *more])
-    parts = Parts(config=config, folder=tmp_path, reward=none, allocation=None)
-    roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
-    data = training_data(config, model)
-    job = written_job(parts, starting_shape(config), roles, data, attention_cost=1.0, note=print)
+    config = load_config(name, [f"model.path={model}", *field, *files(tmp_path, **rows), *more])
+    job, data = job_of(config, tmp_path)
     assert job.units_of([replace(one, meta={"label": True}) for one in data.held_out])
     of_kto = [replace(one, meta={"label": False}) for one in data.held_out]
     if name == "sft_tiny":
