@@ -42,7 +42,7 @@ from tools.planner.memory import bytes_by_rank, copied_by_rank, copies_bytes, fi
 
 APART = ("rollout.server.colocated=false", "learner.offload.while_sampling=null")
 FP8 = "rollout.server.quantization=fp8"
-WAITS = "checkpoint.async_save=false"
+WAITS, COPIES = "checkpoint.async_save=false", ("weights.transport=direct",)
 
 
 def found_of(*keys: str, for_job: bool) -> list[Found]:
@@ -109,21 +109,6 @@ def test_copies_of_what_is_saved_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "text"),
-    [
-        ("840G", None, ""),  # 902 GB
-        ("700G", "problem", r"needs 446\.9 GB .* saved besides 369\.4 GB for learner\.offload, but .*_save=false:"),
-        ("0", "unchecked", r"that a node has 816 GB of memory for learner\.offload and checkpoint\.async_save"),
-    ],
-)
-def test_a_node_without_memory_for_copies_of_what_is_saved_is_told_so(asked: str, kind: str | None, text: str) -> None:
-    found = found_of(f"slurm.memory_per_node={asked}", for_job=True)
-    told = [one for one in found if "async_save" in one.text]
-    assert [one.kind for one in told] == ([kind] if kind else [])
-    assert all(re.search(text, one.text) for one in told)
-
-
-@pytest.mark.parametrize(
     ("asked", "keys", "kind", "text"),
     [
         ("420G", (WAITS,), None, ""),  # 451 GB
@@ -139,11 +124,17 @@ def test_a_node_without_memory_for_copies_of_what_is_saved_is_told_so(asked: str
         ("840G", (), None, ""),
         ("800G", (), "problem", r"for copies of what is saved besides 369\.4 GB for learner\.offload and 61\.1 GB for"),
         ("0", (WAITS,), "unchecked", r"has 430 GB of memory for learner\.offload and weights\.folder=/dev/shm"),
+        ("840G", COPIES, None, ""),  # 902 GB
+        ("700G", COPIES, "problem", r"446\.9 GB .* saved besides 369\.4 GB for learner\.offload, but .*_save=false:"),
+        ("0", COPIES, "unchecked", r"that a node has 816 GB of memory for learner\.offload and checkpoint\.async_save"),
     ],
 )
-def test_the_file_in_a_nodes_memory_counts(asked: str, keys: tuple[str, ...], kind: str | None, text: str) -> None:
+def test_copies_of_what_is_saved_and_the_file_in_a_nodes_memory_count(
+    asked: str, keys: tuple[str, ...], kind: str | None, text: str
+) -> None:
     """61.1 GB: the model's 30.5 billion parameters in bfloat16, which servers read at each push."""
     found = found_of("weights.transport=file", f"slurm.memory_per_node={asked}", *keys, for_job=True)
+    found = [one for one in found if keys != COPIES or "async_save" in one.text]
     assert [one.kind for one in found] == ([kind] if kind else [])
     assert all(re.search(text, one.text) for one in found)
 

@@ -136,10 +136,23 @@ def test_a_preempted_job_asks_to_come_back_itself(tmp_path: Path) -> None:
     assert "preempted; comes back" in said
 
 
-def test_a_job_whose_time_is_up_during_its_setup_saves_and_comes_back(tmp_path: Path) -> None:
-    config = config_of("run.name=run", f"run.dir={tmp_path}", "slurm.setup=kill -USR1 $$")
-    python = str(tmp_path / "commands" / "python")
-    script = job_script(config, folder=tmp_path, python=python, package=tmp_path)
+SLOW_START = """
+trap() { [ "$BASHPID" = $$ ] || until [ -e "$RUN/waits" ]; do :; done; builtin trap "$@"; }
+sleep() { touch "$RUN/waits"; command sleep "$@"; }
+"""
+
+
+def script_of(folder: Path, *keys: str) -> str:
+    """The job's script of a run in ``folder``, with the interpreter of `attempt`."""
+    config = config_of("run.name=run", f"run.dir={folder}", *keys)
+    return job_script(config, folder=folder, python=str(folder / "commands" / "python"), package=folder)
+
+
+@pytest.mark.parametrize("before", ["", SLOW_START])
+def test_a_job_whose_time_is_up_during_its_setup_saves_and_comes_back(tmp_path: Path, before: str) -> None:
+    """Also where the signal comes before the controller ignores it: the controller's shell changes no trap before the
+    script has asked for the first time."""
+    script = before + script_of(tmp_path, "slurm.setup=kill -USR1 $$")
     status, said, asked = attempt(tmp_path, 0, script=script)
     assert (status, asked) == (0, ["requeue 7"]), said
     assert "the time limit or preemption is near: the run saves" in said
@@ -153,9 +166,7 @@ def test_a_job_whose_time_is_up_during_its_setup_saves_and_comes_back(tmp_path: 
     ],
 )
 def test_a_setup_that_leaves_options_of_bash_on_changes_nothing(tmp_path: Path, options: str) -> None:
-    config = config_of("run.name=run", f"run.dir={tmp_path}", f"slurm.setup={options}")
-    python = str(tmp_path / "commands" / "python")
-    script = job_script(config, folder=tmp_path, python=python, package=tmp_path)
+    script = script_of(tmp_path, f"slurm.setup={options}")
     for restart, step in enumerate(("000001", "000002", "000003")):
         status, said, asked = attempt(tmp_path, restart, step, script=script)
         assert (status, asked) == (0, ["requeue 7"]), said
@@ -175,28 +186,11 @@ def test_a_setup_that_leaves_options_of_bash_on_changes_nothing(tmp_path: Path, 
 )
 def test_variables_that_change_bash_change_nothing(tmp_path: Path, variables: dict[str, str]) -> None:
     (tmp_path / "site.sh").write_text("set -o posix -e; cd /; IFS=1; shopt -s failglob\n")
-    config = config_of("run.name=run", f"run.dir={tmp_path}")
-    python = str(tmp_path / "commands" / "python")
-    script = job_script(config, folder=tmp_path, python=python, package=tmp_path)
+    script = script_of(tmp_path)
     given = {name: str(tmp_path / text) if name == "BASH_ENV" else text for name, text in variables.items()}
     status, said, asked = attempt(tmp_path, 0, "000001", script=script, **given)
     assert (status, asked) == (0, ["requeue 7"]), said
     assert attempt(tmp_path, 1, ENDS="well", script=script, **given)[1].endswith("restart 1: done\n")
-
-
-SLOW_START = """
-trap() { [ "$BASHPID" = $$ ] || until [ -e "$RUN/waits" ]; do :; done; builtin trap "$@"; }
-sleep() { touch "$RUN/waits"; command sleep "$@"; }
-"""
-
-
-def test_a_job_asked_to_stop_before_its_controller_ignores_the_signal_does_not_end_it(tmp_path: Path) -> None:
-    """The controller's shell changes no trap before the script has asked for the first time."""
-    config = config_of("run.name=run", f"run.dir={tmp_path}", "slurm.setup=kill -USR1 $$")
-    python = str(tmp_path / "commands" / "python")
-    script = SLOW_START + job_script(config, folder=tmp_path, python=python, package=tmp_path)
-    status, said, asked = attempt(tmp_path, 0, script=script)
-    assert (status, asked) == (0, ["requeue 7"]), said
 
 
 def test_a_job_of_an_earlier_jobs_number_counts_none_of_its_attempts(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def test_steps_get_the_jobs_variables_however_it_was_submitted(tmp_path: Path) -
         ("return 3", "source site.sh", "failed: slurm.setup ended with status 3"),
         ("true", "source gone.sh # of the site", "failed: slurm.setup ended with status 1"),
         ("true", "set -e; (exit 3); true", "failed: slurm.setup ended with status 3"),
+        ("true", "trap 'echo cleaned' EXIT", "begins\ncleaned\n"),  # its own, as one that removes a scratch folder
     ],
 )
 def test_a_job_ends_where_a_module_or_its_setup_fails(tmp_path: Path, module: str, setup: str, said: str) -> None:
@@ -69,16 +70,7 @@ def test_a_job_ends_where_a_module_or_its_setup_fails(tmp_path: Path, module: st
     script = f"module() {{ {module}; }}\n{made.partition('# One attempt of a run')[0]}\necho begins"
     done = subprocess.run(["bash"], input=script, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.startswith(said)
-    assert done.returncode == (said != "begins\n")
-
-
-def test_a_setup_keeps_its_own_trap_on_exit(tmp_path: Path) -> None:
-    """As one that removes a scratch folder."""
-    config = config_of("slurm.setup=trap 'echo cleaned' EXIT")
-    made = submit.job_script(config, folder=tmp_path, python="python", package=Path("/c"))
-    script = f"{made.partition('# One attempt of a run')[0]}\necho begins"
-    done = subprocess.run(["bash"], input=script, capture_output=True, text=True, cwd=tmp_path)
-    assert (done.stdout, done.returncode) == ("begins\ncleaned\n", 0)
+    assert done.returncode == (not said.startswith("begins\n"))
 
 
 def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_commands() -> None:

@@ -187,17 +187,12 @@ def test_servers_on_several_nodes_have_neighbouring_nodes_and_gpus_of_their_own(
         ({"tp": 8, "pp": 3, "nodes": 2}, r"nodes=2 of rollout\.server\.tp=8 \* pp=3 need 12 GPUs of each node"),
         ({"tp": 3, "nodes": 2}, r"nodes=2 cannot share out rollout\.server\.tp=3 = 3 GPUs evenly"),
         ({"tp": 8, "pp": 2, "nodes": 2}, r"the servers' nodes are 3, not a multiple of it"),
+        ({"replicas": 8, "tp": 4}, r"are 3 on a node, 12 GPUs of 8; lower them, or set slurm\.engines\.nodes=4$"),
     ],
 )
 def test_servers_that_do_not_fit_nodes_are_told(keys: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         seat(ServerSection(**keys), ("a", "b", "c"), 8, shared=False)
-
-
-def test_servers_that_are_too_many_for_their_nodes_are_told_how_many_hold_them() -> None:
-    said = r"are 3 on a node, 12 GPUs of 8; lower them, or set slurm\.engines\.nodes=3$"
-    with pytest.raises(ConfigError, match=said):
-        seat(ServerSection(replicas=5, tp=4), ("a", "b"), 8, shared=False)
 
 
 # One machine's servers, of which no rank has the GPUs or which have some beside the ranks.

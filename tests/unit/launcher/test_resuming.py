@@ -230,64 +230,54 @@ def test_a_critic_goes_on_by_the_optimizer_that_it_had(
         find(config, run)
 
 
+PROMPT, TEACHER = "rollout.max_prompt_tokens", "algorithm.kl.teachers.solved"
+OWN_PROMPT = ("prompt={prompt} {answer}", "max_prompt_tokens=40")
+BASES = {
+    **{job: (recipe,) for job, recipe in (("sft", "sft_tiny"), ("dpo", "dpo_tiny"), ("reward_model", "reward_tiny"))},
+    "": ("tiny_cpu", "algorithm=gkd", f"{PROMPT}=32", *(f"{TEACHER}.{own}" for own in OWN_PROMPT)),
+    "environment.options": ("calculator", "environment.template=plain", "warm_start.steps=0"),
+}
+"""By the section of the keys that change: the recipe of both starts, and its other keys."""
+
+
 @pytest.mark.parametrize(
-    ("job", "then", "now", "refused"),
+    ("section", "then", "now", "refused"),
     [
         ("sft", (), ("on_long=drop",), ()),
-        ("sft", (), ("on_long=cut", "max_tokens=2048"), ()),
+        ("sft", (), ("on_long=cut", "max_tokens=64"), ()),
         ("sft", (), ("on_refused=drop",), ()),
         ("dpo", ("on_long=drop",), ("on_long=drop", "on_refused=drop"), ()),
         ("sft", ("on_refused=drop",), ("on_refused=fail",), ("on_refused: 'drop' then, 'fail' now",)),
         ("sft", ("on_long=drop",), ("on_refused=drop", "on_long=fail"), ("on_long: 'drop' then",)),
         ("dpo", (), ("on_long=drop",), ()),
-        ("reward_model", (), ("max_tokens=2048",), ()),
-        ("sft", (), ("on_long=drop", "max_tokens=512"), ("max_tokens: 1024 then, 512 now",)),
-        ("sft", ("on_long=drop",), ("max_tokens=2048",), ("on_long: 'drop' then", "max_tokens: 1024 then")),
-        ("sft", (), ("batch_size=2",), ("batch_size: 64 then, 2 now",)),
+        ("reward_model", (), ("max_tokens=64",), ()),
+        ("sft", (), ("on_long=drop", "max_tokens=16"), ("max_tokens: 32 then, 16 now",)),
+        ("sft", ("on_long=drop",), ("max_tokens=64",), ("on_long: 'drop' then", "max_tokens: 32 then")),
+        ("sft", (), ("batch_size=2",), ("batch_size: 256 then, 2 now",)),
+        ("", (), ("rollout.on_long_prompt=drop",), ()),
+        ("", (), (f"{PROMPT}=64",), ()),
+        ("", (), (f"{TEACHER}.max_prompt_tokens=80",), ()),
+        ("", (f"{PROMPT}=64",), (f"{PROMPT}=63",), (f"{PROMPT}: 64 then, 63 now",)),
+        ("", ("rollout.on_long_prompt=drop",), (f"{PROMPT}=64",), (f"{PROMPT}: 32 then, 64 now",)),
+        ("", ("rollout.on_long_prompt=drop",), (), ("rollout.on_long_prompt: 'drop' then, 'fail' now",)),
+        ("environment.options", ("most=1",), ("most=2",), ("most: 1 then, 2 now",)),
+        ("environment.options", (), ("most=1",), ("most: not there then, 1 now",)),
+        ("environment.options", ("url=http://a:1",), (), ("url: 'http://a:1' then, not there now",)),
     ],
 )
-def test_what_is_done_with_longer_and_refused_rows_may_change_where_none_was_seen(
-    job: str, then: tuple[str, ...], now: tuple[str, ...], refused: tuple[str, ...], tmp_path: Path
+def test_a_resume_may_change_what_is_done_with_rows_and_prompts_of_which_none_was_seen(
+    section: str, then: tuple[str, ...], now: tuple[str, ...], refused: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """As the error of the first such row advises."""
-    given = ({"job": job, job: dict(one.split("=") for one in some)} for some in (then, now))
-    first, second = map(RunConfig.model_validate, given)
+    """As the error of the first such row advises. Options of an environment are those that it was trained with."""
+    above, (recipe, *keys) = f"{section}." * bool(section), BASES[section]
+    first, second = (load_config(recipe, [*keys, *(f"{above}{one}" for one in some)]) for some in (then, now))
     run = run_of(tmp_path, first)
-    if job == "dpo":
+    if section == "dpo":
         keep_start(run)
-    if not refused:
+    find(first, run)
+    with pytest.raises(CheckpointError) if refused else contextlib.nullcontext() as caught:
         find(second, run)
-        return
-    with pytest.raises(CheckpointError) as caught:
-        find(second, run)
-    assert all(f"{job}.{said}" in str(caught.value) for said in refused)
-
-
-@pytest.mark.parametrize(
-    ("then", "now", "refused"),
-    [
-        ((), ("rollout.on_long_prompt=drop",), None),
-        ((), ("rollout.max_prompt_tokens=64",), None),
-        ((), ("algorithm.kl.teachers.solved.max_prompt_tokens=80",), None),
-        (("rollout.max_prompt_tokens=64",), ("rollout.max_prompt_tokens=63",), "max_prompt_tokens: 64 then, 63 now"),
-        (("rollout.on_long_prompt=drop",), ("rollout.max_prompt_tokens=64",), "max_prompt_tokens: 32 then, 64 now"),
-        (("rollout.on_long_prompt=drop",), (), "on_long_prompt: 'drop' then, 'fail' now"),
-    ],
-)
-def test_what_is_done_with_longer_prompts_may_change_where_none_was_drawn(
-    then: tuple[str, ...], now: tuple[str, ...], refused: str | None, tmp_path: Path
-) -> None:
-    """As the error of the first such prompt, drawn from a parquet file, advises."""
-    own = "algorithm.kl.teachers.solved"
-    keys = ("algorithm=gkd", "rollout.max_prompt_tokens=32", f"{own}.prompt={{prompt}} {{answer}}")
-    keys = (*keys, f"{own}.max_prompt_tokens=40")
-    run = run_of(tmp_path, load_config("tiny_cpu", [*keys, *then]))
-    config = load_config("tiny_cpu", [*keys, *now])
-    if refused is None:
-        find(config, run)
-        return
-    with pytest.raises(CheckpointError, match=refused):
-        find(config, run)
+    assert all(f"{above}{said}" in str(caught and caught.value) for said in refused)
 
 
 KL = ("tiny_cpu", "algorithm.kl.coefficient=0.1", "warm_start.steps=0")
@@ -321,28 +311,6 @@ def test_a_lost_reference_is_named_before_ranks_start(keys: tuple[str, ...], sai
 def test_a_warm_start_that_was_stopped_has_kept_no_reference_yet(tmp_path: Path) -> None:
     config = load_config("tiny_cpu", [KL[1]])
     find(config, run_of(tmp_path, config, warm_start_step=3))
-
-
-@pytest.mark.parametrize(
-    ("then", "now", "said"),
-    [
-        (("most=1",), ("most=2",), "most: 1 then, 2 now"),
-        ((), ("most=1",), "most: not there then, 1 now"),
-        (("url=http://127.0.0.1:1",), (), "url: 'http://127.0.0.1:1' then, not there now"),
-    ],
-)
-def test_options_of_an_environment_are_those_that_it_was_trained_with(
-    then: tuple[str, ...], now: tuple[str, ...], said: str, tmp_path: Path
-) -> None:
-    keys = ["environment.function=calculator", "environment.template=plain", "warm_start.steps=0"]
-    first, second = (
-        load_config("tiny_cpu", [*keys, *(f"environment.options.{x}" for x in one)]) for one in (then, now)
-    )
-    run = run_of(tmp_path, first)
-    find(first, run)
-    with pytest.raises(CheckpointError) as caught:
-        find(second, run)
-    assert f"environment.options.{said}" in str(caught.value)
 
 
 @pytest.mark.parametrize("above", ["data.", "data.sources.math."])

@@ -376,38 +376,15 @@ def test_only_servers_can_end_a_completion_before_the_others(keys: list[str]) ->
 
 
 # Cancelled requests, and requests that wait behind no other, with real HTTP.
-async def test_a_cancelled_request_is_aborted_where_it_runs() -> None:
-    with running(1) as (fake,):
-        over = threading.Event()
-
-        def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
-            if path == "/generate":
-                over.wait(LIMIT)
-            return 200, {}
-
-        fake.answer = answer
-        engine = engine_of([fake])
-        await push(engine, 4)
-        asked = asyncio.create_task(engine.generate(REQUEST))
-        while "/generate" not in fake.asked:
-            await asyncio.sleep(0.01)
-        asked.cancel()
-        async with asyncio.timeout(LIMIT):
-            while "/abort" not in fake.asked:
-                await asyncio.sleep(0.01)
-        over.set()
-        await engine.close()
-
-
-async def test_the_end_of_a_run_waits_for_an_abort_for_a_short_time_and_says_where(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_cancelled_request_is_aborted_where_it_runs_and_the_end_of_a_run_says_where_it_could_not(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not for as long as a request may take, which is the limit of the abort's answer too."""
-    monkeypatch.setattr(requests, "_CLOSE_SECONDS", 0.2)
+    """The end waits a short time: not for as long as a request may take, the limit of the abort's answer too."""
     over = threading.Event()
 
     def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
-        if path in ("/generate", "/abort"):
+        if path == "/generate" or (hangs and path == "/abort"):
             over.wait(LIMIT)
         return 200, {}
 
@@ -416,14 +393,18 @@ async def test_the_end_of_a_run_waits_for_an_abort_for_a_short_time_and_says_whe
         await push(engine, 4)
         fake.answer = answer
         asked = asyncio.create_task(engine.generate(REQUEST))
-        while "/generate" not in fake.asked:
-            await asyncio.sleep(0.01)
-        asked.cancel()
-        while "/abort" not in fake.asked:
-            await asyncio.sleep(0.01)
+        for path in ("/generate", "/abort"):
+            async with asyncio.timeout(LIMIT):
+                while path not in fake.asked:
+                    await asyncio.sleep(0.01)
+            asked.cancel()
+        if hangs:
+            monkeypatch.setattr(requests, "_CLOSE_SECONDS", 0.2)
+        else:
+            over.set()
         await engine.close()
         over.set()
-        assert f"aborted requests are left: no answer from {fake.url} in 0.2 s" in caplog.text
+        assert (f"aborted requests are left: no answer from {fake.url} in 0.2 s" in caplog.text) == hangs
 
 
 async def test_an_evaluation_does_not_wait_behind_what_is_sampled_ahead() -> None:
