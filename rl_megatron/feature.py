@@ -21,6 +21,8 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.section import Section
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     import torch
     from megatron.core.distributed import DistributedDataParallel
@@ -180,6 +182,17 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoleModel:
+    """A frozen model on ranks of its own."""
+
+    folder: Path
+    key: str
+    """The key of ``folder``."""
+    scores: bool = False
+    """True if rewards ask it for scores of texts, while engines sample; else a step asks it for log-probs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
     """The declaration of a feature. Functions in it take the learner's section and must not import torch."""
 
@@ -224,6 +237,8 @@ class Feature:
     """By the name of a column: the key and value for which engines return it; None: they need not."""
     wants: Callable[[RunConfig], frozenset[Want]] = lambda _: frozenset()
     """Scores that it needs of the policy at the start of each step."""
+    roles: Callable[[RunConfig], Mapping[str, RoleModel]] = lambda _: {}
+    """Its models on ranks of their own, by their roles."""
     serving: Serving | None = None
     """Its part in engine servers."""
     optimizer: str = ""
@@ -547,6 +562,13 @@ def wanted(config: RunConfig) -> frozenset[Want]:
     """The scores that features need of the policy at the start of each step. Raises as `features`."""
     found: frozenset[Want] = frozenset()
     return found.union(*(feature.wants(config) for feature in features().values()))
+
+
+def role_models(config: RunConfig) -> dict[str, RoleModel]:
+    """The models of features on ranks of their own, by their roles, those that score texts last. Raises as
+    `features`."""
+    found = [pair for feature in features().values() for pair in feature.roles(config).items()]
+    return dict(sorted(found, key=lambda pair: pair[1].scores))
 
 
 def load_side(name: str) -> Any:

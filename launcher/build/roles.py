@@ -20,8 +20,8 @@ from launcher.processes.own_thread import OwnThread
 from launcher.runs.stop import Stop
 from launcher.servers.engines import adapter_of
 from launcher.servers.pool import ServedLauncher
-from rl_megatron.config.beside import reward_model_roles
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.reward import REWARD
 from rl_megatron.data.packing import causal_attention_cost, packer_of
 from rl_megatron.errors import ConfigError, unless_stopped
 from rl_megatron.feature import served_models
@@ -96,9 +96,10 @@ async def load_reward_models(
     config: RunConfig, shape: ModelShape, roles: Roles, models: RewardModels, tell: Callable[[str], None] = unheard
 ) -> None:
     """Have ranks load the reward models, before any job asks for a reward. The policy has ``shape``."""
-    for role, name in reward_model_roles(config).items():
+    for role, model in roles.reward_models.items():
+        name = role.removeprefix(REWARD)
         tell(f"loading the reward model {name}")
-        model, sizes = roles.reward_models[role], role_shape(config, shape, role)
+        sizes = role_shape(config, shape, role)
         await model.start_from(config.reward_models[name].path)
         packer = packer_of(config.learner_of(role), attention_cost=attention_cost(sizes))
         models.loaded[name] = RankedScores(model=model, packer=packer, vocab_size=sizes.vocab_size)

@@ -15,7 +15,7 @@ from typing_extensions import override
 from launcher.controller.group import SlowestRank, WorkerGroup, record_kernels
 from rl_megatron import digests
 from rl_megatron.columns import Ragged
-from rl_megatron.config.beside import frozen_folders, reward_model_roles
+from rl_megatron.config.beside import frozen_folders, scoring_roles
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.rows import OwnLayers, Sent, Share
 from rl_megatron.digests import Digest, Written
@@ -347,7 +347,7 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Roles:
     """The trainer's view of ready ranks: roles without their own ranks are on the learner's."""
     group = groups[LEARNER]
     trained = {"policy": True, "critic": config.algorithm.needs_critic}
-    scoring = dict.fromkeys(reward_model_roles(config), True)
+    scoring = dict.fromkeys(scoring_roles(config), True)
     frozen = {role: role not in scoring for role in frozen_folders(config)}
     planes = {role: Plane(its, config.learner_of(role).dims) for role, its in groups.items()}
     learners, others, reward_models = (

@@ -23,7 +23,7 @@ from rl_megatron.config.beside import (
     frozen_folders,
     in_words_of,
     longest_read,
-    reward_model_roles,
+    scoring_roles,
     separate,
     taught_by_policy,
 )
@@ -53,7 +53,7 @@ def check(subject: Subject) -> Iterator[Found]:
     if subject.config.kind.scores:
         yield from found_by("model files", _classifier(subject))
     for role, (folder, key) in frozen_folders(subject.config).items():
-        if role in reward_model_roles(subject.config):
+        if role in scoring_roles(subject.config):
             assert folder is not None
             yield from found_by("model files", _scoring(subject, role, folder, key))
         elif folder is not None:

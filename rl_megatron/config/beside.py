@@ -9,17 +9,11 @@ from typing import TYPE_CHECKING
 from rl_megatron.config.sections.data import data_sources
 from rl_megatron.config.sections.eval import RunData
 from rl_megatron.config.sections.learner import RoleLayoutSection
-from rl_megatron.config.sections.reward import REWARD
-from rl_megatron.config.sections.teachers import TEACHER, TeacherSection, teacher_role
+from rl_megatron.config.sections.teachers import TeacherSection, teacher_role
+from rl_megatron.feature import role_models
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
-
-
-def taught_on_ranks(c: RunConfig) -> dict[str, TeacherSection]:
-    """The teachers that have ranks of their own, by their roles."""
-    teachers = c.algorithm.kl.teachers if c.kind.samples else {}
-    return {teacher_role(name): one for name, one in teachers.items() if one.server is None and one.path is not None}
 
 
 def taught_by_policy(c: RunConfig) -> dict[str, TeacherSection]:
@@ -53,27 +47,21 @@ def longest_read(c: RunConfig, role: str) -> tuple[str, int]:
     return c.named_longest, c.longest_sequence
 
 
-def reward_model_roles(c: RunConfig) -> dict[str, str]:
-    """The names of the reward models on ranks, by their roles."""
-    return {f"{REWARD}{name}": name for name in c.reward_models} if c.kind.samples else {}
+def scoring_roles(c: RunConfig) -> list[str]:
+    """The roles of models that rewards ask for scores of texts."""
+    return [role for role, one in role_models(c).items() if one.scores]
 
 
 def separate(c: RunConfig) -> tuple[str, ...]:
     """The roles with ranks of their own, in the order of a job's nodes."""
-    return (*c.roles.separate, *taught_on_ranks(c), *reward_model_roles(c))
+    return (*c.roles.separate, *role_models(c))
 
 
 def frozen_folders(c: RunConfig) -> dict[str, tuple[Path | None, str]]:
     """By the role of each frozen model that ranks hold: its Hugging Face folder, None for the model that training
     starts from, and the folder's key."""
-    of_teachers = {
-        role: (one.path, f"algorithm.kl.teachers.{role.removeprefix(TEACHER)}.path")
-        for role, one in taught_on_ranks(c).items()
-    }
-    of_rewards = {
-        role: (c.reward_models[name].path, f"reward_models.{name}.path") for role, name in reward_model_roles(c).items()
-    }
-    return ({"reference": (c.reference, c.reference_key)} if c.needs_reference else {}) | of_teachers | of_rewards
+    own: dict[str, tuple[Path | None, str]] = {role: (one.folder, one.key) for role, one in role_models(c).items()}
+    return {"reference": (c.reference, c.reference_key), **own} if c.needs_reference else own
 
 
 def in_words_of(c: RunConfig, role: str, text: str) -> str:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rl_megatron.config.beside import in_words_of, nodes_filled, reward_model_roles, separate, taught_on_ranks
+from rl_megatron.config.beside import in_words_of, nodes_filled, separate
 from rl_megatron.config.learner_checks import problems as option_problems
 from rl_megatron.config.removed import instead_of
 from rl_megatron.config.sections.data import FileKeys, data_sources, rewards_of
 from rl_megatron.config.sections.eval import RunData
 from rl_megatron.config.sections.learner import most_padded, padded_tokens, sequence_multiple
-from rl_megatron.config.sections.reward import RANKS, reward_key
+from rl_megatron.config.sections.reward import reward_key
 from rl_megatron.config.sections.weights import NODE_MEMORY
+from rl_megatron.feature import role_models
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
@@ -132,7 +133,7 @@ def _of_layout(c: RunConfig, role: str) -> Iterator[str]:
     if role not in separate(c) and role not in ("critic", "reference"):
         yield (
             f"roles.layouts.{role}: no teacher of algorithm.kl.teachers, and none of reward_models, that ranks hold "
-            f"has this role; allowed: {', '.join((*taught_on_ranks(c), *reward_model_roles(c))) or 'none'}"
+            f"has this role; allowed: {', '.join(role_models(c)) or 'none'}"
         )
     elif role not in separate(c):
         yield (
@@ -254,40 +255,6 @@ def _rendered(c: RunConfig) -> Iterator[str]:
                 yield (
                     f"{led}.function={environment.function} with {key}.chat_template=true: {_RENDERED} "
                     f"{key}.chat_template=false"
-                )
-
-
-def problems_of_reward_models(c: RunConfig) -> Iterator[str]:
-    """A line for each reward model on ranks that nobody asks, or that is asked and not there or too small."""
-    if not c.kind.samples:
-        return
-    rewards = {"reward": c.reward} | {reward_key(name): one for name, one in c.own_rewards.items()}
-    named = [(key, name) for key, one in rewards.items() for name in one.functions.values() if name.startswith(RANKS)]
-    asked = {name.removeprefix(RANKS): key for key, name in named}
-    for name in sorted(asked.keys() - set(c.reward_models)):
-        known = ", ".join(c.reward_models) or "none"
-        yield f"{asked[name]}.function={RANKS}{name:.80}: reward_models has {known}; give reward_models.{name:.80}.path"
-    for name in sorted(set(c.reward_models) - asked.keys()):
-        yield f"reward_models.{name}: no reward asks it; set reward.function={RANKS}{name}, or leave it out"
-    yield from _longer_than_a_micro_batch(c)
-
-
-def _longer_than_a_micro_batch(c: RunConfig) -> Iterator[str]:
-    """A line for each set whose completions a reward model on ranks would be shown in part; training's fit."""
-    before, most = c.rollout.max_prompt_tokens, c.learner.max_tokens_per_micro_batch
-    of_training = {"reward": c.reward} | {reward_key(name): one for name, one in c.source_rewards.items()}
-    for name, one in c.eval.sets.items():
-        if (one.environment or c.environment).function is not None:
-            continue
-        new = one.max_new_tokens or c.rollout.max_new_tokens
-        judges = of_training if one.reward is None else {reward_key(f"eval.sets.{name}"): one.reward}
-        for key, section in judges.items():
-            ranked = any(function.startswith(RANKS) for function in section.functions.values())
-            if ranked and (longest := min(before + new, section.model.max_tokens or before + new)) > most:
-                yield (
-                    f"learner.max_tokens_per_micro_batch={most} is less than the {longest} tokens that reward_models "
-                    f"score of rollout.max_prompt_tokens={before} and eval.sets.{name}.max_new_tokens={new}; raise the "
-                    f"first, or set {key}.model.max_tokens={most}, so that they read the last ones"
                 )
 
 

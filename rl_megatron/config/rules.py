@@ -457,7 +457,6 @@ RULES: tuple[Rule, ...] = (
     CheckFunction(checks.problems_of_rewards),
     *_of_environments(),
     CheckFunction(checks.problems_of_environments),
-    CheckFunction(checks.problems_of_reward_models),
     CheckFunction(checks.problems_of_keeping),
     CheckFunction(reads.problems_of_job),
     CheckFunction(reads.problems_of_unread_keys),

@@ -28,7 +28,7 @@ from rl_megatron.config.beside import (
     in_words_of,
     nodes_of_role,
     reference_follows,
-    reward_model_roles,
+    scoring_roles,
     separate,
 )
 from rl_megatron.config.run import RunConfig
@@ -344,7 +344,7 @@ def _phases(config: RunConfig, role: str, terms: Terms, critic: Terms, servers: 
     """What ``terms`` are in each phase, beside so many ``servers``. Ranks of separate roles keep theirs on the GPU;
     reward models score while servers sample."""
     turns = config.rollout.served and config.rollout.server.colocated and (role == LEARNER or servers > 0)
-    if not turns or role in reward_model_roles(config):
+    if not turns or role in scoring_roles(config):
         yield "", terms
         return
     yield "training", {**terms, "engine": min(terms["engine"], servers * ASLEEP)}

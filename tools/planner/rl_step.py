@@ -23,7 +23,7 @@ from math import ceil, inf
 from statistics import NormalDist
 
 from rl_megatron.config.activations import offloaded, wants_transformer_engine
-from rl_megatron.config.beside import frozen_folders, longest_read, reward_model_roles, separate, taught_by_policy
+from rl_megatron.config.beside import frozen_folders, longest_read, scoring_roles, separate, taught_by_policy
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection, padded_tokens
 from rl_megatron.config.sections.rollout import ServerSection
@@ -457,7 +457,7 @@ def rl_step(
     if scores := score_seconds(config, work):
         parts["log-probs"] = scores
     others = _works(config, shape, gpu, mean, prompt)
-    scored = max((forward_seconds(others.pop(role), batches) for role in reward_model_roles(config)), default=0.0)
+    scored = max((forward_seconds(others.pop(role), batches) for role in scoring_roles(config)), default=0.0)
     parts |= _others(config, others, parts)
     section = config.rollout.server
     server = server_shape(config, section, weights_served(config, shape), shape, gpu)
@@ -498,7 +498,7 @@ def rl_step(
 def _works(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float, prompt: float) -> dict[str, LearnerWork]:
     """Of all models beside the policy, by their roles. A teacher's own prompt is as much longer than the policy's
     ``prompt`` as its limit is. Reward models read all that is compared."""
-    found, judges = {}, reward_model_roles(config)
+    found, judges = {}, scoring_roles(config)
     of_teacher = {"reference"} if config.algorithm.taught_by_average else set()  # of the same model
     frozen = [role for role in frozen_folders(config) if role not in of_teacher]
     for role in ("critic", *frozen, *taught_by_policy(config)):

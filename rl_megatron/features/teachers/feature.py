@@ -6,13 +6,23 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.sections.teachers import ANOTHER_FIELD, TeacherSection, teacher_role
-from rl_megatron.feature import Feature
+from rl_megatron.feature import Feature, RoleModel
 from rl_megatron.rules import UNSET, CheckFunction, Excludes, Needs, Not, On, ReadIf
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
 
 _TEACHERS = On("algorithm.kl.teachers", Not({}))
+
+
+def _roles(c: RunConfig) -> dict[str, RoleModel]:
+    """The teachers that have ranks of their own."""
+    teachers = c.algorithm.kl.teachers if c.kind.samples else {}
+    return {
+        teacher_role(name): RoleModel(folder=one.path, key=f"algorithm.kl.teachers.{name}.path")
+        for name, one in teachers.items()
+        if one.server is None and one.path is not None
+    }
 
 
 def _problems(c: RunConfig) -> Iterator[str]:
@@ -69,6 +79,7 @@ def _of_own_prompt(c: RunConfig, name: str, one: TeacherSection) -> Iterator[str
 
 FEATURE = Feature(
     name="teachers",
+    roles=_roles,
     rules=(
         Excludes(one=_TEACHERS, other=On("algorithm.kl.reference"), why="both judge", fix="keep one"),
         Excludes(one=_TEACHERS, other=On("algorithm.preference.beta"),

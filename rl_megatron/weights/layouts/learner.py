@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from rl_megatron.config.beside import frozen_folders, in_words_of, reward_model_roles
+from rl_megatron.config.beside import frozen_folders, in_words_of, scoring_roles
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
@@ -69,7 +69,7 @@ def role_shape(config: RunConfig, shape: ModelShape, role: str, base: Path | Non
         found = read_shape((base or Path()) / folder, config.learner.model)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{key}=")) from error
-    if role in reward_model_roles(config):
+    if role in scoring_roles(config):
         if found.scores:
             return found
         raise ConfigError(
