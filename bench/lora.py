@@ -22,11 +22,11 @@ from bench.learner import GSPO, SIZES, VOCABULARY, make_samples, seconds
 from bench.results import parse, write
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
+from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Samples
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, Untrained, read_boxes
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
-from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 
 if TYPE_CHECKING:
     from rl_megatron.learner.trained import MegatronLearner
@@ -43,9 +43,9 @@ def filled(folder: Path, learner: LearnerSection, device: torch.device) -> Megat
     hf, ranks = hf_layout(shape), megatron_layout(shape)
     read_boxes(HFFolder(folder), hf, ranks, 0, dict(made.tensors))
     if made.adapters:
-        own = hf_adapters(hf, ranks_of_parts(ranks, learner.lora))
+        own = LoraLayouts(learner.lora).in_files(ranks, hf)
         source = Untrained(folder, own.local_shapes(0), 0)
-        read_boxes(source, own, learner_adapters(ranks, learner.lora), 0, made.adapters)
+        read_boxes(source, own, LoraLayouts(learner.lora).on_ranks(ranks), 0, made.adapters)
     made.adopt()
     return made
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType, new_class
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
 
@@ -228,6 +229,9 @@ class Feature:
     `ModelShape`, and yields a kind (problem or note) and a text for each finding."""
     metrics: MetricTuples = ()
     """Rows of the table of metrics."""
+    adapters: str | None = None
+    """``package.module:function`` that makes the `AdapterLayouts` of a learner's section where the feature is active:
+    of parameters that it adds beside the model's, which alone are trained, and saved by a run."""
     shape: Callable[[LearnerSection, ModelShape], ModelShape] = _same
     """Changes the sizes of the trained policy where the feature is active. Raises ConfigError for a family without
     it."""
@@ -244,6 +248,11 @@ class Feature:
     optimizer: str = ""
     """For ``learner.optimizer.name`` of the feature's name: ``package.module:function`` that makes the optimizer of a
     rank's chunks from megatron-core's OptimizerConfig and these. Every rank calls it."""
+    prepare: str | None = None
+    """``package.module:function`` that gets the shape of a policy, the learner's section and this rank's chunks of it,
+    before they get gradient buffers, and adds parameters. Every rank calls it."""
+    export: str | None = None
+    """``package.module:function`` as `exported`, for checkpoints of its own."""
     learner: str | None = None
     """``package.module:function`` that makes the `LearnerHooks` of a rank from `Built`; None for a model that the
     feature leaves alone."""
@@ -263,6 +272,34 @@ class Feature:
     compression: str | None = None
     """``package.module:function`` that makes the `Compression` of a configuration, for one plan on one rank; None for
     one that the feature leaves alone."""
+
+
+class AdapterLayouts(Hashable, Protocol):
+    """Where the parameters are that a feature adds beside the model's. Reading it imports no torch."""
+
+    section: ClassVar[str]
+    """Its keys: of their rank, of experts' (expert_rank), and of whose matrices have some (targets)."""
+
+    @property
+    def given(self) -> str:
+        """The key that asks for them, with its value."""
+        ...
+
+    def on_ranks(self, learner: Layout) -> Layout:
+        """These parameters over the ranks of the ``learner``'s layout, whose rows are the model's."""
+        ...
+
+    def in_files(self, learner: Layout, hf: Layout) -> Layout:
+        """These parameters as the folders have them that servers load: beside the tensors of ``hf``."""
+        ...
+
+    def ranks(self, learner: Layout) -> Mapping[str, int]:
+        """The rank of each Hugging Face matrix that has some, by its pattern."""
+        ...
+
+    def described(self, shape: ModelShape, model: Path) -> Mapping[str, object]:
+        """The adapter_config.json of such a folder, beside the model of the folder ``model``."""
+        ...
 
 
 class Encoding(Protocol):
@@ -446,6 +483,28 @@ class Built:
     """Gathers the weights of the last step, if the next pass would do it otherwise. Every rank calls it."""
 
 
+class ChunkAdapters(Protocol):
+    """What a feature sets as ``adapters`` of a chunk of the model to which it has added parameters, whose names have
+    ``lora_A`` and ``lora_B`` in place of a weight's. The chunk's own are frozen."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The added parameters under global names."""
+        ...
+
+    def off(self) -> AbstractContextManager[None]:
+        """Passes in it compute with the frozen weights alone."""
+        ...
+
+    def merged(self) -> AbstractContextManager[None]:
+        """In it the chunk's own tensors hold the weights that passes compute with."""
+        ...
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of the chunk, for any layout."""
+        ...
+
+
 class LearnerHooks:
     """A feature's side in a rank that trains a model. The methods here do nothing. Every rank calls each of them but
     `after_loss`, in the order of `features`."""
@@ -454,6 +513,16 @@ class LearnerHooks:
     """Modules of the feature's own. They are pushed, saved, cleared and reduced with the model's chunks."""
     optimizers: Sequence[MegatronOptimizer] = ()
     """The optimizers of ``chunks``. They are saved and cleared with the model's."""
+
+    def started(self, folder: Path, family: str | None) -> None:
+        """Runs before the policy takes the weights of ``folder``, of either kind; not where a seed makes them.
+        ``family`` is ``learner.model``."""
+
+    def saving(self, folder: Path) -> None:
+        """Runs before the model's shards are written into ``folder``. Raises OSError."""
+
+    def loading(self, folder: Path) -> None:
+        """Runs before the shards that a run wrote are loaded. Raises CheckpointError if they are not this model's."""
 
     def pack(self, packed: PackedMicroBatch, samples: Samples) -> PackedMicroBatch:
         """Adds what the feature reads of a micro-batch to ``packed.extras``."""
@@ -575,6 +644,26 @@ def load_side(name: str) -> Any:
     """The object at ``package.module:name``."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def adapter_layouts(learner: LearnerSection) -> AdapterLayouts | None:
+    """The parameters beside the model's that alone are trained; None: the model is. Raises as `features`."""
+    sides = (one.adapters for one in active(learner) if one.adapters is not None)
+    return next((load_side(side)(learner) for side in sides), None)
+
+
+def exported(source: Path, base: Path, out: Path, *, family: str | None, dtype: str) -> bool:
+    """Writes the Hugging Face folder ``out`` of a checkpoint that a feature has saved beside the model of ``base``, in
+    ``dtype``. False, and nothing is written, for checkpoints of whole models. Raises as `megatron_to_hf`."""
+    sides = (one.export for one in features().values() if one.export is not None)
+    return any(load_side(side)(source, base, out, family=family, dtype=dtype) for side in sides)
+
+
+def prepare_chunks(shape: ModelShape, learner: LearnerSection, models: Sequence[GPTModel]) -> None:
+    """Has active features add parameters to this rank's chunks of a policy. Every rank calls it. Raises as
+    `features`."""
+    for side in (one.prepare for one in active(learner) if one.prepare is not None):
+        load_side(side)(shape, learner, models)
 
 
 def learner_hooks(built: Built) -> tuple[LearnerHooks, ...]:

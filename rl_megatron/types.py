@@ -82,7 +82,7 @@ class SamplingParams:
 
 
 class LoadedAdapters(NamedTuple):
-    """Adapters (``learner.lora``) of a version, which servers hold beside the model under a name."""
+    """Adapters of a version, which servers hold beside the model under a name."""
 
     name: str
     version: int

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from rl_megatron.config.sections.learner import LoraSection
+from rl_megatron.features.lora.feature import LoraSection
+from rl_megatron.features.lora.files import write_lora
+from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.bytes.dtypes import DType
-from rl_megatron.weights.checkpoints.megatron import index_files, write_chunks, write_lora
+from rl_megatron.weights.checkpoints.megatron import index_files, write_chunks
 from rl_megatron.weights.checkpoints.streaming import Copy, Fragment, Sink
 from rl_megatron.weights.layouts.families import megatron_layout
-from rl_megatron.weights.layouts.lora import learner_adapters
 
 
 def save_adapters(folder: Path, shape: ModelShape, base: str | None = None) -> Path:
@@ -21,7 +22,7 @@ def save_adapters(folder: Path, shape: ModelShape, base: str | None = None) -> P
     lora = LoraSection(rank=4, alpha=8.0)
     ones = [
         Copy(name=name, shape=size, dtype=DType.F32, fragments=(_ones(size),))
-        for name, size in learner_adapters(megatron_layout(shape), lora).local_shapes(0).items()
+        for name, size in LoraLayouts(lora).on_ranks(megatron_layout(shape)).local_shapes(0).items()
     ]
     sink = Sink(name="__0_0.distcp", tensors=tuple(ones), write=partial(write_chunks, shape=shape))
     folder.mkdir()

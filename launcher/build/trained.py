@@ -28,16 +28,14 @@ from rl_megatron.config.sections.jobs import CHECKPOINT, DpoSection, SftSection
 from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.engines.local.engine import InThisProcess, LocalEngine, decoder_of
 from rl_megatron.errors import ConfigError, of_the_hub
-from rl_megatron.feature import encoding_of
+from rl_megatron.feature import encoding_of, exported
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.training import checkpoints
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.boxes import whole_box
-from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints.convert import megatron_to_hf
-from rl_megatron.weights.checkpoints.megatron import held_lora, is_megatron
+from rl_megatron.weights.checkpoints.megatron import is_megatron
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums, read_boxes
 from rl_megatron.weights.checks.compare import ServerComparisons
 from rl_megatron.weights.checks.reports import NO_KINDS, Report
@@ -180,11 +178,9 @@ def hugging_face(target: TrainedModel, spare: Path) -> Path:
         return target.source
     out, of_run = spare / target.name, not (target.source / "config.json").is_file()
     known = starting_folder(target.run) if of_run else None
-    if held_lora(target.source) is not None:
-        family, dtype = target.config.learner.model, DType(target.config.learner.dtype)
-        merge_adapters(target.source, known or target.source, out, family=family, dtype=dtype)
-        return out
-    megatron_to_hf(target.source, out, config=known, family=target.config.learner.model)
+    learner = target.config.learner
+    if not exported(target.source, known or target.source, out, family=learner.model, dtype=learner.dtype):
+        megatron_to_hf(target.source, out, config=known, family=learner.model)
     return out
 
 

@@ -9,11 +9,10 @@ from rl_megatron.engines.adapter import Adapter, AdapterPlaces, refused_variable
 from rl_megatron.engines.local.adapter import EmbeddedAdapter
 from rl_megatron.engines.sglang.adapter import SGLangAdapter
 from rl_megatron.engines.vllm.adapter import VLLMAdapter
-from rl_megatron.feature import features
+from rl_megatron.feature import adapter_layouts, features
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.user_code import load_named
 from rl_megatron.weights.layouts.families import megatron_layout
-from rl_megatron.weights.layouts.lora import ranks_of_parts
 from rl_megatron.weights.push.trust import PROBE_LENGTH
 
 SERVERS: Mapping[str, Callable[[ModelShape], Adapter]] = {"sglang": SGLangAdapter, "vllm": VLLMAdapter}
@@ -79,10 +78,13 @@ def adapter_places(config: RunConfig, shape: ModelShape) -> AdapterPlaces | None
     """
     if config.weights.push != "adapters":
         return None
-    ranks = ranks_of_parts(megatron_layout(shape), config.learner.lora)
+    layouts = adapter_layouts(config.learner)
+    assert layouts is not None, "the rows of weights.push say so"
+    ranks = layouts.ranks(megatron_layout(shape))
     return AdapterPlaces(
         count=config.train.max_staleness + _SPARE,
         modules=tuple(sorted({part.removesuffix(".weight").rpartition(".")[2] for part in ranks})),
         ranks=frozenset(ranks.values()),
         experts=any("{expert}" in part for part in ranks),
+        section=layouts.section,
     )

@@ -51,12 +51,11 @@ from rl_megatron.interfaces import FrozenModel, Launcher, Roles, WeightSync, unh
 from rl_megatron.models.families.fields import read_config
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.adapters.pushed import AdapterRanks, AdapterWeights
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import header_bytes
 from rl_megatron.weights.formats.hf_folder import config_text, copy_companions, stored
 from rl_megatron.weights.layouts.families import hf_layout
-from rl_megatron.weights.push.sync import ServedWeights
+from rl_megatron.weights.push.sync import AdapterRanks, AdapterWeights, ServedWeights
 from rl_megatron.weights.push.trust import Probe, Trust
 from rl_megatron.weights.routes.delivery import Delivery, DirectDelivery, FileDelivery, LearnerRanks, LearnerWeights
 from rl_megatron.weights.routes.mirror import await_free
@@ -514,12 +513,18 @@ class ServedLauncher(Launcher):
             file = FileDelivery(learner=roles.weights, path=path, servers=engine.weights, nodes=nodes)
             delivery = _delivery(config, roles.weights, engine.weights, file, self._host)
             weights: ServedWeights | AdapterWeights
-            if loras is None:
+            if loras is None or places is None:
                 weights = ServedWeights(learner=roles.weights, delivery=delivery, trust=trust, servers=engine.weights)
             else:
                 assert isinstance(roles.weights, AdapterRanks)
                 weights = AdapterWeights(
-                    learner=roles.weights, delivery=delivery, file=file, trust=trust, servers=loras, nodes=nodes
+                    learner=roles.weights,
+                    delivery=delivery,
+                    file=file,
+                    trust=trust,
+                    servers=loras,
+                    section=places.section,
+                    nodes=nodes,
                 )
             servers.refit = weights.refit
             roles = replace(roles, engine=engine, weights=weights, engine_metrics=engine.step_row)

@@ -22,7 +22,6 @@ from rl_megatron.errors import CorruptionError, SyncError
 from rl_megatron.feature import Encoding, compression_of, encoding_of
 from rl_megatron.placement.files import writers_of_files
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims, WeightUpdate
-from rl_megatron.weights.adapters.pushed import AdapterEnds, adapter_ends
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.bits import dtype_of
 from rl_megatron.weights.checkpoints.safetensors_io import WithDrafts, write_folder
@@ -31,6 +30,7 @@ from rl_megatron.weights.formats.hf_folder import stored
 from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.layouts.recorded import Boxes, recorded_layout
 from rl_megatron.weights.plans.plan import plan, plan_into_copies
+from rl_megatron.weights.push.sync import AdapterEnds, adapter_ends
 from rl_megatron.weights.routes.engine_ends import Sender
 from rl_megatron.weights.routes.group import ProcessGroupTransport, Staging
 from rl_megatron.weights.routes.mirror import Mirror, await_free, in_use, remove_abandoned

@@ -30,6 +30,7 @@ from rl_megatron.data.samples import as_seen
 from rl_megatron.digests import Digest, Written
 from rl_megatron.entries import PLANNER, load_own
 from rl_megatron.errors import GB, RLMegatronError, WeightError
+from rl_megatron.feature import adapter_layouts
 from rl_megatron.files import make_inside, naming
 from rl_megatron.interfaces import Pass
 from rl_megatron.learner.keywords import SLAB
@@ -37,14 +38,12 @@ from rl_megatron.observability import timeline
 from rl_megatron.observability.timeline import FOLDER, Recorded
 from rl_megatron.placement.names import LEARNER, file_stem
 from rl_megatron.types import Loss, Metric, Samples, SkippedStep, StepResult, Want
-from rl_megatron.weights.adapters.merging import base_digest
 from rl_megatron.weights.bytes.moving_average import MovingAverage
 from rl_megatron.weights.bytes.parked import Parked
 from rl_megatron.weights.checkpoints.megatron import is_megatron
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, MadeUp, TensorSource, Untrained, read_boxes
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.learner import job_shape, learner_layout, role_shape
-from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -195,9 +194,8 @@ class RankModels:
             self._learners[role].unpark()
             self._start_adapters(role)
         random = self._made_up is not None and folder == self._model_folder
-        lora, given = self._config.learner.lora, self._config.model.path is not None and not random
-        if role == "policy" and self._rank == 0 and lora.rank is not None and given:
-            self._learner(role).base = base_digest(folder, self._config.learner.model)
+        if role == "policy" and self._config.model.path is not None and not random:
+            self._learner(role).starts_from(folder, self._config.learner.model)
         if role == "critic" and not (folder / "config.json").is_file():
             self._learner(role).load_weights(folder, scored=True)
             return
@@ -241,10 +239,10 @@ class RankModels:
 
     def _start_adapters(self, role: str) -> None:
         """Give the adapters of a role their first values; `_scorer`'s ``adopt`` takes them with the weights."""
-        if not (tensors := self._learner(role).adapters):
+        adapters, tensors = adapter_layouts(self._config.learner), self._learner(role).adapters
+        if adapters is None or not tensors:
             return
-        lora = self._config.learner.lora
-        hf, layout = hf_adapters(self._hf, ranks_of_parts(self._layout, lora)), learner_adapters(self._layout, lora)
+        hf, layout = adapters.in_files(self._layout, self._hf), adapters.on_ranks(self._layout)
         source = Untrained(self._model_folder, hf.local_shapes(0), self._config.seed)
         read_boxes(source, hf, layout, self._rank, tensors)
 

@@ -4,14 +4,14 @@ routers as megatron-core has none."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from rl_megatron import feature
 from rl_megatron.config.activations import TORCH_ONLY, freed, kept, torch_only, wants_transformer_engine
-from rl_megatron.config.sections.learner import HALVES, Adaptable, LearnerSection
+from rl_megatron.config.sections.learner import HALVES, LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.rules import SET, UNSET, Above, Excludes, Has, Not, On, Rule, as_given, broken, excluded
 
@@ -27,7 +27,7 @@ _SLOWEST_DECAY = math.nextafter(1 - 1 / (2**8 + 2), 0)
 _ONE, _TWO, _OUT = "leave one of them out", "set one of the two", "leave it out"
 _ON_CPU, _OWN_LAYERS = On("learner.device", "cpu"), On("learner.own_layers", SET, "learner.layers")
 _KERNELS, _NO_EXPERTS = On("learner.dispatcher", Not("alltoall")), On("shape.num_experts", 0, "shape.family")
-_FLOAT8, _LORA = On("learner.fp8"), On("learner.lora.rank")
+_FLOAT8 = On("learner.fp8")
 _LOW_MOMENTS = On("learner.optimizer.moments_dtype", "bfloat16")
 
 
@@ -92,9 +92,6 @@ _ROWS: Sequence[Rule] = (
     *excluded(_FLOAT8, (TORCH_ONLY, "torch's layers alone compute that", _OUT), where="shape"),
     *excluded(On("learner.layers", "transformer_engine"),
         (TORCH_ONLY, "torch's layers alone compute that", "set learner.layers=auto or torch"), where="shape"),
-    *excluded(_LORA,
-        (_FLOAT8, "merged weights have no copies in float8", _ONE),
-        (_OWN_LAYERS, "adapters know this package's layers alone", _ONE)),
 )
 # fmt: on
 
@@ -291,51 +288,6 @@ def _sizes(learner: LearnerSection, shape: ModelShape) -> dict[int, str]:
     return out
 
 
-def _lora_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Keys without effect, options that need gradients of the whole model or the same weights in each pass, and
-    experts of one tensor a layer."""
-    lora = learner.lora
-    if lora.rank is None:
-        if changed := lora.model_dump(exclude_defaults=True):
-            key = min(changed)
-            yield f"learner.lora.{key} without learner.lora.rank would have no effect; set rank, or leave it out"
-        return
-    given = f"learner.lora.rank={lora.rank}"
-    if not lora.targets or len(set(lora.targets)) < len(lora.targets):
-        yield f"learner.lora.targets={','.join(lora.targets)}: name some of attention, mlp, experts, each once"
-    if learner.offload.activations:
-        yield f"{given} with learner.offload.activations: merged weights are kept by other means; {_ONE}"
-    if changed := learner.router.model_dump(exclude_defaults=True):
-        yield f"{given} with learner.router.{min(changed)}: routers are frozen; {_ONE}"
-    if lora.expert_rank and "experts" not in lora.targets:
-        yield "learner.lora.expert_rank without experts in learner.lora.targets would have no effect; leave it out"
-    if shape is None:
-        return
-    lacking = _lacking(shape)
-    if lora.targets and set(lora.targets) <= lacking.keys():
-        parts = " and no ".join(lacking[target] for target in lora.targets)
-        yield (
-            f"learner.lora.targets={','.join(lora.targets)}: model_type={shape.family!r} has no {parts}, so that "
-            "nothing would be trained; name others"
-        )
-    if "experts" not in lora.targets:
-        return
-    if lora.expert_rank and not shape.num_experts:
-        yield f"learner.lora.expert_rank: model_type={shape.family!r} has no experts; leave it out"
-    if shape.expert_bias or shape.stacked_experts:
-        yield (
-            f"{given}: experts of model_type={shape.family!r} are in one tensor a layer, which has no adapters "
-            f"here; set learner.lora.targets={'attention' if 'mlp' in lacking else 'attention,mlp'}"
-        )
-
-
-def _lacking(shape: ModelShape) -> Mapping[Adaptable, str]:
-    """What the model lacks, for each target that matches none of its matrices."""
-    if not shape.num_experts:
-        return {"experts": "routed experts"}
-    return {} if shape.dense_layers or shape.shared_width else {"mlp": "dense layers and no shared experts"}
-
-
 _CHECKS: tuple[Callable[[LearnerSection, ModelShape | None], Iterator[str]], ...] = (
     _recompute_problems,
     _pipeline_problems,
@@ -344,7 +296,6 @@ _CHECKS: tuple[Callable[[LearnerSection, ModelShape | None], Iterator[str]], ...
     _padding_problems,
     _dispatcher_problems,
     _fp8_problems,
-    _lora_problems,
 )
 
 

@@ -47,7 +47,6 @@ FREE: Mapping[str, bool] = {
     "learner.dtype": False,
     "learner.head_dtype": False,
     "learner.fp8": False,
-    "learner.lora": False,  # the state is the adapters'
     **feature.resume_keys(),
     "learner.router.frozen": False,  # a frozen router has no state in the optimizer
     "learner.optimizer.name": False,  # Muon's matrices have one moment, AdamW's two

@@ -39,7 +39,6 @@ DIRECT = On("transport.direct", True, "weights.transport")
 ONE_NCCL = (SERVED, ON_GPUS, On("transport.members", True, "weights.transport"))
 SAMPLES = On("kind.samples", True, "job")
 PAIRS = On("algorithm.preference.beta")
-LORA = On("learner.lora.rank")
 KL, IN_REWARDS = On("algorithm.kl.coefficient", Above(0)), On("algorithm.kl.placement", Not("loss"))
 CORRECTION = On("algorithm.correction.acts", True, "algorithm.correction.mode")
 TURNS = On("algorithm.credit", "turn")
@@ -138,24 +137,6 @@ def _of_sampling() -> Iterator[Rule]:
 
 def _of_learner() -> Iterator[Rule]:
     """Modes of the learner: adapters, a value layer of the policy, determinism, fused routers."""
-    yield from _excluded(LORA,
-        (On("kind.scores", True, "job"), "its score layer starts at 0, and adapters freeze it",
-         "leave learner.lora out"),
-        (On("algorithm.needs_critic", True, "algorithm.credit"), "that algorithm has a critic, a second model that is "
-         "trained whole", "take one without, as algorithm=gspo, or leave learner.lora out"))
-    yield Excludes(one=On("algorithm.is_own_critic", True, "algorithm.critic.backbone"), other=LORA,
-          why="adapters freeze its value layer", fix="leave it out, or set critic.backbone=own")
-    adapters = On("weights.push", "adapters")
-    merged = "leave the key out, or set weights.push=merged"
-    yield Needs(when=adapters, all=LORA, why="the whole model is trained", fix="set learner.lora.rank, or leave "
-          "weights.push out")
-    yield Needs(when=adapters, all=On("rollout.engine", OneOf(("vllm", "sglang"))),
-          why="only vllm and sglang hold adapters beside a model here", fix="set rollout=vllm or sglang, or "
-          "weights.push=merged")
-    yield from _excluded(adapters,
-        (RUNNING, "a run starts its servers with places for its adapters", merged),
-        (COLOCATED, "servers that release their memory lose the model, which is pushed once", merged),
-        (On("rollout.server.running_requests", Not("recompute")), "no push pauses a request", merged))
     deterministic = On("learner.deterministic", True)
     yield from _excluded(deterministic,
         ((ON_GPUS, NOT_SERVED), f"{_IN_LEARNER} by torch.cumsum, which has no deterministic kernel for GPUs",

@@ -43,7 +43,7 @@ from rl_megatron.config.sections.reward import EnvironmentSection, RankedModelSe
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.config.sections.weights import FILE, PROCESS_GROUP, TransportKind, WeightsSection
-from rl_megatron.feature import asked_columns, with_features
+from rl_megatron.feature import adapter_layouts, asked_columns, with_features
 from rl_megatron.section import EntryName, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 
@@ -246,8 +246,8 @@ class RunConfig(Section):
     @property
     def reference_is_base(self) -> bool:
         """Whether the reference is the policy without its adapters, and so needs no weights of its own."""
-        begins = self.learner.lora.rank is not None and self.reference is None and not self.algorithm.kl.follow_rate
-        return begins and not self.warm_start.steps and "reference" not in self.roles.separate
+        begins = self.reference is None and not self.algorithm.kl.follow_rate and not self.warm_start.steps
+        return begins and "reference" not in self.roles.separate and adapter_layouts(self.learner) is not None
 
     @property
     def reference_key(self) -> str:

@@ -36,12 +36,13 @@ _NAME = re.compile(r"^--[^.=]+")  # of an option, up to its value or a key of it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterPlaces:
-    """The places of a server for adapters (``learner.lora``) beside its model."""
+    """The places of a server for adapters beside its model."""
 
     count: int  # versions that it holds at once
     modules: tuple[str, ...]  # last names of linears that have adapters, as q_proj
     ranks: frozenset[int]
     experts: bool  # whether routed experts have adapters
+    section: str  # of the keys rank, expert_rank and targets that say so, for messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

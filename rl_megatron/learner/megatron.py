@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.feature import without_captures
+from rl_megatron.feature import prepare_chunks, without_captures
 from rl_megatron.learner import cpu
 from rl_megatron.learner.keywords import LOGITS_TOKENS, keywords
 from rl_megatron.models.shape import ModelShape
@@ -31,10 +30,8 @@ from rl_megatron.learner.heads import (  # noqa: E402
     put_layer,
     stop_before_output_layer,
 )
-from rl_megatron.learner.lora import add_adapters  # noqa: E402
 from rl_megatron.learner.model.build import build_chunks, make_config  # noqa: E402
 from rl_megatron.learner.trained import MegatronLearner, MegatronScorer, modules  # noqa: E402
-from rl_megatron.weights.layouts.families import megatron_layout  # noqa: E402
 
 
 def make_policy(
@@ -56,9 +53,7 @@ def make_policy(
     else:
         policy = _vocab_head(shape, learner, models, temperature, top_k=top_k)
         head = ValuedHead(policy=policy, values=BesideOutput(models, config)) if valued else policy
-    if learner.lora.rank is not None:
-        layout = megatron_layout(shape, learner.dims, stages=learner.stages)
-        add_adapters(models, layout, learner.lora, dist.get_rank())
+    prepare_chunks(shape, learner, models)
     return MegatronLearner(shape, learner, device, config, models, head)
 
 

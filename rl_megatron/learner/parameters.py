@@ -15,6 +15,8 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from rl_megatron.feature import ChunkAdapters
+
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _DRAFT = "mtp.layers.0."
 _HELD = (".router.expert_bias", ".indexer.")  # in names of buffers that layouts have
@@ -34,6 +36,17 @@ def global_name(chunk: Any, name: str) -> str:
         first_expert = parallel_state.get_expert_model_parallel_rank() * local_experts
         name = f"{name[: found.start()]}{found[1]}{int(found[2]) + first_expert}"
     return name
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter is one of a `ChunkAdapters`."""
+    return ".lora_" in name
+
+
+def adapters_of(model: MegatronModule) -> ChunkAdapters | None:
+    """The parameters that a feature has added to a chunk of the model."""
+    found: ChunkAdapters | None = getattr(model, "adapters", None)
+    return found
 
 
 def global_parameters(chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, Tensor]]:

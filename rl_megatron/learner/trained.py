@@ -35,7 +35,6 @@ from rl_megatron.learner.cpu import Heap
 from rl_megatron.learner.forward import reduce_outputs, run_loss, run_scores
 from rl_megatron.learner.heads import Head, ValuedHead, ValueHead, ValueParameter
 from rl_megatron.learner.keywords import SLAB, keywords
-from rl_megatron.learner.lora import adapters_of
 from rl_megatron.learner.model.attention import DecoderConfig
 from rl_megatron.learner.model.build import freeze_routers, keep_buffers_float32, with_dtypes
 from rl_megatron.learner.model.offload import Activations
@@ -53,14 +52,13 @@ from rl_megatron.learner.optimizer import (
     wait_for_gradients,
 )
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch
-from rl_megatron.learner.parameters import global_parameters, swapped
+from rl_megatron.learner.parameters import adapters_of, global_parameters, is_adapter, swapped
 from rl_megatron.learner.routing import Routing, gather_recorded
 from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.observability import activity
 from rl_megatron.types import Culprit, Loss, LossInputs, LossOutput, Metric, Samples, SkippedStep, StepResult, Want
-from rl_megatron.weights.adapters.merging import raise_other_base
 from rl_megatron.weights.bytes.parked import Parked, Staged
-from rl_megatron.weights.checkpoints.megatron import VALUES, held_lora, raise_other_model, write_lora
+from rl_megatron.weights.checkpoints.megatron import VALUES, raise_other_model
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 
 
@@ -101,7 +99,7 @@ class MegatronScorer:
         """This rank's parameters under global names, without a critic's value layer and without `adapters`. After
         writing into them call ``adopt``."""
         found = {name: p.data for name, p in global_parameters(self._models) if not isinstance(p, ValueParameter)}
-        return {name: tensor for name, tensor in found.items() if ".lora_" not in name}
+        return {name: tensor for name, tensor in found.items() if not is_adapter(name)}
 
     @property
     def value_weight(self) -> Mapping[str, Tensor]:
@@ -111,7 +109,7 @@ class MegatronScorer:
 
     @property
     def adapters(self) -> Mapping[str, Tensor]:
-        """This rank's adapters under global names; empty without ``learner.lora.rank``. As `tensors`."""
+        """The parameters that a feature has added to this rank's chunks, under global names. As `tensors`."""
         return {name: tensor for one in self._adapters for name, tensor in one.tensors.items()}
 
     def without_adapters(self) -> AbstractContextManager[None]:
@@ -236,9 +234,7 @@ class MegatronLearner(MegatronScorer):
         models: Sequence[GPTModel],
         head: Head,
     ) -> None:
-        given, self._lora = keywords(learner, shape), learner.lora
-        self.base: str | None = None
-        """Of the model that adapters stand beside, where it is known: `base_digest`, on the first rank."""
+        given = keywords(learner, shape)
         if learner.router.frozen:
             freeze_routers(layer for model in models for layer in model.decoder.layers)
         ddp = DistributedDataParallelConfig(**with_dtypes(given.ddp))
@@ -286,6 +282,11 @@ class MegatronLearner(MegatronScorer):
     def _changed(self) -> None:
         for hooks in self._hooks:
             hooks.changed()
+
+    def starts_from(self, folder: Path, family: str | None) -> None:
+        """Tell features which weights the policy takes next, as `LearnerHooks.started`. Raises as `hf_tensors`."""
+        for hooks in self._hooks:
+            hooks.started(folder, family)
 
     def gather(self) -> None:
         """Make ``tensors`` hold the weights of the last step, where megatron leaves it to the next pass to gather
@@ -510,9 +511,9 @@ class MegatronLearner(MegatronScorer):
         """As `save`, but with ``apart`` it returns once the shards are copied in the host's memory, and a thread writes
         them. The next one writes over that memory, so this one must be durable before. ``beside`` is saved too."""
         self.gather()
-        if self._lora.rank is not None and dist.get_rank() == 0:
-            with saving.explained(folder):
-                write_lora(folder, self._lora, self.base)
+        with saving.explained(folder):
+            for hooks in self._hooks:
+                hooks.saving(folder)
         staged = self._staged if apart else None
         chunks, optimizer = self._chunks_of_all, self._optimizer_of_all
         values, more = self._parked.on_host, None
@@ -524,8 +525,8 @@ class MegatronLearner(MegatronScorer):
         """Load the shards that ``save`` wrote, and those of ``beside`` into it. Raises CheckpointError, on the first
         rank also for adapters of another model."""
         self.unpark()
-        if self.base is not None and (held := held_lora(folder)) is not None:
-            raise_other_base(folder, held, self.base, "model.path")
+        for hooks in self._hooks:
+            hooks.loading(folder)
         more = None if beside is None else beside.state(self._models)
         read = loading.load(folder, self._chunks_of_all, self._optimizer_of_all, more)
         if beside is not None:

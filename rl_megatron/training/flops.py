@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from rl_megatron.config.sections.learner import LearnerSection, LoraSection
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.feature import AdapterLayouts, adapter_layouts
 from rl_megatron.models.shape import LatentAttention, ModelShape
 from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.learner import elements
-from rl_megatron.weights.layouts.lora import learner_adapters
 
 PASSES = 3
 """Forward passes that a training step costs: the backward pass has two products for each of the forward's."""
@@ -86,8 +86,8 @@ def training_flops(shape: ModelShape, lengths: Iterable[int], learner: LearnerSe
     """
     batch = _Batch.of(shape, lengths)
     weights, pairs = batch.tokens * _weights(shape), _between_positions(shape, batch)
-    if learner.lora.rank is not None:
-        return (PASSES - 1) * weights + PASSES * (pairs + batch.tokens * _adapters(shape, learner.lora))
+    if (adapters := adapter_layouts(learner)) is not None:
+        return (PASSES - 1) * weights + PASSES * (pairs + batch.tokens * _adapters(shape, adapters))
     still = batch.tokens * len(shape.moe_layers) * _router(shape) if learner.router.frozen else 0.0
     return PASSES * (weights + pairs) - still + len(shape.drafted) * _draft(shape, batch)
 
@@ -121,9 +121,9 @@ def _weights(shape: ModelShape) -> float:
 
 
 @cache
-def _adapters(shape: ModelShape, lora: LoraSection) -> float:
+def _adapters(shape: ModelShape, adapters: AdapterLayouts) -> float:
     """Forward FLOPs of the adapters for one position, as products of their own."""
-    held = elements(learner_adapters(megatron_layout(shape), lora), 0)
+    held = elements(adapters.on_ranks(megatron_layout(shape)), 0)
     return 2.0 * (held.dense + held.experts * shape.experts_per_token / max(1, shape.num_experts))
 
 

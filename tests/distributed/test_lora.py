@@ -23,17 +23,18 @@ from rl_megatron.algorithms.losses import CrossEntropy, LossInputs
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.features.lora.files import adapters_to_peft
+from rl_megatron.features.lora.merging import merge_adapters
+from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.training.optimizer_steps import Made
 from rl_megatron.types import LossOutput, Samples
-from rl_megatron.weights.adapters.files import PREFIX, adapters_to_peft
-from rl_megatron.weights.adapters.merging import merge_adapters
-from rl_megatron.weights.adapters.pushed import ADAPTERS, adapters_folder
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, MadeUp, Untrained, read_boxes
+from rl_megatron.weights.formats.hf_folder import PREFIX
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from rl_megatron.weights.plans.plan import plan
+from rl_megatron.weights.push.sync import ADAPTERS, adapters_folder
 from tests.distributed.ranks import run_ranks, whole_gradients, worlds
 from tests.draft_models import save_with_drafts, save_with_qwens_draft
 from tests.family_models import BASE, MODELS, save_model
@@ -59,7 +60,7 @@ _MERGED: list[weakref.ref[Tensor]] = []
 @contextmanager
 def watched_merging() -> Iterator[None]:
     """Remember what is merged meanwhile."""
-    from rl_megatron.learner.lora import Linear
+    from rl_megatron.features.lora.learner import Linear
 
     merge = Linear.merge
 
@@ -105,7 +106,7 @@ def layouts_of(folder: Path, learner: LearnerSection) -> tuple[Layout, Layout, L
     shape = read_shape(folder)
     ranks = megatron_layout(shape, learner.dims, stages=learner.stages)
     hf, lora = hf_layout(shape), learner.lora
-    return ranks, hf, learner_adapters(ranks, lora), hf_adapters(hf, ranks_of_parts(ranks, lora))
+    return ranks, hf, LoraLayouts(lora).on_ranks(ranks), LoraLayouts(lora).in_files(ranks, hf)
 
 
 def fill(policy: MegatronLearner, folder: Path, learner: LearnerSection, rank: int, kind: type[MadeUp]) -> None:

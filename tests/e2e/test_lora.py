@@ -14,10 +14,10 @@ from torch import Tensor
 
 from launcher.build.trained import hugging_face, trained_model
 from rl_megatron.errors import ConfigError
+from rl_megatron.features.lora.files import held_lora
+from rl_megatron.features.lora.merging import base_digest, merge_adapters
 from rl_megatron.models.tiny import TOKENIZER_SIZE, TinySizes, make_tiny_model
 from rl_megatron.training.flops import training_flops
-from rl_megatron.weights.adapters.merging import base_digest, merge_adapters
-from rl_megatron.weights.checkpoints.megatron import held_lora
 from rl_megatron.weights.layouts.families import read_shape
 from tests.draft_models import ALONE, COPIES, save_with_drafts, save_with_qwens_draft
 from tests.e2e.processes import PORTABLE, Place, Run

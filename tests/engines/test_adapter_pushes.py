@@ -22,16 +22,15 @@ from transformers import AutoModelForCausalLM
 from typing_extensions import override
 
 from launcher.servers.engines import SERVERS
-from rl_megatron.config.sections.learner import LoraSection
 from rl_megatron.engines.weights import Loras
 from rl_megatron.errors import SyncError
+from rl_megatron.features.lora.feature import LoraSection
+from rl_megatron.features.lora.merging import merge_adapters
+from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.types import Batch, Completion, LoadedAdapters, Scores, Want, WeightUpdate
-from rl_megatron.weights.adapters.files import peft_config
-from rl_megatron.weights.adapters.merging import merge_adapters
-from rl_megatron.weights.adapters.pushed import ADAPTERS, AdapterFolders, AdapterWeights, adapters_folder
 from rl_megatron.weights.checkpoints.safetensors_io import MadeUp
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
-from rl_megatron.weights.layouts.lora import hf_adapters, ranks_of_parts
+from rl_megatron.weights.push.sync import ADAPTERS, AdapterFolders, AdapterWeights, adapters_folder
 from tests.completions import completion
 from tests.e2e.processes import REWARDS
 from tests.engines.benches import (
@@ -116,16 +115,18 @@ def started(engine: str, folder: Path) -> Iterator[tuple[ServedBench, AdapterFol
     model = save_model("qwen2", folder / "model", 1, **sizes)
     (folder / engine).mkdir()
     shape = read_shape(model)
-    shapes = hf_adapters(hf_layout(shape), ranks_of_parts(megatron_layout(shape), LORA)).local_shapes(0)
+    shapes = LoraLayouts(LORA).in_files(megatron_layout(shape), hf_layout(shape)).local_shapes(0)
     with served(engine, model, folder / engine, routes=False, more=KEYS) as bench:
-        config = peft_config(LORA, shape, model)
+        config = LoraLayouts(LORA).described(shape, model)
         writer = AdapterFolders(bench.path, shapes, torch.float32, config)
         learner = AdapterFolder(mirror=bench.sync.mirror, base=model, writer=writer)
         bench.sync = learner
         loras = bench.engine.beside("run", HELD)
         file = bench.file(bench.engine)
         trust = bench.trust_of(loras)
-        weights = AdapterWeights(learner=learner, delivery=file, file=file, trust=trust, servers=loras)
+        weights = AdapterWeights(
+            learner=learner, delivery=file, file=file, trust=trust, servers=loras, section="learner.lora"
+        )
         bench.refit = weights.refit
         yield bench, learner, weights, loras
 
@@ -233,13 +234,13 @@ def test_vllm_computes_with_the_adapters_as_transformers_does_with_merged_weight
     needs("vllm")
     model = save_model("qwen2", tmp_path / "model", 1)
     shape = read_shape(model)
-    shapes = hf_adapters(hf_layout(shape), ranks_of_parts(megatron_layout(shape), LORA_OF_PROBE)).local_shapes(0)
+    shapes = LoraLayouts(LORA_OF_PROBE).in_files(megatron_layout(shape), hf_layout(shape)).local_shapes(0)
     drawn = MadeUp(model, shapes, 3)
     adapters = {name: drawn.read(name, tuple((0, n) for n in size)).mul_(3) for name, size in shapes.items()}
     folder = tmp_path / "adapters"
     folder.mkdir()
     save_file({f"base_model.model.{name}": a for name, a in adapters.items()}, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(peft_config(LORA_OF_PROBE, shape, model)))
+    (folder / "adapter_config.json").write_text(json.dumps(LoraLayouts(LORA_OF_PROBE).described(shape, model)))
     script, out = Path(__file__).with_name("reads_adapters.py"), tmp_path / "said.json"
     command = [interpreter("vllm"), script, model, folder, "8", out]
     with (tmp_path / "log").open("w") as log:

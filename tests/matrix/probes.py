@@ -16,13 +16,13 @@ from torch import Tensor
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.errors import RLMegatronError
+from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.features.overlap.feature import overlap_of
 from rl_megatron.types import Batch, Samples, SkippedStep, Want
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, MadeUp, read_boxes
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from tests.matrix.cells import MAX_TOKENS, Cell
 from tests.rows import policy_loss
 from tests.samples import sequences_of, train_step
@@ -88,7 +88,7 @@ def layouts_of(folder: Path, learner: LearnerSection) -> tuple[Layout, Layout]:
 
 
 def of_adapters(ranks: Layout, hf: Layout, learner: LearnerSection) -> tuple[Layout, Layout]:
-    return learner_adapters(ranks, learner.lora), hf_adapters(hf, ranks_of_parts(ranks, learner.lora))
+    return LoraLayouts(learner.lora).on_ranks(ranks), LoraLayouts(learner.lora).in_files(ranks, hf)
 
 
 def made(folder: Path, learner: LearnerSection, rank: int, device: torch.device) -> MegatronLearner:

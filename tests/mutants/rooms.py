@@ -81,7 +81,9 @@ ROOMS = (
     ),
     Room(
         name="layouts",
-        paths=("rl_megatron/weights/boxes.py", *_under("rl_megatron/weights", "layouts", "layouts/tables", "plans")),
+        paths=_under(
+            "rl_megatron", *_under("weights", "boxes.py", "layouts", "layouts/tables", "plans"), "features/lora/rows.py"
+        ),
         mutants=60,
         first=(*_under("tests/unit/weights", "test_layout.py", "test_families.py"), "tests/property/test_plan.py"),
         after=(

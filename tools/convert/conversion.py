@@ -17,10 +17,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TemplateVariable
 from rl_megatron.errors import ConfigError
-from rl_megatron.weights.adapters.files import adapters_to_peft, left_by_peft, of_unknown_base
+from rl_megatron.features.lora.files import adapters_to_peft, held_lora, left_by_peft, of_unknown_base
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
-from rl_megatron.weights.checkpoints.megatron import held_lora, is_megatron, total_bytes
+from rl_megatron.weights.checkpoints.megatron import is_megatron, total_bytes
 from rl_megatron.weights.checkpoints.streaming import OnProgress, Share, must_be_new
 from rl_megatron.weights.formats.hf_folder import chat_template, has_tokenizer
 from tools.convert.inspection import describe, found, left_out
@@ -117,7 +117,7 @@ def _adapting(
     if not is_megatron(source) or held_lora(source) is None:
         raise ConfigError(f"--merge: {source} is no checkpoint of adapters (learner.lora); leave it out")
     if merge:
-        from rl_megatron.weights.adapters.merging import merge_adapters  # imports torch
+        from rl_megatron.features.lora.merging import merge_adapters  # imports torch
 
         return lambda source, out, **more: merge_adapters(source, base, out, family=family, **more)
     if given:

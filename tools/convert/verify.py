@@ -29,10 +29,11 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.digests import Digest, misfits
 from rl_megatron.errors import CheckpointError, ConfigError
+from rl_megatron.features.lora.files import adapter_copies, held_lora
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Span
 from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors
-from rl_megatron.weights.checkpoints.megatron import adapter_copies, held_files, held_lora, held_shape, is_megatron
+from rl_megatron.weights.checkpoints.megatron import held_files, held_shape, is_megatron
 from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Copy, Files, OnBytes, OnProgress
 from rl_megatron.weights.checkpoints.torch_dist import Chunk, open_chunk, read_index
 from rl_megatron.weights.formats.hf_folder import is_draft

@@ -15,6 +15,7 @@ from launcher.preflight.model_files import fitting_problems, seen_problems, usab
 from launcher.preflight.subject import Found, Subject, fact, found_by, note, problem, unchecked
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import GB, gigabytes
+from rl_megatron.feature import adapter_layouts
 from rl_megatron.placement.files import weights_folder
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import made_up_nodes, placement_of, ranks_by_role
@@ -141,8 +142,8 @@ def _given(config: RunConfig) -> str:
     texts = [
         f"learner.offload.{key}={as_given(value)}" for key, value in section.model_dump(exclude_defaults=True).items()
     ]
-    if (rank := config.learner.lora.rank) is not None:
-        texts.append(f"learner.lora.rank={rank}")
+    if (adapters := adapter_layouts(config.learner)) is not None:
+        texts.append(adapters.given)
     return " ".join(texts)
 
 

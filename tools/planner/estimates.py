@@ -16,6 +16,7 @@ from launcher.servers.degrees import served_bytes
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import GB, ConfigError
+from rl_megatron.feature import adapter_layouts
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.files import writers_of_files
 from rl_megatron.placement.names import LEARNER
@@ -27,7 +28,6 @@ from rl_megatron.weights.boxes import volume
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Layout, coordinates
 from rl_megatron.weights.layouts.learner import elements_by_stage, engine_layout, learner_layout
-from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from rl_megatron.weights.plans.plan import Place, Plan, Rounds, plan, plan_into_copies, plan_of_group, receivers_of
 from tools.planner.hardware import RANGE, Gpu, gpu_named
 from tools.planner.memory import Save, bytes_served, encoded_layout, footprints, save_cost
@@ -307,8 +307,9 @@ def _evenly(config: RunConfig, shape: ModelShape, route: Route, links: Links) ->
 def _of_adapters(config: RunConfig, shape: ModelShape, route: Route) -> Push:
     """Into the first of the ranks that write each file, which writes its folder; then all servers read theirs."""
     learner, each = learner_layout(config, shape), BYTES[config.learner.dtype]
-    layout = learner_adapters(learner, config.learner.lora)
-    whole = hf_adapters(hf_layout(shape), ranks_of_parts(learner, config.learner.lora))
+    adapters = adapter_layouts(config.learner)
+    assert adapters is not None, "the rows of weights.push say so"
+    layout, whole = adapters.on_ranks(learner), adapters.in_files(learner, hf_layout(shape))
     size = sum(map(prod, whole.local_shapes(0).values())) * each
     moves = plan_into_copies(layout, whole, [group[:1] for group in writers_of_files(config)])
     first = [hop for hop in (_over_links(moves, lambda _: each, _links(config, {}), route),) if hop.total]

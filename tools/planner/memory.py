@@ -7,7 +7,7 @@ fraction; where it takes turns with the learner (``rollout.server.colocated``), 
 `ASLEEP` while the learner trains, which then has activations and logits.
 
 Bytes of a checkpoint. The host's memory of a node: for what the learner keeps off its GPUs (``learner.offload``,
-``learner.lora``), for copies of what is saved, and for the file of weights that servers read. Most of it is pinned, and
+adapters), for copies of what is saved, and for the file of weights that servers read. Most of it is pinned, and
 torch's allocator of pinned memory rounds every request up to a power of two.
 """
 
@@ -35,7 +35,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.errors import GB, ConfigError, gigabytes
-from rl_megatron.feature import encoding_of
+from rl_megatron.feature import adapter_layouts, encoding_of
 from rl_megatron.learner.keywords import SLAB
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.files import weights_folder, writers_of_files
@@ -59,7 +59,6 @@ from rl_megatron.weights.layouts.learner import (
     trained_elements,
     trained_matrices,
 )
-from rl_megatron.weights.layouts.lora import adapted_rows
 from tools.planner.layers import beside_kept, in_forward
 from tools.planner.terms import changes, in_flight, memory
 
@@ -432,7 +431,7 @@ def bytes_by_rank(config: RunConfig, shape: ModelShape, role: str = LEARNER) -> 
     Of ranks with the same parameters the first of a data-parallel group writes (megatron-core 0.16.1,
     ``fully_reshardable`` gathers its optimizer state there), the experts' group for experts. With Muon each writes what
     it steps, which is counted for the first. What is whole on all tensor-parallel ranks, norms and routers, counts for
-    each. With ``learner.lora`` they write adapters alone.
+    each. Of a model with adapters they write these alone.
     """
     layout, d = learner_layout(config, shape), config.learner.dims
     each, inner = BYTES[config.learner.dtype], d.world_size // d.pp
@@ -440,7 +439,7 @@ def bytes_by_rank(config: RunConfig, shape: ModelShape, role: str = LEARNER) -> 
     of_stages = trained_elements(config, layout)
     whole_by = elements_by_stage(layout)
     beside = BYTES["float32"] if role == LEARNER and reference_follows(config) else 0
-    held_by = of_stages if config.learner.lora.rank is not None else whole_by
+    held_by = whole_by if adapter_layouts(config.learner) is None else of_stages
     spared_of = trained_matrices(config, layout) if muon else [Elements(dense=0, experts=0)] * d.pp
     out: dict[int, int] = {}
     for stage, (held, trained, spared, whole) in enumerate(zip(held_by, of_stages, spared_of, whole_by, strict=True)):
@@ -538,8 +537,8 @@ def _held(config: RunConfig, shape: ModelShape, role: str) -> float:
 
 def why_off_gpus(config: RunConfig) -> list[str]:
     """The sections of keys for which `host_bytes` are needed."""
-    offload, lora = config.learner.offload.model_dump(exclude_defaults=True), config.learner.lora
-    return ["learner.offload"] * bool(offload) + ["learner.lora"] * (lora.rank is not None)
+    offload, adapters = config.learner.offload.model_dump(exclude_defaults=True), adapter_layouts(config.learner)
+    return ["learner.offload"] * bool(offload) + ([] if adapters is None else [adapters.section])
 
 
 def file_bytes(config: RunConfig, shape: ModelShape) -> int:
@@ -620,14 +619,14 @@ def _activations(config: RunConfig, shape: ModelShape, rank: Rank) -> float:
 
 def _frozen(config: RunConfig, layout: Layout, rank: Rank) -> float:
     """Of a rank, for the weights beside which it has adapters: a push merges these into them, and they come back."""
-    if config.learner.lora.rank is None:
+    if (adapters := adapter_layouts(config.learner)) is None:
         return 0.0
-    adapted = {one.base.name for one in adapted_rows(layout.rows(), layout.shape, config.learner.lora)}
+    adapted = adapters.ranks(layout)
     each, experts = BYTES[config.learner.dtype], layout.shape.num_experts // layout.dims.ep
     return sum(
         layers * (experts if "{expert}" in spec.name else 1) * pinned(prod(held) * each)
         for spec, held, layers in layers_held(layout, rank.stage)
-        if spec.name in adapted
+        if layout.first_chunk(spec)[0].hf in adapted
     )
 
 

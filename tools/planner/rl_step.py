@@ -28,7 +28,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection, padded_tokens
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import GB, ConfigError
-from rl_megatron.feature import features, wanted
+from rl_megatron.feature import adapter_layouts, features, wanted
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.seats import beside_ranks
 from rl_megatron.types import BYTES
@@ -550,5 +550,5 @@ def unlike_run(config: RunConfig) -> Iterator[str]:
     for key, one in config.training_environments.items():
         yield f"single completions, and {key}.function={one.function} has several turns"
         break
-    if (rank := config.learner.lora.rank) is not None:
-        yield f"training all weights, and learner.lora.rank={rank} trains adapters"
+    if (adapters := adapter_layouts(config.learner)) is not None:
+        yield f"training all weights, and {adapters.given} trains adapters"

@@ -22,7 +22,7 @@ from rl_megatron.config.removed import new_name
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import GPU
 from rl_megatron.errors import GB, ConfigError
-from rl_megatron.feature import features
+from rl_megatron.feature import adapter_layouts, features
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import length_problem
 from rl_megatron.weights.layouts.learner import shape_with_features
@@ -270,9 +270,9 @@ def _refuse_unplanned(base: RunConfig, goal: Goal) -> None:
             "rollout.server.pp or roles: scale plans servers of one stage, and no nodes for a critic or a reference of "
             "their own; leave them out"
         )
-    if (rank := base.learner.lora.rank) is not None:
+    if (adapters := adapter_layouts(base.learner)) is not None:
         raise ConfigError(
-            f"learner.lora.rank={rank}: scale predicts seconds of training and pushing all weights, and adapters take "
+            f"{adapters.given}: scale predicts seconds of training and pushing all weights, and adapters take "
             "fewer; leave it out, and compare memory of layouts by rl-megatron plan --config"
         )
     for serving in (one.serving for one in features().values() if one.serving is not None):

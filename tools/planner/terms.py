@@ -16,12 +16,10 @@ from rl_megatron.weights.layouts.layout import padded_vocab
 from rl_megatron.weights.layouts.learner import Rank, Terms
 
 _COPIES = 2  # bytes of a weight's copies in float8: one for each direction in which it is multiplied
-_MERGED = 2  # a layer's merged weights, and their gradient
 _MOMENT = 4  # bytes
 _MOMENTS = 8 / 12  # of the bytes of the optimizer's state
 _CHANGES: Mapping[str, str] = {
     "fp8 weights": "raise learner.tp, learner.pp or learner.ep",
-    "merged weights": "raise learner.tp, learner.ep or learner.etp",
 }
 
 
@@ -53,9 +51,6 @@ def memory(learner: LearnerSection, shape: ModelShape, rank: Rank) -> Terms:
         tables = (rank.stage == 0) + last - (shape.tie_embeddings and rank.stage == 0 and last)
         products = rank.parameters.both - tables * shape.vocab_size * shape.hidden_size / learner.tp
         terms = {**terms, "fp8 weights": _COPIES * products}
-    if learner.lora.rank is not None and rank.layers:
-        each = (rank.matrices.both / len(rank.layers)) * BYTES[learner.dtype]
-        terms = {**terms, "merged weights": _MERGED * each}
     for name, one in feature.features().items():
         before, terms = terms, one.memory(learner, shape, rank, terms)
         if unsaid := terms.keys() - before.keys() - one.changes.keys():

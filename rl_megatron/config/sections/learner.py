@@ -15,7 +15,7 @@ from rl_megatron.section import LISTED, SORTED, Fraction, NonNegativeFloat, OwnC
 from rl_megatron.types import ParallelDims
 
 if TYPE_CHECKING:
-    from rl_megatron.models.shape import ModelShape
+    pass
 
 GPU = "cuda"
 """``learner.device`` of ranks on GPUs."""
@@ -31,7 +31,6 @@ _TERM = r"[1-9]\d{0,3}(\*[1-9]\d{0,3})?"
 COUNTS = re.compile(rf"{_TERM}(\+{_TERM})*")
 """Text that `layer_counts` takes."""
 _SIZES = re.compile(r"[1-9]\d{0,11}(,[1-9]\d{0,11})*")
-Adaptable = Literal["attention", "mlp", "experts"]
 
 
 def layer_counts(text: str) -> tuple[int, ...]:
@@ -154,30 +153,6 @@ class OffloadSection(Section):
         return frozenset(kinds[self.while_sampling] if self.while_sampling else ())
 
 
-class LoraSection(Section):
-    """Adapters A [rank, in] and B [out, rank] beside each targeted matrix W [out, in] of a Hugging Face checkpoint. The
-    model computes with W + alpha / rank * B A in learner.dtype, which is also what engines get. All else is frozen."""
-
-    rank: Positive | None = None
-    """Rows of A and columns of B. null: no adapters, the whole model is trained."""
-    expert_rank: Positive | None = None
-    """The rank beside routed experts' matrices. null: rank divided by the experts of a token, at least 1."""
-    alpha: PositiveFloat = 32.0
-    """The scale of B A is alpha / rank, each with its own rank."""
-    targets: Annotated[tuple[Adaptable, ...], LISTED] = ("attention", "mlp", "experts")
-    """Whose linears have adapters: attention (latents and delta nets, too), dense layers and shared experts, routed
-    experts. Routers, norms, embedding and output layer have none."""
-
-    def ranks(self, shape: ModelShape) -> Mapping[Adaptable, int]:
-        """The rank for each target; empty without adapters."""
-        if self.rank is None:
-            return {}
-        ranks: dict[Adaptable, int] = dict.fromkeys(self.targets, self.rank)
-        if "experts" in ranks:
-            ranks["experts"] = self.expert_rank or max(1, self.rank // max(1, shape.experts_per_token))
-        return ranks
-
-
 def sequence_multiple(dims: ParallelDims) -> int:
     """What divides the positions of a padded sequence: 2 * cp equal chunks, unless cp is 1."""
     return 2 * dims.cp if dims.cp > 1 else 1
@@ -291,7 +266,6 @@ class LearnerSection(LayoutKeys, ComputeKeys):  # pydantic takes the keys of the
     """Whether ranks use kernels alone that add in the same order each time: of two equal runs on the same machines
     every number is then equal to the bit, on GPUs too. They are slower there, by how much is not measured; CPUs' are
     such kernels anyway (docs/mismatch.md)."""
-    lora: LoraSection = LoraSection()
 
     @property
     def dims(self) -> ParallelDims:

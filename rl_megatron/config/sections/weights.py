@@ -41,9 +41,9 @@ class WeightsSection(Section):
     own, unless ``folder`` or ``delta`` is set; else file. The in-process engine always gets weights over the process
     group of the learner's ranks (docs/weights.md)."""
     push: Literal["merged", "adapters"] = "merged"
-    """What servers get of a model with adapters (learner.lora). merged: at each push the whole model, adapters merged,
+    """What servers get of a model with adapters (docs/lora.md). merged: at each push the whole model, adapters merged,
     so that engines need no LoRA of their own; adapters: the frozen model once, then each version's adapters, which
-    servers hold beside those before and load while they sample (docs/lora.md)."""
+    servers hold beside those before and load while they sample."""
     delta: bool = False
     """Into the in-process engine, and into the file of servers: whether to send only the bytes that changed since the
     last version."""

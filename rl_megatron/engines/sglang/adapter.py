@@ -304,19 +304,19 @@ class SGLangAdapter(ForeignEngine):
     def adapter_problem(self, places: AdapterPlaces, device: str, dp: int) -> str:
         if strange := sorted(set(places.modules) - set(_LINEARS)):
             return (
-                f"learner.lora.targets: SGLang 0.5.21 has no adapters of {', '.join(strange)}; leave attention out of "
-                "learner.lora.targets, or set rollout=vllm"
+                f"{places.section}.targets: SGLang 0.5.21 has no adapters of {', '.join(strange)}; leave attention out "
+                f"of {places.section}.targets, or set rollout=vllm"
             )
         if len(places.ranks) > 1:
             return (
-                "learner.lora: SGLang 0.5.21 computes with one rank and one scale for all of an adapter's matrices, "
-                f"and given are {', '.join(map(str, sorted(places.ranks)))}; make learner.lora.expert_rank equal to "
-                "rank, or leave experts out of learner.lora.targets"
+                f"{places.section}: SGLang 0.5.21 computes with one rank and one scale for all of an adapter's "
+                f"matrices, and given are {', '.join(map(str, sorted(places.ranks)))}; make "
+                f"{places.section}.expert_rank equal to rank, or leave experts out of {places.section}.targets"
             )
         if self._shape.num_experts and device == "cpu" and set(places.modules) & set(_OF_EXPERTS):
             return (
-                "learner.lora.targets has experts, or linears that are called as theirs: SGLang 0.5.21 has only "
-                "Triton's kernels for adapters of experts, which need a GPU; set learner.lora.targets=attention"
+                f"{places.section}.targets has experts, or linears that are called as theirs: SGLang 0.5.21 has only "
+                f"Triton's kernels for adapters of experts, which need a GPU; set {places.section}.targets=attention"
             )
         if dp > 1:
             return (

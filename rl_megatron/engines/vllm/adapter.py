@@ -239,12 +239,12 @@ class VLLMAdapter(ForeignEngine):
     @override
     def adapter_problem(self, places: AdapterPlaces, device: str, dp: int) -> str:
         if (most := max(places.ranks)) > _RANKS[-1]:
-            return f"learner.lora.rank={most}: vLLM 0.32.0 holds adapters of rank {_RANKS[-1]} at most; lower it"
+            return f"{places.section}.rank={most}: vLLM 0.32.0 holds adapters of rank {_RANKS[-1]} at most; lower it"
         if self._shape.num_experts and device == "cpu":
             return (
                 f"model_type={self._shape.family!r} has experts: wherever adapters are on, vLLM 0.32.0 computes "
                 "experts by Triton's kernels, which need a GPU; use a dense model, or rollout=sglang with "
-                "learner.lora.targets=attention"
+                f"{places.section}.targets=attention"
             )
         return ""
 

@@ -22,10 +22,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from rl_megatron.errors import CheckpointError, WeightError
-from rl_megatron.learner.checkpoint.state import COMMON, inner, is_adapter, is_left_out, key_of, sharded_state, weights
-from rl_megatron.learner.lora import adapters_of
+from rl_megatron.learner.checkpoint.state import COMMON, inner, is_left_out, key_of, sharded_state, weights
 from rl_megatron.learner.optimizer import copy_to_host, inner_optimizers
-from rl_megatron.learner.parameters import add_missing, own_settings
+from rl_megatron.learner.parameters import adapters_of, add_missing, is_adapter, own_settings
 from rl_megatron.weights.bytes.bits import all_numbers
 
 _PROBE_BYTES = 4 << 20

@@ -32,9 +32,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from rl_megatron.errors import CheckpointError
-from rl_megatron.learner.lora import adapters_of
 from rl_megatron.learner.optimizer import create_state, inner_optimizers, keeps_weights
-from rl_megatron.learner.parameters import global_name, swapped
+from rl_megatron.learner.parameters import adapters_of, global_name, is_adapter, swapped
 from rl_megatron.weights.bytes.parked import Staged
 from rl_megatron.weights.checkpoints.megatron import BESIDE
 from rl_megatron.weights.checkpoints.torch_dist import read_index
@@ -235,11 +234,6 @@ def weights(chunk: Any, without: str | None = None) -> dict[str, Any]:
     """The parameters and buffers of a chunk's model, except adapters and names that begin with ``without``."""
     found = inner(chunk).sharded_state_dict(metadata=dict(METADATA)).items()
     return {name: part for name, part in found if not is_left_out(name, without) and not is_adapter(name)}
-
-
-def is_adapter(name: str) -> bool:
-    """Whether the parameter is one of ``learner.lora``'s."""
-    return ".lora_" in name
 
 
 def is_left_out(name: str, without: str | None) -> bool:

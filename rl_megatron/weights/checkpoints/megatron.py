@@ -22,11 +22,7 @@ from math import prod
 from pathlib import Path
 from typing import IO
 
-from pydantic import ValidationError
-
-from rl_megatron.config.sections.learner import LoraSection
 from rl_megatron.errors import CheckpointError, ConfigError, WeightError, shorten
-from rl_megatron.files import write_atomically
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.boxes import Box, Shape, intersect, shift, volume, whole_box
 from rl_megatron.weights.bytes.dtypes import Bits, DType
@@ -41,7 +37,6 @@ from rl_megatron.weights.checkpoints.torch_dist import (
 from rl_megatron.weights.formats.hf_folder import raise_lines, raise_uncounted
 from rl_megatron.weights.layouts.families import adapters_alone, family_of, hf_layout, megatron_layout
 from rl_megatron.weights.layouts.layout import Layout, as_held
-from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from rl_megatron.weights.plans.plan import plan
 
 _TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, Megatron-Bridge and slime, beside their checkpoints
@@ -279,17 +274,6 @@ def has_draft(sizes: Mapping[str, Shape]) -> bool:
     return any(key.startswith(_DRAFT) for key in sizes)
 
 
-_KEYS = "lora.json"  # beside the shards of a checkpoint that holds adapters alone
-
-
-class HeldLora(LoraSection):
-    """The adapters that a checkpoint holds."""
-
-    base: str | None = None
-    """`base_digest` of the model that they stand beside; None in older checkpoints, and for a model that a seed
-    makes."""
-
-
 def held_shape(source: Path, shape: ModelShape) -> ModelShape:
     """``shape`` with experts of one tensor a layer or one by one, as the checkpoint has them. Raises CheckpointError if
     it is torn."""
@@ -368,30 +352,6 @@ def _homes_in(
     sizes = {name: size for name, size in sizes.items() if name not in beside}
     raise_uncounted(source, sum(prod(size) for size in sizes.values()), megatron)
     return find_homes(source, megatron, sizes, {chunk.key: chunk.dtype for chunk in chunks}), chunks
-
-
-def write_lora(folder: Path, lora: LoraSection, base: str | None = None) -> None:
-    """Say beside the shards in ``folder`` that they are of adapters, of which, and beside which model."""
-    write_atomically(folder / _KEYS, HeldLora(**lora.model_dump(), base=base).model_dump_json().encode())
-
-
-def held_lora(folder: Path) -> HeldLora | None:
-    """The adapters that a checkpoint holds in place of a model. Raises CheckpointError if that cannot be read."""
-    path = folder / _KEYS
-    if not path.is_file():
-        return None
-    try:
-        return HeldLora.model_validate_json(path.read_bytes())
-    except (ValidationError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {str(error)[:200]}; use another checkpoint") from error
-
-
-def adapter_copies(source: Path, shape: ModelShape, lora: LoraSection) -> tuple[dict[str, Copy], Files]:
-    """A checkpoint's adapters by peft's names, without its prefix. Raises as `megatron_copies`."""
-    ranks = megatron_layout(shape)
-    hf = hf_adapters(hf_layout(shape), ranks_of_parts(ranks, lora))
-    tensors, files = copies_between(source, hf, learner_adapters(ranks, lora))
-    return {tensor.name: tensor for tensor in tensors}, files
 
 
 def _indices(chunk: Chunk, depth: int) -> Iterator[Shape]:

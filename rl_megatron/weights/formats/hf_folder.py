@@ -35,6 +35,7 @@ _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".h5", ".msgpack", ".ot", ".onnx"),
     *(".onnx_data", ".pkl", ".npz", ".index.json", ".pyc"),  # and what belongs to them
 )
+PREFIX = "base_model.model."  # of every tensor in a folder of adapters, by peft
 _OWN_FILES = {"config.json", "metadata.json", "lora.json"}  # which the new folder gets by other ways
 _TEMPLATE = "chat_template.jinja"
 _TOKENIZERS = (

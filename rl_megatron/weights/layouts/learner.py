@@ -12,12 +12,11 @@ from rl_megatron.config.beside import frozen_folders, in_words_of, scoring_roles
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.feature import active
+from rl_megatron.feature import active, adapter_layouts
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.families import family_of, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec
-from rl_megatron.weights.layouts.lora import learner_adapters
 
 
 def learner_layout(config: RunConfig, shape: ModelShape) -> Layout:
@@ -175,10 +174,10 @@ def _largest(layout: Layout) -> Sequence[int]:
 
 
 def trained_elements(config: RunConfig, layout: Layout) -> Sequence[Elements]:
-    """Those of one rank of each stage that are trained: with ``learner.lora`` adapters, else without
+    """Those of one rank of each stage that are trained: adapters that a feature adds, else without
     ``learner.router.frozen`` all."""
-    if config.learner.lora.rank is not None:
-        return _by_stage(learner_adapters(layout, config.learner.lora), lambda hf: 1)[0]
+    if (adapters := adapter_layouts(config.learner)) is not None:
+        return _by_stage(adapters.on_ranks(layout), lambda hf: 1)[0]
     return _by_stage(layout, _trains(config, layout))[0]
 
 
@@ -238,8 +237,8 @@ def ranks_of(config: RunConfig, layout: Layout) -> Sequence[Rank]:
     tokens = learner.max_tokens_per_micro_batch / learner.dims.cp
     kinds = (lambda hf: 1), _trains(config, layout), _stepped_as_matrix(config, layout)
     of_layer, (held, trained, matrices) = _stages(layout), _by_stage(layout, *kinds)
-    if learner.lora.rank is not None:
-        trained = _by_stage(learner_adapters(layout, learner.lora), lambda hf: 1)[0]
+    if (adapters := adapter_layouts(learner)) is not None:
+        trained = _by_stage(adapters.on_ranks(layout), lambda hf: 1)[0]
         held = [_both(*pair) for pair in zip(held, trained, strict=True)]
     longest = min(config.longest_sequence, learner.max_tokens_per_micro_batch)
     largest = _largest(layout)

@@ -25,14 +25,15 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl_megatron.config.sections.learner import LoraSection
 from rl_megatron.errors import CheckpointError, RLMegatronError, WeightError
+from rl_megatron.features.lora.feature import LoraSection
+from rl_megatron.features.lora.files import write_lora
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.bytes.bits import to_tensor
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import MappedFile
 from rl_megatron.weights.checkpoints import convert, streaming, torch_dist
-from rl_megatron.weights.checkpoints.megatron import place_of, write_lora
+from rl_megatron.weights.checkpoints.megatron import place_of
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import Chunk, read_index, read_tensor, write_index
 from rl_megatron.weights.formats import torch_pickle

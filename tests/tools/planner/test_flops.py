@@ -21,13 +21,14 @@ from bench.step_time import POINTS, Fit, described, fit, left_out, logs, model_r
 from rl_megatron.config.io import load_config
 from rl_megatron.config.learner_checks import problems
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.learner import LearnerSection, LoraSection, RouterSection
+from rl_megatron.config.sections.learner import LearnerSection, RouterSection
 from rl_megatron.errors import GB, ConfigError
+from rl_megatron.features.lora.feature import LoraSection
+from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import DeltaNet, ModelShape
 from rl_megatron.training.flops import PASSES, PEAKS, peak_of, seconds_at_peak, training_flops
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
-from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from tests.draft_models import WrittenDraft, save_with_drafts
 from tests.family_models import save_model
 from tests.unit.launcher.test_memory import QWEN_80GB
@@ -404,12 +405,12 @@ def dense_of_a_rank(tp: int) -> int:
 def test_rows_hold_each_element_of_every_adapter_once() -> None:
     lora = LoraSection(rank=32)
     ranks = megatron_layout(S)
-    hf = hf_adapters(hf_layout(S), ranks_of_parts(ranks, lora))
+    hf = LoraLayouts(lora).in_files(ranks, hf_layout(S))
     shapes = hf.local_shapes(0)
     assert sum(map(prod, shapes.values())) == sum(adapters(32, 4))  # 32 / 8 experts of a token
     assert shapes["model.layers.3.mlp.experts.7.down_proj.lora_A.weight"] == (4, S.expert_width)
     assert shapes["model.layers.3.self_attn.k_proj.lora_B.weight"] == (S.num_kv_heads * S.head_dim, 32)
-    local = learner_adapters(ranks, lora).local_shapes(0)
+    local = LoraLayouts(lora).on_ranks(ranks).local_shapes(0)
     assert local["decoder.layers.3.self_attention.linear_qkv.lora_A"] == (3 * 32, S.hidden_size)
     assert sum(map(prod, local.values())) == sum(adapters(32, 4))
 

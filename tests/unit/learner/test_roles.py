@@ -25,9 +25,9 @@ from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError, WeightError
+from rl_megatron.features.lora.merging import merge_adapters
 from rl_megatron.learner.checkpoint.state import holds_beside
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.bytes.moving_average import MovingAverage
 from rl_megatron.weights.checkpoints.convert import megatron_to_hf
 from tests.distributed.test_role_layouts import sampled

@@ -18,9 +18,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from rl_megatron import feature
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.losses import CrossEntropy
-from rl_megatron.config.sections.learner import LearnerSection, LoraSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.digests import digests
 from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError, WeightError
+from rl_megatron.features.lora.feature import LoraSection
+from rl_megatron.features.lora.learner import LoraHooks
 from rl_megatron.learner import world
 from rl_megatron.learner.checkpoint import loading
 from rl_megatron.learner.megatron import make_critic, make_policy
@@ -304,21 +306,22 @@ def test_adapters_are_not_resumed_beside_another_model(hf: Path, tmp_path: Path)
     )
     convert.hf_to_megatron(hf, tmp_path / "megatron")
     learner.load_weights(tmp_path / "megatron")
-    learner.base = "the one"
+    (hooks,) = [one for one in learner._hooks if isinstance(one, LoraHooks)]
+    hooks._base = "the one"
     saved = save(learner, tmp_path / "saved")
     learner.load(saved)
-    learner.base = "another"
+    hooks._base = "another"
     with pytest.raises(CheckpointError, match=r"saved holds adapters of another model than model.path: .* the one"):
         learner.load(saved)
-    learner.base = None  # random weights
+    hooks._base = None  # random weights
     learner.load(saved)
 
 
 @pytest.mark.parametrize(("rank", "room"), [(None, 100_000), (2, 1)])  # the second: no room for lora.json
 def test_a_full_disk_is_named_and_not_by_a_traceback(hf: Path, tmp_path: Path, rank: int | None, room: int) -> None:
     """The error is none by which a job comes back without the node: that has nothing to do with it."""
-    learner = drawn(hf, 5)
-    learner._lora = LoraSection(rank=rank)
+    section = LearnerSection(lora=LoraSection(rank=rank))
+    learner = drawn(hf, 5, make_policy(read_shape(hf), section, torch.device("cpu"), temperature=1.0))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:

@@ -28,6 +28,7 @@ from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.engines.http import Server
 from rl_megatron.engines.replicas import Event
 from rl_megatron.errors import ConfigError, SyncError
+from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import (
@@ -39,9 +40,8 @@ from rl_megatron.types import (
     Span,
     WeightUpdate,
 )
-from rl_megatron.weights.adapters.pushed import ADAPTERS, AdapterWeights, adapters_folder
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
-from rl_megatron.weights.layouts.lora import hf_adapters, ranks_of_parts
+from rl_megatron.weights.push.sync import ADAPTERS, AdapterWeights, adapters_folder
 from rl_megatron.weights.push.trust import Probe, Trust
 from rl_megatron.weights.routes.delivery import FileDelivery
 from tests.completions import completion
@@ -179,8 +179,8 @@ def recipe(*keys: str) -> RunConfig:
 def test_a_push_of_adapters_is_planned_by_their_bytes() -> None:
     """They go to the first rank, which writes them, and each of the servers reads them."""
     config = recipe("weights.push=adapters")
-    ranks = ranks_of_parts(megatron_layout(MOE), config.learner.lora)
-    whole = 2 * sum(map(prod, hf_adapters(hf_layout(MOE), ranks).local_shapes(0).values()))
+    folder = LoraLayouts(config.learner.lora).in_files(megatron_layout(MOE), hf_layout(MOE))
+    whole = 2 * sum(map(prod, folder.local_shapes(0).values()))
     gathered, written, read = push_cost(config, MOE).hops
     assert gathered.total < whole
     assert gathered.received == gathered.total
@@ -293,7 +293,13 @@ class Run:
         probe = Probe.make(vocab_size=50, max_length=40, temperature=1.0, tolerance=1e-3)
         trust = Trust(path=path, servers=self.loras, learner=self.learner, dims=ParallelDims(), probe=probe)
         self.weights = AdapterWeights(
-            learner=self.learner, delivery=file, file=file, trust=trust, servers=self.loras, nodes=2
+            learner=self.learner,
+            delivery=file,
+            file=file,
+            trust=trust,
+            servers=self.loras,
+            nodes=2,
+            section="learner.lora",
         )
 
     @staticmethod

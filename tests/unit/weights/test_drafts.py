@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.features.lora.merging import merge_adapters
 from rl_megatron.models.named import NAMED
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, WithDrafts, read_boxes
 from rl_megatron.weights.checkpoints.streaming import Share

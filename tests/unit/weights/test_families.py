@@ -32,6 +32,7 @@ from typing_extensions import override
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
+from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.models.families.common import REFUSED
 from rl_megatron.models.families.fields import ConfigFields
 from rl_megatron.models.json_files import Fields
@@ -47,7 +48,6 @@ from rl_megatron.weights.layouts import families
 from rl_megatron.weights.layouts.families import FAMILIES, family_of, hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.learner import elements, trained_elements
-from rl_megatron.weights.layouts.lora import learner_adapters
 from rl_megatron.weights.layouts.tables.deepseek_v3 import HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3
 from rl_megatron.weights.layouts.tables.grouped_query import HF_QWEN3_MOE
 from rl_megatron.weights.plans.plan import plan
@@ -142,7 +142,7 @@ def test_named_models_with_indexers_are_correct(name: str, kind: Any, rope: dict
     frozen = sum(size for key, size in sizes.items() if ".indexer.w" in key and "weights_proj" not in key)
     assert elements(layout, 0).both - trained_elements(run, layout)[0].both == frozen > 5e8
     adapted = RunConfig.model_validate({"learner": {"lora": {"rank": 4}}})
-    assert not any("indexer" in row.name for row in learner_adapters(layout, adapted.learner.lora).rows())
+    assert not any("indexer" in row.name for row in LoraLayouts(adapted.learner.lora).on_ranks(layout).rows())
 
 
 @pytest.mark.parametrize(

@@ -22,22 +22,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl_megatron.config.sections.learner import Adaptable, LoraSection
 from rl_megatron.errors import CheckpointError, RLMegatronError, WeightError
+from rl_megatron.features.lora.feature import Adaptable, LoraSection
+from rl_megatron.features.lora.files import held_lora
+from rl_megatron.features.lora.merging import base_digest, merge_adapters
+from rl_megatron.features.lora.rows import OF_EXPERTS_ALONE, WITH_EXPERTS, LoraLayouts, hf_adapter_name
 from rl_megatron.models.tiny import TinySizes, make_tiny_model, tiny_shape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.adapters.files import OF_EXPERTS_ALONE, PREFIX, WITH_EXPERTS, peft_config
-from rl_megatron.weights.adapters.merging import base_digest, merge_adapters
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
-from rl_megatron.weights.checkpoints.megatron import copies_between, find_homes, held_lora, is_megatron, newest_in
+from rl_megatron.weights.checkpoints.megatron import copies_between, find_homes, is_megatron, newest_in
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import Chunk, read_index, write_index, write_tensor
-from rl_megatron.weights.formats.hf_folder import INDEX, file_names, index_text, raise_misfits, weight_files
+from rl_megatron.weights.formats.hf_folder import INDEX, PREFIX, file_names, index_text, raise_misfits, weight_files
 from rl_megatron.weights.formats.schemes import Scheme, find_quantised
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Piece
-from rl_megatron.weights.layouts.lora import hf_adapter_name, hf_adapters, ranks_of_parts
 from tests.draft_models import save_with_drafts
 from tests.family_models import MODELS, save_model
 from tests.saved_adapters import save_adapters
@@ -343,13 +343,12 @@ def test_peft_loads_those_of_dense_layers_and_shared_experts(
     base, out = tmp_path / "base", tmp_path / "adapters"
     save_model(name, base)
     lora, shape = LoraSection(rank=4, expert_rank=expert_rank, alpha=16, targets=targets), read_shape(base)
-    ranks = ranks_of_parts(megatron_layout(shape), lora)
     torch.manual_seed(0)
-    sizes = hf_adapters(hf_layout(shape), ranks).local_shapes(0)
+    sizes = LoraLayouts(lora).in_files(megatron_layout(shape), hf_layout(shape)).local_shapes(0)
     adapters = {key: torch.randn(size) * 0.2 for key, size in sizes.items()}
     out.mkdir()
     save_file({PREFIX + key: tensor for key, tensor in adapters.items()}, out / "adapter_model.safetensors")
-    (out / "adapter_config.json").write_text(json.dumps(peft_config(lora, shape, base)))
+    (out / "adapter_config.json").write_text(json.dumps(LoraLayouts(lora).described(shape, base)))
     plain, found = log_probs(base), log_probs(base, out)
     weights = load_file(base / "model.safetensors")
     for key in weights:

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from rl_megatron.digests import digest_of
-from rl_megatron.errors import CheckpointError, ConfigError
+from rl_megatron.errors import ConfigError
+from rl_megatron.features.lora.files import adapter_copies, held_lora, raise_other_base
+from rl_megatron.features.lora.rows import hf_adapter_name
 from rl_megatron.weights.bytes.bits import as_dtype, to_tensor
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors, in_dtype, options_of, write_hf
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies
-from rl_megatron.weights.checkpoints.megatron import HeldLora, adapter_copies, held_lora
 from rl_megatron.weights.checkpoints.streaming import Copy, OnProgress, Share, Sliceable, fingerprint
 from rl_megatron.weights.formats.hf_folder import config_text, is_draft
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
-from rl_megatron.weights.layouts.lora import hf_adapter_name
 
 _SAMPLED = 4096  # numbers of a tensor
 
@@ -49,16 +49,6 @@ def base_digest(folder: Path, family: str | None = None) -> str:
     return digest_of(b"".join(sampled)).xxh3_128
 
 
-def raise_other_base(source: Path, held: HeldLora, base: str, where: str) -> None:
-    """Raises CheckpointError if the adapters of ``source`` were trained beside a model of another digest than ``base``,
-    that of ``where``; older checkpoints have none."""
-    if held.base not in (None, base):
-        raise CheckpointError(
-            f"{source} holds adapters of another model than {where}: a sample of the weights that they were trained "
-            f"beside has the digest {held.base}, and that model's has {base}; give the model that training began from"
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Merged:
     """A stored matrix with B A added in float32 as it is read, then rounded to its dtype."""
@@ -73,6 +63,14 @@ class _Merged:
         values = to_tensor(self.source[box].copy(), self.dtype).float()
         merged = values.addmm_(self.b[box[0]], self.a[:, box[1]])
         return as_dtype(self.name, merged, self.dtype)
+
+
+def export(source: Path, base: Path, out: Path, *, family: str | None, dtype: str) -> bool:
+    """`rl_megatron.feature.exported` for adapters, which are merged. Raises as `merge_adapters`."""
+    if held_lora(source) is None:
+        return False
+    merge_adapters(source, base, out, family=family, dtype=DType(dtype))
+    return True
 
 
 def merge_adapters(

@@ -1,4 +1,4 @@
-"""The adapters of one model chunk: parameters beside its linears' weights, merged into these while a pass runs.
+"""The adapters of a model on one rank: parameters beside its linears' weights, merged into these while a pass runs.
 
 The weight itself is frozen. A module multiplies by W + alpha / rank * B A, computed in one product when its forward
 pass begins, and once more in its backward pass: autograd keeps none of the merged weights. That costs the products of
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,19 +21,55 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
+from typing_extensions import override
 
-from rl_megatron.config.sections.learner import LoraSection
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.feature import Built, ChunkAdapters, LearnerHooks
+from rl_megatron.features.lora.feature import LoraSection, lora_of
+from rl_megatron.features.lora.files import held_lora, raise_other_base, write_lora
+from rl_megatron.features.lora.merging import base_digest
+from rl_megatron.features.lora.rows import Adapted, adapted_rows, adapter_name
 from rl_megatron.learner.parameters import global_name
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.layout import Layout, coordinates
-from rl_megatron.weights.layouts.lora import Adapted, adapted_rows, adapter_name
 
 _EXPERTS = ".experts."
 
 
-def add_adapters(models: Sequence[GPTModel], layout: Layout, lora: LoraSection, rank: int) -> list[Adapters]:
-    """Freeze the chunks of a rank, whose weights are laid out by ``layout``, and give each its adapters, whose values
-    are undefined. Call it before DistributedDataParallel."""
-    at = coordinates(layout.dims, rank)
+def make_hooks(built: Built) -> LoraHooks:
+    """What tells the run's checkpoints of adapters from those beside another model. Every rank calls it."""
+    return LoraHooks(lora_of(built.learner))
+
+
+class LoraHooks(LearnerHooks):
+    """Says of checkpoints of adapters beside which model these are, on the first rank."""
+
+    def __init__(self, lora: LoraSection) -> None:
+        self._lora = lora
+        self._base: str | None = None  # `base_digest` of the model beside which they are, if known
+
+    @override
+    def started(self, folder: Path, family: str | None) -> None:
+        """Raises as `hf_tensors`."""
+        if dist.get_rank() == 0:
+            self._base = base_digest(folder, family)
+
+    @override
+    def saving(self, folder: Path) -> None:
+        if dist.get_rank() == 0:
+            write_lora(folder, self._lora, self._base)
+
+    @override
+    def loading(self, folder: Path) -> None:
+        if self._base is not None and (held := held_lora(folder)) is not None:
+            raise_other_base(folder, held, self._base, "model.path")
+
+
+def add_adapters(shape: ModelShape, learner: LearnerSection, models: Sequence[GPTModel]) -> None:
+    """Freezes the chunks of this rank's policy, and gives each its adapters, whose values are undefined."""
+    layout, lora = megatron_layout(shape, learner.dims, stages=learner.stages), lora_of(learner)
+    at = coordinates(layout.dims, dist.get_rank())
     rows: dict[str, Adapted] = {}
     for one in adapted_rows(layout.rows(), layout.shape, lora):
         for layer, stages in layout.layer_stages(one.base).items():
@@ -40,13 +77,8 @@ def add_adapters(models: Sequence[GPTModel], layout: Layout, lora: LoraSection, 
                 if at.pp in stages:
                     rows[one.base.name.format(layer=layer, expert=expert)] = one
     masks = {one.base.name: _mask(one, layout, at.on(one.base.axis)) for one in rows.values()}
-    return [Adapters(model, rows, masks, lora) for model in models]
-
-
-def adapters_of(model: GPTModel) -> Adapters | None:
-    """The adapters that `add_adapters` gave a chunk."""
-    found: Adapters | None = getattr(model, "adapters", None)
-    return found
+    for model in models:
+        Adapters(model, rows, masks, lora)
 
 
 def _mask(one: Adapted, layout: Layout, chunk: int) -> Tensor | None:
@@ -61,7 +93,7 @@ def _mask(one: Adapted, layout: Layout, chunk: int) -> Tensor | None:
     return mask
 
 
-class Adapters:
+class Adapters(ChunkAdapters):
     """The adapters of one chunk of the model, on one rank."""
 
     def __init__(

@@ -1,0 +1,126 @@
+"""Checkpoints of adapters, and the folder that peft and engines load, made of one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from rl_megatron.errors import CheckpointError, ConfigError
+from rl_megatron.feature import load_side
+from rl_megatron.features.lora.feature import LoraSection
+from rl_megatron.features.lora.rows import WITH_EXPERTS, LoraLayouts
+from rl_megatron.files import write_atomically
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.weights.checkpoints.convert import options_of
+from rl_megatron.weights.checkpoints.hugging_face import write_safetensors
+from rl_megatron.weights.checkpoints.megatron import copies_between, is_megatron
+from rl_megatron.weights.checkpoints.streaming import Copy, Files, OnProgress, Share, Sink, write_files
+from rl_megatron.weights.formats.hf_folder import INDEX, PREFIX, SINGLE
+from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
+
+_KEYS = "lora.json"  # beside the shards of a checkpoint that holds adapters alone
+
+
+class HeldLora(LoraSection):
+    """The adapters that a checkpoint holds."""
+
+    base: str | None = None
+    """`base_digest` of the model that they stand beside; None in older checkpoints, and for a model that a seed
+    makes."""
+
+
+def write_lora(folder: Path, lora: LoraSection, base: str | None = None) -> None:
+    """Say beside the shards in ``folder`` that they are of adapters, of which, and beside which model."""
+    write_atomically(folder / _KEYS, HeldLora(**lora.model_dump(), base=base).model_dump_json().encode())
+
+
+def held_lora(folder: Path) -> HeldLora | None:
+    """The adapters that a checkpoint holds in place of a model. Raises CheckpointError if that cannot be read."""
+    path = folder / _KEYS
+    if not path.is_file():
+        return None
+    try:
+        return HeldLora.model_validate_json(path.read_bytes())
+    except (ValidationError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {str(error)[:200]}; use another checkpoint") from error
+
+
+def adapter_copies(source: Path, shape: ModelShape, lora: LoraSection) -> tuple[dict[str, Copy], Files]:
+    """A checkpoint's adapters by peft's names, without its prefix. Raises as `megatron_copies`."""
+    ranks = megatron_layout(shape)
+    hf = LoraLayouts(lora).in_files(ranks, hf_layout(shape))
+    tensors, files = copies_between(source, hf, LoraLayouts(lora).on_ranks(ranks))
+    return {tensor.name: tensor for tensor in tensors}, files
+
+
+def raise_other_base(source: Path, held: HeldLora, base: str, where: str) -> None:
+    """Raises CheckpointError if the adapters of ``source`` were trained beside a model of another digest than ``base``,
+    that of ``where``; older checkpoints have none."""
+    if held.base not in (None, base):
+        raise CheckpointError(
+            f"{source} holds adapters of another model than {where}: a sample of the weights that they were trained "
+            f"beside has the digest {held.base}, and that model's has {base}; give the model that training began from"
+        )
+
+
+def adapters_to_peft(
+    source: Path,
+    out: Path,
+    *,
+    config: Path,
+    family: str | None = None,
+    on_progress: OnProgress = lambda n, total: None,
+    share: Share | None = None,
+) -> list[int]:
+    """Write the adapters of a run's checkpoint as the folder that peft loads, in their stored dtype.
+
+    ``config`` is the folder of the model that they stand beside; where it has weights, they are compared. Returns and
+    raises as `megatron_to_hf`, and as `raise_other_base`.
+    """
+    lora, shape = held_lora(source), read_shape(config, family)
+    if lora is None:
+        raise ConfigError(f"{source} holds a whole model; there are no adapters to write")
+    if of_unknown_base(source, config) is None:
+        base_digest = load_side("rl_megatron.features.lora.merging:base_digest")  # imports torch
+        raise_other_base(source, lora, base_digest(config, family), str(config))
+    tensors, files = adapter_copies(source, shape, lora)
+    named = tuple(replace(tensor, name=PREFIX + name) for name, tensor in tensors.items())
+    told = json.dumps(LoraLayouts(lora).described(shape, config), indent=2) + "\n"
+
+    def finish(folder: Path, _: Mapping[str, list[dict[str, object]]]) -> None:
+        write_atomically(folder / "adapter_config.json", told.encode())
+
+    sink = Sink(name="adapter_model.safetensors", tensors=named, write=write_safetensors)
+    options = options_of(config, family, None, 0)
+    return write_files(
+        source, out, [sink], files, on_progress, finish, companion=config, options=options, share=share or Share()
+    )
+
+
+def of_unknown_base(source: Path, base: Path) -> str | None:
+    """Why nothing says whether the adapters of ``source`` were trained beside the model of ``base``; None if it can be
+    known."""
+    lora = held_lora(source)
+    if lora is None or lora.base is None:
+        return f"{source} does not say beside which model its adapters were trained"
+    if is_megatron(base) or any((base / name).is_file() for name in (INDEX, SINGLE)):
+        return None
+    return f"{base} has no weights to compare with those that the adapters of {source} were trained beside"
+
+
+def left_by_peft(source: Path, config: Path, family: str | None) -> str | None:
+    """A line to show about adapters of ``source`` that peft leaves out, of the model of ``config``; None if it takes
+    all."""
+    lora, shape = held_lora(source), read_shape(config, family)
+    if lora is None or shape.family in WITH_EXPERTS:
+        return None
+    if not any("{expert}" in part for part in LoraLayouts(lora).ranks(megatron_layout(shape))):
+        return None
+    return (
+        f"peft 0.21 leaves out the adapters of routed experts of model_type={shape.family!r}, without an error; "
+        "--merge makes a model with all of them"
+    )
