@@ -15,7 +15,7 @@ from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -346,14 +346,10 @@ def learned_labels(config: RunConfig) -> list[object]:
     ]
     made = LearnedRows(tokenizer=byte_tokenizer(), stop_token_ids=[1], end_token_ids={"": 1}, vocab_size=300)
     units_of: Any = made.units(config)
-    given: dict[str, Any] = {
-        "parts": SimpleNamespace(config=config, folder=Path()),
-        "data": SimpleNamespace(held_out=prompts[:2]),
-    }
+    nothing: Any = SimpleNamespace(policy=None, critic=None, reference=None)
+    parts, data = cast(Any, SimpleNamespace(config=config, folder=Path())), SimpleNamespace(held_out=prompts[:2])
     try:
-        built: Any = jobs._preferences(
-            jobs._Building(**given, roles=None, units_of=units_of, attention_cost=0.0, steps=None)
-        )
+        built: Any = jobs._objective(parts, nothing, cast(Any, data), units_of, 0.0, nothing)
         units, left_out = made_units(prompts, units_of, config)
         kept = fitted(units, config)
     except DataError as error:

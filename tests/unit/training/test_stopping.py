@@ -578,8 +578,8 @@ def test_reports_show_it_at_its_step(tmp_path: Path) -> None:
     writer.write({"step": 2, "phase": "eval", "eval/accuracy": 0.5, "seconds/eval": 3.0})
     (tmp_path / "config.yaml").write_text("run: {name: a}\n")
     (run,) = load_runs([tmp_path])
-    assert [row.get("eval/accuracy") for row in run.rl] == [None, 0.5, None]
-    assert not any("seconds/eval" in row for row in run.rl)  # it is no part of that step's seconds
+    assert [row.get("eval/accuracy") for row in run.rl.rows("eval/accuracy")] == [None, 0.5, None]
+    assert "seconds/eval" not in run.rl.names  # it is no part of that step's seconds
 
 
 @pytest.mark.parametrize(
