@@ -192,7 +192,7 @@ def test_what_cannot_be_compared_is_refused(folder: Path, here: Path, capsys: py
             "--config",
             "calculator",
             "environment.concurrency=10000000",
-        ): "10000000 trajectories (environment.concurrency) at once: the",
+        ): "10000000 trajectories (environment.concurrency): the controller opens about",
     }
     for arguments, why in refused.items():
         status, text = said(capsys, *arguments)
