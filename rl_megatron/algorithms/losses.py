@@ -1,24 +1,34 @@
 """The learner's losses: pure, picklable functions of one micro-batch (``rl_megatron.types.Loss``).
 
 A policy-gradient algorithm is a row of choices (docs/algorithms.md), the ``algorithm`` section of the configuration;
-the functions behind each choice are in ratios.py, objectives.py and aggregation.py. T positions, S sequences.
+the functions behind each choice are in ratios.py and objectives.py, and those of its aggregation here.
+T positions, S sequences, N positions of all of them.
+
+An aggregation makes one number of the losses of tokens: each choice gives the weights [T] of the tokens in the global
+sum. They already contain the global denominators of the whole (mini)batch, so the shares of micro-batches,
+data-parallel and context-parallel ranks add up to the loss for any cut. ``lengths`` [S] count each sequence's tokens;
+``max_length`` is the fixed length that one of the choices divides by. What is averaged over is a trajectory, or a
+prompt: where that is several sequences, the controller computes the weights (``token_weight``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.aggregation import AGGREGATIONS, loss_weights
 from rl_megatron.algorithms.auxiliary import PreferenceLoss, ValueLoss
 from rl_megatron.algorithms.corrections import correction_weights, with_proximal
 from rl_megatron.algorithms.kl import absolute, k3, kl_term
 from rl_megatron.algorithms.objectives import demonstrated_losses, objective_of
 from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, RATIO_LEVELS, masked, required
+from rl_megatron.algorithms.segments import dense, segment_sum, sequence_ids
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.types import Loss, LossInputs, LossOutput, Metric
+from rl_megatron.types import Loss, LossInputs, LossOutput, Metric, Samples
+
+Aggregation = Callable[[LossInputs, Tensor, int], Tensor]
 
 _RATIO_MEANS = dict.fromkeys(("sequence", "turn", "sequence_sum"), "seq_mean_token_mean") | {"token": "token_mean"}
 MEANS_OF_RATIOS = (
@@ -167,6 +177,71 @@ class CrossEntropy:
             loss=-inputs.logprobs.sum() / num_tokens,
             metrics={"entropy": Metric(value=inputs.entropy.detach().sum() / num_tokens)},
         )
+
+
+def token_mean(inputs: LossInputs, lengths: Tensor, max_length: int = 0) -> Tensor:
+    """Every token of the batch weighs the same."""
+    return inputs.mask.to(inputs.logprobs.dtype) / max(inputs.num_tokens, 1)
+
+
+def seq_mean_token_mean(inputs: LossInputs, lengths: Tensor, max_length: int = 0) -> Tensor:
+    """Every sequence weighs the same, and its tokens share that weight."""
+    return seq_mean_token_sum(inputs, lengths) / lengths.clamp(min=1)[inputs.segment_ids]
+
+
+def seq_mean_token_sum(inputs: LossInputs, lengths: Tensor, max_length: int = 0) -> Tensor:
+    """Mean over sequences of the sum over their tokens."""
+    return inputs.mask.to(inputs.logprobs.dtype) / inputs.num_sequences
+
+
+def seq_mean_token_sum_norm(inputs: LossInputs, lengths: Tensor, max_length: int = 0) -> Tensor:
+    """Mean over sequences of the sum over their tokens, over a fixed length (Dr. GRPO, arXiv:2503.20783)."""
+    return seq_mean_token_sum(inputs, lengths) / max_length
+
+
+def prompt_mean(inputs: LossInputs, lengths: Tensor, max_length: int = 0) -> Tensor:
+    """Every prompt weighs the same, and the tokens of all its trajectories share that weight (arXiv:2510.13786)."""
+    return required(inputs.token_weight, "token_weight")
+
+
+AGGREGATIONS: Mapping[str, Aggregation] = {
+    "token_mean": token_mean,
+    "seq_mean_token_mean": seq_mean_token_mean,
+    "seq_mean_token_sum": seq_mean_token_sum,
+    "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
+    "prompt_mean": prompt_mean,
+}
+
+
+def loss_weights(name: str, inputs: LossInputs, lengths: Tensor, max_length: int) -> Tensor:
+    """Weights [T] of the tokens in the global sum, of inputs already ``masked``: the controller's, if it gave some."""
+    return AGGREGATIONS[name](inputs, lengths, max_length) if inputs.token_weight is None else inputs.token_weight
+
+
+def units_of(samples: Samples, name: str) -> Tensor | None:
+    """What the choice averages over, of each sequence, [S]; None where sequences or tokens are that already."""
+    return {"token_mean": None, "prompt_mean": samples.group_of}.get(name, samples.trajectory_of)
+
+
+def token_weight(samples: Samples, name: str, *, max_length: int, part: Tensor | None = None) -> Tensor | None:
+    """The column ``token_weight`` [N] of a batch of the sequences ``part``, all by default; 0 at those of others.
+
+    None where the learner's own counts give the weights.
+    """
+    units = units_of(samples, name)
+    if units is None:
+        return None
+    part = torch.arange(len(units)) if part is None else part
+    ids = dense(units[part])
+    of_positions = sequence_ids(samples.cu_seqlens)
+    tokens = segment_sum(samples.mask.double(), of_positions, samples.num_sequences)[part]
+    each = {
+        "seq_mean_token_sum": torch.ones_like(tokens),
+        "seq_mean_token_sum_norm": torch.full_like(tokens, 1 / max_length),
+    }.get(name, 1 / segment_sum(tokens, ids).clamp(min=1)[ids])
+    of_sequences = torch.zeros(samples.num_sequences, dtype=torch.float64)
+    of_sequences[part] = each / (int(ids.max()) + 1)
+    return of_sequences.float()[of_positions] * samples.mask
 
 
 def _sampled_alone(inputs: LossInputs) -> LossInputs:

@@ -22,10 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_megatron.algorithms.aggregation import token_weight
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.corrections import proximal_share, second_moment_mask
-from rl_megatron.algorithms.losses import loss_of
+from rl_megatron.algorithms.losses import loss_of, token_weight
 from rl_megatron.algorithms.mismatch import mismatch_metrics
 from rl_megatron.algorithms.objectives import ClipLimits
 from rl_megatron.algorithms.own import check_own_advantages, check_own_objective, check_own_pair_loss

@@ -16,9 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_megatron.algorithms.aggregation import token_weight
 from rl_megatron.algorithms.auxiliary import KtoLoss, ValueLoss
-from rl_megatron.algorithms.losses import WithValues, loss_of
+from rl_megatron.algorithms.losses import WithValues, loss_of, token_weight
 from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from rl_megatron.algorithms import corrections
 from rl_megatron.algorithms.advantages import LEVELS, group_advantages
-from rl_megatron.algorithms.aggregation import AGGREGATIONS
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.kl import ESTIMATORS
-from rl_megatron.algorithms.losses import loss_of
+from rl_megatron.algorithms.losses import AGGREGATIONS, loss_of
 from rl_megatron.algorithms.objectives import OBJECTIVES
 from rl_megatron.algorithms.ratios import RATIO_LEVELS
 from rl_megatron.algorithms.returns import gae, whiten

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl_megatron.algorithms.aggregation import token_weight
 from rl_megatron.algorithms.corrections import proximal_share
+from rl_megatron.algorithms.losses import token_weight
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import Packer
 from rl_megatron.data.samples import to_samples
