@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rl_megatron.learner.packed import PackedMicroBatch
     from rl_megatron.models.shape import ModelShape
     from rl_megatron.observability.recorder import Row, Stopwatch
-    from rl_megatron.rules import Rule
+    from rl_megatron.rules import On, Rule
     from rl_megatron.training.scores import Measured
     from rl_megatron.types import Batch, Completion, GenerationRequest, Metric, RolloutGroup, Samples, Want
     from rl_megatron.weights.boxes import Box, Shape
@@ -229,6 +229,8 @@ class Feature:
     `ModelShape`, and yields a kind (problem or note) and a text for each finding."""
     metrics: MetricTuples = ()
     """Rows of the table of metrics."""
+    recorded: Mapping[str, tuple[On, str]] = field(default_factory=dict)
+    """By the name of a metric: the condition for a run to record it, and what to do where it does not hold."""
     adapters: str | None = None
     """``package.module:function`` that makes the `AdapterLayouts` of a learner's section where the feature is active:
     of parameters that it adds beside the model's, which alone are trained, and saved by a run."""

@@ -28,9 +28,7 @@ from rl_megatron.config.sections.data import MixtureData
 from rl_megatron.config.sections.eval import EvalSetSection
 from rl_megatron.config.sections.jobs import JobKind
 from rl_megatron.errors import ConfigError, shorten
-from rl_megatron.features.replay.feature import of_algorithm
-from rl_megatron.features.router_balance.feature import of_router
-from rl_megatron.features.router_study.feature import of_train
+from rl_megatron.feature import features
 from rl_megatron.observability.metrics import ENVIRONMENTS, SAMPLING, documented
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.section import Finite, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
@@ -268,13 +266,9 @@ def _lacking(metric: str, config: RunConfig) -> str | None:
         return None
     if (dense := _dense(config.model.path, config.learner.model)) is not None:
         return f"model.path={config.model.path}: model_type={dense!r} has no experts"
-    if name.endswith("_loss") and name not in of_router(config.learner).losses:
-        return f"learner.router.{name}=0; set a coefficient"
-    if name.startswith(("flips_update", "first_flip")) and not of_train(config.train):
-        return "train.route_flips=false; set it to true"
-    if name == "rerouted_fraction" and of_algorithm(config.algorithm) == "off":
-        return "algorithm.routing_replay=off; set r2 or r3"
-    return None
+    found = documented(metric)
+    known = [one.recorded[found.name] for one in features().values() if found and found.name in one.recorded]
+    return next((f"{on.unmatched(config, {})}; {fix}" for on, fix in known if not any(on.matches(config, {}))), None)
 
 
 @cache

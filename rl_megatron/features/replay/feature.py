@@ -119,4 +119,5 @@ FEATURE = Feature(
         ("moe/rerouted_fraction", "", "share of (token, layer) whose router would choose other experts than the "
          "replayed ones", Curve("Health", "Tokens rerouted by replay")),
     ),
+    recorded={"moe/rerouted_fraction": (_REPLAYS, "set r2 or r3")},
 )  # fmt: skip

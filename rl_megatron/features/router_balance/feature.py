@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from rl_megatron.config.sections.learner import LearnerSection
 
 
+_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
+
+
 class BalanceKeys(Section):
     """The feature's keys of routers."""
 
@@ -31,8 +34,7 @@ class BalanceKeys(Section):
     @property
     def losses(self) -> dict[str, float]:
         """Coefficients above 0, by key."""
-        kinds = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
-        return {kind: coefficient for kind in kinds if (coefficient := getattr(self, kind))}
+        return {kind: coefficient for kind in _LOSSES if (coefficient := getattr(self, kind))}
 
 
 def of_router(learner: LearnerSection) -> BalanceKeys:
@@ -76,4 +78,5 @@ FEATURE = Feature(
         ("moe/z_loss", "", "mean squared logsumexp of routers' logits, mean over layers",
          Curve("Health", "Routers' z-loss")),
     ),
+    recorded={f"moe/{key}": (On(f"learner.router.{key}", Above(0)), "set a coefficient") for key in _LOSSES},
 )  # fmt: skip

@@ -70,4 +70,5 @@ FEATURE = Feature(
         ("moe/first_flip/<name>", "", "share of sampled tokens whose lowest layer with such a flip is this, or `none`",
          Curve("Health", "Tokens by first such layer: <name>")),
     ),
+    recorded=dict.fromkeys(("moe/flips_update", "moe/first_flip/<name>"), (_FLIPS, "set it to true")),
 )  # fmt: skip

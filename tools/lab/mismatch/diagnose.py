@@ -27,7 +27,7 @@ from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.errors import ConfigError, SyncError
-from rl_megatron.features.replay.feature import of_algorithm
+from rl_megatron.feature import wanted
 from rl_megatron.files import write_atomically
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
@@ -138,7 +138,7 @@ class _Examination:
             engine_dtype=dtype,  # a server with another dtype was refused
             configured=Parameters(temperature=rollout.temperature, top_p=rollout.top_p),
             served=rollout.served,
-            replays=of_algorithm(self.config.algorithm) == "r3",
+            replays="routes" in self.config.asked_columns.keys() - wanted(self.config),  # not the learner's own
             head_dtype=self.config.learner.head_dtype,
         )
         outcomes = await run_experiments(self._bench(), prompts, completions=num_completions, worth=setting.noise)
@@ -147,7 +147,7 @@ class _Examination:
 
     def _bench(self) -> Bench:
         rollout, learner = self.config.rollout, self.roles.policy
-        routed = not rollout.served or of_algorithm(self.config.algorithm) == "r3"
+        routed = not rollout.served or "routes" in self.config.asked_columns
         return Bench(
             learner=learner,
             engine=self.roles.engine,
