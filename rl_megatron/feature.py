@@ -22,8 +22,6 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.section import Section
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import numpy as np
     import torch
     from megatron.core.distributed import DistributedDataParallel

@@ -69,7 +69,6 @@ def lock(file: BinaryIO) -> bool:
     return True
 
 
-_BY_RESUME = "add --resume to continue it, from its start if it has no checkpoint, or "
 _REMOVED = (errno.ENOENT, errno.ESTALE)  # NFS says the second of an open file that was removed elsewhere
 
 

@@ -248,11 +248,6 @@ class Sent:
         self._columns: dict[str, _Column] = {}
         self._alike: set[frozenset[str]] = set()  # pairs of columns that are equal
 
-    @property
-    def anything(self) -> bool:
-        """Whether ranks hold a step's rows."""
-        return self._tokens is not None
-
     def forget(self) -> None:
         """Count on nothing that ranks hold."""
         self._tokens, self._columns, self._alike, self._rows = None, {}, set(), [{} for _ in self._rows]

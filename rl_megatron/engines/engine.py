@@ -117,7 +117,7 @@ class ServedEngine:
         samples: int = 1,
         slots: int | None = None,
     ) -> None:
-        self.adapter, self._mode = adapter, section.running_requests
+        self.adapter = adapter
         self.replicas = ReplicaSet(adapter.name, servers)
         self._attempts = Attempts(adapter, self.replicas, vocab_size=vocab_size, slots=slots)
         self.weights = ReplicaWeights(adapter, self.replicas, section, self._attempts)

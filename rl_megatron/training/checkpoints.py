@@ -309,11 +309,6 @@ def _all(folder: Path) -> list[Path]:
     return [path for _, _, path in sorted(named)]
 
 
-def _step_of(folder: Path) -> int | None:
-    """The step of reinforcement after which a checkpoint was written; None in a warm start."""
-    return int(match[2]) if (match := CHECKPOINT.fullmatch(folder.name)) and match[1] == "step" else None
-
-
 def read(folder: Path) -> Checkpoint:
     """Read ``trainer.json`` and the manifest, and compare the size of every file with that of the manifest. Raises
     CheckpointError that names each missing or torn file."""
