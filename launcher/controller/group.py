@@ -27,6 +27,8 @@ from rl_megatron.interfaces import unheard
 from rl_megatron.observability.timeline import Recorded, save
 from rl_megatron.placement.names import LEARNER, called, file_stem
 
+logger = logging.getLogger(__name__)
+
 _DUMP_SECONDS = 10.0  # a process's time to write its stacks
 _QUIET_SECONDS = 5  # after which a process may have been stopped
 _WOKEN = 16  # wakes at most so many processes
@@ -121,9 +123,6 @@ def _size(file: Path) -> int:
 
 def _text(file: Path) -> str:
     return file.read_text(errors="replace") if file.exists() else ""
-
-
-logger = logging.getLogger(__name__)
 
 
 class WorkerGroup:

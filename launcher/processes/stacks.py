@@ -26,6 +26,8 @@ from typing import IO, Any, NoReturn
 from rl_megatron.config.run import RunConfig
 from rl_megatron.files import InHand, in_hand, make_inside
 
+logger = logging.getLogger(__name__)
+
 SIGNAL = signal.SIGUSR2
 _HEAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*\(most recent call first\):$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
@@ -173,8 +175,6 @@ def explain(found: Mapping[int, Stack | None]) -> tuple[list[int], str]:
         said.setdefault(text, []).append(str(rank))
     return behind, "; ".join(f"rank {', '.join(ranks)} {text}" for text, ranks in said.items())
 
-
-logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.02
 _LAST_SECONDS = 5.0  # for the stacks and the reason, before the process ends

@@ -27,6 +27,8 @@ from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.files import naming
 from rl_megatron.placement.files import weights_folder
 
+logger = logging.getLogger(__name__)
+
 
 def mirror_path(config: RunConfig, run_folder: Path) -> Path:
     """The mirror file of this run's weights for servers, the same path on each node that has one."""
@@ -45,8 +47,6 @@ def _name(run_folder: Path) -> str:
 def _mirror(config: RunConfig, folder: Path, name: str) -> Path:
     return (weights_folder(config) or folder.resolve()) / f"rl_megatron-{name}" / "model.safetensors"
 
-
-logger = logging.getLogger(__name__)
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # Lustre mounted without flock; NFS without its service
 

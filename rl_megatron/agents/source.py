@@ -36,6 +36,8 @@ from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler, Tell
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams, Scored, Trajectory
 
+logger = logging.getLogger(__name__)
+
 SECONDS, CALLS, BAD_CALLS = "seconds", "tool_calls", "bad_calls"
 """In a trajectory's metrics: its seconds, its calls of tools, and its turns with one that cannot be read."""
 BRANCHES, OWN, ENDPOINT = "branches/", "own/", "endpoint/"
@@ -140,9 +142,6 @@ class Waves(RolloutEngine):
                 answer.set_result(result)
         self._running = None
         self._consider()
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,8 @@ from rl_megatron.errors import EngineError, PoisonPrompt
 from rl_megatron.observability.timeline import FreeLanes
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 
+logger = logging.getLogger(__name__)
+
 _LOSSES = 3
 
 ServerLoss = tuple[Server, int]
@@ -220,8 +222,6 @@ def surplus(running: Sequence[int]) -> list[int]:
         have[have.index(least)] += 1
     return moved
 
-
-logger = logging.getLogger(__name__)
 
 _RETRIES = 3  # of a request, on another replica if there is one
 _WAIT = 0.5  # seconds before the first retry; the wait doubles each time

@@ -33,6 +33,8 @@ from typing import IO, Any, Self
 from rl_megatron.errors import DataError
 from rl_megatron.files import naming, parse, write_atomically
 
+logger = logging.getLogger(__name__)
+
 DRIFT = 1e-4  # seconds a second between two machines' clocks: twice 50 ppm, what a computer's quartz keeps
 
 
@@ -584,9 +586,6 @@ def _rank(process: str) -> int:
     word, number = process.split(" ")[0], re.search(r"\d+", process)
     place = _FIRST.index(word) if word in _FIRST else len(_FIRST)
     return place * 1_000_000 + (int(number[0]) if number else 0)
-
-
-logger = logging.getLogger(__name__)
 
 
 class Timeline:

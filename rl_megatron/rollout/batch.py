@@ -22,6 +22,8 @@ from rl_megatron.files import ForeignText
 from rl_megatron.observability.files import JsonlFile, JsonRow, rows_from
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Scored, Trajectory
 
+logger = logging.getLogger(__name__)
+
 Reason = Literal[
     "equal_rewards",
     "zero_advantages",
@@ -159,8 +161,6 @@ class GroupSource(Protocol):
         """What is known of each completion of a group that is being sampled or scored; empty if nothing is."""
         ...
 
-
-logger = logging.getLogger(__name__)
 
 Whereabouts = Literal["queued", "in_flight", "buffered", "left_out"]
 """Of a prompt without a line: not sent yet, being sampled or scored, scored, or dropped since the last step."""

@@ -29,6 +29,8 @@ from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler, Tell
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams
 
+logger = logging.getLogger(__name__)
+
 _IN_FLIGHT = FreeLanes("sampling", "request")
 
 
@@ -80,8 +82,6 @@ def _said(completions: Sequence[Completion]) -> dict[str, int]:
     tokens = sum(len(one.token_ids) for one in completions)
     return {"tokens": tokens} | ({"oldest": min(versions), "newest": max(versions)} if versions else {})
 
-
-logger = logging.getLogger(__name__)
 
 _SCORING = FreeLanes("sampling", "reward")
 

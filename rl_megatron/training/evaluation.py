@@ -17,6 +17,8 @@ from rl_megatron.evaluation.sets import ProblemSet, measure, row_of
 from rl_megatron.observability.recorder import Recorder, Row
 from rl_megatron.rollout.policy_sampler import BesideTraining, PolicySampler
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
@@ -58,9 +60,6 @@ class Evaluation:
     def _due(self, step: int) -> list[ProblemSet]:
         last = step == self.last_step
         return [one for one in self.sets if one.section.due(step, every=self.section.every, last=last)]
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -31,6 +31,8 @@ from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.placement.names import LEARNER, file_stem
 from rl_megatron.placement.ranks import Placement, placement_of
 
+logger = logging.getLogger(__name__)
+
 
 def step_command(slurm: SlurmSection, placement: Placement, *, python: str, where: Sequence[str] = ()) -> list[str]:
     """The srun command that runs worker/node.py on every node, in the container if given; its tasks read a `Muster`."""
@@ -105,9 +107,6 @@ async def first_end(steps: Sequence[asyncio.subprocess.Process]) -> str:
     finally:
         for one in waiting:
             one.cancel()
-
-
-logger = logging.getLogger(__name__)
 
 
 class SlurmLauncher(ConnectingLauncher):

@@ -39,6 +39,8 @@ from rl_megatron.agents.endpoint.shapes import (
 from rl_megatron.errors import EngineError
 from rl_megatron.types import SamplingParams
 
+logger = logging.getLogger(__name__)
+
 MAX_BODY_BYTES = 32 * 2**20
 _BODY_SECONDS = 30.0
 _READ_ON = 4  # times as much is read and dropped, so that its client reads why
@@ -188,8 +190,6 @@ class Keys:
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
-
-logger = logging.getLogger(__name__)
 
 _RETRY = b"x-stainless-retry-count"
 

@@ -31,6 +31,8 @@ from rl_megatron.weights.checks.compare import Comparison, ServerComparisons
 from rl_megatron.weights.checks.reports import Kinds, Report
 from rl_megatron.weights.routes import mirror
 
+logger = logging.getLogger(__name__)
+
 _TEXTS, _TEXT_TOKENS = 4, 16
 _SAMPLED = 4  # tokens that engines sample after a text that they cannot score
 _TIES = 1  # texts in which two experts may be so close that rounding chooses; seen at a gap of 6e-8
@@ -130,9 +132,6 @@ async def scores_of(
     values = unpack(batch, said["logprobs"], samples)
     bounds = pairwise(samples.cu_seqlens.tolist())
     return [values[start:stop][samples.mask[start:stop]].tolist() for start, stop in bounds]
-
-
-logger = logging.getLogger(__name__)
 
 
 class Probed(Protocol):
