@@ -61,9 +61,8 @@ from rl_megatron.engines.local.adapter import EmbeddedAdapter
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.rollout.batch import Ledger, RolloutBatch
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.rollout.stream import Stream
+from rl_megatron.rollout.stream import Ledger, RolloutBatch, Stream
 from rl_megatron.training.update import Update
 from rl_megatron.types import (
     Batch,

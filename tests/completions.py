@@ -10,7 +10,7 @@ import numpy as np
 
 from rl_megatron.columns import ColumnData, Ragged
 from rl_megatron.data.trajectories import STOPS
-from rl_megatron.rollout.batch import Drawn
+from rl_megatron.rollout.stream import Drawn
 from rl_megatron.types import Chain, Completion, FinishReason, Prompt, RolloutGroup, Span, Trajectory, Turn
 
 

@@ -14,7 +14,7 @@ from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.rollout.batch import Answered
+from rl_megatron.rollout.stream import Answered
 from rl_megatron.types import Completion, GenerationRequest, Trajectory
 from tests.completions import completion
 

@@ -14,9 +14,8 @@ from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.engines.adapter import Adapter
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rewards.threads import Plain
-from rl_megatron.rollout.batch import Answered, Drawn, Ledger
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.rollout.stream import Stream
+from rl_megatron.rollout.stream import Answered, Drawn, Ledger, Stream
 from rl_megatron.types import GenerationRequest, Prompt, RolloutGroup
 
 PROMPTS = [Prompt(id=f"p{i}", text="", token_ids=(1,), answer="") for i in range(600)]

@@ -44,7 +44,7 @@ from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.timeline import folder_of
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.routes import route_of
-from rl_megatron.rollout.batch import Ledger
+from rl_megatron.rollout.stream import Ledger
 from rl_megatron.training.checkpoints import CheckpointStore
 from rl_megatron.training.evaluation import Evaluation, EvaluationBeside
 from rl_megatron.training.flops import seconds_at_peak, training_flops

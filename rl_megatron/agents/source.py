@@ -31,8 +31,8 @@ from rl_megatron.environments.protocol import OpenAIMessage
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.errors import DataError, EnvironmentFailed, PoisonPrompt, together
 from rl_megatron.interfaces import RolloutEngine
-from rl_megatron.rollout.batch import Answered, Drawn, Reason, reason_of
 from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler, Tell
+from rl_megatron.rollout.stream import Answered, Drawn, Reason, reason_of
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams, Scored, Trajectory
 

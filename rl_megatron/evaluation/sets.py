@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
 from rl_megatron.evaluation.figures import all_at, chance_interval, majority, pass_at, rate_interval, share_interval
 from rl_megatron.observability.intervals import Interval
-from rl_megatron.rollout.batch import Answered
 from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler, Tell
+from rl_megatron.rollout.stream import Answered
 from rl_megatron.types import Prompt, Turn
 
 logger = logging.getLogger(__name__)

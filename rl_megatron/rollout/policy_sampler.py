@@ -17,7 +17,7 @@ from typing_extensions import override
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import EngineError
 from rl_megatron.interfaces import RolloutEngine
-from rl_megatron.rollout.batch import POISON_SHARE, Answered, GroupSource
+from rl_megatron.rollout.stream import POISON_SHARE, Answered, GroupSource
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams
 
 Tell = Callable[[int], None]

@@ -24,8 +24,8 @@ from rl_megatron.feature import SamplerHooks
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.observability.timeline import FreeLanes
 from rl_megatron.rewards.scoring import errors_of, score
-from rl_megatron.rollout.batch import Answered, Drawn, reason_of, sampled_tokens
 from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler, Tell
+from rl_megatron.rollout.stream import Answered, Drawn, reason_of, sampled_tokens
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams
 

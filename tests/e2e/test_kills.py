@@ -14,7 +14,7 @@ from tests.kills.reader import Found, found, lines_of, trained_by_the_learner
 from tests.kills.run import SIZE, STALENESS, Series, points
 from tests.perfetto import check_trace
 
-STREAM, LEDGER = "rl_megatron.rollout.stream:Stream", "rl_megatron.rollout.batch:Ledger"
+STREAM, LEDGER = "rl_megatron.rollout.stream:Stream", "rl_megatron.rollout.stream:Ledger"
 SAVES, PUSHES = "rl_megatron.training.checkpoints", "rl_megatron.engines.local.adapter:EmbeddedAdapter"
 MIXED = 5  # completions of the last start that the run is awaited to continue over a push
 POINTS = (

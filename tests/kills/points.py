@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.rollout.batch import Ledger
+from rl_megatron.rollout.stream import Ledger
 from rl_megatron.training.update import Update
 
 KILLED, TRAINED = "killed.jsonl", "trained.jsonl"

@@ -34,8 +34,8 @@ from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Stopwatch
 from rl_megatron.rewards.registry import resolve_reward
-from rl_megatron.rollout.batch import Answered, Drawn, Ledger, LedgerState
 from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.rollout.stream import Answered, Drawn, Ledger, LedgerState
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.jobs.written import fitted, made_units

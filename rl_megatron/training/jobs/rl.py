@@ -20,8 +20,7 @@ from rl_megatron.errors import DataError
 from rl_megatron.files import remove_folder
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
-from rl_megatron.rollout.batch import UNTAUGHT, GroupSource, Ledger, Reason, RolloutBatch, Waiting
-from rl_megatron.rollout.stream import Stream
+from rl_megatron.rollout.stream import UNTAUGHT, GroupSource, Ledger, Reason, RolloutBatch, Stream, Waiting
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.credit import groups_that_differ, groups_to_train_on
 from rl_megatron.training.evaluation import Evaluation, EvaluationBeside

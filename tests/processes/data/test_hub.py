@@ -17,8 +17,8 @@ from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.rewards.registry import resolve_rewards
-from rl_megatron.rollout.batch import Drawn
 from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.rollout.stream import Drawn
 from tests.unit.data.test_mixture import Engine, of
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"

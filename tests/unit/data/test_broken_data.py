@@ -26,8 +26,7 @@ from rl_megatron.data.problems.parquet import read_records
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.errors import CheckpointError, DataError
-from rl_megatron.rollout.batch import Drawn, LedgerState, Waiting
-from rl_megatron.rollout.stream import StreamState
+from rl_megatron.rollout.stream import Drawn, LedgerState, StreamState, Waiting
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.types import Prompt
 from tests.data_files import written as table

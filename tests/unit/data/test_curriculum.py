@@ -25,7 +25,7 @@ from rl_megatron.data.problems.pool import Listed, PromptStream, PromptTable, Up
 from rl_megatron.data.samples import to_samples
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.rollout.batch import Answered
+from rl_megatron.rollout.stream import Answered
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.credit import AlgorithmState, assign_credit, shape_rewards
 from rl_megatron.types import Prompt, RolloutGroup

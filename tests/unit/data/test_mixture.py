@@ -23,7 +23,7 @@ from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.rewards.registry import resolve_rewards
-from rl_megatron.rollout.batch import Answered, Drawn, RolloutBatch, Waiting
+from rl_megatron.rollout.stream import Answered, Drawn, RolloutBatch, Waiting
 from rl_megatron.training.jobs.rl import source_row
 from rl_megatron.types import Completion, Prompt, Span
 from tests.completions import completion

@@ -23,8 +23,7 @@ from rl_megatron.data.samples import (
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.rollout.batch import Answered, Drawn, LedgerState, Waiting
-from rl_megatron.rollout.stream import StreamState
+from rl_megatron.rollout.stream import Answered, Drawn, LedgerState, StreamState, Waiting
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Samples
 from tests import completions
 from tests.completions import columns_of, completion

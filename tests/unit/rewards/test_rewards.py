@@ -23,8 +23,8 @@ from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards.registry import resolve_reward, resolve_rewards
 from rl_megatron.rewards.rules import last_number
-from rl_megatron.rollout.batch import Answered, RolloutBatch
 from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.rollout.stream import Answered, RolloutBatch
 from rl_megatron.types import Completion, GenerationRequest, Prompt, Scored
 from tests.completions import completion, drawn
 

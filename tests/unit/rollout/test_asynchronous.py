@@ -20,9 +20,8 @@ from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.engines.http import Server
-from rl_megatron.rollout.batch import Answered, Drawn, Ledger
 from rl_megatron.rollout.policy_sampler import HeldOut
-from rl_megatron.rollout.stream import Stream, StreamState
+from rl_megatron.rollout.stream import Answered, Drawn, Ledger, Stream, StreamState
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, Turn
 from rl_megatron.weights.checks.reports import Report
 from tests.completions import completion

@@ -31,8 +31,8 @@ from rl_megatron.environments.protocol import (
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.environments.shipped import Calculator
 from rl_megatron.errors import DataError, EngineError, EnvironmentFailed, PoisonPrompt
-from rl_megatron.rollout.batch import Answered, RolloutBatch
 from rl_megatron.rollout.policy_sampler import HeldOut
+from rl_megatron.rollout.stream import Answered, RolloutBatch
 from rl_megatron.types import Chain, Completion, GenerationRequest, Prompt, Span, Trajectory, Turn
 from tests.completions import drawn
 from tests.scripted_engine import EOS, Scripted, sampler, trajectories

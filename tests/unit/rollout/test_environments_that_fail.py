@@ -21,7 +21,7 @@ from rl_megatron.engines.http import Server
 from rl_megatron.environments.protocol import EnvironmentStep, LimitReached, Model, Observed, Reply
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.errors import EnvironmentFailed, PoisonPrompt
-from rl_megatron.rollout.batch import Answered, RolloutBatch
+from rl_megatron.rollout.stream import Answered, RolloutBatch
 from rl_megatron.types import Completion, GenerationRequest, Prompt
 from tests.completions import drawn
 from tests.scripted_engine import EOS, Scripted, sampler, trajectories

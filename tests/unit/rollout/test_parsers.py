@@ -23,7 +23,7 @@ from rl_megatron.environments.protocol import EnvironmentStep, Model, Observed
 from rl_megatron.environments.protocol import Reply as ModelReply
 from rl_megatron.environments.registry import EnvironmentMaker
 from rl_megatron.errors import ConfigError
-from rl_megatron.rollout.batch import Answered
+from rl_megatron.rollout.stream import Answered
 from rl_megatron.types import Prompt
 from tests.completions import drawn
 from tests.scripted_engine import sampler, trajectories

@@ -26,9 +26,9 @@ from rl_megatron.evaluation.sets import ProblemSet, measure
 from rl_megatron.features.interrupt.interruption import Interruption, make_step_hooks
 from rl_megatron.interfaces import Roles
 from rl_megatron.rewards.threads import Plain
-from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler
 from rl_megatron.rollout.sampler import RolloutSampler, SamplerBySource, sampled_by
+from rl_megatron.rollout.stream import RolloutBatch
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams, Scored
 from tests.completions import completion, drawn
 

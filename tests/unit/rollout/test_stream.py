@@ -20,8 +20,7 @@ import pytest
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.errors import CheckpointError, DataError, EngineError
 from rl_megatron.rollout import stream as stream_module
-from rl_megatron.rollout.batch import Answered, Drawn, Ledger, LedgerState, Waiting, lines_of
-from rl_megatron.rollout.stream import Stream, StreamState
+from rl_megatron.rollout.stream import Answered, Drawn, Ledger, LedgerState, Stream, StreamState, Waiting, lines_of
 from rl_megatron.types import Chain, Prompt, RolloutGroup, Span, Trajectory, Turn
 from tests.completions import trajectory
 from tests.streams import PROMPTS, Source, stream_over

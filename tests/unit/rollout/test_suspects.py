@@ -25,7 +25,7 @@ from rl_megatron.engines.http import AttemptFailed, Broken, Server, Unreachable
 from rl_megatron.engines.replicas import Event, Replica
 from rl_megatron.engines.requests import surplus
 from rl_megatron.errors import EngineError, PoisonPrompt
-from rl_megatron.rollout.batch import Answered
+from rl_megatron.rollout.stream import Answered
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.jobs.rl import Reinforcement
 from rl_megatron.types import Completion, GenerationRequest, Prompt

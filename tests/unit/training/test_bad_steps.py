@@ -32,8 +32,8 @@ from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.rollout import stream as stream_module
-from rl_megatron.rollout.batch import Answered, Drawn, Ledger, Reason
 from rl_megatron.rollout.sampler import SamplerBySource
+from rl_megatron.rollout.stream import Answered, Drawn, Ledger, Reason
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of

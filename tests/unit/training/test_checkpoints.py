@@ -32,8 +32,7 @@ from rl_megatron.digests import Digest, Written, digest_of
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
 from rl_megatron.observability.metrics import deterministic
-from rl_megatron.rollout.batch import Answered, Ledger
-from rl_megatron.rollout.stream import StreamState
+from rl_megatron.rollout.stream import Answered, Ledger, StreamState
 from rl_megatron.training import checkpoints
 from rl_megatron.training.checkpoints import CheckpointStore, Saved, TrainerState
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
