@@ -212,29 +212,7 @@ class ServerSection(Section):
         return value
 
 
-class InterruptSection(Section):
-    """Ends thinking that is too long: a text follows that the model did not sample and is not trained on, and the model
-    goes on after it (ScaleRL). Completions to train on alone."""
-
-    earliest: NonNegativeFloat = 0.0
-    """Sampled tokens after which a completion that goes on thinking is interrupted, or below 1, this share of
-    max_new_tokens; 0 is off. None is where no token would follow the text within max_new_tokens."""
-    latest: NonNegativeFloat | None = None
-    """The place is drawn for each group, from ``earliest`` to this; null: it is ``earliest``."""
-    text: Annotated[str, Field(min_length=1)] = (
-        "\n\nOkay, time is up. Let me stop thinking and formulate a final answer now.\n</think>\n\n"
-    )
-    """What follows."""
-    thinking_ends: Annotated[str, Field(min_length=1)] = "</think>"
-    """The text that ends thinking: a completion that has it by then is not interrupted."""
-
-    def between(self, max_new_tokens: int) -> tuple[int, int]:
-        """The first and the last place, in sampled tokens."""
-        latest = self.earliest if self.latest is None else self.latest
-        first, last = (int(one if one >= 1 else one * max_new_tokens) for one in (self.earliest, latest))
-        return max(first, 1), max(last, 1)
-
-
+@with_features("rollout")
 class RolloutSection(Section):
     """The engine, and how it samples a step's completions."""
 
@@ -276,7 +254,6 @@ class RolloutSection(Section):
     advantages of your own are all 0: keep them (off), drop them and draw another prompt for each, until the batch is
     full (refill), or drop them and train on the rest. They give no gradient, or that of lengths alone, unless there is
     no baseline (REINFORCE-Rej)."""
-    interrupt: InterruptSection = InterruptSection()
     router_noise: NonNegativeFloat = 0.0
     """Standard deviation, in logits, of Gaussian noise on the routers of the in-process engine while it samples the
     completions to train on, so that its routes differ from the learner's by a known level (docs/algorithms.md). It is

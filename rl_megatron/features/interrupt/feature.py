@@ -3,13 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from rl_megatron.feature import Curve, Feature
 from rl_megatron.rules import Above, CheckFunction, Excludes, On, ReadIf
+from rl_megatron.section import NonNegativeFloat, Section
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
+    from rl_megatron.config.sections.rollout import RolloutSection
+
+
+class InterruptSection(Section):
+    """Ends thinking that is too long: a text follows that the model did not sample and is not trained on, and the model
+    goes on after it (ScaleRL). Completions to train on alone."""
+
+    earliest: NonNegativeFloat = 0.0
+    """Sampled tokens after which a completion that goes on thinking is interrupted, or below 1, this share of
+    max_new_tokens; 0 is off. None is where no token would follow the text within max_new_tokens."""
+    latest: NonNegativeFloat | None = None
+    """The place is drawn for each group, from ``earliest`` to this; null: it is ``earliest``."""
+    text: Annotated[str, Field(min_length=1)] = (
+        "\n\nOkay, time is up. Let me stop thinking and formulate a final answer now.\n</think>\n\n"
+    )
+    """What follows."""
+    thinking_ends: Annotated[str, Field(min_length=1)] = "</think>"
+    """The text that ends thinking: a completion that has it by then is not interrupted."""
+
+    def between(self, max_new_tokens: int) -> tuple[int, int]:
+        """The first and the last place, in sampled tokens."""
+        latest = self.earliest if self.latest is None else self.latest
+        first, last = (int(one if one >= 1 else one * max_new_tokens) for one in (self.earliest, latest))
+        return max(first, 1), max(last, 1)
+
+
+class InterruptKeys(Section):
+    """The feature's section of keys of sampling."""
+
+    interrupt: InterruptSection = InterruptSection()
+
+
+def interrupt_of(rollout: RolloutSection) -> InterruptSection:
+    """The feature's keys of the section of sampling."""
+    assert isinstance(rollout, InterruptKeys)
+    return rollout.interrupt
+
 
 _INTERRUPTS = On("rollout.interrupt.earliest", Above(0))
 _LEAVE_OUT = "leave one of them out"
@@ -19,7 +59,7 @@ _TWO = "a completion that was interrupted is two turns already"
 
 def _problems(c: RunConfig) -> Iterator[str]:
     """Places that no completion reaches."""
-    section, most = c.rollout.interrupt, c.rollout.max_new_tokens
+    section, most = interrupt_of(c.rollout), c.rollout.max_new_tokens
     first, last = section.between(most)
     if section.earliest and not first <= last < max(most, 2):
         yield (
@@ -31,6 +71,7 @@ def _problems(c: RunConfig) -> Iterator[str]:
 
 FEATURE = Feature(
     name="interrupt",
+    keys={"rollout": InterruptKeys},
     rules=(
         *(Excludes(one=_INTERRUPTS, other=On(key), why=_SINGLE, fix=_LEAVE_OUT)
           for key in ("training_environments@function", "algorithm.preference.beta", "rollout.max_seconds")),

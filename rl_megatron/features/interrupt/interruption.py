@@ -20,9 +20,9 @@ from typing_extensions import override
 from rl_megatron.agents.conversation.templates import tokens_of_text
 from rl_megatron.columns import TokenIds
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.rollout import InterruptSection
 from rl_megatron.errors import together
 from rl_megatron.feature import Generate, SamplerHooks, StepHooks
+from rl_megatron.features.interrupt.feature import InterruptSection, interrupt_of
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row
 from rl_megatron.seeds import text_seed
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 def make_step_hooks(config: RunConfig, roles: Roles) -> Interrupted | None:
     """What counts interrupted completions; None without ``rollout.interrupt.earliest``."""
-    return Interrupted() if config.rollout.interrupt.earliest else None
+    return Interrupted() if interrupt_of(config.rollout).earliest else None
 
 
 class Interrupted(StepHooks):
@@ -50,7 +50,7 @@ class Interrupted(StepHooks):
 
 def make_sampler_hooks(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Interruption | None:
     """The text of ``rollout.interrupt``; None without ``earliest``. Warns of one that does not fit."""
-    section, most = config.rollout.interrupt, config.rollout.max_new_tokens
+    section, most = interrupt_of(config.rollout), config.rollout.max_new_tokens
     if not section.earliest:
         return None
     text, ends = (tokens_of_text(tokenizer, one) for one in (section.text, section.thinking_ends))

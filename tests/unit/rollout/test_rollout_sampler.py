@@ -17,12 +17,13 @@ from transformers import Qwen3MoeForCausalLM
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
 from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.config.sections.rollout import InterruptSection, RolloutSection
+from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.samples import to_samples
 from rl_megatron.engines.answers import joined
 from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.errors import ConfigError, EngineError, PoisonPrompt, RewardError
 from rl_megatron.evaluation.sets import ProblemSet, measure
+from rl_megatron.features.interrupt.feature import InterruptSection
 from rl_megatron.features.interrupt.interruption import Interruption, make_step_hooks
 from rl_megatron.interfaces import Roles
 from rl_megatron.rewards.threads import Plain
