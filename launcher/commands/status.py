@@ -102,16 +102,15 @@ _OVER = {
 
 
 def status_of(job: str, run: Path) -> Status:
-    """The status of the job of ``run``, from Slurm's controller or accounting; of a heterogeneous job, the first
-    component's. The controller's job of that number is another's if it prints elsewhere: numbers are given out again.
+    """The status of the job of ``run``, from Slurm's controller or accounting. The controller's job of that number is
+    another's if it prints elsewhere: numbers are given out again.
 
     Raises ConfigError where Slurm is not installed or does not answer, which is not to say that the job has ended.
     """
-    named = [p for p in _shown(job) if job in (p.get("JobId"), p.get("HetJobId"))]
-    if parts := [part for part in named if _prints_for(run, job, part.get("StdOut", ""))]:
-        found = parts[0]
-        nodes = [part["NodeList"] for part in parts if part.get("NodeList", "") not in ("", "(null)")]
-        on = f" on {' and '.join(nodes)}" if nodes else ""
+    named = [one for one in _shown(job) if one.get("JobId") == job]
+    for found in (one for one in named if _prints_for(run, job, one.get("StdOut", ""))):
+        nodes = found.get("NodeList", "")
+        on = "" if nodes in ("", "(null)") else f" on {nodes}"
         return Status(name=found["JobState"], text=f"{_state(found)}{on}, restart {found.get('Restarts', '0')}")
     if not named and shutil.which("sacct"):  # else it would speak of the job that has the number now
         said = _known("sacct", "-X", "-n", "-P", "-j", job, "-o", "State").splitlines()
@@ -121,7 +120,7 @@ def status_of(job: str, run: Path) -> Status:
 
 
 def _shown(job: str) -> list[dict[str, str]]:
-    """What Slurm's controller knows of a job, or of each component; nothing once forgotten."""
+    """What Slurm's controller knows of a job, one entry; nothing once forgotten."""
     shown = _known("scontrol", "show", "job", "-o", job).splitlines()
     # The first entry of a name counts, because a later comment may hold any text.
     return [dict(reversed(re.findall(r"(\S+?)=(\S*)", line))) for line in shown]

@@ -54,7 +54,7 @@ def _by_srun(site: Site, seat: Seat, config: RunConfig, allocation: Allocation, 
     slurm, image = config.slurm, config.slurm.engines.container
     if _here(seat, allocation) and image is None:
         return site
-    command = allocation.server_command([seat.node], _cpus(config, allocation, each))
+    command = allocation.server_command([seat.node], _cpus(config, each))
     contained = [*slurm.container_options(image, Path.cwd()), *slurm.container_prefix(image)]
     python = sys.executable if image is None else str(config.rollout.python)
     return replace(site, before=(*command, *contained), python=python)
@@ -90,14 +90,14 @@ def _host(seat: Seat, allocation: Allocation, *, alone: bool) -> str:
 
 
 def _here(seat: Seat, allocation: Allocation) -> bool:
-    """Whether this process is on the seat's node; of other components it is outside."""
-    return seat.node == allocation.here and not allocation.heterogeneous
+    """Whether this process is on the seat's node."""
+    return seat.node == allocation.here
 
 
 def cpus_of_engine_node(config: RunConfig, allocation: Allocation, seats: Sequence[Seat]) -> int | None:
     """CPU cores for all servers of a node without ranks; None: all of the job's."""
     each = _each(seats, allocation)
-    cpus = _cpus(config, allocation, each)
+    cpus = _cpus(config, each)
     return None if cpus is None else cpus * each
 
 
@@ -106,15 +106,7 @@ def _each(seats: Sequence[Seat], allocation: Allocation) -> int:
     return -(-len(seats) // len(allocation.engine_nodes or allocation.nodes))
 
 
-def _cpus(config: RunConfig, allocation: Allocation, each: int) -> int | None:
-    """CPU cores of a server's step, if a node has ``each`` servers; None: all of the job's."""
-    slurm = config.slurm
-    if allocation.heterogeneous:
-        return slurm.engines.cpus_per_server or slurm.cpus_per_task
-    return _share(config, each)
-
-
-def _share(config: RunConfig, each: int) -> int | None:
-    """A node's CPU cores for one of ``each`` on it, where all nodes are alike; None: all of the job's."""
+def _cpus(config: RunConfig, each: int) -> int | None:
+    """A node's CPU cores for the step of one of ``each`` servers on it; None: all of the job's."""
     cores = config.slurm.cores(config.slurm.tasks_per_node(config.learner.dims.world_size))
     return None if cores is None else max(1, cores // each)

@@ -203,8 +203,6 @@ def beside_nodes(config: RunConfig) -> Iterator[Found]:
             f"learner.device={config.learner.device}, but slurm.gpus_per_node=0: the job requests no GPUs; set it to "
             "the GPUs of a node, with slurm.options=[--gres=none] if Slurm itself knows of no GPUs"
         )
-    if on_gpus and nodes.get("engines") and not slurm.engine_gpus:
-        yield problem("slurm.engines.gpus_per_node=0: its servers need GPUs; set it to the GPUs of a node")
     for role in (LEARNER, *separate(config)):
         try:
             placement_of(config, nodes[role], role)
@@ -255,7 +253,7 @@ def _idle(config: RunConfig) -> Iterator[Found]:
     nodes, server = made_up_nodes(config), config.rollout.server
     engines = nodes.get("engines", ())
     seats = seats_of(config, nodes[LEARNER], engines)
-    each = config.slurm.engine_gpus if engines else config.slurm.gpus_per_node
+    each = config.slurm.gpus_per_node
     used, there = len({(s.node, gpu) for s in seats for gpu in s.gpus}), len(engines or nodes[LEARNER]) * each
     if 0 < used < there:
         whose = "of the servers' own nodes" if engines else "of the learner's nodes, which it shares"

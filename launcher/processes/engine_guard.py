@@ -93,7 +93,7 @@ def named(seat: str, visible: str | None) -> str:
         sys.exit(
             f"this server gets GPUs {seat}, counted from 0, of node {os.uname().nodename}, but {_VISIBLE}={visible} "
             f"there names {len(names)}; give the run as many there as its configuration says (in a job "
-            "slurm.gpus_per_node, slurm.engines.gpus_per_node)"
+            "slurm.gpus_per_node)"
         )
     return ",".join(names[number] for number in numbers)
 

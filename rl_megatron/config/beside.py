@@ -73,17 +73,10 @@ def in_words_of(c: RunConfig, role: str, text: str) -> str:
 
 
 def nodes_of_role(c: RunConfig, role: str) -> int:
-    """The number of nodes of a separate role."""
-    return c.slurm.alone(role).nodes or nodes_filled(c, role)
-
-
-def nodes_filled(c: RunConfig, role: str) -> int:
-    """The nodes that a separate role fills: the learner's number; in a layout of its own as many as its ranks fill."""
-    slurm = c.slurm
+    """The number of nodes of a separate role: the learner's; in a layout of its own as many as its ranks fill."""
     if role not in c.roles.layouts:
-        return slurm.nodes
-    each = slurm.alone(role).gpus_per_node or slurm.tasks_per_node(c.learner.dims.world_size)
-    return -(-c.learner_of(role).dims.world_size // each)
+        return c.slurm.nodes
+    return -(-c.learner_of(role).dims.world_size // c.slurm.tasks_per_node(c.learner.dims.world_size))
 
 
 def begun_by_messages(c: RunConfig) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rl_megatron.config.beside import in_words_of, nodes_filled, separate
+from rl_megatron.config.beside import in_words_of, separate
 from rl_megatron.config.learner_checks import problems as option_problems
 from rl_megatron.config.removed import instead_of
 from rl_megatron.config.sections.data import FileKeys, data_sources, rewards_of
@@ -108,22 +108,7 @@ def problems_of_groups(c: RunConfig) -> Iterator[str]:
 
 
 def problems_of_separate(c: RunConfig) -> Iterator[str]:
-    """Nodes and layouts of roles with ranks of their own."""
-    slurm = c.slurm
-    if slurm.heterogeneous and not (slurm.engines.nodes or separate(c)):
-        yield "slurm.heterogeneous=true, but slurm.engines.nodes=0; set the number of the engines' nodes"
-    for role in c.roles.separate:
-        own = slurm.alone(role)
-        if not slurm.heterogeneous and own.nodes not in {0, fill := nodes_filled(c, role)}:
-            ranks = (
-                f"{c.learner_of(role).dims.world_size} ranks, which fill {fill} of the learner's nodes"
-                if role in c.roles.layouts
-                else f"as many ranks as the learner on slurm.nodes={slurm.nodes}"
-            )
-            yield (
-                f"slurm.{role}.nodes={own.nodes}, but a separate {role} has {ranks}, and nodes are alike; leave it "
-                "out, or set slurm.heterogeneous=true"
-            )
+    """Layouts of roles with ranks of their own."""
     for role in c.roles.layouts:
         yield from _of_layout(c, role)
 

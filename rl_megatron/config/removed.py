@@ -54,6 +54,7 @@ _BATCH_SIZE = Removed("a forward pass has 32 completions", fixed=(32,))
 _DTYPE = Removed("a model in the controller computes in float32", fixed=("float32",))
 _TINY = Removed("the tiny model's heads are fixed, and its embeddings are not tied; give model.path for another")
 _CRITICS = Removed("the critic is trained by the policy's optimizer, learner.optimizer; leave it out to have that")
+_NODES_ALIKE = Removed("the nodes of a job are alike, and a role has as many as its ranks fill")
 _SPARE = Removed("a trajectory that fails drops its group, with environment.on_error=drop")
 
 REMOVED: Mapping[str, Removed] = {
@@ -189,9 +190,19 @@ REMOVED: Mapping[str, Removed] = {
     "services": Removed(_STARTED),
     "slurm.array": Removed("submit a run for each seed: for s in 0 1 2; do rl-megatron submit CONFIG seed=$s; done"),
     "slurm.dependency": Removed("set slurm.options=[--dependency=afterok:123]"),
+    "slurm.critic.nodes": replace(_NODES_ALIKE, fixed=(0,)),
+    "slurm.critic": replace(_NODES_ALIKE, fixed=(None, {})),
+    **{
+        f"slurm.engines.{key}": replace(_NODES_ALIKE, fixed=(None,))
+        for key in ("constraint", "cpus_per_server", "gpus_per_node", "memory_per_node")
+    },
     "slurm.engines.no_kill": Removed("a job that loses a node is requeued, and resumes from its last checkpoint"),
+    "slurm.engines.partition": replace(_NODES_ALIKE, fixed=(None,)),
     "slurm.exclude_slow": Removed("name nodes in slurm.exclude"),
+    "slurm.heterogeneous": _NODES_ALIKE,
     "slurm.modules": Removed("set slurm.setup='module load cuda nccl && ...'"),
+    "slurm.reference.nodes": replace(_NODES_ALIKE, fixed=(0,)),
+    "slurm.reference": replace(_NODES_ALIKE, fixed=(None, {})),
     "slurm.services": Removed(_STARTED),
     **{
         f"slurm.speeds.{key}": Removed(f"write {name}: NUMBER into a file of slurm.speeds.gpu", fixed=(usual,))

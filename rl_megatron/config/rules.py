@@ -45,7 +45,6 @@ TURNS = On("algorithm.credit", "turn")
 GREEDY = On("algorithm.advantage_mean", "greedy")
 STALE = On("train.max_staleness", Above(0))
 ENGINE_NODES = On("slurm.engines.nodes", Above(0))
-ALIKE = On("slurm.heterogeneous", False)
 ENVIRONMENT = On("training_environments@function")
 DEMONSTRATIONS = On("algorithm.demonstration_gamma")
 WARM_START = On("warm_start.steps", Above(0))
@@ -299,18 +298,9 @@ def _of_environments() -> Iterator[Rule]:
 
 def _of_jobs() -> Iterator[Rule]:
     """Nodes and containers of jobs, and what is kept and evaluated beside training."""
-    shape = "set slurm.heterogeneous=true, or only its nodes"
     yield from _excluded(ENGINE_NODES,
         (NOT_SERVED, _IN_LEARNER, "set slurm.engines.nodes=0"),
         (RUNNING, "servers are running already", _LEAVE_OUT))
-    for role in ("engines", "critic", "reference"):
-        shaped = On(f"slurm.{role}.shaped", True, f"slurm.{role}")
-        yield Excludes(one=shaped, other=ALIKE, why="it requests nodes unlike the learner's", fix=shape)
-        if role != "engines":
-            fix = f"set roles.{role}=separate"
-            for on in (shaped, On(f"slurm.{role}.nodes", Above(0), f"slurm.{role}")):
-                yield Excludes(one=on, other=On(f"roles.{role}", "learner"), why="the learner's ranks hold the model",
-                      fix=fix)
     yield Needs(when=On("slurm.engines.container"), all=On("rollout.python"), why="the run does not know the engine's "
           "interpreter in the image", fix="set rollout.python to the interpreter inside the image that has the engine")
     yield from _excluded(On("run.launcher", "ray"),

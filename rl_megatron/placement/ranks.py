@@ -80,8 +80,8 @@ def place(
         )
     elif room != wanted:
         problems.append(
-            f"slurm.{role}.nodes={len(nodes)} cannot share out the ranks of a separate {role} evenly: it has "
-            f"{ranks}; set it to a divisor"
+            f"{role}: {len(nodes)} nodes cannot share out {ranks} evenly; change a degree of roles.layouts.{role}, or "
+            "slurm.ntasks_per_node"
         )
     for key, degree in (("tp", dims.tp), ("etp", dims.etp)):
         if ranks_per_node * domain % degree and len(nodes) > domain:
@@ -111,11 +111,6 @@ def placement_of(config: RunConfig, nodes: Sequence[str], role: str = LEARNER) -
         raise ConfigError(
             f"slurm.ntasks_per_node={each} is more than slurm.gpus_per_node={slurm.gpus_per_node}: NCCL takes one rank "
             "a GPU; lower it, or leave it out"
-        )
-    if role != LEARNER and on_gpus and slurm.gpus_of(role) < each:
-        raise ConfigError(
-            f"slurm.{role}.nodes={len(nodes)} get {each} ranks each, more than their {slurm.gpus_of(role)} GPUs; raise "
-            f"slurm.{role}.nodes or slurm.{role}.gpus_per_node"
         )
     return placement
 
@@ -200,5 +195,4 @@ def gpus_by_role(config: RunConfig) -> dict[str, int]:
         own = config.rollout.served and server.addresses is None
         apart = own and (slurm.engines.nodes or not (server.colocated or server.memory_fraction))
         return ranks | ({"engines": server.count * server.ranks} if apart else {})
-    of = {role: slurm.gpus_per_node if role == LEARNER else slurm.gpus_of(role) for role in made_up_nodes(config)}
-    return {role: each * len(made_up_nodes(config)[role]) for role, each in of.items() if each}
+    return {role: slurm.gpus_per_node * len(nodes) for role, nodes in made_up_nodes(config).items()}

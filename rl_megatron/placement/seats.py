@@ -98,7 +98,7 @@ def seats_of(config: RunConfig, nodes: Sequence[str], engine_nodes: Sequence[str
     section, slurm = config.rollout.server, config.slurm
     if not config.rollout.served or section.addresses:
         return ()
-    gpus = (slurm.engine_gpus if engine_nodes else slurm.gpus_per_node) if config.learner.device != "cpu" else 0
+    gpus = slurm.gpus_per_node if config.learner.device != "cpu" else 0
     return seat(section, engine_nodes or nodes, gpus, shared=not engine_nodes)
 
 

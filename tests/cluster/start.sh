@@ -2,7 +2,7 @@
 # A real Slurm of N nodes on this machine: start.sh FOLDER N SHARED...   (root; Debian's slurm-wlm and munge)
 # Nodes 1 to 4 are the partition batch, each two after them a partition of their own (pair5 is node5 and node6), so that
 # what happens to one job's nodes happens to no other; of the last seven, one stands by for pair13 in the partition spare,
-# and three are the partition trio.
+# and three are the partition trio. Nodes 15 to 18 are also the partition quad.
 # Jobs in urgent preempt all others.
 # A node is a network, host name, boot id, process table, /tmp and /dev/shm of its own; SHARED are the folders that all
 # nodes see.
@@ -70,6 +70,7 @@ CONF
 for i in $(seq 5 2 "$((count - 7))"); do echo "PartitionName=pair$i Nodes=node$i,node$((i + 1))" >>"$SLURM_CONF"; done
 echo "PartitionName=spare Nodes=node13,node14,node$((count - 6))" >>"$SLURM_CONF"
 echo "PartitionName=trio Nodes=node[$((count - 5))-$((count - 3))]" >>"$SLURM_CONF"
+echo "PartitionName=quad Nodes=node[15-18]" >>"$SLURM_CONF"
 echo "PartitionName=urgent Nodes=ALL PriorityTier=10" >>"$SLURM_CONF"
 
 ip link add "$tag" type bridge

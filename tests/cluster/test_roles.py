@@ -1,10 +1,9 @@
-"""Roles on nodes of a real Slurm: a heterogeneous job, servers that span nodes, and jobs on written text."""
+"""Roles on nodes of a real Slurm: each on its own, servers that span nodes, and jobs on written text."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
@@ -22,23 +21,22 @@ SERVED = (
 )
 KEYS = (
     *SERVED,
-    *("slurm.nodes=1", "slurm.ntasks_per_node=2", "slurm.partition=pair15", "slurm.constraint=rack15"),
-    *("slurm.heterogeneous=true", "slurm.engines.memory_per_node=4000"),
+    *("slurm.nodes=1", "slurm.ntasks_per_node=2", "slurm.partition=quad", "slurm.memory_per_node=4000"),
 )
-ENGINES = {"slurm": ("node17", "node18"), "ray": ("node16",)}
+ENGINES = {"slurm": ("node17", "node18"), "ray": ("node17",)}
 ON = {
     "slurm": (
         *("run.launcher=slurm", "weights.transport=direct", "rollout.server.tp=2", "rollout.server.nodes=2"),
-        *("slurm.engines.nodes=2", "slurm.engines.partition=pair17", "slurm.engines.constraint=rack17|rack18"),
+        "slurm.engines.nodes=2",
     ),
-    "ray": ("run.launcher=ray", "weights.transport=file", "slurm.engines.nodes=1", "slurm.engines.constraint=rack16"),
+    "ray": (
+        *("run.launcher=ray", "weights.transport=file", "slurm.engines.nodes=1"),
+        "slurm.constraint=rack15|rack16|rack17",
+    ),
 }
 ROUTES = {"slurm": "direct", "ray": "shared_file"}
 WHOLE = ("norm.weight", "mlp.gate.weight")  # which both engine ranks hold
-REFERENCE = (
-    *("roles.reference=separate", "roles.layouts.reference.tp=2"),
-    *("slurm.reference.partition=pair13", "slurm.reference.constraint=rack13"),
-)
+REFERENCE = ("roles.reference=separate", "roles.layouts.reference.tp=2")
 
 
 def programs(job: Job, what: str) -> dict[psutil.Process, str]:
@@ -66,7 +64,7 @@ with_engine = pytest.mark.skipif(
 
 @pytest.mark.parametrize("launcher", ["slurm", "ray"])
 @with_engine
-def test_each_role_of_a_heterogeneous_job_is_on_its_nodes(cluster: Cluster, launcher: str) -> None:
+def test_each_role_of_a_job_is_on_its_nodes(cluster: Cluster, launcher: str) -> None:
     name, engines = f"roles-{launcher}", ENGINES[launcher]
     job = cluster.submit(name, *KEYS, *REFERENCE, *ON[launcher], f"slurm.environment.RUN_OF_THE_TEST={name}")
     job.until(lambda: nodes_of(job, "engine_guard.py") == set(engines), "the server")
@@ -80,16 +78,16 @@ def test_each_role_of_a_heterogeneous_job_is_on_its_nodes(cluster: Cluster, laun
     logs = {path.name for path in (job.run / "jobs" / attempt).glob("r[ae][nf]*-?.txt")}
     assert logs == {"rank-0.txt", "rank-1.txt", "reference-0.txt", "reference-1.txt"}
     if launcher == "slurm":
-        assert sorted(programs(job, "launcher.worker.node").values()) == 3 * ["node13"] + 3 * ["node15"]
+        assert sorted(programs(job, "launcher.worker.node").values()) == 3 * ["node15"] + 3 * ["node16"]
     else:  # a rank from another node than planned would have been refused
-        assert nodes_of(job, "launcher.hosts.ray.node") == {"node13", "node15", "node16"}
+        assert nodes_of(job, "launcher.hosts.ray.node") == {"node15", "node16", "node17"}
     if launcher == "ray":
         kill_server(job, engines[-1])
     placed = (job.run / "placement.txt").read_text().splitlines()
     of_reference = {"reference: 2 ranks on 1 nodes, 2 on each", "  node 1: ranks 0-1"}
     assert {"  node 0: ranks 0-1", *of_reference} <= set(placed)
     assert placed[-len(engines) :] == [f"engine 0: node {2 + i}" for i in range(len(engines))]
-    assert f"RUNNING on node15 and node13 and {listed(engines)}" in cluster.program("status", str(job.run))
+    assert f"RUNNING on node[15-{engines[-1].removeprefix('node')}]" in cluster.program("status", str(job.run))
     assert job.end() == "COMPLETED", job.said()
     assert "step 4/4" in (job.run / "jobs" / attempt / "controller.txt").read_text()
     rows = [row for row in job.record() if row["phase"] == "rl"]
@@ -100,7 +98,7 @@ def test_each_role_of_a_heterogeneous_job_is_on_its_nodes(cluster: Cluster, laun
     assert not nodes_of(job, "engine_guard.py")
     assert not nodes_of(job, "launcher.worker.node")
     assert not weights_left(job.run)
-    assert list(cluster.folder.glob(f"nodes/node1[35678]/tmp/rlm-{job.id}-*")) == []
+    assert list(cluster.folder.glob(f"nodes/node1[5678]/tmp/rlm-{job.id}-*")) == []
 
 
 @with_engine
@@ -143,11 +141,6 @@ def kill_server(job: Job, on: str) -> None:
     for server, node in programs(job, "rl_megatron.engines.vllm.server").items():
         if node == on:
             server.kill()
-
-
-def listed(nodes: Sequence[str]) -> str:
-    """As Slurm writes a list of neighbouring nodes."""
-    return nodes[0] if len(nodes) == 1 else f"{nodes[0].replace('node', 'node[')}-{nodes[-1].removeprefix('node')}]"
 
 
 def weights_left(run: Path) -> list[Path]:

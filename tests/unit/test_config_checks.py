@@ -409,8 +409,7 @@ def test_every_shipped_config_loads_with_every_choice(choice: str) -> None:
 
 def loaded_or_refused_by(name: str, choice: str) -> str | None:
     """None where the configuration loads with the choice, or is refused with the reason that it should be."""
-    none = ["slurm.engines.nodes=0", "slurm.heterogeneous=false", "weights.transport=auto", "weights.folder=null"]
-    none += [f"slurm.engines.{key}=null" for key in ("gpus_per_node", "memory_per_node", "cpus_per_server")]
+    none = ["slurm.engines.nodes=0", "weights.transport=auto", "weights.folder=null"]
     none += ["learner.offload.while_sampling=null"]
     where = none if choice == "rollout=local" else []  # no servers: no nodes, no route and no file for them
     of_two = choice.removeprefix("algorithm=") in PAIR_ROWS  # sequences

@@ -590,8 +590,7 @@ def _copies(config: RunConfig, shape: ModelShape, role: str) -> float:
 
 
 def _ranks_of_a_node(config: RunConfig, role: str) -> int:
-    gpus = config.slurm.gpus_per_node if role == LEARNER else config.slurm.gpus_of(role)
-    return gpus or config.learner_of(role).dims.world_size
+    return config.slurm.gpus_per_node or config.learner_of(role).dims.world_size
 
 
 def pinned(num_bytes: float) -> int:

@@ -34,7 +34,6 @@ class Allocation:
     here: str  # the node of this process
     nodes: tuple[str, ...]  # the learner's
     engine_nodes: tuple[str, ...]  # only for engine servers
-    heterogeneous: bool  # whether each role with nodes has a component
     folder: Path  # this attempt's, in the run's folder
     separate: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # nodes only for critic and reference
 
@@ -44,13 +43,7 @@ class Allocation:
         job, restart = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if job is None:
             return None
-        heterogeneous = "SLURM_HET_SIZE" in os.environ
-        others = beside(config)
-        if heterogeneous:
-            parts = enumerate((LEARNER, *others))
-            found = {role: _hosts(job, f"SLURM_JOB_NODELIST_HET_GROUP_{i}", role) for i, role in parts}
-        else:
-            found = cut(_hosts(job, "SLURM_JOB_NODELIST", LEARNER), others)
+        found = cut(_hosts(job), beside(config))
         folder = run_folder / "jobs" / f"{job}-{restart}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return cls(
@@ -59,7 +52,6 @@ class Allocation:
             here=this_node(),
             nodes=found[LEARNER],
             engine_nodes=found.get("engines", ()),
-            heterogeneous=heterogeneous,
             folder=folder,
             separate={role: found[role] for role in separate(config)},
         )
@@ -109,7 +101,7 @@ class Allocation:
 
     @property
     def by_role(self) -> dict[str, tuple[str, ...]]:
-        """Nodes by role, in the order of a heterogeneous job's components."""
+        """Nodes by role, in the order of the job's."""
         engines = {"engines": self.engine_nodes} if self.engine_nodes else {}
         return {LEARNER: self.nodes, **self.separate, **engines}
 
@@ -119,8 +111,6 @@ class Allocation:
 
     def _on(self, role: str) -> list[str]:
         by_role = self.by_role
-        if self.heterogeneous:
-            return [f"--het-group={list(by_role).index(role)}"]
         return [f"--nodelist={','.join(by_role[role])}"] if len(by_role) > 1 else []
 
     def separate_command(self, command: Sequence[str], role: str) -> list[str]:
@@ -128,14 +118,10 @@ class Allocation:
         return [*_OWN, command[0], *self._on(role), "--mem=0", *command[1:]]
 
     def server_command(self, nodes: Sequence[str], cpus: int | None) -> list[str]:
-        """The srun command that runs a command on each node with all its memory and GPUs, beside other steps.
-
-        Nodes are those of servers alone, or else the learner's, whose component is srun's own.
-        """
+        """The srun command that runs a command on each node with all its memory and GPUs, beside other steps."""
         return [
             *_OWN,
             "srun",
-            *(self._on("engines") if self.heterogeneous and nodes[0] in self.engine_nodes else []),
             *("--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", f"--nodelist={','.join(nodes)}"),
             *(*cores_option(cpus), "--mem=0"),
         ]
@@ -147,11 +133,12 @@ def cores_option(cores: int | None) -> list[str]:
     return [] if cores is None else [f"--cpus-per-task={cores}"]
 
 
-def _hosts(job: str, variable: str, role: str) -> tuple[str, ...]:
+def _hosts(job: str) -> tuple[str, ...]:
+    variable = "SLURM_JOB_NODELIST"
     if variable not in os.environ:
         raise ConfigError(
-            f"job {job}: {variable}, the nodes of {role}, is not set here: this is no process of a job that "
-            "rl-megatron submit sent with this configuration; submit it, or set run.launcher=local"
+            f"job {job}: {variable} is not set here: this is no process of a job that "
+            "rl-megatron submit sent; submit it, or set run.launcher=local"
         )
     try:
         return tuple(call_slurm(["scontrol", "show", "hostnames", os.environ[variable]]).split())

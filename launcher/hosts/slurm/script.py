@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -40,11 +39,9 @@ def job_script(config: RunConfig, *, folder: Path, python: str, package: Path) -
             f"{str(run)!r}: sbatch cannot read {found[0]!r} in the path of the run's folder, which may "
             "have letters, digits and ._-/+:=@,~; run from another folder, or set run.dir"
         )
-    others = beside(config)
     return environment.get_template("train.sbatch.j2").render(
         slurm=slurm,
-        total_nodes=slurm.nodes + (0 if slurm.heterogeneous else sum(others.values())),
-        components=[_component(config, role, nodes) for role, nodes in others.items()] if slurm.heterogeneous else [],
+        total_nodes=slurm.nodes + sum(beside(config).values()),
         tasks_per_node=config.slurm.tasks_per_node(config.learner.dims.world_size),
         name=config.run.name,
         run=run,
@@ -75,20 +72,3 @@ def show_code(run: Path) -> None:
         if (link := folder / name).resolve() != _HERE / name:  # an earlier job may read by it now
             link.unlink(missing_ok=True)
             link.symlink_to(_HERE / name)
-
-
-def _component(config: RunConfig, role: str, nodes: int) -> dict[str, Any]:
-    """The request for a role's own nodes in a heterogeneous job; missing values are the learner's."""
-    slurm = config.slurm
-    section, engines = slurm.alone(role), role == "engines"
-    tasks = config.rollout.server.count if engines else config.learner_of(role).dims.world_size
-    asked = {
-        key: getattr(section, key) or getattr(slurm, key) for key in ("memory_per_node", "partition", "constraint")
-    }
-    return {
-        **asked,
-        "nodes": nodes,
-        "tasks_per_node": -(-tasks // nodes),
-        "gpus_per_node": 0 if "--gres=none" in slurm.options else slurm.gpus_of(role),
-        "cpus_per_task": (slurm.engines.cpus_per_server if engines else None) or slurm.cpus_per_task,
-    }

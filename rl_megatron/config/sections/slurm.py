@@ -11,8 +11,6 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from rl_megatron.config.sections.reward import REWARD
-from rl_megatron.config.sections.teachers import TEACHER
 from rl_megatron.feature import with_features
 from rl_megatron.section import NUMBER, NonNegative, Positive, PositiveFloat, Section
 
@@ -82,55 +80,20 @@ class SpeedsSection(Section):
     it, and warn above a tenth; null: they compare with the floor, and do not warn."""
 
 
-class RoleNodesSection(Section):
-    """Nodes for one role alone. All keys but ``nodes`` require ``slurm.heterogeneous``."""
-
-    nodes: NonNegative = 0
-    """Number of the role's nodes, in addition to ``slurm.nodes``; 0: as many as those, or, for a role of
-    ``roles.layouts``, as its ranks fill."""
-    gpus_per_node: NonNegative | None = None
-    """GPUs of each node; null: as on the learner's nodes."""
-    memory_per_node: Word | None = None
-    """Memory of each node, as in 500G; null: as on the learner's nodes."""
-    partition: Word | None = None
-    """Partition of the nodes; null: the learner's."""
-    constraint: Features | None = None
-    """Features that the nodes must have; null: as for the learner's nodes."""
-
-    @property
-    def shaped(self) -> bool:
-        """Whether the job requests these nodes with other options than the learner's."""
-        of_any = {"nodes", "container"}
-        return self.model_dump(exclude=of_any) != type(self)().model_dump(exclude=of_any)
-
-
-class EngineNodesSection(RoleNodesSection):
-    """Nodes for engine servers alone. All keys but ``nodes`` and ``container`` require ``slurm.heterogeneous``."""
+class EngineNodesSection(Section):
+    """Nodes for engine servers alone, which are like the learner's."""
 
     nodes: NonNegative = 0
     """Number of the servers' nodes, in addition to ``slurm.nodes``; 0: servers share the learner's nodes."""
-    cpus_per_server: Positive | None = None
-    """CPU cores of each server; null: ``slurm.cpus_per_task``."""
     container: Word | None = None
     """Image of the container that servers run in, on whatever nodes; null: no container. ``rollout.python`` is an
     interpreter inside the image; ``slurm.container_runtime`` and ``slurm.container_mounts`` hold for it too."""
 
 
-class CriticNodesSection(RoleNodesSection):
-    """Nodes of a separate critic's ranks (roles.critic=separate). All keys but ``nodes`` require
-    ``slurm.heterogeneous``."""
-
-
-class ReferenceNodesSection(RoleNodesSection):
-    """Nodes of a separate reference's ranks (roles.reference=separate). All keys but ``nodes`` require
-    ``slurm.heterogeneous``."""
-
-
-_LIKE_THE_LEARNERS = RoleNodesSection()
-
-
 class SlurmSection(Section):
-    """A job of ``rl-megatron submit`` (slurm/README.md). A key that is null leaves the cluster's default."""
+    """A job of ``rl-megatron submit`` (slurm/README.md), whose nodes are alike: the learner, the critic, the reference,
+    teachers, reward models and the engine servers take theirs in this order. A key that is null leaves the cluster's
+    default."""
 
     nodes: Positive = 1
     """Number of the learner's nodes."""
@@ -146,12 +109,6 @@ class SlurmSection(Section):
     them."""
     speeds: SpeedsSection = SpeedsSection()
     engines: EngineNodesSection = EngineNodesSection()
-    critic: CriticNodesSection = CriticNodesSection()
-    reference: ReferenceNodesSection = ReferenceNodesSection()
-    heterogeneous: bool = False
-    """Whether each role with nodes of its own is a component of a heterogeneous job; if not, all nodes are alike, and
-    the learner, the critic, the reference, teachers, reward models and the engine servers take theirs in
-    this order."""
     cpus_per_task: Positive | None = None
     """CPU cores of each rank. null: the job asks for no number of them, and what runs on a node shares those that the
     job has there."""
@@ -172,8 +129,8 @@ class SlurmSection(Section):
     reservation: Word | None = None
     """Reservation to use."""
     options: Options = ()
-    """More options of sbatch, as [--gres=gpu:h100:8,--dependency=afterok:123], for the learner's nodes. One that
-    requests GPUs replaces the request for ``slurm.gpus_per_node``; --gres=none removes it."""
+    """More options of sbatch, as [--gres=gpu:h100:8,--dependency=afterok:123]. One that requests GPUs
+    replaces the request for ``slurm.gpus_per_node``; --gres=none removes it."""
     signal_seconds: SignalSeconds = 300
     """How long before the time limit the run saves a checkpoint and requests the next job; set it longer than a step
     and a checkpoint take. An evaluation does not count, but for the last step's."""
@@ -214,22 +171,6 @@ class SlurmSection(Section):
     def cores(self, ranks: int) -> int | None:
         """CPU cores of so many learner ranks; None: all that the job has."""
         return None if self.cpus_per_task is None else self.cpus_per_task * ranks
-
-    @property
-    def engine_gpus(self) -> int:
-        """GPUs of each node that engine servers run on."""
-        return self.gpus_of("engines")
-
-    def alone(self, role: str) -> RoleNodesSection:
-        """The section of the role's own nodes; those of teachers and of reward models are as the learner's."""
-        like = role.startswith((TEACHER, REWARD))
-        section: RoleNodesSection = _LIKE_THE_LEARNERS if like else getattr(self, role)
-        return section
-
-    def gpus_of(self, role: str) -> int:
-        """GPUs of each of a role's own nodes."""
-        given = self.alone(role).gpus_per_node
-        return self.gpus_per_node if given is None else given
 
     def container_options(self, image: str | None, folder: Path) -> list[str]:
         """The options of srun that make pyxis start a container of ``image`` in ``folder``; None: no container.

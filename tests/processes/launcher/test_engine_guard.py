@@ -221,9 +221,7 @@ async def test_a_jobs_servers_get_its_gpus_on_their_node(tmp_path: Path, monkeyp
     job = ("run.launcher=slurm", "slurm.nodes=2", "slurm.gpus_per_node=4", "slurm.ntasks_per_node=2")
     config = load_config("tiny_cpu", [*keys, *job, "learner.device=cuda", "learner.dp=4"])
     nodes = ("a1", "127.0.0.2")
-    allocation = Allocation(
-        id="7", restart=0, here="a1", nodes=nodes, engine_nodes=(), heterogeneous=False, folder=tmp_path
-    )
+    allocation = Allocation(id="7", restart=0, here="a1", nodes=nodes, engine_nodes=(), folder=tmp_path)
 
     async def seen(site: Site) -> tuple[str, str]:
         order = Order(

@@ -35,7 +35,7 @@ from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.layouts.learner import learner_layout
 from rl_megatron.weights.routes.mirror import Mirror
 from tests.unit.launcher.commands import program
-from tests.unit.launcher.test_memory import ONE_MACHINE, QWEN_30B, QWEN_80GB, QWEN_APART, RECIPES, folder_of
+from tests.unit.launcher.test_memory import QWEN_30B, QWEN_80GB, QWEN_APART, RECIPES, folder_of
 from tests.unit.launcher.test_spent import ROWS
 from tools.planner import checks
 from tools.planner.memory import bytes_by_rank, copied_by_rank, copies_bytes, filled_bytes, save_cost
@@ -276,7 +276,7 @@ def test_on_one_machine_servers_share_gpus_where_ranks_leave_too_few(
     program(tmp_path / "nvidia-smi", "#!/bin/sh\n" + "".join(f"echo 'GPU {i}: H100'\n" for i in range(gpus)))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    given = ["run.launcher=local", f"model.path={folder_of(tmp_path)}", "slurm.engines.nodes=0", *ONE_MACHINE, *keys]
+    given = ["run.launcher=local", f"model.path={folder_of(tmp_path)}", "slurm.engines.nodes=0", *keys]
     config = load_config(QWEN_APART, given)
     found = [one.text for one in checks.memory(Subject(config, for_job=False)) if one.kind == "problem"]
     assert any("Largest: engine" in text for text in found) == shared

@@ -418,14 +418,14 @@ def test_a_run_whose_job_ends_soon_exports_nothing(
     [
         (None, "a[1-2]", "job 7: its nodes are not known: scontrol is not installed here"),
         ("echo no slurm.conf >&2; exit 1", "a[1-2]", "job 7: its nodes are not known: .* status 1: no slurm.conf"),
-        (None, None, r"job 7: SLURM_JOB_NODELIST, the nodes of learner, is not set here: .*submit it, or set run\.lau"),
+        (None, None, r"job 7: SLURM_JOB_NODELIST is not set here: .*submit it, or set run\.lau"),
     ],
 )
 def test_a_job_that_does_not_tell_its_nodes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scontrol: str | None, nodes: str | None, said: str
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    for name in ("SLURM_HET_SIZE", "SLURM_RESTART_COUNT", "SLURM_JOB_NODELIST"):
+    for name in ("SLURM_RESTART_COUNT", "SLURM_JOB_NODELIST"):
         monkeypatch.delenv(name, raising=False)
     if nodes is not None:
         monkeypatch.setenv("SLURM_JOB_NODELIST", nodes)

@@ -35,7 +35,6 @@ def stand_in(path: Path, script: str) -> None:
         ("requeued", "5", "COMPLETING on n3, restart 1", False),
         ("failed", "3", "FAILED (NonZeroExitCode) on n3, restart 0", True),
         ("unavailable", "10", "PENDING (ReqNodeNotAvail,_May_be_reserved_for_other_job), restart 0", False),
-        ("heterogeneous", "11", "RUNNING on n1 and n3, restart 0", False),
         ("held, 22.05", "1", "PENDING (JobHeldUser), restart 0", False),
     ],
 )

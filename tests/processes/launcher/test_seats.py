@@ -36,7 +36,6 @@ from launcher.hosts.ray.node import (
     totals,
 )
 from launcher.hosts.sites import cpus_of_engine_node, sites_of
-from launcher.hosts.slurm import script
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.processes.guards import Guard, Order, Site, elsewhere, start_guard
 from launcher.processes.own_thread import OwnThread
@@ -75,16 +74,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in (("SLURM_JOB_ID", "7"), ("SLURMD_NODENAME", "a1"), ("SLURM_JOB_NODELIST", "a1,a2,b1")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
-    monkeypatch.delenv("SLURM_HET_SIZE", raising=False)
     monkeypatch.setattr("socket.gethostbyname", {"a1": "127.0.1.1", "a2": "10.0.0.2", "b1": "10.0.0.3"}.__getitem__)
     monkeypatch.setattr(Allocation, "address", lambda _: "10.0.0.1")
     return tmp_path / "run"
-
-
-def three_components(monkeypatch: pytest.MonkeyPatch, *nodes: str) -> None:
-    monkeypatch.setenv("SLURM_HET_SIZE", "3")
-    for number, node in enumerate(nodes or ("a1", "a2", "b1")):
-        monkeypatch.setenv(f"SLURM_JOB_NODELIST_HET_GROUP_{number}", node)
 
 
 def slurm_allocation(config: RunConfig, run: Path) -> Allocation:
@@ -159,7 +151,7 @@ def test_servers_are_shared_out_over_gpus_and_nodes(run: Path, monkeypatch: pyte
 def test_like_nodes_are_cut_by_role(run: Path) -> None:
     config = config_of("slurm.nodes=2", "slurm.engines.nodes=1", "rollout.server.replicas=2", "slurm.cpus_per_task=6")
     allocation = slurm_allocation(config, run)
-    assert (allocation.nodes, allocation.engine_nodes, allocation.heterogeneous) == (("a1", "a2"), ("b1",), False)
+    assert (allocation.nodes, allocation.engine_nodes) == (("a1", "a2"), ("b1",))
     found = sites_of(config, allocation)
     assert [site.host for (site,) in found] == ["10.0.0.3"] * 2
     assert all("--nodelist=b1" in site.before for (site,) in found)
@@ -180,12 +172,8 @@ def test_roles_with_ranks_of_their_own_have_the_nodes_between(run: Path, monkeyp
     assert dict(allocation.separate) == {"critic": ("a2",)}
     monkeypatch.setenv("SLURM_JOB_NODELIST", "a1")
     allocation = slurm_allocation(config_of(*keys), run)
-    with pytest.raises(ConfigError, match=r"slurm\.critic\.nodes=0 cannot share out the ranks of a separate critic"):
+    with pytest.raises(ConfigError, match=r"critic: 0 nodes cannot share out tp\*cp\*dp\*pp = "):
         placement_of(config_of(*keys), allocation.separate["critic"], "critic")
-    three_components(monkeypatch, "a1", "b1", "a2")
-    allocation = slurm_allocation(config_of(*keys, "slurm.heterogeneous=true"), run)
-    assert (allocation.nodes, allocation.engine_nodes) == (("a1",), ("a2",))
-    assert dict(allocation.separate) == {"critic": ("b1",)}
 
 
 def test_servers_that_share_the_learners_nodes_are_spread_over_them(run: Path) -> None:
@@ -196,41 +184,20 @@ def test_servers_that_share_the_learners_nodes_are_spread_over_them(run: Path) -
     assert [bool(site.before) for (site,) in found] == [False] * 2 + [True] * 4
 
 
-def test_a_component_of_its_own_is_reached_by_its_group(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_HET_SIZE", "2")
-    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_0", "a1,a2")
-    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_1", "a1")  # Slurm may give both a share of one node
-    keys = ("slurm.heterogeneous=true", "slurm.engines.nodes=1", "slurm.engines.cpus_per_server=9")
-    config = config_of("slurm.nodes=2", *keys)
-    allocation = slurm_allocation(config, run)
-    assert (allocation.nodes, allocation.engine_nodes, allocation.heterogeneous) == (("a1", "a2"), ("a1",), True)
-    ((site,),) = sites_of(config, allocation)
-    assert site.host == "10.0.0.1"
-    assert {"--het-group=1", "--nodelist=a1", "--cpus-per-task=9", "--overlap"} <= set(site.before)
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_server_of_a_recipe_has_twelve_cores_for_each_of_its_gpus(recipe: str, tmp_path: Path) -> None:
     """To which srun confines its step."""
     config = load_config(recipe, ["model.path=/models/given", "run.launcher=slurm"])
-    nodes, apart = made_up_nodes(config), config.slurm.heterogeneous
+    nodes = made_up_nodes(config)
     engines = nodes.get("engines", ())
-    job = Allocation(
-        id="7", restart=0, here="", nodes=nodes[LEARNER], engine_nodes=engines, heterogeneous=apart, folder=tmp_path
-    )
+    job = Allocation(id="7", restart=0, here="", nodes=nodes[LEARNER], engine_nodes=engines, folder=tmp_path)
     seats = seats_of(config, job.nodes, engines)
     assert cpus_of_engine_node(config, job, seats) == 12 * sum(len(s.gpus) for s in seats if s.node == seats[0].node)
-    if apart:
-        asked = script._component(config, "engines", len(engines))
-        assert asked["tasks_per_node"] * asked["cpus_per_task"] == cpus_of_engine_node(config, job, seats)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_without_a_number_of_cores_no_step_is_confined(run: Path, monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
+def test_without_a_number_of_cores_no_step_is_confined(run: Path) -> None:
     """Where a cluster gives whole nodes, --cpus-per-task=1 leaves a server one core of them: it implies --exact."""
-    if apart:
-        three_components(monkeypatch)
-    config = config_of(f"slurm.heterogeneous={apart}", "slurm.engines.nodes=1")
+    config = config_of("slurm.engines.nodes=1")
     job, placement = slurm_allocation(config, run), placement_of(config, ("a1",))
     ((server,),) = sites_of(config, job)
     seats = seats_of(config, job.nodes, job.engine_nodes)
@@ -356,7 +323,7 @@ def test_a_run_on_none_of_the_learners_nodes_is_refused(tmp_path: Path, monkeypa
     """As in a shell of salloc, where nobody would start Ray's head."""
     program(tmp_path / "scontrol", SCONTROL)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for name in ("SLURMD_NODENAME", "SLURM_HET_SIZE", "SLURM_RESTART_COUNT"):
+    for name in ("SLURMD_NODENAME", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "a1,a2,b1")

@@ -46,9 +46,7 @@ LINK_SPEEDS = ("network", "nvlink", "node_file", "storage_node", "storage")
 SHAPE = tiny_shape(TinySizes(head_dim=32))
 APART = "slurm.engines.nodes=0"
 WITHOUT_SERVERS = (  # what the in-process engine needs of a recipe with servers
-    *(APART, "slurm.heterogeneous=false"),
-    *(f"slurm.engines.{key}=null" for key in ("gpus_per_node", "memory_per_node", "cpus_per_server")),
-    *("learner.offload.while_sampling=null", "weights.transport=auto"),
+    *(APART, "learner.offload.while_sampling=null", "weights.transport=auto"),
 )
 BY_ADDRESS = (  # of running servers, whose degrees nobody states
     *("rollout.server.addresses=http://engine1:8000,http://engine2:8000", "slurm.engines.nodes=0"),

@@ -457,7 +457,7 @@ def test_servers_with_gpus_of_their_own_sample_while_the_learner_trains() -> Non
     assert found.predicted.step.staleness == 2
     assert found.seconds < sum(found.predicted.step.parts.values())
     assert "; sampling overlaps the rest (staleness 2)" in "\n".join(found.lines())
-    assert gpus_by_role(here) == {"learner": 6, "engines": 2}
+    assert gpus_by_role(here) == {"learner": 6, "engines": 6}
     beside = step(job(QWEN_30B, "train.max_staleness=2"))  # on the learner's GPUs
     assert beside.staleness == 0
     assert beside.seconds == pytest.approx(sum(beside.parts.values()))

@@ -25,24 +25,9 @@ CASES = {
         *("run.launcher=ray", "rollout=vllm", "rollout.server.replicas=4", "rollout.server.tp=4", "slurm.nodes=2"),
         *("slurm.engines.nodes=2", "learner.dp=4"),
     ),
-    "heterogeneous": (
-        *BIG,
-        *("rollout=vllm", "rollout.server.replicas=4", "rollout.server.tp=4", "slurm.nodes=2", "learner.dp=4"),
-        *("slurm.account=lab", "slurm.partition=big", "slurm.constraint=h100", "slurm.cpus_per_task=12"),
-        *("slurm.heterogeneous=true", "slurm.engines.nodes=4", "slurm.engines.gpus_per_node=4"),
-        *("slurm.engines.cpus_per_server=24", "slurm.engines.memory_per_node=200G", "slurm.engines.partition=small"),
-    ),
     "separate_roles": (
         *("learner.ep=4", "slurm.nodes=2", "slurm.time=30", "algorithm=ppo", "algorithm.kl.coefficient=0.1"),
         *("roles.critic=separate", "roles.reference=separate"),
-    ),
-    "every_role_a_component": (
-        *(*BIG, "slurm.nodes=2", "learner.dp=4", "slurm.partition=big", "slurm.cpus_per_task=12"),
-        "slurm.heterogeneous=true",
-        *("algorithm=ppo", "algorithm.kl.coefficient=0.1", "roles.critic=separate", "roles.reference=separate"),
-        *("slurm.reference.nodes=4", "slurm.reference.gpus_per_node=4", "slurm.reference.partition=small"),
-        *("slurm.reference.memory_per_node=200G", "slurm.critic.constraint=h100"),
-        *("rollout=vllm", "slurm.engines.nodes=1"),
     ),
 }
 

@@ -122,7 +122,7 @@ def test_a_recipe_fills_its_gpus_and_no_more(name: str) -> None:
     d, slurm = config.learner.dims, config.slurm
     learner, engines = RECIPES[name]
     assert d.world_size == learner == slurm.nodes * slurm.gpus_per_node
-    assert engines == slurm.engines.nodes * slurm.engine_gpus
+    assert engines == slurm.engines.nodes * slurm.gpus_per_node
     assert slurm.gpus_per_node % d.tp == 0
     server = config.rollout.server
     assert server.count * server.ranks == (engines or learner)  # every GPU samples, and each for one server
@@ -166,8 +166,7 @@ def test_all_ranks_together_hold_the_model_once_for_each_copy(name: str) -> None
         (
             QWEN_APART,
             "learner.offload.optimizer=0 learner.layers=auto",
-            "learner.tp=4 learner.pp=1 learner.ep=8 learner.dp=2 slurm.gpus_per_node=8 rollout.server.tp=8 "
-            "slurm.engines.gpus_per_node=8",
+            "learner.tp=4 learner.pp=1 learner.ep=8 learner.dp=2 slurm.gpus_per_node=8 rollout.server.tp=8",
         ),
     ],
 )
@@ -176,7 +175,7 @@ def test_what_8_gpus_hold_only_with_moments_on_the_host_16_hold_without(name: st
         check_memory(*recipe(name, *without.split()))
     config, shape = recipe(name, *without.split(), *keys.split())
     assert check_memory(config, shape) is not None
-    assert config.slurm.nodes * config.slurm.gpus_per_node + config.slurm.engines.nodes * config.slurm.engine_gpus == 16
+    assert (config.slurm.nodes + config.slurm.engines.nodes) * config.slurm.gpus_per_node == 16
 
 
 def test_a_machine_of_8_gpus_has_6_for_the_learner_and_2_for_its_server() -> None:
@@ -480,14 +479,6 @@ def test_a_server_on_a_gpu_of_a_separate_role_takes_its_part(replicas: int, here
     if servers > 1:
         with pytest.raises(ConfigError, match=r"critic rank 0 needs 516\.\d GB .* Largest: engine; lower rollout"):
             check_memory(config, shape, here)
-
-
-ONE_MACHINE = (
-    "slurm.heterogeneous=false",
-    "slurm.engines.gpus_per_node=null",
-    "slurm.engines.memory_per_node=null",
-    "slurm.engines.cpus_per_server=null",
-)
 
 
 def test_the_advice_for_the_engine_in_the_learners_processes_lowers_it() -> None:

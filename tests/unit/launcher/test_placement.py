@@ -8,7 +8,6 @@ import math
 import re
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.placement.files import writers_of_files
-from rl_megatron.placement.ranks import group_ranks, place, placement_of
+from rl_megatron.placement.ranks import group_ranks, made_up_nodes, place, placement_of
 from rl_megatron.placement.seats import seat, seats_alone, seats_here, seats_of
 from rl_megatron.types import ParallelDims
 from tests.unit.launcher.slurm_jobs import CASES, config_of
@@ -259,28 +258,24 @@ def job_config(*keys: str) -> RunConfig:
 
 
 def test_they_fill_as_many_nodes_as_they_need() -> None:
-    config = job_config(*APART, *CRITIC, *REFERENCE, "slurm.heterogeneous=true", "slurm.reference.gpus_per_node=4")
+    config = job_config(*APART, *CRITIC, *REFERENCE, "roles.layouts.reference.dp=4")
     lines = submit.checked(config).describe().splitlines()
     assert lines[lines.index("critic: 8 ranks on 1 nodes, 8 on each") :] == [
         *("critic: 8 ranks on 1 nodes, 8 on each", "  node 2: ranks 0-7"),
         *("  tp=2: inside a node", "  dp=2: inside a node", "  pp=2: inside a node"),
         *("  etp=2: inside a node", "  edp=2: inside a node"),
-        "reference: 12 ranks on 3 nodes, 4 on each",
-        *(f"  node {3 + i}: ranks {4 * i}-{4 * i + 3}" for i in range(3)),
-        *("  tp=4: inside a node", "  dp=3: across 3 nodes", "  etp=4: inside a node", "  edp=3: across 3 nodes"),
+        *("reference: 16 ranks on 2 nodes, 8 on each", "  node 3: ranks 0-7", "  node 4: ranks 8-15"),
+        *("  tp=4: inside a node", "  dp=4: across 2 nodes", "  etp=4: inside a node", "  edp=4: across 2 nodes"),
     ]
     script = submit.job_script(config, folder=Path("/work"), python="python", package=Path("/code"))
-    asked = [re.findall(r"#SBATCH --(?:nodes|ntasks-per-node)=(\d+)", part) for part in script.split("#SBATCH hetjob")]
-    assert asked[:3] == [["2", "8"], ["1", "8"], ["3", "4"]]
+    assert re.findall(r"#SBATCH --(?:nodes|ntasks-per-node)=(\d+)", script) == ["5", "8"]
 
 
-def test_no_more_ranks_than_gpus_are_on_a_node_and_fewer_may_be() -> None:
-    fewer = job_config("slurm.nodes=4", "slurm.ntasks_per_node=4")
+def test_fewer_ranks_than_gpus_may_be_on_a_node() -> None:
+    fewer = job_config(*APART, *CRITIC, "slurm.nodes=4", "slurm.ntasks_per_node=4")
     assert placement_of(fewer, list("abcd")).ranks_per_node == 4
-    critic = job_config(*APART, *CRITIC, "slurm.heterogeneous=true", "slurm.critic.gpus_per_node=4")
-    assert placement_of(critic, ["x", "y"], "critic").ranks_per_node == 4
-    with pytest.raises(ConfigError, match=r"slurm\.critic\.nodes=1 get 8 ranks each, more than their 4 GPUs"):
-        placement_of(critic, ["x"], "critic")
+    assert placement_of(fewer, ["x", "y"], "critic").ranks_per_node == 4
+    assert len(made_up_nodes(fewer)["critic"]) == 2
 
 
 def test_each_node_with_servers_has_a_whole_copy_of_the_weights_from_its_own_ranks() -> None:
@@ -300,12 +295,8 @@ def test_each_node_with_servers_has_a_whole_copy_of_the_weights_from_its_own_ran
             "roles.layouts.critic.tp=16 does not divide critic ranks on a node=8: a tensor-parallel group would leave",
         ),
         (
-            (*APART, *CRITIC, "slurm.critic.nodes=2"),
-            "slurm.critic.nodes=2, but a separate critic has 8 ranks, which fill 1 of the learner's nodes",
-        ),
-        (
-            (*APART, *REFERENCE, "slurm.reference.nodes=5", "slurm.heterogeneous=true"),
-            "slurm.reference.nodes=5 cannot share out the ranks of a separate reference evenly: it has tp*cp",
+            (*APART, "roles.layouts.reference.dp=9"),
+            "reference: 2 nodes cannot share out tp*cp*dp*pp = 1*1*9*1 = 9 ranks evenly; change a degree of roles.lay",
         ),
     ],
 )
@@ -346,37 +337,34 @@ def test_the_step_has_a_task_a_node_in_its_container(keys: tuple[str, ...], expe
 
 
 def test_every_role_is_placed_before_the_job_is_sent() -> None:
-    text = submit.checked(config_of(*CASES["heterogeneous"], "algorithm=ppo")).describe()
+    text = submit.checked(config_of(*CASES["ray_and_engine_nodes"], "algorithm=ppo")).describe()
     assert text.splitlines() == [
         *("16 ranks on 2 nodes, 8 on each", "  node 0: ranks 0-7", "  node 1: ranks 8-15", "  tp=4: inside a node"),
         *("  dp=4: across 2 nodes", "  ep=8: inside a node", "  edp=2: across 2 nodes"),
         "in every rank beside the policy: critic",
-        *(f"engine {i}: node {2 + i}, GPUs 0-3" for i in range(4)),
+        *(f"engine {i}: node {2 + i // 2}, GPUs {4 * (i % 2)}-{4 * (i % 2) + 3}" for i in range(4)),
     ]
 
 
 def test_separate_roles_are_placed_on_nodes_of_their_own() -> None:
-    lines = submit.checked(config_of(*CASES["every_role_a_component"])).describe().splitlines()
+    roles = ("algorithm=ppo", "algorithm.kl.coefficient=0.1", "roles.critic=separate", "roles.reference=separate")
+    lines = submit.checked(config_of(*CASES["ray_and_engine_nodes"], *roles)).describe().splitlines()
     learner = [*("  tp=4: inside a node", "  dp=4: across 2 nodes", "  ep=8: inside a node", "  edp=2: across 2 nodes")]
     assert lines == [
         *("16 ranks on 2 nodes, 8 on each", "  node 0: ranks 0-7", "  node 1: ranks 8-15", *learner),
         *("critic: 16 ranks on 2 nodes, 8 on each", "  node 2: ranks 0-7", "  node 3: ranks 8-15", *learner),
-        "reference: 16 ranks on 4 nodes, 4 on each",
-        *(f"  node {4 + i}: ranks {4 * i}-{4 * i + 3}" for i in range(4)),
-        *("  tp=4: inside a node", "  dp=4: across 4 nodes", "  ep=8: across 2 nodes", "  edp=2: across 2 nodes"),
-        "engine 0: node 8, GPUs 0-0",
+        *("reference: 16 ranks on 2 nodes, 8 on each", "  node 4: ranks 0-7", "  node 5: ranks 8-15", *learner),
+        *(f"engine {i}: node {6 + i // 2}, GPUs {4 * (i % 2)}-{4 * (i % 2) + 3}" for i in range(4)),
     ]
 
 
-@pytest.mark.parametrize(("heterogeneous", "where"), [(False, "--nodelist=c1,c2"), (True, "--het-group=1")])
-def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path, heterogeneous: bool, where: str) -> None:
+def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path) -> None:
     allocation = Allocation(
         id="7",
         restart=0,
         here="a1",
         nodes=("a1", "a2"),
         engine_nodes=("e1",),
-        heterogeneous=heterogeneous,
         folder=tmp_path,
         separate={"critic": ("c1", "c2"), "reference": ("r1", "r2")},
     )
@@ -385,20 +373,16 @@ def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path, heterogeneo
     command = allocation.separate_command(step_command(config.slurm, critic, python="p"), "critic")
     assert " ".join(command) == (
         "env --unset=SLURM_GPUS_PER_NODE --unset=SLURM_NTASKS_PER_NODE --unset=SLURM_CPUS_PER_TASK "
-        f"srun {where} --mem=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --job-name=critic "
+        "srun --nodelist=c1,c2 --mem=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --job-name=critic "
         "--kill-on-bad-exit=1 --label p -P -m launcher.worker.node"
     )
-    assert allocation.learner_options() == ["--het-group=0" if heterogeneous else "--nodelist=a1,a2"]
-    server = " ".join(allocation.server_command(["e1"], 1))
-    assert ("--het-group=3" in server) == heterogeneous
-    assert "--nodelist=e1" in server
+    assert allocation.learner_options() == ["--nodelist=a1,a2"]
+    assert "--nodelist=e1" in allocation.server_command(["e1"], 1)
 
 
 def test_a_name_without_an_address_is_asked_for_again_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clouds name a node that they have just made after Slurm has started the job on it."""
-    allocation = Allocation(
-        id="7", restart=0, here="a1", nodes=("a1", "a2"), engine_nodes=("b1",), heterogeneous=False, folder=tmp_path
-    )
+    allocation = Allocation(id="7", restart=0, here="a1", nodes=("a1", "a2"), engine_nodes=("b1",), folder=tmp_path)
     config = config_of("slurm.nodes=2", "rollout=vllm", "slurm.engines.nodes=1")
     left = 2
 
@@ -424,20 +408,17 @@ def test_a_name_without_an_address_is_asked_for_again_and_told(tmp_path: Path, m
 
 
 def test_a_step_with_engine_nodes_beside_it_keeps_to_the_learners(tmp_path: Path) -> None:
-    common = {"id": "7", "restart": 0, "here": "a1", "nodes": ("a1", "a2"), "engine_nodes": ("b1",), "folder": tmp_path}
-    cut, het = (Allocation(heterogeneous=heterogeneous, **common) for heterogeneous in (False, True))  # type: ignore[arg-type]
+    cut = Allocation(id="7", restart=0, here="a1", nodes=("a1", "a2"), engine_nodes=("b1", "b2"), folder=tmp_path)
     placement = submit.checked(config_of("slurm.nodes=2")).placement
     slurm = config_of().slurm
-    for where, expected in ((cut.learner_options(), "--nodelist=a1,a2"), (het.learner_options(), "--het-group=0")):
-        assert step_command(slurm, placement, python="p", where=where)[1] == expected
-        assert node_command(slurm, placement, tmp_path, python="p", where=where)[1] == expected
-    server = " ".join(het.server_command(["b1"], 24))
-    assert "srun --het-group=1 --overlap --nodes=1 --ntasks=1 --nodelist=b1 --cpus-per-task=24 --mem=0" in server
-    assert "--het-group" not in " ".join(cut.server_command(["b1"], 24))
+    where = cut.learner_options()
+    assert step_command(slurm, placement, python="p", where=where)[1] == "--nodelist=a1,a2"
+    assert node_command(slurm, placement, tmp_path, python="p", where=where)[1] == "--nodelist=a1,a2"
+    server = " ".join(cut.server_command(["b1"], 24))
+    assert "srun --overlap --nodes=1 --ntasks=1 --nodelist=b1 --cpus-per-task=24 --mem=0" in server
     assert "--nodelist=a2" in cut.server_command(["a2"], 1)
-    two = replace(het, engine_nodes=("b1", "b2"))
-    ray = " ".join(engine_node_command(two, 48, python="p"))
-    assert "--het-group=1 --overlap --nodes=2 --ntasks=2 --nodelist=b1,b2 --cpus-per-task=48 --mem=0 " in ray
+    ray = " ".join(engine_node_command(cut, 48, python="p"))
+    assert "srun --overlap --nodes=2 --ntasks=2 --nodelist=b1,b2 --cpus-per-task=48 --mem=0 " in ray
     assert ray.endswith(f"--output={tmp_path}/ray-engines-%t.txt p -P -m launcher.hosts.ray.node")
 
 

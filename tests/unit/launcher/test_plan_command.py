@@ -195,9 +195,9 @@ def test_a_recipe_that_does_not_fill_its_nodes_is_refused_or_noted_as_submit_doe
     assert "slurm.nodes=8 * slurm.ntasks_per_node=8 = 64 tasks, but the learner has" in text
     assert "8 ranks; set learner.dp=16" in text
     recipe = ("--config", QWEN_APART, "rollout.server.tp=1")
-    idle = "servers sample on 1 of the 2 GPUs of the servers' own nodes"
+    idle = "servers sample on 1 of the 6 GPUs of the servers' own nodes"
     assert f"note: {idle}" in said(*recipe, "rollout.server.replicas=1")
-    assert idle not in said(*recipe, "rollout.server.replicas=2")
+    assert idle not in said(*recipe, "rollout.server.replicas=6")
 
 
 def test_a_reward_model_is_planned_as_its_run_checks_it_without_an_output_layer(said: Said) -> None:
