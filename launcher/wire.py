@@ -57,7 +57,7 @@ class Call:
     hindered: str = ""  # why it is no fork of the process that imported for its node
 
     def line(self) -> bytes:
-        """As it is sent."""
+        """The message as it is sent."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
@@ -73,7 +73,7 @@ class Muster:
     stderr: Sequence[int] = ()  # of a child: its descriptors that are its ranks' stderr, in their order
 
     def line(self) -> bytes:
-        """As it is sent."""
+        """The message as it is sent."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
@@ -103,7 +103,7 @@ class Hello:
     hindered: str = ""  # see Call
 
     def line(self) -> bytes:
-        """As it is sent."""
+        """The message as it is sent."""
         return json.dumps(asdict(self)).encode()
 
 

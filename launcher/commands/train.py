@@ -174,8 +174,8 @@ def _hidden(error: BaseException) -> RLMegatronError | None:
 
 
 async def _report(config: RunConfig, folder: Path, progress: Progress, stop: Stop) -> None:
-    """In a thread, as that of a long run takes seconds, in which a signal leaves it out. All else is written by now, so
-    no fault in it makes the run one that failed."""
+    """Writes the run's last report in a thread: a long run's takes seconds, in which a signal leaves it out. All else
+    is written by now, so no fault in it makes the run one that failed."""
     costs, left_out = _SaidCosts(config, progress), partial(_left_out, progress)
     later = f"rl-megatron report {shlex.quote(str(folder))} writes it"
     writing = asyncio.to_thread(write_report, [folder], folder / "report.html", left_out, costs=costs)
@@ -205,7 +205,7 @@ async def report_written_again(
 
 
 async def _write_reports(config: RunConfig, folder: Path, seconds: float) -> None:
-    """In a thread, which has ended when this has: a late one would replace the run's last report."""
+    """Writes reports in a thread, which has ended when this has: a late one would replace the run's last report."""
     pause = seconds
     while True:
         await asyncio.sleep(pause)
@@ -318,7 +318,7 @@ def _at_end(start: Checkpoint, config: RunConfig) -> str:
 
 
 def _with_steps(config: RunConfig, data: Data, progress: Progress) -> RunConfig:
-    """With as many steps as ``epochs`` of written data take, if it is given."""
+    """Returns the configuration with as many steps as ``epochs`` of written data take, if that is given."""
     from rl_megatron.training.optimizer_steps import steps_of
 
     if (epochs := config.written_epochs) is None:

@@ -148,8 +148,8 @@ class WorkerGroup:
         return [self.workers[rank].send(name, sent[id(given)]) for rank, given in arguments.items()]
 
     async def meet(self, name: str, *arguments: Any) -> list[Any]:
-        """As `each`, once no rank makes a call without the others: in the collectives of this one they would wait for
-        it, with a time limit."""
+        """Make a collective call on every rank once none makes a call alone: the others would wait for that rank in the
+        collectives of this one, with a time limit."""
         while alone := [answer for worker in self.workers for answer in worker.alone]:
             await self.gather([asyncio.shield(answer) for answer in alone])
         return await self.each(name, *arguments)

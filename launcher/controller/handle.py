@@ -127,7 +127,7 @@ class RankStream:
         self._connection.close()
 
     def _write(self) -> None:
-        """In a turn of the loop of its own: a message to all ranks must not keep the loop."""
+        """Write what the stream takes, in a turn of the loop of its own: sending to all ranks must not keep it."""
         if not self._left:
             return
         try:

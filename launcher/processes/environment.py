@@ -42,7 +42,7 @@ def variables(*, threads: int, device: str) -> Mapping[str, str]:
 
 @functools.cache
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    """Of this process and those that it starts; removed as it ends."""
+    """A folder for this process and those that it starts; it is removed as this one ends."""
     return tempfile.TemporaryDirectory(prefix="rl_megatron-torch-", ignore_cleanup_errors=True)
 
 

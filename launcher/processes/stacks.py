@@ -105,7 +105,7 @@ class Stack:
 
 
 def of_thread(ident: int) -> Stack:
-    """Where a thread of this process is now."""
+    """The stack of a thread of this process as it is now."""
     frames, frame = [], sys._current_frames().get(ident)
     while frame is not None:
         frames.append(Frame(file=frame.f_code.co_filename, line=frame.f_lineno, name=frame.f_code.co_name))

@@ -37,7 +37,7 @@ _MOST_PATH = 500  # characters of one, of which two may differ at the end
 
 
 def find(config: RunConfig, run_folder: Path) -> checkpoints.Checkpoint | None:
-    """Where the run in ``run_folder`` continues; None where it has no checkpoint yet, and starts over.
+    """The checkpoint from which the run in ``run_folder`` continues; None if it has none yet, and starts over.
 
     Raises CheckpointError that names what is torn, missing, or configured otherwise than in what was trained, or
     ``train.steps`` below the steps that are made.
@@ -174,7 +174,7 @@ def _changes(before: JsonRow, now: JsonRow) -> list[str]:
 
 
 def _versions(engine: Path | None) -> dict[str, str]:
-    """By the name of what each is of; an engine's of its own environment, where that is on this machine."""
+    """Versions of code and packages, by name; an engine's are of its own environment, if that is on this machine."""
     found, own = {"python": platform.python_version()}, Path(rl_megatron.__file__).parent
     tracked = _git(own, "ls-files", "__init__.py")  # an installed one may be inside the repository of other code
     commits = {"code/rl_megatron": _commit(own) if tracked else "", "code/here": _commit(Path.cwd())}

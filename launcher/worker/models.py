@@ -311,7 +311,7 @@ class RankModels:
             return policy.score(micro_batches, want, self._reference)
 
     def column_layers(self, role: str) -> OwnLayers:
-        """Of each column with entries of layers, those of this rank."""
+        """This rank's layers, by the name of each column with entries of layers."""
         return self._scorer(role).column_layers
 
     def backward(

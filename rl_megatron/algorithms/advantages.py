@@ -147,8 +147,8 @@ def bests_differ(rewards: Tensor, group_ids: Tensor, k: int, *, leave_one_out: b
 
 @functools.cache
 def _rank_weights(size: int, k: int, leave_one_out: bool) -> tuple[Tensor, Tensor]:
-    """For a group's ascending rewards [size]: the matrix that makes them advantages, and the share of subsets of which
-    each is the best. The completion of rank j, from 0, is the best of C(j, k - 1) subsets, of which C(j - 1, k - 2)
+    """The matrix that makes a group's ascending rewards [size] advantages, and the share of subsets of which each is
+    the best. The completion of rank j, from 0, is the best of C(j, k - 1) subsets, of which C(j - 1, k - 2)
     have a given one below it."""
     own, every = math.comb(size - 1, k - 1), math.comb(size, k)
     first = torch.tensor([math.comb(j, k - 1) / own for j in range(size)], dtype=torch.float64)

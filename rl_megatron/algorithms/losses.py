@@ -245,7 +245,7 @@ def token_weight(samples: Samples, name: str, *, max_length: int, part: Tensor |
 
 
 def _sampled_alone(inputs: LossInputs) -> LossInputs:
-    """With no demonstrated token masked in; a sequence is a demonstration or was sampled, as a whole."""
+    """The inputs with no demonstrated token masked in; a whole sequence is a demonstration, or was sampled."""
     return replace(inputs, mask=inputs.mask & ~required(inputs.demonstrated, "demonstrated"))
 
 

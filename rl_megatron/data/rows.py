@@ -107,7 +107,7 @@ _SHOWN = 8  # rows in a message
 
 
 class HeldRows:
-    """On a rank: the rows of a step that its data-parallel rank was sent."""
+    """The rows of a step that a rank's data-parallel rank was sent; every rank has one."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -115,7 +115,7 @@ class HeldRows:
 
     @property
     def num_bytes(self) -> int:
-        """Of all columns of all rows."""
+        """Bytes of all columns of all rows."""
         return sum(row.nbytes for rows in self._rows.values() for row in rows.values())
 
     def forget(self) -> None:
@@ -190,7 +190,7 @@ def _samples(columns: dict[str, Any], cu_seqlens: Tensor) -> Samples:
 
 
 def _empty(spare: dict[str, Any], head: dict[str, Any]) -> Samples:
-    """As `gathered` has it of the same samples."""
+    """The micro-batch without sequences that `MicroBatches` makes of the same samples."""
     length = len(spare["input_ids"])
     columns = {name: torch.zeros(length) for name in head["columns"]} | spare
     columns["mask"] = torch.zeros(length, dtype=torch.bool)
@@ -204,7 +204,7 @@ def _received(arrays: list[NDArray[Any]], ragged: bool) -> Any:
 
 
 def _cut(column: Tensor | Ragged, layers: Sequence[int] | None) -> Tensor | Ragged:
-    """With the entries of these layers alone."""
+    """The column with the entries of these layers alone."""
     if layers is None or isinstance(column, Ragged) or len(layers) == column.shape[1]:
         return column
     return column[:, list(layers)]
@@ -323,7 +323,7 @@ class Sent:
 
 
 class _Rows:
-    """Where the rows of a step's samples are, and their masked-in positions."""
+    """The places of a step's rows among its positions, and their masked-in positions."""
 
     def __init__(self, samples: Samples) -> None:
         self.mask = samples.mask.numpy()
@@ -365,7 +365,7 @@ class _Column:
         self._runs, self._bounds = _narrowed(of_runs), bounds.tolist()
 
     def sent(self, rows: NDArray[np.int64], *, with_ids: bool) -> tuple[Form, list[Pieces]]:
-        """Of the ``rows``; ``with_ids``: their inputs are sent beside it."""
+        """The form, and what is sent of the ``rows``; ``with_ids``: their inputs are sent beside it."""
         if self.form in ("trained", "spread"):
             return self.form, [_whole(self._numbers[self.rows.some[rows]])]
         if self.form == "last" and with_ids:
@@ -419,7 +419,7 @@ def _same(one: Tensor | Ragged, other: Tensor | Ragged) -> bool:
 
 
 def _equal(one: Tensor, other: NDArray[Any]) -> bool:
-    """To the bit, of one dtype and shape."""
+    """Whether two columns of one dtype and shape are equal to the bit."""
     theirs = torch.from_numpy(other)
     return (
         torch.equal(one.view(torch.int32), theirs.view(torch.int32))
@@ -436,7 +436,7 @@ def _narrowed(numbers: NDArray[Any]) -> tuple[NDArray[Any], np.dtype[Any]]:
 
 
 def _spare(column: Tensor | Ragged, *, kept: bool, count: int) -> list[Pieces]:
-    """As `MicroBatches` have it after no sequence: the first positions, ``kept``, or zeros."""
+    """What `MicroBatches` has for a column after no sequence: the first positions, ``kept``, or zeros."""
     first = column[:count]
     if isinstance(first, Ragged):
         return [_whole(first.counts.numpy()), _whole(first.values.numpy())]

@@ -205,7 +205,7 @@ def _common(one: TokenIds, other: TokenIds) -> int:
 
 
 def _compared(one: TokenIds, other: TokenIds) -> int:
-    """Below 0 where ``one`` is before ``other`` in the order of tokens, above 0 where it is after; copies neither."""
+    """A number below 0 if ``one`` precedes ``other`` in the order of tokens, above 0 if it follows; copies neither."""
     at = _common(one, other)
     return int(one[at]) - int(other[at]) if at < min(len(one), len(other)) else len(one) - len(other)
 

@@ -291,7 +291,7 @@ class ServedEngine:
 
 
 class _InFlight:
-    """At most ``most`` completions are in flight; requests wait in their order, each for places of all its own."""
+    """Limits completions in flight to ``most``: requests wait in their order, each for places of all its own."""
 
     def __init__(self, most: int) -> None:
         self._most, self._free, self._first = most, asyncio.Semaphore(most), asyncio.Lock()

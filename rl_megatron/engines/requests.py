@@ -258,7 +258,7 @@ class TimeLimit:
         self.spent += asyncio.get_running_loop().time() - self._began
 
     def extend(self) -> None:
-        """Where the time is over, begin again with twice as much."""
+        """Begin again with twice the time, if it is over."""
         if self.over and self.limit is not None:
             self.limit, self.spent = 2 * self.limit, 0.0
 

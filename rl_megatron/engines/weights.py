@@ -85,7 +85,7 @@ class ReplicaWeights:
         return [replica.server.url for replica in self._replicas.present()]
 
     async def boxes(self, path: Path) -> dict[str, list[Boxes]]:
-        """By URL, the boxes of the mirror file's tensors that each rank of each replica holds. Raises SyncError.
+        """The boxes of the mirror file's tensors that each rank of each replica holds, by URL. Raises SyncError.
 
         Released weights get their memory again: an engine's loader may compute with what it is recorded on.
         """
@@ -370,14 +370,14 @@ class Loras:
     async def sample_everywhere(
         self, requests: Sequence[GenerationRequest], *, only: str | None = None
     ) -> Mapping[str, list[list[Completion]]]:
-        """As the weights', with the adapters that were loaded last."""
+        """Samples as `ReplicaWeights.sample_everywhere`, with the adapters that were loaded last."""
         asked = [replace(request, adapters=self._loaded) for request in requests]
         return await self._weights.sample_everywhere(asked, only=only)
 
     async def score_everywhere(
         self, texts: Sequence[Sequence[int]], *, only: str | None = None
     ) -> Mapping[str, list[list[float]]]:
-        """As the weights', with the adapters that were loaded last."""
+        """Scores as `ReplicaWeights.score_everywhere`, with the adapters that were loaded last."""
         return await self._weights.score_everywhere(texts, only=only, adapters=self._loaded)
 
     async def label(self, version: int, *, only: str | None = None) -> None:

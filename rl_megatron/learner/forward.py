@@ -129,8 +129,8 @@ def _schedule(
 
 
 def _viewless(output: Tensor) -> Tensor:
-    """As megatron takes outputs whose memory it frees once they are sent: layers and losses of the user's own may be
-    views."""
+    """The output, which is no view: megatron frees its memory once it is sent, and layers and losses of the user's own
+    may give views."""
     whole: Tensor = make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
     return whole
 

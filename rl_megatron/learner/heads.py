@@ -74,7 +74,7 @@ def head_logprobs(
     chunk: int = 1024,
     announce: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `token_logprobs`, of the logits ``hidden`` [T, H] times ``weight`` [V, H], multiplied in float32.
+    """What `token_logprobs` gives for the logits ``hidden`` [T, H] times ``weight`` [V, H], multiplied in float32.
 
     The backward pass computes the logits again. If ``weight`` has a ``main_grad`` (megatron's
     DistributedDataParallel), its gradient is added to that and is nowhere else, but to ``announce`` it autograd gets
@@ -500,7 +500,7 @@ class VocabHead(Head):
         return token_logprobs(logits, targets, **self.cut(self._rows(logits)))
 
     def _rows(self, output: Tensor) -> int:
-        """Of the vocabulary, those of this TP rank."""
+        """How many rows of the vocabulary this TP rank has."""
         return output.shape[-1]
 
     def _logits(self, output: Tensor) -> Tensor:
@@ -629,5 +629,5 @@ def stop_before_output_layer(chunks: Sequence[GPTModel]) -> None:
 
 
 def _hidden_states(gather: bool, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
-    """In place of the layer's forward: [s, b, h] ([s / tp, b, h] to ``gather``) -> ([s, b, h], None)."""
+    """Stands in for the layer's forward: [s, b, h] ([s / tp, b, h] to ``gather``) -> ([s, b, h], None)."""
     return gather_from_sequence_parallel_region(hidden) if gather else hidden, None

@@ -122,7 +122,7 @@ class MegatronScorer:
 
     @property
     def column_layers(self) -> OwnLayers:
-        """Of each column with entries of layers, those of this rank."""
+        """This rank's layers, by the name of each column with entries of layers."""
         own = [layer.layer_number - 1 for model in self._models for layer in model.decoder.layers]
         every = {
             name: list(one.layers(self._shape)) for name, one in declared_columns().items() if one.layers is not None
@@ -257,7 +257,7 @@ class MegatronLearner(MegatronScorer):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """As `MegatronScorer.tensors`, with those of features' own chunks."""
+        """The model's tensors, and those of features' own chunks."""
         own = [chunk.module for hooks in self._hooks for chunk in hooks.chunks]
         return {**super().tensors, **{name: p.data for name, p in global_parameters(own)}}
 
@@ -342,7 +342,7 @@ class MegatronLearner(MegatronScorer):
     def score(
         self, micro_batches: Sequence[Samples], want: frozenset[Want], weights: Mapping[str, Tensor] | None = None
     ) -> dict[Want, list[Tensor]] | None:
-        """As `MegatronScorer.score`, with the weights back in the GPU's memory."""
+        """Scores as `MegatronScorer.score`, with the weights back in the GPU's memory."""
         self._parked.back("weights")
         self._warm_up()
         with _together(hooks.around_score(micro_batches, weights) for hooks in self._hooks):
@@ -433,7 +433,7 @@ class MegatronLearner(MegatronScorer):
         return packed
 
     def _warm_up(self) -> None:
-        """Before the first pass: those that features make, of which nothing counts."""
+        """Make, before the first pass, those that features ask for; nothing of them counts."""
         if self._warm:
             return
         self._warm = True
@@ -508,7 +508,7 @@ class MegatronLearner(MegatronScorer):
         return self.start_save(folder, apart=False).durable().files
 
     def start_save(self, folder: Path, *, apart: bool = True, beside: Companions | None = None) -> ShardSave:
-        """As `save`, but with ``apart`` it returns once the shards are copied in the host's memory, and a thread writes
+        """Saves as `save`, but with ``apart`` returns once the shards are copied in the host's memory: a thread writes
         them. The next one writes over that memory, so this one must be durable before. ``beside`` is saved too."""
         self.gather()
         with saving.explained(folder):

@@ -140,7 +140,7 @@ class RolloutSampler(PolicySampler):
         return replace(sampled, group=replace(sampled.group, demonstration=shown.group), demonstrated=shown.scored)
 
     async def _in_steps(self, answered: Answered, group: RolloutGroup) -> Answered:
-        """With the turns that the reward told apart."""
+        """The answer with the turns that the reward told apart."""
         if not any(one.steps for one in answered.scored):
             return answered
         return replace(answered, group=await asyncio.to_thread(in_steps, group, answered.scored, self.decode))
@@ -162,7 +162,7 @@ class RolloutSampler(PolicySampler):
 
     @override
     async def held_out(self, asked: HeldOut) -> list[Answered]:
-        """As `PolicySampler.held_out`, of completions that are scored."""
+        """Samples as `PolicySampler.held_out`, and scores the completions."""
         places, names = self.askable(asked), list(_told_apart(asked.purpose, asked.prompts))
         named = [(asked.prompts[place], names[place]) for place in places]
         answered = await self._run(
@@ -356,7 +356,7 @@ class SamplerBySource(PolicySampler):
 
     @override
     async def held_out(self, asked: HeldOut) -> list[Answered]:
-        """As `PolicySampler.held_out`; the share that may be poison is that of each source's prompts."""
+        """Samples as `PolicySampler.held_out`; the share that may be poison is that of each source's prompts."""
         found = dict[int, Answered]()
         for sampler, places in self._parts(asked.prompts):
             part = await sampler.held_out(replace(asked, prompts=[asked.prompts[place] for place in places]))

@@ -359,7 +359,7 @@ class Stream:
         return replace(place, drawn=replace(place.drawn, begun=begun))
 
     def _sendable(self, most: int) -> list[Waiting]:
-        """Up to ``most`` places that nobody samples: those of a checkpoint, and newly drawn ones."""
+        """Takes up to ``most`` places to sample: those that a checkpoint left, and newly drawn ones."""
         found, self._unsent = self._unsent[:most], self._unsent[most:]
         return found + [self._draw() for _ in range(min(self._room, most - len(found)))]
 
@@ -663,7 +663,7 @@ def _line(step: int, one: Waiting) -> JsonRow:
 
 
 def _spans(trajectory: Trajectory) -> str:
-    """Where another version goes on, as <first token>:<version>, counted over the sampled tokens of all turns."""
+    """The versions that sampled it, each as <first token>:<version>, counted over the sampled tokens of all turns."""
     found, sampled, last = list[str](), 0, None
     for turn in trajectory.turns:
         for span in turn.spans:

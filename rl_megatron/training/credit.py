@@ -215,7 +215,7 @@ def groups_to_train_on(groups: Sequence[RolloutGroup], section: AlgorithmSection
 
 
 def _teaching(rewards: Tensor, ids: Tensor, lengths: Tensor, section: AlgorithmSection) -> Tensor:
-    """Of the rewards that have one baseline, [K] bool."""
+    """Which rewards differ from others with their baseline, and so give a gradient, [K] bool."""
     if section.best_of > 1:
         return bests_differ(rewards, ids, section.best_of, leave_one_out=section.leave_one_out)
     if not section.own_decides:
@@ -279,15 +279,15 @@ _known: WeakKeyDictionary[Trajectory, list[str | bytes]] = WeakKeyDictionary()
 
 
 def _states(one: Trajectory) -> list[str | bytes]:
-    """As `_hashed`, once: a step asks which groups teach, and for advantages."""
+    """The result of `_hashed`, which is computed once: a step asks which groups teach, and for advantages."""
     if (found := _known.get(one)) is None:
         found = _known[one] = _hashed(one)
     return found
 
 
 def _hashed(one: Trajectory) -> list[str | bytes]:
-    """Of each turn, the name that its environment gave, or 128 bits of BLAKE2b of the tokens that were read since the
-    last sampled one before it, or of its whole context where that goes on from no turn."""
+    """The state of each turn: the name that its environment gave, or 128 bits of BLAKE2b of the tokens that were read
+    since the last sampled one before it, or of its whole context where that continues no turn."""
     ends = sorted({turn.stop for row in one.chains for turn in row.turns})
     before = [_digests(row.token_ids, ends) for row in one.chains]
     sampled = {until[turn.stop] for row, until in zip(one.chains, before, strict=True) for turn in row.turns}
@@ -301,7 +301,7 @@ def _hashed(one: Trajectory) -> list[str | bytes]:
 
 
 def _digests(tokens: TokenIds, ends: Sequence[int]) -> dict[int, bytes]:
-    """Of the first tokens up to each of the ascending ``ends`` that there is."""
+    """The digests of the first tokens up to each of the ascending ``ends`` that the row reaches."""
     found, start, sum_so_far = {}, 0, hashlib.blake2b(digest_size=16)
     for end in ends:
         if end <= len(tokens):

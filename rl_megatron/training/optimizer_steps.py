@@ -55,8 +55,8 @@ def policy_row(steps: Sequence[Made]) -> Row:
 
 
 def _of_either(row: Row) -> Row:
-    """With means over tokens that were sampled, and over those that were demonstrated, in place of their sums over
-    both; without those of which there is none."""
+    """The row with means over sampled tokens, and over demonstrated ones, in place of their sums over both; a mean over
+    no token is left out."""
     sampled, shown = float(row.pop("sampled/share") or 0), float(row["demonstration/share"] or 0)
     means = {**dict.fromkeys(("entropy", "kl/old_policy"), sampled), "demonstration/probability": shown}
     kept = {name: x for name, x in row.items() if sampled or not name.startswith(("ratio", "clip_fraction"))}
@@ -136,8 +136,8 @@ class OptimizerSteps:
         *,
         most_kl: float | None,
     ) -> Made | TooFar | None:
-        """As `step`, but drop the gradients if ``kl/old_policy`` of the batch, of the model before the step, is above
-        ``most_kl``."""
+        """Make a step as `step` does, or drop the gradients if ``kl/old_policy`` of the batch, of the model before the
+        step, is above ``most_kl``."""
         said = await learner.backward(batch, loss)
         if most_kl is not None:
             kl = said["kl/old_policy"].value

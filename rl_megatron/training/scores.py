@@ -299,7 +299,7 @@ class RankedScores:
 
     @property
     def max_tokens(self) -> int:
-        """Of a text, which a micro-batch holds whole."""
+        """The most tokens of a text, which a micro-batch holds whole."""
         return self.packer.max_tokens
 
     async def __call__(self, texts: Sequence[Sequence[int]]) -> list[float]:

@@ -116,8 +116,8 @@ class TokenChoice:
     shares: list[float] = field(default_factory=list)  # of the tokens, by minibatch
 
     def __call__(self, samples: Samples, part: NDArray[np.int64]) -> Samples:
-        """For a minibatch of the sequences ``part``: without advantages where no loss shall be, or with weights of the
-        KL to the old policy."""
+        """The samples for a minibatch of the sequences ``part``: without advantages where no loss shall be, or with
+        weights of the KL to the old policy."""
         (places,) = torch.where(tokens_of_part(samples, part))
         if not len(places):
             return samples
@@ -311,7 +311,7 @@ class Update:
         return {what: await to_thread(unpack, batch, scores, samples) for what, scores in said.items()}
 
     def _weighted(self, samples: Samples, part: NDArray[np.int64]) -> Samples:
-        """With ``token_weight`` for a batch of the sequences ``part``, where the algorithm needs it."""
+        """The samples with ``token_weight`` for a batch of the sequences ``part``, where the algorithm needs it."""
         section = self.config.algorithm
         weight = token_weight(
             samples,

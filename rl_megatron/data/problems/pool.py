@@ -226,7 +226,7 @@ class RowsOfPrompts(Pool):
 
     @override
     def digest(self, rows: NDArray[np.integer], of: DigestOf = "rows") -> str:
-        """Of the files' bytes, and of which rows are in the pool."""
+        """A checksum of the files' bytes, and of which rows are in the pool."""
         return self._digest
 
     @cached_property
@@ -234,7 +234,7 @@ class RowsOfPrompts(Pool):
         return hashlib.blake2b(self._files.checksum().encode() + self._kept.tobytes(), digest_size=16).hexdigest()
 
     def _named(self, prompt: Prompt) -> Prompt:
-        """Of a source of a mixture."""
+        """The prompt with the source in its id, if that is one of a mixture."""
         return replace(prompt, id=f"{self._source}/{prompt.id}", source=self._source) if self._source else prompt
 
     def _move(self, number: int, upcoming: Upcoming) -> None:
@@ -342,7 +342,7 @@ class Joined(Pool):
 
 
 def _inside(upcoming: Upcoming, start: int, count: int) -> Upcoming:
-    """Those of the rows that are of the part with ``count`` rows from ``start`` on, by their numbers in it."""
+    """The draws of the part that has ``count`` rows from ``start`` on, with the rows' numbers in it."""
 
     def rows(first: int, stop: int) -> NDArray[np.integer]:
         found = upcoming.rows(first, stop)
@@ -437,7 +437,7 @@ class PromptTable:
         return float(self.values[self._prompts.row_of(name)])
 
     def keep_enough(self, left_out: Set[int]) -> None:
-        """Where less than a tenth of a source is drawn, draw its retired prompts again, those first that retired
+        """Draw retired prompts of a source again while less than a tenth of it is drawn, those first that retired
         first; each must be seen ``min_seen`` times before it can retire again. A warning says so whenever twice as many
         were: of a policy that solves nearly all it happens at each step."""
         gone = np.zeros(len(self.retired), np.bool_)
@@ -648,7 +648,7 @@ class PromptStream:
         return {name: self._pool.digest(one.rows) for name, one in self._epochs.items()}
 
     def _digests_of(self, name: str) -> Iterator[str]:
-        """Those that a checkpoint of the source's prompts may have: after the first those of older versions."""
+        """Yields the digests of the source's prompts that a checkpoint may have: this version's, then older ones'."""
         yield self._digests[name]
         for of in OLDER_DIGESTS:
             yield self._pool.digest(self._epochs[name].rows, of)

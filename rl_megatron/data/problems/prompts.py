@@ -220,7 +220,7 @@ def _judged_by(environment: EnvironmentSection | None, reward: RewardSection | N
 
 
 def key_of_written(samples: bool, rows: RowsOf) -> ProblemKey | None:
-    """By what rows are equal that nobody ``samples`` an answer for; None where somebody does."""
+    """The fields by which written rows are equal; None where the job ``samples`` answers."""
     return None if samples else ANSWERED._replace(fields=(LABEL,) if rows == "labels" else ())
 
 
@@ -262,7 +262,7 @@ def _texts(problems: Sequence[Problem], by: ProblemKey) -> ProblemTexts:
 
 
 def _named(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
-    """Of a source of a mixture."""
+    """The prompts with the source in their ids, if it is one of a mixture."""
     return [replace(one, id=f"{source}/{one.id}", source=source) for one in prompts] if source else list(prompts)
 
 
@@ -303,7 +303,7 @@ def check_template(data: FileKeys, key: str) -> None:
 
 
 def _check_templates(data: FileKeys, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
-    """As `check_template`, and that the tokenizer has a chat template if one is asked for."""
+    """Raises as `check_template`, and ConfigError if a chat template is asked for and the tokenizer has none."""
     check_template(data, key)
     if data.chat_template and not tokenizer.chat_template:
         raise ConfigError(f"{key}.chat_template=true, but the model's tokenizer has no chat template; set it to false")

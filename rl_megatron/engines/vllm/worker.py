@@ -55,7 +55,7 @@ _SMALL = 16  # scales and biases are less than this part of a layer's weight
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """Empty: each update opens a file, so there is nothing to agree on."""
+    """Has no fields: each update opens a file, so there is nothing to agree on."""
 
 
 @dataclass
@@ -281,7 +281,7 @@ READ: dict[Any, Report] = {}
 
 @cache
 def layout_of(model: Any, path: str, *, partial: bool = False) -> list[Held]:
-    """Where the model's loader puts a mirror file's tensors; with ``partial``, only those that it merely copies."""
+    """The places of a mirror file's tensors in the model; with ``partial``, of those that its loader merely copies."""
     with as_loaded(model) as params:
         file = Path(path)
         return record(model.load_weights, mirror.shapes(file), params, mirror.dtypes(file), partial=partial)

@@ -64,7 +64,7 @@ def box_checksums(boxes: Iterable[tuple[Tensor, tuple[int, ...], tuple[int, ...]
 
 
 def _sum(box: Tensor, whole: tuple[int, ...], start: tuple[int, ...], factors: _FactorsOnDevice) -> int | Tensor:
-    """As a number, or of a GPU's tensor, without waiting for it, [] int64."""
+    """The checksum as a number; of a GPU's tensor as a tensor, [] int64, without waiting for it."""
     if not box.numel():
         return 0
     if box.ndim < 2:  # a row
@@ -132,7 +132,7 @@ _MADE: dict[int, NDArray[np.uint64]] = {}
 
 
 def _factors(count: int, shift: int) -> NDArray[np.uint64]:
-    """At least ``count`` odd numbers, the same at every call (by splitmix64's mixer)."""
+    """Returns ``count`` odd numbers or more, the same at every call (by splitmix64's mixer)."""
     made = _MADE.get(shift)
     if made is None or len(made) < count:
         numbers = np.arange(1, max(2 * count, _BLOCK) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -250,7 +250,8 @@ class Beside:
 
 
 def _ready(tensor: Tensor) -> torch.cuda.Event | None:
-    """On a GPU, an event after all work that this thread has queued; another thread's stream must wait for it."""
+    """An event after all work that this thread has queued on the tensor's GPU, for which another thread's stream must
+    wait; None of a tensor on the CPU."""
     return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
 

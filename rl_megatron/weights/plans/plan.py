@@ -297,7 +297,7 @@ SMALLEST_CUT = 256  # or this many elements: cutting smaller boxes costs more th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """In round k the i-th sender sends to receiver i + k modulo their number: all are busy from round 0 on."""
+    """Pairs the i-th sender in round k with receiver i + k modulo their number: all are busy from round 0 on."""
 
     senders: tuple[int, ...]
     receivers: tuple[int, ...]
@@ -498,7 +498,7 @@ class Turns:
 
 
 class Place(NamedTuple):
-    """Where a process is: what its node's other processes can reach, its host's name, its GPU's UUID (none: empty)."""
+    """A process's place: what its node's other processes can reach, its host's name, its GPU's UUID (none: empty)."""
 
     node: str
     name: str
@@ -534,7 +534,7 @@ def receivers_of(places: Sequence[Place], learners: int) -> list[int]:
 
 
 def plan_into(src: Layout, dst: Layout, receivers: Sequence[int]) -> Plan:
-    """As `plan`, where rank r of ``dst`` is a process after those of ``src`` and gets all through process receivers[r].
+    """Plans as `plan`; rank r of ``dst`` is a process after those of ``src`` and gets all through process receivers[r].
 
     What a learner rank that hands on holds itself it sends; so the fewest elements go from another process to it.
     """

@@ -151,7 +151,7 @@ class ServedWeights(WeightSync):
 
 
 def adapters_folder(mirror: Path, name: str) -> Path:
-    """Where adapters of that name are, on each node that has a mirror file at ``mirror``."""
+    """The folder of the adapters of that name, on each node that has a mirror file at ``mirror``."""
     return mirror.parent / "adapters" / name
 
 

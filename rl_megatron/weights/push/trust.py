@@ -190,7 +190,7 @@ class Trust:
 
     @property
     def private(self) -> Kinds:
-        """By server, kinds of parameters that checksums cannot cover."""
+        """Kinds of parameters that checksums cannot cover, by server."""
         return self._checks.private
 
     def begin(self, version: int) -> None:

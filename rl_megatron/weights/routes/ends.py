@@ -131,14 +131,14 @@ class Dtypes:
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Dtypes:
-        """Those of ``tensors``, by their names; the first of a kind gives its dtype."""
+        """The dtypes of ``tensors``, by their names; the first of a kind gives its dtype."""
         kinds: dict[str, torch.dtype] = {}
         for name, tensor in tensors.items():
             kinds.setdefault(kind_of(name), tensor.dtype)
         return cls(kinds=kinds, others={n: t.dtype for n, t in tensors.items() if t.dtype != kinds[kind_of(n)]})
 
     def find(self, name: str) -> torch.dtype | None:
-        """Of one tensor; None if the process has none of its kind."""
+        """The dtype of one tensor; None if the process has none of its kind."""
         return self.others.get(name) or self.kinds.get(kind_of(name))
 
     def to_json(self) -> list[Any]:
@@ -180,7 +180,7 @@ class Parcel:
 
     @cached_property
     def written(self) -> list[memoryview | None]:
-        """Of each part, on a CPU: the bytes copied, None where they lie strided."""
+        """The bytes copied of each part, on a CPU; None where they lie strided."""
         copied = self.views if self.leaving else self.tensors
         return [bytes_of(tensor) if tensor.is_contiguous() else None for tensor in copied]
 

@@ -200,7 +200,7 @@ class Receiver(_End):
 
 
 def _by_name(held: Iterable[Held]) -> dict[str, Held]:
-    """By Hugging Face name. Raises WeightError where a rank holds two boxes of one tensor."""
+    """The boxes by Hugging Face name. Raises WeightError where a rank holds two boxes of one tensor."""
     out: dict[str, Held] = {}
     for one in held:
         if one.hf in out:

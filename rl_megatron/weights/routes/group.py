@@ -238,7 +238,7 @@ class ProcessGroupTransport(Exchange):
 
     @override
     def move(self, version: int) -> WeightUpdate:
-        """With a compression ``num_bytes`` are those that arrive, without digests."""
+        """Moves as the base class does; with a compression ``num_bytes`` are those that arrive, without digests."""
         if self._compression is None:
             return super().move(version)
         self._compression.begin(self._numbers_of_all)
@@ -278,7 +278,7 @@ class ProcessGroupTransport(Exchange):
         super().arrived(parcel, version)
 
     def _room(self, parcel: Parcel, size: int) -> Tensor:
-        """Where ``size`` compressed bytes arrive, or those of the whole parcel."""
+        """The memory in which ``size`` compressed bytes arrive, or those of the whole parcel."""
         if size == _WHOLE:
             self._received += parcel.bucket.num_bytes
             return parcel.buffer

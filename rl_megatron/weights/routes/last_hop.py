@@ -335,7 +335,7 @@ class RingTransport(Transport):
 
 
 class CudaRings(Rings):
-    """As Rings, between processes whose tensors are on one GPU."""
+    """Rings between processes whose tensors are on one GPU."""
 
     def _new_ring(self, num_bytes: int) -> tuple[Tensor, bytes, list[int]]:
         ring = torch.empty(num_bytes, dtype=torch.uint8, device=self.ends.device)

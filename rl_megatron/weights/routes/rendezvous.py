@@ -209,7 +209,7 @@ class Keeper:
 
 
 def own_place(tensors: Iterable[Tensor]) -> Place:
-    """Where this process is, which has ``tensors``: on the GPU of the first that is on one.
+    """The place of this process, which has ``tensors``: its GPU is that of the first that is on one.
 
     Processes of a node reach each other by sockets and files without a name if they are one user's, in one network
     namespace.
@@ -275,7 +275,7 @@ class Member(Peers):
         return [self.rendezvous.learners + i for i, receiver in enumerate(self.receivers) if receiver == rank]
 
     def _new_group(self, size: int, limit: timedelta) -> dist.ProcessGroup:
-        """As torch's own new_group makes it, for ranks that have no default group in common. Connects all of them.
+        """Makes a group as torch's own new_group does, for ranks without a common default group. Connects all of them.
 
         NCCL does so in a group's first call, and wants every rank in it; a push may begin with a few of them.
         """
@@ -394,7 +394,7 @@ def _waiting_on_the_host() -> Iterator[None]:
 
 
 def _introduced(said: bytes) -> tuple[Place, dict[str, str | None]]:
-    """Where a rank is, and what it has that others must have alike."""
+    """The place of a rank, and what it has that others must have alike."""
     place, have = json.loads(said)
     return Place(*place), have
 
