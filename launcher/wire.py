@@ -48,13 +48,13 @@ class Call:
     host: str
     port: int
     token: str  # hexadecimal
-    seconds: float  # for which the rank tries to connect
+    seconds: float  # time limit of the rank to connect
     threads: int
     device: str  # learner.device
     role: str = LEARNER
     store: bool = True  # whether rank 0 listens for torch.distributed's store; else the ranks meet at a file
-    cpus: Sequence[int] = ()  # that it runs on; empty: on all that its parent may
-    hindered: str = ""  # why it is no fork of the process that imported for its node
+    cpus: Sequence[int] = ()  # the cores that it runs on; empty: all that its parent may use
+    hindered: str = ""  # the reason why it is not forked from the process that imported for its node
 
     def line(self) -> bytes:
         """The message as it is sent."""
@@ -66,11 +66,11 @@ class Muster:
     """The controller's message to all nodes of a step, one line of JSON: which ranks each starts."""
 
     call: Call
-    nodes: Sequence[str]  # in the order of their ranks
-    ranks_per_node: Mapping[str, int]  # of each role that the nodes have ranks of
-    folder: str = ""  # of the ranks' output files; empty: their output is this process's
+    nodes: Sequence[str]  # their names, in the order of their ranks
+    ranks_per_node: Mapping[str, int]  # counts by role
+    folder: str = ""  # has the ranks' output files; empty: their output is this process's
     parent: int | None = None  # the controller's pid if the node is its child, on its machine; None: Slurm started it
-    stderr: Sequence[int] = ()  # of a child: its descriptors that are its ranks' stderr, in their order
+    stderr: Sequence[int] = ()  # a child's descriptors that are its ranks' stderr, in their order
 
     def line(self) -> bytes:
         """The message as it is sent."""
@@ -121,7 +121,7 @@ class Setup:
     run_folder: Path
     rendezvous: str  # a torch.distributed init method
     role: str = LEARNER
-    first_device: int = 0  # on each node its first rank's; neighbouring ranks take one each
+    first_device: int = 0  # the first rank's on each node; neighbouring ranks take one each
     ranks_per_node: int | None = None  # None: all are on one
     code: Path = field(default_factory=Path.cwd)  # the folder of the user's own modules
     stacks: Path | None = None  # the folder for stacks if this start hangs
@@ -133,7 +133,7 @@ class Setup:
 
 PROOF_BYTES = 32
 TOKEN_BYTES = 32
-HANDSHAKE_SECONDS = 10.0  # for all of it
+HANDSHAKE_SECONDS = 10.0  # time limit of a whole handshake
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)  # a node's network may come up after Slurm
 _PAUSE_SECONDS = 1.0  # between two tries to connect
 _SILENCE_SECONDS = 60  # without an answer of the other node's kernel end a stream on which nothing is on its way
@@ -233,7 +233,7 @@ async def _exactly(stream: socket.socket, count: int) -> bytes:
 _LEAST_BYTES = 4096  # larger arrays travel beside the pickle; smaller ones are cheaper inside
 
 _HEAD = struct.Struct("<QI")  # bytes of the pickle, number of arrays; the bytes of each array follow, 8 bytes each
-_MOST_PARTS = 64  # in one system call
+_MOST_PARTS = 64  # buffers that one system call writes
 
 Message = tuple[bytes | bytearray, list[memoryview]]
 """A pickle, and the memory of the arrays in it."""

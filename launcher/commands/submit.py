@@ -79,7 +79,7 @@ class Checked:
     """The resources of a configuration: placements on nodes with made-up names, and the fullest GPU, if known."""
 
     placement: Placement
-    separate: tuple[Placement, ...]  # of roles with their own ranks
+    separate: tuple[Placement, ...]  # one for each role with its own ranks
     seats: tuple[Seat, ...]
     roles: str  # the models that the learner's ranks hold beside the policy
     memory: str  # the line about the fullest GPU, if it is known
@@ -229,7 +229,7 @@ def send(prepared: Prepared) -> str:
 
 
 SUFFIX = "-smoke"
-_STEPS = 2  # before the kill
+_STEPS = 2  # steps that end before the kill
 _LAST = 100  # a step that is never reached
 _EVALUATED = 8  # problems, before the first step
 _LOOK_SECONDS = 1.0

@@ -41,13 +41,13 @@ _STRANGERS = 64  # streams beyond one for each rank: few of the files that `limi
 class StartedRanks:
     """The ranks that a host started, and what starts them."""
 
-    placements: Sequence[Placement]  # of each role with its own ranks, the learner's first
+    placements: Sequence[Placement]  # one for each role with its own ranks, the learner's first
     ended: Awaitable[str]  # done once what starts the ranks has ended; says how
-    folder: Path  # of the ranks' output files; without a store also of the files that ranks meet at
+    folder: Path  # has the ranks' output files, and without a store the files that ranks meet at
     output: str  # a sentence without its period: where the ranks' output is
     words: Mapping[tuple[str, int], LastWords] = field(default_factory=dict)  # the stderr of ranks without files
-    blame: Callable[[Sequence[str]], None] = lambda _: None  # of nodes where ranks did not connect, or died; a thread's
-    cause: Callable[[str, int], str] = lambda *_: ""  # why a rank died, as the end of a sentence; called in a thread
+    blame: Callable[[Sequence[str]], None] = lambda _: None  # a thread gives it nodes whose ranks died or never came
+    cause: Callable[[str, int], str] = lambda *_: ""  # says why a rank died, to end a sentence; called in a thread
 
     def where(self) -> dict[tuple[str, int], str]:
         """The node of every rank of a role, in order."""

@@ -30,9 +30,9 @@ from rl_megatron.placement.names import LEARNER, called, file_stem
 logger = logging.getLogger(__name__)
 
 _DUMP_SECONDS = 10.0  # a process's time to write its stacks
-_QUIET_SECONDS = 5  # after which a process may have been stopped
+_QUIET_SECONDS = 5  # a process that is quiet for longer may have been stopped
 _WOKEN = 16  # wakes at most so many processes
-_DISK = frozenset({"start_from", "save", "written", "durable", "verify", "load", "export"})  # of a model's files
+_DISK = frozenset({"start_from", "save", "written", "durable", "verify", "load", "export"})  # calls that use a disk
 
 
 class Watchdog:

@@ -33,7 +33,7 @@ from rl_megatron.placement.names import LEARNER, called, file_stem
 logger = logging.getLogger(__name__)
 
 
-_WAKE_SECONDS = 10.0  # of scancel, whose server may be away
+_WAKE_SECONDS = 10.0  # limit of scancel, whose server may be away
 _TAIL_SECONDS = 0.5  # to read the end of a dead rank's output
 _HUNG_UP = "hung up: it was killed, crashed or lost its node"
 
@@ -96,7 +96,7 @@ def _files() -> OwnThread:
     return OwnThread("output of ranks")
 
 
-_beside = memoryview(bytearray(64 << 10))  # of all streams: it is empty between two turns of the loop
+_beside = memoryview(bytearray(64 << 10))  # all streams share it: it is empty between two turns of the loop
 
 
 class RankStream:
@@ -191,7 +191,7 @@ class Failure:
         self.known: asyncio.Future[None] = self._loop.create_future()
         self.known.add_done_callback(seen)
         self.rank: int | None = None  # the rank whose process failed, if one did
-        self.role = LEARNER  # of that rank
+        self.role = LEARNER  # that rank's role
         self._waits = self._claimed = False
 
     def claim(self) -> None:
@@ -238,7 +238,7 @@ class WorkerHandle:
         self.ready = False  # whether it serves calls
         self.quiet = self.still = 0  # seconds since its last message, since its last progress
         self.doing, self.beats = "its start", 0
-        self.pass_seconds, self.peak = 0.0, 0  # of passes since `SlowestRank` read them; bytes that it held at most
+        self.pass_seconds, self.peak = 0.0, 0  # passes since `SlowestRank` read them; the most bytes that it held
         self.times = RankTimes(f"{called(self.role, self.rank)} ({process.node})")
         self._calls: list[str] = []  # the calls of _waiting
         self._closing = self._raised = False

@@ -74,7 +74,7 @@ class GuardProcess(Guard):
 
     process: asyncio.subprocess.Process
     log: Path
-    mark: str  # in the environment of its server and of what that started
+    mark: str  # a value in the environment of its server and of what that started
 
     @override
     async def wait(self) -> str:
@@ -252,7 +252,7 @@ class Site:
     start: Callable[[Order], Awaitable[Guard]] = start_guard
     number: int = 0  # the server's, of the ``count`` servers of the run
     count: int = 1
-    node: str = "here"  # as the scheduler calls it
+    node: str = "here"  # the scheduler's name of it
     gpus: tuple[int, ...] = ()  # the server's there, by number among those that the node shows the run
     shared: bool = False  # whether ranks may have these too
 

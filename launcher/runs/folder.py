@@ -183,7 +183,7 @@ class Claim:
     """The claim to a run's folder; calling it checks and renews it. Any thread may call it, and `hold`."""
 
     folder: Path
-    number: os.stat_result  # of the folder
+    number: os.stat_result  # identifies the folder, also under another name
     file: BinaryIO
     _turns: threading.Lock = field(default_factory=threading.Lock)
 

@@ -128,11 +128,11 @@ class RankModels:
         self._learners = self._make_learners(config, setup.role)
         self._scorers: dict[str, MegatronScorer] = {**self._learners, **self._make_frozen(config, setup.role)}
         self._reference: dict[str, Tensor] = {}  # weights that replace the policy's when it scores as the reference
-        self._average: MovingAverage | None = None  # of the policy, whose tensors are the reference's, if that follows
+        self._average: MovingAverage | None = None  # the policy's; its tensors are the reference's, if that follows
         self._leaving, self._parked = config.learner.offload.leaving, Parked(SLAB)
         self._saves_apart = config.checkpoint.async_save
-        self._saving: dict[str, ShardSave] = {}  # those in hand, by role
-        self._shares_gpus = setup.role == LEARNER  # with servers; separate roles have nodes of their own
+        self._saving: dict[str, ShardSave] = {}  # saves that are not written yet, by role
+        self._shares_gpus = setup.role == LEARNER  # servers may be on its GPU; separate roles have their own nodes
         self._kernels = Recording()
         self._hf = hf_layout(self._shape)
         self._layout = learner_layout(config, self._shape)

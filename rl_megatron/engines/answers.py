@@ -44,7 +44,7 @@ class SampledColumns:
     finish_reason: FinishReason
     spans: Sequence[LabelledSpan]
     routes: str | None
-    counts: tuple[int, ...] = ()  # by the ``counters`` of features
+    counts: tuple[int, ...] = ()  # one for each of the ``counters`` of features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

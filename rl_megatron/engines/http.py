@@ -79,7 +79,7 @@ class Server:
         self.paused = False  # whether its sampling is paused
         self.released = False  # whether its memory is released: of weights and cache, or of its cache alone
         self.priorities = False  # whether it takes requests by their priority
-        self.features: Mapping[str, object] = {}  # what it does of each
+        self.features: Mapping[str, object] = {}  # by name, what the server can do of each
         self.salt: str | None = None  # names the weights in each request, where prefixes of others stay in the cache
         self.reclaimed = False  # whether that of weights is allocated again, and the cache's is not yet
         self.checked = asyncio.Lock()  # held while its health is asked for, and while its memory is released

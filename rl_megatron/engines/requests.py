@@ -48,8 +48,8 @@ class Suspects:
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._changed = changed
-        self._requests = Counter[str]()  # that are not answered, by prompt
-        self._under: dict[str, set[ServerLoss]] = {}  # by prompt
+        self._requests = Counter[str]()  # unanswered ones, by prompt
+        self._under: dict[str, set[ServerLoss]] = {}  # the losses of servers while a prompt was sampled, by prompt
         self._counts = Counter[Server]()  # losses
         self._here: dict[Server, list[str]] = {}  # the suspect at a server, once for each of its requests
         self.explained = set[ServerLoss]()
@@ -130,7 +130,7 @@ class SlotUse:
         self._running = Counter[Server]()
         self._used = 0  # completions that have a slot
         self._since: float | None = None
-        self._whole = self._seconds = 0.0  # of the clock, and of used slots
+        self._whole = self._seconds = 0.0  # seconds of the clock, and of all used slots
 
     @contextlib.contextmanager
     def busy(self, server: Server, completions: int) -> Iterator[None]:
@@ -223,12 +223,12 @@ def surplus(running: Sequence[int]) -> list[int]:
     return moved
 
 
-_RETRIES = 3  # of a request, on another replica if there is one
+_RETRIES = 3  # tries more of a request, on another replica if there is one
 _WAIT = 0.5  # seconds before the first retry; the wait doubles each time
 _CLOSE_SECONDS = 10.0
 _AGAIN_SECONDS = 0.5  # a server ignores an abort that overtakes its request
 _MOVE_SECONDS = 5.0  # after a request ended, until others may move: some seconds' tokens are the price of a move
-_PASSES = 8  # of the event loop, in which a request is sent, when no other is
+_PASSES = 8  # turns of the event loop in which a request is sent, when no other is
 
 
 @dataclass(slots=True)
@@ -289,9 +289,9 @@ class Attempts:
         self._adapter, self._replicas = adapter, replicas
         self._vocab_size = vocab_size
         self._places = Places()
-        self._lanes: dict[int, FreeLanes] = {}  # of the timeline, by replica
-        self._running: dict[_Attempt, None] = {}  # in the order sent
-        self._cancelled: dict[Server, dict[str, GenerationRequest]] = {}  # that it is still to abort, by name
+        self._lanes: dict[int, FreeLanes] = {}  # the timeline's, by replica
+        self._running: dict[_Attempt, None] = {}  # attempts in the order sent
+        self._cancelled: dict[Server, dict[str, GenerationRequest]] = {}  # requests to abort there, by name
         self._aborts: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
         self._levelling: asyncio.Task[None] | None = None

@@ -305,8 +305,8 @@ class Loras:
         """``run`` is the first part of all names."""
         self._adapter, self._weights, self._attempts = adapter, weights, attempts
         self._run, self._count = run, count
-        self._names = Counter[int]()  # by version
-        self._folders: dict[LoadedAdapters, Path] = {}  # of what is loaded and served, older first
+        self._names = Counter[int]()  # how many names each version has had
+        self._folders: dict[LoadedAdapters, Path] = {}  # loaded and served adapters, older first
         self._loaded: LoadedAdapters | None = None  # last, on some server; probes name it
         attempts.adapters_of = self._of
 

@@ -34,7 +34,7 @@ from rl_megatron.learner.keywords import WEIGHT_ROWS
 from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.types import Want
 
-CPU_CHUNK_BYTES = 4 << 20  # of float32 values: fits the processor's cache
+CPU_CHUNK_BYTES = 4 << 20  # float32 values of this size fit the processor's cache
 
 
 def token_logprobs(

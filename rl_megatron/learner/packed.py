@@ -32,7 +32,7 @@ class LengthClass:
     """Sequences attended in one call: ``count`` of them, padded to the longest. Its slots follow the last class's."""
 
     count: int
-    query_length: int  # on this rank
+    query_length: int  # positions of a sequence on this rank
     key_length: int
     positions: Tensor  # [count or 1, query_length], of the queries in their sequences
 
@@ -59,8 +59,8 @@ class PackedAttentionParams(PackedSeqParams):
     """Megatron's packed-sequence parameters, and what our torch attention needs in addition."""
 
     classes: tuple[LengthClass, ...] = ()
-    queries: Slots | None = None  # of this rank's t positions; None where every row is its own slot
-    keys: Slots | None = None  # of the cp-gathered T positions
+    queries: Slots | None = None  # slots of this rank's t positions; None where every row is its own slot
+    keys: Slots | None = None  # slots of the cp-gathered T positions
     positions: Tensor = field(default_factory=lambda: torch.empty(0))  # [t] int64, position inside its sequence
     real: Tensor = field(default_factory=lambda: torch.empty(0))  # [t] bool, neither padding nor of a copy
     gathered: Tensor = field(default_factory=lambda: torch.empty(0))  # [T] rows, as ranks' ones follow each other
@@ -77,7 +77,7 @@ class PackedMicroBatch:
     columns: dict[str, Tensor]  # the samples' other columns, which LossInputs takes under the same names
     extra: Mapping[str, Tensor | Ragged]  # [t, …], what engines returned; padding is as `Column.padding` says
     segment_ids: Tensor
-    turn_ids: Tensor | None  # in [0, num_turns), where the samples have ``turn_of``
+    turn_ids: Tensor | None  # values in [0, num_turns); None if the samples have no ``turn_of``
     source: Tensor
     num_segments: int
     num_turns: int

@@ -219,7 +219,7 @@ def nothing(inputs: LossInputs) -> LossOutput:
     return LossOutput(loss=(found * 0.0).sum(), metrics={})
 
 
-_COPIES = "_fp8_workspaces"  # of weights in float8, which a module of TransformerEngine 2.11 keeps between passes
+_COPIES = "_fp8_workspaces"  # weights in float8, which a module of TransformerEngine 2.11 keeps between passes
 
 
 class MegatronLearner(MegatronScorer):

@@ -94,15 +94,13 @@ class RolloutSampler(PolicySampler):
     reward_function: RewardFunction
     decode: Callable[[Sequence[int]], str]
     reward: RewardSection
-    own_rewards: Mapping[str, RewardSection] = field(
-        default_factory=dict
-    )  # by source, of prompts not judged by ``reward``
+    own_rewards: Mapping[str, RewardSection] = field(default_factory=dict)  # in place of ``reward``, by source
     greedy_baseline: bool = False  # whether each group also gets a greedy completion
-    columns: tuple[str, ...] = ()  # to request of the completions that are trained on
+    columns: tuple[str, ...] = ()  # those to request with completions that are trained on
     hooks: tuple[SamplerHooks, ...] = ()  # the sides of features
-    demonstrate: Callable[[Prompt], Completion] | None = None  # what each group has besides, which nobody samples
+    demonstrate: Callable[[Prompt], Completion] | None = None  # gives each group's demonstration, which is not sampled
     apart: bool = False  # whether each completion of a group is requested by itself, even where none was begun
-    sampled: dict[str, Completion] = field(default_factory=dict)  # of groups that are not scored yet, by their requests
+    sampled: dict[str, Completion] = field(default_factory=dict)  # unscored groups' completions, by their requests
 
     @override
     async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
@@ -330,7 +328,7 @@ class SamplerBySource(PolicySampler):
     each prompt is asked by itself."""
 
     usual: PolicySampler
-    own: Mapping[str, PolicySampler]  # by source
+    own: Mapping[str, PolicySampler]  # samplers of sources that have their own, by source
 
     @override
     def over(self, engine: RolloutEngine) -> Self:

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE = 0.02  # the share of a step for which the learner may wait before more is sampled ahead
 _CALM_STEPS = 30  # steps without such a wait before less is
-_MAX_BATCHES = 8  # of prompts, to draw for one step
+_MAX_BATCHES = 8  # batches of prompts that one step may draw
 _POISON_STEPS = 20  # the steps of whose prompts no more than POISON_SHARE may be poison
 
 Reason = Literal[
@@ -76,11 +76,11 @@ def reason_of(parts: Iterable[tuple[Reason | None, ForeignText]]) -> tuple[Reaso
 class Drawn:
     """A prompt to sample a group of; its seeds are functions of ``batch``, ``time`` and the prompt's id."""
 
-    ordinal: int  # how many prompts the run drew before it
+    ordinal: int  # prompts that the run drew before it
     prompt: Prompt
     batch: int  # 1 + ordinal // rollout.prompts_per_step
-    time: int = 1  # counts how often its ``batch`` drew the prompt, as it does where an epoch ends
-    begun: tuple[Completion | None, ...] = ()  # what was sampled of each completion before a resume
+    time: int = 1  # 1 + how often its ``batch`` drew the prompt before, as it may where an epoch ends
+    begun: tuple[Completion | None, ...] = ()  # the partial completions that were sampled before a resume
 
     def name(self, kind: str = "") -> str:
         """The name in requests, of ``kind`` where it has several; with the prompt's id seeds depend on it."""
@@ -94,12 +94,12 @@ class Answered:
 
     group: RolloutGroup | None  # None: it is left out, for ``reason``
     reason: Reason | None = None
-    problem: ForeignText = ""  # what the engine said of a prompt that is poison
-    rewards: tuple[float, ...] = ()  # of its completions, also where it is left out; none if one of them failed
+    problem: ForeignText = ""  # the engine's words on a prompt that is poison
+    rewards: tuple[float, ...] = ()  # the completions', also if the group is left out; empty if one of them failed
     scored: tuple[Scored, ...] = ()
-    greedy: tuple[Scored, ...] = ()  # of the greedy completion, if there is one
-    demonstrated: tuple[Scored, ...] = ()  # of the demonstration, if there is one
-    left_out_tokens: int = 0  # that were sampled and are in no group: it, or some of its trajectories, is left out
+    greedy: tuple[Scored, ...] = ()  # the greedy completion's, if there is one
+    demonstrated: tuple[Scored, ...] = ()  # the demonstration's, if there is one
+    left_out_tokens: int = 0  # sampled tokens that are in no group: it, or some of its trajectories, is left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,15 +128,15 @@ class RolloutBatch:
 
     groups: tuple[RolloutGroup, ...] = ()
     num_completions: int = 0  # scored, including those of groups that are left out
-    reward_sum: float = 0.0  # of these
+    reward_sum: float = 0.0  # over these completions
     num_tokens: int = 0  # sampled, including those of groups and trajectories that are left out
     reward_errors: int = 0  # completions whose reward raised, timed out or was not finite
-    late_rewards: int = 0  # those that timed out
+    late_rewards: int = 0  # completions whose reward timed out
     dropped_groups: int = 0  # groups left out for another reason than the next
     filtered_groups: int = 0  # groups left out because they would give no gradient
-    part_sums: Mapping[str, float] = field(default_factory=dict)  # of each part of a weighted reward, unweighted
+    part_sums: Mapping[str, float] = field(default_factory=dict)  # parts of a weighted reward, unweighted, by name
     part_counts: Mapping[str, int] = field(default_factory=dict)  # completions in these: those of finite parts alone
-    places: tuple[Waiting, ...] = ()  # of all these, if they were drawn
+    places: tuple[Waiting, ...] = ()  # the places of all these in the stream, if they were drawn
 
     @classmethod
     def of(cls, answered: Sequence[Answered]) -> RolloutBatch:
@@ -197,7 +197,7 @@ class StreamState:
     ahead: int  # pushes that sampling may be ahead at present
     calm: int  # steps since the learner waited
     batch: tuple[str, ...]  # ids of the prompts that the present batch has drawn
-    places: tuple[Waiting, ...]  # in the order drawn; those without an answer are sampled again
+    places: tuple[Waiting, ...]  # prompts in the order drawn; those without an answer are sampled again
     left_out: tuple[Waiting, ...]  # since the last step
     ledger: LedgerState
     poison: tuple[int, ...] = ()  # ordinals of the prompts dropped so among those drawn last
@@ -233,7 +233,7 @@ class Stream:
         self._ahead = min(1, max_staleness) if self._apart else max_staleness
         self._batch, self._poison = Counter[str](), list[int]()
         self._places: dict[int, Waiting] = {}
-        self._dues = Counter[int]()  # how many places are due at each step
+        self._dues = Counter[int]()  # places that are due at each step
         self._ready: list[tuple[int, int]] = []  # keys of the places with an answer, ascending
         self._left_out, self._unsent = list[Waiting](), list[Waiting]()  # unsent: of a checkpoint, to sample again
         self._tasks, self._changed = set[asyncio.Task[None]](), asyncio.Event()

@@ -113,7 +113,7 @@ class TokenChoice:
     logprobs: Tensor
     entropy: Tensor | None
     generator: torch.Generator
-    shares: list[float] = field(default_factory=list)  # of the tokens, by minibatch
+    shares: list[float] = field(default_factory=list)  # share of chosen tokens of each minibatch
 
     def __call__(self, samples: Samples, part: NDArray[np.int64]) -> Samples:
         """The samples for a minibatch of the sequences ``part``: without advantages where no loss shall be, or with

@@ -36,9 +36,9 @@ from rl_megatron.types import Prompt
 logger = logging.getLogger(__name__)
 
 
-_WINDOW_BYTES = 64 << 20  # of rows that are read at once
+_WINDOW_BYTES = 64 << 20  # the rows that one read takes
 _LARGE_WINDOW_BYTES = 256 << 20  # the same, where an epoch has many windows, each of which reads every row group
-_MOST_WINDOWS = 16  # of an epoch, before they are as large
+_MOST_WINDOWS = 16  # in an epoch: windows grow, up to the size above, so that it has no more
 _MOST_ROWS = 1 << 17
 
 
@@ -352,8 +352,8 @@ def _inside(upcoming: Upcoming, start: int, count: int) -> Upcoming:
 
 
 _PRIOR = 0.5, 1.0  # a value, and of how many completions: Beta(1/2, 1/2)
-_MIN_LEFT = 0.1  # of a source's prompts: where fewer would be drawn, retired ones are drawn again
-_MOST_SPREAD = 0.5  # of a reward of 0 or 1, at a pass rate of a half
+_MIN_LEFT = 0.1  # the share of a source's prompts below which retired ones are drawn again
+_MOST_SPREAD = 0.5  # the std of a reward of 0 or 1, at a pass rate of a half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,8 +363,8 @@ class TableState:
     visits: Visits
     rates: Rates  # NaN: unknown
     retired: Retired  # the step; -1: it is drawn
-    values: Rates | None = None  # where they are tracked
-    counts: Rates | None = None  # of completions that still count
+    values: Rates | None = None  # None: they are not tracked
+    counts: Rates | None = None  # completions that still count, each by its weight
 
 
 class PromptTable:

@@ -139,7 +139,7 @@ def options_of_ranks(options: StartOptions) -> tuple[str, ...]:
     return (*out, *(("--headless",) if options.node else ("--api-server-count", "1")))
 
 
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of --max-lora-rank
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lora-rank takes
 
 
 def _lora_options(places: AdapterPlaces | None) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ class Window:
         self._open: dict[nn.Module, int] = {}  # the turn of each module that has memory
         self._whole: deque[nn.Module] = deque()
         self._sums: defaultdict[nn.Module, list[Future[Read]]] = defaultdict(list)
-        self._bytes = self.most_bytes = 0  # of memory, and its maximum since here
+        self._bytes = self.most_bytes = 0  # memory that is taken now, and the most since this version began
 
     def coming(self, turn: int, held: Collection[Held]) -> None:
         """Make memory for boxes that are about to arrive. All that arrives in earlier turns has arrived."""

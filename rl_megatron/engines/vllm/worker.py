@@ -154,7 +154,7 @@ def repack_tied_heads(model: nn.Module) -> None:
 class WorkerExtension:
     """Mixed into vLLM's worker; the trainer calls these over /collective_rpc."""
 
-    rank: int  # in its dp replica
+    rank: int  # the number in its dp replica
     model_runner: Any
     weight_transfer_engine: Any
     model_config: Any

@@ -64,16 +64,16 @@ class Reinforcement:
     config: RunConfig
     roles: Roles
     prompts: PromptStream
-    stream: Stream  # of groups, also of those that are sampled ahead
+    stream: Stream  # gives groups, also those that are sampled ahead
     evaluation: Evaluation
     update: Update
     start_folder: Path  # the policy is exported here at the start, if a reference or a critic starts from it
     recorder: Recorder
-    route: str  # of pushes, in rows of metrics
+    route: str  # how pushes travel, as rows of metrics name it
     name: str = "reinforcement"
     beside: EvaluationBeside | None = None  # evaluates while later steps train, with eval.mode=beside
-    number: int = 0  # of the last step
-    places: tuple[Waiting, ...] = ()  # of the last batch
+    number: int = 0  # the last step's
+    places: tuple[Waiting, ...] = ()  # the last batch's
 
     @property
     def first_step_is_saved(self) -> bool:

@@ -84,7 +84,7 @@ class ServerComparisons:
     in a private layout is found by its first comparison."""
 
     def __init__(self) -> None:
-        self.private: dict[str, frozenset[str]] = {}  # by server
+        self.private: dict[str, frozenset[str]] = {}  # kinds of parameters, by server
 
     def find(
         self,
@@ -144,7 +144,7 @@ class ReportReader:
     """
 
     def __init__(self) -> None:
-        self._places: dict[str, tuple[PlacedBox, ...]] = {}  # by digest
+        self._places: dict[str, tuple[PlacedBox, ...]] = {}  # ranks' boxes, by their digest
         self._columns: WeakValueDictionary[tuple[str, bytes], _Shared] = WeakValueDictionary()  # and that of their sums
 
     @property

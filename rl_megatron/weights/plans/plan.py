@@ -54,7 +54,7 @@ class Stretch:
     layers: tuple[int, ...]
     experts: tuple[int, ...]
     holders: tuple[int, ...]  # processes, ascending
-    held: tuple[Slice, ...]  # of each holder
+    held: tuple[Slice, ...]  # the boxes of each holder
     local: tuple[int, ...]
     remote: tuple[int, ...]  # processes, ascending
     bounds: tuple[int, ...] = ()
@@ -482,7 +482,7 @@ class Turns:
         alike: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for process in sorted(layers):
             alike[tuple(sorted(layers[process]))].append(process)
-        self._places: dict[int, dict[int, int]] = {}  # by process: the place of a layer among its layers
+        self._places: dict[int, dict[int, int]] = {}  # the place of each layer among those of a process, by process
         self._starts: dict[int, int] = {}
         for order, same in alike.items():
             places = {layer: i for i, layer in enumerate(order)}

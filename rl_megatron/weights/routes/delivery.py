@@ -35,7 +35,7 @@ class Delivered:
     """A version that every server holds and none serves yet: the ranks' reports, and the checksums to compare with."""
 
     update: WeightUpdate
-    reports: Mapping[str, Sequence[Report]]  # by server, one per rank
+    reports: Mapping[str, Sequence[Report]]  # one for each rank, by server
     seal: Seal  # checksums of the learner's tensors, not of what arrived
 
 

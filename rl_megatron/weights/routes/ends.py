@@ -230,9 +230,9 @@ class PlanEnds:
         self._failures: list[str] = []
         self._verify_seconds = 0.0
         self.arriving: Callable[[Bucket], None] = lambda bucket: None  # called with each bucket before it is unpacked
-        self.arrived: Callable[[Bucket], None] = lambda bucket: None  # and after that
-        self.encoder: Encoder | None = None  # of what is sent, without digests
-        self.bytes_sent: Counter[int] = Counter()  # in a move, by receiver
+        self.arrived: Callable[[Bucket], None] = lambda bucket: None  # called with each bucket after that
+        self.encoder: Encoder | None = None  # encodes what is sent, without digests
+        self.bytes_sent: Counter[int] = Counter()  # bytes of a move, by receiver
 
     def buckets(self, bytes_into: Callable[[int], int]) -> dict[tuple[int, int], list[Bucket]]:
         """The buckets of every pair (sender, receiver) with this process, of at most ``bytes_into`` the receiver.

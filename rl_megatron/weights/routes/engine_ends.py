@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rl_megatron.feature import Encoder
 
 _BUCKET_BYTES = 64 * 2**20
-_SLOT_BYTES = 2**20  # of host memory: two stay in the cores' shared cache
+_SLOT_BYTES = 2**20  # two such slots of host memory stay in the cores' shared cache
 
 
 class _Transport(Transport, Protocol):

@@ -31,7 +31,7 @@ from rl_megatron.weights.routes.rendezvous import GroupPeers
 if TYPE_CHECKING:
     from rl_megatron.feature import Compression
 
-_WHOLE = -1  # in place of a size: the parcel is sent as it is
+_WHOLE = -1  # stands for a size: the parcel is sent as it is
 
 
 class Transport(Protocol):
@@ -233,7 +233,7 @@ class ProcessGroupTransport(Exchange):
             mine |= {(bucket.turn, rounds.of_pair(frm, to), bucket.number): (peer, bucket) for bucket in parts}
         self.steps = self.in_order(sends, self.arriving(receives))
         self._compression = compression
-        self._frames: dict[int, Tensor] = {}  # of parcels that are arriving compressed
+        self._frames: dict[int, Tensor] = {}  # memory of parcels that arrive compressed
         self._received = 0
 
     @override

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rl_megatron.feature import Encoding
 
 _LOCK, _NEW = "in_use", ".in_use.new"
-_ENDING_SECONDS = 20.0  # of an earlier start of the run
+_ENDING_SECONDS = 20.0  # time for an earlier start of the run to end
 
 
 @contextlib.contextmanager

@@ -120,7 +120,7 @@ def _checked(length: int) -> int:
 JOINING = "joining the group"
 _SAID = "/said"  # the part of joining at which ranks exchange values
 _LOOK_SECONDS, _LOOK_SHARE, _MOST_SECONDS = 0.002, 0.02, 0.1  # between looks: this share of the wait so far
-_COUNT_BYTES = 1  # before the first part of a value: how many follow
+_COUNT_BYTES = 1  # the number of further parts, before the first part of a value
 _PART_BYTES = 4 * 2**20  # of a value; torch's store resets the connection of whoever sets more than 8 MiB at once
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"  # read by torch when a group is made
 _OTHER_WAY = "or set weights.transport=file"
