@@ -9,36 +9,26 @@ Written pairs of answers become rows too: to learn from one against the other, o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-
-from rl_megatron.chat_templates import begun_once
-from rl_megatron.data.problems.rows import beyond_embedding
-from rl_megatron.errors import DataError
-from rl_megatron.feature import declared_columns
-from rl_megatron.types import Prompt, Samples
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-import logging
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
+from rl_megatron.chat_templates import begun_once
 from rl_megatron.columns import LogProbs, Ragged, TokenIds, one_after_the_other
-from rl_megatron.types import Batch, Chain, RolloutGroup
+from rl_megatron.data.problems.rows import beyond_embedding
+from rl_megatron.errors import DataError
+from rl_megatron.feature import declared_columns
+from rl_megatron.types import Batch, Chain, Prompt, RolloutGroup, Samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
 
 logger = logging.getLogger(__name__)
 
