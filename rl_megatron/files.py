@@ -40,8 +40,8 @@ _in_hand: dict[int, InHand] = {}  # by thread
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """What the system refuses to an open file, as a full disk does, names it: an OSError says the path. So does one of
-    a library in Rust, which is none of Python's and has its number in its text.
+    """Has what the system refuses to an open file, as a full disk does, name it: an OSError says the path. So does one
+    of a library in Rust, which is none of Python's and has its number in its text.
 
     Where the system lets the thread wait instead, `in_hand` says it.
     """

@@ -101,7 +101,7 @@ def _sandbox() -> str:
 
 
 def _learner() -> str:
-    """Whether a learner's process can import megatron, which also imports optional packages, even broken ones."""
+    """Says whether a learner's process can import megatron, which imports optional packages too, even broken ones."""
     try:
         child = subprocess.run(
             [sys.executable, "-P", "-c", "import rl_megatron.learner.megatron"],

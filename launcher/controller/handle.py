@@ -140,7 +140,7 @@ class RankStream:
         self._await_room(bool(self._left))
 
     def _await_room(self, wanted: bool) -> None:
-        """Whether `_write` is called as soon as the stream takes more."""
+        """Have the loop call `_write` as soon as the stream takes more, or no longer."""
         if wanted and not self._awaiting:
             self._loop.add_writer(self._file, self._write)
         elif self._awaiting and not wanted:
@@ -279,7 +279,7 @@ class WorkerHandle:
         self._stream.send(STACKS)
 
     def _hearing(self) -> None:
-        """A large answer arrives, and heartbeats wait behind it."""
+        """Count the rank as alive while a large answer arrives, behind which its heartbeats wait."""
         self.quiet = self.still = 0
 
     def _heard(self, message: wire.Message) -> None:

@@ -85,7 +85,7 @@ class WeightGroup(WeightSync):
         return await self._twice(adapters.version, "stage_adapters", "commit_adapters")
 
     async def merge(self, *, adapters: bool) -> None:
-        """Whether ranks merge adapters into what they push from now on."""
+        """Set whether ranks merge adapters into what they push from now on."""
         await self._group.each("merge", adapters)
 
     async def _twice(self, version: int, stage: str, commit: str) -> WeightUpdate:

@@ -173,7 +173,7 @@ class Worker(RankModels):
         self._staging.commit(version)
 
     def merge(self, adapters: bool) -> None:
-        """Whether what is pushed from now on has the adapters merged into it."""
+        """Set whether what is pushed from now on has the adapters merged into it."""
         self._merges = adapters
 
     def _as_pushed(self) -> AbstractContextManager[None]:
@@ -194,7 +194,7 @@ class Worker(RankModels):
         self._adapters.staging.commit(version)
 
     def name_adapters(self, name: str, keep: Collection[str]) -> None:
-        """The name of the adapters that are written next; of those written before only ``keep`` stay."""
+        """Name the adapters that are written next, and remove those written before but ``keep``."""
         if self._adapters is not None and (folders := self._adapters.folders) is not None:
             folders.keep(keep)
             folders.name = name

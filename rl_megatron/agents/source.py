@@ -90,11 +90,11 @@ class Waves(RolloutEngine):
         self._running: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """One more trajectory will ask."""
+        """Count a trajectory that will ask."""
         self._under_way += 1
 
     def end(self) -> None:
-        """A trajectory asks no more."""
+        """Count out a trajectory that asks no longer."""
         self._under_way -= 1
         self._consider()
 
@@ -217,7 +217,7 @@ class EnvironmentSampler(PolicySampler):
 
     @override
     async def closed(self) -> None:
-        """Each environment's ``close`` has its limit."""
+        """Wait until every environment is closed; each ``close`` has a time limit."""
         while self.closing:
             await asyncio.wait(set(self.closing))
 

@@ -250,11 +250,11 @@ class TimeLimit:
         return max(0.0, self.limit - self.spent)
 
     def start(self) -> None:
-        """An attempt begins."""
+        """Begin to count an attempt's seconds."""
         self.over, self._began = False, asyncio.get_running_loop().time()
 
     def stop(self) -> None:
-        """An attempt ends: its seconds count."""
+        """Add the seconds of the attempt, which has ended."""
         self.spent += asyncio.get_running_loop().time() - self._began
 
     def extend(self) -> None:

@@ -117,7 +117,7 @@ class Observers:
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        """Every observer ignores the passes within."""
+        """Makes every observer ignore the passes within."""
         with contextlib.ExitStack() as stack:
             for observer in (*self._own, *self._installed.values()):
                 stack.enter_context(observer.unseen())

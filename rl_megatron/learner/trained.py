@@ -64,7 +64,7 @@ from rl_megatron.weights.checkpoints.torch_dist import read_index
 
 @contextlib.contextmanager
 def _together(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
-    """All of them around what is within."""
+    """Enters all of them around what is within."""
     with contextlib.ExitStack() as stack:
         for one in contexts:
             stack.enter_context(one)

@@ -59,8 +59,8 @@ class Clock:
         return None if self._low is None else round((self._high - self._low) / 2)
 
     def exchanged(self, *, asked: int, arrived: int, answered: int, heard: int) -> None:
-        """A call left here at ``asked`` and was there at ``arrived``; its answer left at ``answered`` and was here at
-        ``heard``. The first and the last are of our clock, the others of theirs.
+        """Narrow the bounds by a call that left here at ``asked`` and was there at ``arrived``, and its answer, which
+        left at ``answered`` and was here at ``heard``. The first and the last are of our clock, the others of theirs.
 
         Bounds that are older widen by what two clocks drift. If new ones contradict them, a clock was set: these count.
         """
@@ -306,11 +306,11 @@ class RankTimes:
         return RankKernels(file=recorded.file, process=self._process, shift=shift)
 
     def asked(self, call: str) -> None:
-        """A call is about to be sent."""
+        """Note a call that is about to be sent."""
         self._asked.append((call, now()))
 
     def answered(self, said: RankTimed | None) -> None:
-        """The answer to the oldest call is here; None from a rank that says no times."""
+        """Note the answer to the oldest call; None: the rank says no times."""
         heard, (call, asked) = now(), self._asked.popleft()
         begin = max(asked, self._heard)  # behind others it waits
         self._heard = heard
@@ -632,7 +632,7 @@ class Timeline:
             self._warn(error)
 
     def _warn(self, error: Exception) -> None:
-        """Nothing is written any more. A fault of our own has its traceback."""
+        """Write nothing any more, and warn of that. A fault of our own has its traceback."""
         self._failed, ours = True, not isinstance(error, OSError)
         what = f"{type(error).__name__}: {error}" if ours else str(error)
         logger.warning("the timeline ends here: %s", what, exc_info=ours)

@@ -120,7 +120,7 @@ def queued() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """The caller is one more part of a reward's call, which may wait for it as `queued`."""
+    """Makes the caller one more part of a reward's call, which may wait for it as `queued`."""
     with _counted(1):
         yield
 

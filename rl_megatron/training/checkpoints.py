@@ -267,7 +267,7 @@ class Unfinished:
             await saving.written(wait=True)
 
     def _seen(self, task: asyncio.Task[Saved]) -> None:
-        """The save has ended. If the run has failed before, nobody asks for its error, and asyncio would warn."""
+        """Record the ended save, and take its error: of a run that failed before, asyncio would warn of it."""
         timeline.keep(timeline.SAVES, self.folder.name, self._began, timeline.now())
         if not task.cancelled():
             task.exception()
@@ -290,7 +290,7 @@ class Checkpoint:
 
 @contextlib.contextmanager
 def _warning(folder: Path) -> Iterator[None]:
-    """What cannot be removed, as a file that a client of NFS holds open, is no reason to end a run: warn."""
+    """Warns of what cannot be removed, as a file that a client of NFS holds open: it is no reason to end a run."""
     try:
         yield
     except OSError as error:

@@ -241,7 +241,7 @@ class _Display:
         self._bars.stop()
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def look(self, running: Sequence[Cell], num_waiting: int) -> None:
@@ -256,7 +256,7 @@ class _Display:
             self.note(f"running: {each_one or 'none'}; {num_waiting} wait")
 
     def ended(self, found: CellStanding) -> None:
-        """A line about a cell whose process has ended."""
+        """Print a line about a cell whose process has ended."""
         self._steps[found.cell.name] = found.step
         self._bars.update(self._tasks[found.cell.name], visible=False)
         value = "" if found.value is None else f", {self._study.evaluation.metric} {found.value:.4g}"

@@ -357,7 +357,7 @@ class Endpoint:
         self._keys.close(api_key)
 
     def _listen(self) -> None:
-        """The kernel keeps clients until they are served."""
+        """Listen, so that the kernel keeps clients until they are served."""
         # With the protocol named, asyncio sets TCP_NODELAY; without it an answer's second packet waits 40 ms.
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:

@@ -199,15 +199,15 @@ class EmbeddedAdapter(Adapter):
 
     @override
     async def relabel(self, server: Server, version: int) -> None:
-        """Nothing: what they load is labelled with its version, and is served after this."""
+        """Does nothing: what they load is labelled with its version, and is served after this."""
 
     @override
     async def release(self, server: Server) -> None:
-        """Nothing: on CPUs servers do not release their memory."""
+        """Does nothing: on CPUs servers do not release their memory."""
 
     @override
     async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
-        """Nothing, as for `release`."""
+        """Does nothing, as `release`."""
 
     @override
     async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:

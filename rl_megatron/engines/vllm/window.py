@@ -72,7 +72,7 @@ class Window:
                 self._make(module, turn)
 
     def whole(self, one: Held) -> None:
-        """A box has arrived."""
+        """Note that a box has arrived."""
         module = self._module_of[one.param]
         self._sums[module] += self._beside.sent(one, self._tensors[one.param])
         self._left[module] -= 1

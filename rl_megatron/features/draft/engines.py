@@ -44,7 +44,7 @@ class Drafts(EngineHooks):
 
     @override
     async def paused(self, server: Server) -> None:
-        """What a server counted before its first push is left out."""
+        """Leaves out what a server counted before its first push."""
         if not self.given(server):
             return
         proposed, accepted = await self.counts(server)

@@ -43,7 +43,7 @@ class _Piece:
         self.extents: Sequence[Extent] = ()
 
     def __del__(self) -> None:
-        """Nothing needs it any more, perhaps before it was needed at all."""
+        """Give its memory back once nothing needs it, perhaps before anything did."""
         if self.extents:
             arena().give(self.extents, self.half.copied)
         elif self.half.loading is not None:  # its memory must not be others' while it is written

@@ -180,7 +180,7 @@ class WarmStart:
         return {"learner": self.roles.policy}
 
     async def before_save(self, stop: asyncio.Event) -> None:
-        """Nothing is under way between steps."""
+        """Does nothing: no work is under way between steps."""
 
     def state(self) -> TrainerState:
         """The position in the data."""

@@ -354,7 +354,7 @@ class WrittenJob:
         return {"learner": self.roles.policy}
 
     async def before_save(self, stop: asyncio.Event) -> None:
-        """What is drawn ahead is drawn again by a resume."""
+        """Does nothing: a resume draws again what is drawn ahead."""
 
     def state(self) -> TrainerState:
         """The position in the data after the last step."""

@@ -30,7 +30,7 @@ class MovingAverage:
         """The lower halves, of tensors in bfloat16."""
 
     def restart(self) -> None:
-        """The average is what was written into `tensors`."""
+        """Begin the average with what was written into `tensors`."""
         for rest in self.rest.values():
             rest.zero_()
 

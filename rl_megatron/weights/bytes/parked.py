@@ -116,7 +116,7 @@ class _Slabs:
         return taken
 
     def clear(self) -> None:
-        """All of it is free again."""
+        """Free all of it."""
         self.at = self.used = 0
 
 

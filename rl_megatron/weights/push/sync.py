@@ -164,7 +164,7 @@ class AdapterRanks(Protocol):
         ...
 
     async def merge(self, *, adapters: bool) -> None:
-        """Whether the model that is pushed has the adapters merged into it, from now on."""
+        """Set whether the model that is pushed has the adapters merged into it, from now on."""
         ...
 
     async def export(self, folder: Path) -> None:
@@ -380,7 +380,7 @@ class AdapterFolders:
         """Of the next folder."""
 
     def withdraw(self) -> None:
-        """Nothing: a folder that is there stays as it is."""
+        """Does nothing: a folder that is there stays as it is."""
 
     def serve(self, version: int) -> None:
         """Write the folder of ``name``, whole or not at all."""

@@ -163,7 +163,7 @@ class Rings:
             raise self._failed(version, error) from error
 
     def close(self) -> None:
-        """The other ends see their connections close."""
+        """Close the connections, which the other ends see."""
         for link in self.links:
             link.connection.close()
         self.links = []
@@ -330,7 +330,7 @@ class RingTransport(Transport):
 
     @override
     def close(self) -> None:
-        """The other ends see their connections close."""
+        """Close the connections, which the other ends see."""
         self._rings.close()
 
 

@@ -213,7 +213,7 @@ def claim_folder(folder: Path) -> None:
 
 
 def _empty_file(path: Path, entries: Stored) -> None:
-    """A file of zeros, which take no memory before `_take_room`; others that map a file of this name keep theirs."""
+    """Make a file of zeros, which take no memory before `_take_room`; who maps a file of this name keeps that one."""
     head, size = _head(entries), sum(prod(shape) * given.itemsize for given, shape in entries.values())
     work = path.with_name(f".{path.name}.partial")
     work.unlink(missing_ok=True)
